@@ -1,4 +1,4 @@
-"""The error that solvers minimise: how far the output of a layer moves, `tr(E H E^T)` for `E = W - W_compressed`."""
+"""Objective of the solvers: the output error of a layer, `tr(E H E^T)` for `E = W - W_compressed`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from compress.core import file_matrix
 
-#: Rows whose product is held at a time.
+#: Rows that are multiplied at a time.
 ROWS = 8192
 #: Columns whose products are taken together. H is symmetric, so only what lies below the diagonal is multiplied, and counted twice.
 BLOCK = 512

@@ -51,7 +51,7 @@ def _widths(made: Pass) -> str:
 
 
 def _measured(made: Pass) -> str:
-    """The times that a budget of latency was held against."""
+    """The times that a latency budget was compared with."""
     found = made.get("measured")
     if not found:
         return ""

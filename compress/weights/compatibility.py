@@ -1,4 +1,4 @@
-"""Layers that transformers with compressed-tensors alone would not find, not replace, or compute otherwise than their scheme says.
+"""Layers that transformers with compressed-tensors alone would not find, not replace, or compute with another scheme.
 
 With one of them an artifact says `quant_method: compress`, and our own loader reads it (`runtime.layers.hf`). No family is named here: what
 counts is how transformers builds, initialises and converts the model at hand.
@@ -28,17 +28,17 @@ def foreign_layers(model: PreTrainedModel, entries: Mapping[str, ModuleEntry], p
     """Names of those of `entries` that only our loader can load.
 
     Args:
-        model: that is compressed, with its experts one by one where they are stored so.
+        model: that is compressed, with its experts apart where they are stored so.
         entries: {compressed module: how it is stored}.
-        pieces: tensors of single experts that the source holds in one: transformers cannot put those together.
+        pieces: tensors of single experts that the source stores fused: transformers cannot fuse those.
     """
-    held = {name.rpartition(".")[0] for name in pieces}
-    if _other_modules(model) or _several_unpacked(entries) or not _experts_carried(model, entries, held):
+    fused = {name.rpartition(".")[0] for name in pieces}
+    if _other_modules(model) or _several_unpacked(entries) or not _experts_carried(model, entries, fused):
         return set(entries)
     kinds = {n for n, m in model.named_modules() if is_linear(m) and type(m) is not nn.Linear}
     if not needs_dense_loading(entries.values()):  # else transformers leaves every layer its weight
         kinds |= _initialised_by_name(model, entries)
-    return (kinds | held) & set(entries)
+    return (kinds | fused) & set(entries)
 
 
 def _other_modules(model: nn.Module) -> bool:
@@ -63,13 +63,13 @@ def _several_unpacked(entries: Mapping[str, ModuleEntry]) -> bool:
     return len(stored) > 1 and any(w is not None and not w.symmetric and w.strategy != "tensor" for w in packed)
 
 
-def _experts_carried(model: nn.Module, entries: Mapping[str, ModuleEntry], held: Collection[str]) -> bool:
+def _experts_carried(model: nn.Module, entries: Mapping[str, ModuleEntry], fused: Collection[str]) -> bool:
     """Whether transformers puts the experts together as they are stored.
 
     It unpacks them as it does so, all with the scheme of the first group: it knows packed integers without zero points, and float8
     with a scale for a row or a tensor; what they read it does not round. Experts of 8-bit integers it refuses, but other engines run
     them, and read no other `quant_method`: so those count as carried. Dense experts go through beside float8 alone. Those that the
-    source has in one (`held`) are stored so where they stay dense, and nothing is put together.
+    source has fused (`fused`) are stored so where they stay dense.
     """
     experts = {
         f"{name}.{number}.{projection}"
@@ -78,7 +78,7 @@ def _experts_carried(model: nn.Module, entries: Mapping[str, ModuleEntry], held:
         for number in range(module.count)
         for projection in module.layout.projections
     }
-    experts -= held - entries.keys()
+    experts -= fused - entries.keys()
     if not experts or not entries:
         return True
     first = next(iter(entries.values()))

@@ -1,4 +1,4 @@
-"""Footprint of compressing a model's layers, told from shapes: the most that each phase holds at once beside the process, disk and time.
+"""Footprint of compressing a model's layers, from shapes: peak memory of each phase beside the process, disk and time.
 
 One phase after the other: what comes before the first block; the blocks, each solved and written; what is in no block; the artifact read
 back; the two models run over held-out text.
@@ -48,10 +48,10 @@ class _Layer:
 
 
 class WeightsFootprint:
-    """Of a pass over the blocks, and of what follows until the artifact is judged.
+    """Footprint of a pass over the blocks, and of load-back and evaluation after it.
 
     Args:
-        judged: the artifact is held against the recipe's model on held-out text, if the recipe says so.
+        judged: whether the recipe's evaluation of the artifact on held-out text counts.
     """
 
     def __init__(self, plan: WeightPlan, judged: bool = True) -> None:
@@ -75,7 +75,7 @@ class WeightsFootprint:
         self._head = sum(context.checkpoint.held_bytes(n) for n in names if streamed.is_head(n))
 
     def under(self, bounds: Bounds, rows: Rows, speed: Speed) -> Footprint:
-        """With some bounds kept to; `rows`: shapes of the batches of calibration text, none where nothing needs them."""
+        """Under some bounds; `rows`: shapes of the batches of calibration text, none where nothing needs them."""
         model, scored = self._model, 0 if self._windows is None else math.prod(self._windows)
         # Two models' hidden states are compared position by position, so evaluation holds both.
         judged = model.states([(1, scored)]) + self._judge.states([(1, scored)])
@@ -105,10 +105,10 @@ class WeightsFootprint:
         front, block = self._outside - self._head, max(self._sizes)
         outside = [layer for name, layer in self._layers.items() if not self._streamed.is_inside(name)]
         forward = self._model.forward(rows)
-        held = self._outside if outside else 0
+        base = self._outside if outside else 0
         found = {
-            "first block": max(held, front) + self._sizes[0] + forward,
-            "blocks": held
+            "first block": max(base, front) + self._sizes[0] + forward,
+            "blocks": base
             + max(
                 self._block(size, layers, rows, bounds, forward)
                 for size, layers in zip(self._sizes, self._blocks, strict=True)
@@ -150,7 +150,7 @@ class WeightsFootprint:
         return 4 * columns * (min(columns, 2 * BLOCK) if bounds.filed(columns) else columns)
 
     def _wave(self, group: list[_Layer], late: list[list[_Layer]], bounds: Bounds) -> int:
-        """Those that are collected together with a group's: experts' are, up to a bound."""
+        """Second moments collected together with a group's: those of experts, up to a bound."""
         own = self._moments(group, bounds)
         if not group[0].home or not own:
             return own
@@ -206,7 +206,7 @@ class WeightsFootprint:
 
     # ------------------------------------------------------------ before and after
     def _outside_phase(self, layers: list[_Layer], rows: Rows, bounds: Bounds) -> int:
-        """What is in no block is read again to be written, beside what was solved of it."""
+        """The tensors outside of the blocks are read again to be written, beside the solved layers."""
         if not layers:
             return self._outside
         made = sum(layer.packed + layer.numel * self._item for layer in layers)
@@ -246,7 +246,7 @@ class WeightsFootprint:
         return max(runs, judge.itemsize * judge.outside + self._outside + (0 if self._model.encoder else logits))
 
     def _advice(self, bounds: Bounds, rows: Rows) -> str:
-        """What would make a run smaller: the batch, if it counts for anything, else only a larger machine."""
+        """What would make a run smaller: the batch if it matters, else only a larger machine."""
         batch, least = (max(self.phases(some, bounds).values()) for some in (rows, one_row_at_a_time(rows)))
         if batch - least > batch // 10:
             return "lower calibration.batch_size or sequence_length, or use a machine with more"

@@ -104,7 +104,7 @@ def _positive(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def simulate(block: nn.Module, name: str, solved: SolvedLayer) -> None:
     """Make the layer compute what the artifact will compute, so that later layers are calibrated on the truth.
 
-    Weight-only: the dequantized weight in the plain Linear is bit for bit what the reference kernel multiplies with. With
+    Weight-only: the Linear holds the dequantized weight, bit for bit that of the reference kernel. With
     quantized activations the artifact's own module takes its place.
     """
     module = block.get_submodule(name)

@@ -17,7 +17,7 @@ _NEARLY = 0.45  # of a step
 
 @dataclass(frozen=True)
 class Adapter:
-    """A low-rank change: rank, and what it counts."""
+    """A low-rank change: its rank and scale."""
 
     rank: int
     scale: float
@@ -64,13 +64,13 @@ class OnGrid(nn.Module):
         return Grid(self.scheme, cast(torch.Tensor, self.scale), cast("torch.Tensor | None", self.zero))
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        grid, plain = self.grid, weight.detach()
-        rounded = grid.values(grid.codes(plain.clone()))
+        grid, values = self.grid, weight.detach()
+        rounded = grid.values(grid.codes(values.clone()))
         if self.scheme.type == "float":
-            inside = torch.ones_like(plain, dtype=torch.bool)
+            inside = torch.ones_like(values, dtype=torch.bool)
         else:
-            inside = (plain - rounded).abs() <= 0.5001 * grid.expand(plain.shape[1])[0].abs()
-        through: torch.Tensor = _Through.apply(weight, rounded, inside, plain > rounded)
+            inside = (values - rounded).abs() <= 0.5001 * grid.expand(values.shape[1])[0].abs()
+        through: torch.Tensor = _Through.apply(weight, rounded, inside, values > rounded)
         return through
 
 
@@ -97,7 +97,7 @@ def constrain(
     targets: frozenset[str] = frozenset(),
     seed: int = 0,
 ) -> None:
-    """Let the weights of linear layers follow from what is trained.
+    """Parametrize the weights of linear layers by their constraints.
 
     Args:
         module: of the whole model, float32.
@@ -124,7 +124,7 @@ def constrain(
 
 
 def between_codes(weight: torch.Tensor, source: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Numbers that round to what `weight` is on the grid, as near as they may be to those that it was rounded from.
+    """Values that round to `weight` on the grid, as near as possible to those that it was rounded from.
 
     In the middle of its code a weight would have to go half a step before anything happens. Where a solver, or a scale that was folded
     into a neighbour, has moved it by more than a step, the weight before says nothing of where it should go, and it stays where it is.
@@ -141,7 +141,7 @@ def between_codes(weight: torch.Tensor, source: torch.Tensor, grid: Grid) -> tor
 
 
 def settle(module: nn.Module) -> None:
-    """The weights as they follow from what was trained, plain again."""
+    """Replace every parametrized weight by its value."""
     for layer in list(module.modules()):
         if parametrize.is_parametrized(layer, "weight"):
             parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)

@@ -90,7 +90,7 @@ class RecoverJob(Job):
         return list(self.notes)
 
     def run(self, context: Context, store: Store, reporter: Reporter) -> dict[str, Any]:
-        """Train, all processes together, and write a plain checkpoint; see `recover`."""
+        """Train, all processes together, and write an ordinary checkpoint; see `recover`."""
         before = context.path if store.compressed is None else store.compressed.path
         tokens = context.source_ids(torch.arange(context.vocabulary)) if context.kept_tokens else None
         paths = (context.path, context.original.path, before, store.output, store.work)

@@ -1,4 +1,4 @@
-"""The stage `recover` of a run: the model as earlier stages have left it is trained, and written as a plain checkpoint."""
+"""Recovery: the model as earlier stages have left it is trained, and written as an ordinary checkpoint."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _HELD_OUT, _MOST_HELD_OUT = 8, 64  # an eighth of the rows, and at most so many
 
 @dataclass(frozen=True)
 class Recovery:
-    """A stage `recover` that is being carried out.
+    """A run of a stage `recover`.
 
     Attributes:
         stage: of the recipe.
         before: the model as it is, a checkpoint or an artifact.
         context: of the same model uncompressed; gives text and how rows are read. Its `reference` is the teacher.
         passes: what earlier stages have done. tokens: int64 `[vocab]`, the ids of the model's tokens before that; None: as they are.
-        output: for the checkpoint. work: for what an interrupted call goes on from.
+        output: for the checkpoint. work: state for resuming an interrupted call.
         reporter: of progress.
         team: the processes that share the training.
     """
@@ -90,7 +90,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class _Text:
-    """Rows of ids `[n, s]`: to train on, and held out; and who teaches each, None: the text alone is learned from."""
+    """Training and held-out rows of ids `[n, s]`, and the teacher of each; None: the loss needs none."""
 
     given: torch.Tensor
     apart: torch.Tensor
@@ -99,7 +99,7 @@ class _Text:
 
 
 def recover(recovery: Recovery) -> dict[str, Any]:
-    """Train, and write a plain checkpoint with the masks and grids of its layers (`CONSTRAINTS`).
+    """Train, and write an ordinary checkpoint with the masks and grids of its layers (`CONSTRAINTS`).
 
     Returns:
         What happened, JSON-able. All processes but the main one end in `PartDone`.
@@ -135,7 +135,7 @@ def recover(recovery: Recovery) -> dict[str, Any]:
         )
     elif not trained.best_step:
         recovery.reporter.warn(
-            f"recovery: held-out text got no better in {trained.steps:,} steps, so the weights are those of before. Another learning_rate, "
+            f"recovery: held-out text got no better in {trained.steps:,} steps, so the weights stay as they were. Another learning_rate, "
             "more text or more steps may do better"
         )
     settle(model)
@@ -145,7 +145,7 @@ def recover(recovery: Recovery) -> dict[str, Any]:
 
 
 def assist(recipe: Recipe, task: Mapping[str, Any], device: str, team: Team) -> None:
-    """The share of another process in a recovery of the main one (`RecoverJob.run`)."""
+    """Another process's part in a recovery of the main one (`RecoverJob.run`)."""
     checkpoint, original, before, output, work = map(Path, task["paths"])
     context = Context.open(recipe, open_checkpoint(checkpoint), device, open_checkpoint(original))
     stage = next(stage for stage in recipe.stages if stage.index == task["stage"])

@@ -79,7 +79,7 @@ Told = Callable[[int, int], Any]  # rows done, rows in all
 
 
 class Source(Protocol):
-    """Where batches come from.
+    """A source of batches.
 
     Attributes:
         length: tokens of a row.
@@ -96,7 +96,7 @@ class Source(Protocol):
         """These rows; each depends on nothing but its index, its seed and, on-policy, the draft as it is now."""
 
     def describe(self) -> dict[str, Any]:
-        """What it is, as plain data; equal for equal rows."""
+        """Its description, JSON-able; equal for equal rows."""
 
 
 class TextRows:

@@ -59,8 +59,8 @@ class Learner(Protocol):
     """The student: a module whose parameters that ask for gradients are float32.
 
     Attributes:
-        phase: what its training is called.
-        goal: what is best.
+        phase: name of its training.
+        goal: decides which weights are best.
         forgiving: a training that diverges ends with the best weights so far; else it fails.
     """
 
@@ -81,7 +81,7 @@ class Learner(Protocol):
         """What was measured, for people."""
 
     def describe(self) -> dict[str, Any]:
-        """What is trained and how, as plain data; equal for runs that may resume from each other."""
+        """What is trained and how, JSON-able; equal for runs that may resume from each other."""
 
 
 class Guide(Protocol):
@@ -104,7 +104,7 @@ class DivergedError(CompressError):
 
 @dataclass
 class Progression:
-    """Where a run is, besides its weights; JSON-able."""
+    """Progress of a run, without its weights; JSON-able."""
 
     step: int = 0
     best_step: int = 0
@@ -260,7 +260,7 @@ class Training:
             group["lr"] = options.learning_rate * options.rate(self.at.step)
 
     def _steps(self) -> str:
-        """Train; why it ended."""
+        """Train; returns why it ended."""
         options, at = self.options, self.at
         if self._reporting:
             self._reporting.phase(self.student.phase, -(-(options.steps - at.step) // options.evaluate_every))
@@ -364,7 +364,7 @@ class Training:
             self._reporting.step(f"step {at.step}: loss {at.losses[-1]['loss']:.4f}, {told}")
 
     def _settled(self) -> bool:
-        """Whether the last measurements brought nothing."""
+        """Whether the last measurements gained nothing."""
         patience, looks = self.options.patience, self.at.looks
         if patience is None or len(looks) <= patience:
             return False
@@ -374,7 +374,7 @@ class Training:
         return not goal.better(after, before, self.options.gain)
 
     def _exploded(self) -> bool:
-        """Whether held-out rows say that the training has left where it could come back from."""
+        """Whether the held-out loss has grown so much that the training cannot recover."""
         goal, looks = self.student.goal, self.at.looks
         if not self.student.forgiving or goal.larger:
             return False

@@ -64,7 +64,7 @@ Targets = torch.Tensor | SparseTargets
 
 @dataclass(frozen=True)
 class Objective:
-    """What is made small, in nats (`tvd`: a probability).
+    """The training objective, in nats (`tvd`: a probability).
 
     Attributes:
         divergence: between teacher p and student q. "forward_kl": KL(p || q), which covers all that the teacher may say. "reverse_kl":

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def units_kept(recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel) -> tuple[int, dict[str, Any]]:
-    """How many stay (of a list the most that all layers keep at least), and what was measured to find it.
+    """How many units stay (of a list the smallest number), and the measurements that decided it.
 
     Raises:
         RequestError: with file and line, where it cannot be so few, or so many.
@@ -63,7 +63,7 @@ def units_kept(recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel
     with recipe.origin.located((*stage.path, "budget", name)):
         costs = _costs(name, recipe, streamed, config.remove, range(least, size.count + 1, multiple))
         whole = costs(size.count)
-    # What is smaller than one that fits does fit too.
+    # Costs rise with the number of units.
     choices = range(least, most + 1, multiple)
     fitting = bisect_left(choices, True, key=lambda count: costs(count) > share * whole)
     if fitting == 0:
@@ -79,14 +79,14 @@ def units_kept(recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel
 
 
 def between(config: StructureConfig, size: Size) -> tuple[int, int, int]:
-    """The least and the most units that stay where no number is given, and of what they are multiples."""
+    """The least and the most units that may stay where no number is given, and the step between."""
     multiple = math.lcm(config.multiple_of, size.groups)
     least = -(-max(size.least, min(multiple, size.count)) // multiple) * multiple
     return least, (size.count - 1) // multiple * multiple, multiple
 
 
 def _reason_against(keep: int | list[int], config: StructureConfig, size: Size, streamed: StreamedModel) -> str | None:
-    """Why so many units cannot be kept, or by layer so many; None: they can."""
+    """Why these numbers of units cannot be kept; None: they can."""
     by_layer = isinstance(keep, list)
     asked = keep if isinstance(keep, list) else [keep]
     depth = size_of(streamed.config, "layers").count if by_layer else 0
@@ -104,9 +104,7 @@ def _reason_against(keep: int | list[int], config: StructureConfig, size: Size, 
     if odd is not None:
         return f"{odd} is no multiple of {config.multiple}, which `multiple` asks for"
     if asked[0] % size.groups:
-        return (
-            f"{keep} is no multiple of {size.groups}: the model routes in so many groups, and of each as many must stay"
-        )
+        return f"{keep} is no multiple of {size.groups}: the model routes in groups, and each must keep as many"
     if min(asked) == size.count:
         return f"all {size.count} {size.unit} of every layer would be kept"
     return None
@@ -119,7 +117,7 @@ def _none_can_go(size: Size, multiple: int) -> str:
 def _costs(
     name: str, recipe: Recipe, streamed: StreamedModel, remove: Remove, choices: range
 ) -> Callable[[int], float]:
-    """What a model with so many units takes; `choices` are those that are kept, maybe."""
+    """The cost of a model by its number of units; `choices`: numbers that may be asked for."""
     if name == "latency":
         return Latency(streamed, remove, choices)
     if name == "parameters":
@@ -128,16 +126,16 @@ def _costs(
     return lambda count: flops(resized(streamed.config, remove, count), streamed, context)
 
 
-# ---------------------------------------------------------------- what models take
+# ---------------------------------------------------------------- costs of models
 def parameters(config: PretrainedConfig, streamed: StreamedModel) -> int:
-    """Of the model that a config describes; tied ones once."""
+    """Parameters of the model that a config describes; tied ones once."""
     return sum(p.numel() for p in skeleton_of(config, streamed).parameters())
 
 
 def flops(config: PretrainedConfig, streamed: StreamedModel, context: int) -> float:
     """Multiplications and additions of one token that follows `context` others."""
     model = skeleton_of(config, streamed)
-    # Looked up, not multiplied with; a tied head is counted by its own name.
+    # Tables are looked up, not multiplied; a tied head counts under its own name.
     tables = {
         f"{name}.weight" for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Embedding)
     }
@@ -146,11 +144,11 @@ def flops(config: PretrainedConfig, streamed: StreamedModel, context: int) -> fl
         for name, shape in shapes(model).items()
         if name.endswith(".weight") and len(shape) == 2 and name not in tables
     )
-    # Of fused experts `[experts, ...]` a token has those that it is sent to.
+    # A token reads only the experts that it is sent to, of fused tensors `[experts, ...]`.
     active, experts = active_experts(config), number_of_experts(config)
     if active is not None and experts:
-        held = sum(math.prod(shape) for shape in shapes(model).values() if len(shape) == 3 and shape[0] == experts)
-        weights += 2.0 * held * active / experts
+        fused = sum(math.prod(shape) for shape in shapes(model).values() if len(shape) == 3 and shape[0] == experts)
+        weights += 2.0 * fused * active / experts
     text: Any = config.get_text_config(decoder=True)
     heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
     width = getattr(text, "head_dim", None) or hidden // heads
@@ -160,7 +158,7 @@ def flops(config: PretrainedConfig, streamed: StreamedModel, context: int) -> fl
 def skeleton_of(config: PretrainedConfig, streamed: StreamedModel) -> PreTrainedModel:
     """The model that a config describes, on meta; RequestError where there can be none."""
     try:
-        type(config).from_dict(config.to_dict())  # what has been set is checked when it is read, which comes too late
+        type(config).from_dict(config.to_dict())  # checks the values, which `PretrainedConfig` does on reading alone
         return build_skeleton(config, torch.float32, stored=streamed.checkpoint.names())
     except (ArtifactError, StrictDataclassError, ValueError) as error:
         cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error

@@ -15,11 +15,11 @@ Share = Annotated[float, BeforeValidator(fraction), Field(gt=0, lt=1)]
 
 @dataclass(frozen=True)
 class Axis:
-    """What can be cut.
+    """An axis along which a model can be cut.
 
     Attributes:
-        multiple: what is kept is a multiple of this, unless a recipe says another.
-        fitted: the layers that are fitted to what they gave before; empty: none are left that could be.
+        multiple: the number kept is a multiple of this, unless a recipe gives another.
+        fitted: the layers that are refitted to their outputs before; empty: none.
     """
 
     multiple: int = 1
@@ -33,7 +33,7 @@ AXES: dict[Remove, Axis] = {
 
 
 class Budget(BaseModel):
-    """What the model may still take, as shares of what it takes now; exactly one."""
+    """Budget of the smaller model, as a share of the whole one; exactly one field."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -49,12 +49,12 @@ class Budget(BaseModel):
 
     @property
     def given(self) -> dict[str, float]:
-        """The one that was given."""
+        """The field that was given."""
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
 
 class StructureConfig(BaseModel):
-    """Remove whole channels, heads, layers or dimensions: the shapes shrink, and what is left is a plain checkpoint."""
+    """Remove whole channels, heads, layers or dimensions: the shapes shrink, and the result is an ordinary checkpoint."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -120,10 +120,10 @@ class StructureConfig(BaseModel):
 
     @property
     def axis(self) -> Axis:
-        """What is cut."""
+        """The axis that is cut."""
         return AXES[self.remove]
 
     @property
     def multiple_of(self) -> int:
-        """What is kept is a multiple of this."""
+        """The number kept is a multiple of this."""
         return self.axis.multiple if self.multiple is None else self.multiple

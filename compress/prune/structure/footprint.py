@@ -20,7 +20,7 @@ _ROUND = 1.5e-8  # seconds that bringing one number of the moments up to date ta
 
 
 def structure_footprint(job: CutPlan, rows: Rows, length: int, speed: Speed, device: torch.device) -> Footprint:
-    """What carrying out a job takes.
+    """Footprint of a job.
 
     Args:
         rows: batches of calibration text. length: tokens of a row of it.
@@ -31,25 +31,25 @@ def structure_footprint(job: CutPlan, rows: Rows, length: int, speed: Speed, dev
 
 
 def few_tokens(job: CutPlan, count: int) -> str:
-    """What is to be said of a calibration text of so many tokens, where second moments are needed of more inputs; or nothing."""
+    """A warning where second moments of more inputs are needed than there are calibration tokens; else ""."""
     inputs = _solved_inputs(job)
     if count >= inputs:
         return ""
     return (
-        f"{count:,} tokens of calibration text say little of layers with {inputs:,} inputs, whose second moments stage {job.stage.index} "
+        f"{count:,} tokens of calibration text are few for layers with {inputs:,} inputs, whose second moments stage {job.stage.index} "
         f"({job.stage.kind}) needs; ask for more rows, or longer ones"
     )
 
 
 def _inputs(job: CutPlan) -> int:
-    """Of the widest layer that reads what goes."""
+    """Inputs of the widest layer that reads removed units."""
     if job.settings.remove == "hidden":
         return job.whole.widest
     return max((c.columns.each * c.count for block in job.units for c in block), default=0)
 
 
 def _solved_inputs(job: CutPlan) -> int:
-    """Of the widest layer of whose inputs second moments are needed; 0: of none."""
+    """Inputs of the widest layer whose second moments are needed; 0: none."""
     fitted = job.settings.remove == "hidden" and job.settings.reconstruct
     return _inputs(job) if fitted or "hessian" in job.needs else 0
 
@@ -64,9 +64,9 @@ def _gradients(job: CutPlan, rows: Rows, length: int, speed: Speed, device: torc
     advice = (
         f"{job.stage.method} has the whole model in memory: {shorter}use a method that has not, or a machine with more"
     )
-    held = 4 * whole.total + activations
+    needed = 4 * whole.total + activations
     on_cpu = device.type == "cpu"
-    return Footprint(memory=held if on_cpu else 0, device=0 if on_cpu else held, seconds=seconds, advice=advice)
+    return Footprint(memory=needed if on_cpu else 0, device=0 if on_cpu else needed, seconds=seconds, advice=advice)
 
 
 def _by_block(job: CutPlan, rows: Rows, speed: Speed, device: torch.device) -> Footprint:

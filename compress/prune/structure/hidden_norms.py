@@ -1,4 +1,4 @@
-"""Norms over the hidden state: which modules are norms, what each dimension adds to what they divide by, and their weights over fewer.
+"""Norms over the hidden state: which modules are norms, the share of each dimension in their mean square, and weights over fewer.
 
 A norm divides by a root mean square (or standard deviation) over all dimensions. Over fewer it divides by another one, so its weight is
 multiplied by the ratio of the two, as calibration sequences show it.
@@ -57,10 +57,10 @@ class Norm:
 
 
 class HiddenCut(Cut):
-    """What becomes of a tensor when dimensions go.
+    """The cut of tensors to fewer dimensions of the hidden state.
 
     Args:
-        slices: what dimensions have of which tensors. kept: int64, ascending, which of `count` stay.
+        slices: parts of tensors that belong to dimensions. kept: int64, ascending, which of `count` stay.
         norms: by name. gains: {norm: what its output is multiplied by}.
 
     Attributes:
@@ -88,7 +88,7 @@ class HiddenCut(Cut):
 def find_norms(model: nn.Module, slices: Iterable[Slices]) -> dict[str, Norm]:
     """The norms over the units of `slices` (dimensions of the hidden state), by name.
 
-    What they do is tried: output that stays the same when the input grows makes a norm. Other vectors (scales of a layer) are none.
+    A module is a norm if its output stays the same when its input is scaled; other vectors (scales of a layer) are none.
 
     Raises:
         RequestError: a norm that neither multiplies by its weight nor by one plus it.
@@ -136,7 +136,7 @@ def _alike(value: torch.Tensor, reference: torch.Tensor) -> bool:
 
 
 def gain(shares: torch.Tensor, kept: torch.Tensor) -> float:
-    """What a norm's output must be multiplied by when only these dimensions are there: the root mean square over them by that over all.
+    """The factor of a norm's output when only these dimensions are there: their root mean square over that of all.
 
     Args:
         shares: mean over tokens of `Norm.shares`, `[dimensions]`; zeros where nothing was seen.
@@ -172,7 +172,7 @@ def _measure(run: Pass, norms: dict[str, Norm]) -> Tensors:
     def visit(index: int, states: HiddenStates) -> str:
         prefix = streamed.block_prefix(index)
         inside = {name for name in norms if name.startswith(prefix)}
-        # What is outside and has been seen runs over other ids now, where it runs again at all.
+        # Norms outside of the blocks that have been seen would now run over other ids.
         between = inside | (outside - watch.seen)
         runs = forwards(streamed, index, states, batches)
         reading = [name.removeprefix(prefix) for name in linear if name.startswith(prefix)]
@@ -208,7 +208,7 @@ def _sizes(block: nn.Module, prefix: str, readers: Collection[str], runs: Any) -
 
 
 class _Watch:
-    """Collects what norms divide by. `seen`: those that have run."""
+    """Collects the shares of norms. `seen`: norms that have run."""
 
     def __init__(self, model: nn.Module, norms: dict[str, Norm]) -> None:
         self._model, self._norms = model, norms
@@ -217,7 +217,7 @@ class _Watch:
         self._tokens: dict[str, int] = {}
 
     def on(self, names: Collection[str], mask: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Watch these, over a batch whose tokens `mask` `[b, s]` tells from padding."""
+        """Watch these norms over a batch; `mask` `[b, s]` marks its tokens."""
         return hooks({self._model.get_submodule(name): self._hook(name, mask) for name in names}, before=True)
 
     def _hook(self, name: str, mask: torch.Tensor | None) -> Callable[..., None]:

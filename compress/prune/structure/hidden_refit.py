@@ -1,4 +1,4 @@
-"""Least-squares refit of the linear layers of a model with fewer dimensions to what the whole model's give; nothing is trained.
+"""Least-squares refit of the linear layers of a model with fewer dimensions to the whole model's outputs; nothing is trained.
 
 Each layer that reads or writes the hidden state has its weight replaced by the one whose outputs, over the inputs that the smaller model
 gives it, come nearest to the whole model's outputs over its own inputs. The two models are streamed side by side, a block at a time, so
@@ -50,7 +50,7 @@ class Moments:
         self.tokens += len(one)
 
     def finish(self, name: str) -> None:
-        """Sums become means; CompressError where one is no number."""
+        """Sums become means; CompressError where one is NaN or Inf."""
         for value in (self.own, self.cross, self.theirs):
             value /= max(self.tokens, 1)
             if not bool(torch.isfinite(value).all()):
@@ -58,10 +58,10 @@ class Moments:
 
 
 class Refit:
-    """The two models and the calibration sequences.
+    """Refit of the smaller model's layers over the calibration sequences.
 
     Args:
-        whole, smaller: with all that is in no block loaded. cut: how the one came of the other.
+        whole, smaller: with everything outside of the blocks loaded. cut: that makes the smaller one.
         damping: of the least squares, see `nearest`.
     """
 
@@ -102,14 +102,14 @@ class Refit:
         return isinstance(module, nn.Linear) and bool(self.cut.slices(f"{name}.weight"))
 
     def _fit(self, names: list[str], run: Callable[..., Any], theirs: HiddenStates, ours: HiddenStates) -> Lines:
-        """Fit layers that share an input; not where the two models send them different tokens (experts)."""
+        """Fit layers that share an input; none where the two models may send them different tokens (experts)."""
         moments: Moments | None = None
         for number, (ids, mask) in enumerate(self.batches):
             one, other = (
                 _input(model.model.get_submodule(names[0]), partial(run, model, states, number))
                 for model, states in ((self.whole, theirs), (self.smaller, ours))
             )
-            # Experts are handed those tokens alone that are sent to them, of which nobody knows here which they are.
+            # An expert reads only the tokens that are sent to it, and the two models may send it different ones.
             if one is None or other is None or one.shape[:-1] != other.shape[:-1]:
                 return []
             if other.dim() == 2 and len(other) != ids.numel():
@@ -138,11 +138,11 @@ class Refit:
 
 
 class _SeenError(Exception):
-    """Ends a forward pass once the input that was wanted has been seen."""
+    """Ends a forward pass once the wanted input has been seen."""
 
 
 def _input(module: nn.Module, run: Callable[[], Any]) -> torch.Tensor | None:
-    """What a layer is given; None: it is not called."""
+    """The input of a layer; None: it is not called."""
     seen: list[torch.Tensor] = []
 
     def look(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Driver of structure pruning: a smaller checkpoint written block by block, whatever the axis that is cut."""
+"""Driver of structure pruning: a smaller checkpoint written block by block, along any axis."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Lines = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Pass:
-    """A stage `structure` that is being carried out.
+    """A run of a stage `structure`.
 
     Attributes:
-        job: what goes, and how much.
+        job: the plan of the cut.
         streamed: the whole model.
         batches: calibration sequences. probe: ids that follow the model through, to be compared with what was written.
-        output: for the smaller checkpoint. work: for what an interrupted run resumes from.
-        spill: hidden states are held on the disk.
+        output: for the smaller checkpoint. work: state for resuming an interrupted run.
+        spill: hidden states are in files.
         reporter: of progress.
     """
 
@@ -58,7 +58,7 @@ class Pass:
     reporter: Reporter
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
-        """What `compute` gives, JSON-able: computed once for a run and those that resume it."""
+        """The JSON-able result of `compute`: computed once for a run and those that resume it."""
         file = self._sealed(name, lambda path: write_json(path, compute()))
         return json.loads(file.read_text(encoding="utf-8"))
 
@@ -76,7 +76,7 @@ class Pass:
         return file
 
     def scratch(self, name: str) -> Path | None:
-        """Where hidden states spill to; None: they stay in memory."""
+        """Directory that hidden states spill to; None: they stay in memory."""
         return self.work / f"{name}-next" if self.spill else None
 
     def visit(
@@ -135,16 +135,16 @@ class Cut:
 
 
 class Removal:
-    """Units of one axis on their way out of a model: `write` makes every part of the smaller checkpoint, and can be interrupted.
+    """Removal of the units of one axis: `write` writes every part of the smaller checkpoint, and can be interrupted.
 
     Args:
-        run: what is asked for.
-        followed: models whose hidden states are computed block by block, by name; the first one's say what the smaller model gives.
+        run: the stage.
+        followed: models whose hidden states are computed block by block, by name; the first one's are those of the smaller model.
         batches: that they are computed for, the probe last.
         beside: another model whose blocks are loaded too.
 
     Attributes:
-        states: what enters the block at hand, of each model that is followed.
+        states: hidden states that enter the current block, of each followed model.
         config: of the smaller model.
     """
 
@@ -171,10 +171,10 @@ class Removal:
         """Its blocks."""
         return [block for _, stack in find_stacks(self.skeleton) for block in stack]
 
-    # ---------------------------------------------------------------- what an axis says
+    # ---------------------------------------------------------------- hooks of an axis
     @classmethod
     def check(cls, streamed: StreamedModel) -> None:
-        """RequestError where a model's units cannot be removed, however many."""
+        """RequestError where no units of this axis can be removed from a model."""
 
     @classmethod
     def complete(cls, plan: Plan, streamed: StreamedModel) -> Plan:
@@ -198,7 +198,7 @@ class Removal:
 
     @property
     def count(self) -> int:
-        """Parts of the checkpoint beside the last, which holds what is in no block."""
+        """Parts of the checkpoint before the last, which holds everything outside of the blocks."""
         return len(self.whole.blocks)
 
     def block(self, index: int) -> tuple[Tensors, Lines, str]:
@@ -206,15 +206,15 @@ class Removal:
         return self.stored(self.whole.block_names(index)), [], "copied"
 
     def outside(self) -> tuple[Tensors, Lines]:
-        """The same of all that is in no block."""
+        """The same for everything outside of the blocks."""
         return self.stored(self.whole.outside_names()), []
 
     def finish(self, lines: Lines) -> dict[str, Any]:
-        """What the manifest says of the pass, JSON-able: {"layers": a line for each layer that was changed}."""
+        """The facts of the pass in the manifest, JSON-able: {"layers": a line for each layer that was changed}."""
         return {"layers": lines}
 
     def expected(self) -> tuple[Batch, torch.Tensor]:
-        """A probe, and the state after the last block that the smaller model should give for it."""
+        """A probe, and the hidden state that the smaller model should give for it after the last block."""
         first = next(iter(self.followed))
         return self.batches[-1], self.states[first].get(len(self.batches) - 1)
 
@@ -253,14 +253,14 @@ class Removal:
         return self.finish(lines)
 
     def advance(self, index: int) -> None:
-        """States of all models that are followed, past a block."""
+        """Advance the states of all followed models past a block."""
         for name, model in self.followed.items():
             states = self.states[name]
             for number, batch in enumerate(self.batches):
                 states.put(number, model.advance(index, states.get(number), batch))
 
     def _enter(self, done: int) -> None:
-        """What enters the first block that is still to be done."""
+        """Set the states that enter the first block to be written."""
         for name, model in self.followed.items():
             model.load_outside()
             scratch = self.run.scratch(name)
@@ -278,15 +278,15 @@ class Removal:
             seal(self._directory(name, index))
 
     def _directories(self, index: int) -> list[Path]:
-        """What an interrupted run needs to resume at a block."""
+        """Directories that a run needs to resume at a block."""
         return [self._directory(name, index) for name in self.followed]
 
     def _directory(self, name: str, index: int) -> Path:
         return self.run.work / f"{name}-{index:05d}"
 
-    # ---------------------------------------------------------------- what axes share
+    # ---------------------------------------------------------------- shared by axes
     def first_row(self) -> tuple[torch.Tensor, Batch]:
-        """A state that enters the block at hand, and what it is of, to try things on."""
+        """One row that enters the current block, and its batch, for trials."""
         ids, mask = self.batches[0]
         return self.states["hidden"].get(0)[:1], (ids[:1], None if mask is None else mask[:1])
 
@@ -309,7 +309,7 @@ class Removal:
         return block
 
     def rank(self, what: str, count: int, kept: int, seed: int, **seen: Any) -> tuple[torch.Tensor, dict[str, float]]:
-        """Of each unit float32, larger for what matters more; and what the method notes.
+        """Importance of each unit, float32, and the notes of the method.
 
         Args:
             what: "the experts of layer 3". seed: added to the recipe's. seen: fields of the `View`.
@@ -330,7 +330,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def note_of(lines: Lines) -> str:
-    """What is told of a block: the largest error of its layers."""
+    """Progress note of a block: the largest error of its layers."""
     worst = max((line["error"] for line in lines if line["error"] is not None), default=None)
     return "cut" if worst is None else f"cut, error {worst:.2e}"
 

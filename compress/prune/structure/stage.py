@@ -21,7 +21,7 @@ class Structure(StageRoom):
 
     @property
     def record_key(self) -> str:
-        """What is removed."""
+        """The key of the removed axis."""
         return "remove"
 
     def methods(self) -> Mapping[str, Any]:
@@ -31,7 +31,7 @@ class Structure(StageRoom):
         return METHODS
 
     def changes(self, stage: Stage) -> bool:
-        """A model with fewer tokens says of those what it said before."""
+        """Removing tokens changes nothing for those that stay."""
         return bool(stage.config.remove != "vocabulary")
 
     def check(self, context: Context, stage: Stage) -> StructureJob:
@@ -53,7 +53,7 @@ class Structure(StageRoom):
 
 
 def units_after(record: Mapping[str, Any]) -> str:
-    """How many units a layer has now: "768", or "480 to 736" where layers differ."""
+    """Units of a layer after the stage: "768", or "480 to 736" where layers differ."""
     widths = record.get("widths") or [record["after"]]
     return f"{min(widths):,}" if min(widths) == max(widths) else f"{min(widths):,} to {max(widths):,}"
 

@@ -125,7 +125,7 @@ def _prune(weights, parts: list[Chunk], hessian, constraint: Constraint, options
         if options.mask_search == "exact" and searchable(pattern):
             choose = exact_mask_chooser(pattern, factor)
         else:
-            shares = [constraint.sparsity[index] for index, _, _ in chunk.pieces]
+            shares = [constraint.sparsity[index] for index, _, _ in chunk.parts]
             choose = mask_chooser(pattern, factor.diagonal.square().reciprocal(), chunk.heights, shares)
             if pattern.kind != "n:m":
                 unit *= max(1, options.block_size // unit)
@@ -207,7 +207,7 @@ class _GridSolver:
             if masks is not None and mask is not None and self.constraint.pattern is not None:
                 chunk.unstack(mask, masks)
             for (index, _, _), error, rows in zip(
-                chunk.pieces, rounded.lost.split(chunk.heights), worse.split(chunk.heights), strict=True
+                chunk.parts, rounded.lost.split(chunk.heights), worse.split(chunk.heights), strict=True
             ):
                 lost[index] += float(error.sum())
                 replaced[index] += int(rows.sum())
@@ -331,12 +331,12 @@ def _represent(
         return column_errors((weight - scheme.dequantize(codes, parameters, constraint.dtype).float()).T, hessian)
 
     codes, nearest = rounding.codes, scheme.round(weight, parameters)
-    error, plain = lost(codes), lost(nearest)
-    worse = error > plain
+    error, rounded = lost(codes), lost(nearest)
+    worse = error > rounded
     codes = torch.where(worse[:, None], nearest, codes)
     solved = CompressedWeight.of(codes, parameters, None, constraint.scheme, constraint.dtype)
     replaced = {"rows_replaced": int(worse.sum())}
-    return Solved(solved, float(torch.minimum(error, plain).sum()), notes | replaced)
+    return Solved(solved, float(torch.minimum(error, rounded).sum()), notes | replaced)
 
 
 def visiting_order(

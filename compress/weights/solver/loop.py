@@ -1,6 +1,6 @@
 """The column loop: GPTQ, SparseGPT and both at once.
 
-Weights are held transposed, `[in, rows]`, so that a column of the layer is contiguous and one vector operation handles all rows
+Weights are transposed, `[in, rows]`, so that a column of the layer is contiguous and one vector operation handles all rows
 (of all weights that share the input). Column j becomes its projection onto the constraint (nearest grid value, zero where the mask
 says so); what is lost is carried to the later columns through the factor of the Hessian: at once within a leaf of a few
 columns, as one matrix product for the rest of a block, and as another when a block looks back at all that was lost before it.

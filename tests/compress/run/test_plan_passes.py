@@ -135,7 +135,8 @@ def test_fitting_takes_the_square_of_the_channels(planned: Callable[..., Plan]) 
 def test_few_tokens_for_many_inputs_are_warned_of(planned: Callable[..., Plan]) -> None:
     (found,) = planned(structure(), intermediate_size=512).warnings
     assert "recipe.yaml:" in found
-    assert "calibration.samples: 256 tokens of calibration text say little of layers with 512 inputs" in found
+    assert "calibration.samples: 256 tokens" in found
+    assert "512 inputs" in found
     assert "stage 0 (structure)" in found
     assert planned(structure("magnitude", reconstruct=False), intermediate_size=512).warnings == []
     assert planned(structure(), calibration={"samples": 16}, intermediate_size=512).warnings == []

@@ -1,4 +1,4 @@
-"""Optimal brain surgeon, for whole units: the one goes next whose loss the others can best make up for."""
+"""Optimal brain surgeon for whole units: the unit that the others compensate best is removed next."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OBSConfig(StructureConfig):
 
 
 def rank(view: View, config: OBSConfig) -> torch.Tensor:
-    """`[units]`: the turn in which each went; those that stay have the largest, by what their going would cost."""
+    """`[units]`: the turn in which each is removed; those that stay have the largest, by the cost of their removal."""
     assert view.statistics.hessian is not None
     going = view.count - view.kept
     at_once = config.at_once or max(1, going // 64)
@@ -49,7 +49,7 @@ def rank(view: View, config: OBSConfig) -> torch.Tensor:
         weight -= weight[:, places] @ rows
         inverse -= inverse[:, places] @ rows
         weight[:, places] = 0
-        # What is gone stays away from what is left, and its own corner invertible.
+        # Removed units no longer affect the others, and their own corner stays invertible.
         inverse[places] = 0
         inverse[:, places] = 0
         inverse[places, places] = 1
@@ -62,7 +62,7 @@ def rank(view: View, config: OBSConfig) -> torch.Tensor:
 
 
 def _costs(weight: torch.Tensor, inverse: torch.Tensor, count: int, each: int) -> torch.Tensor:
-    """Squared error of the outputs that each unit's going adds, `[units]`: tr(W_u (H^-1)_uu^-1 W_u^T)."""
+    """Squared output error that the removal of each unit adds, `[units]`: tr(W_u (H^-1)_uu^-1 W_u^T)."""
     if each == 1:
         return weight.square().sum(0) / inverse.diagonal()
     view = inverse.view(count, each, count, each)

@@ -1,7 +1,6 @@
 """Smaller vocabulary: tokens that can go while every text can still be written, and the tokenizer without them.
 
-Only what `tokenizer.json` holds is known here: the three kinds of subword models (`KINDS`), each a file that says what its tokens are made
-of and what it looks like with fewer of them.
+The tokenizer is read from `tokenizer.json`; its subword model is one of three kinds (`subword_models`).
 """
 
 from __future__ import annotations

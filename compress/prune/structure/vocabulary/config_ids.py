@@ -14,7 +14,7 @@ Change = Callable[[int], int]
 
 
 def collect_ids(walk: Callable[[Change], Any]) -> set[int]:
-    """All ids that a function which changes ids comes by."""
+    """All ids that a function which changes ids visits."""
     found: set[int] = set()
 
     def see(number: int) -> int:

@@ -27,7 +27,7 @@ class Tokens:
 
     Attributes:
         vocabulary: the whole one.
-        new: {id: new id} of what stays.
+        new: {id: new id} of the tokens that stay.
     """
 
     vocabulary: Vocabulary
@@ -39,7 +39,7 @@ class Tokens:
         return torch.tensor(sorted(self.new, key=lambda old: self.new[old]), dtype=torch.int64)
 
     def change(self, number: int) -> int:
-        """The new id; what is no row of the model is left alone."""
+        """The new id; an id that is no row of the model stays."""
         return self.new[number] if 0 <= number < self.vocabulary.size else number
 
     def config(self, config: PretrainedConfig, smaller: PretrainedConfig) -> PretrainedConfig:
@@ -48,7 +48,7 @@ class Tokens:
         return smaller
 
     def write(self, directory: Path) -> None:
-        """Rewrite the files of a checkpoint that say ids, but for config.json, in place; drop vocabularies in other formats."""
+        """Rewrite the files of a checkpoint that hold ids, except config.json, in place; drop vocabularies in other formats."""
         content = self._tokenizer()
         _write(directory / FILE, content)
         for name in ("generation_config.json", "tokenizer_config.json"):
@@ -71,16 +71,16 @@ class Tokens:
                 file.unlink()
 
     def _tokenizer(self) -> dict[str, Any]:
-        held, old = self.vocabulary, self.vocabulary.content
-        own = {number: new for number, new in self.new.items() if number in held.model.tokens}
-        added = [{**entry, "id": self.change(held.added[entry["content"]])} for entry in old.get("added_tokens") or []]
+        whole, old = self.vocabulary, self.vocabulary.content
+        own = {number: new for number, new in self.new.items() if number in whole.model.tokens}
+        added = [{**entry, "id": self.change(whole.added[entry["content"]])} for entry in old.get("added_tokens") or []]
         padding = old.get("padding")
         return {
             **old,
             "added_tokens": sorted(added, key=lambda entry: entry["id"]),
             "post_processor": processed(old.get("post_processor"), self.change),
             "padding": None if padding is None else {**padding, "pad_id": self.change(int(padding["pad_id"]))},
-            "model": held.model.without(own),
+            "model": whole.model.without(own),
         }
 
     def _config(self, values: dict[str, Any]) -> dict[str, Any]:

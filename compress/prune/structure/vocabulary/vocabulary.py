@@ -19,11 +19,11 @@ KINDS: dict[str, type[SubwordModel]] = {"BPE": BPE, "WordPiece": WordPiece, "Uni
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What is there.
+    """The vocabulary of a checkpoint.
 
     Attributes:
-        content: of tokenizer.json. model: of it, by its kind.
-        added: {token: id} of tokens that are looked for before the model sees a text; some are the model's too.
+        content: of tokenizer.json. model: its subword model.
+        added: {token: id} of tokens that are matched before the subword model runs; some are the model's too.
         size: rows of the model's embeddings; ids without a token are padding.
         special: ids that the tokenizer or a config names.
     """
@@ -36,7 +36,7 @@ class Vocabulary:
 
     @property
     def ids(self) -> set[int]:
-        """All that are tokens."""
+        """Ids of all tokens."""
         return {*self.model.tokens, *self.added.values()}
 
     @property
@@ -56,7 +56,7 @@ class Vocabulary:
 
 
 def read_vocabulary(path: Path, config: Any, size: int) -> Vocabulary:
-    """That of the checkpoint in a directory.
+    """The vocabulary of the checkpoint in a directory.
 
     Args:
         config: of the model, with its defaults. size: rows of its embeddings.
@@ -80,7 +80,7 @@ def read_vocabulary(path: Path, config: Any, size: int) -> Vocabulary:
     largest = max({*model.tokens, *added.values()}, default=-1)
     if largest >= size:
         raise RequestError(
-            f"{file} has a token with id {largest}, and the model a vocabulary of {size}: they do not belong together"
+            f"{file} has a token with id {largest}, and the model a vocabulary of {size}: they do not match"
         )
     check_processor(content.get("post_processor"), file)
     special = {*added.values(), *_named(path, config, size)}
@@ -103,7 +103,7 @@ _PROCESSORS = ("TemplateProcessing", "BertProcessing", "RobertaProcessing", "Byt
 
 
 def check_processor(processor: Any, file: Path) -> None:
-    """RequestError where what a tokenizer puts around a text is said in a way that is not known here."""
+    """RequestError where a post-processor is of a kind whose ids cannot be changed."""
     if processor is None:
         return
     if processor["type"] not in _PROCESSORS:

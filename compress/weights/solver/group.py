@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,12 +94,10 @@ def solve_group(problem: Problem) -> list[LayerResult]:
 
 def _on_grid(weight: torch.Tensor, constraint: WeightConstraint, problem: Problem) -> LayerResult:
     """A weight that is on its grid already, as it is stored."""
-    grid, mask, found = constraint.grid, constraint.mask, []
+    grid = constraint.grid
     assert grid is not None
-    for part, kept, rows in _parts(weight, mask, rows_at_a_time(weight.shape[1])):
-        own = grid.rows(rows)
-        found.append(own.weight(own.codes(part.float()), kept, problem.scheme, problem.dtype))
-    return _result(weight, Solved(_joined(found, mask), None, {"held": True}), None)
+    found = _rounded(weight, constraint.mask, problem, lambda part, kept, rows: grid.rows(rows))
+    return _result(weight, Solved(found, None, {"held": True}), None)
 
 
 def compensates(config: Any, method: Method) -> bool:
@@ -119,50 +117,49 @@ def fixed_masks(problem: Problem, fractions: tuple[float, ...]) -> list[torch.Te
 
 
 def nearest(problem: Problem, index: int) -> CompressedWeight:
-    """Round one weight `[out, in]` of a problem to nearest, or keep its float values, under its mask; some rows at a time."""
+    """Round one weight `[out, in]` of a problem to nearest, or keep its float values, under its mask."""
     weight, mask = problem.weights[index], None if problem.masks is None else problem.masks[index]
     scheme, dtype, statistics = problem.scheme, problem.dtype, problem.statistics
-    rows = 2 * rows_at_a_time(weight.shape[1])  # less is in memory at once than in a column loop
     if scheme.weights is None or problem.quantize is None:
-        return _joined([keep_float(w.float(), m, scheme, dtype) for w, m, _ in _parts(weight, mask, rows)], mask)
+        return keep_float(weight, mask, scheme, dtype)
     importance = statistics.square_mean if statistics is not None else None
     hessian = statistics.hessian if statistics is not None else None
-    if scheme.grid is None:
+    form = scheme.grid
+    if form is None:
         parameters = scheme.weights.fit(weight.float(), dtype, importance)
         codes = scheme.weights.round(weight.float(), parameters)
         return CompressedWeight.of(codes, parameters, mask, scheme, dtype)
-    search, found = problem.quantize.scales, []
-    grid: Grid | None = None
-    if scheme.grid.strategy == "tensor":  # one grid for all rows
-        grid = make_grid(weight.float(), scheme.grid, dtype, search, importance, mask, hessian)
-    for part, kept, _ in _parts(weight, mask, rows):
-        part = part.float()
-        own = grid or make_grid(part, scheme.grid, dtype, search, importance, kept, hessian)
-        found.append(own.weight(own.codes(part), kept, scheme, dtype))
-    return _joined(found, mask)
+
+    def fit(part: torch.Tensor, kept: torch.Tensor | None, _rows: slice) -> Grid:
+        return make_grid(part, form, dtype, problem.quantize.scales, importance, kept, hessian)
+
+    if form.strategy == "tensor":  # one grid for all rows
+        whole = fit(weight.float(), mask, slice(None))
+        return _rounded(weight, mask, problem, lambda part, kept, rows: whole)
+    return _rounded(weight, mask, problem, fit)
 
 
-def _parts(
-    weight: torch.Tensor, mask: torch.Tensor | None, rows: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, slice]]:
-    """Some rows at a time of a weight and its mask."""
-    for start in range(0, weight.shape[0], rows):
-        part = slice(start, start + rows)
-        yield weight[part], None if mask is None else mask[part], part
-
-
-def _joined(parts: list[CompressedWeight], mask: torch.Tensor | None) -> CompressedWeight:
-    """The weight that some rows each were compressed of."""
-    first = parts[0]
-    if len(parts) == 1:
+def _rounded(
+    weight: torch.Tensor,
+    mask: torch.Tensor | None,
+    problem: Problem,
+    grid_of: Callable[[torch.Tensor, torch.Tensor | None, slice], Grid],
+) -> CompressedWeight:
+    """Round some rows at a time; `grid_of(part, mask, rows)` is the grid of the float32 weights `part` of some rows."""
+    step = 2 * rows_at_a_time(weight.shape[1])  # less is in memory at once than in a column loop
+    found = []
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, start + step)
+        part, kept = weight[rows].float(), None if mask is None else mask[rows]
+        grid = grid_of(part, kept, rows)
+        found.append(grid.weight(grid.codes(part), kept, problem.scheme, problem.dtype))
+    first = found[0]
+    if len(found) == 1:
         return first
     parameters = first.parameters
-    if first.scheme.grid is not None and first.scheme.grid.strategy != "tensor":
-        parameters = {name: torch.cat([part.parameters[name] for part in parts]) for name in parameters}
-    values = torch.cat([part.values for part in parts])
-    if first.scheme.grid is None:
-        return replace(first, values=values, mask=mask)
-    return CompressedWeight.of(values, parameters, mask, first.scheme, first.dtype)
+    if grid.scheme.strategy != "tensor":
+        parameters = {name: torch.cat([part.parameters[name] for part in found]) for name in parameters}
+    return CompressedWeight.of(torch.cat([part.values for part in found]), parameters, mask, first.scheme, first.dtype)
 
 
 def _result(weight: torch.Tensor, solved: Solved, hessian: torch.Tensor | None) -> LayerResult:

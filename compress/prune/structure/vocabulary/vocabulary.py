@@ -82,7 +82,6 @@ def read_vocabulary(path: Path, config: Any, size: int) -> Vocabulary:
         raise RequestError(
             f"{file} has a token with id {largest}, and the model a vocabulary of {size}: they do not match"
         )
-    check_processor(content.get("post_processor"), file)
     special = {*added.values(), *_named(path, config, size)}
     special |= collect_ids(lambda change: processed(content.get("post_processor"), change))
     special |= {int(content["padding"]["pad_id"])} if content.get("padding") else set()
@@ -102,20 +101,12 @@ def _named(path: Path, config: Any, size: int) -> set[int]:
 _PROCESSORS = ("TemplateProcessing", "BertProcessing", "RobertaProcessing", "ByteLevel", "Sequence")
 
 
-def check_processor(processor: Any, file: Path) -> None:
-    """RequestError where a post-processor is of a kind whose ids cannot be changed."""
-    if processor is None:
-        return
-    if processor["type"] not in _PROCESSORS:
-        raise RequestError(f"{file} has a post-processor of kind {processor['type']}, whose ids cannot be changed here")
-    for inner in processor.get("processors", ()):
-        check_processor(inner, file)
-
-
 def processed(processor: Any, change: Any) -> Any:
-    """A post-processor with other ids."""
+    """A post-processor with other ids; RequestError where its kind is unknown, and so where its ids are."""
     if processor is None:
         return None
+    if processor["type"] not in _PROCESSORS:
+        raise RequestError(f"{FILE} has a post-processor of kind {processor['type']}, whose ids cannot be changed here")
     result = dict(processor)
     if processor["type"] == "Sequence":
         result["processors"] = [processed(inner, change) for inner in processor["processors"]]

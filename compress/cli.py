@@ -23,26 +23,12 @@ from runtime.errors import CompressError
 
 INTERRUPTED = 130
 COMMANDS = (
-    "apply",
-    "plan",
-    "sweep",
-    "eval",
-    "inspect",
-    "bench",
-    "draft",
-    "export",
-    "generate",
-    "report",
-    "recipes",
-    "methods",
-)
+    "apply", "plan", "sweep", "eval", "inspect", "bench", "draft", "export", "generate", "report", "recipes", "methods",
+)  # fmt: skip
 
+_RESUME = "; finished work is kept: run the same command with --resume to continue"
 #: How an interrupted command continues.
-_GO_ON = {
-    "apply": "; finished work is kept: run the same command with --resume to continue",
-    "draft": "; finished work is kept: run the same command to continue",
-    "sweep": "; finished work is kept: run the same command with --resume to continue",
-}
+_CONTINUE = {"apply": _RESUME, "draft": _RESUME.replace(" with --resume", ""), "sweep": _RESUME}
 
 _HELP = """Compress Hugging Face checkpoints once, offline; run the artifact anywhere.
 
@@ -66,9 +52,7 @@ def build(commands: Iterable[str] = COMMANDS) -> typer.Typer:
     @app.callback()
     def options(
         version: bool = typer.Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
-        debug: bool = typer.Option(
-            False, "--debug", help="Show the traceback of an error; allowed anywhere on the line."
-        ),
+        debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error; can stand anywhere."),
     ) -> None:
         pass
 
@@ -84,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     debug = "--debug" in options
     if debug:
         given.remove("--debug")
-    hint = _GO_ON.get(given[0], "") if given else ""
+    hint = _CONTINUE.get(given[0], "") if given else ""
     try:
         with stoppable():
             code = _run(given)
@@ -109,9 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         return _fail(_os_error(error), 1, options, debug)
     except Exception as error:
-        if hasattr(
-            error, "format_message"
-        ):  # typer's own errors; which module they live in differs between its versions
+        if hasattr(error, "format_message"):  # typer's own errors, whose module differs between its versions
             return _fail(_usage(error), 2, options, debug)
         if type(error).__name__ == "OutOfMemoryError":
             text = "the device is out of memory; reduce calibration.batch_size, or use --device cpu"

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from compress.commands.options import DEVICE, MAX_MEMORY, MODEL, OUTPUT, RECIPE, SET
-from compress.commands.output import (
-    duration,
-    end,
-    pass_rows,
-    print_table,
-    show_cache,
-    show_cache_quality,
-    show_draft,
-    size,
-    stdout_reserved,
+from compress.commands.options import (
+    DEVICE,
+    JSON,
+    MAX_MEMORY,
+    MODEL,
+    OUTPUT,
+    QUIET,
+    RECIPE,
+    SET,
+    memory_limit,
 )
+from compress.commands.output import finish, print_table, show_draft, show_policy, stdout_reserved
 from compress.core.last_artifact import remember_artifact
+from compress.core.units import duration, size
 from runtime.errors import CompressError, RequestError
 
 SAMPLE_TOKENS = 48
@@ -48,8 +50,8 @@ def apply(
         "--prompt",
         help="Prompt to continue with the finished artifact (default: the recipe's `sample`; '' for none).",
     ),
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress on stderr."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
+    quiet: bool = QUIET,
+    as_json: bool = JSON,
 ) -> None:
     """Compress a checkpoint with a recipe.
 
@@ -67,9 +69,8 @@ def apply(
     """
     from compress.core.processes import is_first
     from compress.recipe import load
-    from runtime.system.sizes import byte_count
 
-    limit = None if max_memory is None else byte_count("--max-memory", max_memory)
+    limit = memory_limit(max_memory)
     loaded = load(recipe, model=model, output=output, set=set_)
     failure: CompressError | None = None
     with stdout_reserved(as_json):
@@ -88,7 +89,7 @@ def apply(
     result = _result(artifact)
     if text is not None:
         result["sample"] = {"prompt": wanted, "text": text}
-    end(result, failure, None if as_json else _show)
+    finish(result, as_json, _show, failure)
 
 
 def _sample(path: Path, prompt: str, device: str, limit: int | None) -> str | None:
@@ -102,23 +103,18 @@ def _sample(path: Path, prompt: str, device: str, limit: int | None) -> str | No
     except RequestError as error:
         left = "" if limit is None else f" within what the process leaves of --max-memory {size(limit)}"
         print(
-            f"compress: {path} is complete; this machine cannot run its sample{left}: {error}",
-            file=sys.stderr,
+            f"compress: {path} is complete, but its sample cannot run on this machine{left}: {error}", file=sys.stderr
         )
         return None
 
 
 def _result(artifact: Any) -> dict[str, Any]:
-    more = {
-        key: artifact.manifest[key]
-        for key in ("passes", "kv_cache", "kv_cache_bytes", "draft")
-        if key in artifact.manifest
-    }
+    optional = ("passes", "kv_cache", "kv_cache_bytes", "draft")
     return {
         "path": str(artifact.path),
         "bytes": artifact.manifest["bytes"],
         "metrics": artifact.metrics,
-        **more,
+        **{key: artifact.manifest[key] for key in optional if key in artifact.manifest},
         "seconds": artifact.seconds,
         "peak_memory": artifact.peak_memory,
         "warnings": artifact.warnings,
@@ -126,39 +122,35 @@ def _result(artifact: Any) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
+    from compress.model.stage import row_of
+
     before, after = result["bytes"]["before"], result["bytes"]["after"]
     rows = [("size of the tensors", size(before), size(after), f"{before / max(after, 1):.2f} times smaller")]
-    rows += pass_rows(result.get("passes") or [])
+    rows += [row_of(made) for made in result.get("passes") or []]
     metrics = result["metrics"]
     if "after" in metrics:
         old, new = metrics["before"]["perplexity"], metrics["after"]["perplexity"]
-        rows.append(
-            ("perplexity (held-out text)", f"{old:.4g}", f"{new:.4g}", f"{metrics['perplexity_increase']:+.1%}")
-        )
+        change = f"{metrics['perplexity_increase']:+.1%}"
+        rows.append(("perplexity (held-out text)", f"{old:.4g}", f"{new:.4g}", change))
         if "kl" in metrics:  # absent where the vocabularies differ
             rows.append(("KL divergence from the original, nats per token", "", f"{metrics['kl']:.4g}", ""))
             rows.append(("same top-1 token", "", f"{metrics['top1_agreement']:.1%}", ""))
     if "cosine" in metrics:
         cosine = metrics["cosine"]
         rows.append(("cosine similarity of embeddings", "", f"{cosine['mean']:.4f}", f"worst {cosine['min']:.4f}"))
-    print_table("", ("", "before", "after", ""), rows, right=(1, 2))
+    print_table(("", "before", "after", ""), rows, right=(1, 2))
     if "kv_cache" in result:
-        from runtime.kv_cache.policy.policy import Policy
-
-        show_cache(Policy.parse(result["kv_cache"]).describe(), result["kv_cache_bytes"])
-        show_cache_quality(metrics)
+        show_policy(result["kv_cache"], result["kv_cache_bytes"], metrics)
     if "draft" in result:
         show_draft(result["draft"])
     times = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in result["seconds"].items())
     done = f"Time: {times}." if times else "Already finished; nothing was changed."
     print(f"{done} Peak memory: {size(result['peak_memory'])}.")
-    path = _quoted(result["path"])
+    path, page = (shlex.quote(str(file)) for file in (result["path"], Path(result["path"]) / "report.html"))
     if "sample" in result:
-        print(
-            f"\nThe artifact continues {json.dumps(result['sample']['prompt'], ensure_ascii=False)}:\n{result['sample']['text']}"
-        )
+        prompt = json.dumps(result["sample"]["prompt"], ensure_ascii=False)
+        print(f"\nThe artifact continues {prompt}:\n{result['sample']['text']}")
     print(f"\nWritten to {result['path']}. Next:")
-    page = _quoted(str(Path(result["path"]) / "report.html"))
     following = [] if "cosine" in metrics else [(f'compress generate {path} "import os"', "generate text")]
     following += [
         (f"compress inspect {path} --verify", "list the tensors and check every file"),
@@ -168,9 +160,3 @@ def _show(result: dict[str, Any]) -> None:
     width = max(len(command) for command, _ in following)
     for command, what in following:
         print(f"  {command:<{width}}  {what}")
-
-
-def _quoted(text: str) -> str:
-    import shlex
-
-    return shlex.quote(text)

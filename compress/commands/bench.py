@@ -7,19 +7,21 @@ from typing import Any
 
 import typer
 
-from compress.commands.load_options import (
+from compress.commands.options import (
     DEVICE,
     DRAFTER,
     DTYPE,
+    JSON,
     KERNELS,
     KV_CACHE,
-    MAX_MEMORY,
+    MODEL_MEMORY,
     PATH,
     THREADS,
     TRUST,
-    load_options,
+    read_drafter,
 )
-from compress.commands.output import print_json, print_table, size, stdout_reserved
+from compress.commands.output import counted, finish, print_table, stdout_reserved
+from compress.core.units import size
 from runtime.errors import RequestError
 
 _PROMPT = 128  # tokens
@@ -45,24 +47,20 @@ def bench(
     kernels: str = KERNELS,
     dtype: str | None = DTYPE,
     threads: int | None = THREADS,
-    max_memory: str | None = MAX_MEMORY,
+    max_memory: str | None = MODEL_MEMORY,
     kv_cache: str | None = KV_CACHE,
     drafter: str | None = DRAFTER,
     drafters: bool = typer.Option(
-        False,
-        "--drafters",
-        help="Compare every drafter that fits with plain decoding, and store the best in the artifact.",
+        False, "--drafters", help="Compare every drafter that fits with plain decoding; store the best in the artifact."
     ),
-    text: str | None = typer.Option(
-        None,
-        "--text",
-        help="With --drafters: a text file to cut prompts from (default: prose, code, chat, edits).",
+    text: Path | None = typer.Option(
+        None, "--text", help="With --drafters: a text file to cut prompts from (default: prose, code, chat, edits)."
     ),
     save: bool = typer.Option(
         True, "--save/--no-save", help="With --drafters: write the best to the artifact's drafter.json."
     ),
     trust_remote_code: bool = TRUST,
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
+    as_json: bool = JSON,
 ) -> None:
     """Measure speed: load time, prefill and decode in tokens per second, memory, and the kernels used.
 
@@ -77,25 +75,35 @@ def bench(
     """
     from compress.evaluate.speed import SpeedRequest, run_isolated
 
-    options = load_options(device, kernels, dtype, threads, trust_remote_code, max_memory, kv_cache, drafter)
+    options: dict[str, Any] = {
+        "device": device, "kernels": kernels, "dtype": dtype, "threads": threads, "trust_remote_code": trust_remote_code,
+        "max_memory": max_memory, "kv_cache": kv_cache, "drafter": read_drafter(drafter),
+    }  # fmt: skip
+    shape: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "batch_size": batch_size,
+        "repeat": repeat,
+    }
     if drafters:
         if reference is not None or drafter is not None:
             raise RequestError("--drafters compares drafters with plain decoding: leave out --reference and --drafter")
-        compare_drafters(model, options, text, prompt_tokens, new_tokens, batch_size, repeat, save, as_json)
+        with stdout_reserved(as_json):
+            from compress.evaluate.drafters import compare
+
+            result = compare(model, options, text, **shape)
+            if save:
+                result["saved"] = str(_save(result, device))
+        finish(result, as_json, _show_drafters)
         return
     if text is not None:
         raise RequestError("--text gives prompts for --drafters; add --drafters")
-    prompt_tokens = prompt_tokens or _PROMPT
-    shape = (prompt_tokens, new_tokens, batch_size, repeat)
+    shape["prompt_tokens"] = prompt_tokens or _PROMPT
     with stdout_reserved(as_json):
-        result = run_isolated(SpeedRequest(model, "runtime", *shape, options=options))
+        result = run_isolated(SpeedRequest(model, options=options, **shape))
         if reference is not None:
-            result["reference"] = run_isolated(SpeedRequest(reference, "transformers", *shape, options=options))
-    result |= {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "batch_size": batch_size, "repeat": repeat}
-    if as_json:
-        print_json(result)
-    else:
-        _show(result)
+            result["reference"] = run_isolated(SpeedRequest(reference, "transformers", options=options, **shape))
+    finish(result | shape, as_json, _show)
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -122,76 +130,38 @@ def _show(result: dict[str, Any]) -> None:
             rows.append((label, size(result[key]), size(other) if other is not None else "", ratio))
         if key == "cache_bytes" and result.get("kv_cache_read_share") is not None:
             rows.append(("share of cached tokens read per step", f"{result['kv_cache_read_share']:.1%}", "", ""))
-    print_table("", ("", "model", "reference" if base else "", "better by" if base else ""), rows, right=(1, 2, 3))
+    print_table(("", "model", "reference" if base else "", "better by" if base else ""), rows, right=(1, 2, 3))
     print(f"Model: {result['model']}" + (f"    Reference: {base['model']}, transformers, bfloat16" if base else ""))
     print(f"Runs on: {result['decoder']}")
     for kernel, count in result["kernels"].items():
-        print(f"Kernels: {kernel}: {_counted(count, 'layer')}")
+        print(f"Kernels: {kernel}: {counted(count, 'layer')}")
     shape = f"{result['batch_size']} x {result['prompt_tokens']} prompt tokens, {result['new_tokens']} new tokens"
-    print(
-        f"{shape}; {result['device']}, {_counted(result['threads'], 'thread')}; medians of {_counted(result['repeat'], 'round')}."
-    )
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count != 1 else ''}"
+    rounds = f"medians of {counted(result['repeat'], 'round')}"
+    print(f"{shape}; {result['device']}, {counted(result['threads'], 'thread')}; {rounds}.")
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# `compress bench --drafters`: the fastest drafter of an artifact on this machine.
-
-
-def compare_drafters(
-    model: str,
-    options: dict[str, Any],
-    text: str | None,
-    prompt_tokens: int | None,
-    new_tokens: int,
-    batch_size: int,
-    repeat: int,
-    save: bool,
-    as_json: bool,
-) -> None:
-    """Measure, show, and keep the best.
-
-    Args:
-        model: artifact or checkpoint.
-        options: keywords of `runtime.load`.
-        text: file that prompts are cut out of.
-        prompt_tokens, new_tokens, batch_size, repeat: of each measurement.
-        save: write the choice into the artifact.
-        as_json: one JSON object on stdout.
-    """
-    from compress.evaluate.drafters import compare
-
-    with stdout_reserved(as_json):
-        file = None if text is None else Path(text)
-        result = compare(model, options, file, new_tokens, batch_size, repeat, prompt_tokens)
-        if save:
-            result["saved"] = str(_save(result, options.get("device", "auto")))
-    if as_json:
-        print_json(result)
-        return
+def _show_drafters(result: dict[str, Any]) -> None:
     kinds = result["kinds"]
     rows = []
     for entry in result["drafters"]:
         speeds = [f"{entry['speedup'][kind]:.2f}x" if entry.get("speedup") else "" for kind in kinds]
         accepted = "nothing drafted" if entry["mean_accepted"] is None else f"{entry['mean_accepted']:.2f}"
         rows.append((entry["name"], *speeds, f"{entry['overall']:.2f}x", accepted))
-    print_table("", ("drafter", *kinds, "overall", "accepted per draft"), rows, right=tuple(range(1, len(kinds) + 3)))
-    print(
-        f"Speedup over plain decoding: {result['prompts']} prompts, {new_tokens} new tokens each, batches of {batch_size}."
-    )
+    print_table(("drafter", *kinds, "overall", "accepted per draft"), rows, right=tuple(range(1, len(kinds) + 3)))
+    shape = f"{result['prompts']} prompts, {result['new_tokens']} new tokens each, batches of {result['batch_size']}"
+    print(f"Speedup over plain decoding: {shape}.")
     for name, reason in result["skipped"].items():
         print(f"{name} does not fit: {reason}")
-    print(f"Best: {result['best']}" + (f"; stored in {result['saved']}, which runtime.load follows" if save else ""))
+    saved = f"; stored in {result['saved']}, which runtime.load follows" if "saved" in result else ""
+    print(f"Best: {result['best']}{saved}")
 
 
-def _save(result: dict[str, Any], device: Any) -> Path:
-    """Keep the best for the directory and this machine, with what was measured."""
+def _save(result: dict[str, Any], device: str) -> Path:
+    """Store the best drafter for the directory and this machine, with its measurements."""
     from runtime.api.load import read_device
     from runtime.checkpoint.artifact import Artifact
     from runtime.drafting.config.artifact_draft import write_choice

@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from compress.commands.options import DEVICE, RECIPE, SET
-from compress.commands.output import print_json, show_draft, stdout_reserved
+from compress.commands.options import DEVICE, JSON, QUIET, RECIPE, SET
+from compress.commands.output import finish, show_draft, stdout_reserved
 
 
 def register(app: typer.Typer) -> None:
@@ -21,8 +21,8 @@ def draft(
     recipe: str = RECIPE,
     set_: list[str] = SET,
     device: str = DEVICE,
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress on stderr."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
+    quiet: bool = QUIET,
+    as_json: bool = JSON,
 ) -> None:
     """Make or replace the draft of a finished artifact, for speculative decoding.
 
@@ -43,15 +43,12 @@ def draft(
         from compress.run.redraft import redraft
 
         made = redraft(artifact, loaded, device=device, quiet=quiet)
-    if made is None:  # rank 0 prints for all
-        return
-    if as_json:
-        print_json({"path": str(artifact), "draft": made})
-    else:
-        _show(artifact, made)
+    if made is not None:  # rank 0 prints for all
+        finish({"path": str(artifact), "draft": made}, as_json, _show)
 
 
-def _show(artifact: Path, made: dict[str, Any]) -> None:
+def _show(result: dict[str, Any]) -> None:
+    path, made = result["path"], result["draft"]
     show_draft(made)
-    print(f"Made by {made['method']} and written to {artifact}, which now decodes with it.")
-    print(f"  compress bench {artifact} --drafters      compare it with other drafters on this machine")
+    print(f"Draft by {made['method']} written to {path}, which now decodes with it. Next:")
+    print(f"  compress bench {path} --drafters      compare it with other drafters on this machine")

@@ -7,8 +7,9 @@ from typing import Any
 
 import typer
 
-from compress.commands.load_options import DEVICE, DTYPE, KERNELS, KV_CACHE, PATH, THREADS, TRUST, load_options
-from compress.commands.output import print_json, print_table, show_cache_quality, size, stdout_reserved
+from compress.commands.options import DEVICE, DTYPE, JSON, KERNELS, KV_CACHE, PATH, THREADS, TRUST
+from compress.commands.output import finish, print_table, show_cache_quality, stdout_reserved
+from compress.core.units import size
 from runtime.errors import RequestError
 
 
@@ -20,10 +21,7 @@ def register(app: typer.Typer) -> None:
 def evaluate_model(
     model: str = PATH,
     text: str = typer.Option(
-        "bundled",
-        "--text",
-        "-t",
-        help="A .txt, .jsonl or .parquet file, or a datasets id; bundled: the bundled held-out text.",
+        "bundled", "--text", "-t", help="A .txt, .jsonl or .parquet file, the id of a data set, or the bundled text."
     ),
     sequence_length: int | None = typer.Option(
         None,
@@ -40,9 +38,7 @@ def evaluate_model(
         None, "--reference", "-r", help="The uncompressed model: adds KL divergence and agreement with it."
     ),
     tasks: str | None = typer.Option(
-        None,
-        "--tasks",
-        help="lm-eval tasks, separated by commas, instead of a text (pip install 'compress\\[eval]').",
+        None, "--tasks", help="lm-eval tasks, separated by commas, instead of a text (pip install 'compress\\[eval]')."
     ),
     task_path: Path | None = typer.Option(None, "--task-path", help="Directory with your own lm-eval task files."),
     num_fewshot: int | None = typer.Option(None, "--num-fewshot", min=0, help="Examples in the prompt of a task."),
@@ -53,7 +49,7 @@ def evaluate_model(
     threads: int | None = THREADS,
     kv_cache: str | None = KV_CACHE,
     trust_remote_code: bool = TRUST,
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
+    as_json: bool = JSON,
 ) -> None:
     """Measure perplexity, size and speed; with --reference also KL divergence and agreement.
 
@@ -67,11 +63,28 @@ def evaluate_model(
       compress eval out/my-w4 --kv-cache '{"method": "snapkv", "keys": "int4", "values": "int4"}' --sequence-length 4096
       compress eval out/my-w4 --tasks arc_easy,hellaswag --limit 200
     """
-    options = load_options(device, kernels, dtype, threads, trust_remote_code, kv_cache=kv_cache)
+    options: dict[str, Any] = {
+        "device": device, "kernels": kernels, "dtype": dtype, "threads": threads, "trust_remote_code": trust_remote_code,
+        "kv_cache": kv_cache,
+    }  # fmt: skip
     names = _names(tasks)
-    _check_combination(names, text, reference, task_path, num_fewshot, limit)
-    if names and kv_cache is not None:
-        raise RequestError("--kv-cache cannot be used with --tasks, which score answers without a cache")
+    if names:
+        ignored = {
+            "--text": text != "bundled",
+            "--reference": reference is not None,
+            "--kv-cache": kv_cache is not None,
+        }
+        why = "cannot be used with --tasks, which bring their own text and score answers without a cache"
+    else:
+        ignored = {
+            "--task-path": task_path is not None,
+            "--num-fewshot": num_fewshot is not None,
+            "--limit": limit is not None,
+        }
+        why = "needs --tasks"
+    for name in ignored:
+        if ignored[name]:
+            raise RequestError(f"{name} {why}")
     with stdout_reserved(as_json):
         from compress.evaluate import evaluate, evaluate_tasks
         from compress.evaluate.lm_eval import require_lm_eval
@@ -91,12 +104,7 @@ def evaluate_model(
                 load_options=options,
             )  # fmt: skip
             result = {"model": model, "text": text, **measured}
-    if as_json:
-        print_json(result)
-    elif names:
-        _show_tasks(result["tasks"])
-    else:
-        _show(result)
+    finish(result, as_json, _show_tasks if names else _show)
 
 
 def _names(tasks: str | None) -> list[str]:
@@ -106,24 +114,11 @@ def _names(tasks: str | None) -> list[str]:
     return names
 
 
-def _check_combination(
-    tasks: list[str], text: str, reference: str | None, path: Path | None, fewshot: int | None, limit: int | None
-) -> None:
-    """Refuse options that would be ignored."""
-    if tasks:
-        given = {"--text": text != "bundled", "--reference": reference is not None}
-        why = "cannot be used with --tasks, which bring their own text and answers"
-    else:
-        given = {"--task-path": path is not None, "--num-fewshot": fewshot is not None, "--limit": limit is not None}
-        why = "needs --tasks"
-    for name, is_given in given.items():
-        if is_given:
-            raise RequestError(f"{name} {why}")
-
-
 def _show(result: dict[str, Any]) -> None:
     base = result.get("reference")
-    rows = [("perplexity", f"{result['perplexity']:.5g}", f"{base['perplexity']:.5g}" if base else "")]
+    rows: list[tuple[str, ...]] = [
+        ("perplexity", f"{result['perplexity']:.5g}", f"{base['perplexity']:.5g}" if base else "")
+    ]
     if base:
         rows += [
             ("perplexity increase", f"{result['perplexity_increase']:+.2%}", ""),
@@ -132,15 +127,10 @@ def _show(result: dict[str, Any]) -> None:
         ]
     for label, key in (("size of the tensors on disk", "bytes"), ("weights in memory", "weight_bytes")):
         rows.append((label, size(result[key]), size(base[key]) if base else ""))
-    rows.append(
-        (
-            "bits per weight, all weights",
-            f"{result['bits_per_weight']:.3g}",
-            f"{base['bits_per_weight']:.3g}" if base else "",
-        )
-    )
+    bits = [f"{side['bits_per_weight']:.3g}" if side else "" for side in (result, base)]
+    rows.append(("bits per weight, all weights", *bits))
     rows.append(("tokens scored per second", f"{result['tokens_per_second']:,.0f}", ""))
-    print_table("", ("", "model", "reference" if base else ""), rows, right=(1, 2))
+    print_table(("", "model", "reference" if base else ""), rows, right=(1, 2))
     print(f"{result['tokens']:,} tokens scored in {result['windows']} windows of {result['sequence_length']}.")
     if "kv_cache" in result:
         facts = result["kv_cache"]
@@ -150,11 +140,11 @@ def _show(result: dict[str, Any]) -> None:
         show_cache_quality(result)
 
 
-def _show_tasks(tasks: dict[str, dict[str, Any]]) -> None:
+def _show_tasks(result: dict[str, Any]) -> None:
     rows = []
-    for task, metrics in tasks.items():
+    for task, metrics in result["tasks"].items():
         for name, value in metrics.items():
             if "_stderr" not in name:
                 error = metrics.get(f"{name}_stderr")
                 rows.append((task, name, f"{value:.4f}", f"± {error:.4f}" if error is not None else ""))
-    print_table("", ("task", "metric", "value", ""), rows, right=(2,))
+    print_table(("task", "metric", "value", ""), rows, right=(2,))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-from compress.commands.load_options import TRUST
-from compress.commands.output import duration, print_json, print_table, size, stdout_reserved
+from compress.commands.options import JSON, QUIET, TRUST
+from compress.commands.output import finish, print_table, stdout_reserved
+from compress.core.units import duration, size
 from runtime.errors import RequestError
-
-if TYPE_CHECKING:
-    from export.run import Exported
 
 
 def register(app: typer.Typer) -> None:
@@ -50,8 +49,8 @@ def export(
     ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier export in the output directory."),
     trust_remote_code: bool = TRUST,
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress on stderr."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
+    quiet: bool = QUIET,
+    as_json: bool = JSON,
 ) -> None:
     """Export an artifact to another engine, load the result back and compare it with the artifact.
 
@@ -84,10 +83,7 @@ def export(
             artifact, target, output, verify=verify, overwrite=overwrite, quiet=quiet or as_json,
             trust_remote_code=trust_remote_code, **options,
         )  # fmt: skip
-    if as_json:
-        print_json({"artifact": str(artifact), **_result(result)})
-    else:
-        _show(artifact, result)
+    finish({"artifact": artifact, **asdict(result)}, as_json, _show)
 
 
 def _assignments(given: list[str]) -> dict[str, Any]:
@@ -111,55 +107,33 @@ def _list(artifact: str, trust_remote_code: bool, as_json: bool) -> None:
     from export.targets import get
 
     with stdout_reserved(as_json):
-        found = fitting(artifact, trust_remote_code)
-    if as_json:
         targets = {
             name: {"fits": reason is None, "reason": reason, "options": sorted(get(name).options.model_fields)}
-            for name, reason in found.items()
+            for name, reason in fitting(artifact, trust_remote_code).items()
         }
-        print_json({"artifact": artifact, "targets": targets})
-        return
+    finish({"artifact": artifact, "targets": targets}, as_json, _show_targets)
+
+
+def _show_targets(result: dict[str, Any]) -> None:
+    from export.targets import get
+
     rows = [
-        (
-            name,
-            "fits" if reason is None else "no",
-            reason or get(name).summary,
-            ", ".join(get(name).options.model_fields),
-        )
-        for name, reason in found.items()
+        (name, "yes" if found["fits"] else "no", found["reason"] or get(name).summary, ", ".join(found["options"]))
+        for name, found in result["targets"].items()
     ]
-    print_table(f"Targets for {artifact}", ("target", "", "", "options"), rows)
+    print_table(("target", "fits", "", "options"), rows, title=f"Targets for {result['artifact']}")
 
 
-def _result(result: Exported) -> dict[str, Any]:
-    return {
-        "path": str(result.path),
-        "target": result.target,
-        "bytes": result.bytes,
-        "conversions": [
-            {"what": c.what, "modules": list(c.modules), "exact": c.exact, "bytes": c.bytes} for c in result.conversions
-        ],
-        "losses": result.losses,
-        "verification": None if result.verification is None else result.verification.as_dict(),
-        "facts": result.facts,
-        "warnings": result.warnings,
-        "seconds": result.seconds,
-    }
-
-
-def _show(artifact: str, result: Exported) -> None:
-    found = result.verification
+def _show(result: dict[str, Any]) -> None:
+    found = result["verification"]
     if found is None:
         print("Not verified (--no-verify).")
     else:
-        print(f"Loaded back with {found.loader}: {found.checked}.")
-        print_table(
-            "", ("", ""), [(k, f"{v:.4g}" if isinstance(v, float) else v) for k, v in found.metrics.items()], right=(1,)
-        )
-    for line in result.facts.get("say", []):
+        print(f"Loaded back with {found['loader']}: {found['checked']}.")
+        rows = [(key, f"{value:.4g}" if isinstance(value, float) else value) for key, value in found["metrics"].items()]
+        print_table(("", ""), rows, right=(1,))
+    for line in result["facts"].get("say", []):
         print(line)
     # The artifact is named here too: with --quiet and none on the command line, nothing else would say which one it was.
-    print(
-        f"{artifact} written to {result.path}: {size(result.bytes)} in {duration(result.seconds)}. "
-        "Its README.md shows how to run it."
-    )
+    written = f"{size(result['bytes'])} in {duration(result['seconds'])}"
+    print(f"{result['artifact']} written to {result['path']}: {written}. Its README.md shows how to run it.")

@@ -7,19 +7,20 @@ from typing import Any
 
 import typer
 
-from compress.commands.load_options import (
+from compress.commands.options import (
     DEVICE,
     DRAFTER,
     DTYPE,
+    JSON,
     KERNELS,
     KV_CACHE,
-    MAX_MEMORY,
+    MODEL_MEMORY,
     PATH,
     THREADS,
     TRUST,
-    load_options,
+    read_drafter,
 )
-from compress.commands.output import print_json, stdout_reserved
+from compress.commands.output import finish, stdout_reserved
 from runtime.errors import RequestError
 
 
@@ -60,11 +61,11 @@ def generate(
     kernels: str = KERNELS,
     dtype: str | None = DTYPE,
     threads: int | None = THREADS,
-    max_memory: str | None = MAX_MEMORY,
+    max_memory: str | None = MODEL_MEMORY,
     kv_cache: str | None = KV_CACHE,
     drafter: str | None = DRAFTER,
     trust_remote_code: bool = TRUST,
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object with the text and its statistics."),
+    as_json: bool = JSON,
 ) -> None:
     """Generate text from a prompt. Only the new text goes to stdout; the speed goes to stderr.
 
@@ -89,36 +90,29 @@ def generate(
         import runtime
 
         loaded = runtime.load(
-            model,
-            verify=verify,
-            **load_options(device, kernels, dtype, threads, trust_remote_code, max_memory, kv_cache, drafter),
-        )
-        if not hasattr(loaded, "stream" if stream else "generate"):
-            what = (
-                "does not stream: leave out --stream" if hasattr(loaded, "generate") else "makes embeddings, not text"
-            )
-            raise RequestError(f"{model} holds a {type(loaded).__name__}, which {what}")
+            model, device=device, kernels=kernels, dtype=dtype, threads=threads, trust_remote_code=trust_remote_code,
+            max_memory=max_memory, kv_cache=kv_cache, drafter=read_drafter(drafter), verify=verify,
+        )  # fmt: skip
+        if not hasattr(loaded, "generate"):
+            raise RequestError(f"{model} holds a {type(loaded).__name__}, which makes embeddings, not text")
+        if stream and not hasattr(loaded, "stream"):
+            raise RequestError(f"{model} holds a {type(loaded).__name__}, which does not stream: leave out --stream")
         if stream:
-            for piece in loaded.stream(prompt, **options):
-                print(piece, end="", flush=True)
-            print()
+            for part in loaded.stream(prompt, **options):
+                print(part, end="", flush=True)
             text = ""
         else:
             text = loaded.generate(prompt, **options)
-    stats = loaded.stats
-    if as_json:
-        print_json({"model": model, "prompt": prompt, "text": text, "stats": stats})
-        return
-    if not stream:
-        print(text)
-    print(_speed(stats), file=sys.stderr)
+    finish({"model": model, "prompt": prompt, "text": text, "stats": loaded.stats}, as_json, _show)
 
 
-def _speed(stats: dict[str, Any]) -> str:
+def _show(result: dict[str, Any]) -> None:
+    print(result["text"])  # empty after --stream
+    stats = result["stats"]
     text = (
         f"{stats['new_tokens']} tokens, {stats['tokens_per_second']:.1f} per second; "
         f"prompt of {stats['prompt_tokens']} tokens read in {stats['prefill_seconds']:.2f} s"
     )
     if stats.get("drafted_tokens"):
         text += f"; {stats['drafted_tokens']} tokens drafted ({stats['drafter']}), {stats['accepted_tokens']} of them accepted"
-    return text
+    print(text, file=sys.stderr)

@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from compress.commands.output import (
-    print_json,
-    print_table,
-    show_cache,
-    show_cache_quality,
-    show_passes,
-    size,
-    stdout_reserved,
-)
+from compress.commands.options import JSON
+from compress.commands.output import finish, print_table, show_policy, stdout_reserved
+from compress.core.units import size
 from runtime.errors import ArtifactError, CompressError
 
 if TYPE_CHECKING:
@@ -33,7 +27,7 @@ def inspect(
     verify: bool = typer.Option(
         False, "--verify", help="Compare every file with its SHA-256 in the manifest; exit code 1 if one differs."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
+    as_json: bool = JSON,
 ) -> None:
     """List every tensor with its format, bits, sparsity and bytes, without loading any.
 
@@ -44,7 +38,7 @@ def inspect(
     """
     with stdout_reserved(as_json):
         from runtime.api.load import refuse_unfinished
-        from runtime.checkpoint.artifact import MANIFEST, Artifact
+        from runtime.checkpoint.artifact import MANIFEST, Artifact, shown
         from runtime.checkpoint.export_directory import find_export, verify_files
 
         # An artifact that fails its check is a failure (exit 1) of something that was asked for rightly, however the damage
@@ -60,13 +54,8 @@ def inspect(
             raise CompressError(str(error)) if damaged else error from None
         result = describe(opened)
     result["verified_files"] = checked
-    if as_json:
-        print_json(result)
-    else:
-        from runtime.checkpoint.artifact import shown
-
-        with shown(opened.path):
-            _show(result)
+    with shown(opened.path):
+        finish(result, as_json, _show)
 
 
 def describe(artifact: Artifact) -> dict[str, Any]:
@@ -75,9 +64,9 @@ def describe(artifact: Artifact) -> dict[str, Any]:
     Rows of an artifact are the tensors of its source: `name`, `action`, `format`, `bits`, `sparsity`, `bytes_before`, `bytes`,
     `stored_as`; rows of a plain checkpoint are its own: `name`, `dtype`, `shape`, `bytes`.
     """
-    rows = _accounted(artifact) if artifact.manifest is not None else _stored(artifact)
     from runtime.checkpoint.artifact import shown
 
+    rows = _accounted(artifact) if artifact.manifest is not None else _stored(artifact)
     with shown(artifact.path):
         return artifact.summary() | {"tensors": list(rows), "tensor_count": len(artifact.checkpoint.names())}
 
@@ -115,6 +104,8 @@ def _stored(artifact: Artifact) -> Iterator[dict[str, Any]]:
 
 
 def _show(result: dict[str, Any]) -> None:
+    from compress.model.stage import row_of
+
     tensors = result["tensors"]
     if "schema_version" in result:
         rows: list[tuple[str, ...]] = [
@@ -124,34 +115,28 @@ def _show(result: dict[str, Any]) -> None:
             )
             for row in tensors
         ]  # fmt: skip
-        print_table("", ("tensor", "action", "format", "bits", "sparsity", "before", "bytes"), rows, right=(3, 4, 5, 6))
+        print_table(("tensor", "action", "format", "bits", "sparsity", "before", "bytes"), rows, right=(3, 4, 5, 6))
     else:
         rows = [(row["name"], row["dtype"], "×".join(map(str, row["shape"])), size(row["bytes"])) for row in tensors]
-        print_table("", ("tensor", "dtype", "shape", "bytes"), rows, right=(3,))
+        print_table(("tensor", "dtype", "shape", "bytes"), rows, right=(3,))
     print(f"{result['architecture']} in {result['path']}")
     print(f"{result['tensor_count']} tensors, {size(result['tensor_bytes'])}, in {result['files']} safetensors files")
     if result.get("quant_method"):
         print(f"Compressed: quant_method {result['quant_method']}, format {result['format']}")
     if result.get("source"):
-        total = result["bytes"]
-        ratio = total["before"] / max(total["after"], 1)
-        print(
-            f"Made by compress {result['compress_version']} from {result['source']['path_or_id']}: {ratio:.2f} times smaller"
-        )
-    show_passes(result.get("passes") or [])
-    if result.get("kv_cache"):
-        from runtime.kv_cache.policy.policy import Policy
-
-        show_cache(Policy.parse(result["kv_cache"]).describe(), result.get("kv_cache_bytes") or [])
-        show_cache_quality(result.get("metrics") or {})
+        source, ratio = result["source"]["path_or_id"], result["bytes"]["before"] / max(result["bytes"]["after"], 1)
+        print(f"Made by compress {result['compress_version']} from {source}: {ratio:.2f} times smaller")
+    for label, before, after, note in map(row_of, result.get("passes") or []):
+        print(f"Pass: {label}{f' {before} -> {after}' if before else ''}{'; ' if note else ''}{note}")
     metrics = result.get("metrics") or {}
+    if result.get("kv_cache"):
+        show_policy(result["kv_cache"], result.get("kv_cache_bytes") or [], metrics)
     if "after" in metrics:
         before, after = metrics["before"]["perplexity"], metrics["after"]["perplexity"]
         compared = f"KL {metrics['kl']:.4g} nats per token" if "kl" in metrics else metrics.get("reason", "")
         print(f"Perplexity {before:.4g} -> {after:.4g} ({after / before - 1:+.1%}), {compared}")
     if "cosine" in metrics:
-        print(
-            f"Cosine similarity of embeddings: {metrics['cosine']['mean']:.4f} (worst {metrics['cosine']['min']:.4f})"
-        )
+        cosine = metrics["cosine"]
+        print(f"Cosine similarity of embeddings: {cosine['mean']:.4f} (worst {cosine['min']:.4f})")
     if result["verified_files"] is not None:
         print(f"Verified: all {result['verified_files']} files match their SHA-256.")

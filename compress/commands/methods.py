@@ -11,13 +11,12 @@ from typing import Any
 
 import typer
 
-from compress.commands.output import print_json, print_table
+from compress.commands.options import JSON
+from compress.commands.output import finish, print_table
 from runtime.config.messages import describe_field, describe_type, did_you_mean, listing
 from runtime.config.registry import Method, Registry
 from runtime.config.settings import Setting, calibrations_of, settings_of
 from runtime.errors import RequestError
-
-_JSON = typer.Option(False, "--json", help="Print one JSON object.")
 
 
 def register(app: typer.Typer) -> None:
@@ -28,7 +27,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="methods")
 
 
-def list_methods(context: typer.Context, as_json: bool = _JSON) -> None:
+def list_methods(context: typer.Context, as_json: bool = JSON) -> None:
     """List the methods, or show one with its fields.
 
     \b
@@ -40,25 +39,27 @@ def list_methods(context: typer.Context, as_json: bool = _JSON) -> None:
     if context.invoked_subcommand is not None:
         return
     found = [{"name": entry.name, "stage": entry.stage, "summary": entry.summary} for entry in _entries()]
-    if as_json:
-        print_json({"methods": found})
-        return
-    rows = [(entry["stage"], entry["name"], entry["summary"]) for entry in found]
-    print_table("", ("stage", "method", "what it does"), rows)
+    finish({"methods": found}, as_json, _show_list)
+
+
+def _show_list(result: dict[str, Any]) -> None:
+    rows = [(entry["stage"], entry["name"], entry["summary"]) for entry in result["methods"]]
+    print_table(("stage", "method", "what it does"), rows)
     print("Fields, defaults and the paper: compress methods show NAME")
 
 
-def show_method(name: str = typer.Argument(..., help="Name of a method."), as_json: bool = _JSON) -> None:
+def show_method(name: str = typer.Argument(..., help="Name of a method."), as_json: bool = JSON) -> None:
     """Print what a method does, its paper, and every field that a recipe, or `drafter`, may give it."""
     entries = list(_entries())
     described = [entry.describe() for entry in entries if entry.name == name]
     if not described:
         names = list(dict.fromkeys(entry.name for entry in entries))
         raise RequestError(f"no method '{name}'{did_you_mean(name, names) or '.'} Methods: {listing(names, 80)}")
-    if as_json:
-        print_json(described[0] if len(described) == 1 else {"methods": described})
-        return
-    for shown in described:
+    finish(described[0] if len(described) == 1 else {"methods": described}, as_json, _show)
+
+
+def _show(result: dict[str, Any]) -> None:
+    for shown in result.get("methods", [result]):
         key = "method: " if " " not in shown["stage"] else ""
         written = shown.get("written", f"{shown['stage']}: {{{key}{shown['name']}}}")
         print(f"{written}\n\n{shown['description']}\n\nSource: {shown['paper']}\n")

@@ -1,21 +1,35 @@
-"""Options that several commands share."""
+"""Options that several commands share, and the keywords of `runtime.load` that some of them give."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import typer
+
+from runtime.errors import RequestError
+
+JSON = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there.")
+QUIET = typer.Option(False, "--quiet", "-q", help="No progress on stderr.")
+DEVICE = typer.Option("auto", "--device", help="Device to compute on: auto, cpu, cuda, cuda:1.")
+
+# Recipes and sweeps.
+
+
+def complete(names: list[str], incomplete: str) -> list[str]:
+    """Shell completions: bundled names and the YAML files of the working directory."""
+    return [name for name in [*names, *map(str, Path().glob("*.yaml"))] if name.startswith(incomplete)]
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
     from compress.core.resources import bundled_recipes
 
-    here = [str(path) for path in Path().glob("*.yaml")]
-    return [name for name in [*bundled_recipes(), *here] if name.startswith(incomplete)]
+    return complete(list(bundled_recipes()), incomplete)
 
 
 RECIPE = typer.Argument(
-    ..., help="A recipe file, or the name of a bundled one (`compress recipes`).", autocompletion=_complete_recipe
+    ..., help="A recipe file, or the name of a bundled recipe (`compress recipes`).", autocompletion=_complete_recipe
 )
 MODEL = typer.Option(None, "--model", "-m", help="Checkpoint directory or hub id, instead of the recipe's.")
 OUTPUT = typer.Option(None, "--output", "-o", help="Directory of the artifact, instead of the recipe's.")
@@ -24,6 +38,76 @@ MAX_MEMORY = typer.Option(
     None,
     "--max-memory",
     metavar="SIZE",
-    help='Memory limit of the whole process, such as "6GB"; a run that cannot keep it is refused.',
+    help='Memory limit of the whole process, such as "6GB"; a run that would exceed it is refused.',
 )
-DEVICE = typer.Option("auto", "--device", help="Device to compute on: auto, cpu, cuda, cuda:1.")
+
+
+def memory_limit(written: str | None) -> int | None:
+    """Bytes of a --max-memory; None: none was given."""
+    from runtime.system.sizes import byte_count
+
+    return None if written is None else byte_count("--max-memory", written)
+
+
+# Running a model.
+
+
+def _no_option(value: str | None) -> str | None:
+    """Refuse a value that begins with a dash: it is the next option, and the drafter's name is missing."""
+    if value is not None and value.startswith("-"):
+        from runtime.drafting.config.registry import drafters
+
+        names = ", ".join(method.name for method in drafters("text", "target"))
+        allowed = f"a name ({names}), the directory of a draft model, a JSON object or list, or none"
+        raise RequestError(f"--drafter: {value!r} is an option, not a drafter; expected {allowed}")
+    return value
+
+
+PATH = typer.Argument(
+    ..., metavar="MODEL", help="An artifact, or a plain Hugging Face checkpoint (directory or hub id)."
+)
+KERNELS = typer.Option(
+    "auto",
+    "--kernels",
+    help="auto, fast (int8 activations where that is faster), or a kernel's name (`reference` is plain torch).",
+)
+DTYPE = typer.Option(None, "--dtype", help="Compute dtype: float32, float16 or bfloat16 (default: the checkpoint's).")
+THREADS = typer.Option(None, "--threads", min=1, help="CPU threads (default: torch's choice).")
+MODEL_MEMORY = typer.Option(
+    None,
+    "--max-memory",
+    metavar="SIZE",
+    help='Memory limit for the model, such as "2GB"; blocks beyond it are read from disk while others compute.',
+)
+KV_CACHE = typer.Option(
+    None,
+    "--kv-cache",
+    metavar="POLICY",
+    help="KV-cache compression: a published method (`compress methods`), a JSON object, a .json file, or none (default: the "
+    "artifact's policy).",
+)
+DRAFTER = typer.Option(
+    None,
+    "--drafter",
+    metavar="DRAFTER",
+    callback=_no_option,
+    help="Speculative decoding: a drafter's name (lookup, suffix, ...), the directory of a draft model, a JSON object or list, or "
+    "none (default: the artifact's own draft).",
+)
+TRUST = typer.Option(False, "--trust-remote-code", help="Run Python code that the checkpoint brings.")
+
+
+def read_drafter(value: str | None) -> Any:
+    """Value of --drafter: JSON if it begins like JSON, else a name or a directory. RequestError: no such drafter."""
+    if value is None:
+        return None
+    written: Any = value
+    if value.strip()[:1] in ("{", "["):
+        try:
+            written = json.loads(value)
+        except ValueError as error:
+            raise RequestError(f"--drafter: {value!r} is not JSON: {error}") from None
+    from runtime.drafting.config.build import check_written
+
+    check_written(written, "--drafter")
+    return written

@@ -7,8 +7,9 @@ from typing import Any
 
 import typer
 
-from compress.commands.options import DEVICE, MAX_MEMORY, MODEL, OUTPUT, RECIPE, SET
-from compress.commands.output import duration, print_json, print_table, show_cache, size, stdout_reserved
+from compress.commands.options import DEVICE, JSON, MAX_MEMORY, MODEL, OUTPUT, RECIPE, SET, memory_limit
+from compress.commands.output import finish, print_table, show_cache, stdout_reserved
+from compress.core.units import duration, size
 from runtime.errors import RequestError
 
 
@@ -24,7 +25,7 @@ def plan(
     set_: list[str] = SET,
     device: str = DEVICE,
     max_memory: str | None = MAX_MEMORY,
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
+    as_json: bool = JSON,
 ) -> None:
     """Show what `apply` would do: tensors, sizes, memory, disk and time.
 
@@ -37,26 +38,15 @@ def plan(
       compress plan recipes/llama_w4.yaml --model ~/models/my-llama --json
     """
     from compress.recipe import load
-    from runtime.system.sizes import byte_count
 
-    limit = None if max_memory is None else byte_count("--max-memory", max_memory)
+    limit = memory_limit(max_memory)
     loaded = load(recipe, model=model, output=output, set=set_)
     with stdout_reserved(as_json):
         from compress.run.plan import make_plan
 
         made = make_plan(loaded, device=device, max_memory=limit)
-    result = made.to_dict()
-    problem = RequestError("; ".join(made.problems)) if made.problems else None
-    if as_json:
-        if problem is not None:
-            result |= {"error": str(problem), "exit_code": problem.exit_code}
-        print_json(result)
-        if problem is not None:
-            raise typer.Exit(problem.exit_code)
-        return
-    _show(result)
-    if problem is not None:
-        raise problem
+    failure = RequestError("; ".join(made.problems)) if made.problems else None
+    finish(made.to_dict(), as_json, _show, failure)
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -66,7 +56,7 @@ def _show(result: dict[str, Any]) -> None:
         before, after = tensor["bytes_before"], tensor["bytes_after"]
         action = "shrunk" if tensor["action"] == "copied" and after < before else tensor["action"]
         rows.append((tensor["name"], action, how, size(before), size(after)))
-    print_table("", ("tensor", "action", "method, format", "before", "after"), rows, right=(3, 4))
+    print_table(("tensor", "action", "method, format", "before", "after"), rows, right=(3, 4))
     for text in result["passes"]:
         print(f"First: {text}")
     before, after = result["bytes_before"], result["bytes_after"]

@@ -8,7 +8,9 @@ from typing import Any
 
 import typer
 
-from compress.commands.output import print_json, print_table, size, stdout_reserved
+from compress.commands.options import JSON
+from compress.commands.output import finish, print_table, stdout_reserved
+from compress.core.units import size
 from runtime.errors import RequestError
 
 
@@ -25,7 +27,7 @@ def report(
     plot: Path | None = typer.Option(
         None, "--plot", help="Plot size against perplexity of the artifacts: a .svg, .png or .pdf file."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
+    as_json: bool = JSON,
 ) -> None:
     """Write the report page of an artifact, or compare several in a table and a plot.
 
@@ -51,16 +53,18 @@ def report(
                 written = plot_tradeoff(rows, plot)
         else:
             written = [write_report(artifacts[0], output)]
-    if as_json:
-        print_json({"written": [str(path) for path in written], **({"artifacts": rows} if rows else {})})
-        return
-    if rows:
-        _show(rows)
-    for path in written:
+    result: dict[str, Any] = {"written": [str(path) for path in written]}
+    finish(result | ({"artifacts": rows} if rows else {}), as_json, _show)
+
+
+def _show(result: dict[str, Any]) -> None:
+    if "artifacts" in result:
+        _show_comparison(result["artifacts"])
+    for path in result["written"]:
         print(f"Written to {path}.")
 
 
-def _show(rows: list[dict[str, Any]]) -> None:
+def _show_comparison(rows: list[dict[str, Any]]) -> None:
     original = next((row for row in rows if row.get("reference")), None)
     cells = []
     for row in rows:
@@ -74,4 +78,4 @@ def _show(rows: list[dict[str, Any]]) -> None:
             )
         )  # fmt: skip
     columns = ("artifact", "methods", "size", "bits per weight", "perplexity", "change")
-    print_table("", columns, cells, right=(2, 3, 4, 5))
+    print_table(columns, cells, right=(2, 3, 4, 5))

@@ -7,24 +7,18 @@ from typing import Any
 
 import typer
 
-from compress.commands.options import DEVICE, MODEL, SET
-from compress.commands.output import duration, end, print_table, stdout_reserved
+from compress.commands.options import DEVICE, JSON, MODEL, QUIET, SET, complete, memory_limit
+from compress.commands.output import counted, finish, print_table, stdout_reserved
+from compress.core.units import duration
 from runtime.errors import CompressError
 
 _ROWS = 40
-MAX_MEMORY = typer.Option(
-    None,
-    "--max-memory",
-    metavar="SIZE",
-    help='Memory limit of concurrent trials together, such as "12GB".',
-)
 
 
 def _complete_sweep(incomplete: str) -> list[str]:
     from compress.core.resources import bundled_sweeps
 
-    here = [str(path) for path in Path().glob("*.yaml")]
-    return [name for name in [*bundled_sweeps(), *here] if name.startswith(incomplete)]
+    return complete(list(bundled_sweeps()), incomplete)
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 def sweep(
     sweep: str = typer.Argument(
-        ..., help="A sweep file, or the name of a bundled one (`compress recipes`).", autocompletion=_complete_sweep
+        ..., help="A sweep file, or the name of a bundled sweep (`compress recipes`).", autocompletion=_complete_sweep
     ),
     model: str | None = MODEL,
     output: Path | None = typer.Option(None, "--output", "-o", help="Directory of the sweep, instead of the file's."),
@@ -46,9 +40,11 @@ def sweep(
     retry: bool = typer.Option(False, "--retry", help="With --resume: repeat failed and refused trials."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier sweep in the output directory."),
     device: str = DEVICE,
-    max_memory: str | None = MAX_MEMORY,
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress on stderr."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
+    max_memory: str | None = typer.Option(
+        None, "--max-memory", metavar="SIZE", help='Memory limit of all concurrent trials together, such as "12GB".'
+    ),
+    quiet: bool = QUIET,
+    as_json: bool = JSON,
 ) -> None:
     """Compress one model with many values of a recipe and show the Pareto front of quality against size or speed.
 
@@ -61,9 +57,7 @@ def sweep(
       compress sweep my_sweep.yaml --model ~/models/my-llama --output out/my-sweep --jobs 4
       compress sweep my_sweep.yaml --resume
     """
-    from runtime.system.sizes import byte_count
-
-    limit = None if max_memory is None else byte_count("--max-memory", max_memory)
+    limit = memory_limit(max_memory)
     failure: CompressError | None = None
     with stdout_reserved(as_json):
         from compress.sweeps.run import AllFailedError
@@ -77,7 +71,7 @@ def sweep(
         except AllFailedError as error:
             done, failure = error.result, error
     result: dict[str, Any] = {"path": str(done.path), "files": [str(file) for file in done.files], **done.summary}
-    end(result, failure, None if as_json else _show)
+    finish(result, as_json, _show, failure)
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -88,7 +82,7 @@ def _show(result: dict[str, Any]) -> None:
     lines = rows(result)
     right = [0, *range(1 + len(keys), 1 + len(keys) + len(names))]
     heads = [name.replace("_", " ") for name in ("trial", *keys, *names, "front")]
-    print_table("", heads, [line[:-1] for line in lines[:_ROWS]], right=right)
+    print_table(heads, [line[:-1] for line in lines[:_ROWS]], right=right)
     for line in lines[:_ROWS]:
         if line[-1]:
             print(f"trial {line[0]}: {line[-1]}")
@@ -97,9 +91,7 @@ def _show(result: dict[str, Any]) -> None:
     counts = result["counts"]
     told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     print(f"{told}; {len(result['pareto'])} on the Pareto front (*). Time: {duration(result['seconds'])}.")
-    kept = sum(trial["artifact"] is not None for trial in result["trials"])
-    print(
-        f"{kept} artifact{'s' if kept != 1 else ''} kept (keep: {result['sweep']['keep']}) in {Path(result['path']) / 'trials'}."
-    )
+    kept = counted(sum(trial["artifact"] is not None for trial in result["trials"]), "artifact")
+    print(f"{kept} kept (keep: {result['sweep']['keep']}) in {Path(result['path']) / 'trials'}.")
     for file in result["files"]:
         print(f"Written to {file}.")

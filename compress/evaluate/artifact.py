@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.core.progress import Reporter
-from compress.evaluate.streamed import compare, compare_embeddings, compare_texts
+from compress.evaluate.streamed import Comparison
 from compress.model.context import Context
 from compress.model.streamed import StreamedModel
 
@@ -25,14 +25,13 @@ def evaluate_artifact(
     if not context.checkpoint_is_finite:
         reporter.warn("the source holds NaN or Inf, so its quality was not measured")
         return {}
-    source = context.reference
+    comparison = Comparison(context.reference, artifact, config.batch_size, spill, reporter)
     if context.streamed.kind == "encoder":
-        given = context.source_ids(windows) if context.kept_tokens else None
-        metrics = compare_embeddings(source, artifact, windows, config.batch_size, spill, reporter, given)
+        metrics = comparison.embeddings(windows, context.source_ids(windows) if context.kept_tokens else windows)
     elif context.kept_tokens:
-        metrics = compare_texts(source, artifact, *context.same_text(), config.batch_size, spill, reporter)
+        metrics = comparison.texts(*context.same_text())
     else:
-        metrics = compare(source, artifact, windows, config.batch_size, spill, reporter)
+        metrics = comparison.tokens(windows)
     if "after" in metrics:
         metrics["perplexity_increase"] = metrics["after"]["perplexity"] / metrics["before"]["perplexity"] - 1.0
     metrics["sequence_length"] = context.streamed.rows.length(windows)

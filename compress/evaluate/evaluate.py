@@ -1,4 +1,4 @@
-"""Measure a model on text: perplexity, with a policy also through the compressed cache, with a reference KL divergence; size and speed."""
+"""Measurement of a model on text: perplexity (also through a compressed cache), KL divergence from a reference, size, speed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def evaluate(
     """Perplexity of a model on text, and how far it is from a reference.
 
     The text is cut into windows of `sequence_length` tokens without overlap; every token but the first of a window is scored.
-    Model and reference run in lockstep, batch by batch, so no logits are kept. These numbers are of whole windows, which no cache has
-    a part in; what a compressed one does to them is measured apart (`compress.evaluate.through_cache`), if the model has a policy.
+    Model and reference run in lockstep, batch by batch, so no logits are kept. Whole windows are scored without a cache; if the model
+    has a policy, the effect of its compressed cache is measured apart (`compress.evaluate.through_cache`).
 
     Args:
         model: an artifact, a plain checkpoint, or a loaded model.
@@ -71,7 +71,8 @@ def evaluate(
     for rows in windows.split(rows_at_once(windows, ours.engine.vocab_size, batch_size)):
         start = time.perf_counter()
         logits = ours.logits(rows)
-        _wait(logits)
+        if logits.is_cuda:  # measure the computation, not its launch
+            torch.cuda.synchronize(logits.device)
         seconds += time.perf_counter() - start
         targets = rows[:, 1:].reshape(-1)
         reference_logits = None
@@ -97,16 +98,14 @@ def evaluate(
 
 
 def _loaded(model: str | Path | Model, options: Mapping[str, Any] | None) -> Model:
-    if isinstance(model, (str, Path)):
-        import runtime
+    if not isinstance(model, (str, Path)):
+        return model
+    import runtime
 
-        loaded = runtime.load(model, **(options or {}))
-        if not isinstance(loaded, runtime.Model):
-            raise RequestError(
-                f"{model} holds a {type(loaded).__name__}; perplexity is measured of causal language models"
-            )
-        return loaded
-    return model
+    loaded = runtime.load(model, **(options or {}))
+    if not isinstance(loaded, runtime.Model):
+        raise RequestError(f"{model} holds a {type(loaded).__name__}; perplexity is measured of causal language models")
+    return loaded
 
 
 def _windows(model: Model, text: str | Path, sequence_length: int | None, samples: int | None) -> torch.Tensor:
@@ -147,9 +146,3 @@ def _check_same_tokens(model: Model, reference: Model) -> None:
             f"the reference {reference.artifact.path} has another tokenizer ({token!r} is {theirs.get(token, 'unknown')} there "
             f"and {ours.get(token, 'unknown')} here); a comparison needs the same one"
         )
-
-
-def _wait(tensor: torch.Tensor) -> None:
-    """Let a GPU finish, so that the clock measures the work and not its launch."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)

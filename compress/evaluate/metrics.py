@@ -1,4 +1,4 @@
-"""Quality of next-token predictions, accumulated over logits that come in pieces."""
+"""Quality of next-token predictions, accumulated over chunks of logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from runtime.errors import CompressError
 
 CHUNK_VALUES = 8 * 2**20
-"""Logits that are turned into float32 log-probabilities at once: 32 MiB each for model and reference, whatever the vocabulary."""
+"""Logits per chunk; their float32 log-probabilities take 32 MiB each for model and reference, whatever the vocabulary."""
 
 LOGIT_BYTES = 512 * 2**20
 """A forward pass takes fewer rows than asked for when its float32 logits would be larger than this."""
@@ -24,7 +24,7 @@ def rows_at_once(windows: torch.Tensor, vocabulary: int, batch_size: int) -> int
 class TokenMetrics:
     """Perplexity, and agreement with a reference model, over all tokens that were added.
 
-    Each piece is computed in float32; sums over tokens are kept in float64.
+    Each chunk is computed in float32; sums over tokens are float64.
     """
 
     def __init__(self) -> None:
@@ -85,14 +85,14 @@ class TokenMetrics:
         if not self.tokens:
             raise CompressError("no tokens were scored")
         nll = self._nll / self.tokens
-        result: dict[str, Any] = {"perplexity": _exp(nll), "nll": nll, "tokens": self.tokens}
+        result: dict[str, Any] = {"perplexity": perplexity(nll), "nll": nll, "tokens": self.tokens}
         if self.compared:
             result["kl"] = self._kl / self.compared
             result["top1_agreement"] = self._agree / self.compared
         return result
 
 
-def _exp(nll: float) -> float:
+def perplexity(nll: float) -> float:
     """exp without OverflowError: a model that is certain of wrong tokens has infinite perplexity, which limits then refuse."""
     return math.exp(nll) if nll < 700 else math.inf
 

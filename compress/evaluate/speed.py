@@ -1,6 +1,6 @@
-"""Speed of a model: load time, prefill, decode, memory; each model in a process of its own, so that memory is told apart.
+"""Speed of a model: load time, prefill, decode, memory; each model runs in a process of its own, whose memory is its own.
 
-`run_isolated` starts `python -m compress.evaluate.speed`, which measures one model and writes what it found to a file.
+`run_isolated` starts `python -m compress.evaluate.speed`, which measures one model and writes the result to a file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SpeedRequest:
     Attributes:
         model: path of an artifact or checkpoint.
         engine: `runtime` is ours; `transformers` is `AutoModelForCausalLM.from_pretrained(dtype=bfloat16)`, to compare with.
-        prompt_tokens, new_tokens, batch_size: shape of the work; the prompts are random token ids.
+        prompt_tokens, new_tokens, batch_size: shape of a round; the prompts are random token ids.
         repeat: measured rounds after one warm-up; medians are reported.
         options: keywords of `runtime.load`.
     """
@@ -78,7 +78,6 @@ def measure(request: SpeedRequest) -> dict[str, Any]:
         RequestError: the prompt and the new tokens do not fit the model's context, or the model cannot be loaded.
     """
     import psutil
-    import torch
 
     # What every model needs is imported before the clock starts.
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
@@ -109,31 +108,31 @@ def measure(request: SpeedRequest) -> dict[str, Any]:
         "first_token_seconds": prefill,
         "prefill_tokens_per_second": request.batch_size * request.prompt_tokens / prefill,
         "decode_tokens_per_second": request.batch_size * (request.new_tokens - 1) / decode,
-        "weight_bytes": loaded.weight_bytes,
         "resident_bytes": resident,
         "peak_bytes": peak_bytes(),
-        "kernels": loaded.kernels,
-        "decoder": loaded.decoder,
-        "device": loaded.device,
         "threads": torch.get_num_threads(),
+        **loaded.facts,
+        **loaded.cache(),
     }
-    result |= loaded.cache()
-    if loaded.device.startswith("cuda"):
+    if result["device"].startswith("cuda"):
         result["device_peak_bytes"] = torch.cuda.max_memory_allocated()
     return result
 
 
 @dataclass
 class _Loaded:
-    """What `measure` needs of either engine. `time(prompts, new tokens)` gives seconds of (prefill, decode)."""
+    """A model of either engine, as `measure` uses it.
+
+    Attributes:
+        time: (prompts, new tokens) to seconds of (prefill, decode).
+        facts: `weight_bytes`, `kernels`, `device` and `decoder` of `measure`.
+        cache: what `measure` says of the cache after a round.
+    """
 
     time: Callable[[list[list[int]], int], tuple[float, float]]
     vocab_size: int
     context_length: int | None
-    weight_bytes: int
-    kernels: dict[str, int]
-    device: str
-    decoder: str
+    facts: dict[str, Any]
     cache: Callable[[], dict[str, Any]] = dict
 
 
@@ -148,38 +147,30 @@ def _load_runtime(request: SpeedRequest) -> _Loaded:
 
     def time_one(prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
         model.generate(prompts, max_new_tokens=new_tokens, ignore_eos=True)
-        stats = model.stats
-        return stats["prefill_seconds"], stats["decode_seconds"]
+        return model.stats["prefill_seconds"], model.stats["decode_seconds"]
 
     def cache() -> dict[str, Any]:
         return {key: model.stats[key] for key in ("cache_bytes", "kv_cache", "kv_cache_read_share")}
 
     engine = model.engine
-    kernels = dict(Counter(model.explain().values()).most_common())
-    return _Loaded(
-        time_one,
-        engine.vocab_size,
-        engine.context_length,
-        engine.weight_bytes,
-        kernels,
-        str(engine.device),
-        engine.description,
-        cache,
-    )
+    facts = {
+        "weight_bytes": engine.weight_bytes, "kernels": dict(Counter(model.explain().values()).most_common()),
+        "device": str(engine.device), "decoder": engine.description,
+    }  # fmt: skip
+    return _Loaded(time_one, engine.vocab_size, engine.context_length, facts, cache)
 
 
 def _load_transformers(request: SpeedRequest) -> _Loaded:
-    import torch
     from transformers import AutoModelForCausalLM
 
+    from runtime.api.load import read_device
     from runtime.checkpoint.locate import resolve
     from runtime.engines.torch.engine import weight_bytes
 
     options = request.options
     if options.get("threads"):
         torch.set_num_threads(options["threads"])
-    wanted = options.get("device", "auto")
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+    device = read_device(options.get("device", "auto"))
     trust = bool(options.get("trust_remote_code", False))
     try:
         path = str(resolve(request.model, trust))
@@ -207,16 +198,11 @@ def _load_transformers(request: SpeedRequest) -> _Loaded:
 
     config = model.config.get_text_config()
     layers = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
-    context = getattr(config, "max_position_embeddings", None)
-    return _Loaded(
-        time_one,
-        config.vocab_size,
-        context,
-        weight_bytes(model),
-        {"torch bfloat16": layers},
-        str(device),
-        f"transformers' {type(model).__name__}",
-    )
+    facts = {
+        "weight_bytes": weight_bytes(model), "kernels": {"torch bfloat16": layers}, "device": str(device),
+        "decoder": f"transformers' {type(model).__name__}",
+    }  # fmt: skip
+    return _Loaded(time_one, config.vocab_size, getattr(config, "max_position_embeddings", None), facts)
 
 
 _ENGINES: dict[str, Callable[[SpeedRequest], _Loaded]] = {"runtime": _load_runtime, "transformers": _load_transformers}

@@ -1,4 +1,4 @@
-"""Quality cost of a compressed KV cache: tokens predicted from it, beside the same tokens predicted with a plain one."""
+"""Quality cost of a compressed KV cache: predictions from it, beside predictions of the same tokens with a plain cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from runtime.kv_cache.policy.policy import Policy
 
 PROMPT_SHARE = 0.75
-"""Of a window, what is read into the cache as a prompt. The rest is enough to score, and the cache is large by then."""
+"""Part of a window that is read into the cache as a prompt; the rest is scored, when the cache is large."""
 LEAST = 3
 """Tokens of a window: a prompt, a token that is read from the cache, and one that it predicts."""
 
@@ -27,11 +27,11 @@ LEAST = 3
 def through_cache(
     model: Model, windows: torch.Tensor, batch_size: int = 8, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Perplexity of what follows a prompt, computed from the model's compressed cache and, of the very same tokens, without one.
+    """Perplexity of the tokens after a prompt, from the model's compressed cache and, for the same tokens, without a cache.
 
-    The first three quarters of a window are a prompt. The rest is read in pieces of at most 16 tokens, which a cache takes as steps of
-    decoding, so that selections and evictions at intervals have their effect too. The token after the prompt is not scored: the
-    prompt's own pass predicts it. Without a cache the window is computed in one pass by the same modules.
+    The first three quarters of a window are a prompt. The rest is read in chunks of at most 16 tokens, which a cache treats as steps of
+    decoding, so that selections and evictions at intervals take effect too. The token after the prompt is not scored: the prompt's own
+    pass predicts it. Without a cache the window is computed in one pass by the same modules.
 
     Args:
         model: loaded with a policy.
@@ -52,7 +52,9 @@ def through_cache(
     engine: Any = model.engine
     held = getattr(engine, "held", None)
     if held is None:
-        raise RequestError("the model was loaded with a plain cache: there is nothing to measure of it")
+        raise RequestError(
+            "the model was loaded with a plain cache; load it with kv_cache=... to measure a compressed one"
+        )
     length = int(windows.shape[1])
     prompt = _prompt_tokens(length)
     need = held.need(prompt, length - prompt)

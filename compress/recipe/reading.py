@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from compress.core import resources
 from compress.recipe.models import Recipe
@@ -39,28 +39,40 @@ def load(
         RequestError: with one line a problem, each naming file, line, key, what was found and what is allowed.
     """
     if isinstance(source, Recipe):
-        data, origin = _data_of(source), copy.deepcopy(source.origin)
-    elif isinstance(source, Mapping):
-        data, origin = copy.deepcopy(dict(source)), Origin()
+        data, origin = source.resolved() | {"output": source.output}, copy.deepcopy(source.origin)
     else:
-        data, origin = read_file(find_recipe(source))
-    for key, option in (("model", model), ("output", output)):
-        if option is not None:
-            data[key] = str(option)
-            origin.overrides[key,] = f"--{key} {option}"
+        data, origin = read_source(source, find_recipe, "recipe", Recipe)
+    replace_keys(data, origin, model=model, output=output)
     apply_overrides(data, set, origin)
     return build(data, origin)
 
 
-def read_file(path: Path) -> tuple[dict[str, Any], Origin]:
-    """The data of a recipe file, not validated yet, and where its keys are written."""
-    data, lines = parse(read_text(path), str(path))
+def read_source(
+    source: str | Path | Mapping[str, Any], find: Callable[[str | Path], Path], what: str, model: type[BaseModel]
+) -> tuple[dict[str, Any], Origin]:
+    """The data of a recipe or sweep, not validated yet, and where its keys are written.
+
+    Args:
+        source: its keys, or what `find` gives the file of.
+        what: `recipe` or `sweep`, and the `model` that will validate it.
+    """
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source)), Origin()
+    path = find(source)
+    data, lines = parse(_read_text(path), str(path))
     origin = Origin(path, lines)
     if not isinstance(data, dict):
-        raise RequestError(
-            origin.at((), f"a recipe is a mapping of keys ({listing(Recipe.model_fields)}), got {show(data)}")
-        )
+        text = f"a {what} is a mapping of keys ({listing(model.model_fields)}), got {show(data)}"
+        raise RequestError(origin.at((), text))
     return data, origin
+
+
+def replace_keys(data: dict[str, Any], origin: Origin, **options: Any) -> None:
+    """Put options of the command line, where they are given, in place of the keys of the same names."""
+    for key, option in options.items():
+        if option is not None:
+            data[key] = option if isinstance(option, int) else str(option)
+            origin.overrides[key,] = f"--{key} {option}"
 
 
 def build(data: dict[str, Any], origin: Origin) -> Recipe:
@@ -101,38 +113,32 @@ def build(data: dict[str, Any], origin: Origin) -> Recipe:
 def find_recipe(source: str | Path) -> Path:
     """The file that `source` means: a path, or the bare name of a bundled recipe."""
     path = Path(source)
+    if path.stem in resources.bundled_sweeps() and not path.exists():
+        raise RequestError(f"{path}: this is a bundled sweep, not a recipe; run it with `compress sweep {path.stem}`")
+    return find_file(path, "recipe", resources.bundled_recipes())
+
+
+def find_file(path: Path, what: str, bundled: Mapping[str, Path]) -> Path:
+    """The file at `path`, or the bundled recipe or sweep (`what`) of that name."""
     if path.is_file():
         return path
-    bundled = resources.bundled_recipes()
-    if str(source) in bundled:
-        return bundled[str(source)]
+    if str(path) in bundled:
+        return bundled[str(path)]
     if path.is_dir():
-        raise RequestError(f"{path}: a recipe is a YAML file, but this is a directory")
+        raise RequestError(f"{path}: a {what} is a YAML file, but this is a directory")
     beside = sorted(str(other) for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-    if path.stem in resources.bundled_sweeps():
-        raise RequestError(f"{path}: this is a bundled sweep, no recipe: compress sweep {path.stem}")
-    hint = did_you_mean(str(path), [*beside, *bundled]) or (
-        f"; did you mean the bundled recipe '{path.stem}'?" if path.stem in bundled else ""
-    )
-    raise RequestError(f"{path}: no such recipe file{hint or '.'} Bundled recipes: {listing(bundled)}")
+    hint = did_you_mean(str(path), [*beside, *bundled])
+    if not hint and path.stem in bundled:
+        hint = f"; did you mean the bundled {what} '{path.stem}'?"
+    raise RequestError(f"{path}: no such {what} file{hint or '.'} Bundled {what}s: {listing(bundled)}")
 
 
-def read_text(path: Path) -> str:
-    """The text of a recipe file, or the sentence that says why there is none."""
+def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise RequestError(
-                f"{path}: the recipe is {path.stat().st_size:,} bytes long; at most {MAX_BYTES:,} are allowed"
-            )
+            raise RequestError(f"{path}: {path.stat().st_size:,} bytes; at most {MAX_BYTES:,} are allowed")
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise RequestError(f"{path}: not a YAML text file (byte {error.start} is not UTF-8)") from None
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _data_of(recipe: Recipe) -> dict[str, Any]:
-    data = recipe.resolved()
-    if recipe.output is not None:
-        data["output"] = recipe.output
-    return data

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from compress.core.units import size
-from compress.report.elements import section, table
+from compress.report.elements import note, section, table
 from compress.report.facts import Facts
 
 
@@ -19,50 +19,45 @@ def own_tokens(metrics: dict[str, Any]) -> str:
 
 
 def cache_section(facts: Facts) -> str:
-    """How keys and values are held while the model writes."""
+    """The policy of the KV cache and its bytes; empty without one."""
     if not facts.manifest.get("kv_cache"):
         return ""
     from runtime.kv_cache.policy.policy import Policy
 
     policy = Policy.parse(facts.manifest["kv_cache"])
-    rows = []
-    for row in facts.manifest.get("kv_cache_bytes") or []:
-        share = f"{row['bytes'] / max(row['full_bytes'], 1):.0%}"
-        cells = (f"{row['tokens']:,}", size(row["full_bytes"]), size(row["bytes"]), share)
-        rows.append([(text, "right") for text in cells])
+    rows = [
+        (f"{row['tokens']:,}", size(row["full_bytes"]), size(row["bytes"]), f"{row['bytes'] / max(row['full_bytes'], 1):.0%}")
+        for row in facts.manifest.get("kv_cache_bytes") or []
+    ]  # fmt: skip
     content = f"<p>{escape(policy.describe())}</p>"
-    content += table(("tokens of a text>", "plain cache>", "compressed, about>", "of it>"), rows)
+    content += table(("tokens of a sequence>", "plain cache>", "compressed, about>", "of it>"), rows)
     if policy.calibrated is not None and policy.needs:
         found = ", ".join(sorted(policy.needs)).replace("_", " ")
-        content += f'<p class="soft">Calibrated for this model: {escape(found)}.</p>'
-    return section("Keys and values", content)
+        content += note(f"Calibrated for this model: {found}.")
+    return section("KV cache", content)
 
 
 def cache_quality(metrics: dict[str, Any]) -> str:
-    """What the compressed cache does to the quality; empty without one."""
+    """The effect of the compressed cache on quality; empty without one."""
     facts = metrics.get("kv_cache") or {}
     content = ""
     if "perplexity_with_cache" in metrics:
+        increase, overall = (f"{metrics[f'perplexity_increase_{name}']:+.2%}" for name in ("with_cache", "overall"))
+        plain, compressed = f"{facts['plain_perplexity']:.5g}", f"{metrics['perplexity_with_cache']:.5g}"
         rows = [
-            [
-                ("Perplexity of what follows a prompt", ""), (f"{facts['plain_perplexity']:.5g}", "right"),
-                (f"{metrics['perplexity_with_cache']:.5g}", "right"), (f"{metrics['perplexity_increase_with_cache']:+.2%}", "right"),
-            ],
-            [("KL to a plain cache, nats a token", ""), ("", ""), (f"{facts['kl']:.5g}", "right"), ("", "")],
-            [("Same most likely token", ""), ("", ""), (f"{facts['top1_agreement']:.2%}", "right"), ("", "")],
-            [
-                ("Perplexity by weights and cache together", ""), ("", ""), ("", ""),
-                (f"{metrics['perplexity_increase_overall']:+.2%}", "right"),
-            ],
-        ]  # fmt: skip
+            ("Perplexity of the tokens after a prompt", plain, compressed, increase),
+            ("KL to a plain cache, nats per token", "", f"{facts['kl']:.5g}", ""),
+            ("Same most likely token", "", f"{facts['top1_agreement']:.2%}", ""),
+            ("Perplexity by weights and cache together", "", "", overall),
+        ]
         content += "<p></p>" + table(("", "plain cache>", "compressed cache>", "change>"), rows)
         text = (
-            f"Measured on {facts['tokens']:,} tokens that follow prompts of {facts['prompt_tokens']} in windows of "
+            f"Measured on {facts['tokens']:,} tokens after prompts of {facts['prompt_tokens']} in windows of "
             f"{facts['sequence_length']}; at their end a cache takes {size(facts['cache_bytes'])} instead of {size(facts['full_bytes'])}."
         )
         if "tokens_each" in metrics:
             text += f" {own_tokens(metrics).capitalize()}."
-        content += f'<p class="soft">{escape(text)}</p>'
+        content += note(text)
     if "warning" in facts:
-        content += f'<p class="soft">{escape(facts["warning"])}</p>'
+        content += note(facts["warning"])
     return content

@@ -8,9 +8,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress.core.files import written_beside
 from compress.report.facts import PARTS, split_layer_name
+from runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,6 +55,25 @@ def figure(
         drawn = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(drawn)
         yield drawn, drawn.add_subplot()
+
+
+#: Ink, faint lines and ground of pictures for pages whose colours are not known.
+PRINTED = ("#334155", "#e2e8f0", "white")
+
+
+def save(drawn: Figure, file: Path) -> None:
+    """Write a figure to an .svg, .png or .pdf file; two calls give the same bytes.
+
+    Raises:
+        RequestError: the file cannot be written.
+    """
+    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}[file.suffix]
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with written_beside(file) as temporary:
+            drawn.savefig(temporary, dpi=160, metadata=metadata, format=file.suffix[1:])
+    except OSError as error:
+        raise RequestError(f"the plot cannot be written to {file}: {error.strerror or error}") from None
 
 
 def legend_above(axes: Axes, lines: Sequence[Line2D] | None = None) -> None:
@@ -118,7 +140,7 @@ def error_chart(layers: Sequence[Mapping[str, Any]], name: str = "error") -> str
     Args:
         name: what ids begin with, different for each chart of a page.
     """
-    blocks, series = _by_kind(layers, "error")
+    blocks, series = _by_kind(layers)
     if not series:
         return ""
     with figure(9.0, 3.4) as (drawn, axes):
@@ -129,7 +151,9 @@ def error_chart(layers: Sequence[Mapping[str, Any]], name: str = "error") -> str
                 at = [blocks.index(block) for block in values]
                 axes.plot(at, list(values.values()), marker="o", markersize=3, label=kind, color=color(number))
         step = max(1, math.ceil(len(blocks) / 16))
-        axes.set_xticks(range(0, len(blocks), step), [_block_label(block) for block in blocks[::step]])
+        axes.set_xticks(
+            range(0, len(blocks), step), ["outside" if block < 0 else f"block {block}" for block in blocks[::step]]
+        )
         positive = [value for values in series.values() for value in values.values() if value > 0]
         if positive and max(positive) > 100 * min(positive):
             axes.set_yscale("log")
@@ -143,9 +167,8 @@ def error_chart(layers: Sequence[Mapping[str, Any]], name: str = "error") -> str
 def bytes_chart(before: Mapping[str, int], after: Mapping[str, int]) -> str:
     """SVG: two stacked bars, the source and the artifact, each split by where its bytes are."""
     largest = max(sum(before.values()), sum(after.values()), 1)
-    scale, unit = next(
-        ((s, u) for s, u in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if largest >= s), (1, "B")
-    )
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
+    scale, unit = next((scale, unit) for scale, unit in units if largest >= scale)
     with figure(9.0, 2.3) as (drawn, axes):
         left = [0.0, 0.0]
         for part in PARTS:
@@ -153,12 +176,7 @@ def bytes_chart(before: Mapping[str, int], after: Mapping[str, int]) -> str:
             if any(values):
                 axes.barh([1, 0], values, left=left, height=0.62, color=PART_COLORS[part], label=part)
                 left = [a + b for a, b in zip(left, values, strict=True)]
-        for y, total in ((1, left[0]), (0, left[1])):
-            axes.text(total + largest / scale * 0.01, y, f"{total:.3g} {unit}", va="center", color=INK)
-        axes.set_yticks([1, 0], ["before", "after"])
-        axes.set_xlim(0, largest / scale * 1.13)
-        axes.set_xlabel(unit)
-        axes.grid(axis="x", color=FAINT, linewidth=0.8)
+        _label_bars(axes, left, f"{{:.3g}} {unit}", unit)
         legend_above(axes)
         return svg(drawn, "bytes")
 
@@ -169,27 +187,32 @@ def quality_chart(before: float, after: float) -> str:
         return ""
     with figure(9.0, 1.5) as (drawn, axes):
         axes.barh([1, 0], [before, after], height=0.62, color=[COLORS[-2], COLORS[0]])
-        for y, value in ((1, before), (0, after)):
-            axes.text(value + max(before, after) * 0.01, y, f"{value:.4g}", va="center", color=INK)
-        axes.set_yticks([1, 0], ["before", "after"])
-        axes.set_xlim(0, max(before, after) * 1.13)
-        axes.set_xlabel("perplexity (less is better)")
-        axes.grid(axis="x", color=FAINT, linewidth=0.8)
+        _label_bars(axes, [before, after], "{:.4g}", "perplexity (lower is better)")
         return svg(drawn, "quality")
 
 
-# -------------------------------------------------------------------- shared
-def _by_kind(layers: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], dict[str, dict[int, float]]]:
-    """Blocks in order, and {kind: {block: value}}; a value that is none or not finite is left out."""
+def _label_bars(axes: Axes, lengths: Sequence[float], text: str, label: str) -> None:
+    """Ticks, grid and end labels of two horizontal bars, before above after."""
+    longest = max(*lengths, 1e-9)
+    for y, length in zip((1, 0), lengths, strict=True):
+        axes.text(length + longest * 0.01, y, text.format(length), va="center", color=INK)
+    axes.set_yticks([1, 0], ["before", "after"])
+    axes.set_xlim(0, longest * 1.13)
+    axes.set_xlabel(label)
+    axes.grid(axis="x", color=FAINT, linewidth=0.8)
+
+
+def _by_kind(layers: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, dict[int, float]]]:
+    """Blocks in order, and {kind: {block: error}}; an error that is None or not finite is left out."""
     series: dict[str, dict[int, float]] = {}
     blocks = []
     for layer in layers:
         block, kind = split_layer_name(layer["name"])
-        if layer[key] is not None and math.isfinite(layer[key]):
+        if layer["error"] is not None and math.isfinite(layer["error"]):
             blocks.append(block)
             values = series.setdefault(kind, {})
             # Several layers of one kind in a block (experts): the worst stands for them.
-            values[block] = max(layer[key], values.get(block, 0.0))
+            values[block] = max(layer["error"], values.get(block, 0.0))
     # Layers outside of the blocks (block -1: embeddings, head) come last.
     return sorted(set(blocks), key=lambda block: (block < 0, block)), series
 
@@ -205,10 +228,6 @@ def _bars(axes: Axes, blocks: list[int], series: dict[str, dict[int, float]]) ->
             label = None if kind in drawn else kind
             axes.bar(x, series[kind][block], width * 0.9, color=color(number), label=label)
             drawn.add(kind)
-
-
-def _block_label(block: int) -> str:
-    return "outside" if block < 0 else f"block {block}"
 
 
 # What charts of a training share: what was measured after some updates as lines, and marks at updates that matter.

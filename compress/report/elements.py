@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+Cell = str | tuple[str, str]
+"""Text of a table's cell, with CSS classes where it has any; `meter 0.3` draws a bar below the text."""
+
 MANY = 60
 """Tables with more rows than this start folded."""
 
@@ -19,30 +22,54 @@ def folded(table: str, rows: int, what: str) -> str:
     return table if rows <= MANY else f"<details><summary>{rows} {what}</summary>{table}</details>"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]]) -> str:
-    """A table; a column that ends in `>` is right-aligned; a cell is (text, CSS classes), and `meter 0.3` draws a bar behind it."""
+def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
+    """A table; a column whose name ends in `>` is right-aligned."""
+    right = [name.endswith(">") for name in columns]
     head = "".join(
         f'<th class="right">{escape(name[:-1])}</th>' if name.endswith(">") else f"<th>{escape(name)}</th>"
         for name in columns
     )
-    body = "".join(f"<tr>{''.join(cell(text, classes) for text, classes in row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(map(_cell, row, right))}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def error_cell(error: float | None, worst: float) -> tuple[str, str]:
-    """A relative error, with a bar that is full at `worst`; None: there is none to tell."""
-    return ("–", "right") if error is None else (f"{error:.3%}", f"right meter {error / worst:.3f}")
-
-
-def cell(text: str, classes: str) -> str:
-    """A cell of `table`."""
+def _cell(cell: Cell, right: bool) -> str:
+    text, classes = (cell, "") if isinstance(cell, str) else cell
     names = classes.split()
     style = ""
     if "meter" in names:
         share = min(1.0, max(0.0, float(names.pop())))
         style = f' style="--share: {share:.3f}"'
+    if right and "right" not in names:
+        names.insert(0, "right")
     attribute = f' class="{" ".join(names)}"' if names else ""
     return f"<td{attribute}{style}>{escape(text)}</td>"
+
+
+def error_cell(error: float | None, worst: float) -> Cell:
+    """A relative error, with a bar that is full at `worst`; None: there is none."""
+    return "–" if error is None else (f"{error:.3%}", f"meter {error / worst:.3f}")
+
+
+def note(text: str) -> str:
+    """A paragraph in a softer colour."""
+    return f'<p class="soft">{escape(text)}</p>'
+
+
+def cards(numbers: Iterable[tuple[str, str, str]]) -> str:
+    """Large numbers beside each other, each with its name and a detail."""
+    shown = (f"<div><b>{escape(a)}</b>{escape(b)}<small>{escape(c)}</small></div>" for a, b, c in numbers)
+    return f'<div class="numbers">{"".join(shown)}</div>'
+
+
+def document(title: str, heading: str, body: str, footer: str) -> str:
+    """The whole page; `body` and `footer` are HTML."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n<h1>{escape(heading)}</h1>\n"
+        f"{body}\n<footer>{footer}</footer>\n</main>\n</body>\n</html>\n"
+    )
 
 
 # The look of a report: one style sheet, no fonts or files from elsewhere.

@@ -12,7 +12,7 @@ from compress.model.stage import row_of
 from compress.report import charts
 from compress.report.cache import cache_quality, cache_section
 from compress.report.draft import draft_section
-from compress.report.elements import CSS, error_cell, folded, section, table
+from compress.report.elements import Cell, cards, document, error_cell, folded, note, section, table
 from compress.report.facts import PARTS, Facts, gather, notes_text
 from compress.report.recovery import recovery_sections
 from compress.report.structure import structure_section
@@ -59,21 +59,15 @@ def render(facts: Facts) -> str:
     # The recipe's name, not the directory's: the same run into two directories is the same artifact.
     title = _recipe_name(facts) or "compressed model"
     sections = [
-        _headline(facts), _warnings(facts), _quality(facts), structure_section(facts), recovery_sections(facts), _other_stages(facts),
-        _layers_chart(facts), _bytes(facts), cache_section(facts), draft_section(facts), _layers_table(facts), _kept(facts), _recipe(facts),
-        _origin(facts),
+        _headline(facts), _warnings(facts), _quality(facts.metrics), structure_section(facts), recovery_sections(facts),
+        _other_stages(facts), _layers_chart(facts), _bytes(facts), cache_section(facts), draft_section(facts), _layers_table(facts),
+        _kept(facts), _recipe(facts), _origin(facts.manifest),
     ]  # fmt: skip
-    body = "\n".join(part for part in sections if part)
-    version = escape(str(facts.manifest.get("compress_version", "")))
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}: what compression did</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
-        f"<h1>{escape(title)}</h1>\n{body}\n"
-        f"<footer>Written by compress {version} from compress.json. "
-        "Check the files with <code>compress inspect --verify</code>.</footer>\n"
-        "</main>\n</body>\n</html>\n"
+    footer = (
+        f"Written by compress {escape(str(facts.manifest.get('compress_version', '')))} from compress.json. "
+        "Check the files with <code>compress inspect --verify</code>."
     )
+    return document(f"{title}: what compression did", title, "\n".join(part for part in sections if part), footer)
 
 
 def _recipe_name(facts: Facts) -> str:
@@ -83,45 +77,36 @@ def _recipe_name(facts: Facts) -> str:
     return ""
 
 
-# -------------------------------------------------------------------- sections
 def _headline(facts: Facts) -> str:
     before, after = facts.bytes_before, facts.bytes_after
     numbers = [(f"{before / max(after, 1):.2f}×", "smaller", f"{size(before)} → {size(after)}")]
     metrics = facts.metrics
     if "after" in metrics:
-        change = metrics["after"]["perplexity"] / metrics["before"]["perplexity"] - 1
-        span = f"{metrics['before']['perplexity']:.4g} → {metrics['after']['perplexity']:.4g}"
-        numbers.append((f"{change:+.1%}", "perplexity", span))
+        old, new = metrics["before"]["perplexity"], metrics["after"]["perplexity"]
+        numbers.append((f"{new / old - 1:+.1%}", "perplexity", f"{old:.4g} → {new:.4g}"))
     if "top1_agreement" in metrics:
         agreement = f"{metrics['top1_agreement']:.1%}"
-        numbers.append((agreement, "same most likely token", f"KL {metrics['kl']:.4g} nats a token"))
+        numbers.append((agreement, "same most likely token", f"KL {metrics['kl']:.4g} nats per token"))
     if "cosine" in metrics:
         worst = f"worst text {metrics['cosine']['min']:.4f}"
         numbers.append((f"{metrics['cosine']['mean']:.4f}", "cosine similarity to the original's embeddings", worst))
     if "perplexity_with_cache" in metrics:
-        span = f"{metrics['kv_cache']['plain_perplexity']:.4g} → {metrics['perplexity_with_cache']:.4g}, what follows a prompt"
-        numbers.append(
-            (f"{metrics['perplexity_increase_with_cache']:+.1%}", "perplexity by the compressed cache", span)
-        )
+        change = f"{metrics['perplexity_increase_with_cache']:+.1%}"
+        values = f"{metrics['kv_cache']['plain_perplexity']:.4g} → {metrics['perplexity_with_cache']:.4g}"
+        numbers.append((change, "perplexity by the compressed cache", f"{values}, tokens after a prompt"))
     if facts.layer_bits is not None:
-        numbers.append(
-            (f"{facts.layer_bits:.2f}", "bits a weight", f"in {len(facts.layers)} compressed layers, all included")
-        )
+        layers = f"in {len(facts.layers)} compressed layers, with scales and indices"
+        numbers.append((f"{facts.layer_bits:.2f}", "bits per weight", layers))
     if facts.layer_sparsity:
         numbers.append((f"{facts.layer_sparsity:.1%}", "of these weights are zero", ""))
-    cards = "".join(
-        f"<div><b>{escape(value)}</b>{escape(what)}<small>{escape(detail)}</small></div>"
-        for value, what, detail in numbers
-    )
-    source = escape(str((facts.manifest.get("source") or {}).get("path_or_id", "")))
-    origin = f'<p class="soft">made from {source}</p>' if source else ""
-    return f'{origin}<div class="numbers">{cards}</div>'
+    source = str((facts.manifest.get("source") or {}).get("path_or_id", ""))
+    return (note(f"made from {source}") if source else "") + cards(numbers)
 
 
 def _other_stages(facts: Facts) -> str:
-    """What stages have done to the model that have no section of their own; empty where there are none."""
-    made = [record for record in facts.manifest.get("passes") or [] if not {"remove", "recover"} & record.keys()]
-    rows = [[(text, "") for text in row_of(record)] for record in made]
+    """Effects on the model of stages without a section of their own; empty where there are none."""
+    passes = facts.manifest.get("passes") or []
+    rows = [row_of(record) for record in passes if not {"remove", "recover"} & record.keys()]
     return section("Other stages", table(("what was done", "before", "after", ""), rows)) if rows else ""
 
 
@@ -132,84 +117,68 @@ def _warnings(facts: Facts) -> str:
     return f'<section class="warnings"><h2>Warnings</h2><ul>{items}</ul></section>'
 
 
-def _quality(facts: Facts) -> str:
-    metrics = facts.metrics
+def _quality(metrics: dict[str, Any]) -> str:
     if "cosine" in metrics:
         return section("Quality", _embeddings(metrics))
     if "after" not in metrics:
-        return section("Quality", '<p class="soft">The recipe asked for no evaluation.</p>')
+        return section("Quality", note("The recipe asked for no evaluation."))
     before, after = metrics["before"]["perplexity"], metrics["after"]["perplexity"]
-    rows: list[list[tuple[str, str]]] = [
-        [
-            ("Perplexity", ""),
-            (f"{before:.5g}", "right"),
-            (f"{after:.5g}", "right"),
-            (f"{after / before - 1:+.2%}", "right"),
-        ]
-    ]
+    rows = [("Perplexity", f"{before:.5g}", f"{after:.5g}", f"{after / before - 1:+.2%}")]
     if "kl" in metrics:
-        rows.append([("KL to the original, nats a token", ""), ("", ""), (f"{metrics['kl']:.5g}", "right"), ("", "")])
+        rows.append(("KL to the original, nats per token", "", f"{metrics['kl']:.5g}", ""))
     if "top1_agreement" in metrics:
-        rows.append([("Same most likely token", ""), ("", ""), (f"{metrics['top1_agreement']:.2%}", "right"), ("", "")])
+        rows.append(("Same most likely token", "", f"{metrics['top1_agreement']:.2%}", ""))
     content = table(("", "before>", "after>", "change>"), rows)
-    content += _limits(metrics)
-    content += charts.quality_chart(before, after)
+    content += _limits(metrics) + charts.quality_chart(before, after)
     tokens = f"{metrics['tokens']:,} tokens" if "tokens" in metrics else "the held-out text"
     length = f", windows of {metrics['sequence_length']} tokens" if "sequence_length" in metrics else ""
-    content += f'<p class="soft">Measured on {tokens}{length}; every token but the first of a window is scored.</p>'
+    content += note(f"Measured on {tokens}{length}; every token but the first of a window is scored.")
     return section("Quality", content + cache_quality(metrics))
 
 
 def _embeddings(metrics: dict[str, Any]) -> str:
     """An encoder's quality: how far its embeddings moved."""
     cosine = metrics["cosine"]
-    rows = [[(what, ""), (f"{cosine[key]:.5f}", "right")] for what, key in (("mean", "mean"), ("worst text", "min"))]
+    rows = [("mean", f"{cosine['mean']:.5f}"), ("worst text", f"{cosine['min']:.5f}")]
     text = (
-        f"Measured on {metrics['windows']:,} held-out texts of {metrics['sequence_length']} tokens: the embedding that the artifact "
-        "gives a text, against the original's."
+        f"Measured on {metrics['windows']:,} held-out texts of {metrics['sequence_length']} tokens: the artifact's embedding of a text, "
+        "against the original's."
     )
-    shown = table(("cosine similarity to the original", "value>"), rows)
-    return f'{shown}{_limits(metrics)}<p class="soft">{text}</p>'
+    return table(("cosine similarity to the original", "value>"), rows) + _limits(metrics) + note(text)
 
 
 def _limits(metrics: dict[str, Any]) -> str:
-    limits = metrics.get("limits") or []
-    if not limits:
-        return ""
-    return "<p></p>" + table(("limit of the recipe", "allowed>", "found>", ""), [_limit_row(x) for x in limits])
+    rows = [_limit_row(limit) for limit in metrics.get("limits") or []]
+    return "<p></p>" + table(("limit of the recipe", "allowed>", "found>", ""), rows) if rows else ""
 
 
-def _limit_row(limit: dict[str, Any]) -> list[tuple[str, str]]:
+def _limit_row(limit: dict[str, Any]) -> list[Cell]:
     share = limit["name"].startswith(("max_perplexity_increase", "min_top1_agreement"))
     allowed, found = (
         "not measured" if value is None else f"{value:.2%}" if share else f"{value:.5g}"
         for value in (limit["limit"], limit["value"])
     )  # fmt: skip
     verdict = ("kept", "ok") if limit["ok"] else ("exceeded", "failed")
-    return [(_LIMIT_NAMES.get(limit["name"], limit["name"]), ""), (allowed, "right"), (found, "right"), verdict]
+    return [_LIMIT_NAMES.get(limit["name"], limit["name"]), allowed, found, verdict]
 
 
 def _layers_chart(facts: Facts) -> str:
     chart = charts.error_chart(facts.layers)
-    if not chart:
-        return ""
     text = "How far each layer's output moved on the calibration text, relative to the output itself (squared norms)."
-    return section("Error of every layer", f'<p class="soft">{text}</p>{chart}')
+    return section("Error of every layer", note(text) + chart) if chart else ""
 
 
 def _bytes(facts: Facts) -> str:
+    total = max(facts.bytes_after, 1)
     rows = []
     for part in PARTS:
         before, after = facts.before[part], facts.after[part]
         if before or after:
             ratio = f"{before / after:.2f}×" if before and after else ""
-            share = f"{after / max(facts.bytes_after, 1):.1%}"
-            rows.append(
-                [(part, ""), *((text, "right") for text in (size(before) if before else "", size(after), ratio, share))]
-            )
-    total = [("all tensors", ""), *((size(n), "right") for n in (facts.bytes_before, facts.bytes_after))]
-    total += [(f"{facts.bytes_before / max(facts.bytes_after, 1):.2f}×", "right"), ("", "right")]
-    shown = table(("part", "before>", "after>", "smaller>", "share of the artifact>"), [*rows, total])
+            rows.append((part, size(before) if before else "", size(after), ratio, f"{after / total:.1%}"))
+    ratio = f"{facts.bytes_before / total:.2f}×"
+    rows.append(("all tensors", size(facts.bytes_before), size(facts.bytes_after), ratio, ""))
+    shown = table(("part", "before>", "after>", "smaller>", "share of the artifact>"), rows)
     return section("Where the bytes are", charts.bytes_chart(facts.before, facts.after) + shown)
 
 
@@ -219,18 +188,15 @@ def _layers_table(facts: Facts) -> str:
         return ""
     worst = max((layer["error"] for layer in layers if layer["error"] is not None), default=0.0) or 1.0
     widest = max(layer["bits"] for layer in layers) or 1.0
-    rows = []
-    for layer in layers:
-        before, after = layer["bytes_before"], layer["bytes_after"]
-        rows.append(
-            [
-                (layer["name"], "name"), (layer["method"], ""), (layer["format"], ""),
-                error_cell(layer["error"], worst),
-                (f"{layer['bits']:.3g}", f"right meter {layer['bits'] / widest:.3f}"),
-                (f"{layer['sparsity']:.1%}", f"right meter {layer['sparsity']:.3f}"),
-                (size(before), "right"), (size(after), "right"), (notes_text(layer.get("notes") or {}), "notes"),
-            ]
-        )  # fmt: skip
+    rows = [
+        [
+            (layer["name"], "name"), layer["method"], layer["format"], error_cell(layer["error"], worst),
+            (f"{layer['bits']:.3g}", f"meter {layer['bits'] / widest:.3f}"),
+            (f"{layer['sparsity']:.1%}", f"meter {layer['sparsity']:.3f}"),
+            size(layer["bytes_before"]), size(layer["bytes_after"]), (notes_text(layer.get("notes") or {}), "notes"),
+        ]
+        for layer in layers
+    ]  # fmt: skip
     columns = ("layer", "method", "format", "error>", "bits>", "zeros>", "before>", "after>", "notes")
     return section("Layers", folded(table(columns, rows), len(rows), "layers"))
 
@@ -238,37 +204,25 @@ def _layers_table(facts: Facts) -> str:
 def _kept(facts: Facts) -> str:
     """Tensors that were not compressed, and why, as far as the manifest says."""
     rows = [
-        [
-            (name, "name"),
-            (account["action"], ""),
-            (size(account["bytes_after"]), "right"),
-            (account.get("reason", ""), "notes"),
-        ]
+        [(name, "name"), account["action"], size(account["bytes_after"]), (account.get("reason", ""), "notes")]
         for name, account in facts.manifest["tensors"].items()
         if account["action"] != "compressed"
     ]
-    if not rows:
-        return ""
     shown = table(("tensor", "what happened", "bytes>", "reason"), rows)
-    return section(
-        "Tensors that were not compressed", f"<details><summary>{len(rows)} tensors</summary>{shown}</details>"
-    )
+    content = f"<details><summary>{len(rows)} tensors</summary>{shown}</details>"
+    return section("Tensors that were not compressed", content) if rows else ""
 
 
 def _recipe(facts: Facts) -> str:
-    if not facts.recipe:
-        return ""
-    return section("Recipe, as resolved", f"<pre>{escape(facts.recipe)}</pre>")
+    return section("Recipe, as resolved", f"<pre>{escape(facts.recipe)}</pre>") if facts.recipe else ""
 
 
-def _origin(facts: Facts) -> str:
-    manifest = facts.manifest
+def _origin(manifest: dict[str, Any]) -> str:
     source, calibration = manifest.get("source") or {}, manifest.get("calibration") or {}
-    entries: list[tuple[str, Any]] = [
-        ("source", source.get("path_or_id")),
-        ("source fingerprint", source.get("fingerprint")),
-    ]
-    entries += [("calibration", calibration.get("description")), ("recipe SHA-256", manifest.get("recipe_sha256"))]
-    entries += list((manifest.get("toolchain") or {}).items())
-    items = "".join(f"<dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd>" for k, v in entries if v is not None)
-    return section("Where it comes from", f"<dl>{items}</dl>")
+    entries = {
+        "source": source.get("path_or_id"), "source fingerprint": source.get("fingerprint"),
+        "calibration": calibration.get("description"), "recipe SHA-256": manifest.get("recipe_sha256"),
+        **(manifest.get("toolchain") or {}),
+    }  # fmt: skip
+    items = (f"<dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd>" for k, v in entries.items() if v is not None)
+    return section("Where it comes from", f"<dl>{''.join(items)}</dl>")

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.core.files import written_beside
-from compress.report.charts import color, figure, log_where_wide
+from compress.report.charts import PRINTED, color, figure, log_where_wide, save
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
@@ -37,26 +36,20 @@ def plot_tradeoff(rows: Sequence[Mapping[str, Any]], path: str | Path, title: st
         for key in ("bytes", "perplexity"):
             value = row.get(key)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+                name = row.get("label", row.get("method"))
                 raise RequestError(
-                    f"the plot needs {key} of '{row.get('label', row.get('method'))}', which is {value!r}"
+                    f"{key} of '{name}' cannot be drawn: expected a finite number above 0, got {value!r}"
                 )
     points = [row for row in rows if not row.get("reference")]
     if not points:
         raise RequestError("the plot has no points: none of what was given is a compressed model with an evaluation")
-    # A picture for pages whose colours are not known: white ground, dark ink.
-    with figure(8.0, 4.6, ink="#334155", faint="#e2e8f0", ground="white") as (drawn, axes):
+    with figure(8.0, 4.6, *PRINTED) as (drawn, axes):
         _tradeoff(axes, points, [row for row in rows if row.get("reference")])
         if title:
             axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
         written = [path.with_suffix(suffix) for suffix in suffixes]
         for file in written:
-            metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}[file.suffix]
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                with written_beside(file) as temporary:
-                    drawn.savefig(temporary, dpi=160, metadata=metadata, format=file.suffix[1:])
-            except OSError as error:
-                raise RequestError(f"the plot cannot be written to {file}: {error.strerror or error}") from None
+            save(drawn, file)
     return written
 
 
@@ -67,16 +60,12 @@ def _tradeoff(axes: Axes, points: list[Mapping[str, Any]], references: list[Mapp
         own = sorted((row for row in points if str(row["method"]) == method), key=lambda row: row["bytes"])
         x, y = [row["bytes"] / 1e6 for row in own], [row["perplexity"] for row in own]
         axes.plot(x, y, marker="o", markersize=7, linewidth=1.6, color=color(number), label=method)
-        labels += [
-            (x_i, y_i, str(row["label"]), color(number))
-            for row, x_i, y_i in zip(own, x, y, strict=True)
-            if row.get("label")
-        ]
+        named = [row for row in own if row.get("label")]
+        labels += [(row["bytes"] / 1e6, row["perplexity"], str(row["label"]), color(number)) for row in named]
     for row in references:
         label = row.get("label") or f"{row['method']} ({row['bytes'] / 1e6:.1f} MB)"
         axes.axhline(row["perplexity"], linestyle="--", linewidth=1.2, color="#64748b", label=label)
-    values = [row["perplexity"] for row in [*points, *references]]
-    log_where_wide(axes, values)
+    log_where_wide(axes, [row["perplexity"] for row in [*points, *references]])
     axes.margins(x=0.1, y=0.12)
     axes.set_xlabel("size of the weights (MB)")
     axes.set_ylabel("perplexity on held-out text")
@@ -94,28 +83,14 @@ def place_labels(axes: Axes, labels: list[tuple[float, float, str, str]]) -> Non
     for x, y, text, ink in labels:
         at_x, at_y = place((x, y)) * scale
         width, height = 4.8 * len(text), 10.0
-        offsets = [
-            (6, 4),
-            (6, -12),
-            (-6 - width, 4),
-            (-6 - width, -12),
-            (-width / 2, 8),
-            (-width / 2, -17),
-            (14, -4),
-            (6, 16),
-        ]
+        left, middle = -6 - width, -width / 2
+        offsets = [(6, 4), (6, -12), (left, 4), (left, -12), (middle, 8), (middle, -17), (14, -4), (6, 16)]
         boxes = [(at_x + dx, at_y + dy, width, height) for dx, dy in offsets]
         hidden = [sum(_overlap(box, other) for other in taken) + _outside(axes, box, scale) for box in boxes]
         best = hidden.index(min(hidden))
         taken.append(boxes[best])
         axes.annotate(
-            text,
-            (x, y),
-            xytext=offsets[best],
-            textcoords="offset points",
-            fontsize=8,
-            color=ink,
-            annotation_clip=False,
+            text, (x, y), xytext=offsets[best], textcoords="offset points", fontsize=8, color=ink, annotation_clip=False
         )
 
 

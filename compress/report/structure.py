@@ -8,11 +8,11 @@ from typing import Any
 
 from compress.prune.structure.stage import units_after
 from compress.report import charts
-from compress.report.elements import error_cell, folded, section, table
+from compress.report.elements import Cell, error_cell, folded, section, table
 from compress.report.facts import Facts, notes_text
 
 Pass = Mapping[str, Any]
-Row = list[tuple[str, str]]
+Row = list[Cell]
 
 
 def structure_section(facts: Facts) -> str:

@@ -1,22 +1,22 @@
-"""The recipe of a sweep before any value is chosen, and with values."""
+"""Recipe of a sweep, before and after values are put into it."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from compress.recipe.models import Recipe
 from compress.recipe.origin import Origin
-from compress.recipe.overrides import apply_overrides, assign
-from compress.recipe.reading import build, find_recipe, read_file
+from compress.recipe.overrides import assign
+from compress.recipe.reading import build
 
 _IDLE = ("name", "description", "output", "sample")
-"""Keys of a recipe that do not change what a trial gives."""
+"""Keys of a recipe that do not change a trial's result."""
 
 
 @dataclass
@@ -33,31 +33,6 @@ class BaseRecipe:
     origin: Origin
     places: dict[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def read(
-        cls,
-        recipe: str | Path,
-        *,
-        model: tuple[str, str] | None = None,
-        changes: Iterable[tuple[str, Any, str]] = (),
-        set: Iterable[str] = (),
-        places: Mapping[str, str] | None = None,
-    ) -> BaseRecipe:
-        """Read a recipe file.
-
-        Args:
-            model: replaces the recipe's, and where that was written.
-            changes: (dotted key, value, where it is written).
-            set: `KEY=VALUE` texts of the command line.
-        """
-        data, origin = read_file(find_recipe(recipe))
-        if model is not None:
-            data["model"], origin.overrides["model",] = model
-        for key, value, place in changes:
-            origin.overrides[assign(data, key.split("."), value, place)] = place
-        apply_overrides(data, set, origin)
-        return cls(data, origin, dict(places or {}))
-
     def at(self, values: Mapping[str, Any]) -> Recipe:
         """The recipe of one trial.
 
@@ -71,18 +46,19 @@ class BaseRecipe:
         return build(data, origin)
 
     def digest(self) -> str:
-        """SHA-256 (hex) of all that counts."""
+        """SHA-256 (hex) of the keys that change a trial's result."""
         counts = {key: value for key, value in self.data.items() if key not in _IDLE}
         return hashlib.sha256(json.dumps(counts, sort_keys=True, default=str).encode()).hexdigest()
 
     def to_plain(self) -> dict[str, Any]:
-        """What another process needs to make the same recipes."""
+        """JSON-able data from which `from_plain` builds the same in another process."""
         file = None if self.origin.file is None else str(self.origin.file.absolute())
         overrides = [[list(path), text] for path, text in self.origin.overrides.items()]
         return {"data": self.data, "file": file, "overrides": overrides, "places": self.places}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> BaseRecipe:
+        """The inverse of `to_plain`."""
         file = None if plain["file"] is None else Path(plain["file"])
         overrides = {tuple(path): text for path, text in plain["overrides"]}
         return cls(dict(plain["data"]), Origin(file, {}, overrides), dict(plain["places"]))

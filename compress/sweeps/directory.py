@@ -1,8 +1,7 @@
-"""The directory of a sweep: whose it is, the record of every trial, and what a resume may change.
+"""Directory of a sweep: its owner, the record of every trial, and the changes that a resume may bring.
 
-A record is written beside and renamed, so that it is there whole or not at all: after a kill -9 the records say what is finished, and
-a trial that was proposed goes on where its own run directory is. One process works on a directory: a lock says which, and the processes
-of its trials hold it too, until they have ended.
+Records are written atomically: after a kill -9 they say what is finished, and a proposed trial continues in its own run directory. One
+process at a time writes to the directory; it holds a lock, as do the processes of its trials until they have ended.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ import json
 import os
 import shutil
 import time
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class SweepDirectory:
     """Claim `path` for a sweep.
 
     Attributes:
-        path: of the sweep. trials: the records, by number. damaged: records that were not whole; their trials are run again.
+        path: of the sweep. trials: the records, by number. damaged: incomplete records, whose trials run again.
 
     Raises:
         RequestError: the directory holds something else, a sweep and neither `resume` nor `overwrite` is asked for, or a sweep that
@@ -50,39 +50,32 @@ class SweepDirectory:
         self.lock: int | None = None
         before = self._look(identity, resume, overwrite)
         (path / WORK).mkdir(parents=True, exist_ok=True)
-        self._take_lock()
+        self.take_lock()
         try:
             found = self._look(identity, resume, overwrite)  # another sweep may have come and gone since
             if found != before:
-                raise ResourceError(f"output {path} was changed by another sweep meanwhile; give the command again")
+                raise ResourceError(f"output {path} was changed by another sweep meanwhile; run the command again")
             self._claim(identity, clear=found is not None and not (found[1] and resume))
         except BaseException:
             self.close()
             raise
 
     def _look(self, identity: dict[str, Any], resume: bool, overwrite: bool) -> tuple[bytes, bool] | None:
-        """What there is of a sweep, None of none; RequestError where it is not for this one."""
+        """The directory's identity file and whether a trial was begun; None: no sweep. RequestError: it is not for this sweep."""
         path, state = self.path, self.path / WORK / _STATE
         if path.exists() and not path.is_dir():
             raise RequestError(f"output {path} is a file; name a directory that is new or empty")
         known = state.is_file()
-        ours = known and self._begun()
+        ours = known and any((path / TRIALS).glob("[0-9]*.json"))
         foreign = sorted(entry.name for entry in path.iterdir()) if path.exists() and not known else []
         if foreign and foreign != [WORK]:
-            raise RequestError(
-                f"output {path} already holds {foreign[0]}, which is no sweep; name a new or empty directory"
-            )
+            raise RequestError(f"output {path} holds {foreign[0]}, which is not a sweep; name a new or empty directory")
         if ours and not resume and not overwrite:
-            raise RequestError(
-                f"output {path} already holds a sweep; add --resume to go on with it, --overwrite to begin again, or name another directory"
-            )
+            ways = "add --resume to continue it or --overwrite to start over, or name another directory"
+            raise RequestError(f"output {path} already holds a sweep; {ways}")
         if ours and resume:
             check_continues(read(state), identity, path)
         return (state.read_bytes(), ours) if known else None
-
-    def _begun(self) -> bool:
-        """Whether there is a trial; else the directory was claimed, and no trial was begun."""
-        return any((self.path / TRIALS).glob("[0-9]*.json"))
 
     def _claim(self, identity: dict[str, Any], clear: bool) -> None:
         path = self.path
@@ -105,7 +98,7 @@ class SweepDirectory:
                 remove(artifact)
 
     def close(self) -> None:
-        """Let others have the directory."""
+        """Release the lock."""
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
@@ -115,8 +108,8 @@ class SweepDirectory:
         return [self.trials[number] for number in sorted(self.trials)]
 
     def record(self, trial: Trial) -> None:
-        """Write down what is known of a trial; on return it is on the disk."""
-        write_text(self.path / TRIALS / f"{self.name(trial.number)}.json", sealed_json(trial.to_plain()))
+        """Write a trial's record; on return it is on the disk."""
+        write_text(self.path / TRIALS / f"{self.name(trial.number)}.json", sealed_json(asdict(trial)))
         self.trials[trial.number] = trial
 
     @staticmethod
@@ -128,34 +121,29 @@ class SweepDirectory:
         return self.path / TRIALS / self.name(number)
 
     def log(self, number: int) -> Path:
-        """What the process of the trial has printed."""
+        """Output of the trial's process."""
         return self.path / TRIALS / f"{self.name(number)}.log"
 
     def work(self, name: str) -> Path:
         return self.path / WORK / name
 
     def drop_artifacts(self, keep: set[int]) -> None:
-        """Remove the artifacts of trials that are done and not to be kept."""
+        """Remove the artifacts of all finished trials but these."""
         for trial in self.in_order:
             if trial.done and trial.number not in keep:
                 remove(self.artifact(trial.number))
 
-    def _take_lock(self) -> None:
-        descriptor = os.open(self.path / WORK / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    def take_lock(self) -> None:
+        """Wait for the trials of a killed sweep to end; CompressError: another sweep holds the directory."""
+        self.lock = os.open(self.path / WORK / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         end = time.monotonic() + _WAIT
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < end:
-                    time.sleep(0.1)
-                    continue
-                os.close(descriptor)
-                raise CompressError(
-                    f"another sweep is at work in {self.path}; wait until it ends, or name another directory"
-                ) from None
-            self.lock = descriptor
-            return
+        while time.monotonic() < end:
+            with suppress(BlockingIOError):
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(0.1)
+        self.close()
+        raise CompressError(f"another sweep is running in {self.path}; wait until it ends, or name another directory")
 
     def _clear(self) -> None:
         for name in OURS:
@@ -173,7 +161,7 @@ def recorded(path: Path) -> set[str]:
 
 
 def read_record(file: Path) -> Trial | None:
-    """The trial that a file is the record of; None: it is not as `SweepDirectory.record` has written it."""
+    """The trial of a record; None: the file is not as `SweepDirectory.record` wrote it."""
     raw = file.read_bytes() if file.is_file() else b""
     if not json_is_whole(raw):
         return None
@@ -197,7 +185,7 @@ def check_continues(before: dict[str, Any], now: dict[str, Any], path: Path) -> 
     """
 
     def refuse(text: str) -> RequestError:
-        return RequestError(f"output {path} holds another sweep: {text}; restore it, or name another directory")
+        return RequestError(f"output {path} holds another sweep: {text}; undo that, or name another directory")
 
     for key in sorted(set(before["sweep"]) | set(now["sweep"])):
         one, other = before["sweep"].get(key), now["sweep"].get(key)
@@ -207,12 +195,12 @@ def check_continues(before: dict[str, Any], now: dict[str, Any], path: Path) -> 
         raise refuse(f"search.trials was {before['trials']} and is {now['trials']} (trials can only be added)")
     for key in [*before["vary"], *now["vary"]]:
         if key not in now["vary"] or key not in before["vary"]:
-            there, here = ("varied", "does not vary") if key not in now["vary"] else ("did not vary", "varies")
-            raise refuse(f"it {there} {key}, which the request {here}")
+            verb, other = ("varies", "not varied") if key not in now["vary"] else ("does not vary", "varied")
+            raise refuse(f"it {verb} {key}, which is {other} now")
         if not read_values(now["vary"][key]).covers(read_values(before["vary"][key])):
-            texts = f"{_short(before['vary'][key])}, the request has {_short(now['vary'][key])}"
-            raise refuse(f"the values of {key} were {texts} (values can only be added)")
-    # What a recipe reads depends on its methods, and with them on the first values: compared is what both have read.
+            values = f"{_short(before['vary'][key])} and are {_short(now['vary'][key])}"
+            raise refuse(f"the values of {key} were {values} (values can only be added)")
+    # The texts and checkpoints that a recipe reads depend on its methods, so on the first values: those of both are compared.
     for key in sorted(set(before["base"]) & set(now["base"])):
         if before["base"][key] != now["base"][key]:
             raise refuse(f"the {key.replace('_', ' ')} has changed since")

@@ -6,30 +6,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from compress.sweeps.models import Sweep
 
-
-class Labels:
-    """Of all keys of a sweep.
-
-    Attributes:
-        names: for every dotted key the shortest end of it that no other has: `quantize.bits`, or `bits`.
-    """
-
-    def __init__(self, sweep: Sweep) -> None:
-        self.names = short_names(list(sweep.vary))
-
-    def words(self, values: Mapping[str, Any]) -> list[str]:
-        """The values, in the order of the keys."""
-        return [word(values.get(key)) for key in self.names]
-
-    def sentence(self, values: Mapping[str, Any]) -> str:
-        """`bits=4 group_size=64`."""
-        return " ".join(f"{name}={word(values.get(key))}" for key, name in self.names.items())
+def sentence(values: Mapping[str, Any]) -> str:
+    """`bits=4 group_size=64`."""
+    names = short_names(list(values))
+    return " ".join(f"{names[key]}={word(value)}" for key, value in values.items())
 
 
 def short_names(keys: list[str]) -> dict[str, str]:
-    """For every dotted key the shortest end of it that is no end of another, numbers of stages left out where they can be."""
+    """For every dotted key its shortest end that no other key has, without leading numbers of stages: `quantize.bits`, or `bits`."""
     found = {}
     for key in keys:
         parts = key.split(".")

@@ -96,8 +96,8 @@ class SweepFile(Strict):
         set: other changes to the recipe, the same for all trials, by dotted keys.
         vary: values by dotted keys.
         search: see `SearchConfig`; None: a grid.
-        objectives: names of metrics; the first is the quality that plots have upright.
-        constraints: bounds of metrics: `{size: {max: 4MB}}`. What breaks one is on no front.
+        objectives: names of metrics; the first is the vertical axis of plots.
+        constraints: bounds of metrics: `{size: {max: 4MB}}`. Trials that violate one are on no front.
         keep: whose artifacts stay: `best` in the first objective, those on the `pareto` front, `all`, `none`.
         speed: see `SpeedConfig`; measured too where it is no objective.
         jobs: trials at a time, in processes here. ray: see `RayConfig`; in place of jobs.
@@ -140,13 +140,14 @@ class Constraint:
     limit: float
 
     def excess(self, value: float | None) -> float:
-        """How far beyond the bound, as a share of it; 0 or less: it is kept. A value that is missing breaks it."""
+        """How far the value is beyond the bound, as a share of it; 0 or less: within. A missing value is beyond."""
         if value is None:
             return 1.0
         over = value - self.limit if self.bound == "max" else self.limit - value
         return over / abs(self.limit) if self.limit else over
 
     def describe(self) -> str:
+        """`size at most 4.000 MB`."""
         return f"{self.metric} at {'most' if self.bound == 'max' else 'least'} {METRICS[self.metric].show(self.limit)}"
 
 
@@ -159,16 +160,6 @@ class Sweep:
     constraints: list[Constraint] = field(default_factory=list)
 
     @property
-    def search(self) -> SearchConfig | None:
-        """None: a grid."""
-        return self.file.search
-
-    @property
-    def ray(self) -> RayConfig | None:
-        """None: trials run in processes of this machine."""
-        return self.file.ray
-
-    @property
     def speed(self) -> SpeedConfig | None:
         """As the file says it, else the defaults where a metric of speed is asked for."""
         names = (*self.file.objectives, *(constraint.metric for constraint in self.constraints))
@@ -177,9 +168,8 @@ class Sweep:
 
     def resolved(self) -> dict[str, Any]:
         """The sweep with every default filled in, as plain data; `output` is left out."""
-        data = self.file.model_copy(update={"speed": self.speed}).model_dump(
-            mode="json", exclude={"output"}, exclude_none=True
-        )
+        file = self.file.model_copy(update={"speed": self.speed})
+        data = file.model_dump(mode="json", exclude={"output"}, exclude_none=True)
         data = {**dict.fromkeys(SweepFile.model_fields), **data, "search": data.get("search", "grid")}
         data["vary"] = {key: values.plain() for key, values in self.vary.items()}
         limits: dict[str, dict[str, float]] = {}
@@ -189,17 +179,10 @@ class Sweep:
         return {key: value for key, value in data.items() if value is not None}
 
     def settled(self) -> dict[str, Any]:
-        """What a resume may not change; values and trials may be added, and where trials run is no matter."""
-        elsewhere = (
-            "description",
-            "recipe",
-            "model",
-            "set",
-            "vary",
-            "jobs",
-            "ray",
-        )  # recipe, model and set are compared as one
-        data = {key: value for key, value in self.resolved().items() if key not in elsewhere}
+        """The keys that a resume may not change: values and trials may be added, and trials may run elsewhere."""
+        # recipe, model and set are compared as one
+        others = ("description", "recipe", "model", "set", "vary", "jobs", "ray")
+        data = {key: value for key, value in self.resolved().items() if key not in others}
         if isinstance(data["search"], dict):
-            data["search"] = {key: value for key, value in data["search"].items() if key != "trials"}
+            data["search"].pop("trials")
         return data

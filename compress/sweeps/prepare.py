@@ -26,39 +26,38 @@ def first_recipe(
     known: Container[str] = (),
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Recipe:
-    """The recipe of some point that can be carried out, as far as that is known before; of a grid, all points are checked.
+    """The recipe of the first valid point. All points of a grid are checked; of a search, draws until one is valid.
 
     Args:
         known: keys (`Trial.key`) of points that were checked when the sweep was begun, and are not again.
-        tell: is told how many points of a grid are checked, and of how many: each opens the model, which takes a moment.
+        tell: called with the number of checked points of a grid, and of all: each opens the model, which takes a moment.
 
     Raises:
-        RequestError: a point of a grid that cannot be; of a search, none that can; or there is no such model.
+        RequestError: an invalid point of a grid; a search without a valid draw; or no such model.
     """
     from compress.run.session import Session
 
-    model: str | None = None
-    first: Recipe | None = None
-    refused: RequestError | None = None
+    is_grid = isinstance(search, Grid)
     points: Iterable[dict[str, Any]] = _draws(sweep)
     if isinstance(search, Grid):
         points = _told([search.points[0], *(p for p in search.points[1:] if text_of(p) not in known)], tell)
+    model: str | None = None
+    first: Recipe | None = None
+    refused: RequestError | None = None
     for values in points:
         found: Recipe | None = None
         try:
             found = base.at(values)
+            model = model or str(locate_model(found))  # once: a hub is asked over the network
+            Session.open(found.model_copy(update={"model": model}), device)
+            first = first or found
         except RequestError as error:
+            if found is not None and model is None:  # no values make up for a model that is not there
+                raise
             refused = refused or RequestError(f"{error} ({_where(search, values)})")
-        if found is not None:
-            model = model or str(locate_model(found))  # looked for once: a hub is asked over the network
-            try:
-                Session.open(found.model_copy(update={"model": model}), device)
-                first = first or found
-            except RequestError as error:
-                refused = refused or RequestError(f"{error} ({_where(search, values)})")
-        if refused is not None if isinstance(search, Grid) else first is not None:
+        if refused is not None if is_grid else first is not None:
             break
-    if first is None or (refused is not None and isinstance(search, Grid)):
+    if first is None or (refused is not None and is_grid):
         raise refused or RequestError("vary: there are no values")
     return first
 
@@ -72,11 +71,11 @@ def _told(points: list[dict[str, Any]], tell: Callable[[int, int], None]) -> Ite
 def _where(search: Grid | Study, values: dict[str, Any]) -> str:
     if isinstance(search, Grid):
         return f"in the trial with {words(values)}"
-    return f"as in all of {_DRAWS} combinations that were drawn, here {words(values)}"
+    return f"as in all {_DRAWS} combinations drawn, here {words(values)}"
 
 
 def identity(sweep: Sweep, base: BaseRecipe, recipe: Recipe, device: str) -> dict[str, Any]:
-    """What must be equal for a resume, or may only grow (`compress.sweeps.directory.check_continues`).
+    """Data that must be equal for a resume, or may only grow (`compress.sweeps.directory.check_continues`).
 
     Args:
         recipe: of some point.
@@ -92,7 +91,7 @@ def identity(sweep: Sweep, base: BaseRecipe, recipe: Recipe, device: str) -> dic
     return {
         "sweep": sweep.settled(),
         "vary": {key: values.plain() for key, values in sweep.vary.items()},
-        "trials": None if sweep.search is None else sweep.search.trials,
+        "trials": None if sweep.file.search is None else sweep.file.search.trials,
         "base": found,
     }
 

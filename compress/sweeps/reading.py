@@ -1,8 +1,7 @@
-"""Reader of sweep files: from a path, a bundled name or a dictionary, with the sentences that recipes have for what is wrong."""
+"""Reader of sweeps: from a path, a bundled name or a dictionary, with error messages like those of recipes."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ from pydantic import ValidationError
 
 from compress.core import resources
 from compress.core.percent import fraction
+from compress.recipe.models import Recipe
 from compress.recipe.origin import Origin
+from compress.recipe.overrides import apply_overrides, assign
 from compress.recipe.problems import problems_of, raise_all, show
-from compress.recipe.reading import read_text
+from compress.recipe.reading import find_file, find_recipe, read_source, replace_keys
 from compress.recipe.yaml_source import Path as KeyPath
-from compress.recipe.yaml_source import parse
 from compress.sweeps.base import BaseRecipe
 from compress.sweeps.metrics import METRICS
 from compress.sweeps.models import Constraint, Sweep, SweepFile
@@ -49,45 +49,25 @@ def load_sweep(
     Raises:
         RequestError: with one line a problem, each naming file, line, key, what was found and what is allowed.
     """
-    if isinstance(source, Mapping):
-        data, origin = copy.deepcopy(dict(source)), Origin()
-    else:
-        path = find_sweep(source)
-        data, lines = parse(read_text(path), str(path))
-        origin = Origin(path, lines)
-    if not isinstance(data, dict):
-        text = f"a sweep is a mapping of keys ({listing(SweepFile.model_fields)}), got {show(data)}"
-        raise RequestError(origin.at((), text))
-    for key, option in (("model", model), ("output", output), ("jobs", jobs)):
-        if option is not None:
-            data[key] = str(option) if isinstance(option, Path) else option
-            origin.overrides[key,] = f"--{key} {option}"
+    data, origin = read_source(source, find_sweep, "sweep", SweepFile)
+    replace_keys(data, origin, model=model, output=output, jobs=jobs)
     sweep = _build(data, origin)
     file = sweep.file
-    changes = [(key, value, origin.place(("set", key))) for key, value in file.set.items()]
-    base = BaseRecipe.read(
-        _recipe_path(file.recipe, origin),
-        model=None if file.model is None else (file.model, origin.place(("model",))),
-        changes=changes,
-        set=set,
-        places={key: origin.place(("vary", key)) for key in sweep.vary},
-    )
+    recipe, places = read_source(_recipe_path(file.recipe, origin), find_recipe, "recipe", Recipe)
+    if file.model is not None:
+        recipe["model"], places.overrides["model",] = file.model, origin.place(("model",))
+    for key, value in file.set.items():
+        place = origin.place(("set", key))
+        places.overrides[assign(recipe, key.split("."), value, place)] = place
+    apply_overrides(recipe, set, places)
+    base = BaseRecipe(recipe, places, {key: origin.place(("vary", key)) for key in sweep.vary})
     _check_evaluated(sweep, base, origin)
     return sweep, base
 
 
 def find_sweep(source: str | Path) -> Path:
     """The file that `source` means: a path, or the bare name of a bundled sweep."""
-    path, bundled = Path(source), resources.bundled_sweeps()
-    if path.is_file():
-        return path
-    if str(source) in bundled:
-        return bundled[str(source)]
-    if path.is_dir():
-        raise RequestError(f"{path}: a sweep is a YAML file, but this is a directory")
-    beside = sorted(str(other) for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-    hint = did_you_mean(str(path), [*beside, *bundled])
-    raise RequestError(f"{path}: no such sweep file{hint or '.'} Bundled sweeps: {listing(bundled)}")
+    return find_file(Path(source), "sweep", resources.bundled_sweeps())
 
 
 def _recipe_path(name: str, origin: Origin) -> str | Path:
@@ -97,10 +77,9 @@ def _recipe_path(name: str, origin: Origin) -> str | Path:
     bundled = resources.bundled_recipes()
     if name in bundled:
         return name
-    text = (
-        f"no recipe '{name}' beside the sweep, in the working directory or bundled{did_you_mean(name, bundled) or '.'}"
-    )
-    raise RequestError(origin.at(("recipe",), f"{text} Bundled recipes: {listing(bundled)}"))
+    hint = did_you_mean(name, bundled) or "."
+    text = f"no recipe '{name}' beside the sweep, in the working directory or bundled{hint} Bundled recipes: {listing(bundled)}"
+    raise RequestError(origin.at(("recipe",), text))
 
 
 def _build(data: dict[str, Any], origin: Origin) -> Sweep:
@@ -111,10 +90,8 @@ def _build(data: dict[str, Any], origin: Origin) -> Sweep:
         raise_all(problems_of(error, SweepFile, (), origin, data))
         raise
     sweep = Sweep(file, _vary(file.vary, origin, problems), _constraints(file.constraints, origin, problems))
-    if sweep.ray is not None and "jobs" in file.model_fields_set:
-        problems.append(
-            origin.at(("jobs",), "the sweep runs on Ray, which decides how many trials run at a time; see ray.at_once")
-        )
+    if file.ray is not None and "jobs" in file.model_fields_set:
+        problems.append(origin.at(("jobs",), "a sweep on Ray has no jobs; ray.at_once limits the trials at a time"))
     raise_all(problems)
     return sweep
 
@@ -130,7 +107,7 @@ def _vary(written: dict[str, Any], origin: Origin, problems: list[str]) -> dict[
         elif parts[0] in _FIXED:
             problems.append(origin.at(place, f"'{parts[0]}' cannot be varied: {_FIXED[parts[0]]}"))
         elif around is not None:
-            problems.append(origin.at(place, f"it is a part of '{around}', which is varied too"))
+            problems.append(origin.at(place, f"it lies within '{around}', which is varied too; vary one of them"))
         else:
             try:
                 found[key] = read_values(values)
@@ -147,9 +124,7 @@ def _constraints(written: dict[str, Any], origin: Origin, problems: list[str]) -
             text = f"unknown metric{did_you_mean(name, METRICS) or '.'} Allowed: {listing(METRICS)}"
             problems.append(origin.at(path, text))
         elif not isinstance(bounds, dict) or not bounds:
-            problems.append(
-                origin.at(path, f"expected a bound, such as {{max: ...}} or {{min: ...}}, got {show(bounds)}")
-            )
+            problems.append(origin.at(path, f"expected {{max: ...}} or {{min: ...}}, got {show(bounds)}"))
         else:
             for bound, limit in bounds.items():
                 if bound not in ("min", "max"):
@@ -174,7 +149,7 @@ def _limit(name: str, written: Any) -> float:
 
 
 def _check_evaluated(sweep: Sweep, base: BaseRecipe, origin: Origin) -> None:
-    """What only the recipe's `evaluate` measures needs that section."""
+    """Refuse metrics of the recipe's evaluation where the recipe has none."""
     wanted: list[tuple[KeyPath, str]] = [(("objectives",), name) for name in sweep.file.objectives]
     wanted += [(("constraints", constraint.metric), constraint.metric) for constraint in sweep.constraints]
     for path, name in wanted:

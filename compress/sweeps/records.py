@@ -1,9 +1,9 @@
-"""Record of a trial, and the one function that decides whether it counts."""
+"""Records of trials, and the choices made among them: the Pareto front, the best, those whose artifacts stay."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from compress.sweeps.metrics import METRICS
@@ -26,7 +26,7 @@ class Trial:
         metrics: by the names of `METRICS`; of the model it was made from: source. None: not finite.
         limits: sentences of the recipe's own limits that it exceeds.
         speed_error: why its speed could not be measured.
-        search: what the sampler must be told again after a resume.
+        search: the sampler's own notes, which it gets back after a resume.
         seconds: wall-clock time; peak_memory: bytes; host: where it ran; threads: of torch.
     """
 
@@ -59,21 +59,18 @@ class Trial:
         """Whether its speed was measured, or cannot be."""
         return self.speed_error is not None or "decode_speed" in self.metrics
 
-    def to_plain(self) -> dict[str, Any]:
-        return asdict(self)
-
     def objectives(self, sweep: Sweep) -> list[float | None]:
         """Its values of the objectives; None: not measured."""
         return [self.metrics.get(name) if self.status == "finished" else None for name in sweep.file.objectives]
 
     def broken(self, sweep: Sweep) -> list[str]:
-        """Sentences of the limits and constraints that it breaks."""
+        """Sentences on the limits and constraints that it violates."""
         found = list(self.limits)
         for constraint in sweep.constraints:
             value = self.metrics.get(constraint.metric)
             if constraint.excess(value) > 0:
-                is_ = "was not measured" if value is None else f"is {METRICS[constraint.metric].show(value)}"
-                found.append(f"{constraint.metric} {is_}, the sweep asks for {constraint.describe()}")
+                measured = "was not measured" if value is None else f"is {METRICS[constraint.metric].show(value)}"
+                found.append(f"{constraint.metric} {measured}; the sweep asks for {constraint.describe()}")
         return found
 
 
@@ -108,5 +105,7 @@ def kept(trials: Sequence[Trial], sweep: Sweep) -> set[int]:
         return {trial.number for trial in trials if trial.status == "finished"}
     if sweep.file.keep == "none":
         return set()
+    if sweep.file.keep == "pareto":
+        return set(front(trials, sweep))
     chosen = best(trials, sweep)
-    return set(front(trials, sweep)) if sweep.file.keep == "pareto" else set() if chosen is None else {chosen}
+    return set() if chosen is None else {chosen}

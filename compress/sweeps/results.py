@@ -1,4 +1,4 @@
-"""sweep.json and table.csv: all trials, what they were given and what they gave."""
+"""sweep.json and table.csv: the values and results of all trials."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from compress.core.files import write_text
 from compress.core.version import VERSION
 from compress.sweeps.directory import RESULTS, TRIALS, SweepDirectory
-from compress.sweeps.labels import Labels
+from compress.sweeps.labels import short_names
 from compress.sweeps.metrics import METRICS
 from compress.sweeps.models import Sweep
 from compress.sweeps.records import Trial, best, front
@@ -36,7 +36,7 @@ def summary(sweep: Sweep, directory: SweepDirectory, source: dict[str, float | N
         "compress_version": VERSION,
         "toolchain": toolchain(),
         "sweep": sweep.resolved(),
-        "keys": Labels(sweep).names,
+        "keys": short_names(list(sweep.vary)),
         "objectives": [
             {"name": name, "better": METRICS[name].better, "label": METRICS[name].label}
             for name in sweep.file.objectives
@@ -53,29 +53,26 @@ def summary(sweep: Sweep, directory: SweepDirectory, source: dict[str, float | N
     }
 
 
+_ROW = (
+    "number", "values", "status", "error", "metrics", "pareto", "broken", "speed_error", "artifact", "seconds", "peak_memory", "host",
+    "threads", "warnings",
+)  # fmt: skip
+
+
 def _row(trial: Trial, sweep: Sweep, directory: SweepDirectory, on_front: list[int]) -> dict[str, Any]:
-    there = trial.status == "finished" and directory.artifact(trial.number).is_dir()
-    return {
-        "number": trial.number,
-        "values": trial.values,
-        "status": trial.status,
-        "error": trial.error,
-        "metrics": trial.metrics,
+    finished = trial.status == "finished"
+    there = finished and directory.artifact(trial.number).is_dir()
+    found = vars(trial) | {
         "pareto": trial.number in on_front,
-        "broken": trial.broken(sweep) if trial.status == "finished" else [],
-        "speed_error": trial.speed_error,
+        "broken": trial.broken(sweep) if finished else [],
         "artifact": f"{TRIALS}/{directory.name(trial.number)}" if there else None,
-        "seconds": trial.seconds,
-        "peak_memory": trial.peak_memory,
-        "host": trial.host,
-        "threads": trial.threads,
-        "warnings": trial.warnings,
     }
+    return {name: found[name] for name in _ROW}
 
 
 def write_results(result: dict[str, Any], path: Path) -> list[Path]:
     """Write sweep.json and table.csv into the sweep's directory."""
-    # In the order of the sweep file, which records, whose keys are sorted, do not have.
+    # Keys in the order of the sweep file; those of records are sorted.
     write_text(path / RESULTS, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     write_text(path / "table.csv", _table(result))
     return [path / RESULTS, path / "table.csv"]
@@ -95,7 +92,7 @@ def _table(result: dict[str, Any]) -> str:
 
 
 def note(trial: dict[str, Any]) -> str:
-    """Why a trial is on no front, if there is a reason beside that others are better."""
+    """Why a trial is on no front, if there is another reason than better trials."""
     if trial["status"] in ("failed", "refused"):
         return f"{trial['status']}: {trial['error']}"
     if trial["speed_error"]:

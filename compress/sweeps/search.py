@@ -1,7 +1,7 @@
-"""Proposals of trials: a grid, or a search by Optuna's samplers, whose study is made anew from the records for every proposal.
+"""Proposals of trials: a grid, or a search by Optuna's samplers, whose study is built from the records for every proposal.
 
-So a proposal of a search depends on the seed, on its number and on the trials before, and on nothing that a kill could lose: with one
-job, a sweep that was interrupted goes on with the trials that it would have had.
+So a proposal depends on the seed, its number and the trials before, and on nothing that a kill could lose: with one job, an interrupted
+sweep continues with the trials that it would have had.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def points(sweep: Sweep) -> Iterator[dict[str, Any]]:
     """The values of every point, by dotted keys.
 
     Raises:
-        RequestError: a range without steps, or more points than anybody waits for.
+        RequestError: a range without steps, or too many points.
     """
     counts = {}
     for key, values in sweep.vary.items():
         count = values.count()
         if count is None:
             raise RequestError(
-                f"vary.{key}: a grid needs a list of values, or a range with a step; a search takes ranges without"
+                f"vary.{key}: a grid needs a list of values, or a range with a step; a search needs no step"
             )
         if getattr(values, "log", False):
-            raise RequestError(f"vary.{key}: log says how a search draws; a grid needs a list of values")
+            raise RequestError(f"vary.{key}: log is for searches; a grid needs a list of values")
         counts[key] = count
     total = math.prod(counts.values())
     if total > MOST:
@@ -73,12 +73,12 @@ class Study:
             import optuna
         except ImportError as error:
             raise RequestError(
-                f"search: Optuna is not installed; {how_to_install('sweep')}, or take `search: grid`, which does not need it"
+                f"search: Optuna is not installed; {how_to_install('sweep')}, or use `search: grid`, which does not need it"
             ) from error
-        assert sweep.search is not None
+        assert sweep.file.search is not None
         self._optuna: Any = optuna
         self._sweep = sweep
-        self._config: SearchConfig = sweep.search
+        self._config: SearchConfig = sweep.file.search
         self._distributions = {key: self._distribution(values) for key, values in sweep.vary.items()}
         counts = [values.count() for values in sweep.vary.values()]
         self._points = None if None in counts else math.prod(count or 0 for count in counts)
@@ -97,7 +97,6 @@ class Study:
                 return Trial(number, values, search=notes)
         return self._untried(tried, number)
 
-    # ------------------------------------------------------------ what Optuna is told
     def _ask(self, trials: Sequence[Trial], attempt: int) -> tuple[dict[str, Any], dict[str, Any]]:
         with _quiet(self._optuna):
             directions = ["minimize" if METRICS[n].better == "min" else "maximize" for n in self._sweep.file.objectives]
@@ -127,13 +126,13 @@ class Study:
 
         seed = int(numpy.random.SeedSequence([self._config.seed, number, attempt]).generate_state(1)[0])
         samplers = self._optuna.samplers
-        if self._config.sampler == "random":
-            return samplers.RandomSampler(seed=seed)
+        given = {"n_startup_trials": self._config.startup, "population_size": self._config.population}
+        options = {name: value for name, value in given.items() if value is not None}
         if self._config.sampler == "tpe":
-            startup = {} if self._config.startup is None else {"n_startup_trials": self._config.startup}
-            return samplers.TPESampler(seed=seed, constant_liar=True, **startup)
-        population = {} if self._config.population is None else {"population_size": self._config.population}
-        return samplers.NSGAIISampler(seed=seed, **population)
+            return samplers.TPESampler(seed=seed, constant_liar=True, **options)
+        return {"random": samplers.RandomSampler, "nsgaii": samplers.NSGAIISampler}[self._config.sampler](
+            seed=seed, **options
+        )
 
     def _distribution(self, values: Values) -> Any:
         kinds = self._optuna.distributions
@@ -153,7 +152,6 @@ class Study:
     def _parameter(self, key: str, value: Any) -> Any:
         return text_of(value) if isinstance(self._sweep.vary[key], Choices) else value
 
-    # ------------------------------------------------------------ what is left
     def _untried(self, tried: set[str], number: int) -> Trial | None:
         """Any values that were not tried, where the sampler comes back to the same ones."""
         import numpy
@@ -169,7 +167,7 @@ class Study:
 
 @contextmanager
 def _quiet(optuna: Any) -> Iterator[None]:
-    """Optuna tells of every study that it makes, and of what is experimental in it."""
+    """Silence Optuna, which logs every study and warns of experimental features."""
     logger = logging.getLogger("optuna")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -182,5 +180,5 @@ def _quiet(optuna: Any) -> Iterator[None]:
 
 
 def open_search(sweep: Sweep) -> Grid | Study:
-    """What proposes a sweep's trials."""
-    return Grid(sweep) if sweep.search is None else Study(sweep)
+    """The proposer of a sweep's trials."""
+    return Grid(sweep) if sweep.file.search is None else Study(sweep)

@@ -12,16 +12,16 @@ from compress.recipe.problems import show
 from runtime.config.messages import did_you_mean, listing
 
 MOST = 10_000
-"""Values of one key, and points of a grid."""
+"""Largest number of values of one key, and of points of a grid."""
 _EXACT = 2**53
-"""Integers up to here are told apart as floating-point numbers, in which searches compute."""
+"""Integers up to this one are exact as floating-point numbers, in which searches compute."""
 
 _RANGE_KEYS = ("low", "high", "step", "log")
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Some values, whatever they are."""
+    """A list of values of any kind."""
 
     values: tuple[Any, ...]
 
@@ -36,6 +36,7 @@ class Choices:
         return isinstance(older, Choices) and {text_of(v) for v in older.values} <= {text_of(v) for v in self.values}
 
     def plain(self) -> dict[str, Any]:
+        """The mapping that `read_values` reads."""
         return {"choices": list(self.values)}
 
 
@@ -67,9 +68,7 @@ class Range:
     def grid(self) -> list[Any] | None:
         """All values; None where they cannot be counted."""
         count = self.count()
-        if count is None:
-            return None
-        return [self.at(number) for number in range(count)]
+        return None if count is None else [self.at(number) for number in range(count)]
 
     def at(self, number: int) -> Any:
         """The value after `number` steps."""
@@ -83,13 +82,9 @@ class Range:
 
     def covers(self, older: Values) -> bool:
         """Whether `older` is this range, or lies in it on the same steps."""
-        if not isinstance(older, Range) or (self.log, self.step, self.integers) != (
-            older.log,
-            older.step,
-            older.integers,
-        ):
+        if not isinstance(older, Range) or not (self.low <= older.low and older.high <= self.high):
             return False
-        if not (self.low <= older.low and older.high <= self.high):
+        if (self.log, self.step, self.integers) != (older.log, older.step, older.integers):
             return False
         apart = (older.low - self.low) / self.step if self.step else 0.0
         return abs(apart - round(apart)) < 1e-9
@@ -108,28 +103,27 @@ def text_of(value: Any) -> str:
 
 
 def read_values(written: Any) -> Values:
-    """What stands at a key of `vary`.
+    """The values written at a key of `vary`.
 
     Raises:
         ValueError: anything else than a list, `{choices: [...]}` or `{low, high, step or log}`, in words that follow the key.
     """
-    if isinstance(written, Mapping) and ("choices" in written or not set(written) & set(_RANGE_KEYS)):
-        unknown = [key for key in written if key != "choices"]
-        if unknown or not written:
+    if isinstance(written, Mapping) and written:
+        allowed: tuple[str, ...] = ("choices",) if "choices" in written else _RANGE_KEYS
+        if not set(written) & set(allowed):
             allowed = ("choices", *_RANGE_KEYS)
-            found = (
-                f"unknown key '{unknown[0]}'{did_you_mean(unknown[0], allowed)}" if unknown else "got an empty mapping"
+        unknown = next((key for key in written if key not in allowed), None)
+        if unknown is not None:
+            raise ValueError(
+                f"unknown key '{unknown}'{did_you_mean(unknown, allowed) or '.'} Allowed: {listing(allowed)}"
             )
-            raise ValueError(f"expected a list of values, {{choices: [...]}} or {{low: ..., high: ...}}; {found}")
+        if "choices" not in written:
+            return _range(written)
         written = written["choices"]
-    if isinstance(written, list):
-        return _choices(written)
-    if isinstance(written, Mapping):
-        return _range(written)
-    raise ValueError(f"expected a list of values, {{choices: [...]}} or {{low: ..., high: ...}}, got {show(written)}")
-
-
-def _choices(written: list[Any]) -> Choices:
+    if not isinstance(written, list):
+        raise ValueError(
+            f"expected a list of values, {{choices: [...]}} or {{low: ..., high: ...}}, got {show(written)}"
+        )
     if not written:
         raise ValueError("the list is empty; give the values to try")
     seen: set[str] = set()
@@ -141,11 +135,6 @@ def _choices(written: list[Any]) -> Choices:
 
 
 def _range(written: Mapping[str, Any]) -> Range:
-    for key in written:
-        if key not in _RANGE_KEYS:
-            raise ValueError(
-                f"unknown key '{key}'{did_you_mean(key, _RANGE_KEYS) or '.'} A range has {listing(_RANGE_KEYS)}"
-            )
     for key in ("low", "high"):
         if key not in written:
             raise ValueError(f"a range needs low and high, and '{key}' is missing")
@@ -154,7 +143,7 @@ def _range(written: Mapping[str, Any]) -> Range:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == math.inf:
             raise ValueError(f"{key}: expected a number, got {show(value)}")
         if isinstance(value, int) and abs(value) > _EXACT:
-            raise ValueError(f"{key}: expected an integer between -2^53 and 2^53, got one beyond")
+            raise ValueError(f"{key}: expected an integer between -2^53 and 2^53, got {show(value)}")
     low, high, step, log = written["low"], written["high"], written.get("step"), written.get("log", False)
     if not isinstance(log, bool):
         raise ValueError(f"log: expected true or false, got {show(log)}")
@@ -168,7 +157,7 @@ def _range(written: Mapping[str, Any]) -> Range:
     if not found.integers:
         found = Range(float(low), float(high), None if step is None else float(step), log)
     if found.high - found.low == math.inf:
-        raise ValueError(f"from {low} to {high} is further than the largest number; bring them closer together")
+        raise ValueError("high - low is larger than the largest number; expected a narrower range")
     if found.step is not None and (found.high - found.low) / found.step >= MOST:
         steps = (found.high - found.low) / found.step
         many = f"{found.count():,}" if steps < _EXACT else "more than 2^53"

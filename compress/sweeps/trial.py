@@ -1,7 +1,7 @@
-"""A trial: the recipe with its values, carried out, and what was measured. Every executor runs `run_trial` and nothing else.
+"""Trial: runs the recipe with its values and returns the measurements. Every executor runs `run_trial` and nothing else.
 
-`python -m compress.sweeps.trial JOB RESULT` is one trial as a process: it reads a job from one file and writes what came of it to
-another. It ends at once when its stdin does, so that no trial outlives a sweep that was killed.
+`python -m compress.sweeps.trial JOB RESULT` is one trial as a process: it reads a job from one file and writes the result to another.
+It ends at once when its stdin does, so that no trial outlives a sweep that was killed.
 """
 
 from __future__ import annotations
@@ -26,23 +26,20 @@ def run_trial(job: Mapping[str, Any]) -> dict[str, Any]:
     """Carry out one trial.
 
     Args:
-        job: plain data: `base` (`BaseRecipe.to_plain`), `values` (by dotted keys), `output` (absolute, of the artifact; a run that was
-            interrupted there goes on), `log`, `directory` (where relative names of the recipe are looked up), `max_memory` (bytes,
-            or None), `device`, `threads`.
+        job: JSON-able: `base` (`BaseRecipe.to_plain`), `values` (by dotted keys), `output` (absolute, of the artifact; an interrupted
+            run there continues), `log`, `directory` (where relative names of the recipe are looked up), `max_memory` (bytes, or None),
+            `device`, `threads`.
 
     Returns:
-        Plain data, fields of a `Trial`: `status` and with it `metrics` or `error`. Nothing that happens in a trial is raised, but
-        what ends the process.
+        JSON-able fields of a `Trial`: `status` and with it `metrics` or `error`. Errors of a trial are returned, not raised.
     """
     start = time.monotonic()
     try:
         found = _apply(job)
-    except (ResourceError, ArtifactError) as error:  # of where it ran, not of the values: another time it may go well
-        found = {"status": "failed", "error": str(error)}
-    except RequestError as error:
-        found = {"status": "refused", "error": str(error)}
     except CompressError as error:
-        found = {"status": "failed", "error": str(error)}
+        # Errors of the machine are not errors of the values: another time the trial may succeed.
+        refused = isinstance(error, RequestError) and not isinstance(error, (ResourceError, ArtifactError))
+        found = {"status": "refused" if refused else "failed", "error": str(error)}
     except MemoryError:
         found = {"status": "failed", "error": "out of memory"}
     except Exception as error:
@@ -63,9 +60,8 @@ def _apply(job: Mapping[str, Any]) -> dict[str, Any]:
         os.chdir(job["directory"])
         Path(job["output"]).parent.stat()
     except OSError as error:
-        raise CompressError(
-            f"{error.filename} is not there on {platform.node()}: all machines of a sweep need the folders of the one that started it"
-        ) from None
+        text = f"{error.filename} does not exist on {platform.node()}: all machines of a sweep need the folders of the first"
+        raise CompressError(text) from None
     import torch
 
     from compress.run.run import LimitError, apply
@@ -74,25 +70,23 @@ def _apply(job: Mapping[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(job["threads"])
     recipe = BaseRecipe.from_plain(job["base"]).at(job["values"])
-    limits = []
+    # overwrite: a trial with a damaged record may have left an artifact there
+    options = {
+        "device": job["device"],
+        "max_memory": job["max_memory"],
+        "resume": True,
+        "overwrite": True,
+        "quiet": True,
+    }
     try:
-        artifact = apply(
-            recipe,
-            output=Path(job["output"]),
-            resume=True,
-            overwrite=True,  # what another trial, whose record was damaged, has left there
-            device=job["device"],
-            quiet=True,
-            max_memory=job["max_memory"],
-        )
+        artifact = apply(recipe, output=Path(job["output"]), **options)
     except LimitError as error:
         artifact = error.result
-        limits = [
-            f"{limit['name']} of the recipe is {limit['limit']:.4g}, measured "
-            + ("nothing" if limit["value"] is None else f"{limit['value']:.4g}")
-            for limit in artifact.metrics["limits"]
-            if not limit["ok"]
-        ]
+    limits = []
+    for limit in artifact.metrics.get("limits", []):
+        if not limit["ok"]:
+            measured = "was not measured" if limit["value"] is None else f"is {limit['value']:.4g}"
+            limits.append(f"{limit['name']} {measured}; the recipe's limit is {limit['limit']:.4g}")
     return {
         "status": "finished",
         "metrics": finite(of_artifact(artifact.metrics, artifact.manifest)),
@@ -103,7 +97,7 @@ def _apply(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """The values, with None for NaN and infinities, which JSON does not know."""
+    """The values, with None for NaN and infinities, which JSON does not have."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
@@ -120,9 +114,7 @@ def main(arguments: list[str]) -> int:
 def _end_with_the_sweep() -> None:
     while os.read(0, 4096):
         pass
-    os._exit(
-        1
-    )  # as hard as the kill that ended the sweep: what is finished is on the disk, and a resume goes on from there
+    os._exit(1)  # finished blocks are on the disk, and a resume continues there
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from compress.core.files import write_text
-from compress.report.charts import color, figure, log_where_wide, svg
-from compress.report.elements import CSS, folded, section, table
+from compress.report import elements
+from compress.report.charts import FAINT, INK, PRINTED, color, figure, log_where_wide, save, svg
 from compress.report.plots import place_labels
-from compress.sweeps.labels import word
+from compress.sweeps.labels import sentence, word
 from compress.sweeps.metrics import METRICS, Metric
 from compress.sweeps.models import Sweep
 from compress.sweeps.pareto import pareto_front
@@ -22,15 +22,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# The picture of a sweep: every trial, the Pareto front as a step line, and the model that they were made of.
-
 SOFT = "#94a3b8"
-_LABELLED = 14  # so many trials all have a label; of more, only those on the front
+_LABELLED = 14  # up to so many trials all have a label; beyond, only those on the front
 _WORDS = 3  # keys whose values make a label; with more it is the trial's number
 
 
 def panels(result: dict[str, Any]) -> list[tuple[Metric, Metric]]:
-    """What is drawn over what, (x, y): the first objective over each other one. One objective alone is drawn over the size."""
+    """(x, y) of each panel: the first objective over each other one. One objective alone is drawn over the size."""
     names = [objective["name"] for objective in result["objectives"]]
     if len(names) == 1:
         measured = {name for trial in result["trials"] for name in trial["metrics"]}
@@ -42,28 +40,24 @@ def panels(result: dict[str, Any]) -> list[tuple[Metric, Metric]]:
 
 def write_plot(result: dict[str, Any], path: Path) -> list[Path]:
     """Write pareto.svg and pareto.png into `path`; nothing where no trial can be drawn."""
-    written = []
     pairs = panels(result)
     if not pairs:
         return []
-    with figure(_width(pairs), 4.8, ink="#334155", faint="#e2e8f0", ground="white") as (drawn, _):
-        _draw(drawn, result, pairs, ink="#334155", faint="#e2e8f0")
-        for suffix, metadata in ((".svg", {"Date": None}), (".png", {"Software": None})):
-            file = path / f"pareto{suffix}"
-            drawn.savefig(file, dpi=160, metadata=metadata)
-            written.append(file)
+    written = [path / "pareto.svg", path / "pareto.png"]
+    with figure(_width(pairs), 4.8, *PRINTED) as (drawn, _):
+        _draw(drawn, result, pairs, *PRINTED[:2])
+        for file in written:
+            save(drawn, file)
     return written
 
 
 def plot_for_page(result: dict[str, Any]) -> str:
     """The same as an `<svg>` element in the colours of a page; empty where no trial can be drawn."""
-    from compress.report.charts import FAINT, INK
-
     pairs = panels(result)
     if not pairs:
         return ""
     with figure(_width(pairs), 4.8) as (drawn, _):
-        _draw(drawn, result, pairs, ink=INK, faint=FAINT, title=False)
+        _draw(drawn, result, pairs, INK, FAINT, title=False)
         return svg(drawn, "pareto", "trials of the sweep and their Pareto front")
 
 
@@ -86,7 +80,7 @@ def _draw(
 
 def _points(result: dict[str, Any], x: Metric, y: Metric) -> list[dict[str, Any]]:
     return [
-        t for t in result["trials"] if t["metrics"].get(x.name) is not None and t["metrics"].get(y.name) is not None
+        trial for trial in result["trials"] if None not in (trial["metrics"].get(x.name), trial["metrics"].get(y.name))
     ]
 
 
@@ -104,7 +98,7 @@ def _panel(axes: Axes, result: dict[str, Any], x: Metric, y: Metric, ink: str, f
     order = pareto_front([at(trial["metrics"]) for trial in counting], [x.better, y.better])
     steps = sorted(at(counting[index]["metrics"]) for index in order)
     if len(steps) > 1:
-        # Up to the next point, what the one before it has reached is reached too; where more is better, the other way round.
+        # Up to the next point, the value of the one before it is reached too; where more is better, the other way round.
         style = "steps-post" if x.better == "min" else "steps-pre"
         axes.plot(*zip(*steps, strict=True), drawstyle=style, color=color(0), linewidth=1.4, alpha=0.7, zorder=2)
     for name, those, look in kinds:
@@ -127,11 +121,11 @@ def _panel(axes: Axes, result: dict[str, Any], x: Metric, y: Metric, ink: str, f
 
 
 def _reference(axes: Axes, source: dict[str, Any], x: Metric, y: Metric, across: list[float]) -> None:
-    """The model that is compressed: a star, or, where the trials would have no room beside it, a line and its numbers in the legend."""
+    """The original model: a star, or a line with its numbers in the legend where a star would leave the trials no room."""
     upright, along = source.get(y.name), source.get(x.name)
     if upright is None:
         return
-    name = "the model itself"
+    name = "the original model"
     look: dict[str, Any] = {"color": color(2), "linestyle": "--", "linewidth": 1.2, "zorder": 1}
     low, high = min(across), max(across)
     if axes.get_yscale() == "log" and upright <= 0:  # a divergence from itself has no place there
@@ -160,7 +154,7 @@ def write_views(result: dict[str, Any], sweep: Sweep, path: Path) -> list[Path]:
 
 
 def columns(result: dict[str, Any]) -> list[str]:
-    """Names of the metrics that a table shows: the objectives, then what else says how good and how large a trial is."""
+    """Names of a table's metrics: the objectives, then others of quality, size and speed."""
     measured = {name for trial in result["trials"] for name in trial["metrics"]}
     names = [objective["name"] for objective in result["objectives"]]
     more = ("perplexity", "kl", "cosine", "size", "decode_speed")
@@ -168,7 +162,7 @@ def columns(result: dict[str, Any]) -> list[str]:
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
-    """The table as text: trial, its values, metrics, whether it is on the front, a note; the model that is compressed comes first."""
+    """The table as text: trial, values, metrics, whether it is on the front, a note; the original model comes first."""
     names = columns(result)
     table_rows = []
     if result["source"]:
@@ -184,40 +178,29 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 def _page(result: dict[str, Any], sweep: Sweep) -> str:
     counts = result["counts"]
     missing = ", ".join(f"{counts[status]} {status}" for status in ("failed", "refused") if counts[status])
-    cards = [
+    numbers = [
         (str(len(result["trials"])), "trials", missing or "all finished"),
         (
             str(len(result["pareto"])),
             "on the Pareto front",
-            "no other is at least as good in everything and better in something",
+            "no trial is better in one objective and as good in the others",
         ),
     ]
     chosen = next((trial for trial in result["trials"] if trial["number"] == result["best"]), None)
     if chosen is not None:
         first = result["objectives"][0]["name"]
-        values = " ".join(f"{result['keys'][key]}={word(value)}" for key, value in chosen["values"].items())
-        cards.append(
-            (METRICS[first].show(chosen["metrics"][first]), f"the best {first}", f"trial {chosen['number']}: {values}")
-        )
-    numbers = "".join(f"<div><b>{escape(a)}</b>{escape(b)}<small>{escape(c)}</small></div>" for a, b, c in cards)
+        values = f"trial {chosen['number']}: {sentence(chosen['values'])}"
+        numbers.append((METRICS[first].show(chosen["metrics"][first]), f"the best {first}", values))
     keys, names = list(result["keys"].values()), columns(result)
     heads = ["trial>", *keys, *(f"{name}>" for name in names), "front", "note"]
-    classes = ["right", *("" for _ in keys), *("right" for _ in names), "ok", "notes"]
-    cells = [list(zip(row, classes, strict=True)) for row in rows(result)]
+    cells: list[list[elements.Cell]] = [[*row[:-2], (row[-2], "ok"), (row[-1], "notes")] for row in rows(result)]
     chart = plot_for_page(result)
     written = yaml.safe_dump(sweep.resolved(), sort_keys=False, allow_unicode=True)
-    body = "".join(
-        (
-            section("Quality against cost", chart) if chart else "",
-            section("Trials", folded(table(heads, cells), len(cells), "trials")),
-            section("Sweep", f"<pre>{escape(written)}</pre>"),
-        )
-    )
-    title, description = escape(result["name"]), escape(sweep.file.description)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}: a sweep</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n<h1>{title}</h1>\n"
-        f'<p class="soft">{description}</p><div class="numbers">{numbers}</div>\n{body}\n'
-        f"<footer>Written by compress {escape(result['compress_version'])} from sweep.json.</footer>\n</main>\n</body>\n</html>\n"
-    )
+    body = (
+        elements.note(sweep.file.description) + elements.cards(numbers)
+        + (elements.section("Quality against cost", chart) if chart else "")
+        + elements.section("Trials", elements.folded(elements.table(heads, cells), len(cells), "trials"))
+        + elements.section("Sweep", f"<pre>{escape(written)}</pre>")
+    )  # fmt: skip
+    footer = f"Written by compress {escape(result['compress_version'])} from sweep.json."
+    return elements.document(f"{result['name']}: a sweep", result["name"], body, footer)

@@ -15,8 +15,7 @@ import pytest
 import yaml
 from sweep_runs import BITS, Here
 
-from compress.sweeps.executors import processes
-from compress.sweeps.executors.base import of_launchers
+from compress.sweeps.executors import launcher_variables, processes
 from compress.sweeps.executors.processes import ProcessExecutor
 from compress.sweeps.run import sweep
 from runtime.errors import RequestError
@@ -130,24 +129,21 @@ def test_a_trial_that_is_killed_loses_itself_only(settings, tmp_path):
 
     done = sweep(settings(vary={BITS: [3, 8]}), output=tmp_path / "out", device="cpu", quiet=True, executor=make)
     assert [trial["status"] for trial in done.trials] == ["failed", "finished"]
-    assert (
-        "was killed (SIGKILL), most likely by the kernel because the machine ran out of memory"
-        in done.trials[0]["error"]
-    )
+    assert "SIGKILL" in done.trials[0]["error"]
     assert (tmp_path / "out" / "trials" / "0000.log").is_file()
     assert not (tmp_path / "out" / "trials" / "0001.log").exists()
 
 
 def test_the_memory_of_a_trial_is_its_own():
     held = np.ones(400_000_000, np.uint8)
-    assert processes._peak_of(os.getpid()) > held.nbytes
+    assert processes.peak_of(os.getpid()) > held.nbytes
     command = [sys.executable, "-c", "print(flush=True); input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()  # it has begun
-        assert 1e6 < processes._peak_of(process.pid) < 1e8, "not what the process that has started it holds"
+        assert 1e6 < processes.peak_of(process.pid) < 1e8, "not what the process that has started it holds"
         process.communicate(b"\n")
-    assert processes._peak_of(process.pid) == 0
+    assert processes.peak_of(process.pid) == 0
 
 
 def test_threads_and_devices_are_shared(monkeypatch):
@@ -185,9 +181,7 @@ def test_a_trial_is_not_told_of_other_processes(settings, tmp_path, monkeypatch)
         chosen, output=tmp_path / "out", device="cpu", quiet=True, executor=lambda _, there, on: Looking(1, there, on)
     )
     assert {"MY_RANK", "OMP_NUM_THREADS"} <= told.keys()
-    assert of_launchers(told) == []
+    assert launcher_variables(told) == []
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        RequestError, match="a sweep runs in one process and starts its own, and a launcher has started 2"
-    ):
+    with pytest.raises(RequestError, match="WORLD_SIZE"):
         sweep(chosen, output=tmp_path / "other", device="cpu")

@@ -18,7 +18,7 @@ PATIENCE = 120.0
 
 def test_without_ray_the_extra_is_named(settings, run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(RequestError, match=r"Ray is not installed; pip install 'ray>="):
+    with pytest.raises(RequestError, match=r"ray>="):
         sweep(settings(vary={BITS: [4]}, ray={}), output=tmp_path / "out", device="cpu", quiet=True)
     done = run(settings(vary={BITS: [4]}))
     assert done.summary["counts"]["finished"] == 1, "a sweep without trials is none that must be resumed"
@@ -46,7 +46,7 @@ def test_a_sweep_on_ray(cluster, run, settings, tmp_path):
         one, other = (path / "trials" / trial for path in (done.path, here.path))
         for file in one.glob("*.safetensors"):
             assert file.read_bytes() == (other / file.name).read_bytes()
-    with pytest.raises(RequestError, match="a trial takes 64 CPUs and 0 GPUs, and the cluster has 2 and 0"):
+    with pytest.raises(RequestError, match="64 CPUs"):
         sweep({**chosen, "ray": {"cpus": 64}}, output=tmp_path / "other", device="cpu", quiet=True)
 
 

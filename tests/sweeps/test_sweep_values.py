@@ -51,8 +51,8 @@ def test_values_are_read(written, grid):
         ({"low": 1, "high": 2, "log": "yes"}, "log: expected true or false"),
         ({"low": 0, "high": 1, "step": 1e-9}, "at most 10,000"),
         ({"low": 1, "high": 1e308, "step": 1e-300}, "more than 2^53 values; at most 10,000"),
-        ({"low": 1, "high": 10**400}, "high: expected an integer between"),
-        ({"low": -1e308, "high": 1e308}, "further than the largest number"),
+        ({"low": 1, "high": 10**400}, "high: expected an integer"),
+        ({"low": -1e308, "high": 1e308}, "narrower range"),
         ({"low": 1, "high": math.inf}, "high: expected a number"),
     ],
 )

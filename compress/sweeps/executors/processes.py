@@ -1,4 +1,4 @@
-"""Trials as processes of this machine. One that is killed loses nothing but itself."""
+"""Trials as processes of this machine. A killed one costs no other."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import psutil
 
 from compress.core.files import write_json
 from compress.sweeps.directory import SweepDirectory, read
-from compress.sweeps.executors.base import Outcome, died, of_launchers
+from compress.sweeps.executors import Outcome, died, launcher_variables
 from runtime.system.processes import how_it_ended
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_PATIENCE = 10.0  # seconds a trial has to clean up when the sweep is stopped
-_LOOK = 0.05
+_PATIENCE = 10.0  # seconds for trials to clean up when the sweep is stopped
+_POLL = 0.05  # seconds
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Running:
     slot: int
     log: Path
     files: tuple[Path, Path]
-    peak: int = 0  # bytes of memory, as far as it was seen
+    peak: int = 0  # bytes of memory seen so far
 
 
 class ProcessExecutor:
@@ -42,10 +42,9 @@ class ProcessExecutor:
         self._devices = devices(device, jobs)
         self._directory = directory
         self._running: dict[int, _Running] = {}
-        words = f"{jobs} at a time" if jobs > 1 else "one after the other"
-        self.description = (
-            f"processes of this machine, {words}, {self._threads} thread{'s' if self._threads > 1 else ''} each"
-        )
+        order = f"{jobs} at a time" if jobs > 1 else "one after the other"
+        threads = f"{self._threads} thread{'s' if self._threads > 1 else ''} each"
+        self.description = f"processes of this machine, {order}, {threads}"
 
     def start(self, number: int, job: Mapping[str, Any]) -> None:
         used = {running.slot for running in self._running.values()}
@@ -56,13 +55,13 @@ class ProcessExecutor:
         write_json(given, {**job, "threads": self._threads, "device": self._devices[slot]})
         log = self._directory.log(number)
         lock = self._directory.lock
-        foreign = set(of_launchers(os.environ))
-        own = {name: value for name, value in os.environ.items() if name not in foreign}
-        with log.open("wb") as words:
+        environment = {**os.environ, **dict.fromkeys(_THREADS, str(self._threads))}
+        for variable in launcher_variables(os.environ):
+            del environment[variable]
+        with log.open("wb") as printed:
             process = subprocess.Popen(
                 [sys.executable, "-m", "compress.sweeps.trial", str(given.absolute()), str(found.absolute())],
-                stdin=subprocess.PIPE, stdout=words, stderr=words, start_new_session=True,
-                env={**own, **dict.fromkeys(_THREADS, str(self._threads))},
+                stdin=subprocess.PIPE, stdout=printed, stderr=printed, start_new_session=True, env=environment,
                 # So that the directory is locked until the last trial of a killed sweep has ended.
                 pass_fds=() if lock is None else (lock,),
             )  # fmt: skip
@@ -74,29 +73,29 @@ class ProcessExecutor:
 
     def wait(self) -> list[tuple[int, Outcome]]:
         while True:
-            ended = [
-                (number, outcome) for number in list(self._running) if (outcome := self._ended(number)) is not None
-            ]
+            found = [(number, self._ended(number)) for number in list(self._running)]
+            ended = [(number, outcome) for number, outcome in found if outcome is not None]
             if ended:
                 return ended
-            time.sleep(_LOOK)
+            time.sleep(_POLL)
 
     def _ended(self, number: int) -> Outcome | None:
         running = self._running[number]
-        running.peak = max(running.peak, _peak_of(running.process.pid))
+        running.peak = max(running.peak, peak_of(running.process.pid))
         pid, status, usage = os.wait4(running.process.pid, os.WNOHANG)
         if pid == 0:
             return None
         code = running.process.returncode = os.waitstatus_to_exitcode(status)
         del self._running[number]
         given, found = running.files
-        outcome = (
-            read(found)
-            if found.is_file()
-            else died(_how(code, running.peak or usage.ru_maxrss * 1024), str(running.log))
-        )
-        if running.process.stdin is not None:
-            running.process.stdin.close()
+        if found.is_file():
+            outcome = read(found)
+        else:
+            memory = f"it had taken {(running.peak or usage.ru_maxrss * 1024) / 1e9:.2f} GB of memory"
+            without = " and no result" if code >= 0 else ""
+            outcome = died(f"its process {how_it_ended(code)}{without} ({memory})", str(running.log))
+        assert running.process.stdin is not None
+        running.process.stdin.close()
         given.unlink(missing_ok=True)
         found.unlink(missing_ok=True)
         if outcome["status"] == "finished":
@@ -113,8 +112,8 @@ class ProcessExecutor:
             except subprocess.TimeoutExpired:
                 running.process.kill()
                 running.process.wait()
-            if running.process.stdin is not None:
-                running.process.stdin.close()
+            assert running.process.stdin is not None
+            running.process.stdin.close()
         self._running.clear()
 
 
@@ -138,17 +137,11 @@ def devices(device: str, jobs: int) -> list[str]:
     return [f"cuda:{slot % count}" if count > 1 else device for slot in range(jobs)]
 
 
-def _peak_of(process: int) -> int:
-    """As `runtime.system.memory.peak_bytes`, of another process; 0: it is gone, or the system does not tell."""
+def peak_of(process: int) -> int:
+    """Peak resident memory of another process, in bytes; 0: it is gone, or the system does not say."""
     try:
         text = (Path("/proc") / str(process) / "status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return 0
     found = re.search(r"^VmHWM:\s+(\d+) kB", text, re.MULTILINE)
     return 0 if found is None else int(found[1]) * 1024
-
-
-def _how(code: int, peak: int) -> str:
-    memory = f"it had taken {peak / 1e9:.2f} GB of memory"
-    without = " and no result" if code >= 0 else ""
-    return f"its process {how_it_ended(code)}{without} ({memory})"

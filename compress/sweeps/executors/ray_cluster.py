@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from compress.sweeps.executors.base import Outcome, died, of_launchers
+from compress.sweeps.executors import Outcome, died, launcher_variables
 from compress.sweeps.models import RayConfig
 from compress.sweeps.trial import run_trial
 from runtime.errors import RequestError
@@ -17,17 +17,16 @@ from runtime.system.distribution import how_to_install
 
 
 class RayExecutor:
-    """See `Executor`. Each trial is a task with a worker process of its own, which Ray does not start again."""
+    """See `Executor`. Each trial is a task with a worker process of its own, which Ray does not restart."""
 
     def __init__(self, config: RayConfig, device: str) -> None:
-        # A cluster that is started for a sweep reports to nobody; of one that is there, its owner decides.
+        # A cluster started for a sweep sends no usage reports; for an existing one its owner decides.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             import ray
         except ImportError as error:
-            raise RequestError(
-                f"ray: Ray is not installed; {how_to_install('ray')}, or leave the section out to run trials in processes here"
-            ) from error
+            text = f"ray: Ray is not installed; {how_to_install('ray')}, or leave the section out to run trials as processes here"
+            raise RequestError(text) from error
         self._ray: Any = ray
         self._config = config
         self._device = device
@@ -38,22 +37,20 @@ class RayExecutor:
             try:
                 ray.init(address=config.address, log_to_driver=False, configure_logging=False, **options)
             except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                raise RequestError(f"ray.address: no Ray cluster answers at {config.address!r}: {first}") from error
-        there = ray.cluster_resources()
-        cpus, gpus = there.get("CPU", 0.0), there.get("GPU", 0.0)
+                text = f"ray.address: no Ray cluster answers at {config.address!r}: {_first(error)}"
+                raise RequestError(text) from error
+        resources = ray.cluster_resources()
+        cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
         fits = int(cpus // config.cpus)
         if config.gpus:
             fits = min(fits, int(gpus / config.gpus))
         if fits < 1:
             self.close()
-            raise RequestError(
-                f"ray: a trial takes {config.cpus} CPUs and {config.gpus:g} GPUs, and the cluster has {cpus:g} and {gpus:g}"
-            )
+            has = f"the cluster has {cpus:g} and {gpus:g}"
+            raise RequestError(f"ray: a trial takes {config.cpus} CPUs and {config.gpus:g} GPUs, and {has}")
         self.slots = min(fits, config.at_once or fits)
-        self.description = (
-            f"Ray at {config.address}, {self.slots} at a time, {config.cpus} CPU{'s' if config.cpus > 1 else ''} each"
-        )
+        each = f"{config.cpus} CPU{'s' if config.cpus > 1 else ''} each"
+        self.description = f"Ray at {config.address}, {self.slots} at a time, {each}"
         self._task = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=0, max_calls=1)(_run_alone)
 
     def start(self, number: int, job: Mapping[str, Any]) -> None:
@@ -69,9 +66,9 @@ class RayExecutor:
         try:
             return dict(self._ray.get(task))
         except errors.OutOfMemoryError as error:
-            return died(f"killed by Ray as the machine's memory ran out ({_first(error)})", log)
+            return died(f"killed by Ray because the machine's memory ran out ({_first(error)})", log)
         except errors.WorkerCrashedError:
-            return died("its worker process died, as it does when it is killed for memory", log)
+            return died("its worker process died, perhaps killed because memory ran out", log)
         except errors.RayError as error:
             return died(f"Ray gave it up ({type(error).__name__}: {_first(error)})", log)
 
@@ -85,7 +82,7 @@ class RayExecutor:
 
 def _run_alone(job: Mapping[str, Any]) -> dict[str, Any]:
     """`run_trial` in a worker of its own, which may have been started beside others."""
-    for name in of_launchers(os.environ):
+    for name in launcher_variables(os.environ):
         del os.environ[name]
     return run_trial(job)
 

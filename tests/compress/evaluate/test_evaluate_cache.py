@@ -125,7 +125,7 @@ class TestCommands:
         assert main(["eval", str(bundled), *self.OPTIONS, "--kv-cache", "kivi"]) == 0
         shown = " ".join(capsys.readouterr().out.split())
         assert "KV cache: keys int2, values int2: " in shown
-        assert "perplexity with it" in shown
+        assert "with a plain cache" in shown
         assert main(["eval", str(bundled), *self.OPTIONS, "--kv-cache", "none", "--json"]) == 0
         assert "kv_cache" not in json.loads(capsys.readouterr().out)
 

@@ -28,28 +28,23 @@ def locate_checkpoint(name: str, origin: Origin, path: KeyPath) -> Path:
         name: what is written at the key `path` of a recipe.
 
     Raises:
-        RequestError: neither a directory nor a model on the hub, with the nearest name beside it.
+        RequestError: neither a directory nor a model on the hub; the sentence has the nearest name.
     """
     written = Path(name).expanduser()
     tried = [written] if written.is_absolute() else [base / written for base in origin.search_directories(path)]
     bundled = recipes_directory() / written
-    if (
-        written.parts[:1] == ("checkpoints",)
-        and bundled.is_dir()
-        and not any(candidate.exists() for candidate in tried)
-    ):
-        return bundled  # a bundled recipe that was copied to another place means the same model
     for candidate in tried:
         if candidate.is_dir():
             return candidate
-        if candidate.is_file():
-            raise RequestError(
-                origin.at(path, f"{candidate} is a file; a model is a directory with config.json and safetensors")
-            )
+        if candidate.exists():
+            text = f"{candidate} is a file; a model is a directory with config.json and safetensors"
+            raise RequestError(origin.at(path, text))
+    if written.parts[:1] == ("checkpoints",) and bundled.is_dir():
+        return bundled  # a bundled recipe that was copied to another place means the same model
     hint = _nearest_directory(tried)
     parents = [candidate.parent for candidate in tried if "/" in name and candidate.parent.is_dir()]
     if parents or _HUB_ID.match(name) is None or name.startswith((".", "~")):
-        # `checkpoints/stdlib-4n` could be a hub id too, but beside a directory `checkpoints` it is a slip of the pen.
+        # `checkpoints/stdlib-4n` could be a hub id too, but beside a directory `checkpoints` it is a misspelled path.
         places = " and ".join(dict.fromkeys(map(str, tried)))
         raise RequestError(origin.at(path, f"no directory '{name}'{hint or f' (looked for {places})'}"))
     try:
@@ -78,10 +73,8 @@ def _download(name: str) -> Path:
     except RepositoryNotFoundError:
         reason = f"'{name}' is neither a directory here nor a model on the Hugging Face hub"
     except LocalEntryNotFoundError:
-        reason = f"'{name}' is no directory here, and the Hugging Face hub cannot be reached to look for it there"
+        reason = f"there is no directory '{name}', and the Hugging Face hub cannot be reached to look for it there"
     except (OSError, ValueError) as error:
-        lines = str(error).strip().splitlines()
-        reason = (
-            f"'{name}' is no directory here and cannot be downloaded: {lines[0] if lines else type(error).__name__}"
-        )
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = f"there is no directory '{name}', and it cannot be downloaded: {first}"
     raise RequestError(reason)

@@ -14,30 +14,30 @@ from runtime.errors import RequestError
 
 
 def apply_overrides(data: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any], origin: Origin) -> None:
-    """Apply `KEY=VALUE` texts (or, from Python, values by dotted key) to recipe data in place, and note in `origin` who gave the value.
+    """Apply `KEY=VALUE` texts (or, from Python, values by dotted key) to recipe data in place, and note them in `origin`.
 
-    Keys of mappings that are absent are made (validation then says whether they exist); list entries must be there.
+    Absent keys of mappings are added (validation then says whether they are known); list entries must exist.
 
     Raises:
         RequestError: no `=`, a path through a value without keys, a list index out of range, a value that is not YAML.
     """
     if isinstance(overrides, Mapping):
-        for key, value in overrides.items():
-            label = f"set={{{key!r}: ...}}"
-            if not isinstance(key, str) or any(not part for part in key.split(".")):
-                raise RequestError(f"{label}: expected a dotted key, such as calibration.samples")
-            origin.overrides[assign(data, key.split("."), copy.deepcopy(value), label)] = label
-        return
-    if isinstance(overrides, str):
-        overrides = [overrides]
-    for text in overrides:
-        label = f"--set {text}"
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip() or any(not part for part in key.strip().split(".")):
-            raise RequestError(f"{label}: expected KEY=VALUE with a dotted key, such as --set calibration.samples=64")
-        parsed, _ = parse(value, label)
-        path = assign(data, key.strip().split("."), parsed, label)
-        origin.overrides[path] = label
+        given = [(f"set={{{key!r}: ...}}", key, copy.deepcopy(value)) for key, value in overrides.items()]
+    else:
+        given = [_split(text) for text in ([overrides] if isinstance(overrides, str) else overrides)]
+    for label, key, value in given:
+        if not isinstance(key, str) or not all(key.split(".")):
+            raise RequestError(f"{label}: expected a dotted key, such as calibration.samples")
+        origin.overrides[assign(data, key.split("."), value, label)] = label
+
+
+def _split(text: str) -> tuple[str, str, Any]:
+    """Label, key and value of a `KEY=VALUE`."""
+    label = f"--set {text}"
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise RequestError(f"{label}: expected KEY=VALUE with a dotted key, such as --set calibration.samples=64")
+    return label, key.strip(), parse(value, label)[0]
 
 
 def assign(data: dict[str, Any], parts: list[str], value: Any, label: str) -> Path:
@@ -57,9 +57,8 @@ def assign(data: dict[str, Any], parts: list[str], value: Any, label: str) -> Pa
         elif not isinstance(here, dict):
             raise RequestError(f"{label}: '{dotted(path)}' is {show(here)}, which has no key '{part}'")
         elif len(path) == 2 and path[0] == "stages" and part not in here:
-            raise RequestError(
-                f"{label}: stage {path[1]} is '{next(iter(here), '')}', not '{part}'{did_you_mean(part, here)}"
-            )
+            stage = next(iter(here), "")
+            raise RequestError(f"{label}: stage {path[1]} is '{stage}', not '{part}'{did_you_mean(part, here)}")
         if last:
             here[step] = value
         elif isinstance(here, dict) and here.get(part) is None:

@@ -18,12 +18,12 @@ from runtime.errors import RequestError
 def problems_of(
     error: ValidationError, model: type[BaseModel], prefix: Path, origin: Origin, given: Mapping[str, Any]
 ) -> list[str]:
-    """One sentence a wrong key of `model`, found at `prefix` in the recipe.
+    """One sentence per wrong key of `model`.
 
     Args:
         error: what pydantic raised for `model`.
         model: the pydantic class that was validated.
-        prefix: path of the mapping in the recipe.
+        prefix: path of the validated mapping in the recipe.
         origin: where the keys were written.
         given: the keys and values that were validated.
     """
@@ -33,7 +33,7 @@ def problems_of(
         where = prefix + path
         kind = item["type"]
         if kind == "extra_forbidden":
-            allowed = _field_names(owner)
+            allowed = owner.model_fields
             text = f"unknown key{did_you_mean(str(path[-1]), allowed) or '.'} Allowed: {listing(allowed)}"
         elif kind == "missing":
             text = f"this key is required: {describe_field(field)}" if field is not None else "this key is required"
@@ -41,7 +41,7 @@ def problems_of(
             text = str(item["ctx"]["error"])
             where = where if path else key_named_in(text, given, prefix, origin)
         elif kind in ("model_type", "model_attributes_type", "dict_type"):
-            text = f"expected a mapping of keys ({listing(_field_names(owner))}), got {show(item['input'])}"
+            text = f"expected a mapping of keys ({listing(owner.model_fields)}), got {show(item['input'])}"
         elif field is not None:
             found, choices = item["input"], choices_of(field.annotation)
             hint = did_you_mean(found, choices) if isinstance(found, str) and choices else ""
@@ -67,31 +67,14 @@ def raise_all(problems: list[str]) -> None:
 
 def _walk(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[Path, FieldInfo | None, type[BaseModel]]:
     """Follow pydantic's error location through nested models; what lies inside a field (a union's branch) drops."""
-    path: Path = ()
-    owner = model
-    field: FieldInfo | None = None
-    for key in location:
-        path = (*path, key)
-        found = _field_of(owner, str(key))
-        if found is None:
-            return path, None, owner
-        field = found
-        inner = _model_of(field.annotation)
+    owner, field = model, None
+    for length, key in enumerate(location, 1):
+        field = owner.model_fields.get(str(key))
+        inner = None if field is None else _model_of(field.annotation)
         if inner is None:
-            return path, field, owner
+            return location[:length], field, owner
         owner = inner
-    return path, field, owner
-
-
-def _field_of(model: type[BaseModel], key: str) -> FieldInfo | None:
-    for name, field in model.model_fields.items():
-        if key in (field.alias, name):
-            return field
-    return None
-
-
-def _field_names(model: type[BaseModel]) -> list[str]:
-    return [field.alias or name for name, field in model.model_fields.items()]
+    return location, field, owner
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:

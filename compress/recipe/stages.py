@@ -8,7 +8,7 @@ names.
 from __future__ import annotations
 
 import functools
-import importlib
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -37,7 +37,7 @@ _ENTRIES = {
 
 @dataclass(frozen=True)
 class Stage:
-    """One validated stage: `config` is an instance of the method's config class (or a policy), `index` its place in the recipe."""
+    """One validated stage: `config` is an instance of the method's config class (or a policy), `index` its position in the recipe."""
 
     kind: str
     method: str
@@ -127,29 +127,23 @@ class StageKind:
 class _Kinds(Mapping[str, Any]):
     """The kinds by their words; each is imported when it is asked for."""
 
+    @functools.cached_property
+    def _loaders(self) -> dict[str, Callable[[], Any]]:
+        own = {name: functools.partial(pkgutil.resolve_name, entry) for name, entry in _ENTRIES.items()}
+        return own | {name: load for name, load in plugins.entries(GROUP).items() if name not in own}
+
     def __getitem__(self, name: str) -> Any:
-        return _loaders()[name]()
+        return self._loaders[name]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_loaders())
+        return iter(self._loaders)
 
     def __len__(self) -> int:
-        return len(_loaders())
+        return len(self._loaders)
 
 
 KINDS: Mapping[str, Any] = _Kinds()
 """The stage kinds (`compress.model.stage.StageRoom`) by name: the built-in ones, then those of other packages."""
-
-
-@functools.cache
-def _loaders() -> dict[str, Callable[[], Any]]:
-    own = {name: functools.cache(functools.partial(_load, entry)) for name, entry in _ENTRIES.items()}
-    return own | {name: load for name, load in plugins.entries(GROUP).items() if name not in own}
-
-
-def _load(entry: str) -> Any:
-    module, _, attribute = entry.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def parse_stage(entry: Any, index: int, origin: Origin) -> Stage:

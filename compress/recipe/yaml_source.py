@@ -68,9 +68,8 @@ def parse_scalar(text: str) -> Any:
         return int(text, 0) if len(text) < 400 else text
     if _FLOAT.match(text):
         return float(text)
-    infinite = _INF.match(text)
-    if infinite:
-        return -math.inf if infinite.group(1) == "-" else math.inf
+    if _INF.match(text):
+        return -math.inf if text.startswith("-") else math.inf
     return text
 
 
@@ -86,11 +85,9 @@ class _Builder:
     def build(self, events: Iterator[Any]) -> tuple[Any, dict[Path, int]]:
         self.events = events
         data: Any = None
-        documents = 0
         for event in events:
             if isinstance(event, yaml.DocumentStartEvent):
-                documents += 1
-                if documents > 1:
+                if self.lines:
                     raise self.error(event, "a recipe is one YAML document, but a second one starts here")
                 data = self.node(next(events), ())
         return data, self.lines
@@ -102,10 +99,7 @@ class _Builder:
             raise self.error(event, f"nested deeper than {MAX_DEPTH} levels")
         if isinstance(event, yaml.AliasEvent):
             return self.alias(event)
-        if event.tag is not None and event.tag != "!":
-            raise self.error(
-                event, f"the tag {event.tag!r} is not allowed; a recipe is plain mappings, lists and values"
-            )
+        self.refuse_tag(event)
         before = self.nodes
         if isinstance(event, yaml.ScalarEvent):
             value: Any = event.value if event.style in ("'", '"', "|", ">") else parse_scalar(event.value)
@@ -135,18 +129,21 @@ class _Builder:
                 break
             if not isinstance(event, yaml.ScalarEvent):
                 raise self.error(event, "a key must be a plain word")
+            self.refuse_tag(event)
             key = event.value
-            if event.tag is not None and event.tag != "!":
-                raise self.error(event, f"the tag {event.tag!r} is not allowed")
             here = (*path, key)
             if key in values:
-                raise self.error(
-                    event, f"{dotted(here)}: this key is already given in line {self.lines[here]}; give it once"
-                )
+                first = self.lines[here]
+                raise self.error(event, f"{dotted(here)}: this key is already given in line {first}; give it once")
             self.lines[here] = _line(event)
             self.count(event, 1)
             values[key] = self.node(next(self.events), here)
         return values
+
+    def refuse_tag(self, event: Any) -> None:
+        if event.tag not in (None, "!"):
+            text = f"the tag {event.tag!r} is not allowed; a recipe is plain mappings, lists and values"
+            raise self.error(event, text)
 
     def alias(self, event: Any) -> Any:
         if event.anchor not in self.anchors:
@@ -159,7 +156,7 @@ class _Builder:
         self.nodes += nodes
         if self.nodes > MAX_NODES:
             raise self.error(
-                event, f"the recipe has more than {MAX_NODES:,} values (aliases expanded), which is no recipe"
+                event, f"more than {MAX_NODES:,} values (aliases expanded); at most {MAX_NODES:,} are allowed"
             )
 
     def error(self, event: Any, message: str) -> RequestError:
@@ -178,15 +175,13 @@ def _line(event: Any) -> int:
 def _syntax_error(error: yaml.MarkedYAMLError, text: str, file: str) -> str:
     mark: Any = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark is not None else 1
-    lines = text.splitlines()
+    lines = dict(enumerate(text.splitlines(), 1))
     # A tab makes the parser complain somewhere near it, in words that do not mention indentation.
     for number in (line, line - 1, line + 1):
-        if 1 <= number <= len(lines):
-            source = lines[number - 1]
-            indentation = source[: len(source) - len(source.lstrip())]
-            if "\t" in indentation:
-                return f"{file}:{number}: a tab is used for indentation; YAML allows only spaces"
-    if mark is not None and 1 <= line <= len(lines) and "\t" in lines[line - 1]:
+        source = lines.get(number, "")
+        if "\t" in source[: len(source) - len(source.lstrip())]:
+            return f"{file}:{number}: a tab is used for indentation; YAML allows only spaces"
+    if mark is not None and "\t" in lines.get(line, ""):
         return f"{file}:{line}: a tab stands where YAML allows only spaces"
     problem = " ".join(part for part in (error.context, error.problem) if part)
     return f"{file}:{line}: not YAML: {problem}"

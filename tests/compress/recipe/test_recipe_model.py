@@ -79,7 +79,7 @@ def test_the_nearest_directory_is_offered_with_file_and_line(recipe, hub, tmp_pa
 
 def test_a_hub_id_that_cannot_be_reached(recipe, hub):
     answer = refused(recipe("some-org/some-model"))
-    assert "model: 'some-org/some-model' is no directory here, and the Hugging Face hub cannot be reached" in answer
+    assert "model: there is no directory 'some-org/some-model'" in answer
     assert hub == ["some-org/some-model"]
 
 

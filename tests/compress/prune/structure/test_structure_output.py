@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from compress.cli import main
-from compress.commands.output import pass_rows
+from compress.model.stage import row_of
 from compress.report.structure import structure_section
 from runtime.checkpoint.checkpoint import Checkpoint
 
@@ -122,8 +122,8 @@ def test_names_are_text() -> None:
 
 def test_rows_of_a_recovery() -> None:
     made = {"recover": "finetune", "steps": 400, "perplexity_before": 9.87, "perplexity_after": 6.54}
-    assert pass_rows([made]) == [("recovery by finetune, perplexity of held-out rows", "9.87", "6.54", "")]
-    assert pass_rows([{"recover": "finetune", "steps": 400}]) == [("recovery by finetune", "", "", "400 steps")]
+    assert row_of(made) == ("recovery by finetune, perplexity of held-out rows", "9.87", "6.54", "")
+    assert row_of({"recover": "finetune", "steps": 400}) == ("recovery by finetune", "", "", "400 steps")
 
 
 @pytest.fixture

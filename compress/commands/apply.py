@@ -40,23 +40,18 @@ def apply(
     output: Path | None = OUTPUT,
     set_: list[str] = SET,
     resume: bool = typer.Option(False, "--resume", help="Continue an unfinished run in the output directory."),
-    overwrite: bool = typer.Option(
-        False, "--overwrite", help="Replace the results of an earlier run in the output directory."
-    ),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier artifact in the output directory."),
     device: str = DEVICE,
     max_memory: str | None = MAX_MEMORY,
-    prompt: str | None = typer.Option(
-        None,
-        "--prompt",
-        help="Prompt to continue with the finished artifact (default: the recipe's `sample`; '' for none).",
-    ),
+    prompt: str | None = typer.Option(None, "--prompt", help="Continue this, not the recipe's `sample`; '' for none."),
     quiet: bool = QUIET,
     as_json: bool = JSON,
 ) -> None:
     """Compress a checkpoint with a recipe.
 
-    The output is a Hugging Face directory that `runtime.load()` runs. --resume continues an interrupted run, even after
-    kill -9, and gives the same bytes. Exit code 1 with a complete artifact means that a limit of `evaluate` is exceeded.
+    The output is a Hugging Face directory that `runtime.load()` runs.
+    --resume continues an interrupted run, even after kill -9, and gives the same bytes.
+    Exit code 1 with a complete artifact means that a limit of `evaluate` is exceeded.
 
     \b
     Examples:

@@ -34,9 +34,7 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     model: str = PATH,
-    reference: str | None = typer.Option(
-        None, "--reference", "-r", help="A plain checkpoint to compare with, run by transformers in bfloat16."
-    ),
+    reference: str | None = typer.Option(None, "--reference", "-r", help="Checkpoint to compare with (transformers)."),
     prompt_tokens: int | None = typer.Option(
         None, "--prompt-tokens", "-p", min=1, help="Tokens of the random prompts.  [default: 128; with --drafters 64]"
     ),
@@ -50,21 +48,16 @@ def bench(
     max_memory: str | None = MODEL_MEMORY,
     kv_cache: str | None = KV_CACHE,
     drafter: str | None = DRAFTER,
-    drafters: bool = typer.Option(
-        False, "--drafters", help="Compare every drafter that fits with plain decoding; store the best in the artifact."
-    ),
-    text: Path | None = typer.Option(
-        None, "--text", help="With --drafters: a text file to cut prompts from (default: prose, code, chat, edits)."
-    ),
-    save: bool = typer.Option(
-        True, "--save/--no-save", help="With --drafters: write the best to the artifact's drafter.json."
-    ),
+    drafters: bool = typer.Option(False, "--drafters", help="Compare all drafters that fit; store the best."),
+    text: Path | None = typer.Option(None, "--text", help="With --drafters: a text file to cut prompts from."),
+    save: bool = typer.Option(True, "--save/--no-save", help="With --drafters: store the best in the artifact."),
     trust_remote_code: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Measure speed: load time, prefill and decode in tokens per second, memory, and the kernels used.
+    """Measure load time, prefill and decode in tokens per second, and memory.
 
-    Each model runs in a process of its own.
+    Each model runs in a process of its own; a reference runs in bfloat16.
+    --drafters decodes the same prompts with each drafter: prose, code, chat and edits, or those of --text.
 
     \b
     Examples:

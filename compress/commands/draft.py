@@ -26,8 +26,10 @@ def draft(
 ) -> None:
     """Make or replace the draft of a finished artifact, for speculative decoding.
 
-    Only the recipe's draft stage and calibration text are used. The artifact stays unchanged until the new draft is complete.
-    The same command continues an interrupted run, even after kill -9. Processes of a launcher share the training.
+    Only the recipe's draft stage and calibration text are used.
+    The artifact stays unchanged until the new draft is complete.
+    The same command continues an interrupted run, even after kill -9.
+    Processes of a launcher share the training.
 
     \b
     Examples:

@@ -20,23 +20,13 @@ def register(app: typer.Typer) -> None:
 
 def evaluate_model(
     model: str = PATH,
-    text: str = typer.Option(
-        "bundled", "--text", "-t", help="A .txt, .jsonl or .parquet file, the id of a data set, or the bundled text."
-    ),
+    text: str = typer.Option("bundled", "--text", "-t", help="A .txt, .jsonl or .parquet file, or a data set's id."),
     sequence_length: int | None = typer.Option(
-        None,
-        "--sequence-length",
-        "-s",
-        min=2,
-        help="Tokens per window (default: 256, or the model's context if shorter).",
+        None, "--sequence-length", "-s", min=2, help="Tokens per window (default: 256, or the model's context)."
     ),
-    samples: int | None = typer.Option(
-        None, "--samples", min=1, help="Score only the first windows (default: the whole text)."
-    ),
+    samples: int | None = typer.Option(None, "--samples", min=1, help="Number of windows (default: the whole text)."),
     batch_size: int = typer.Option(8, "--batch-size", min=1, help="Windows per forward pass."),
-    reference: str | None = typer.Option(
-        None, "--reference", "-r", help="The uncompressed model: adds KL divergence and agreement with it."
-    ),
+    reference: str | None = typer.Option(None, "--reference", "-r", help="The uncompressed model, to compare with."),
     tasks: str | None = typer.Option(
         None, "--tasks", help="lm-eval tasks, separated by commas, instead of a text (pip install 'compress\\[eval]')."
     ),
@@ -51,10 +41,11 @@ def evaluate_model(
     trust_remote_code: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Measure perplexity, size and speed; with --reference also KL divergence and agreement.
+    """Measure perplexity, size and speed; with --reference also KL divergence and top-1 agreement.
 
-    The text is split into windows without overlap; every token of a window but the first is scored. With a cache policy (the artifact's or
-    --kv-cache), the last quarter of each window is also scored from the compressed cache of the rest, and compared with a plain cache.
+    The text is split into windows; every token of a window but the first is scored.
+    With a cache policy (the artifact's or --kv-cache), the last quarter of each window
+    is also scored from the compressed cache of the rest, beside a plain cache.
 
     \b
     Examples:

@@ -20,33 +20,17 @@ def register(app: typer.Typer) -> None:
 
 
 def export(
-    artifact: str | None = typer.Argument(
-        None, metavar="[ARTIFACT]", help="An artifact (default: the last one that `apply` wrote from this directory)."
-    ),
+    artifact: str | None = typer.Argument(None, help="An artifact (default: the last that `apply` wrote from here)."),
     target: str | None = typer.Option(None, "--target", "-t", help="Target to write; see --list."),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", help="Output directory (default: ARTIFACT-TARGET, beside the artifact)."
-    ),
-    list_: bool = typer.Option(
-        False, "--list", help="List the targets that fit the artifact, and why the others do not."
-    ),
-    set_: list[str] = typer.Option(
-        [], "--set", help="OPTION=VALUE of the target, such as dtype=float16; repeatable (--list names the options)."
-    ),
-    ort: bool | None = typer.Option(
-        None, "--ort", help="onnx: ONNX Runtime's own operators (MatMulNBits, GroupQueryAttention)."
-    ),
+    output: Path | None = typer.Option(None, "--output", "-o", help="Output directory (default: ARTIFACT-TARGET)."),
+    list_: bool = typer.Option(False, "--list", help="List the targets, their options, and whether they fit."),
+    set_: list[str] = typer.Option([], "--set", help="OPTION=VALUE of the target, as in dtype=float16; repeatable."),
+    ort: bool | None = typer.Option(None, "--ort", help="onnx: use ONNX Runtime's own operators, such as MatMulNBits."),
     layout: str | None = typer.Option(None, "--layout", help="huggingface: compressed-tensors or gptq."),
     bundle: bool | None = typer.Option(None, "--bundle", help="tensorrt: write the build bundle instead of an engine."),
-    require_engine: bool | None = typer.Option(
-        None, "--require-engine", help="tensorrt: fail (exit code 2) if no engine can be built."
-    ),
-    requantize: bool | None = typer.Option(
-        None, "--requantize", help="Requantize weights whose grid the target cannot hold, and report the loss."
-    ),
-    verify: bool = typer.Option(
-        True, "--verify/--no-verify", help="Load the export back and compare it with the artifact."
-    ),
+    require_engine: bool | None = typer.Option(None, "--require-engine", help="tensorrt: fail if no engine is built."),
+    requantize: bool | None = typer.Option(None, "--requantize", help="Requantize weights the target cannot hold."),
+    verify: bool = typer.Option(True, "--verify/--no-verify", help="Load the export back and compare it."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier export in the output directory."),
     trust_remote_code: bool = TRUST,
     quiet: bool = QUIET,

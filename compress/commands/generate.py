@@ -31,31 +31,22 @@ def register(app: typer.Typer) -> None:
 
 def generate(
     model: str = PATH,
-    prompt: str = typer.Argument(
-        ..., metavar="PROMPT", help="The prompt; - reads it from stdin. For speech models, a .wav file."
-    ),
+    prompt: str = typer.Argument(..., metavar="PROMPT", help="The prompt, - for stdin, or a .wav file (speech)."),
     max_new_tokens: int | None = typer.Option(
         None, "--max-new-tokens", "-n", min=1, help="Stop after this many tokens (default: 128)."
     ),
     temperature: float = typer.Option(0.0, "--temperature", "-T", help="0: greedy; above 0: sample."),
     top_k: int | None = typer.Option(None, "--top-k", help="Sample among the k most likely tokens."),
-    top_p: float = typer.Option(
-        1.0, "--top-p", help="Sample among the most likely tokens that together reach this probability."
-    ),
+    top_p: float = typer.Option(1.0, "--top-p", help="Sample among the likeliest tokens of this total probability."),
     min_p: float = typer.Option(0.0, "--min-p", help="Drop tokens less likely than this fraction of the most likely."),
     repetition_penalty: float = typer.Option(1.0, "--repetition-penalty", help="Above 1: discourage repetition."),
     stop: list[str] = typer.Option([], "--stop", help="Stop before this text; repeatable."),
     seed: int | None = typer.Option(None, "--seed", help="Make sampling reproducible."),
-    language: str | None = typer.Option(
-        None, "--language", help="Speech models: language of the sound (en, german, ...)."
-    ),
+    language: str | None = typer.Option(None, "--language", help="Speech models: language of the audio, such as en."),
     task: str | None = typer.Option(None, "--task", help="Speech models: transcribe or translate."),
     stream: bool = typer.Option(False, "--stream", help="Print the text as it is generated."),
     verify: bool | None = typer.Option(
-        None,
-        "--verify/--no-verify",
-        help="Check every file against its SHA-256 first (default: if there is at most 1 GiB).",
-        show_default=False,
+        None, "--verify/--no-verify", show_default=False, help="Check all SHA-256 first (default: if up to 1 GiB)."
     ),
     device: str = DEVICE,
     kernels: str = KERNELS,

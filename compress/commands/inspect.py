@@ -24,9 +24,7 @@ def register(app: typer.Typer) -> None:
 
 def inspect(
     artifact: str = typer.Argument(..., metavar="ARTIFACT", help="An artifact, or a plain Hugging Face checkpoint."),
-    verify: bool = typer.Option(
-        False, "--verify", help="Compare every file with its SHA-256 in the manifest; exit code 1 if one differs."
-    ),
+    verify: bool = typer.Option(False, "--verify", help="Check the SHA-256 of every file; exit code 1 if one differs."),
     as_json: bool = JSON,
 ) -> None:
     """List every tensor with its format, bits, sparsity and bytes, without loading any.

@@ -35,10 +35,7 @@ MODEL = typer.Option(None, "--model", "-m", help="Checkpoint directory or hub id
 OUTPUT = typer.Option(None, "--output", "-o", help="Directory of the artifact, instead of the recipe's.")
 SET = typer.Option([], "--set", help="Change a recipe key, as in stages.0.quantize.bits=3; repeatable.")
 MAX_MEMORY = typer.Option(
-    None,
-    "--max-memory",
-    metavar="SIZE",
-    help='Memory limit of the whole process, such as "6GB"; a run that would exceed it is refused.',
+    None, "--max-memory", metavar="SIZE", help='Memory limit of the process, such as "6GB"; larger runs are refused.'
 )
 
 
@@ -63,36 +60,25 @@ def _no_option(value: str | None) -> str | None:
     return value
 
 
-PATH = typer.Argument(
-    ..., metavar="MODEL", help="An artifact, or a plain Hugging Face checkpoint (directory or hub id)."
-)
-KERNELS = typer.Option(
-    "auto",
-    "--kernels",
-    help="auto, fast (int8 activations where that is faster), or a kernel's name (`reference` is plain torch).",
-)
-DTYPE = typer.Option(None, "--dtype", help="Compute dtype: float32, float16 or bfloat16 (default: the checkpoint's).")
+PATH = typer.Argument(..., metavar="MODEL", help="An artifact, or a Hugging Face checkpoint (directory or hub id).")
+KERNELS = typer.Option("auto", "--kernels", help="auto, fast (int8 activations allowed), reference, or a kernel name.")
+DTYPE = typer.Option(None, "--dtype", help="Compute dtype: float32, float16, bfloat16 (default: the checkpoint's).")
 THREADS = typer.Option(None, "--threads", min=1, help="CPU threads (default: torch's choice).")
 MODEL_MEMORY = typer.Option(
-    None,
-    "--max-memory",
-    metavar="SIZE",
-    help='Memory limit for the model, such as "2GB"; blocks beyond it are read from disk while others compute.',
+    None, "--max-memory", metavar="SIZE", help='Memory limit, such as "2GB"; further blocks are read from disk in time.'
 )
 KV_CACHE = typer.Option(
     None,
     "--kv-cache",
     metavar="POLICY",
-    help="KV-cache compression: a published method (`compress methods`), a JSON object, a .json file, or none (default: the "
-    "artifact's policy).",
+    help="A method (`compress methods`), a JSON object, a .json file, or none (default: the artifact's policy).",
 )
 DRAFTER = typer.Option(
     None,
     "--drafter",
     metavar="DRAFTER",
     callback=_no_option,
-    help="Speculative decoding: a drafter's name (lookup, suffix, ...), the directory of a draft model, a JSON object or list, or "
-    "none (default: the artifact's own draft).",
+    help="A drafter's name, the directory of a draft model, JSON, or none (default: the artifact's own draft).",
 )
 TRUST = typer.Option(False, "--trust-remote-code", help="Run Python code that the checkpoint brings.")
 

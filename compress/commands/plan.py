@@ -29,8 +29,7 @@ def plan(
 ) -> None:
     """Show what `apply` would do: tensors, sizes, memory, disk and time.
 
-    Nothing is compressed or written; only a latency budget times small models of zeros. Exit code 2: the run would not fit, which
-    `apply` checks too before it starts.
+    Nothing is compressed or written. Exit code 2 means that the run would not fit.
 
     \b
     Examples:

@@ -21,12 +21,8 @@ def register(app: typer.Typer) -> None:
 
 def report(
     artifacts: list[Path] = typer.Argument(..., metavar="ARTIFACT", help="One artifact, or several to compare."),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", help="File of the page (default: report.html in the artifact)."
-    ),
-    plot: Path | None = typer.Option(
-        None, "--plot", help="Plot size against perplexity of the artifacts: a .svg, .png or .pdf file."
-    ),
+    output: Path | None = typer.Option(None, "--output", "-o", help="File of the page (default: report.html inside)."),
+    plot: Path | None = typer.Option(None, "--plot", help="Plot size against perplexity: a .svg, .png or .pdf file."),
     as_json: bool = JSON,
 ) -> None:
     """Write the report page of an artifact, or compare several in a table and a plot.

@@ -33,9 +33,7 @@ def sweep(
     model: str | None = MODEL,
     output: Path | None = typer.Option(None, "--output", "-o", help="Directory of the sweep, instead of the file's."),
     set_: list[str] = SET,
-    jobs: int | None = typer.Option(
-        None, "--jobs", "-j", min=1, help="Concurrent trials, each in a process of its own."
-    ),
+    jobs: int | None = typer.Option(None, "--jobs", "-j", min=1, help="Concurrent trials (default: the file's)."),
     resume: bool = typer.Option(False, "--resume", help="Continue or extend the sweep in the output directory."),
     retry: bool = typer.Option(False, "--retry", help="With --resume: repeat failed and refused trials."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier sweep in the output directory."),
@@ -48,8 +46,10 @@ def sweep(
 ) -> None:
     """Compress one model with many values of a recipe and show the Pareto front of quality against size or speed.
 
-    A grid, or a search by Optuna, in local processes or on a Ray cluster. --resume continues an interrupted sweep, even after kill -9, and
-    extends one whose file now has more values or trials. A failed trial does not end a sweep; exit code 1 means that all failed.
+    Trials are a grid or a search by Optuna, in local processes or on a Ray cluster.
+    --resume continues an interrupted sweep, even after kill -9, and extends one whose
+    file now has more values or trials.
+    A failed trial does not end a sweep; exit code 1 means that all failed.
 
     \b
     Examples:

@@ -47,8 +47,8 @@ def sweep(
     """Compress one model with many values of a recipe and show the Pareto front of quality against size or speed.
 
     Trials are a grid or a search by Optuna, in local processes or on a Ray cluster.
-    --resume continues an interrupted sweep, even after kill -9, and extends one whose
-    file now has more values or trials.
+    --resume continues an interrupted sweep, even after kill -9.
+    It also extends a sweep by added values or trials.
     A failed trial does not end a sweep; exit code 1 means that all failed.
 
     \b

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
+
+from rich.console import Console
+from rich.progress import track
 
 from compress.recipe import Recipe, locate_model
 from compress.sweeps.base import BaseRecipe
@@ -24,13 +27,13 @@ def first_recipe(
     search: Grid | Study,
     device: str,
     known: Container[str] = (),
-    tell: Callable[[int, int], None] = lambda done, total: None,
+    quiet: bool = False,
 ) -> Recipe:
     """The recipe of the first valid point. All points of a grid are checked; of a search, draws until one is valid.
 
     Args:
         known: keys (`Trial.key`) of points that were checked when the sweep was begun, and are not again.
-        tell: called with the number of checked points of a grid, and of all: each opens the model, which takes a moment.
+        quiet: no progress bar.
 
     Raises:
         RequestError: an invalid point of a grid; a search without a valid draw; or no such model.
@@ -40,7 +43,8 @@ def first_recipe(
     is_grid = isinstance(search, Grid)
     points: Iterable[dict[str, Any]] = _draws(sweep)
     if isinstance(search, Grid):
-        points = _told([search.points[0], *(p for p in search.points[1:] if text_of(p) not in known)], tell)
+        unchecked = [search.points[0], *(values for values in search.points[1:] if text_of(values) not in known)]
+        points = track(unchecked, "checking combinations", console=Console(stderr=True), transient=True, disable=quiet)
     model: str | None = None
     first: Recipe | None = None
     refused: RequestError | None = None
@@ -60,12 +64,6 @@ def first_recipe(
     if first is None or (refused is not None and is_grid):
         raise refused or RequestError("vary: there are no values")
     return first
-
-
-def _told(points: list[dict[str, Any]], tell: Callable[[int, int], None]) -> Iterator[dict[str, Any]]:
-    for done, values in enumerate(points):
-        tell(done, len(points))
-        yield values
 
 
 def _where(search: Grid | Study, values: dict[str, Any]) -> str:

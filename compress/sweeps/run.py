@@ -59,9 +59,6 @@ def of_source(
     return {name: value for name, value in read(file).items() if name != "error"}
 
 
-_SECONDS = 10.0  # between lines on the points that are checked
-
-
 class Talk:
     """Progress on stderr, a line per trial; `quiet`: only warnings and trials that fail."""
 
@@ -69,13 +66,6 @@ class Talk:
         self._console = Console(stderr=True)
         self._quiet = quiet
         self._total = self._done = 0
-        self._next = time.monotonic() + _SECONDS
-
-    def checking(self, done: int, total: int) -> None:
-        """How many points are checked; now and then, where there are many."""
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _SECONDS
-            self.say(f"checked {done} of {total} combinations")
 
     def begin(self, total: int, done: int, where: str) -> None:
         """The number of trials, and where they run."""
@@ -174,12 +164,11 @@ def sweep(
     plan, base = load_sweep(source, model=model, output=output, set=set, jobs=jobs)
     search = open_search(plan)
     path = Path(plan.file.output) if plan.file.output else Path("out") / "sweeps" / plan.file.name
-    talk = Talk(quiet)
-    recipe = first_recipe(plan, base, search, device, recorded(path) if resume else (), talk.checking)
+    recipe = first_recipe(plan, base, search, device, recorded(path) if resume else (), quiet)
     directory = SweepDirectory(path, identity(plan, base, recipe, device), resume, overwrite)
     try:
         with disk_errors(f"writing to {path}"):
-            return _Run(plan, base, search, recipe, directory, device, max_memory, talk).carry_out(
+            return _Run(plan, base, search, recipe, directory, device, max_memory, Talk(quiet)).carry_out(
                 executor or choose, retry
             )
     finally:

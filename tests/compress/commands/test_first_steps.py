@@ -55,7 +55,7 @@ def test_values_may_be_set_by_key_from_python() -> None:
 
 
 def test_a_sweep_is_no_recipe() -> None:
-    with pytest.raises(RequestError, match="this is a bundled sweep, no recipe: compress sweep llama_bits"):
+    with pytest.raises(RequestError, match="compress sweep llama_bits"):
         load("llama_bits")
 
 

@@ -333,9 +333,9 @@ def test_later_overrides_win(write):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("seed", "expected KEY=VALUE with a dotted key, such as --set calibration.samples=64"),
-        ("=3", "expected KEY=VALUE"),
-        ("a..b=3", "expected KEY=VALUE"),
+        ("seed", "KEY=VALUE"),
+        ("=3", "calibration.samples"),
+        ("a..b=3", "calibration.samples"),
         ("calibraton.samples=3", "calibraton: unknown key; did you mean 'calibration'?"),
         ("calibration.sampels=3", "calibration.sampels: unknown key; did you mean 'samples'?"),
         ("calibration.samples=x", "calibration.samples: expected an integer between 1 and 1000000, got 'x'"),

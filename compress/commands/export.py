@@ -105,7 +105,8 @@ def _show_targets(result: dict[str, Any]) -> None:
         (name, "yes" if found["fits"] else "no", found["reason"] or get(name).summary, ", ".join(found["options"]))
         for name, found in result["targets"].items()
     ]
-    print_table(("target", "fits", "", "options"), rows, title=f"Targets for {result['artifact']}")
+    print(f"Targets for {result['artifact']}:")
+    print_table(("target", "fits", "", "options"), rows)
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -182,7 +182,7 @@ def _of_preset(preset: Any) -> dict[str, Any]:
             if entry["name"] in own:
                 name = f"{key}.{entry['name']}"
                 fields.setdefault(name, entry | {"name": name, "default": _shown(own[entry["name"]])})
-    written = ", ".join(f"{key}: {_inline(value)}" for key, value in preset.settings.items())
+    written = ", ".join(f"{key}: {_shown(value)}" for key, value in preset.settings.items())
     description = f"{preset.summary[0].upper()}{preset.summary[1:]}.\n\nStands for {{{written}}}; keys beside `method` override it."
     return {
         "description": description,
@@ -238,15 +238,9 @@ def _summary(cls: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A default as it is written."""
-    if value is None:
-        return "none"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(str, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _inline(value: Any) -> str:
+    """A value as a recipe has it, in one line."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_inline(part)}" for key, part in value.items()) + "}"
-    return "[" + ", ".join(map(_inline, value)) + "]" if isinstance(value, list) else str(value)
+        return "{" + ", ".join(f"{key}: {_shown(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import typer
+from pydantic_core import to_json
 
 from compress.core.units import size
 from runtime.errors import CompressError
@@ -34,7 +34,8 @@ def finish(
     if failure is not None:
         result = {**result, "error": str(failure), "exit_code": failure.exit_code}
     if as_json:
-        print(json.dumps(_finite(result), indent=2, ensure_ascii=False, default=str), flush=True)
+        # NaN and infinity, which JSON does not have, become null.
+        print(to_json(result, indent=2, inf_nan_mode="null", fallback=str).decode(), flush=True)
     else:
         show(result)
     if failure is not None:
@@ -42,27 +43,14 @@ def finish(
         raise typer.Exit(failure.exit_code)
 
 
-def _finite(value: Any) -> Any:
-    """The value with null for NaN and infinity, which JSON does not know."""
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
-
-
-def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = (), title: str | None = None
-) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> None:
     """A table on stdout; the columns whose numbers are in `right` are right-aligned."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number in right else "left", overflow="fold")
     for row in rows:

@@ -62,8 +62,9 @@ def _show(result: dict[str, Any]) -> None:
     print(f"Model: {result['model']}    Output: {result['output']}")
     print(f"Tensors: {size(before)} -> {size(after)} ({before / max(after, 1):.2f} times smaller)")
     print(f"Memory: about {size(result['peak_memory'])} of {size(result['available_memory'])} available")
-    parts = ", ".join(f"{name} {size(count)}" for name, count in result["memory"].items() if count)
-    print(f"  process, workspace and hidden states, plus the largest of the other parts: {parts}")
+    parts = [f"{name} {size(count)}" for name, count in result["memory"].items() if count]
+    fixed = sum(result["memory"][name] > 0 for name in ("process", "workspace", "hidden states"))
+    print(f"  {' + '.join(parts[:fixed])} + the largest of: {', '.join(parts[fixed:])}")
     if result["bounds"]:
         print(f"  to stay within the limit: {result['bounds']}")
     if result["device_memory"]:

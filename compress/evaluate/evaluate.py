@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.evaluate.metrics import TokenMetrics, rows_at_once
-from compress.evaluate.sizes import sizes
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from runtime.api.model import Model
+    from runtime.checkpoint.artifact import Artifact
+    from runtime.checkpoint.export_directory import Export
 
 
 def evaluate(
@@ -146,3 +147,24 @@ def _check_same_tokens(model: Model, reference: Model) -> None:
             f"the reference {reference.artifact.path} has another tokenizer ({token!r} is {theirs.get(token, 'unknown')} there "
             f"and {ours.get(token, 'unknown')} here); a comparison needs the same one"
         )
+
+
+def parameter_count(artifact: Artifact | Export, trust_remote_code: bool = False) -> int:
+    """Weights of the model that `config.json` describes, uncompressed; tied ones counted once. Nothing is allocated."""
+    from runtime.modeling.skeleton import build_skeleton, read_config
+
+    skeleton = build_skeleton(read_config(artifact.path, trust_remote_code), torch.bfloat16, trust_remote_code)
+    return sum(parameter.numel() for parameter in skeleton.parameters())
+
+
+def sizes(model: Model, trust_remote_code: bool = False) -> dict[str, Any]:
+    """`bytes` (all tensors on disk; of an export, its files), `bits_per_weight` (these over all weights), `weight_bytes` in memory."""
+    from runtime.checkpoint.artifact import Artifact
+
+    directory = model.artifact
+    total = directory.checkpoint.total_bytes if isinstance(directory, Artifact) else model.engine.weight_bytes
+    return {
+        "bytes": total,
+        "bits_per_weight": 8 * total / parameter_count(model.artifact, trust_remote_code),
+        "weight_bytes": model.engine.weight_bytes,
+    }

@@ -80,14 +80,14 @@ def apply(
             return
         remember_artifact(artifact.path)
         wanted = prompt if prompt is not None else loaded.sample
-        text = _sample(artifact.path, wanted, device, limit) if wanted else None
+        text = continue_prompt(artifact.path, wanted, device, limit) if wanted else None
     result = _result(artifact)
     if text is not None:
         result["sample"] = {"prompt": wanted, "text": text}
     finish(result, as_json, _show, failure)
 
 
-def _sample(path: Path, prompt: str, device: str, limit: int | None) -> str | None:
+def continue_prompt(path: Path, prompt: str, device: str, limit: int | None) -> str | None:
     """Continuation of `prompt` by the finished artifact; None, with the reason on stderr, where this machine cannot run it."""
     import runtime
     from compress.core.progress import memory_bytes

@@ -34,9 +34,9 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     model: str = PATH,
-    reference: str | None = typer.Option(None, "--reference", "-r", help="Checkpoint to compare with (transformers)."),
+    reference: str | None = typer.Option(None, "--reference", "-r", help="Checkpoint run by transformers, to compare."),
     prompt_tokens: int | None = typer.Option(
-        None, "--prompt-tokens", "-p", min=1, help="Tokens of the random prompts.  [default: 128; with --drafters 64]"
+        None, "--prompt-tokens", "-p", min=1, help="Tokens per prompt (default: 128; with --drafters 64)."
     ),
     new_tokens: int = typer.Option(64, "--new-tokens", "-n", min=2, help="Tokens to decode."),
     batch_size: int = typer.Option(1, "--batch-size", "-b", min=1, help="Prompts per batch."),

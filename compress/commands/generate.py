@@ -69,7 +69,7 @@ def generate(
       cat prompt.txt | compress generate out/my-w4 - -n 64 --stop $'\\n\\n'
     """
     if stream and as_json:
-        raise RequestError("--stream shows text while it is made, --json prints one object at the end: use one of them")
+        raise RequestError("--stream prints text as it is generated, --json one object at the end; use one of them")
     if prompt == "-":
         prompt = sys.stdin.read()
     options: dict[str, Any] = {

@@ -13,7 +13,7 @@ import typer
 
 from compress.commands.options import JSON
 from compress.commands.output import finish, print_table
-from runtime.config.messages import describe_field, describe_type, did_you_mean, listing
+from runtime.config.messages import describe_field, describe_type, did_you_mean
 from runtime.config.registry import Method, Registry
 from runtime.config.settings import Setting, calibrations_of, settings_of
 from runtime.errors import RequestError
@@ -49,12 +49,12 @@ def _show_list(result: dict[str, Any]) -> None:
 
 
 def show_method(name: str = typer.Argument(..., help="Name of a method."), as_json: bool = JSON) -> None:
-    """Print what a method does, its paper, and every field that a recipe, or `drafter`, may give it."""
+    """Print a method's description, paper and fields."""
     entries = list(_entries())
     described = [entry.describe() for entry in entries if entry.name == name]
     if not described:
-        names = list(dict.fromkeys(entry.name for entry in entries))
-        raise RequestError(f"no method '{name}'{did_you_mean(name, names) or '.'} Methods: {listing(names, 80)}")
+        hint = did_you_mean(name, (entry.name for entry in entries))
+        raise RequestError(f"no method '{name}'{hint or '.'} All are listed by `compress methods`")
     finish(described[0] if len(described) == 1 else {"methods": described}, as_json, _show)
 
 

@@ -65,7 +65,7 @@ KERNELS = typer.Option("auto", "--kernels", help="auto, fast (int8 activations a
 DTYPE = typer.Option(None, "--dtype", help="Compute dtype: float32, float16, bfloat16 (default: the checkpoint's).")
 THREADS = typer.Option(None, "--threads", min=1, help="CPU threads (default: torch's choice).")
 MODEL_MEMORY = typer.Option(
-    None, "--max-memory", metavar="SIZE", help='Memory limit, such as "2GB"; further blocks are read from disk in time.'
+    None, "--max-memory", metavar="SIZE", help='Memory limit, such as "2GB"; blocks beyond it are read from disk.'
 )
 KV_CACHE = typer.Option(
     None,

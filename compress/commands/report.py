@@ -21,7 +21,9 @@ def register(app: typer.Typer) -> None:
 
 def report(
     artifacts: list[Path] = typer.Argument(..., metavar="ARTIFACT", help="One artifact, or several to compare."),
-    output: Path | None = typer.Option(None, "--output", "-o", help="File of the page (default: report.html inside)."),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", help="File of the page (default: ARTIFACT/report.html)."
+    ),
     plot: Path | None = typer.Option(None, "--plot", help="Plot size against perplexity: a .svg, .png or .pdf file."),
     as_json: bool = JSON,
 ) -> None:

@@ -47,7 +47,7 @@ def test_what_was_not_measured_is_on_no_front():
 
 
 def test_wrong_calls():
-    with pytest.raises(ValueError, match="min or max"):
+    with pytest.raises(ValueError, match="least"):
         pareto_front([(1,)], ["least"])
-    with pytest.raises(ValueError, match="point 1 has 1 values for 2"):
+    with pytest.raises(ValueError, match="point 1"):
         pareto_front([(1, 2), (1,)], ["min", "min"])

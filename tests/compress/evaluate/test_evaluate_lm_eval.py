@@ -110,5 +110,5 @@ class TestTasks:
             assert greedy == expected_greedy
 
     def test_unknown_task_names_the_nearest(self, model):
-        with pytest.raises(RequestError, match="no task 'helaswag'; did you mean 'hellaswag'"):
+        with pytest.raises(RequestError, match="'hellaswag'"):
             evaluate_tasks(model, ["helaswag"])

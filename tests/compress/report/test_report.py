@@ -131,11 +131,11 @@ class TestPage:
     def test_other_file(self, artifact, tmp_path):
         assert write_report(artifact, tmp_path / "new" / "page.html").is_file()
         (tmp_path / "file").write_text("")
-        with pytest.raises(RequestError, match="cannot be written"):
+        with pytest.raises(RequestError, match="page.html"):
             write_report(artifact, tmp_path / "file" / "page.html")
 
     def test_plain_checkpoint_has_nothing_to_report(self, tiny_llama):
-        with pytest.raises(ArtifactError, match=r"no compress\.json"):
+        with pytest.raises(ArtifactError, match=r"compress\.json"):
             write_report(tiny_llama())
 
 
@@ -221,8 +221,8 @@ class TestTradeoff:
     @pytest.mark.parametrize(
         ("rows", "name", "message"),
         [
-            (ROWS[:1], "p.svg", "no points"),
-            (ROWS, "p.jpeg", r"allowed endings: \.svg, \.png, \.pdf"),
+            (ROWS[:1], "p.svg", "points"),
+            (ROWS, "p.jpeg", r"\.svg, \.png, \.pdf"),
             ((*ROWS, {"method": "x", "bytes": 1, "perplexity": float("nan")}), "p.svg", "perplexity of 'x'"),
             ((*ROWS, {"method": "x", "bytes": None, "perplexity": 1.0}), "p.svg", "bytes of 'x'"),
         ],
@@ -241,9 +241,9 @@ class TestTradeoff:
     def test_what_cannot_be_compared_is_refused(self, tiny_artifact, artifact):
         manifest = json.loads((artifact / "compress.json").read_text())
         edit(artifact, source=manifest["source"] | {"fingerprint": "0" * 64})
-        with pytest.raises(RequestError, match="made from different models"):
+        with pytest.raises(RequestError, match="models"):
             comparison([tiny_artifact, artifact])
         manifest["metrics"]["tokens"] += 1
         edit(artifact, **manifest)
-        with pytest.raises(RequestError, match="evaluated on different text"):
+        with pytest.raises(RequestError, match="text"):
             comparison([tiny_artifact, artifact])

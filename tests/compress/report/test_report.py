@@ -131,7 +131,7 @@ class TestPage:
     def test_other_file(self, artifact, tmp_path):
         assert write_report(artifact, tmp_path / "new" / "page.html").is_file()
         (tmp_path / "file").write_text("")
-        with pytest.raises(RequestError, match="page.html"):
+        with pytest.raises(RequestError, match=r"page\.html"):
             write_report(artifact, tmp_path / "file" / "page.html")
 
     def test_plain_checkpoint_has_nothing_to_report(self, tiny_llama):

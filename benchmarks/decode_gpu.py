@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from runtime.engines.base import Chunk
 from runtime.engines.cuda import CudaEngine, ops, reference, take_over
+from runtime.engines.cuda.cache import CacheLayer
 from runtime.engines.torch.engine import TorchEngine
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import GridScheme, Scheme
@@ -195,7 +196,7 @@ def attention_error(device: torch.device) -> float:
     tables = torch.randint(0, 200, (5, 64), generator=generator, dtype=torch.int32).to(device)
     q = torch.randn(5, 32, 128, generator=generator).to(device, torch.bfloat16)
     for window in (0, 700):
-        arguments = (q, keys, values, tables, positions, 128**-0.5, window)
+        arguments = (q, CacheLayer(keys, values), tables, positions, 128**-0.5, window)
         found, wanted = ops.choose(device).decode_attention(*arguments), reference.decode_attention(*arguments)
         worst = max(worst, float((found.float() - wanted.float()).abs().max()))
     return worst

@@ -109,7 +109,7 @@ def call_layers(model: nn.Module) -> None:
 def call_decoder(model: PreTrainedModel) -> None:
     """Steps and prompts of the fused engine."""
     from runtime.engines.cuda import engine, ops
-    from runtime.engines.cuda.cache import Memory
+    from runtime.engines.cuda.cache import Memory, Rows
     from runtime.engines.cuda.decoder import Decoder
     from runtime.engines.cuda.parts import read_parts
 
@@ -131,13 +131,11 @@ def call_decoder(model: PreTrainedModel) -> None:
         def attend(
             layer: int, q: torch.Tensor, numbers: list[torch.Tensor] = numbers, tables: torch.Tensor = tables
         ) -> Any:
-            return decoder.ops.decode_attention(
-                q, memory.keys[layer], memory.values[layer], tables, numbers[1], parts.scale,
-                parts.blocks[layer].window,
-            )  # fmt: skip
+            window = parts.blocks[layer].window
+            return decoder.ops.decode_attention(q, memory.layers[layer], tables, numbers[1], parts.scale, window)
 
         x = torch.empty(rows, hidden, dtype=parts.dtype, device=META)
-        decoder(x, engine.Rows(*numbers), memory, attend)
+        decoder(x, Rows(*numbers), memory, attend)
 
 
 def _joined(layers: llama_structure.Joined) -> llama_structure.Joined:

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from runtime.engines.cuda.parts import Parts
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens of a step, int32 `[rows]`: ids, positions in their sequences, and slots `page * page_size + place in the page`."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+
+
+class CacheLayer(NamedTuple):
+    """One layer of the cache, keys and values `[pages, page_size, kv_heads, head_dim]`."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
 
 
 class Memory:
@@ -23,6 +40,7 @@ class Memory:
         # Zeros: the plain attention multiplies what it masks, and memory that was never written may hold NaN.
         make = [torch.zeros(shape, dtype=parts.dtype, device=device) for _ in range(2 * len(parts.blocks))]
         self.keys, self.values = make[0::2], make[1::2]
+        self.layers = [CacheLayer(*layer) for layer in zip(self.keys, self.values, strict=True)]
         self.count = count
         self.page_size = page_size
         self.steps: Any = None

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from runtime.engines.cuda.cache import Memory
+from runtime.engines.cuda.cache import Memory, Rows
 from runtime.engines.cuda.ops import Ops
-from runtime.engines.cuda.parts import Block, Parts
+from runtime.engines.cuda.parts import Parts
 
 #: Block number and queries `[rows, heads, head_dim]` -> what they find in the cache, the same shape.
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Tokens of a step, int32 `[rows]`: ids, positions in their sequences, and slots `page * page_size + place in the page`."""
-
-    ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
 
 
 class Decoder:
@@ -60,7 +50,7 @@ class Decoder:
         parts, norm = self.parts, self.ops.rms_norm
         x, residual = norm(hidden, parts.blocks[0].input_norm, parts.eps)
         for i, block in enumerate(parts.blocks):
-            q = self._queries(block, x, rows, memory.keys[i], memory.values[i])
+            q = self.ops.rotate_and_store(block.qkv(x), block.norms, parts.eps, self.rotations, rows, memory.layers[i])
             found = block.output(attend(i, q).reshape(x.shape[0], -1))
             x, residual = norm(found, block.mlp_norm, parts.eps, residual)
             found = block.down(self.ops.swiglu(block.gate_up.whole(x)))
@@ -70,11 +60,3 @@ class Decoder:
             found, residual = found[wanted], residual[wanted]
         x, _ = norm(found, parts.final_norm, parts.eps, residual)
         return x
-
-    def _queries(
-        self, block: Block, x: torch.Tensor, rows: Rows, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        q, k, v = block.qkv(x)
-        return self.ops.rotate_and_store(
-            q, k, v, block.norms, self.parts.eps, self.rotations, rows.positions, rows.slots, keys, values
-        )

@@ -23,8 +23,8 @@ import torch
 
 from runtime.engines.base import Chunk
 from runtime.engines.cuda import ops
-from runtime.engines.cuda.cache import Memory, Pool
-from runtime.engines.cuda.decoder import Decoder, Rows
+from runtime.engines.cuda.cache import Memory, Pool, Rows
+from runtime.engines.cuda.decoder import Decoder
 from runtime.engines.cuda.parts import Parts, read_parts, why_not
 from runtime.engines.cuda.prefill import ChunkAttention
 from runtime.engines.cuda.steps import Capture, CudaGraphs, Steps
@@ -187,7 +187,7 @@ class CudaEngine(FusedEngine):
         attention = ChunkAttention(starts, counts, torch.tensor(cached).to(self.device), parts.scale)
 
         def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
-            return attention(q, memory.keys[layer], memory.values[layer], parts.blocks[layer].window)
+            return attention(q, memory.layers[layer], parts.blocks[layer].window)
 
         wanted = None if len(ends) == len(ids) else torch.tensor(ends).to(self.device)
         decoder, embedded = self.decoder, self.decoder.embed(rows.ids)

@@ -10,7 +10,9 @@ without a share end at once, so that the grid, which a CUDA graph freezes, can b
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from runtime.engines.cuda.cache import CacheLayer
 from runtime.kernels.triton.jit import entry, jit, next_power_of_2, tl
 
 LEAST_SHARE = 2  # blocks of a share: with fewer, partial results would be a large part of the traffic
@@ -97,21 +99,10 @@ def splits(kv_heads: int) -> int:
 
 
 def decode_attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    window: int,
-    width: int | None = None,
-    parts: int | None = None,
-) -> torch.Tensor:
-    """`reference.decode_attention`, its reference. Nothing behind a row's position is read, so `width` does not matter.
-
-    Args:
-        parts: shares of a long sequence instead of `splits(kv_heads)`.
-    """
+    q: Tensor, layer: CacheLayer, tables: Tensor, positions: Tensor, scale: float, window: int, width: int | None = None
+) -> Tensor:
+    """`reference.decode_attention`, its reference. Nothing behind a row's position is read, so `width` does not matter."""
+    keys, values = layer
     rows, heads, size = q.shape
     page, kv_heads = keys.shape[1:3]
     wide = q.element_size() == 4  # float32 is multiplied without tensor cores, and takes twice the registers
@@ -121,7 +112,7 @@ def decode_attention(
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
     if rows == 0:
         return out
-    count, windowed = parts or splits(kv_heads), window > 0
+    count, windowed = splits(kv_heads), window > 0
     block_d = max(16, next_power_of_2(size))
     group = heads // kv_heads
     part = extent = out

@@ -12,6 +12,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
+from runtime.engines.cuda.cache import CacheLayer
+
 # All chunks of a step in one call: torch's variable-length flash attention, where it computes what it should.
 
 _log = logging.getLogger("compress.engine")
@@ -115,9 +117,9 @@ class ChunkAttention:
         self._lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         self._ends: Ends | None = None
 
-    def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int) -> torch.Tensor:
-        """`[rows, heads, head_dim]`, given one layer of the cache `[pages, page_size, kv_heads, head_dim]`."""
-        k, v = (tensor.flatten(0, 1)[self._slots] for tensor in (keys, values))
+    def __call__(self, q: torch.Tensor, layer: CacheLayer, window: int) -> torch.Tensor:
+        """`[rows, heads, head_dim]`."""
+        k, v = (tensor.flatten(0, 1)[self._slots] for tensor in layer)
         if q.device.type == "cuda" and works(q.device, q.dtype, *q.shape[1:2], *k.shape[1:], window > 0):
             if self._ends is None:
                 self._ends = Ends(self._starts, self._counts, q.device)

@@ -5,13 +5,16 @@ Rounded to the model's dtype where transformers rounds; rotation and attention a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from runtime.engines.cuda.cache import CacheLayer, Rows
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`h = x + residual` and `weight * h / rms(h)` -> (normalized, h), `[..., hidden]`."""
     h = x if residual is None else x + residual
     value = h.float()
@@ -19,12 +22,12 @@ def rms_norm(
     return weight * normal.to(x.dtype), h
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`."""
     return functional.silu(gate) * up
 
 
-def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotate heads `[rows, heads, head_dim]` by `rotation` float32 `[rows, rotary]`, cosines first; elements past `rotary` stay."""
     half = rotation.shape[-1] // 2
     cosine, sine = rotation[:, None, :half], rotation[:, None, half:]
@@ -35,52 +38,41 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_and_store(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    qkv: Sequence[Tensor],
+    norms: tuple[Tensor, Tensor] | None,
     eps: float,
-    rotations: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> torch.Tensor:
+    rotations: Tensor,
+    rows: Rows,
+    layer: CacheLayer,
+) -> Tensor:
     """Norms of the heads (if any), rotation, keys and values into the cache; returns the queries `[rows, heads, head_dim]`.
 
     Args:
-        q, k, v: `[rows, heads * head_dim]`, views of a joined product allowed.
+        qkv: queries, keys and values, `[rows, heads * head_dim]`, views of a joined product allowed.
         norms: weights of the query and key norms.
         rotations: float32 `[positions, rotary]`, see `rotate`.
-        positions, slots: `[rows]`; a slot is `page * page_size + place in the page`.
-        keys, values: one layer of the cache, `[pages, page_size, kv_heads, head_dim]`.
+        rows: where the tokens are.
+        layer: of the cache, written to.
     """
-    heads, size = keys.shape[-2:]
-    q, k = q.reshape(q.shape[0], -1, size), k.reshape(k.shape[0], heads, size)
+    heads, size = layer.keys.shape[-2:]
+    q, k, v = (each.reshape(len(each), -1, size) for each in qkv)
     if norms is not None:
         q, k = rms_norm(q, norms[0], eps)[0], rms_norm(k, norms[1], eps)[0]
-    rotation = rotations[positions.long()]
-    at = slots.long()
-    keys.view(-1, heads, size).index_copy_(0, at, rotate(k, rotation))
-    values.view(-1, heads, size).index_copy_(0, at, v.reshape(-1, heads, size))
+    rotation = rotations[rows.positions.long()]
+    at = rows.slots.long()
+    layer.keys.view(-1, heads, size).index_copy_(0, at, rotate(k, rotation))
+    layer.values.view(-1, heads, size).index_copy_(0, at, v)
     return rotate(q, rotation)
 
 
 def decode_attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    window: int,
-    width: int | None = None,
-) -> torch.Tensor:
+    q: Tensor, layer: CacheLayer, tables: Tensor, positions: Tensor, scale: float, window: int, width: int | None = None
+) -> Tensor:
     """One query a sequence against its pages.
 
     Args:
         q: `[rows, heads, head_dim]`.
-        keys, values: `[pages, page_size, kv_heads, head_dim]`.
+        layer: of the cache.
         tables: `[rows, most pages]`: position p of a row lies in page `tables[row, p // page_size]`; entries behind
             its position are any valid pages.
         positions: `[rows]`: of the query; keys 0..position are seen.
@@ -91,10 +83,9 @@ def decode_attention(
         `[rows, heads, head_dim]`.
     """
     rows, heads, size = q.shape
-    page, kv_heads = keys.shape[1:3]
+    page, kv_heads = layer.keys.shape[1:3]
     chosen = tables[:, :width].long()
-    k = keys[chosen].view(rows, -1, kv_heads, size)
-    v = values[chosen].view(rows, -1, kv_heads, size)
+    k, v = (tensor[chosen].view(rows, -1, kv_heads, size) for tensor in layer)
     at = torch.arange(chosen.shape[1] * page, device=q.device)[None]
     last = positions.long()[:, None]
     seen = at <= last

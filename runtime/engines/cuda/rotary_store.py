@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
+from runtime.engines.cuda.cache import CacheLayer, Rows
 from runtime.kernels.triton.jit import entry, next_power_of_2, tl
 
 
@@ -46,28 +50,26 @@ def rotary_store_kernel(
 
 
 def rotate_and_store(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    qkv: Sequence[Tensor],
+    norms: tuple[Tensor, Tensor] | None,
     eps: float,
-    rotations: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> torch.Tensor:
+    rotations: Tensor,
+    rows: Rows,
+    layer: CacheLayer,
+) -> Tensor:
     """`reference.rotate_and_store`, its reference."""
+    q, k, v = qkv
+    keys, values = layer
     kv_heads, size = keys.shape[-2:]
-    rows, heads = q.shape[0], q.shape[1] // size
-    out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
-    if rows:
+    count, heads = q.shape[0], q.shape[1] // size
+    out = torch.empty(count, heads, size, dtype=q.dtype, device=q.device)
+    if count:
         assert q.stride(1) == k.stride(1) == v.stride(1) == 1, "rows must be dense"
         assert keys.is_contiguous(), "pages lie one after another"
         assert values.is_contiguous(), "pages lie one after another"
         q_norm, k_norm = norms or (q, q)
-        rotary_store_kernel[(rows, heads + 2 * kv_heads)](
-            q, k, v, q_norm, k_norm, rotations, positions, slots, out, keys, values,
+        rotary_store_kernel[(count, heads + 2 * kv_heads)](
+            q, k, v, q_norm, k_norm, rotations, rows.positions, rows.slots, out, keys, values,
             q.stride(0), k.stride(0), v.stride(0), eps,
             HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=rotations.shape[1] // 2, BLOCK=next_power_of_2(size),
             NORMS=norms is not None, num_warps=1,

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 
 from runtime.engines.base import Chunk
-from runtime.engines.cuda.cache import Memory
-from runtime.engines.cuda.decoder import Decoder, Rows
+from runtime.engines.cuda.cache import Memory, Rows
+from runtime.engines.cuda.decoder import Decoder
 from runtime.errors import RequestError, first_line
 
 #: Computes from what static tensors hold now. Of a captured computation, the next call of any that the same `Capture` made may overwrite
@@ -168,10 +168,8 @@ class Steps:
         parts, attention, tables = decoder.parts, decoder.ops.decode_attention, self._tables[:size]
 
         def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
-            return attention(
-                q, memory.keys[layer], memory.values[layer], tables, rows.positions, parts.scale,
-                parts.blocks[layer].window, self._width,
-            )  # fmt: skip
+            window = parts.blocks[layer].window
+            return attention(q, memory.layers[layer], tables, rows.positions, parts.scale, window, self._width)
 
         hidden = decoder.embed(rows.ids) if decoder.embeds else self._hidden[:size]
         x = decoder.states(hidden, rows, memory, attend)

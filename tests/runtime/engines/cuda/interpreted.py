@@ -11,6 +11,7 @@ from triton_interpreter import repair
 
 from runtime.engines.base import Chunk
 from runtime.engines.cuda import ops, paged_attention, reference, rotary_store
+from runtime.engines.cuda.cache import CacheLayer, Rows
 
 LIMIT = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -43,11 +44,13 @@ def attention(
         tables[row, position // page + 1 :] = 1 << 30
     q = torch.randn(len(positions), heads + 1, size).to(dtype)[:, :heads]  # rows with something between them
     at = torch.tensor(positions, dtype=torch.int32)
-    found = paged_attention.decode_attention(q, keys, values, tables, at, size**-0.5, window, None, parts)
-    near(found, reference.decode_attention(q, keys, values, tables.clamp(max=count - 1), at, size**-0.5, window))
-    alone = paged_attention.decode_attention(
-        q[1:2], keys, values, tables[1:2], at[1:2], size**-0.5, window, None, parts
-    )
+    layer, shares = CacheLayer(keys, values), paged_attention.splits
+    if parts is not None:
+        paged_attention.splits = lambda _: parts
+    found = paged_attention.decode_attention(q, layer, tables, at, size**-0.5, window)
+    near(found, reference.decode_attention(q, layer, tables.clamp(max=count - 1), at, size**-0.5, window))
+    alone = paged_attention.decode_attention(q[1:2], layer, tables[1:2], at[1:2], size**-0.5, window)
+    paged_attention.splits = shares
     assert torch.equal(alone[0], found[1]), "a sequence depends on what is beside it"
 
 
@@ -60,10 +63,11 @@ def rotation(dtype: torch.dtype, heads: int, kv_heads: int, size: int, rotary: i
     rotations = torch.randn(60, rotary)
     positions = torch.tensor([0, 59, 3, 3, 17], dtype=torch.int32)
     slots = torch.tensor([0, 63, 5, 40, 41], dtype=torch.int32)
+    rows_at = Rows(positions, positions, slots)
     caches = torch.randn(2, 2, pages, page, kv_heads, size).to(dtype)
     caches[1] = caches[0]
     out = [
-        module.rotate_and_store(q, k, v, weights, 1e-5, rotations, positions, slots, *caches[i])  # type: ignore[attr-defined]
+        module.rotate_and_store((q, k, v), weights, 1e-5, rotations, rows_at, CacheLayer(*caches[i]))  # type: ignore[attr-defined]
         for i, module in enumerate((reference, rotary_store))
     ]
     near(out[1], out[0])

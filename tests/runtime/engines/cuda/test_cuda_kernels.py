@@ -35,20 +35,23 @@ def attention(
     heads: int, kv_heads: int, size: int, window: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> Callable[[], Any]:
     from runtime.engines.cuda import paged_attention
+    from runtime.engines.cuda.cache import CacheLayer
 
     cache, numbers = meta(9, 64, kv_heads, size, dtype=dtype), meta(4, dtype=torch.int32)
     q, tables = meta(4, heads, size, dtype=dtype), meta(4, 128, dtype=torch.int32)
-    return lambda: paged_attention.decode_attention(q, cache, cache, tables, numbers, size**-0.5, window)
+    return lambda: paged_attention.decode_attention(q, CacheLayer(cache, cache), tables, numbers, size**-0.5, window)
 
 
 def rotation(heads: int, kv_heads: int, size: int, norms: bool) -> Callable[[], Any]:
     from runtime.engines.cuda import rotary_store
+    from runtime.engines.cuda.cache import CacheLayer, Rows
 
     q, k, v = meta(4, (heads + 2 * kv_heads) * size).split([heads * size, kv_heads * size, kv_heads * size], dim=-1)
     cache, numbers = meta(9, 64, kv_heads, size), meta(4, dtype=torch.int32)
     weights = (meta(size), meta(size)) if norms else None
     angles = meta(128, size, dtype=torch.float32)
-    return lambda: rotary_store.rotate_and_store(q, k, v, weights, 1e-5, angles, numbers, numbers, cache, cache)
+    rows, layer = Rows(numbers, numbers, numbers), CacheLayer(cache, cache)
+    return lambda: rotary_store.rotate_and_store((q, k, v), weights, 1e-5, angles, rows, layer)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from runtime.engines.cuda import prefill
+from runtime.engines.cuda.cache import CacheLayer
 from runtime.engines.cuda.prefill import ChunkAttention, chunk_attention
 
 
@@ -90,7 +91,7 @@ def test_all_pieces_at_once_and_one_by_one() -> None:
     slots = torch.cat([table[at // page] * page + at % page for table, at in zip(tables, places, strict=True)])
     q = torch.randn(sum(counts), 4, 16).to(torch.bfloat16)
     for window in (0, 4):
-        found = ChunkAttention(starts, counts, slots, 0.25)(q, keys, values, window)
+        found = ChunkAttention(starts, counts, slots, 0.25)(q, CacheLayer(keys, values), window)
         k, v = keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
         together = stand_in()
         ends = prefill.Ends(starts, counts, torch.device("cpu"))

@@ -33,31 +33,29 @@ _log = logging.getLogger("compress.engine")
 
 
 class Recorder:
-    """What every layer of one step leaves in the residual stream; `Pool.recorder` of the step's pool.
-
-    Attributes:
-        states: float32 `[layers, tokens of all chunks, hidden]`; None before the step.
-    """
+    """What every layer of one step leaves in the residual stream; `Pool.recorder` of the step's pool."""
 
     def __init__(self) -> None:
-        self.states: torch.Tensor | None = None
-        self._places: dict[tuple[int, int], slice] = {}
+        self._states: dict[tuple[int, int], torch.Tensor] = {}
 
     def fill(self, chunks: Sequence[Chunk], states: torch.Tensor) -> None:
-        """The step is done."""
-        self.states, row = states, 0
-        for chunk in chunks:
-            self._places[_place(chunk.pages, chunk.start)] = slice(row, row + len(chunk.tokens))
-            row += len(chunk.tokens)
+        """The step is done: float32 `[layers, tokens of all chunks, hidden]`."""
+        for chunk, mine in zip(chunks, states.split([len(chunk.tokens) for chunk in chunks], 1), strict=True):
+            self._states[_place(chunk.pages, chunk.start)] = mine
 
     def of(self, pages: Sequence[int], start: int) -> torch.Tensor | None:
         """`[layers, tokens, hidden]` of the chunk of these pages that began at `start`; None: there was none."""
-        rows = self._places.get(_place(pages, start))
-        return None if rows is None or self.states is None else self.states[:, rows]
+        return self._states.get(_place(pages, start))
 
 
 def _place(pages: Sequence[int], start: int) -> tuple[int, int]:
     return start, pages[start // PAGE]  # what is written to belongs to one sequence
+
+
+def output_rows(chunks: Sequence[Chunk]) -> list[int]:
+    """The rows of a step whose logits are wanted: of each chunk the last `outputs`."""
+    ends = accumulate(len(chunk.tokens) for chunk in chunks)
+    return [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.outputs, end)]
 
 
 def branch_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
@@ -176,15 +174,13 @@ class LlamaEngine(FusedEngine):
         return self.new_pages(count)
 
     def read(self, pool: Pool, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:
-        ends = list(accumulate(len(chunk.tokens) for chunk in chunks))
-        return self._run(pool, chunks, range(ends[-1]) if every else [end - 1 for end in ends])[0]
+        rows = range(sum(len(chunk.tokens) for chunk in chunks))
+        return self._run(pool, chunks, rows if every else output_rows(chunks))[0]
 
     def verify(
         self, pool: Pool, chunks: Sequence[Chunk], hidden: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ends = accumulate(len(chunk.tokens) for chunk in chunks)
-        outputs = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.outputs, end)]
-        logits, x = self._run(pool, chunks, outputs)
+        logits, x = self._run(pool, chunks, output_rows(chunks))
         return logits, self._normed(x) if hidden else None
 
     def keep(self, pool: Pool, chunk: Chunk, path: Sequence[int]) -> None:
@@ -207,13 +203,12 @@ class LlamaEngine(FusedEngine):
         """One pass over all tokens of the chunks: logits of the rows `outputs`, and the residual stream after the last layer."""
         ready = self.prepare(pool.decoder, chunks, outputs)
         recorder, pool.recorder = pool.recorder, None
-        if recorder is None:
-            self._compute(ready.step, pool)
-            return ready.logits, ready.x
-        states = torch.empty(len(self.parts.blocks), *ready.x.shape)
-        ready.step.record = states.data_ptr()
+        if recorder is not None:
+            states = torch.empty(len(self.parts.blocks), *ready.x.shape)
+            ready.step.record = states.data_ptr()
         self._compute(ready.step, pool)
-        recorder.fill(chunks, states)
+        if recorder is not None:
+            recorder.fill(chunks, states)
         return ready.logits, ready.x
 
     def prepare(

@@ -41,9 +41,11 @@ class Parts:
 
 def read_parts(model: PreTrainedModel, device: torch.device) -> Parts | str:
     """The parts, or the reason why this model is not for the native engine."""
-    reason = _why_not(model, device)
+    reason = llama_structure.why_not(model)
     if reason is not None:
         return reason
+    if device.type != "cpu" or library.load() is None:
+        return "it runs on CPUs" if device.type != "cpu" else "there is no C compiler"
     config: Any = model.config
     keep: list[Any] = []
     digits: set[int] = set()
@@ -74,15 +76,6 @@ def read_parts(model: PreTrainedModel, device: torch.device) -> Parts | str:
 
 class UnknownPartError(Exception):
     """A module that decoder.h cannot compute."""
-
-
-def _why_not(model: PreTrainedModel, device: torch.device) -> str | None:
-    reason = llama_structure.why_not(model)
-    if reason is None and device.type != "cpu":
-        reason = "it runs on CPUs"
-    if reason is None and library.load() is None:
-        reason = "there is no C compiler"
-    return reason
 
 
 def _block(layer: Any, config: Any, keep: list[Any], digits: set[int]) -> Block:

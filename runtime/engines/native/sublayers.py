@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from runtime.engines.base import Chunk
-from runtime.engines.native.engine import LlamaEngine, Pool, decoder_of
+from runtime.engines.native.engine import LlamaEngine, Pool, decoder_of, output_rows
 from runtime.engines.native.parts import HEAD_NORMS, MLP, PROJECTIONS, dense_linear
 from runtime.errors import ArtifactError
 from runtime.kernels.cpu.decoder import PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder
@@ -47,8 +46,7 @@ class View:
 
     def read(self, pool: Pool, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Logits after the last token of each chunk, float32 `[chunks, vocab]`."""
-        ends = accumulate(len(chunk.tokens) for chunk in chunks)
-        return self._run(pool, chunks, [end - 1 for end in ends])[0]
+        return self._run(pool, chunks, output_rows(chunks))[0]
 
     def states(self, pool: Pool, chunks: Sequence[Chunk]) -> torch.Tensor:
         """The residual stream after the last layer, float32 `[tokens of all chunks, hidden]`."""
@@ -187,8 +185,7 @@ class Adapter:
         Args:
             states: float32 `[tokens of all chunks, hidden]`, what the layers before it leave in the residual stream; overwritten.
         """
-        ends = accumulate(len(chunk.tokens) for chunk in chunks)
-        ready = self.engine.prepare(memory.decoder, chunks, [end - 1 for end in ends], states)
+        ready = self.engine.prepare(memory.decoder, chunks, output_rows(chunks), states)
         self.engine.compute(ready.step)
         return ready.logits
 

@@ -159,9 +159,7 @@ class TreePool(DraftPool):
         self._eager = config._attn_implementation == "eager"
         self._columns = found
         self._lengths: list[int] = []
-        self._last = torch.zeros(
-            0, 0, dtype=torch.int64
-        )  # positions of the last pass `[batch, width]`, on the engine's device
+        self._last = torch.zeros(0, 0, dtype=torch.int64)  # positions of the last pass `[batch, width]`, on the device
 
     # ---------------------------------------------------------------- passes
     @torch.inference_mode()
@@ -225,15 +223,11 @@ class TreePool(DraftPool):
         width = self._last.shape[1]
         most = max(map(len, paths))
         straight = all(list(path) == list(range(most)) for path in paths)
-        index = torch.zeros(0)
-        if straight:
-            new = self._last[:, :most]
-        else:
-            # Rows that keep fewer have their first token there once more, which nobody sees.
-            filled = [[*path, *[0] * (most - len(path))] for path in paths]
-            real = [[True] * len(path) + [False] * (most - len(path)) for path in paths]
-            index = torch.tensor(filled, device=self._last.device)
-            new = self._last.gather(1, index).where(torch.tensor(real, device=self._last.device), HOLE)
+        # Rows that keep fewer have their first token there once more, which nobody sees.
+        filled = [[*path, *[0] * (most - len(path))] for path in paths]
+        real = [[place < len(path) for place in range(most)] for path in paths]
+        index = torch.tensor(filled, device=self._last.device)
+        new = self._last.gather(1, index).where(torch.tensor(real, device=self._last.device), HOLE)
         for kind in self._columns:
             before = kind.places.shape[1]
             kind.places = torch.cat([kind.places, new], 1)
@@ -361,14 +355,8 @@ def states_of(module: Any, wanted: bool) -> Iterator[list[torch.Tensor]]:
         yield found
         return
 
-    def note(decoder: Any, arguments: Any, output: Any) -> None:
-        found.append(output[0])
-
-    hook = module.get_decoder().register_forward_hook(note)
-    try:
+    with module.get_decoder().register_forward_hook(lambda decoder, arguments, output: found.append(output[0])):
         yield found
-    finally:
-        hook.remove()
 
 
 # Of logits, relative to how much they differ among tokens. A branch that sees another, or is at another place, is far off.
@@ -414,10 +402,5 @@ def _error(engine: RowEngine, module: PreTrainedModel, start: int) -> float:
     whole = [[*prompt, *(chunk.tokens[index] for index in leaf)] for prompt, chunk, leaf in leaves]
     expected = engine.forward(torch.tensor(whole, device=device), None, None, None, True)[:, -1]
     rows = [_LEAVES[0][-1], len(_PARENTS[0]) + _LEAVES[1][-1]]
-    return float(_distance(found[rows], expected).max())
-
-
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Of each row, relative to the spread of what is expected."""
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
-    return (found - expected).norm(dim=-1) / spread.clamp(min=1e-12)
+    return float(((found[rows] - expected).norm(dim=-1) / spread.clamp(min=1e-12)).max())

@@ -154,24 +154,35 @@ class Engine(ABC):
         """{module name: what computes it}."""
 
 
-class EncoderEngine(Protocol):
-    """A loaded encoder: token ids in, the hidden states after its last block out.
+class BatchEngine(Protocol):
+    """A loaded model that computes whole batches.
 
     Attributes:
         device: where inputs must be.
         vocab_size: ids are 0..vocab_size-1.
-        hidden_size: width of the hidden states.
-        context_length: most tokens of a row; None when there is no limit.
+        context_length: most tokens of a row of `input_ids`; None when there is no limit.
         weight_bytes: memory the weights take as they are held (packed).
         description: what computes, in a few words.
     """
 
     device: torch.device
     vocab_size: int
-    hidden_size: int
     context_length: int | None
     weight_bytes: int
     description: str
+
+    def explain(self) -> dict[str, str]:
+        """{module name: what computes it}."""
+
+
+class EncoderEngine(BatchEngine, Protocol):
+    """A loaded encoder: token ids in, the hidden states after its last block out.
+
+    Attributes:
+        hidden_size: width of the hidden states.
+    """
+
+    hidden_size: int
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Hidden states, float32 `[batch, seq, hidden]`; what is at padding means nothing.
@@ -183,30 +194,18 @@ class EncoderEngine(Protocol):
             attention_mask: int64 `[batch, seq]`, 1 = token, 0 = padding; None: no padding anywhere.
         """
 
-    def explain(self) -> dict[str, str]:
-        """{module name: what computes it}."""
 
-
-class Seq2SeqEngine(Protocol):
+class Seq2SeqEngine(BatchEngine, Protocol):
     """A loaded encoder-decoder. A source is encoded once; decoding then grows a cache, all rows of a batch in step.
 
     Attributes:
-        device: where inputs must be.
-        vocab_size: width of the logits; ids are 0..vocab_size-1.
+        vocab_size: width of the logits too.
         features: sources are features of sounds, not token ids.
-        context_length: most tokens of a source; None when there is no limit.
         decoder_context_length: most tokens of an output, the start token included; None when there is no limit.
-        weight_bytes: memory the weights take as they are held (packed).
-        description: what computes, in a few words.
     """
 
-    device: torch.device
-    vocab_size: int
     features: bool
-    context_length: int | None
     decoder_context_length: int | None
-    weight_bytes: int
-    description: str
 
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """States of the source, `[batch, seq, hidden]` in the engine's dtype.
@@ -242,6 +241,3 @@ class Seq2SeqEngine(Protocol):
 
     def cache_bytes(self, cache: Any) -> int:
         """Memory that `cache` holds."""
-
-    def explain(self) -> dict[str, str]:
-        """{module name: what computes it}."""

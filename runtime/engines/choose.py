@@ -61,14 +61,12 @@ def load_engine(
     from runtime.engines.streaming.load import NoCacheError, give_all, prepared_file, say_once
 
     try:
-        if max_memory is not None:
-            from runtime.engines.streaming.engine import refuse_early, streamed
+        file = prepared_file(blueprint, verify, max_memory)
+        if max_memory is None:
+            return choose_engine(give_all(blueprint, file), blueprint, policy)
+        from runtime.engines.streaming.engine import streamed
 
-            refuse_early(blueprint, max_memory)
-        file = prepared_file(blueprint, verify, streams=max_memory is not None)
-        if max_memory is not None:
-            return streamed(blueprint, file, max_memory, choose_engine, policy)
-        return choose_engine(give_all(blueprint, file), blueprint, policy)
+        return streamed(blueprint, file, max_memory, choose_engine, policy)
     except NoCacheError as reason:
         if max_memory is not None:
             where = blueprint.artifact.path

@@ -15,12 +15,11 @@ from runtime.engines.base import Chunk, Engine
 from runtime.engines.native.engine import LlamaEngine, Pool
 from runtime.engines.native.parts import Parts, read_parts
 from runtime.engines.streaming.plan import Plan, cache_budget, plan, reserve_for
-from runtime.engines.streaming.prepared_file import Group, Place, PreparedFile, groups_of, places, put, share, values
+from runtime.engines.streaming.prepared_file import Group, Place, PreparedFile, put, share, values
 from runtime.engines.streaming.ring import DeviceSlots, HostSlots, RangeReader, Ring, Slots, aligned
 from runtime.engines.torch.engine import Blueprint, TorchEngine
 from runtime.errors import RequestError
 from runtime.kernels.cpu.decoder import Step
-from runtime.modeling.skeleton import tied_names
 from runtime.modeling.weights import to_device
 from runtime.system.memory import free_bytes
 
@@ -144,19 +143,6 @@ def _streaming(blueprint: Blueprint, file: PreparedFile, decided: Plan, policy: 
     except BaseException:
         ring.close()
         raise
-
-
-def refuse_early(blueprint: Blueprint, max_memory: int) -> None:
-    """RequestError where the bound is too little by far, before a large file is made to find out exactly."""
-    groups = groups_of(blueprint.module)
-    sizes = dict.fromkeys(groups.all(), 0)
-    tied = tied_names(blueprint.module)
-    for place in places(blueprint.module):
-        if place.name not in tied:
-            width = min(place.value.itemsize, blueprint.dtype.itemsize) if place.value.is_floating_point() else 0
-            sizes[groups.of(place.name)] += place.value.numel() * (width or place.value.itemsize)
-    outside, *blocks = sizes.values()
-    plan(max_memory, outside, blocks, reserve_for(blueprint.module.config, blueprint.dtype))
 
 
 def _settle(model: Any, file: PreparedFile, groups: list[Group], device: torch.device) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from runtime import kernels as kernel_table
 from runtime.engines.streaming import cache
 from runtime.engines.streaming.cache import NoCacheError
+from runtime.engines.streaming.plan import plan, reserve_for
 from runtime.engines.streaming.prepared_file import (
     OUTSIDE,
     PreparedFile,
@@ -83,10 +84,14 @@ def _compressed(model: nn.Module, chosen: Mapping[str, Chosen]) -> Iterator[tupl
         yield name, module
 
 
-def total_bytes(model: Any, tensors: Mapping[str, Expected]) -> int:
-    """About how large the file is."""
-    tied = tied_names(model)
-    return sum(math.prod(t.shape) * t.dtypes[0].itemsize for name, t in tensors.items() if name not in tied)
+def group_bytes(model: Any, tensors: Mapping[str, Expected]) -> dict[str, int]:
+    """About how large each group of the file is; a little less, since alignment is left out."""
+    tied, groups = tied_names(model), groups_of(model)
+    sizes = dict.fromkeys(groups.all(), 0)
+    for name, tensor in tensors.items():
+        if name not in tied:
+            sizes[groups.of(name)] += math.prod(tensor.shape) * tensor.dtypes[0].itemsize
+    return sizes
 
 
 def check(file: PreparedFile, model: nn.Module, tensors: Mapping[str, Expected]) -> None:
@@ -228,14 +233,15 @@ def _write(writer: Writer, blueprint: Blueprint, filling: Filling, chosen: dict[
 _said: set[str] = set()
 
 
-def prepared_file(blueprint: Blueprint, verify: bool, streams: bool = False) -> PreparedFile:
+def prepared_file(blueprint: Blueprint, verify: bool, max_memory: int | None = None) -> PreparedFile:
     """The file, checked (with `verify`: the content of its tensors too), made or made again where needed. The model stays empty.
 
-    With `streams` the model cannot run without it: then it may be larger than the cache, and where there is no home it lasts as long
-    as this process.
+    With a bound in bytes the model cannot run without it: then it may be larger than the cache, and where there is no home it lasts as
+    long as this process.
 
     Raises:
-        NoCacheError: there is nowhere to store it. ArtifactError, RequestError: as loading without a cache.
+        NoCacheError: there is nowhere to store it. RequestError: the bound is too little. ArtifactError, RequestError: as loading without
+            a cache.
     """
     model = blueprint.module
     # Names, shapes and dtypes are checked also where nothing will be read: a wrong artifact stays wrong.
@@ -243,7 +249,7 @@ def prepared_file(blueprint: Blueprint, verify: bool, streams: bool = False) -> 
     if filling.foreign:
         raise NoCacheError("its tensors have other names than those of the model")
     chosen = choose(model, blueprint.kernels, blueprint.dtype, blueprint.device)
-    if directories.lasting() is None and not streams:
+    if directories.lasting() is None and max_memory is None:
         raise NoCacheError("there is no home directory, and COMPRESS_CACHE is not set")
     parts: dict[str, object] = {
         "class": type(model).__name__,
@@ -254,6 +260,9 @@ def prepared_file(blueprint: Blueprint, verify: bool, streams: bool = False) -> 
     key = cache.key(blueprint.artifact, parts)
     path = cache.path_of(key)
     tensors = expected(model, chosen, blueprint.dtype, blueprint.device)
+    outside, *blocks = sizes = list(group_bytes(model, tensors).values())
+    if max_memory is not None:  # what is too little is refused before a large file is made
+        plan(max_memory, outside, blocks, reserve_for(model.config, blueprint.dtype))
 
     def opened() -> PreparedFile:
         file = PreparedFile(path, key)
@@ -270,9 +279,9 @@ def prepared_file(blueprint: Blueprint, verify: bool, streams: bool = False) -> 
             found = None
             cache.log.warning("prepared weights are made again: %s", problem)
     if found is None:
-        admit = partial(cache.make_room, path, beyond=streams)
+        admit = partial(cache.make_room, path, beyond=max_memory is not None)
         try:
-            admit(total_bytes(model, tensors))  # what is too large is not even begun
+            admit(sum(sizes))  # what is too large is not even begun
             cache.log.info("preparing the weights of %s for this machine, once", blueprint.artifact.path)
             build(path, key, blueprint, filling, chosen, admit)
             found = opened()

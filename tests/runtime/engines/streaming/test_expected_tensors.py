@@ -16,7 +16,7 @@ from compressed_models import BATCH
 
 import runtime
 from runtime.checkpoint.artifact import Artifact
-from runtime.engines.streaming.load import expected, total_bytes
+from runtime.engines.streaming.load import expected, group_bytes
 from runtime.engines.streaming.prepared_file import PAGE, PreparedFile
 from runtime.engines.torch.engine import Blueprint
 from runtime.layers.compressed_linear import choose
@@ -98,7 +98,7 @@ def test_the_size_is_known_before(
     blueprint = Blueprint(Artifact(artifacts[name]), torch.device("cpu"), kernels, getattr(torch, dtype), False)
     chosen = choose(blueprint.module, kernels, blueprint.dtype, blueprint.device)
     tensors = expected(blueprint.module, chosen, blueprint.dtype, blueprint.device)
-    guess = total_bytes(blueprint.module, tensors)
+    guess = sum(group_bytes(blueprint.module, tensors).values())
     runtime.load(artifacts[name], kernels=kernels, dtype=dtype)
     groups = PreparedFile(makes[0], makes[0].parent.name).groups
     found = sum(group.size for group in groups)

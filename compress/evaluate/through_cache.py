@@ -50,14 +50,14 @@ def through_cache(
         CompressError: the model gives NaN.
     """
     engine: Any = model.engine
-    held = getattr(engine, "held", None)
-    if held is None:
+    factory = getattr(engine, "cache_factory", None)
+    if factory is None:
         raise RequestError(
             "the model was loaded with a plain cache; load it with kv_cache=... to measure a compressed one"
         )
     length = int(windows.shape[1])
     prompt = _prompt_tokens(length)
-    need = held.need(prompt, length - prompt)
+    need = factory.need(prompt, length - prompt)
     rows = min(rows_at_once(windows, engine.vocab_size, batch_size), cache_bound(engine, [need], None) // max(need, 1))
     shape = Shape.of(engine.module.config, engine.module.dtype)
     plain, ours = TokenMetrics(), TokenMetrics()
@@ -82,13 +82,13 @@ def through_cache(
             progress.step(f"batch {number}")
     measured, base = ours.result(), plain.result()["perplexity"]
     facts = {
-        "policy": held.description, "plain_perplexity": base, "kl": measured["kl"], "top1_agreement": measured["top1_agreement"],
+        "policy": factory.description, "plain_perplexity": base, "kl": measured["kl"], "top1_agreement": measured["top1_agreement"],
         "tokens": measured["tokens"], "sequence_length": length, "prompt_tokens": prompt,
         "cache_bytes": size // len(windows), "full_bytes": full_bytes(shape, length - 1),
     }  # fmt: skip
     if could:
         facts["read_share"] = read / could
-    short = _too_short(held.policy, facts)
+    short = _too_short(factory.policy, facts)
     return {
         "perplexity_with_cache": measured["perplexity"],
         "perplexity_increase_with_cache": measured["perplexity"] / base - 1,

@@ -158,8 +158,8 @@ def load(
     if (drafter is not None or brings) and (drafts is None or not drafts.left_out):
         from runtime.drafting.config.build import Target, choose_speculation
 
-        held = {} if drafts is None else drafts.models
-        speculation = choose_speculation(drafter, Target(artifact, engine, trust_remote_code, drafts=held))
+        models = {} if drafts is None else drafts.models
+        speculation = choose_speculation(drafter, Target(artifact, engine, trust_remote_code, drafts=models))
     model = _model("decoder", engine, artifact, trust_remote_code)
     model.speculation = speculation
     return model

@@ -157,10 +157,10 @@ class Model(GeneratingModel):
         `kv_cache_read_share`, how much of what they held steps have read (None: the policy has no selection); `drafter`, how drafts are
         made, verified and accepted (None: there are none).
         """
-        held = getattr(self.engine, "held", None)
+        factory = getattr(self.engine, "cache_factory", None)
         return {
             **super().stats,
-            "kv_cache": None if held is None else held.description,
+            "kv_cache": None if factory is None else factory.description,
             "kv_cache_read_share": self._last_stats().read_share,
             "drafter": None if self.speculation is None else self.speculation.describe(),
         }

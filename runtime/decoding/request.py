@@ -156,9 +156,9 @@ class CausalRequest(Request):
         """Groups of similar lengths, each with a page for every prompt."""
         engine, memory = self._decoding.engine, self._options.cache_memory
         needs, bound = None, 0
-        held = getattr(engine, "held", None)
-        if held is not None:
-            needs = [held.need(len(ids), new) for ids, new in zip(self.prompts.ids, rooms, strict=True)]
+        factory = getattr(engine, "cache_factory", None)
+        if factory is not None:
+            needs = [factory.need(len(ids), new) for ids, new in zip(self.prompts.ids, rooms, strict=True)]
             bound = cache_bound(engine, needs, memory)
         elif memory is not None:
             raise RequestError(
@@ -166,7 +166,7 @@ class CausalRequest(Request):
             )
         made = groups([len(ids) for ids in self.prompts.ids], engine.padding_is_exact, needs, bound)
         # Over compressed caches drafts are verified one by one, while one pass gives every sequence of a group a token.
-        return [Batch(rows, len(rows), held is None or len(rows) == 1) for rows in made]
+        return [Batch(rows, len(rows), factory is None or len(rows) == 1) for rows in made]
 
 
 def groups(

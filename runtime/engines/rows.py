@@ -124,12 +124,9 @@ class RowPool:
 
     def _extend(self, chunks: Sequence[Chunk], every: bool, hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Chunks of the same length."""
-        count, device = len(chunks[0].tokens), self.engine.device
-        if count == 1:
-            ids, positions = torch.tensor([[[c.tokens[0]] for c in chunks], [[c.start] for c in chunks]], device=device)
-        else:
-            ids = torch.tensor([chunk.tokens for chunk in chunks], device=device)
-            positions = torch.stack([torch.arange(c.start, c.start + count, device=device) for c in chunks])
+        count = len(chunks[0].tokens)
+        numbers = [[list(c.tokens) for c in chunks], [list(range(c.start, c.start + count)) for c in chunks]]
+        ids, positions = torch.tensor(numbers, device=self.engine.device)
         if self._mask is not None:
             self._mask = torch.cat([self._mask, self._mask.new_ones(len(chunks), count)], dim=1)
         logits = self.engine.forward(ids, self.cache, self._mask, positions, not every)

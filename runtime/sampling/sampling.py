@@ -41,31 +41,31 @@ def draw_on_cpu(row: Floats, options: GenerationOptions, uniform: float) -> int:
     top = row.max()
     if not np.isfinite(top):
         return -1
-    kept = candidates(row, top, options)
-    values = row if kept is None else row[kept]
+    left = candidates(row, top, options)
+    values = row if left is None else row[left]
     cumulative = _sums(np.exp(values - top))
     total = cumulative[-1]
     # "right" finds the first entry above the target: a token of probability 0 adds nothing and is never that entry.
     place = int(np.searchsorted(cumulative, min(uniform * total, np.nextafter(total, 0.0)), side="right"))
-    return place if kept is None else int(kept[place])
+    return place if left is None else int(left[place])
 
 
 def candidates(row: Floats, top: np.float32, options: GenerationOptions) -> NDArray[np.int64] | None:
     """Ids, ascending, of the tokens that top-k, top-p and min-p keep; None: all of them."""
-    kept: NDArray[np.int64] | None = None
+    left: NDArray[np.int64] | None = None
     values = row
     if options.top_k is not None and options.top_k < len(row):
         threshold = np.partition(row, -options.top_k)[-options.top_k]
-        kept = np.flatnonzero(row >= threshold)
-        values = row[kept]
+        left = np.flatnonzero(row >= threshold)
+        values = row[left]
     if options.top_p < 1.0:
         chosen = _nucleus(values, top, options.top_p)
-        kept = chosen if kept is None else kept[chosen]
+        left = chosen if left is None else left[chosen]
         values = values[chosen]
     if options.min_p > 0.0:
         chosen = np.flatnonzero(np.exp(values - top) >= options.min_p)
-        kept = chosen if kept is None else kept[chosen]
-    return kept
+        left = chosen if left is None else left[chosen]
+    return left
 
 
 def _nucleus(values: Floats, top: np.float32, p: float) -> NDArray[np.int64]:
@@ -83,7 +83,7 @@ def _nucleus(values: Floats, top: np.float32, p: float) -> NDArray[np.int64]:
     last = ordered[count - 1]
     chosen = np.flatnonzero(values >= last)
     surplus = len(chosen) - count
-    if surplus:  # the last of those that are as likely as the last one kept
+    if surplus:  # the last of those that are as likely as the last one that stays
         ties = np.flatnonzero(values[chosen] == last)
         chosen = np.delete(chosen, ties[len(ties) - surplus :])
     return chosen

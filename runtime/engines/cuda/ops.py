@@ -1,4 +1,4 @@
-"""Dispatch of the operations between matrix products: Triton kernels on CUDA (and in Triton's interpreter), plain torch elsewhere."""
+"""Dispatch of the operations between matrix products: Triton kernels on CUDA (and in Triton's interpreter), torch elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger("compress.engine")
 
 @dataclass(frozen=True)
 class Ops:
-    """Functions with the arguments and results of those in `reference`, but for `swiglu`, which takes the pieces of a joined product.
+    """Functions with the arguments and results of those in `reference`, but for `swiglu`, which takes the parts of a joined product.
 
     Attributes:
         name: "triton", "triton, compiled ahead" or "torch".
@@ -30,12 +30,12 @@ class Ops:
     decode_attention: Callable[..., torch.Tensor]
 
 
-def _plain_swiglu(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    gate, up = pieces if len(pieces) == 2 else pieces[0].chunk(2, dim=-1)
+def _torch_swiglu(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
     return reference.swiglu(gate, up)
 
 
-TORCH = Ops("torch", reference.rms_norm, _plain_swiglu, reference.rotate_and_store, reference.decode_attention)
+TORCH = Ops("torch", reference.rms_norm, _torch_swiglu, reference.rotate_and_store, reference.decode_attention)
 
 
 def choose(device: torch.device) -> Ops:
@@ -48,11 +48,11 @@ def choose(device: torch.device) -> Ops:
         if jit.INSTALLED:
             return kernels()
     except ImportError as error:
-        _log.warning("triton cannot be used, attention and norms run in plain torch: %s", error)
+        _log.warning("triton cannot be used, attention and norms run in torch: %s", error)
         return TORCH
     if ahead.offers(device):
         return with_fallback(kernels())
-    _log.warning("triton is not installed, attention and norms run in plain torch")
+    _log.warning("triton is not installed, attention and norms run in torch")
     return TORCH
 
 
@@ -61,8 +61,8 @@ def kernels() -> Ops:
     from runtime.engines.cuda import paged_attention, rotary_store
     from runtime.kernels.triton import fused
 
-    def swiglu(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        return fused.swiglu(pieces[0]) if len(pieces) == 1 else reference.swiglu(*pieces)
+    def swiglu(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return fused.swiglu(parts[0]) if len(parts) == 1 else reference.swiglu(*parts)
 
     return Ops("triton", fused.rms_norm, swiglu, rotary_store.rotate_and_store, paged_attention.decode_attention)
 

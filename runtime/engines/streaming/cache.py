@@ -33,12 +33,12 @@ log = logging.getLogger("compress.cache")
 
 
 class NoCacheError(Exception):
-    """Prepared weights cannot be kept here; the message says why."""
+    """Prepared weights cannot be stored here; the message says why."""
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One kept file: what it was made from, its size, and when it was last used (seconds since the epoch)."""
+class Entry:
+    """One prepared file: the artifact it was made from, its size, and when it was last used (seconds since the epoch)."""
 
     path: Path
     source: str
@@ -51,24 +51,24 @@ def directory() -> Path:
     return cache_directory("prepared")
 
 
-def contents() -> list[Kept]:
-    """What is kept, last used first."""
+def contents() -> list[Entry]:
+    """All prepared files, last used first."""
     found = []
     for file in _files():
         try:
             status = file.stat()
         except OSError:  # gone meanwhile
             continue
-        found.append(Kept(file, _source(file), status.st_size, status.st_mtime))
-    return sorted(found, key=lambda kept: -kept.used)
+        found.append(Entry(file, _source(file), status.st_size, status.st_mtime))
+    return sorted(found, key=lambda entry: -entry.used)
 
 
 def clear() -> int:
-    """Delete all kept files; returns the bytes freed. Models that are loaded from them go on undisturbed."""
+    """Delete all prepared files; returns the bytes freed. Models that are loaded from them go on undisturbed."""
     freed = 0
-    for kept in contents():
-        freed += kept.bytes
-        shutil.rmtree(kept.path.parent, ignore_errors=True)
+    for entry in contents():
+        freed += entry.bytes
+        shutil.rmtree(entry.path.parent, ignore_errors=True)
     return freed
 
 
@@ -126,13 +126,13 @@ def make_room(path: Path, needed: int, beyond: bool = False) -> None:
     if needed > bound and not beyond:
         raise NoCacheError(f"they take {needed / 1e9:.3g} GB, and {home} may hold {bound / 1e9:.3g} GB")
     total = needed
-    for kept in contents():
-        if kept.path == path:  # it is going to be replaced
+    for entry in contents():
+        if entry.path == path:  # it is going to be replaced
             continue
-        total += kept.bytes
+        total += entry.bytes
         if total > bound:
-            log.info("making room in the cache: %s goes", kept.path.parent)
-            shutil.rmtree(kept.path.parent, ignore_errors=True)
+            log.info("making room in the cache: %s goes", entry.path.parent)
+            shutil.rmtree(entry.path.parent, ignore_errors=True)
     for left in home.glob("*/*.tmp"):
         try:
             if time.time() - left.stat().st_mtime > _ABANDONED:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("compress.kv_cache")
 
 
-class HeldCache:
+class CacheFactory:
     """What a policy makes of one model's caches.
 
     Args:

@@ -23,7 +23,7 @@ from runtime.system.memory import return_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from runtime.engines.torch.compressed_cache import HeldCache
+    from runtime.engines.torch.compressed_cache import CacheFactory
     from runtime.kv_cache.policy.policy import Policy
 
 # Layers in which padding on the left changes nothing for the tokens; others (recurrent, convolutional) carry it along.
@@ -55,7 +55,7 @@ class TorchEngine(ModuleEngine, RowEngine):
     """Runs a transformers causal language model over one batch of rows.
 
     Attributes:
-        held: how keys and values are compressed; None: a plain cache.
+        cache_factory: makes compressed caches of keys and values; None: they are not compressed.
 
     Raises:
         ArtifactError: the model keeps no KV cache in the way of transformers 5.
@@ -76,20 +76,20 @@ class TorchEngine(ModuleEngine, RowEngine):
         self.padding_is_exact = self._takes_positions and layers <= _ATTENTION_LAYERS
         embeddings = module.get_input_embeddings()
         self.vocab_size = int(getattr(embeddings, "num_embeddings", 0) or text.vocab_size)
-        self.held: HeldCache | None = None
+        self.cache_factory: CacheFactory | None = None
 
     def compress_cache(self, policy: Policy) -> None:
         """Hold keys and values as a policy says from now on; ConfigError where the model cannot."""
-        from runtime.engines.torch.compressed_cache import HeldCache
+        from runtime.engines.torch.compressed_cache import CacheFactory
 
-        self.held = HeldCache(self.module, policy)
-        self.description += f", compressed cache ({self.held.description})"
+        self.cache_factory = CacheFactory(self.module, policy)
+        self.description += f", compressed cache ({self.cache_factory.description})"
         if self.context_length is not None:
-            self.context_length -= len(self.held.prefix)
+            self.context_length -= len(self.cache_factory.prefix)
 
     def new_cache(self) -> Any:
-        if self.held is not None:
-            return self.held.new()
+        if self.cache_factory is not None:
+            return self.cache_factory.new()
         from transformers import DynamicCache
 
         return DynamicCache(config=self.module.config.get_text_config())
@@ -106,25 +106,25 @@ class TorchEngine(ModuleEngine, RowEngine):
         """As `Engine.forward`; over a plain cache `attention_mask` may also be what transformers takes as one: who sees whom, `[batch, 1,
         seq, cached + seq]`, or one of these for each kind of layer.
         """
-        held = self.held if cache is not None else None
-        before = held.length(cache) if held is not None else 0
+        factory = self.cache_factory if cache is not None else None
+        before = factory.length(cache) if factory is not None else 0
         width = input_ids.shape[1]
-        if held is not None and held.prefix:
+        if factory is not None and factory.prefix:
             if before:
-                attention_mask = held.extend(attention_mask)
-                position_ids = None if position_ids is None else position_ids + len(held.prefix)
+                attention_mask = factory.extend(attention_mask)
+                position_ids = None if position_ids is None else position_ids + len(factory.prefix)
             else:
-                input_ids, attention_mask, position_ids = held.begin(input_ids, attention_mask)
+                input_ids, attention_mask, position_ids = factory.begin(input_ids, attention_mask)
         arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": cache}
         arguments["use_cache"] = cache is not None
         if self._takes_positions and position_ids is not None:
             arguments["position_ids"] = position_ids
         if last_only and self._takes_last_only:
             arguments["logits_to_keep"] = 1
-        with nullcontext() if held is None else held.failures():
+        with nullcontext() if factory is None else factory.failures():
             logits = self.module(**arguments).logits
-        if held is not None:
-            held.check_read(cache, before, input_ids.shape[1])
+        if factory is not None:
+            factory.check_read(cache, before, input_ids.shape[1])
         return logits[:, -1 if last_only else -width :].float()
 
     @torch.inference_mode()
@@ -132,7 +132,7 @@ class TorchEngine(ModuleEngine, RowEngine):
         cache.batch_select_indices(rows)
 
     def cache_bytes(self, cache: Any) -> int:
-        if self.held is not None:
+        if self.cache_factory is not None:
             return int(cache.nbytes)
         values = [value for layer in cache.layers for value in vars(layer).values()]
         # Recurrent layers have their states in dictionaries.
@@ -140,16 +140,16 @@ class TorchEngine(ModuleEngine, RowEngine):
         return tensor_bytes([value for value in values if isinstance(value, torch.Tensor)])
 
     def explain(self) -> dict[str, str]:
-        return super().explain() | ({} if self.held is None else self.held.explain())
+        return super().explain() | ({} if self.cache_factory is None else self.cache_factory.explain())
 
     # ---------------------------------------------------------------- drafts
     @property
     def trees(self) -> bool:  # type: ignore[override]
-        return self.held is None
+        return self.cache_factory is None
 
     @property
     def draft_rows(self) -> int:
-        return MOST_ROWS if self.held is None else STEP_TOKENS
+        return MOST_ROWS if self.cache_factory is None else STEP_TOKENS
 
     def new_pages(self, count: int, drafts: bool = False) -> RowPool:
         """As `Engine.new_pages`; over a compressed cache drafts of one sequence are verified.
@@ -162,17 +162,21 @@ class TorchEngine(ModuleEngine, RowEngine):
         reason = self._against_drafts()
         if reason is not None:
             raise RequestError(f"drafter: {reason}")
-        return TreePool(self, self.module) if self.held is None else ChainPool(self, self.module)
+        return TreePool(self, self.module) if self.cache_factory is None else ChainPool(self, self.module)
 
     def draft_room(self, pool: RowPool) -> int | None:
         return pool.room() if isinstance(pool, ChainPool) else None
 
     def why_not_drafts(self) -> str | None:
         reason = self._against_drafts()
-        return probe(self, self.module) if reason is None and self.held is None else reason
+        return probe(self, self.module) if reason is None and self.cache_factory is None else reason
 
     def _against_drafts(self) -> str | None:
-        return why_not(self.module, self.padding_is_exact) if self.held is None else self.held.why_not_drafts()
+        return (
+            why_not(self.module, self.padding_is_exact)
+            if self.cache_factory is None
+            else self.cache_factory.why_not_drafts()
+        )
 
 
 class Blueprint:

@@ -28,7 +28,7 @@ def test_stats_say_how_much_of_the_cache_steps_read(bundled: Path, monkeypatch: 
     model.generate(PROMPTS, max_new_tokens=1, ignore_eos=True)
     assert model.stats["kv_cache_read_share"] is None, "prompts alone, which read everything"
     caches.clear()
-    one = model.engine.held.need(420, 5)
+    one = model.engine.cache_factory.need(420, 5)
     model.generate(PROMPTS, max_new_tokens=5, ignore_eos=True, cache_memory=one)
     assert len(caches) == 2
     read, held = (sum(cache.reads.totals[i] for cache in caches) for i in range(2))

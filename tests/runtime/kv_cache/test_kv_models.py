@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, Li
 
 import runtime.kv_cache
 from runtime.config.settings import ConfigError
-from runtime.engines.torch.compressed_cache import HeldCache
+from runtime.engines.torch.compressed_cache import CacheFactory
 from runtime.kv_cache import CompressedCache, Policy, prepare
 from runtime.kv_cache.estimate import held_bytes, needed_bytes
 from runtime.kv_cache.layer import CompressedLayer
@@ -91,7 +91,7 @@ def test_hybrids_are_compressed_where_they_have_attention(family: str) -> None:
     plain = DynamicCache(config=model.config)
     expected = written(model, plain, PROMPT, 12)
     assert len(set(expected)) > 2
-    held = HeldCache(model, Policy.parse({}))
+    held = CacheFactory(model, Policy.parse({}))
     cache = held.new()
     assert written(model, cache, PROMPT, 12) == expected
     held.check_read(cache, 150, 11)
@@ -122,7 +122,7 @@ def test_hybrids_are_compressed_where_they_have_attention(family: str) -> None:
 def test_hybrids_are_evicted_from_and_stored_in_few_bits(family: str) -> None:
     model = build(family, _HYBRIDS[family])
     policy = Policy.parse({"evict": {"score": "snapkv", "ratio": 0.5}, "keys": "int4", "values": "int4", "recent": 32})
-    held = HeldCache(model, policy)
+    held = CacheFactory(model, policy)
     cache = held.new()
     written(model, cache, PROMPT, 4)
     (first, *_) = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
@@ -146,7 +146,7 @@ def test_attention_of_its_own_is_refused_wherever_it_is_prepared(family: str, na
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=64, **sizes))
     sentence = f"{name} computes attention in a way of its own"
     with pytest.raises(ConfigError, match=sentence):
-        HeldCache(model, Policy.parse({}))
+        CacheFactory(model, Policy.parse({}))
     with pytest.raises(ValueError, match=sentence):
         prepare(model)
 
@@ -156,7 +156,7 @@ def test_a_model_that_calls_the_interface_for_some_layers_only_is_found_by_two_t
 ) -> None:
     model = random_llama()
     monkeypatch.setattr(type(model), "_supports_attention_backend", False)
-    HeldCache(model, Policy.parse({}))
+    CacheFactory(model, Policy.parse({}))
     layer = model.model.layers[1].self_attn
 
     def own(hidden_states: torch.Tensor, past_key_values: Any = None, **_: Any) -> tuple[torch.Tensor, None]:
@@ -167,7 +167,7 @@ def test_a_model_that_calls_the_interface_for_some_layers_only_is_found_by_two_t
 
     monkeypatch.setattr(layer, "forward", own)
     with pytest.raises(ConfigError, match="LlamaForCausalLM computes attention in a way that does not read compressed"):
-        HeldCache(model, Policy.parse({}))
+        CacheFactory(model, Policy.parse({}))
 
 
 # ---------------------------------------------------------------- windows, layers of several shapes
@@ -177,7 +177,7 @@ def test_a_model_that_calls_the_interface_for_some_layers_only_is_found_by_two_t
 def test_windows_free_what_they_no_longer_see(family: str, changes: dict[str, Any]) -> None:
     model = build(family, changes)
     expected = written(model, DynamicCache(config=model.config), PROMPT, 12)
-    held = HeldCache(model, Policy.parse({}))
+    held = CacheFactory(model, Policy.parse({}))
     cache = held.new()
     assert written(model, cache, PROMPT, 1) == expected[:1]
     for layer in cache.layers:
@@ -260,7 +260,7 @@ def test_a_policy_is_checked_wherever_a_cache_is_made_of_it() -> None:
         ValueError, match=r"kv_cache\.prefix: calibrated prefix tokens are put before every prompt by runtime.load"
     ):
         CompressedCache(model, Policy.parse({"method": "prefixquant", "calibrated": known}))
-    prefixed = HeldCache(model, Policy.parse({"method": "prefixquant", "calibrated": known}))
+    prefixed = CacheFactory(model, Policy.parse({"method": "prefixquant", "calibrated": known}))
     assert prefixed.new().layers[0].storage.prefix == 2
 
 

@@ -538,7 +538,7 @@ def test_an_artifact_brings_its_policy_and_can_be_overruled(tiny_artifact: Path,
     assert runtime.load(path, device="cpu", kv_cache="kivi").stats["kv_cache"] == "keys int2, values int2"
     # What was calibrated for the artifact serves another policy that needs it.
     other = runtime.load(path, device="cpu", kv_cache={"method": "duoattention", **KEPT})
-    assert other.engine.held.plan.eviction.score.gates == ((0.1, 0.9), (0.8, 0.2))
+    assert other.engine.cache_factory.plan.eviction.score.gates == ((0.1, 0.9), (0.8, 0.2))
     with pytest.raises(RequestError, match="doublesparsity needs channels"):
         runtime.load(path, device="cpu", kv_cache={"method": "doublesparsity", "select": {"ratio": 0.5}})
     manifest["kv_cache"]["calibrated"]["fingerprint"] = "0" * 16
@@ -576,7 +576,7 @@ def test_a_cache_larger_than_memory_is_refused_before_anything_runs(bundled: Pat
     with pytest.raises(RequestError, match=r"GB of KV cache.*cache_memory allows"):
         model.generate([1] * 500, max_new_tokens=4, cache_memory="100 KB")
     short = [[1, 2, 3, 4]] * 5
-    one = model.engine.held.need(4, 4)
+    one = model.engine.cache_factory.need(4, 4)
     assert model.generate(short, max_new_tokens=4, ignore_eos=True, cache_memory=2 * one)
     assert model.stats["steps"] == 3 * 4, "two at a time"
 

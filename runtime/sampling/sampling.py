@@ -194,43 +194,28 @@ def next_tokens(
     Raises:
         CompressError: a logit is NaN, which argmax and draws would turn into nonsense without a word.
     """
-    if logits.device.type == "cpu":
-        tokens, broken = _on_cpu(logits, seen, options, generators)
-        result = torch.tensor(tokens)
+    if seen is not None:
+        logits = repetition_penalty(logits, seen, options.repetition_penalty)
+    if logits.device.type != "cpu":
+        check_numbers(logits)
+        logits = process(logits, None, options)
+        return logits.argmax(dim=-1) if options.temperature == 0 else draw(logits, generators)
+    if options.temperature == 0:
+        tokens, broken = greedy(logits)
     else:
-        broken = _is_broken(logits)
-        logits = process(logits, seen, options)
-        result = logits.argmax(dim=-1) if options.temperature == 0 else draw(logits, generators)
+        rows = scale(logits, options.temperature).numpy()
+        numbers = [float(torch.rand((), generator=g, dtype=torch.float64)) for g in generators]
+        tokens = [draw_on_cpu(row, options, number) for row, number in zip(rows, numbers, strict=True)]
+        broken = -1 in tokens
     if broken:
         raise CompressError(_BROKEN)
-    return result
+    return torch.tensor(tokens)
 
 
 def check_numbers(logits: torch.Tensor) -> None:
     """Raise a CompressError where a logit of `[batch, vocab]` is NaN."""
-    if _is_broken(logits):
+    if bool(torch.isnan(logits.amax(dim=-1)).any()):  # the maximum of a row with NaN is NaN
         raise CompressError(_BROKEN)
-
-
-def _is_broken(logits: torch.Tensor) -> bool:
-    return bool(torch.isnan(logits.amax(dim=-1)).any())  # the maximum of a row with NaN is NaN
-
-
-def _on_cpu(
-    logits: torch.Tensor,
-    seen: torch.Tensor | None,
-    options: GenerationOptions,
-    generators: Sequence[torch.Generator],
-) -> tuple[list[int], bool]:
-    """As `process` and `draw`; also whether a logit is NaN."""
-    if seen is not None:
-        logits = repetition_penalty(logits, seen, options.repetition_penalty)
-    if options.temperature == 0:
-        return greedy(logits)
-    rows = scale(logits, options.temperature).numpy()
-    numbers = [float(torch.rand((), generator=g, dtype=torch.float64)) for g in generators]
-    tokens = [draw_on_cpu(row, options, number) for row, number in zip(rows, numbers, strict=True)]
-    return tokens, -1 in tokens
 
 
 def generators(options: GenerationOptions, seeds: Sequence[int]) -> list[torch.Generator | None]:

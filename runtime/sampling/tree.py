@@ -80,15 +80,11 @@ class Tree:
     # ---------------------------------------------------------------- smaller trees
     def first(self, count: int, depth: int | None = None) -> Tree:
         """The first `count` nodes, of these the ones no deeper than `depth`. Both looks at no token, so what is drawn stays exact."""
-        count = min(count, len(self))
-        if depth is None:
-            if count == len(self):
-                return self
-            return self.keep(range(count))
-        depths = self.depths()
-        if count == len(self) and max(depths, default=0) <= depth:
-            return self
-        return self.keep([index for index in range(count) if depths[index] <= depth])
+        indices = range(min(count, len(self)))
+        if depth is not None:
+            depths = self.depths()
+            indices = [index for index in indices if depths[index] <= depth]  # type: ignore[assignment]
+        return self if len(indices) == len(self) else self.keep(indices)
 
     def best(self, count: int) -> Tree:
         """The `count` nodes that are most likely reached; only for trees of guesses (no `proposals`) with `chances`."""
@@ -101,15 +97,12 @@ class Tree:
 
     def main_chain(self) -> Tree:
         """One branch, for engines that verify nothing else: at each node the likeliest of guesses, the first of what was drawn."""
-        children, kept, node = self.children(), [], ROOT
+        children, chain, node = self.children(), [], ROOT
         while node in children:
-            options = children[node]
-            if node in self.proposals or not self.chances:
-                node = options[0]
-            else:
-                node = max(options, key=lambda index: self.chances[index])
-            kept.append(node)
-        return self.keep(sorted(kept))
+            drawn = node in self.proposals or not self.chances
+            node = children[node][0] if drawn else max(children[node], key=self.chances.__getitem__)
+            chain.append(node)
+        return self.keep(sorted(chain))
 
     def keep(self, indices: Sequence[int]) -> Tree:
         """The nodes of these indices, in this order; the parent of each must come before it."""
@@ -126,21 +119,17 @@ class Tree:
 
     def merged(self, other: Tree) -> Tree:
         """Both trees; nodes of the same tokens become one. Only for trees of guesses."""
-        both = Tree(list(self.tokens), list(self.parents), list(self.chances))
-        if not self.tokens:
-            both.chances = []
+        has_chances = bool(other.chances) and (bool(self.chances) or not self.tokens)
+        both = Tree(list(self.tokens), list(self.parents), list(self.chances) if has_chances else [])
         known = {
             (parent, token): index for index, (parent, token) in enumerate(zip(both.parents, both.tokens, strict=True))
         }
         place = {ROOT: ROOT}
-        has_chances = bool(other.chances) and (bool(self.chances) or not self.tokens)
         for index, (token, parent) in enumerate(zip(other.tokens, other.parents, strict=True)):
             key = (place[parent], token)
             if key not in known:
                 known[key] = both.add(token, place[parent], other.chances[index] if has_chances else None)
             place[index] = known[key]
-        if not has_chances:
-            both.chances = []
         return both
 
     def branches(self) -> Iterator[list[int]]:

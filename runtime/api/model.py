@@ -20,7 +20,7 @@ from runtime.engines.base import Chunk, Engine
 from runtime.errors import RequestError
 from runtime.sampling.options import GenerationOptions
 
-_SCORE_CHUNK = 512  # positions whose logits are in memory at once
+SCORE_CHUNK = 512  # positions whose logits are in memory at once
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Model(GeneratingModel):
         pages = range(-(-len(ids) // engine.page_size))
         pool = caller.run(engine.new_pages, len(pages))
         total = 0.0
-        size = min(_SCORE_CHUNK, engine.most_rows)
+        size = min(SCORE_CHUNK, engine.most_rows)
         for start in range(0, len(ids) - 1, size):
             end = min(start + size, len(ids) - 1)
             logits = caller.run(engine.read, pool, [Chunk(ids[start:end], start, pages)], True)

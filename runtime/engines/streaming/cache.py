@@ -27,7 +27,7 @@ NAME = "weights.safetensors"
 SMALLEST = 32 << 20  # bytes of tensors; smaller artifacts are repacked in a moment
 MOST_BYTES = 32 * 10**9
 MOST_SHARE = 0.1  # of the disk
-_HASHED = 64 << 20  # bytes of a file without a checksum; larger ones are told apart by samples
+HASHED = 64 << 20  # bytes of a file without a checksum; larger ones are told apart by samples
 _ABANDONED = 24 * 3600.0  # seconds after which an unfinished file belongs to nobody
 log = logging.getLogger("compress.cache")
 
@@ -91,8 +91,8 @@ def key(artifact: Artifact, parts: dict[str, object]) -> str:
         _feed(digest, f"{name} {status.st_size} {status.st_mtime_ns}".encode())
         _feed(digest, header.raw)
         if name not in listed:
-            _feed(digest, _identity(header.file, status))
-    _feed(digest, json.dumps({**parts, **_library(parts.get("device") == "cpu")}, sort_keys=True).encode())
+            _feed(digest, identity(header.file, status))
+    _feed(digest, json.dumps({**parts, **library_facts(parts.get("device") == "cpu")}, sort_keys=True).encode())
     return digest.hexdigest()[:32]
 
 
@@ -153,7 +153,7 @@ def _source(file: Path) -> str:
 
 
 @cache
-def _library(on_cpu: bool) -> dict[str, str]:
+def library_facts(on_cpu: bool) -> dict[str, str]:
     """What decides how a weight is laid out besides the weight: the sources of this library, torch, and the CPU."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[2]
@@ -166,9 +166,9 @@ def _library(on_cpu: bool) -> dict[str, str]:
     return {"sources": digest.hexdigest(), "torch": torch.__version__, "machine": machine}
 
 
-def _identity(file: Path, status: os.stat_result) -> bytes:
+def identity(file: Path, status: os.stat_result) -> bytes:
     """Which file it is, and for one that is read in a moment what it holds. The time of change is one that nobody can set."""
-    content = sha256(file) if status.st_size <= _HASHED else ""
+    content = sha256(file) if status.st_size <= HASHED else ""
     return f"{file.resolve()} {status.st_ino} {status.st_ctime_ns} {content}".encode()
 
 

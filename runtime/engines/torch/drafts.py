@@ -136,11 +136,11 @@ class DraftPool(RowPool):
     def settle(self) -> None:
         """Of the last pass only what was accepted stays."""
         if self._width:
-            self._keep([[0, *(1 + node for node in self.paths.get(page, ()))] for page in self.pages])
+            self.keep_paths([[0, *(1 + node for node in self.paths.get(page, ()))] for page in self.pages])
         self.paths.clear()
         self._width = 0
 
-    def _keep(self, paths: Sequence[Sequence[int]]) -> None:
+    def keep_paths(self, paths: Sequence[Sequence[int]]) -> None:
         """Of each row's last pass these tokens stay: ascending indices, 0 (the sequence's own last token) first, one branch."""
         raise NotImplementedError
 
@@ -219,7 +219,7 @@ class TreePool(DraftPool):
 
     # ---------------------------------------------------------------- what stays
     @torch.inference_mode()
-    def _keep(self, paths: Sequence[Sequence[int]]) -> None:
+    def keep_paths(self, paths: Sequence[Sequence[int]]) -> None:
         width = self._last.shape[1]
         most = max(map(len, paths))
         straight = all(list(path) == list(range(most)) for path in paths)
@@ -309,7 +309,7 @@ class ChainPool(DraftPool):
         return logits[0], None if states is None else states[0, -count:]
 
     @torch.inference_mode()
-    def _keep(self, paths: Sequence[Sequence[int]]) -> None:
+    def keep_paths(self, paths: Sequence[Sequence[int]]) -> None:
         (path,) = paths
         self.cache.crop(len(path) - self._width)
 

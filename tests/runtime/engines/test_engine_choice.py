@@ -65,7 +65,7 @@ def test_it_runs_exports_of_its_target(checkpoint: Path, tmp_path: Path, monkeyp
         "loud": {"model": str(checkpoint)},
     }
     (export / "export.json").write_text(json.dumps(manifest))
-    with pytest.raises(RequestError, match="an export to loud, which its own engine runs"):
+    with pytest.raises(RequestError, match="loud"):
         runtime.load(export)
 
     def load(found: Any, device: torch.device, options: dict[str, Any]) -> Any:

@@ -108,14 +108,14 @@ def test_one_text_has_no_holes(module: Any, monkeypatch: pytest.MonkeyPatch) -> 
     text = prompts(1, 30, seed=2)[0]
     truth = answers(model_over(TorchEngine(module, CPU)), [text], max_new_tokens=60, ignore_eos=True)
     widths = []
-    keep = TreePool._keep
+    keep = TreePool.keep_paths
 
     def noting(self: TreePool, paths: Any) -> None:
         keep(self, paths)
         widths.append(self._columns[0].places.shape[1])
         assert self._lengths == [widths[-1]]
 
-    monkeypatch.setattr(TreePool, "_keep", noting)
+    monkeypatch.setattr(TreePool, "keep_paths", noting)
     model = drafting(module, Scripted(truth))
     assert model.generate(text, max_new_tokens=60, ignore_eos=True) == truth[tuple(text)]
     assert len(widths) == model.stats["steps"] - 2  # not after the prompt, not at the end

@@ -113,7 +113,7 @@ def test_trees_are_refused() -> None:
     pool = which.new_pages(1)
     with pytest.raises(ValueError, match="no trees"):
         which.verify(pool, [Chunk([1, 2, 3], 0, [0], outputs=3, parents=[-1, 0, 0])])
-    with pytest.raises(ValueError, match=r"\[1\] is not the beginning"):
+    with pytest.raises(ValueError, match=r"\[1\]"):
         which.keep(pool, Chunk((), 1, [0]), [1])
 
 

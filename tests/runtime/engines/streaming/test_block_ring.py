@@ -178,12 +178,12 @@ def test_ranges(tmp_path: Path, folder: str) -> None:
         assert memory[: 1 << 15] == content[8192 : 8192 + (1 << 15)]
         assert reader.bytes == 1 << 15
         os.truncate(file, 12288)
-        with pytest.raises(ArtifactError, match="was truncated"):
+        with pytest.raises(ArtifactError, match="truncated"):
             reader.read(memory, 8192, 1 << 15)
         file.unlink()
         reader.read(memory, 0, 8192)  # an open file stays
         reader.close()
-        with pytest.raises(ArtifactError, match="cannot be read"):
+        with pytest.raises(ArtifactError, match=file.name):
             RangeReader(file)
     finally:
         file.unlink(missing_ok=True)
@@ -199,6 +199,6 @@ def test_reads_that_stop_early_are_finished(tmp_path: Path, monkeypatch: pytest.
         reader.read(memory, begin, 1 << 15)
         assert memory[: 1 << 15] == content[begin : begin + (1 << 15)]
     os.truncate(file, 12288 + 1)
-    with pytest.raises(ArtifactError, match="was truncated"):
+    with pytest.raises(ArtifactError, match="truncated"):
         reader.read(memory, 8192, 1 << 15)
     reader.close()

@@ -22,9 +22,9 @@ WEIGHTS = "model.safetensors"
 
 
 def key(path: Path) -> str:
-    cache._library.cache_clear()
+    cache.library_facts.cache_clear()
     found = cache.key(Artifact(path), {"device": "cpu"})
-    cache._library.cache_clear()
+    cache.library_facts.cache_clear()
     return found
 
 
@@ -59,7 +59,7 @@ def test_copies_of_equal_size_and_time(
 def test_a_file_that_is_replaced(
     artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashed: int
 ) -> None:
-    monkeypatch.setattr(cache, "_HASHED", hashed)
+    monkeypatch.setattr(cache, "HASHED", hashed)
     copy = shutil.copytree(artifacts["llama"], tmp_path / "copy")
     before = key(normalised(copy))
     assert key(copy) == before
@@ -71,7 +71,7 @@ def test_what_a_file_holds_counts_even_if_nothing_else_tells(
     artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system without inode numbers and times of change."""
-    monkeypatch.setattr(cache, "_identity", lambda file, status: cache.sha256(file).encode())
+    monkeypatch.setattr(cache, "identity", lambda file, status: cache.sha256(file).encode())
     monkeypatch.setattr(Checkpoint, "fingerprint", lambda self: "")
     copy = shutil.copytree(artifacts["llama"], tmp_path / "copy")
     before = key(normalised(copy))

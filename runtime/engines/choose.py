@@ -71,7 +71,7 @@ def load_engine(
         if max_memory is not None:
             where = blueprint.artifact.path
             raise RequestError(f"max_memory: blocks of {where} cannot be read from disk: {reason}") from reason
-        say_once("weights are laid out anew at every load: %s", reason)
+        say_once(f"weights are laid out anew at every load: {reason}")
         blueprint.reset()
         return choose_engine(blueprint.build(), blueprint, policy)
 

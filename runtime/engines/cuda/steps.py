@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -57,7 +57,11 @@ class CudaGraphs:
 
 _FEW = 4  # page tables that are sent one by one
 _log = logging.getLogger("compress.engine")
-_said: set[str] = set()
+
+
+@cache
+def _say_once(reason: str) -> None:
+    _log.warning("decode steps cannot be captured in a CUDA graph and run without one: %s", reason)
 
 
 class Steps:
@@ -184,8 +188,5 @@ class Steps:
                 return self._capture(compute)
             except (RuntimeError, NotImplementedError) as error:
                 self._capture = None
-                reason = first_line(error)
-                if reason not in _said:
-                    _said.add(reason)
-                    _log.warning("decode steps cannot be captured in a CUDA graph and run without one: %s", reason)
+                _say_once(first_line(error))
         return compute

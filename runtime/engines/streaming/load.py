@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -230,9 +230,6 @@ def _write(writer: Writer, blueprint: Blueprint, filling: Filling, chosen: dict[
     writer.finish()
 
 
-_said: set[str] = set()
-
-
 def prepared_file(blueprint: Blueprint, verify: bool, max_memory: int | None = None) -> PreparedFile:
     """The file, checked (with `verify`: the content of its tensors too), made or made again where needed. The model stays empty.
 
@@ -279,7 +276,7 @@ def prepared_file(blueprint: Blueprint, verify: bool, max_memory: int | None = N
             found = None
             cache.log.warning("prepared weights are made again: %s", problem)
     if found is None:
-        admit = partial(cache.make_room, path, beyond=max_memory is not None)
+        admit = functools.partial(cache.make_room, path, beyond=max_memory is not None)
         try:
             admit(sum(sizes))  # what is too large is not even begun
             cache.log.info("preparing the weights of %s for this machine, once", blueprint.artifact.path)
@@ -314,9 +311,7 @@ def give_all(blueprint: Blueprint, file: PreparedFile) -> TorchEngine:
     return TorchEngine(model, blueprint.device)
 
 
-def say_once(message: str, *details: object) -> None:
+@functools.cache
+def say_once(message: str) -> None:
     """A warning that is not repeated for every model that is loaded."""
-    text = message % details
-    if text not in _said:
-        _said.add(text)
-        cache.log.warning("%s", text)
+    cache.log.warning("%s", message)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from runtime.api.base import from_pretrained
 from runtime.errors import ArtifactError, RequestError, first_line
 
 EXTRACTOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -104,14 +105,9 @@ def load_listener(path: Path) -> Listener | None:
     Raises:
         ArtifactError: it cannot be read, or gives something else than features.
     """
-    if not any((path / name).is_file() for name in EXTRACTOR_FILES):
+    extractor = from_pretrained("AutoFeatureExtractor", path, EXTRACTOR_FILES, "feature extractor")
+    if extractor is None:
         return None
-    from transformers import AutoFeatureExtractor
-
-    try:
-        extractor = AutoFeatureExtractor.from_pretrained(str(path))
-    except Exception as error:  # transformers raises whatever comes up, ImportError of what an extractor needs included
-        raise ArtifactError(f"the feature extractor in {path} cannot be read: {first_line(error)}") from error
     if "input_features" not in getattr(extractor, "model_input_names", ()):
         raise ArtifactError(f"{path}: {type(extractor).__name__} does not turn sound into input_features")
     return Listener(extractor)

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.export_directory import Export
 from runtime.decoding.request import Decoding
 from runtime.decoding.turns import Caller, Turns
+from runtime.errors import ArtifactError, first_line
 from runtime.sampling.prompts import PromptReader
 from runtime.sampling.stats import GenerationStats
 
 Result = TypeVar("Result")
+
+
+def from_pretrained(loader: str, path: Path, files: Sequence[str], what: str, **options: Any) -> Any:
+    """What a class of transformers reads from a directory; None where it has none of `files`.
+
+    Raises:
+        ArtifactError: it cannot be read; `what` is what the message calls it.
+    """
+    if not any((path / name).is_file() for name in files):
+        return None
+    import transformers
+
+    try:
+        return getattr(transformers, loader).from_pretrained(str(path), **options)
+    except Exception as error:  # transformers raises whatever comes up, bare Exception and ImportError included
+        raise ArtifactError(f"the {what} in {path} cannot be read: {first_line(error)}") from error
 
 
 class LoadedModel:

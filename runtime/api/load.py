@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from runtime.api.base import from_pretrained
 from runtime.api.encoder import EncoderModel
 from runtime.api.model import Model
 from runtime.api.seq2seq import Seq2SeqModel
@@ -22,7 +23,7 @@ from runtime.engines.choose import load_engine, load_export
 from runtime.engines.torch.encoder import TorchEncoderEngine
 from runtime.engines.torch.engine import Blueprint
 from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine
-from runtime.errors import ArtifactError, RequestError, first_line
+from runtime.errors import ArtifactError, RequestError
 from runtime.kv_cache.policy.policy import choose_policy, is_off
 from runtime.sampling.options import reject_unknown
 from runtime.system.describe import integer, show
@@ -214,14 +215,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
     Raises:
         ArtifactError: its files cannot be read.
     """
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers and tokenizers raise whatever comes up, bare Exception included
-        raise ArtifactError(f"the tokenizer in {path} cannot be read: {first_line(error)}") from error
+    return from_pretrained("AutoTokenizer", path, _TOKENIZER_FILES, "tokenizer", trust_remote_code=trust_remote_code)
 
 
 def end_of_sequence(artifact: Artifact | Export | Checkpoint, tokenizer: Any) -> frozenset[int]:

@@ -6,6 +6,7 @@ room is needed. Nothing here is needed twice: deleting the directory costs one r
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -103,10 +104,8 @@ def path_of(name: str) -> Path:
 
 def touch(file: Path) -> None:
     """Remember that the file was used."""
-    try:
+    with contextlib.suppress(OSError):  # a cache that others fill
         os.utime(file)
-    except OSError:  # a cache that others fill
-        log.debug("the use of %s could not be noted", file)
 
 
 def allowed(home: Path) -> int:

@@ -172,11 +172,8 @@ class TorchEngine(ModuleEngine, RowEngine):
         return probe(self, self.module) if reason is None and self.cache_factory is None else reason
 
     def _against_drafts(self) -> str | None:
-        return (
-            why_not(self.module, self.padding_is_exact)
-            if self.cache_factory is None
-            else self.cache_factory.why_not_drafts()
-        )
+        factory = self.cache_factory
+        return why_not(self.module, self.padding_is_exact) if factory is None else factory.why_not_drafts()
 
 
 class Blueprint:

@@ -49,7 +49,7 @@ class Listener:
 
     def __init__(self, extractor: Any) -> None:
         self._extractor = extractor
-        self._lock = threading.Lock()  # extractors change settings inside while they work
+        self._lock = threading.Lock()  # extractors change settings inside while they compute
         self.rate = int(extractor.sampling_rate)
         most = getattr(extractor, "n_samples", None)
         self.most = most if isinstance(most, int) else None
@@ -86,7 +86,7 @@ class Listener:
         if self.most is not None and len(samples) > self.most:
             raise RequestError(
                 f"{name} is {len(samples) / self.rate:.1f} s long and the model hears {self.most / self.rate:g} s at once: "
-                "cut it into shorter pieces, best at pauses"
+                "cut it into shorter files, best at pauses"
             )
         try:
             with self._lock:

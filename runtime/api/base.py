@@ -88,7 +88,7 @@ class GeneratingModel(LoadedModel):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Numbers of the last call that generated (see `GenerationStats`), `weight_bytes`, the weights as held in memory, and `engine`.
+        """Numbers of the last call that generated (see `GenerationStats`); `weight_bytes`, memory that the packed weights take; `engine`.
 
         Of the last one that ended in the thread that asks; in a thread that has had none, of the last one in any.
         """

@@ -91,9 +91,9 @@ class Model(GeneratingModel):
     def stream(self, prompt: list[int], **options: Any) -> Iterator[int]: ...
 
     def stream(self, prompt: Any, **options: Any) -> Iterator[Any]:
-        """Like `generate` for one prompt, but yields the text in pieces (or the token ids one by one) while they are made.
+        """Like `generate` for one prompt, but yields the text in parts (or the token ids one by one) while they are made.
 
-        The pieces together are exactly what `generate` returns: a piece is held back while it may be part of an unfinished
+        The parts together are exactly what `generate` returns: text is withheld while it may belong to an unfinished
         character or of a stop string.
         """
         request = self._request(prompt, options, "stream")
@@ -154,7 +154,7 @@ class Model(GeneratingModel):
     @property
     def stats(self) -> dict[str, Any]:
         """As `GeneratingModel.stats`, and `kv_cache`, how keys and values are compressed (None: they are not);
-        `kv_cache_read_share`, how much of what they held steps have read (None: the policy has no selection); `drafter`, how drafts are
+        `kv_cache_read_share`, the share of them that steps have read (None: the policy has no selection); `drafter`, how drafts are
         made, verified and accepted (None: there are none).
         """
         factory = getattr(self.engine, "cache_factory", None)

@@ -121,7 +121,7 @@ class Pages:
     def settle(self, page: int, content: Content) -> int:
         """`page` now has all its tokens' keys and values. Returns the page to use from now on.
 
-        That is another one where two sequences came to the same content, which then is kept once.
+        That is another one where two sequences came to the same content, which then takes one page.
         """
         if content.page == page:
             content.ready = True

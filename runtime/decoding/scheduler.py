@@ -2,7 +2,7 @@
 
 Every step takes one token of each sequence that decodes, and fills up with tokens of prompts. A request comes in when another
 ends. One whose beginning is being computed by another waits for that instead of computing it too. When pages run out, the
-youngest sequence gives its own up and is computed again later; its tokens and its random numbers are kept, so that its output
+youngest sequence gives its own up and is computed again later; its tokens and its random numbers stay, so that its output
 is the same. The oldest always gets its way, so that every call ends.
 """
 
@@ -119,9 +119,9 @@ class Scheduler:
                 tokens = slice(token + count - 1, token + count + len(tree))
                 ready.append(Ready(sequence, tree, slice(row, row + outputs), tokens))
             if (
-                speculator is not None
+                hidden is not None
+                and speculator is not None
                 and speculator.prompts
-                and hidden is not None
                 and sequence.computed < sequence.prompt
             ):
                 states = hidden[token : token + count]
@@ -288,7 +288,7 @@ class Scheduler:
         free = self._engine.most_rows - sum(sequence.rest for sequence in self._running)
         while self._waiting and free > 0 and len(self._running) < self._most_sequences:
             sequence = self._waiting[0]
-            # A page for each that runs is kept back, so that nobody is let in only to be put aside again.
+            # A page for each that runs is reserved, so that nobody is admitted only to be preempted.
             spare = 0 if self._engine.lockstep else len(self._running)
             if not sequence.enter(self.pages, spare):
                 self._no_room = True

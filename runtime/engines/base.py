@@ -54,7 +54,7 @@ class Engine(ABC):
         vocab_size: ids are 0..vocab_size-1.
         logits_width: width of the logits.
         context_length: most positions the model was made for; None when it has no limit.
-        weight_bytes: memory the weights take as they are held (packed).
+        weight_bytes: memory that the packed weights take.
         description: what computes, in a few words.
         page_size: positions a page holds.
         page_bytes: memory of one page, all layers together.
@@ -133,7 +133,7 @@ class Engine(ABC):
         return None
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits of every position, int64 `[batch, seq]` to float32 `[batch, seq, vocab]`; nothing is kept."""
+        """Logits of every position, int64 `[batch, seq]` to float32 `[batch, seq, vocab]`; no cache remains."""
         batch, width = input_ids.shape
         # Written in place: with a large vocabulary the logits are the most of what a call takes.
         logits = torch.empty(batch, width, self.logits_width, device=self.device)
@@ -161,7 +161,7 @@ class BatchEngine(Protocol):
         device: where inputs must be.
         vocab_size: ids are 0..vocab_size-1.
         context_length: most tokens of a row of `input_ids`; None when there is no limit.
-        weight_bytes: memory the weights take as they are held (packed).
+        weight_bytes: memory that the packed weights take.
         description: what computes, in a few words.
     """
 

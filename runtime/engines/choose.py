@@ -47,13 +47,13 @@ def load_engine(
 ) -> Engine:
     """Read the weights and pick what computes.
 
-    On CPUs the weights of larger artifacts, as the kernels read them, are kept in a cache and mapped from there.
+    On CPUs the weights of larger artifacts, laid out for the kernels, are cached on disk and mapped from there.
 
     Args:
         blueprint: the model.
         verify: compare weights from the cache with their checksums.
         max_memory: bytes; blocks that do not fit are read while others compute.
-        policy: how keys and values are held; None: as they come.
+        policy: how the KV cache is compressed; None: it is not.
     """
     large = blueprint.artifact.checkpoint.total_bytes >= SMALLEST
     if max_memory is None and not (blueprint.compressed and large and blueprint.device.type == "cpu"):

@@ -36,7 +36,7 @@ class SequenceOutput:
         self._eos = frozenset(eos)
         self._detokenizer = Detokenizer(tokenizer, prompt) if tokenizer is not None else None
         self._stops = StopMatcher(stops)
-        self._length = 0  # characters that the tokens have given, held back ones included
+        self._length = 0  # characters that the tokens have given, pending ones included
         self._ends: list[int] = []  # for the first tokens: where in the text each one ends
 
     @property
@@ -74,12 +74,12 @@ class SequenceOutput:
                 self.text += self._stops.finish()
                 self.finish_reason = "eos" if ended else "length"
 
-    def _add(self, piece: str) -> None:
-        if not piece:
+    def _add(self, part: str) -> None:
+        if not part:
             return
-        self._length += len(piece)
+        self._length += len(part)
         # Tokens that gave no text yet (parts of one character) end where the text they waited for ends.
         self._ends += [self._length] * (len(self._all) - len(self._ends))
-        self.text += self._stops.push(piece)
+        self.text += self._stops.push(part)
         if self._stops.found:
             self.finish_reason = "stop"

@@ -62,14 +62,14 @@ class GenerationStats:
     accepted_by_depth: list[int] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
 
-    def count_draft(self, tree: Tree, path: Sequence[int], kept: int) -> None:
-        """A tree was verified, of which `path` was accepted and its first `kept` nodes became text: fewer where the text ended there."""
+    def count_draft(self, tree: Tree, path: Sequence[int], accepted: int) -> None:
+        """A tree was verified, of which `path` was accepted and its first `accepted` nodes became text: fewer where that ended."""
         self.draft_rounds += 1
         self.drafted_tokens += len(tree)
-        self.accepted_tokens += kept
+        self.accepted_tokens += accepted
         inner = set(tree.parents)
         for depth, node in enumerate([ROOT, *path]):
-            if node not in inner or depth == kept < len(path):
+            if node not in inner or depth == accepted < len(path):
                 return
             if depth == len(self.reached_by_depth):
                 self.reached_by_depth.append(0)
@@ -106,7 +106,7 @@ class GenerationStats:
 
     @property
     def read_share(self) -> float | None:
-        """Of the tokens held, those that steps read; None without a selection, or before the first step."""
+        """Of the tokens in the cache, those that steps read; None without a selection, or before the first step."""
         return self.read_tokens / self.held_tokens if self.held_tokens else None
 
     def as_dict(self) -> dict[str, Any]:

@@ -37,40 +37,40 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Finds the first stop string in a text that arrives in pieces of any size.
+    """Finds the first stop string in a text that arrives in parts of any size.
 
-    The result depends on the text alone, not on the pieces: the stop that is completed first wins, the longest of those
+    The result depends on the text alone, not on the parts: the stop that is completed first wins, the longest of those
     completed by the same character.
 
-    What is held back is the longest end of the text that begins a stop string. Any stop string that a next character completes
+    What is pending is the longest end of the text that begins a stop string. Any stop string that a next character completes
     lies within it and that character, so every character is looked at a constant number of times.
     """
 
     def __init__(self, stops: StopStrings | Sequence[str]) -> None:
         self._stops = stops if isinstance(stops, StopStrings) else StopStrings(stops)
-        self._held = ""
+        self._pending = ""
         self.found = False
 
-    def push(self, piece: str) -> str:
+    def push(self, part: str) -> str:
         """Text that certainly belongs to no stop string; sets `found` when one is complete (the text ends before it)."""
         stops = self._stops
-        if not self._held and stops.first.isdisjoint(piece):
-            return piece
-        text = self._held + piece
+        if not self._pending and stops.first.isdisjoint(part):
+            return part
+        text = self._pending + part
         begin = 0
-        for end in range(len(self._held) + 1, len(text) + 1):
+        for end in range(len(self._pending) + 1, len(text) + 1):
             while begin < end and not stops.begins(text[begin:end]):
                 begin += 1
             if begin < end and (length := stops.ending(text[begin:end])):
                 self.found = True
-                self._held = ""
+                self._pending = ""
                 return text[: end - length]
-        self._held = text[begin:]
+        self._pending = text[begin:]
         return text[:begin]
 
     def finish(self) -> str:
         """The beginning of a stop string that was never completed is ordinary text."""
-        text, self._held = self._held, ""
+        text, self._pending = self._pending, ""
         return text
 
 
@@ -84,7 +84,7 @@ CONTEXT_TOKENS = 8
 
 
 class Detokenizer:
-    """Turns a growing list of token ids into pieces of text that are final.
+    """Turns a growing list of token ids into parts of text that are final.
 
     Decoding a token alone is wrong for tokenizers where spaces or bytes depend on the neighbours, and decoding everything
     each time is quadratic. So a short window is decoded: some tokens whose text is already out, and the new ones. Trailing
@@ -113,20 +113,20 @@ class Detokenizer:
             final = text[: text.index(REPLACEMENT)]
         else:
             final = text[: len(text) - min(waiting, LONGEST_UNFINISHED)]
-        piece = final[self._emitted :]
+        part = final[self._emitted :]
         self._emitted = max(self._emitted, len(final))
-        if waiting == 0 and piece:
+        if waiting == 0 and part:
             # Slide: the tokens since the last slide become the context of the next ones.
             self._start, self._read = self._read, len(self._ids)
             self._emitted = len(self._decode(self._start))
-        return piece
+        return part
 
     def finish(self) -> str:
         """What still waits: an unfinished character is shown as it stands."""
         text = self._decode(self._start)
-        piece = text[self._emitted :]
+        part = text[self._emitted :]
         self._emitted = max(self._emitted, len(text))
-        return piece
+        return part
 
     def _decode(self, start: int) -> str:
         return self._tokenizer.decode(self._ids[start:], skip_special_tokens=True, clean_up_tokenization_spaces=False)

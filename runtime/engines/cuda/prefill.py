@@ -39,7 +39,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: Ends, scale:
 
 
 @cache
-def works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, windowed: bool) -> bool:
+def is_exact(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, windowed: bool) -> bool:
     """Whether `attend` gives the right numbers here: tried once, on chunks with and without a cached beginning."""
     if dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -120,7 +120,7 @@ class ChunkAttention:
     def __call__(self, q: torch.Tensor, layer: CacheLayer, window: int) -> torch.Tensor:
         """`[rows, heads, head_dim]`."""
         k, v = (tensor.flatten(0, 1)[self._slots] for tensor in layer)
-        if q.device.type == "cuda" and works(q.device, q.dtype, *q.shape[1:2], *k.shape[1:], window > 0):
+        if q.device.type == "cuda" and is_exact(q.device, q.dtype, *q.shape[1:2], *k.shape[1:], window > 0):
             if self._ends is None:
                 self._ends = Ends(self._starts, self._counts, q.device)
             return attend(q, k, v, self._ends, self._scale, window)

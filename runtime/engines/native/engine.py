@@ -170,7 +170,7 @@ class LlamaEngine(FusedEngine):
         return Pool(self.parts, count)
 
     def make_memory(self, count: int) -> Pool:
-        """As `new_pages`: nothing is kept for the next."""
+        """As `new_pages`."""
         return self.new_pages(count)
 
     def read(self, pool: Pool, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:
@@ -266,7 +266,7 @@ class LlamaEngine(FusedEngine):
         self.compute(step)
 
     def _memory(self, decoder: Decoder, rows: int) -> torch.Tensor:
-        """Working memory of this thread, kept between steps."""
+        """Scratch memory of this thread, reused by its next step."""
         wanted = self._library.decoder_memory(ctypes.byref(decoder), rows)
         memory = getattr(self._local, "memory", None)
         if memory is None or memory.numel() < wanted:

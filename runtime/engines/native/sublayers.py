@@ -15,7 +15,7 @@ from runtime.errors import ArtifactError
 from runtime.kernels.cpu.decoder import PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder
 from runtime.kernels.cpu.library import KINDS, TYPES, Linear
 
-#: Bytes of a weight by kind; a kept one of 2:4 has four bits and its position two.
+#: Bytes of a weight by kind; of 2:4, four bits a remaining weight and two for its position.
 _BYTES = {KINDS["w4"]: 0.5, KINDS["w8"]: 1.0, KINDS["s24"]: 0.375}
 
 

@@ -157,12 +157,12 @@ def _panels(panels: Panels, layer: Layer, stored: Mapping[str, Expected]) -> dic
         found["zero_point"] = Expected(grid, (torch.int8,))
     if panels.kind == "s24":
         found["sums"] = Expected((high, groups, PANEL), (torch.int16,))
-    kept = {"bitmap": "weight_bitmap", "sparse24": "weight_metadata"}.get(layer.entry.format)
-    also = {kept: stored[kept]} if kept is not None and panels.kind != "s24" else {}
+    mask = {"bitmap": "weight_bitmap", "sparse24": "weight_metadata"}.get(layer.entry.format)
+    also = {mask: stored[mask]} if mask is not None and panels.kind != "s24" else {}
     return {PREPARED + leaf: value for leaf, value in found.items()} | also
 
 
-# Making of a prepared file: block after block is read from the artifact, laid out for its kernels, written and forgotten.
+# Preparation of a file: block after block is read from the artifact, laid out for its kernels, written and forgotten.
 
 
 def build(

@@ -61,19 +61,19 @@ def plan(max_memory: int, outside: int, blocks: Sequence[int], reserve: int) -> 
     largest = max(blocks, default=0)
     least = reserve + outside + 2 * largest
     if not blocks or least > max_memory:
-        held = f"the weights outside the blocks ({text(outside)}), two blocks ({text(2 * largest)}) and {text(reserve)} to work with"
+        parts = f"the weights outside the blocks ({text(outside)}), two blocks ({text(2 * largest)}) and {text(reserve)} besides weights"
         if not blocks:
-            least, held = reserve + everything, "all of it, since it has no blocks that could be read one by one"
+            least, parts = reserve + everything, "all of it, since it has no blocks that could be read one by one"
         sentence = (
-            f"max_memory {text(max_memory)} is too little: this model needs at least {text(least, up=True)}, {held}"
+            f"max_memory {text(max_memory)} is too little: this model needs at least {text(least, up=True)}, {parts}"
         )
         raise TooLittleError(sentence, least)
     slots = (max_memory - reserve - outside) // largest
     buffers = min(_BUFFERS, slots)
     stay = max(0, min(slots, len(blocks)) - buffers)
     streamed = _spread(len(blocks), len(blocks) - stay)
-    kept = sum(size for i, size in enumerate(blocks) if i not in streamed)
-    return Plan(streamed, buffers, outside + kept + buffers * largest)
+    resident = sum(size for i, size in enumerate(blocks) if i not in streamed)
+    return Plan(streamed, buffers, outside + resident + buffers * largest)
 
 
 def reserve_for(config: Any, dtype: torch.dtype) -> int:

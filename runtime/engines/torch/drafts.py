@@ -234,12 +234,12 @@ class TreePool(DraftPool):
             if straight and most == width:
                 continue
 
-            def kept(states: torch.Tensor, before: int = before) -> torch.Tensor:
+            def accepted(states: torch.Tensor, before: int = before) -> torch.Tensor:
                 if not straight:
                     states[:, :, before : before + most] = gathered(states[:, :, before:], index)
                 return states[:, :, : before + most]
 
-            self._change(kind, kept)
+            self._change(kind, accepted)
         self._lengths = [length + len(path) for length, path in zip(self._lengths, paths, strict=True)]
         self._last = self._last[:, :0]
         self._trim()
@@ -267,8 +267,8 @@ class TreePool(DraftPool):
 
     def _close_up(self, kind: Columns) -> None:
         """Move every row's tokens to the right where holes have become many."""
-        wanted, held = kind.needed(self._lengths), kind.places.shape[1]
-        if held - wanted <= max(FREE_HOLES, HOLES_SHARE * held):
+        wanted, present = kind.needed(self._lengths), kind.places.shape[1]
+        if present - wanted <= max(FREE_HOLES, HOLES_SHARE * present):
             return
         order = (kind.places >= 0).to(torch.uint8).argsort(dim=1, stable=True)[:, -wanted:]
         kind.places = kind.places.gather(1, order)
@@ -363,7 +363,7 @@ def states_of(module: Any, wanted: bool) -> Iterator[list[torch.Tensor]]:
 _BOUND, _BOUND_16_BITS = 0.02, 0.1
 _PROMPTS = (3, 5)
 _STARTS = (11, 23, 57)
-# Of each piece. The leaves' texts are equally long.
+# Of each chunk. The branches of the leaves are equally long.
 _PARENTS = ([-1, 0, 0, 1, 2, 4], [-1, 0])
 _LEAVES = ((0, 2, 4, 5), (0, 1))
 

@@ -1,4 +1,4 @@
-"""Engine of transformers' modules, whose compressed layers keep their weights packed; works for every causal model."""
+"""Engine of transformers' modules, whose compressed layers stay packed: for every causal model."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ def test_a_piece(start: int, window: int, heads: tuple[int, int], most: int, mon
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    prefill.works.cache_clear()
+    prefill.is_exact.cache_clear()
     yield
-    prefill.works.cache_clear()
+    prefill.is_exact.cache_clear()
 
 
 def stand_in(off: int = 0) -> Any:
@@ -66,20 +66,20 @@ def stand_in(off: int = 0) -> Any:
 def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr(prefill, "varlen_attn", stand_in())
-    assert prefill.works(cpu, torch.bfloat16, 4, 2, 16, False)
-    assert prefill.works(cpu, torch.bfloat16, 4, 2, 16, True)
-    assert not prefill.works(cpu, torch.float32, 4, 2, 16, False)
-    prefill.works.cache_clear()
+    assert prefill.is_exact(cpu, torch.bfloat16, 4, 2, 16, False)
+    assert prefill.is_exact(cpu, torch.bfloat16, 4, 2, 16, True)
+    assert not prefill.is_exact(cpu, torch.float32, 4, 2, 16, False)
+    prefill.is_exact.cache_clear()
     monkeypatch.setattr(prefill, "varlen_attn", stand_in(off=1))
-    assert prefill.works(cpu, torch.bfloat16, 4, 2, 16, False)
-    assert not prefill.works(cpu, torch.bfloat16, 4, 2, 16, True)
-    prefill.works.cache_clear()
+    assert prefill.is_exact(cpu, torch.bfloat16, 4, 2, 16, False)
+    assert not prefill.is_exact(cpu, torch.bfloat16, 4, 2, 16, True)
+    prefill.is_exact.cache_clear()
 
     def fails(*arguments: Any, **options: Any) -> torch.Tensor:
         raise RuntimeError("not on this device")
 
     monkeypatch.setattr(prefill, "varlen_attn", fails)
-    assert not prefill.works(cpu, torch.bfloat16, 4, 2, 16, False)
+    assert not prefill.is_exact(cpu, torch.bfloat16, 4, 2, 16, False)
 
 
 def test_all_pieces_at_once_and_one_by_one() -> None:

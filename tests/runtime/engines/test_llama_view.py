@@ -134,9 +134,10 @@ def test_what_layers_leave_is_recorded_once() -> None:
             assert close(module.model.norm(states[3]), out[4][0])
     assert recorder.of([9], 0) is None
     assert recorder.of([0, 1], 64) is None
-    before = recorder.states
+    before = recorder.of([0, 1], 0)
     engine.step(pool, [Chunk([5], 70, [0, 1])])
-    assert recorder.states is before
+    assert recorder.of([0, 1], 0) is before
+    assert recorder.of([0, 1], 70) is None
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from compress.core.files import written_beside
 from compress.report.facts import PARTS, split_layer_name
-from runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,18 +61,10 @@ PRINTED = ("#334155", "#e2e8f0", "white")
 
 
 def save(drawn: Figure, file: Path) -> None:
-    """Write a figure to an .svg, .png or .pdf file; two calls give the same bytes.
-
-    Raises:
-        RequestError: the file cannot be written.
-    """
+    """Write a figure to an .svg, .png or .pdf file; two calls give the same bytes."""
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}[file.suffix]
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with written_beside(file) as temporary:
-            drawn.savefig(temporary, dpi=160, metadata=metadata, format=file.suffix[1:])
-    except OSError as error:
-        raise RequestError(f"the plot cannot be written to {file}: {error.strerror or error}") from None
+    with written_beside(file) as temporary:
+        drawn.savefig(temporary, dpi=160, metadata=metadata, format=file.suffix[1:])
 
 
 def legend_above(axes: Axes, lines: Sequence[Line2D] | None = None) -> None:

@@ -48,8 +48,12 @@ def plot_tradeoff(rows: Sequence[Mapping[str, Any]], path: str | Path, title: st
         if title:
             axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
         written = [path.with_suffix(suffix) for suffix in suffixes]
-        for file in written:
-            save(drawn, file)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for file in written:
+                save(drawn, file)
+        except OSError as error:
+            raise RequestError(f"the plot cannot be written to {path}: {error.strerror or error}") from None
     return written
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -14,12 +14,8 @@ def hooks(
     found: Mapping[nn.Module, Callable[..., Any]], before: bool = False, keywords: bool = False
 ) -> Iterator[None]:
     """Register {module: hook} on outputs, or (`before`) on inputs; `keywords`: hooks are given keyword arguments too."""
-    handles = [
-        (module.register_forward_pre_hook if before else module.register_forward_hook)(hook, with_kwargs=keywords)
-        for module, hook in found.items()
-    ]
-    try:
+    with ExitStack() as stack:
+        for module, hook in found.items():
+            register = module.register_forward_pre_hook if before else module.register_forward_hook
+            stack.enter_context(register(hook, with_kwargs=keywords))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -20,7 +20,7 @@ from compress.distill.recover.alignment import Alignment
 from compress.distill.recover.constraints import between_codes, constrain, settle
 from compress.distill.recover.losses import Recovering
 from compress.distill.recover.nested import Nested, feed_forward, order
-from compress.distill.recover.teachers import Cached, InMemory, Likeliest, cache_outputs
+from compress.distill.recover.teachers import Cached, InMemory, cache_outputs
 from compress.distill.train.data import TextRows, digest_of
 from compress.distill.train.loop import Guide, Trained, Training
 from compress.model.checkpoint_writer import PlainWriter
@@ -234,9 +234,16 @@ def _text(recovery: Recovery, ids: torch.Tensor, alignment: Alignment) -> _Text:
     if settings.teacher == "memory":
         teacher = InMemory(streamed, alignment, recovery.device)
         return _Text(given, apart, teacher, teacher)
-    likeliest = Likeliest(settings.teacher_top, settings.temperature)
     rows = torch.cat([given, apart])
-    cached = cache_outputs(streamed, rows, alignment, recovery.work / "teacher", likeliest, recovery.reporter)
+    cached = cache_outputs(
+        streamed,
+        rows,
+        alignment,
+        recovery.work / "teacher",
+        settings.teacher_top,
+        settings.temperature,
+        recovery.reporter,
+    )
     return _Text(given, apart, cached, Cached(cached.directory, len(given)))
 
 

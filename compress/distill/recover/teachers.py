@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,42 +55,36 @@ class Cached(TeacherCache):
         return Outputs(states, self.likeliest(found) if "ids" in found else None, found.get("last"))
 
 
-@dataclass(frozen=True)
-class Likeliest:
-    """How much of a distribution is cached: its `top` tokens at a temperature."""
-
-    top: int
-    temperature: float
-
-
 def cache_outputs(
     streamed: StreamedModel,
     ids: torch.Tensor,
     alignment: Alignment,
     directory: Path,
-    likeliest: Likeliest,
+    top: int,
+    temperature: float,
     progress: Reporter | None = None,
 ) -> Cached:
     """Compute a teacher's outputs of rows, one block in memory at a time, or take what an earlier call has written.
 
     Args:
-        ids: int64 `[n, s]`, the model's in recovery. alignment: what of the outputs is wanted.
+        ids: int64 `[n, s]`, the model's in recovery. alignment: which of the outputs are wanted.
+        top: tokens of each distribution that are cached, at `temperature`.
 
     Raises:
         CompressError: the disk has no room for them.
     """
     facts = {
         "teacher": streamed.checkpoint.fingerprint(), "rows": len(ids), "shard_rows": ROWS, "sha256": digest_of(ids),
-        "top": likeliest.top, "temperature": likeliest.temperature, **alignment.facts,
+        "top": top, "temperature": temperature, **alignment.facts,
     }  # fmt: skip
     hidden = int(streamed.config.get_text_config().hidden_size)
-    nbytes = cached_bytes(ids.numel(), hidden, streamed.dtype.itemsize, len(alignment.layers), likeliest.top)
+    nbytes = cached_bytes(ids.numel(), hidden, streamed.dtype.itemsize, len(alignment.layers), top)
     directory.parent.mkdir(parents=True, exist_ok=True)
     asked = alignment.asked(ids).split(ROWS)
 
     def shards(missing: list[int]) -> Iterable[tuple[int, Tensors]]:
         found = _streamed_outputs(
-            streamed, [asked[number] for number in missing], alignment, directory, likeliest, progress
+            streamed, [asked[number] for number in missing], alignment, directory, top, temperature, progress
         )
         return zip(missing, found, strict=True)
 
@@ -113,7 +106,8 @@ def _streamed_outputs(
     parts: list[torch.Tensor],
     alignment: Alignment,
     directory: Path,
-    likeliest: Likeliest,
+    top: int,
+    temperature: float,
     progress: Reporter | None,
 ) -> Iterable[Tensors]:
     """Outputs of each of some parts of the rows; states of all are on disk until the last block is done."""
@@ -146,7 +140,7 @@ def _streamed_outputs(
             found["last"] = alignment.states(given)
         else:
             given = alignment.logits(given)
-            found |= likeliest_tensors(given, min(likeliest.top, given.shape[-1]), likeliest.temperature)
+            found |= likeliest_tensors(given, min(top, given.shape[-1]), temperature)
         yield found
         for layer in layers:
             place(layer, number).unlink()

@@ -235,15 +235,8 @@ def _text(recovery: Recovery, ids: torch.Tensor, alignment: Alignment) -> _Text:
         teacher = InMemory(streamed, alignment, recovery.device)
         return _Text(given, apart, teacher, teacher)
     rows = torch.cat([given, apart])
-    cached = cache_outputs(
-        streamed,
-        rows,
-        alignment,
-        recovery.work / "teacher",
-        settings.teacher_top,
-        settings.temperature,
-        recovery.reporter,
-    )
+    place, top, temperature = recovery.work / "teacher", settings.teacher_top, settings.temperature
+    cached = cache_outputs(streamed, rows, alignment, place, top, temperature, recovery.reporter)
     return _Text(given, apart, cached, Cached(cached.directory, len(given)))
 
 

@@ -33,7 +33,8 @@ FACTORED = 5
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer's task and sizes. `packed`: bytes on the disk. `reader`: its module. `home`: its module of experts, or ""."""
+    """A layer's task and sizes. `packed`: bytes on the disk. `reader`: its module. `home`: its module of experts, or "".
+    `hessian`: second moments of its inputs are collected."""
 
     task: LayerTask
     rows: int
@@ -41,6 +42,7 @@ class _Layer:
     packed: int
     reader: str
     home: str
+    hessian: bool
 
     @property
     def numel(self) -> int:
@@ -94,7 +96,7 @@ class WeightsFootprint:
     @property
     def widths(self) -> list[int]:
         """Inputs of the layers whose second moments are collected."""
-        return sorted({layer.columns for layer in self._layers.values() if "hessian" in layer.task.needs})
+        return sorted({layer.columns for layer in self._layers.values() if layer.hessian})
 
     def phases(self, rows: Rows, bounds: Bounds) -> dict[str, int]:
         """By name.
@@ -105,14 +107,10 @@ class WeightsFootprint:
         front, block = self._outside - self._head, max(self._sizes)
         outside = [layer for name, layer in self._layers.items() if not self._streamed.is_inside(name)]
         forward = self._model.forward(rows)
-        base = self._outside if outside else 0
+        base, blocks = self._outside if outside else 0, zip(self._sizes, self._blocks, strict=True)
         found = {
             "first block": max(base, front) + self._sizes[0] + forward,
-            "blocks": base
-            + max(
-                self._block(size, layers, rows, bounds, forward)
-                for size, layers in zip(self._sizes, self._blocks, strict=True)
-            ),
+            "blocks": base + max(self._block(*block, rows, bounds, forward) for block in blocks),
             "outside": self._outside_phase(outside, rows, bounds),
             "load back": front + self._read_back() + self._whole(),
         }
@@ -145,7 +143,7 @@ class WeightsFootprint:
     def _moments(self, group: list[_Layer], bounds: Bounds) -> int:
         """Second moments of the input of a group, where they are collected."""
         columns = group[0].columns
-        if not any("hessian" in layer.task.needs for layer in group):
+        if not any(layer.hessian for layer in group):
             return 0
         return 4 * columns * (min(columns, 2 * BLOCK) if bounds.filed(columns) else columns)
 
@@ -173,9 +171,8 @@ class WeightsFootprint:
             chunk = min(numel if task.compensates else layer.numel, chunks.rows_at_a_time(columns) * columns)
             if task.compensates:
                 panels = 4 * columns * min(columns, factor.PANEL)
-                needed = (
-                    FACTORED * panels
-                )  # of which two are of the factor, whose upper half is all that is ever touched
+                # Two of the panels are of the factor, of which only the upper half is touched.
+                needed = FACTORED * panels
                 if not bounds.filed(columns):
                     needed += max(0, 2 * columns * (columns + factor.PANEL) - 2 * panels)
                 needed += LOOP * 4 * (chunk if apart else layer.numel)
@@ -192,17 +189,12 @@ class WeightsFootprint:
 
     def _files(self, bounds: Bounds) -> int:
         """Bytes of second moments and factors in files, at the most."""
-        filed = [
-            layer for layer in self._layers.values() if bounds.filed(layer.columns) and "hessian" in layer.task.needs
-        ]
-        inputs = {
-            (layer.reader, layer.columns) for layer in filed if not layer.task.compensates or layer.task.transform
-        }
+        filed = [layer for layer in self._layers.values() if layer.hessian and bounds.filed(layer.columns)]
+        early = (layer for layer in filed if not layer.task.compensates or layer.task.transform)
+        inputs = {(layer.reader, layer.columns) for layer in early}
+        waiting = sum(4 * columns**2 for _, columns in inputs) // max(1, len(self._blocks))
         largest = max((4 * layer.columns**2 for layer in filed), default=0)
-        blocks = max(1, len(self._blocks))
-        return sum(4 * columns**2 for _, columns in inputs) // blocks + max(
-            2 * largest, AT_ONCE if any(x.home for x in filed) else 0
-        )
+        return waiting + max(2 * largest, AT_ONCE if any(layer.home for layer in filed) else 0)
 
     # ------------------------------------------------------------ before and after
     def _outside_phase(self, layers: list[_Layer], rows: Rows, bounds: Bounds) -> int:
@@ -210,10 +202,8 @@ class WeightsFootprint:
         if not layers:
             return self._outside
         made = sum(layer.packed + layer.numel * self._item for layer in layers)
-        solve = max(
-            max(self._moments([layer], bounds) + self._solve([layer], bounds), self._inputs([layer], rows))
-            for layer in layers
-        )
+        alone = [[layer] for layer in layers]
+        solve = max(max(self._moments(g, bounds) + self._solve(g, bounds), self._inputs(g, rows)) for g in alone)
         return self._outside + made + max(solve, self._outside)
 
     def _read_back(self) -> int:
@@ -227,9 +217,8 @@ class WeightsFootprint:
     def _whole(self) -> int:
         """Small artifacts are read as a whole, twice, with kernels that lay out their weights anew."""
         packed = sum(layer.packed for layer in self._layers.values())
-        after = (
-            packed + sum(self._sizes) + self._outside - sum(layer.numel * self._item for layer in self._layers.values())
-        )
+        dense = sum(layer.numel * self._item for layer in self._layers.values())
+        after = packed + sum(self._sizes) + self._outside - dense
         return 2 * after if after <= WHOLE_BYTES else 0
 
     def _judged(self, front: int, block: int) -> int:
@@ -258,7 +247,7 @@ class WeightsFootprint:
         total = 2.0 * (self._model.inside * (2.2 * count + scored) + self._judge.inside * scored) / speed.own
         for layer in self._layers.values():
             out, columns = layer.rows, layer.columns
-            if "hessian" in layer.task.needs:
+            if layer.hessian:
                 total += 1.0 * count * columns * columns / speed.single
                 # The column loop, the error it leaves and what it is measured by; two more for a refinement pass; then the factor.
                 times = 3 + 2 * int(getattr(layer.task.quantize, "sweeps", 0) or 0)
@@ -273,9 +262,10 @@ def _layer(plan: WeightPlan, name: str, task: LayerTask) -> _Layer:
     density = 1.0 - task.share
     packed = formats.choose(task.scheme, (rows, columns), density=density)
     place = expert_of(streamed.model, name)
+    home = "" if place is None else place[0]
     size = packed.bytes_estimate(task.scheme, (rows, columns), streamed.dtype, density)
     # Layers of one module and one width are taken to read the same input (q/k/v, gate/up), which is never too little.
-    return _Layer(task, rows, columns, size, name.rpartition(".")[0], "" if place is None else place[0])
+    return _Layer(task, rows, columns, size, name.rpartition(".")[0], home, "hessian" in task.needs)
 
 
 def _input(layer: _Layer) -> tuple[str, int]:

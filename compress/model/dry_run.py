@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.model.module_hooks import hooks
 from compress.model.streamed import StreamedModel
 from runtime.engines.torch.encoder import TorchEncoderEngine
 from runtime.engines.torch.engine import TorchEngine
@@ -169,11 +170,10 @@ def _handing_on(model: Any, name: str) -> Iterator[None]:
                 )
         handed[:] = extras
 
-    with ExitStack() as hooks:
-        for _, blocks in find_stacks(model):
-            watch = partial(hook, [])
-            for block in blocks:
-                hooks.enter_context(block.register_forward_hook(watch, with_kwargs=True))
+    watched: dict[nn.Module, Callable[..., None]] = {}
+    for _, blocks in find_stacks(model):
+        watched |= dict.fromkeys(blocks, partial(hook, []))
+    with hooks(watched, keywords=True):
         yield
 
 
@@ -185,9 +185,7 @@ def _called(layers: dict[str, nn.Module]) -> Iterator[set[str]]:
     def note(name: str, *_: Any) -> None:
         called.add(name)
 
-    with ExitStack() as hooks:
-        for name, layer in layers.items():
-            hooks.enter_context(layer.register_forward_hook(partial(note, name)))
+    with hooks({layer: partial(note, name) for name, layer in layers.items()}):
         yield called
 
 

@@ -7,7 +7,7 @@ are those that were given the very same tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import nn
 from compress.core.file_matrix import in_memory
 from compress.core.processes import Team
 from compress.core.statistics import Statistics, StatisticsCollector
+from compress.model.module_hooks import hooks
 from runtime.modeling.experts import Expert, expert_of
 
 if TYPE_CHECKING:
@@ -80,12 +81,12 @@ def find_groups(block: nn.Module, run: Callable[[], Any], names: Iterable[str]) 
         if isinstance(output, torch.Tensor):
             outputs[id(output)] = (name, output)
 
-    with ExitStack() as hooks, torch.no_grad():
-        for name, module in block.named_modules():
-            if name in wanted:
-                hooks.enter_context(module.register_forward_pre_hook(partial(on_input, name)))
-            if name and not list(module.children()):
-                hooks.enter_context(module.register_forward_hook(partial(on_output, name)))
+    modules = dict(block.named_modules())
+    layers = {module: partial(on_input, name) for name, module in modules.items() if name in wanted}
+    leaves = {
+        module: partial(on_output, name) for name, module in modules.items() if name and not list(module.children())
+    }
+    with hooks(layers, before=True), hooks(leaves), torch.no_grad():
         run()
     return groups
 
@@ -123,10 +124,11 @@ def collect(
         if stop_early and position == len(groups) - 1:
             raise _CollectedError
 
-    with ExitStack() as hooks, torch.no_grad():
-        for position, group in enumerate(groups):
-            layer = block.get_submodule(group.members[0])
-            hooks.enter_context(layer.register_forward_pre_hook(partial(on_input, position, _expert(block, group))))
+    layers = {
+        block.get_submodule(group.members[0]): partial(on_input, position, _expert(block, group))
+        for position, group in enumerate(groups)
+    }
+    with hooks(layers, before=True), torch.no_grad():
         for run, mask in forwards:  # noqa: B007 - the hooks read `mask`
             with suppress(_CollectedError):
                 run()

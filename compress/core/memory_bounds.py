@@ -6,7 +6,7 @@ batch do not: products of another height are summed in another order. So they ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,17 +75,14 @@ def ways(widths: Sequence[int], rows: int, given: int | None, fewer: bool, filed
         yield bounds
 
 
-def choose(found: Iterator[Bounds], needed: Callable[[Bounds], int], limit: float) -> tuple[Bounds, int]:
+def choose(found: Iterable[Bounds], needed: Callable[[Bounds], int], limit: float) -> tuple[Bounds, int]:
     """The first of some measures that fits in `limit` bytes, else the one that needs least; and the bytes it needs."""
-    best: tuple[Bounds, int] | None = None
+    tried = []
     for bounds in found:
-        size = needed(bounds)
-        if best is None or size < best[1]:
-            best = bounds, size
-        if size <= limit:
-            return bounds, size
-    assert best is not None
-    return best
+        tried.append((bounds, needed(bounds)))
+        if tried[-1][1] <= limit:
+            return tried[-1]
+    return min(tried, key=lambda one: one[1])
 
 
 def cut(batch: tuple[torch.Tensor, torch.Tensor], rows: int | None) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -72,15 +72,15 @@ def totals(session: Session, after: int, limit: int | None = None, settled: Boun
         every = stages.footprints(bounds)
         # Hidden states are where blocks are; of the last stage, whose parts are small, nothing is said of a GPU.
         inside = every if on_cpu else [replace(one, states=0) for one in every[:-1]] + every[-1:]
-        return held + WORKSPACE + max(one.memory + _states(one, bounds) for one in inside)
+        return held + WORKSPACE + max(one.memory + one.states for one in inside)
 
-    bounds, memory = choose(iter(found), needed, MEMORY_SHARE * (held + free) if limit is None else limit)
+    bounds, memory = choose(found, needed, MEMORY_SHARE * (held + free) if limit is None else limit)
     every = stages.footprints(bounds)
-    most = max(every, key=lambda one: one.memory + _states(one, bounds))
-    beside = max(every[:-1], key=lambda one: one.device + _states(one, bounds), default=Footprint())
-    device_needed = 0 if on_cpu or len(every) == 1 else beside.device + _states(beside, bounds) + WORKSPACE
+    most = max(every, key=lambda one: one.memory + one.states)
+    beside = max(every[:-1], key=lambda one: one.device + one.states, default=Footprint())
+    device_needed = 0 if on_cpu or len(every) == 1 else beside.device + beside.states + WORKSPACE
     named = [one.parts or {job.stage.kind: one.memory} for job, one in zip(stages.jobs, every, strict=True)]
-    parts = {"process": held, "workspace": WORKSPACE, "hidden states": _states(most, bounds)}
+    parts = {"process": held, "workspace": WORKSPACE, "hidden states": most.states}
     for one in (named[-1], *named[:-1]):
         parts |= one
     return Totals(
@@ -98,12 +98,8 @@ def totals(session: Session, after: int, limit: int | None = None, settled: Boun
     )
 
 
-def _states(one: Footprint, bounds: Bounds) -> int:
-    return 0 if bounds.spill else one.states
-
-
 class _Stages:
-    """Footprints of the stages of a session, by what is done to need less."""
+    """Footprints of the stages of a session under given bounds."""
 
     def __init__(self, session: Session) -> None:
         self.jobs = (*session.before, session.weights)
@@ -119,12 +115,13 @@ class _Stages:
         return max((ids.shape[0] for ids, _ in self._context.calibration.batches), default=0)
 
     def footprints(self, bounds: Bounds) -> list[Footprint]:
-        """Of each job."""
+        """Of each job; hidden states that spill take no memory."""
         rows: Rows = []
         if self.rows():
             parts = (part for batch in self._context.calibration.batches for part, _ in cut(batch, bounds.rows))
             rows = [self._context.streamed.rows.positions(part) for part in parts]
-        return [self._footprint(job, rows, bounds) for job in self.jobs]
+        found = [self._footprint(job, rows, bounds) for job in self.jobs]
+        return [replace(one, states=0) for one in found] if bounds.spill else found
 
     def _footprint(self, job: Job, rows: Rows, bounds: Bounds) -> Footprint:
         """Of a job, and of compressing the layers that it works on."""

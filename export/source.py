@@ -151,10 +151,21 @@ class Source:
         return self.weight(module).dequantize() if module in self.entries else self.dense(f"{module}.weight")
 
     def optional(self, name: str) -> torch.Tensor | None:
-        """A stored tensor that need not be there: `{module}.bias`, or `{module}.input_scale` and `.input_zero_point` (each `[1]`) of
-        static activations."""
+        """A stored tensor, None where there is none."""
         stored = self._stored(name)
         return self.artifact.checkpoint.get(stored) if self.artifact.checkpoint.has(stored) else None
+
+    def input_scale(self, module: str) -> torch.Tensor | None:
+        """The static activation scale, `[1]` in the model's dtype; None where activations are dynamic or not quantized."""
+        return self.optional(f"{module}.input_scale")
+
+    def input_zero_point(self, module: str) -> torch.Tensor | None:
+        """The static activation zero point, `[1]`; None where there is none."""
+        return self.optional(f"{module}.input_zero_point")
+
+    def bias(self, module: str) -> torch.Tensor | None:
+        """`[rows]` in the dtype stored, or None."""
+        return self.optional(f"{module}.bias")
 
     def dense(self, name: str) -> torch.Tensor:
         """One stored tensor by its full name; a tied one that is not stored is read from where it is."""

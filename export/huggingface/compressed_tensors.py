@@ -69,7 +69,7 @@ class CompressedTensors(Layout):
         def make() -> Mapping[str, torch.Tensor]:
             assert entry.scheme.grid is not None
             weight = regrid(source.weight(module), entry.scheme.grid)
-            inputs = (source.optional(f"{module}.{part}") for part in ("input_scale", "input_zero_point"))
+            inputs = source.input_scale(module), source.input_zero_point(module)
             tensors = formats.get(entry.format).pack(weight, *inputs)
             return {f"{module}.{name}": tensor for name, tensor in tensors.items()}
 

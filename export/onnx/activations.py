@@ -37,10 +37,10 @@ def static(
     b: Builder, x: onnx_ir.Value, module: str, scheme: ActivationScheme, source: Source, dtype: torch.dtype
 ) -> Quantized:
     """`QuantizeLinear` with the calibrated scale: codes, one scale and one zero point for all."""
-    scale = source.optional(f"{module}.input_scale")
+    scale = source.input_scale(module)
     assert scale is not None
     code = FLOAT8 if scheme.type == "float" else torch.int8
-    zero = source.optional(f"{module}.input_zero_point")
+    zero = source.input_zero_point(module)
     zero = torch.zeros(1, dtype=code) if zero is None else zero.to(code)
     step = b.stored(f"{module}.input_scale", scale.reshape(()), dtype)
     point = b.store.add(f"{module}.input_zero_point", zero.reshape(()))

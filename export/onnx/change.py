@@ -106,9 +106,9 @@ def _layer(source: Source, name: str, change: Change) -> CompressedLinear:
     storage = formats.choose(weight.scheme, source.shapes[name])
     tensors = storage.pack(weight)
     entry = ModuleEntry(weight.scheme, storage.name, formats.value_count(storage, tensors))
-    for part in ("input_scale", "input_zero_point") if acts is not None else ():
-        stored = source.optional(f"{name}.{part}")
-        tensors |= {} if stored is None else {part: stored}
+    if acts is not None:
+        inputs = {"input_scale": source.input_scale(name), "input_zero_point": source.input_zero_point(name)}
+        tensors |= {part: stored for part, stored in inputs.items() if stored is not None}
     layer = CompressedLinear.from_tensors(entry, source.shapes[name], tensors, None, source.dtype)
     layer.to(torch.float32)
     layer.prepare()

@@ -38,7 +38,7 @@ def write_linear(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: D
 
 def add_bias(b: Builder, job: Job, module: str, result: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
     """`result [..., N]` plus the layer's bias, if it has one."""
-    bias = job.source.optional(f"{module}.bias")
+    bias = job.source.bias(module)
     if bias is not None:
         value = b.stored(f"{module}.bias", bias, dialect.dtype)
         result = b.op("Add", [result, value], f"{module.rpartition('.')[2]}/Add")

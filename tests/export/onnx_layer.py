@@ -32,13 +32,13 @@ def write_layer(folder: Path, weight: CompressedWeight, spoken: Dialect) -> Path
     graph = ir.Graph([x], [mark.outputs[0]], nodes=[mark], opset_imports=imports, name="layer")
     mark.outputs[0].name, mark.outputs[0].type, mark.outputs[0].shape = "y", kind, ir.Shape(["rows", None])
     model, data = ir.Model(graph, ir_version=10), DataFile(folder, "layer.data")
-    acts, stored = weight.scheme.activations, {"layer.input_scale": torch.tensor([0.05])}
-    if acts is not None and not acts.symmetric:
-        stored["layer.input_zero_point"] = torch.tensor([3], dtype=torch.int8)
+    acts = weight.scheme.activations
     source = SimpleNamespace(
         entries={"layer": SimpleNamespace(scheme=weight.scheme)},
         weight=lambda _: weight,
-        optional=stored.get,
+        bias=lambda _: None,
+        input_scale=lambda _: torch.tensor([0.05]),
+        input_zero_point=lambda _: None if acts is None or acts.symmetric else torch.tensor([3], dtype=torch.int8),
     )
     job: Any = SimpleNamespace(source=source, options=SimpleNamespace(requantize=False), losses={})
     builder = Builder(Store(model, data), mark, "layer")

@@ -22,9 +22,12 @@ _NO_LIMIT = 10**9  # tokenizers that know no limit say a number beyond this
 
 
 class EncoderModel(LoadedModel):
-    """A loaded encoder. Made by `runtime.load`. Attributes as `LoadedModel`'s, and
+    """A loaded encoder. Made by `runtime.load`. Threads may call everything at once: they take turns on the engine.
 
     Attributes:
+        tokenizer: the transformers tokenizer of the directory; None when it has none (token ids still work).
+        artifact: the directory it came from.
+        engine: what computes.
         pooling: how hidden states become an embedding.
         max_length: tokens that a text is cut to, special tokens included; None: texts are never cut.
     """

@@ -36,12 +36,16 @@ class Score:
 
 
 class Model(GeneratingModel):
-    """A loaded causal language model. Made by `runtime.load`. Attributes as `GeneratingModel`'s, and
+    """A loaded causal language model. Made by `runtime.load`.
 
     Threads may call everything at once: they take turns on the engine, a step each, so that calls go on side by side and a
     stream that nobody reads holds nobody up. Results do not depend on it. After an exception or Ctrl-C the model is as before.
 
     Attributes:
+        tokenizer: the transformers tokenizer of the directory; None when it has none (token ids still work).
+        artifact: the directory it came from.
+        engine: what computes.
+        eos_token_ids: tokens that end a text.
         speculation: drafts that are verified several tokens at a time; None: every step gives one token.
     """
 

@@ -18,9 +18,13 @@ from runtime.sampling.prompts import PromptReader, read_mask
 
 
 class Seq2SeqModel(GeneratingModel):
-    """A loaded encoder-decoder. Made by `runtime.load`. Attributes as `GeneratingModel`'s, and
+    """A loaded encoder-decoder. Made by `runtime.load`. Threads may call everything at once: they take turns on the engine.
 
     Attributes:
+        tokenizer: the transformers tokenizer of the directory; None when it has none (token ids still work).
+        artifact: the directory it came from.
+        engine: what computes.
+        eos_token_ids: tokens that end an output.
         start_token_id: what the decoder begins with.
         forced_token_id: the first token of every output where the checkpoint asks for one (`forced_bos_token_id`), else None.
     """

@@ -155,9 +155,9 @@ def _show_drafters(result: dict[str, Any]) -> None:
 
 def _save(result: dict[str, Any], device: str) -> Path:
     """Store the best drafter for the directory and this machine, with its measurements."""
+    from compress.evaluate.drafters import write_choice
     from runtime.api.load import read_device
     from runtime.checkpoint.artifact import Artifact
-    from runtime.drafting.config.artifact_draft import write_choice
 
     artifact = Artifact(result["path"])
     measured = [{key: entry[key] for key in ("name", "speedup", "overall")} for entry in result["drafters"]]

@@ -7,11 +7,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from compress.core.files import write_json
 from runtime.checkpoint.artifact import Artifact
 from runtime.errors import RequestError
 from runtime.sampling.stats import GenerationStats
+
+if TYPE_CHECKING:
+    import torch
 
 # Decoding measured over several calls of a model.
 
@@ -196,3 +200,27 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"--text {path} cannot be read: {error}") from None
+
+
+def write_choice(path: Path, value: Any, artifact: Artifact, device: torch.device, measured: Any = None) -> Path:
+    """Write drafter.json, which `runtime.load` follows on this machine.
+
+    Args:
+        path: the directory; the others are as of `choice_content`.
+
+    Returns:
+        The file; it is there whole or as it was.
+
+    Raises:
+        RequestError: there is no such directory, nothing can be written there, or `value` names a directory.
+    """
+    from runtime.drafting.config.artifact_draft import CHOICE, choice_content
+
+    if not path.is_dir():
+        raise RequestError(f"{path} is no directory for a drafter.json; add --no-save")
+    content, file = choice_content(value, artifact, device, measured), path / CHOICE
+    try:
+        write_json(file, content)
+    except OSError as error:
+        raise RequestError(f"{file} cannot be written: {error.strerror or error}; add --no-save") from error
+    return file

@@ -16,8 +16,8 @@ from compress.core.files import disk_errors, write_sealed
 from compress.core.processes import PartDone, Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import CHOICE, DRAFTS, LOG, MANIFEST, WORK, RunDirectory, remove
-from compress.distill.draft.job import DraftJob, prepare, train_draft
-from compress.distill.draft.stage import STAGE, is_there
+from compress.distill.draft.job import DraftJob, is_there, prepare, train_draft
+from compress.distill.draft.stage import STAGE
 from compress.model.context import choose_device
 from compress.model.stage import Store
 from compress.recipe import Recipe
@@ -82,7 +82,7 @@ def _redraft(path: Path, recipe: Recipe, device: str, quiet: bool, team: Team) -
     log = artifact.path / LOG if team.is_main else None
     with disk_errors(f"writing to {artifact.path}") if team.is_main else nullcontext():
         with Reporter(log, quiet or not team.is_main) as reporter:
-            for warning in job.warnings if team.is_main else ():
+            for warning in job.warnings() if team.is_main else ():
                 reporter.warn(warning)
             directory = RunDirectory(artifact.path)
             store = Store(output, directory.work / "draft", directory, apply_recipe, team=team)

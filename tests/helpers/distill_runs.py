@@ -32,7 +32,7 @@ def target(**changes: Any) -> Any:
 
 
 def student(model: Any, objective: Objective | None = None, kept: torch.Tensor | None = None) -> Student:
-    return Student(cut(model, 1), objective, kept)
+    return Student(cut(model, range(1)), objective, kept)
 
 
 def run(

@@ -5,7 +5,8 @@ What cannot be made is refused before a model is compressed for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,30 +64,21 @@ class Prospect:
         if self.start is not None:
             if config.layers is not None:
                 raise RefusedError("layers", f"the draft is all of {config.model}; leave layers, or model, out")
-            return _cut(self.start, range(len(find_blocks(self.start)[1])), "model")
+            with refused("model"):
+                return empty_cut(self.start, range(len(find_blocks(self.start)[1])))
         if config.layers is None:
             raise RefusedError("layers", f"a number of layers, 1 to {self.depth}, or a list of their indices is needed")
-        return _cut(self.model, self.chosen(config.layers), "method")
-
-    def chosen(self, layers: int | list[int]) -> list[int]:
-        """Indices of the target's layers that a draft is cut of."""
-        depth = self.depth
-        count = layers if isinstance(layers, int) else len(layers)
-        if not 1 <= count <= depth or (isinstance(layers, list) and any(not 0 <= layer < depth for layer in layers)):
-            raise RefusedError("layers", f"the model has {depth} layers; the draft cannot have {layers}")
-        if isinstance(layers, list):
-            if layers != sorted(set(layers)):
-                raise RefusedError("layers", f"indices of 0 to {depth - 1} in ascending order, each once, not {layers}")
-            return layers
-        try:
-            return chosen_layers(self.config, depth, layers)
-        except RequestError as error:
-            raise RefusedError("layers", str(error)) from None
+        with refused("layers"):
+            layers = chosen_layers(self.config, self.depth, config.layers)
+        with refused("method"):
+            return empty_cut(self.model, layers)
 
 
-def _cut(model: PreTrainedModel, layers: Sequence[int], key: str) -> PreTrainedModel:
+@contextmanager
+def refused(key: str) -> Iterator[None]:
+    """Requests that are refused, as those of a field of the draft section."""
     try:
-        return empty_cut(model, layers)
+        yield
     except RequestError as error:
         raise RefusedError(key, str(error)) from None
 

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 _TIED_TO_PLACE = ("scale_attn_by_inverse_layer_idx", "num_kv_shared_layers")
 
 
-def cut(target: PreTrainedModel, layers: int | Sequence[int], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def cut(target: PreTrainedModel, layers: Sequence[int], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A smaller model of the target's class. Weights that are compressed in the target are dense in the draft, as the target computes.
 
     Args:
         target: a causal language model of transformers, its layers as they are or compressed
         (`runtime.layers.compressed_linear`). It is not changed.
-        layers: the first so many, or their indices, ascending.
+        layers: their indices, ascending.
         dtype: of the draft's weights; float32 is what can be trained.
 
     Returns:
@@ -41,7 +41,7 @@ def cut(target: PreTrainedModel, layers: int | Sequence[int], dtype: torch.dtype
         RequestError: layers that the target does not have, or a target that is built in a way that cannot be cut.
     """
     name, blocks = _blocks(target)
-    chosen = _indices(layers, len(blocks))
+    chosen = checked_layers(layers, len(blocks))
     draft = empty_cut(target, chosen, dtype)
     places = {f"{name}.{new}.": f"{name}.{old}." for new, old in enumerate(chosen)}
     for path, module in list(draft.named_modules()):
@@ -53,12 +53,10 @@ def cut(target: PreTrainedModel, layers: int | Sequence[int], dtype: torch.dtype
     return draft
 
 
-def empty_cut(
-    target: PreTrainedModel, layers: int | Sequence[int], dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
+def empty_cut(target: PreTrainedModel, layers: Sequence[int], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """As `cut`, without weights (on meta): whether it can be made is known before the target's weights are."""
     name, blocks = _blocks(target)
-    chosen = _indices(layers, len(blocks))
+    chosen = checked_layers(layers, len(blocks))
     smaller = with_layers(target.config, chosen)
     if attends(target.config) and not attends(smaller):
         raise RequestError(
@@ -78,7 +76,7 @@ def empty_cut(
 
 def cut_checkpoint(
     path: str | Path,
-    layers: int | Sequence[int] | None,
+    layers: Sequence[int] | None,
     dtype: torch.dtype = torch.float32,
     *,
     device: str | torch.device = "cpu",
@@ -99,14 +97,14 @@ def cut_checkpoint(
         raise RequestError(f"{path} is an {blueprint.kind}; a draft is cut out of a causal language model")
     model = blueprint.module
     name, blocks = _blocks(model)
-    layers = len(blocks) if layers is None else layers
-    left_out = {f"{name}.{index}." for index in set(range(len(blocks))) - set(_indices(layers, len(blocks)))}
+    chosen = checked_layers(range(len(blocks)) if layers is None else layers, len(blocks))
+    left_out = {f"{name}.{index}." for index in set(range(len(blocks))) - set(chosen)}
     filling = Filling(model, blueprint.artifact.checkpoint, blueprint.dtype, where, blueprint.compressed)
     if filling.foreign:  # only transformers knows how to read it, and it reads all of it
-        return cut(blueprint.build_module(), layers, dtype)
+        return cut(blueprint.build_module(), chosen, dtype)
     filling.place(lambda tensor: not any(tensor.startswith(prefix) for prefix in left_out))
     filling.tie()
-    return cut(model, layers, dtype)
+    return cut(model, chosen, dtype)
 
 
 def spread(depth: int, count: int) -> list[int]:
@@ -123,15 +121,31 @@ def spread(depth: int, count: int) -> list[int]:
     return [0] if count == 1 else [round(index * (depth - 1) / (count - 1)) for index in range(count)]
 
 
-def chosen_layers(config: PretrainedConfig, depth: int, count: int) -> list[int]:
-    """`spread`, of a model's `depth` layers; where none of those has attention, the last gives place to the nearest that has.
+def chosen_layers(config: PretrainedConfig, depth: int, layers: int | Sequence[int]) -> list[int]:
+    """Indices of the layers of a draft.
+
+    Args:
+        depth: layers of the target.
+        layers: the indices, or their number: `spread`, and where none of those has attention, the last gives place to the nearest that has.
 
     Raises:
-        RequestError: as `spread`; no layer would have attention in its new place.
+        RequestError: as `spread`; indices that are none; no layer would have attention in its new place.
     """
-    even = spread(depth, count)
+    if not isinstance(layers, int):
+        return checked_layers(layers, depth)
+    even = spread(depth, layers)
     others = sorted(set(range(depth)) - set(even), key=lambda index: abs(index - even[-1]))
     return attending(config, even, others, even[-1])
+
+
+def checked_layers(layers: Sequence[int], depth: int) -> list[int]:
+    """Indices of some of `depth` layers; RequestError unless they are ascending, each once."""
+    chosen = list(layers)
+    if not chosen or chosen != sorted(set(chosen)) or not set(chosen) <= set(range(depth)):
+        raise RequestError(
+            f"layers of a draft: indices of 0 to {depth - 1} in ascending order, each once, not {chosen}"
+        )
+    return chosen
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
@@ -166,18 +180,6 @@ def _blocks(target: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     if odd is not None:
         raise RequestError(f"a {what} with {odd} cannot be cut: what a layer computes depends on the others")
     return name, blocks
-
-
-def _indices(layers: int | Sequence[int], depth: int) -> list[int]:
-    if isinstance(layers, int) and not isinstance(layers, bool):
-        if not 1 <= layers <= depth:
-            raise RequestError(f"layers of a draft: 1 to {depth}, those of its target, not {layers}")
-        return list(range(layers))
-    chosen = list(layers) if not isinstance(layers, (bool, str)) else []
-    whole = all(isinstance(index, int) and not isinstance(index, bool) and 0 <= index < depth for index in chosen)
-    if not chosen or not whole or chosen != sorted(set(chosen)):
-        raise RequestError(f"layers of a draft: ascending indices of 0 to {depth - 1}, not {layers!r}")
-    return chosen
 
 
 def _fill(draft: nn.Module, path: str, module: nn.Module, target: nn.Module, source: str, dtype: torch.dtype) -> None:

@@ -25,17 +25,17 @@ class DistillSpecConfig(ChainConfig):
     method: Literal["distillspec"] = Field("distillspec", description="Name of the method.")
 
 
-def make(making: DraftTraining, config: DistillSpecConfig) -> dict[str, Any]:
+def make(training: DraftTraining, config: DistillSpecConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
-    student = Student(making.cut(config), config.objective(), making.kept(config.vocabulary))
-    drafter = making.run(config, student)
+    student = Student(training.cut(config), config.objective(), training.kept(config.vocabulary))
+    drafter = training.run(config, student)
     if config.accept_head:
-        given, held_out = making.split()
-        source = making.source(config, student, given)
+        given, held_out = training.split()
+        source = training.source(config, student, given)
         rows = source if isinstance(source, TextRows) else TextRows(given)
-        head, making.facts["accept_head"] = fit_accept_head(student, making.teacher, rows, held_out, config.seed)
-        save_accept_head(making.output, head)
-        note(making.output, facts=making.facts, accept_head=True)
+        head, training.facts["accept_head"] = fit_accept_head(student, training.teacher, rows, held_out, config.seed)
+        save_accept_head(training.output, head)
+        note(training.output, facts=training.facts, accept_head=True)
     return drafter
 
 

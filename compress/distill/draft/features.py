@@ -42,9 +42,8 @@ class Features:
         self._states, self.parts, self.module = states, parts, module
         self.config: PretrainedConfig = module.config.get_text_config(decoder=True)
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
-        self._room = keep_bytes
+        self._room = 0  # what is checked is not kept
         self._check(base)
-        self._kept.clear()
         self._room = keep_bytes
         self.teacher = Teacher(
             self.logits, parts.vocabulary, fingerprint=base.fingerprint, ends=base.ends, device=base.device,

@@ -6,7 +6,7 @@ what it is compressed to is what they foretell.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from compress.distill.draft.training import DraftTraining
 from compress.distill.draft.write import write_tensors
 from compress.distill.train.checkpoint import trained_weights
 from compress.distill.train.data import Batch, TextRows
-from compress.distill.train.losses import Objective, Targets
+from compress.distill.train.losses import Targets
 from compress.distill.train.teacher import Teacher, teacher_rows
 from runtime.drafting.drafters.heads import KEPT, WEIGHTS
 
@@ -55,10 +55,17 @@ def check_heads(config: HeadsConfig, target: Prospect) -> None:
         raise RefusedError("method", f"a {what} does more to its logits than its head; heads cannot be trained on it")
 
 
-def features_of(making: DraftTraining) -> tuple[Features, DraftTraining]:
-    """The target's hidden states, and the same training with the teacher that reads them: they are computed once for both."""
-    features = Features.of(making.teacher.source)
-    return features, replace(making, teacher=features.teacher)
+def train_heads(
+    training: DraftTraining, config: HeadsConfig, student: Callable[[Features, Any, torch.Tensor | None], HeadStudent]
+) -> dict[str, Any]:
+    """See `DraftMethod.make`.
+
+    Args:
+        student: the heads, of features of the target, the config and kept tokens. Its teacher reads the same features, computed once.
+    """
+    kept = training.kept(config.vocabulary)
+    features = Features.of(training.teacher.source)
+    return replace(training, teacher=features.teacher).run(config, student(features, config, kept))
 
 
 class HeadModel(nn.Module):
@@ -90,16 +97,10 @@ class HeadStudent(Student):
     head_bias: torch.Tensor | None
 
     def __init__(
-        self,
-        features: Features,
-        module: nn.Module,
-        levels: int,
-        objective: Objective | None = None,
-        kept: torch.Tensor | None = None,
-        decay: float = 0.8,
+        self, features: Features, module: nn.Module, config: HeadsConfig, kept: torch.Tensor | None = None
     ) -> None:
-        super().__init__(HeadModel(module, features.config), objective, kept)  # type: ignore[arg-type]
-        self.features, self.levels, self.decay = features, levels, decay
+        super().__init__(HeadModel(module, features.config), config.objective(), kept)  # type: ignore[arg-type]
+        self.features, self.levels, self.decay = features, config.tokens, config.decay
         weight, bias = features.parts.rows(self.kept)
         self.register_buffer("head_weight", weight.float(), persistent=False)
         self.register_buffer("head_bias", None if bias is None else bias.float(), persistent=False)

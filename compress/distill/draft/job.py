@@ -1,12 +1,13 @@
-"""A draft stage before anything is computed: held against its model, its text read, the checkpoint that it begins as found."""
+"""Job of a draft stage: checked against its model before anything is computed, then trained into the artifact."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ import torch
 
 from compress import data as calibration
 from compress.core.progress import Reporter
-from compress.model.stage import Store
+from compress.core.run_directory import DRAFT
+from compress.model.stage import Job, Store
 from compress.recipe import Recipe, Stage, locate_checkpoint
 from runtime.api.load import end_of_sequence
 from runtime.api.model import Model
@@ -23,30 +25,29 @@ from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.drafting.drafters.draft_model import check_target
 from runtime.engines.choose import choose_engine
 from runtime.engines.torch.engine import Blueprint
-from runtime.errors import RequestError
+from runtime.errors import CompressError, RequestError
 from runtime.modeling.skeleton import build_skeleton, model_kind, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from compress.distill.draft import DraftMethod
+    from compress.model.context import Context
 
 
 @dataclass(frozen=True)
-class DraftJob:
-    """A draft that can be made, as far as can be known.
+class DraftJob(Job):
+    """A draft that can be trained, as far as can be known.
 
     Attributes:
-        stage: of the recipe.
         data: the stage's rows of calibration text.
         start: directory of the checkpoint that the draft begins as; None: it is cut out of the artifact.
-        warnings: sentences for the user.
+        shortages: sentences for the user on rows that are missing.
     """
 
-    stage: Stage
     data: calibration.CalibrationData
     start: Path | None
-    warnings: tuple[str, ...] = ()
+    shortages: tuple[str, ...] = ()
 
     @property
     def config(self) -> Any:
@@ -54,14 +55,8 @@ class DraftJob:
         return self.stage.config
 
     @property
-    def effort(self) -> str:
-        """What making it takes, in words."""
-        amounts = {"steps": "steps of training", "trials": "trials"}
-        told = [f"{getattr(self.config, key):,} {what}" for key, what in amounts.items() if hasattr(self.config, key)]
-        return ", ".join([self.stage.method, *told])
-
-    @property
     def method(self) -> DraftMethod:
+        """See `compress.distill.draft.METHODS`."""
         from compress.distill.draft import METHODS
 
         return METHODS[self.stage.method]
@@ -82,6 +77,45 @@ class DraftJob:
         """For the manifest: of what recipe and text the draft is."""
         text = {"description": self.data.description, "sha256": self.data.sha256}
         return {"identity": self.identity, "stage": self.stage.resolved()[self.stage.kind], "text": text}
+
+    def describe(self) -> str:
+        """The method, and the steps or trials that it takes."""
+        amounts = {"steps": "steps of training", "trials": "trials"}
+        told = [f"{getattr(self.config, key):,} {what}" for key, what in amounts.items() if hasattr(self.config, key)]
+        return ", ".join([self.stage.method, *told])
+
+    def warnings(self, context: Context | None = None, size: int = 0) -> list[str]:
+        """Fewer rows than asked for."""
+        return list(self.shortages)
+
+    def plan(self, context: Context) -> dict[str, Any]:
+        """What the draft takes, in words."""
+        return {"draft": self.describe()}
+
+    def is_current(self, record: Mapping[str, Any], store: Store) -> bool:
+        """Whether the recorded draft is of this stage and text, and still there."""
+        return record.get("identity") == self.identity and is_there(record, store.output / DRAFT)
+
+    def run(self, context: Context, store: Store, reporter: Reporter) -> dict[str, Any]:
+        """Train the draft, in the directory `draft` of the artifact; see `train_draft`."""
+        own = replace(store, output=store.output / DRAFT)
+        shutil.rmtree(own.output, ignore_errors=True)
+        try:
+            return train_draft(self, store.output, own, context.streamed.device, context.tokenizer, reporter)
+        except CompressError as error:
+            raise CompressError(
+                f"the draft: {error}; the model is compressed and kept: change the recipe's draft section and go on with --resume"
+            ) from error
+
+    def holds(self, store: Store) -> list[Path]:
+        """The draft's directory, where it has one."""
+        output = store.output / DRAFT
+        return [output] if output.is_dir() else []
+
+
+def is_there(draft: Mapping[str, Any], output: Path) -> bool:
+    """Whether a draft of a record still has its directory, if it has one."""
+    return "model" not in draft["drafter"] or output.is_dir()
 
 
 def prepare(
@@ -140,7 +174,7 @@ def _at(recipe: Recipe, key: tuple[str | int, ...]) -> Iterator[None]:
 def train_draft(
     job: DraftJob, path: Path, store: Store, device: torch.device, tokenizer: Any, reporter: Reporter
 ) -> dict[str, Any]:
-    """Make a draft.
+    """Train a draft.
 
     Args:
         path: the artifact, with or without its manifest.
@@ -159,7 +193,7 @@ def train_draft(
     model = Model(
         choose_engine(blueprint.build(), blueprint), tokenizer, artifact, end_of_sequence(artifact, tokenizer)
     )
-    making = DraftTraining(
+    training = DraftTraining(
         artifact=path,
         fingerprint=artifact.checkpoint.fingerprint(),
         teacher=Teacher.of(model),
@@ -172,5 +206,5 @@ def train_draft(
         start=job.start,
         team=store.team,
     )
-    drafter = job.method.make(making, job.config)
-    return {"method": job.stage.method, "drafter": drafter, "facts": making.facts, **job.facts()}
+    drafter = job.method.make(training, job.config)
+    return {"method": job.stage.method, "drafter": drafter, "facts": training.facts, **job.facts()}

@@ -118,11 +118,11 @@ class KangarooStudent(Student):
         return super().describe() | self.content | {"feed_forward": self.feed_forward}
 
 
-def make(making: DraftTraining, config: KangarooConfig) -> dict[str, Any]:
+def make(training: DraftTraining, config: KangarooConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
-    making.facts["exit_layer"] = config.exit_layer
-    draft = cut_checkpoint(making.artifact, config.exit_layer + 1)
-    return making.run(config, KangarooStudent(draft, config.objective(), config.feed_forward))
+    training.facts["exit_layer"] = config.exit_layer
+    draft = cut_checkpoint(training.artifact, range(config.exit_layer + 1))
+    return training.run(config, KangarooStudent(draft, config.objective(), config.feed_forward))
 
 
 def check(config: KangarooConfig, target: Prospect) -> None:

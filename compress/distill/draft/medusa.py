@@ -9,9 +9,8 @@ import torch
 from pydantic import Field
 
 from compress.distill.draft.features import Features
-from compress.distill.draft.heads import HeadsConfig, HeadStudent, check_heads, features_of
+from compress.distill.draft.heads import HeadsConfig, HeadStudent, check_heads, train_heads
 from compress.distill.draft.training import DraftMethod, DraftTraining
-from compress.distill.train.losses import Objective
 from runtime.drafting.drafters.medusa import MedusaHeads
 from runtime.errors import RequestError
 
@@ -32,30 +31,15 @@ class MedusaConfig(HeadsConfig):
 
 
 class MedusaStudent(HeadStudent):
-    """Medusa heads, which at first all say what the target says next.
-
-    Args:
-        features: of the target.
-        heads: tokens ahead.
-        blocks: residual blocks of each.
-        objective, kept, decay: as of `HeadStudent`; the paper weights head k by 0.8^k.
-    """
+    """Medusa heads, which at first all say what the target says next. The paper weights head k by 0.8^k."""
 
     one_pass = True
 
-    def __init__(
-        self,
-        features: Features,
-        heads: int = 3,
-        blocks: int = 1,
-        objective: Objective | None = None,
-        kept: torch.Tensor | None = None,
-        decay: float = 0.8,
-    ) -> None:
-        self_heads = MedusaHeads(features.parts.hidden, heads, blocks)
-        self_heads.begin()
-        super().__init__(features, self_heads, heads, objective, kept, decay)
-        self.blocks = blocks
+    def __init__(self, features: Features, config: MedusaConfig, kept: torch.Tensor | None = None) -> None:
+        heads = MedusaHeads(features.parts.hidden, config.tokens, config.blocks)
+        heads.begin()
+        super().__init__(features, heads, config, kept)
+        self.blocks = config.blocks
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -70,12 +54,9 @@ class MedusaStudent(HeadStudent):
             yield head(hidden[:, : hidden.shape[1] - 1 - ahead])
 
 
-def make(making: DraftTraining, config: MedusaConfig) -> dict[str, Any]:
+def make(training: DraftTraining, config: MedusaConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
-    kept = making.kept(config.vocabulary)
-    features, making = features_of(making)
-    student = MedusaStudent(features, config.tokens, config.blocks, config.objective(), kept, config.decay)
-    return making.run(config, student)
+    return train_heads(training, config, MedusaStudent)
 
 
 METHOD = DraftMethod(

@@ -15,9 +15,8 @@ from pydantic import Field
 from torch import nn
 
 from compress.distill.draft.features import Features
-from compress.distill.draft.heads import HeadsConfig, HeadStudent, check_heads, features_of
+from compress.distill.draft.heads import HeadsConfig, HeadStudent, check_heads, train_heads
 from compress.distill.draft.training import DraftMethod, DraftTraining
-from compress.distill.train.losses import Objective
 from runtime.drafting.drafters.mtp_block import BlockSizes, MTPBlock
 from runtime.modeling.layer_sizes import uniform
 
@@ -42,15 +41,7 @@ class MTPConfig(HeadsConfig):
 
 
 class MTPStudent(HeadStudent):
-    """A block that foretells token after token.
-
-    Args:
-        features: of the target.
-        steps: tokens ahead that are trained; it can be asked for more.
-        intermediate: width of the block's MLP; None: the target's.
-        objective, kept: as of `HeadStudent`.
-        decay: the paper's beta.
-        seed: of the first weights.
+    """A block that foretells token after token; it can be asked for more than the `tokens` that it is trained for.
 
     Attributes:
         window: entries that the block sees.
@@ -58,19 +49,10 @@ class MTPStudent(HeadStudent):
 
     window = 2048
 
-    def __init__(
-        self,
-        features: Features,
-        steps: int = 3,
-        intermediate: int | None = None,
-        objective: Objective | None = None,
-        kept: torch.Tensor | None = None,
-        decay: float = 0.6,
-        seed: int = 0,
-    ) -> None:
-        block = MTPBlock(block_sizes(features, intermediate))
-        begin(block, features, seed)
-        super().__init__(features, block, steps, objective, kept, decay)
+    def __init__(self, features: Features, config: MTPConfig, kept: torch.Tensor | None = None) -> None:
+        block = MTPBlock(block_sizes(features, config.intermediate))
+        begin(block, features, config.seed)
+        super().__init__(features, block, config, kept)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -82,7 +64,8 @@ class MTPStudent(HeadStudent):
 
     def states(self, ids: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
         block: Any = self.draft.module
-        embeddings = self._embedded(ids)
+        with torch.no_grad():
+            embeddings = self.features.parts.embed(ids).to(ids.device, torch.float32)
         states = self.features.hidden(ids)[:, :-1]
         count = states.shape[1]
         places = torch.arange(count, device=ids.device)
@@ -98,10 +81,6 @@ class MTPStudent(HeadStudent):
             queries = block.queries(x, turns)
             states = block.finish(x, attended(queries, keys, values, self.window))
             yield states
-
-    @torch.no_grad()
-    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.features.parts.embed(ids).to(ids.device, torch.float32)
 
 
 def attended(queries: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], window: int) -> torch.Tensor:
@@ -162,14 +141,9 @@ def _frequencies(features: Features, dim: int) -> torch.Tensor:
     return _THETA ** (-torch.arange(0, dim, 2).float() / dim)
 
 
-def make(making: DraftTraining, config: MTPConfig) -> dict[str, Any]:
+def make(training: DraftTraining, config: MTPConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
-    kept = making.kept(config.vocabulary)
-    features, making = features_of(making)
-    student = MTPStudent(
-        features, config.tokens, config.intermediate, config.objective(), kept, config.decay, config.seed
-    )
-    return making.run(config, student)
+    return train_heads(training, config, MTPStudent)
 
 
 METHOD = DraftMethod(

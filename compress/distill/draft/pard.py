@@ -19,7 +19,7 @@ from compress.distill.draft.config import CutConfig
 from compress.distill.draft.student import Student
 from compress.distill.draft.training import DraftMethod, DraftTraining
 from compress.distill.train.data import Batch, mix
-from compress.distill.train.losses import Objective, Targets
+from compress.distill.train.losses import Targets
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
@@ -126,12 +126,11 @@ class ParallelStudent(Student):
 
     Args:
         draft: as of `Student`; its layers must have full attention, computed by "sdpa" or "eager".
-        mask_token: id that stands for a token not known yet, one that texts do not have; its embedding is trained.
-        tokens: proposed in a pass, at least 2.
-        keep, least: see `dropped`; keep 1 drops nothing.
+        mask_token: id that stands for a token not known yet, one that sequences do not have; its embedding is trained.
+        least: see `dropped`.
 
     Raises:
-        RequestError: values out of range, or attention that cannot have such masks.
+        RequestError: attention that cannot have such masks.
     """
 
     one_pass = True
@@ -140,25 +139,17 @@ class ParallelStudent(Student):
         self,
         draft: PreTrainedModel,
         mask_token: int,
-        tokens: int = 8,
-        objective: Objective | None = None,
+        config: PardConfig,
         kept: torch.Tensor | None = None,
-        keep: float = 0.7,
         least: float = 0.2,
     ) -> None:
-        super().__init__(draft, objective or Objective("cross_entropy"), kept)
-        if not 0 <= mask_token < self.vocabulary:
-            raise RequestError(f"the mask token must be an id below {self.vocabulary}, not {mask_token}")
-        if tokens < 2:
-            raise RequestError(f"tokens of a parallel draft must be at least 2, not {tokens}")
-        if not 0 < keep <= 1 or not 0 <= least <= 1:
-            raise RequestError(f"shares of masks must be above 0 and at most 1, not {keep} and {least}")
+        super().__init__(draft, config.objective(), kept)
         reason = no_masks(draft)
         if reason is not None:
             raise RequestError(reason)
-        config: Any = draft.config.get_text_config(decoder=True)
-        self._attention = getattr(config, "_attn_implementation", None)
-        self.mask_token, self.levels, self.keep, self.least = mask_token, tokens, keep, least
+        text: Any = draft.config.get_text_config(decoder=True)
+        self._attention = text._attn_implementation
+        self.mask_token, self.levels, self.keep, self.least = mask_token, max(2, config.tokens), config.keep, least
 
     def forward(self, batch: Batch, targets: Targets | None) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Student.forward`; every token ahead counts equally, however many of its masks were kept."""
@@ -206,15 +197,14 @@ class ParallelStudent(Student):
         return self._own(output.logits)
 
 
-def make(making: DraftTraining, config: PardConfig) -> dict[str, Any]:
+def make(training: DraftTraining, config: PardConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
-    draft = making.cut(config)
+    draft = training.cut(config)
     mask = config.mask_token
     if mask is None:
-        mask = int(making.split()[0].flatten().bincount(minlength=making.teacher.vocabulary).argmin())
-    kept = making.kept(config.vocabulary)
-    student = ParallelStudent(draft, mask, max(2, config.tokens), config.objective(), kept, config.keep)
-    return making.run(config, student)
+        mask = int(training.split()[0].flatten().bincount(minlength=training.teacher.vocabulary).argmin())
+    kept = training.kept(config.vocabulary)
+    return training.run(config, ParallelStudent(draft, mask, config, kept))
 
 
 def check(config: PardConfig, target: Prospect) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import Field
 
-from compress.distill.draft.checks import Prospect, RefusedError, check_cut, check_trained, plain_head
+from compress.distill.draft.checks import Prospect, RefusedError, check_cut, check_trained, plain_head, refused
 from compress.distill.draft.config import CutConfig
 from compress.distill.draft.cut import decoder_of, final_norm
 from compress.distill.draft.student import Student
@@ -122,13 +122,13 @@ def _check_norm(student: NestedStudent) -> None:
         raise RequestError(text)
 
 
-def make(making: DraftTraining, config: S2DConfig) -> dict[str, Any]:
+def make(training: DraftTraining, config: S2DConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
-    draft = making.cut(config)
+    draft = training.cut(config)
     layers = int(draft.config.num_hidden_layers)
     depths = sorted({*(config.depths or range(1, layers + 1)), layers})
-    making.facts["depths"] = depths
-    return making.run(config, NestedStudent(draft, depths, config.objective(), making.kept(config.vocabulary)))
+    training.facts["depths"] = depths
+    return training.run(config, NestedStudent(draft, depths, config.objective(), training.kept(config.vocabulary)))
 
 
 def check(config: S2DConfig, target: Prospect) -> None:
@@ -138,10 +138,8 @@ def check(config: S2DConfig, target: Prospect) -> None:
     layers = len(find_blocks(draft)[1])
     if config.depths is not None and any(not 1 <= depth <= layers for depth in config.depths):
         raise RefusedError("depths", f"1 to {layers}, the draft's own layers, not {config.depths}")
-    try:
+    with refused("method"):
         final_norm(draft)
-    except RequestError as error:
-        raise RefusedError("method", str(error)) from None
     if plain_head(draft) is False:
         text = f"a {type(draft).__name__} does more to its logits than norm and head; it cannot be nested"
         raise RefusedError("method", text)

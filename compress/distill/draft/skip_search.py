@@ -89,13 +89,8 @@ class DraftTrials:
     def rates(self, view: View) -> list[float]:
         """For each token of a draft, the share of the places that accept it among those that accepted all before it; as far as there are
         any."""
-        counts, result = self.accepted(view), []
-        for depth in range(self.tokens):
-            reached = int((counts >= depth).sum())
-            if not reached:
-                break
-            result.append(float((counts > depth).sum()) / reached)
-        return result
+        found = by_position(self.accepted(view), self.tokens)
+        return [rate for rate in found if rate is not None]
 
     def _write(self) -> torch.Tensor:
         """What the whole model writes, token by token; its keys and values stay in the places' own pages until a draft overwrites them."""
@@ -147,21 +142,23 @@ def measure_views(
             for name, view in views.items():
                 counts[name].append(trials.accepted(view))
         for name, each in counts.items():
-            greedy = _record(torch.cat(each), tokens)
+            accepted = torch.cat(each)
+            rates, mean = by_position(accepted, tokens), float(accepted.double().mean())
+            greedy = {
+                "acceptance": rates[0], "by_position": rates, "accepted": mean, "tokens": mean + 1, "steps": len(accepted),
+            }  # fmt: skip
             found[name][kind] = {"length": tokens, "text": None, "continuations": {"greedy": greedy}}
     return found
 
 
-def _record(counts: torch.Tensor, tokens: int) -> dict[str, Any]:
-    """Of drafts of which so many tokens were accepted, int64 `[n]`; as in `measure_acceptance`."""
-    rates = []
-    for place in range(tokens):
-        reached = int((counts >= place).sum())
-        rates.append(float((counts > place).sum()) / reached if reached else None)
-    accepted = float(counts.double().mean())
-    return {
-        "acceptance": rates[0], "by_position": rates, "accepted": accepted, "tokens": accepted + 1, "steps": len(counts),
-    }  # fmt: skip
+def by_position(counts: torch.Tensor, tokens: int) -> list[float | None]:
+    """For each token of a draft the share accepted of those whose predecessors all were; None: never reached.
+
+    Args:
+        counts: accepted tokens of drafts, int64 `[n]`.
+    """
+    reached = [int((counts >= place).sum()) for place in range(tokens + 1)]
+    return [float(reached[place + 1]) / reached[place] if reached[place] else None for place in range(tokens)]
 
 
 Told = Callable[[int, int], Any]  # trials done, trials in all
@@ -223,29 +220,16 @@ class Found:
         }  # fmt: skip
 
 
-def find_skips(
-    engine: Any,
-    ids: torch.Tensor,
-    *,
-    trials: int = 200,
-    places: int = 8,
-    tokens: int = 8,
-    row_cost: float = 0.0,
-    seed: int = 0,
-    told: Told | None = None,
-) -> Found:
+def find_skips(engine: Any, ids: torch.Tensor, config: SkipConfig, told: Told | None = None) -> Found:
     """Search for the halves of layers to leave out: those whose absence makes drafting fastest.
 
-    The value of a set is the speedup of the best draft length (`compress.distill.draft.speedup.best_length`) at the
-    acceptance that is measured
-    with it, a drafted token costing the bytes of weights that are left: Draft & Verify (arXiv 2309.08168) with bytes for seconds, so that
-    the same texts give the same set on every machine.
+    The value of a set is the speedup of the best draft length (`compress.distill.draft.speedup.best_length`) at the acceptance that is
+    measured with it, a drafted token costing the bytes of weights that are left: Draft & Verify (arXiv 2309.08168) with bytes for
+    seconds, so that the same rows give the same set on every machine.
 
     Args:
         engine: the decoder in C of the model, all of it in memory.
         ids: int64 `[n, s]`, texts; see `DraftTrials`.
-        trials: sets to try.
-        row_cost: of each further token of the target's step (`compress.distill.draft.speedup`).
         told: is called with trials done and trials in all.
 
     Raises:
@@ -255,7 +239,7 @@ def find_skips(
     if isinstance(fused, str):
         raise RequestError(f"skipped halves cannot be searched for: {fused}")
     layers = len(fused.parts.blocks)
-    runs = DraftTrials(fused, ids, places, tokens)
+    runs = DraftTrials(fused, ids, config.places, config.tokens)
     whole = View(fused, range(layers)).weight_bytes
 
     def halves(subset: Subset) -> tuple[list[int], list[int]]:
@@ -272,19 +256,21 @@ def find_skips(
             return 1.0
         rates, cost = measured(subset)
         # Not `best_length`, to which all that does not pay is alike: the way to what does leads through it.
-        return max(speedup_of(tokens_of(rates[:length]), length, cost, row_cost) for length in range(1, len(rates) + 1))
+        return max(
+            speedup_of(tokens_of(rates[:length]), length, cost, config.row_cost) for length in range(1, len(rates) + 1)
+        )
 
     def tell(found: Search) -> None:
         if told is not None:
-            told(len(found.values), trials)
+            told(len(found.values), config.trials)
 
-    found = search(value, 2 * layers, trials, starts=_starts(layers), seed=seed, told=tell)
+    found = search(value, 2 * layers, config.trials, starts=_starts(layers), seed=config.seed, told=tell)
     drafts = {subset: value for subset, value in found.values.items() if 0 < len(subset) < 2 * layers}
     if not drafts:
-        raise RequestError(f"{trials} trials found no halves to leave out; allow more")
+        raise RequestError(f"{config.trials} trials found no halves to leave out; allow more")
     best = Search(drafts).best
     rates, cost = measured(best)
-    length, speedup = best_length(rates, cost, row_cost)
+    length, speedup = best_length(rates, cost, config.row_cost)
     return Found(*halves(best), rates, round(cost * whole), cost, length, speedup, found.curve())
 
 
@@ -301,16 +287,14 @@ def _starts(layers: int) -> list[list[int]]:
     ]
 
 
-def make(making: DraftTraining, config: SkipConfig) -> dict[str, Any]:
+def make(training: DraftTraining, config: SkipConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
-    engine, count = _engine(making), max(1, len(making.rows) // _HELD_OUT)
-
-    making.reporter.phase("skips", config.trials)
+    engine, count = _engine(training), max(1, len(training.rows) // _HELD_OUT)
+    training.reporter.phase("skips", config.trials)
     found = find_skips(
-        engine, making.rows[:-count], trials=config.trials, places=config.places, tokens=config.tokens, row_cost=config.row_cost,
-        seed=config.seed, told=lambda done, every: making.reporter.step(f"{done} of {every} sets"),
-    )  # fmt: skip
-    making.facts |= found.facts()
+        engine, training.rows[:-count], config, lambda done, every: training.reporter.step(f"{done} of {every} sets")
+    )
+    training.facts |= found.facts()
     fused = cast("LlamaEngine", engine)  # the search has made sure
     layers = range(len(fused.parts.blocks))
     even = [evenly(len(layers), len(skipped)) for skipped in (found.skip_attention, found.skip_mlp)]
@@ -318,25 +302,25 @@ def make(making: DraftTraining, config: SkipConfig) -> dict[str, Any]:
         "before": View(fused, layers, *even),
         "after": View(fused, layers, found.skip_attention, found.skip_mlp),
     }
-    rows = {"held_out": making.rows[-count:], **making.kinds}
-    whole, making.facts["worth"] = View(fused, layers).weight_bytes, {}
-    making.facts["search"] |= {"evenly": {"skip_attention": even[0], "skip_mlp": even[1]}}
+    rows = {"held_out": training.rows[-count:], **training.kinds}
+    whole, training.facts["worth"] = View(fused, layers).weight_bytes, {}
+    training.facts["search"] |= {"evenly": {"skip_attention": even[0], "skip_mlp": even[1]}}
     for when, measured in measure_views(fused, views, rows, config.places, config.tokens).items():
-        making.facts[when] = measured
-        making.facts["worth"][when] = worth(measured, views[when].weight_bytes / whole, row_cost=config.row_cost)
+        training.facts[when] = measured
+        training.facts["worth"][when] = worth(measured, views[when].weight_bytes / whole, row_cost=config.row_cost)
     return {"method": "skip", "skip_attention": found.skip_attention, "skip_mlp": found.skip_mlp}
 
 
-def _engine(making: DraftTraining) -> Any:
+def _engine(training: DraftTraining) -> Any:
     """The decoder in C of the artifact: the teacher's own, unless that computes elsewhere or in another way."""
-    own = getattr(making.teacher.source, "engine", None)
+    own = getattr(training.teacher.source, "engine", None)
     if isinstance(parts_of(own), LlamaEngine):
         return own
     from runtime.checkpoint.artifact import Artifact
     from runtime.engines.choose import choose_engine
     from runtime.engines.torch.engine import Blueprint
 
-    blueprint = Blueprint(Artifact(making.artifact), torch.device("cpu"), "auto", None, False)
+    blueprint = Blueprint(Artifact(training.artifact), torch.device("cpu"), "auto", None, False)
     return choose_engine(blueprint.build(), blueprint)
 
 

@@ -66,7 +66,7 @@ class DraftMethod:
 
 @dataclass
 class DraftTraining:
-    """One draft that is being made.
+    """Training of one draft.
 
     Attributes:
         artifact: directory of the target, finished but for its manifest.
@@ -152,12 +152,10 @@ class DraftTraining:
         if self.start is not None:
             self.facts["model"] = {"name": config.model, "fingerprint": Checkpoint(self.start).fingerprint()}
             return cut_checkpoint(self.start, None)
-        layers: int | Sequence[int] | None = config.layers
-        assert layers is not None
-        if isinstance(layers, int):
-            target = read_config(self.artifact)
-            layers = chosen_layers(target, target.num_hidden_layers, layers)
-        self.facts["layers"] = list(layers)
+        assert config.layers is not None
+        target = read_config(self.artifact)
+        layers = chosen_layers(target, target.num_hidden_layers, config.layers)
+        self.facts["layers"] = layers
         return cut_checkpoint(self.artifact, layers)
 
     def kept(self, most: int | None) -> torch.Tensor | None:

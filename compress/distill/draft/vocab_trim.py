@@ -15,21 +15,8 @@ from compress.distill.train.teacher import Teacher
 from runtime.errors import RequestError
 
 
-def counts(rows: TextRows, vocabulary: int) -> torch.Tensor:
-    """How often each token follows a trained position: int64 `[vocabulary]`. Of `teacher_rows`, how often the target emitted it, which is
-    what the paper finds best.
-
-    Raises:
-        RequestError: an id outside the vocabulary.
-    """
-    if rows.largest >= vocabulary:
-        raise RequestError(f"rows have token id {rows.largest}, outside the vocabulary of {vocabulary}")
-    following = rows.ids.roll(-1, 1)[rows.trained]
-    return torch.bincount(following, minlength=vocabulary)
-
-
 def expected_counts(teacher: Teacher, rows: TextRows, batch: int = 8) -> torch.Tensor:
-    """How often the target would emit each token at trained positions of text, sums of its probabilities: float64 `[vocabulary]`."""
+    """How often the target would emit each token at trained positions of rows, sums of its probabilities: float64 `[vocabulary]`."""
     total = torch.zeros(teacher.vocabulary, dtype=torch.float64)
     for ids, trained in zip(rows.ids.split(batch), rows.trained.split(batch), strict=True):
         logits = teacher.logits(ids.to(teacher.device))[trained.to(teacher.device)]
@@ -41,7 +28,7 @@ def choose(frequencies: torch.Tensor, size: int, always: Collection[int] = ()) -
     """The tokens that are kept.
 
     Args:
-        frequencies: `[vocabulary]`, of `counts` or `expected_counts`.
+        frequencies: `[vocabulary]`, such as of `expected_counts`.
         size: tokens to keep, at most the vocabulary. Of equally frequent ones those with the lowest ids.
         always: ids that are kept however rare (the end of a text), among the `size`.
 

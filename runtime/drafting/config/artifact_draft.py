@@ -13,8 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,38 +43,22 @@ class Choice(NamedTuple):
     file: Path
 
 
-def write_choice(path: Path, value: Any, artifact: Artifact, device: torch.device, measured: Any = None) -> Path:
-    """Keep what `runtime.load` shall use for a directory on this machine.
+def choice_content(value: Any, artifact: Artifact, device: torch.device, measured: Any = None) -> dict[str, Any]:
+    """The content of drafter.json.
 
     Args:
-        path: the directory.
         value: the drafter, as `drafter=` takes it; False: none.
         artifact: that it was measured with. device: that it was measured on.
         measured: plain data.
 
-    Returns:
-        The file; it is there whole or as it was.
-
     Raises:
-        RequestError: there is no such directory, nothing can be written there, or `value` names a directory.
+        ConfigError: `value` names a directory.
     """
-    if not path.is_dir():
-        raise RequestError(f"{path} is no directory that a choice could be kept in; add --no-save")
     try:
         _check(value)
     except ConfigError as error:
         raise error.at(CHOICE) from None
-    content = {"schema_version": SCHEMA_VERSION, "drafter": value, **_facts(artifact, device), "measured": measured}
-    file = path / CHOICE
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{CHOICE}.", dir=path)
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
-        os.chmod(name, 0o644)
-        os.replace(name, file)
-    except OSError as error:
-        raise RequestError(f"{file} cannot be written: {error.strerror or error}; add --no-save") from error
-    return file
+    return {"schema_version": SCHEMA_VERSION, "drafter": value, **_facts(artifact, device), "measured": measured}
 
 
 def read_choice(artifact: Artifact, device: torch.device) -> Choice | None:
@@ -137,7 +119,6 @@ def _check(value: Any) -> None:
     raise ConfigError((), f"expected names of drafters, true (the artifact's own) or {{of: [...]}}, got {show(value)}")
 
 
-# ---------------------------------------------------------------- what a directory brings
 class DirectoryDrafter(NamedTuple):
     """What it is, as `drafter=` takes it (False: nothing is faster), and what messages call it."""
 

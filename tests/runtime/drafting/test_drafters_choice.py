@@ -12,9 +12,10 @@ from llama_engines import engines
 from tiny_models import llama, save
 
 import runtime
+from compress.evaluate.drafters import write_choice
 from runtime.checkpoint.artifact import Artifact
 from runtime.drafting.config import artifact_draft as measured_choice
-from runtime.drafting.config.artifact_draft import CHOICE, read_choice, write_choice
+from runtime.drafting.config.artifact_draft import CHOICE, read_choice
 from runtime.drafting.config.build import Target, choose_speculation
 from runtime.drafting.drafters.first_of import FirstOf
 from runtime.drafting.drafters.lookup import Lookup
@@ -126,7 +127,7 @@ def test_what_a_choice_must_not_name(target: Target, tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(ArtifactError, match=r"drafter\.json"):
         choose_speculation(None, target)
-    with pytest.raises(RequestError, match="is no directory that a choice could be kept in"):
+    with pytest.raises(RequestError, match="--no-save"):
         write_choice(tmp_path / "nowhere", "lookup", target.artifact, CPU)
 
 

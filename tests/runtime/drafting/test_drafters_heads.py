@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from distribution_cases import accepted_in_drawn_texts
+from head_students import KINDS, head_student
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llama_engines import engines, model_of
@@ -21,9 +22,7 @@ from speculation_cases import VOCABULARY, answers, model, prompts, speculation
 from compress.distill.draft.features import Features
 from compress.distill.draft.heads import HeadStudent, rank_rates, write_heads
 from compress.distill.draft.medusa import MedusaStudent
-from compress.distill.draft.mtp import MTPStudent
 from compress.distill.train.data import TextRows
-from compress.distill.train.losses import Objective
 from runtime.api.model import Model
 from runtime.config.settings import read_settings
 from runtime.drafting.drafters.base import Ask, Draw, Verified
@@ -45,7 +44,6 @@ from runtime.sampling.tree import ROOT, Tree
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 CPU = torch.device("cpu")
 START, DRAWN = [5, 6, 7], {"temperature": 0.8, "top_k": 4, "ignore_eos": True}
-KINDS: dict[str, type[HeadStudent]] = {"medusa": MedusaStudent, "mtp": MTPStudent}
 
 
 def builder(cls: Any) -> Any:
@@ -84,10 +82,10 @@ def students(plain: Any, texts: list[list[int]]) -> dict[str, HeadStudent]:
     drawn = plain.generate([START] * 10, max_new_tokens=62 - len(START), **DRAWN, seed=list(range(10)))
     rows = TextRows(torch.tensor([[*text, *new] for text, new in (*truth.items(), *((START, new) for new in drawn))]))
     found: dict[str, HeadStudent] = {}
-    for name, kind in KINDS.items():
+    for name in KINDS:
         features = Features.of(plain)
         features.teacher.fingerprint = "tiny"
-        found[name] = kind(features, 3, objective=Objective("cross_entropy"))
+        found[name] = head_student(name, features, 3, divergence="cross_entropy")
         fit(found[name], rows, 60)
     return found
 
@@ -562,10 +560,10 @@ def test_directories_that_do_not_fit_are_refused(directories: Any, name: str, tm
 
 def test_only_kept_tokens_are_proposed(plain: Any, texts: Any, tmp_path: Path) -> None:
     kept = torch.arange(0, VOCABULARY, 3, dtype=torch.int32)
-    for name, kind in KINDS.items():
+    for name in KINDS:
         features = Features.of(plain)
         features.teacher.fingerprint = "tiny"
-        student = kind(features, 2, kept=kept)
+        student = head_student(name, features, 2, kept=kept)
         path = tmp_path / name
         write_heads(path, student, {"method": name, "target": "tiny", "facts": {}, "rates": [[0.2], [0.1]]})
         made = BUILDERS[name](target(), path, json.loads((path / "draft.json").read_text()), {})

@@ -25,7 +25,7 @@ def rows(count: int, seed: int) -> TextRows:
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Student, Teacher]:
-    return Student(cut(random_llama(0, vocab_size=61, num_hidden_layers=2), 1)), Teacher.of(
+    return Student(cut(random_llama(0, vocab_size=61, num_hidden_layers=2), range(1))), Teacher.of(
         random_llama(0, vocab_size=61, num_hidden_layers=2)
     )
 

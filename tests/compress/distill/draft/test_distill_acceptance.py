@@ -16,7 +16,7 @@ from random_models import random_llama
 import runtime
 from compress.distill.draft.acceptance import follow, measure_acceptance
 from compress.distill.draft.cut import cut
-from compress.distill.draft.pard import ParallelStudent
+from compress.distill.draft.pard import ParallelStudent, PardConfig
 from compress.distill.draft.speedup import best_length, speedup, tokens_of
 from compress.distill.draft.student import Student
 from compress.distill.train.data import TextRows
@@ -58,7 +58,7 @@ def expected_record(steps: list[int], length: int) -> dict[str, Any]:
 @pytest.mark.parametrize("length", [1, 3, 5])
 def test_greedy_acceptance_is_that_of_decoding_itself(length: int) -> None:
     target = runs.target()
-    draft = cut(target, 2)
+    draft = cut(target, range(2))
     found = measure_acceptance(draft, target, ROWS, length=length, prompt=5)
     assert found["continuations"] is not None
     got = found["continuations"]["greedy"]
@@ -75,8 +75,8 @@ def test_greedy_acceptance_is_that_of_decoding_itself(length: int) -> None:
 
 def test_parallel_drafts_are_played_with_their_own_passes() -> None:
     target = runs.target()
-    draft = cut(target, 2)
-    student = ParallelStudent(draft, 0, 4)
+    draft = cut(target, range(2))
+    student = ParallelStudent(draft, 0, PardConfig(tokens=4))
 
     @torch.no_grad()
     def propose(ids: list[int], count: int) -> list[int]:
@@ -127,7 +127,7 @@ def test_sampling_acceptance_is_that_of_speculative_sampling() -> None:
 
 def test_given_text_is_walked_with_its_own_tokens() -> None:
     target = runs.target()
-    draft = cut(target, 2)
+    draft = cut(target, range(2))
     found = measure_acceptance(draft, target, TextRows(ROWS), length=2)
     with torch.no_grad():
         p, q = (torch.softmax(model(input_ids=ROWS).logits[:, :-1], -1) for model in (target, draft))
@@ -150,7 +150,7 @@ def test_given_text_is_walked_with_its_own_tokens() -> None:
 def test_a_trimmed_draft_is_never_right_about_what_it_left_out() -> None:
     target = runs.target()
     kept = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55])
-    draft = cut(target, 3)  # the target itself, but for its head
+    draft = cut(target, range(3))  # the target itself, but for its head
     found = measure_acceptance(Student(draft, kept=kept), target, ROWS, length=2, prompt=5)
     assert found["continuations"] is not None
     share = torch.isin(torch.tensor([greedy(target, row[:5], 15)[5:] for row in ROWS.tolist()]), kept).double().mean()
@@ -224,7 +224,7 @@ def target_overlap(target: Any) -> float:
 
 def test_where_no_whole_draft_fits_nothing_is_measured() -> None:
     target = runs.target()
-    draft = cut(target, 1)
+    draft = cut(target, range(1))
     found = measure_acceptance(draft, target, TextRows(ROWS, torch.arange(20).expand(6, -1) < 4))
     assert found["text"] == {"greedy": None, "sampling": None}
     assert found["continuations"]["greedy"]["steps"] > 0
@@ -235,7 +235,7 @@ def test_where_no_whole_draft_fits_nothing_is_measured() -> None:
 
 def test_what_cannot_be_measured_is_refused() -> None:
     target = runs.target()
-    draft = cut(target, 1)
+    draft = cut(target, range(1))
     for arguments, message in (
         ({"length": 20}, "must be 1 to 19"), ({"length": 0}, "must be 1 to 19"), ({"temperature": 0.0}, "above 0"),
         ({"prompt": 20}, "must be 1 to 19"),

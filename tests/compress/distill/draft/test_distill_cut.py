@@ -82,19 +82,19 @@ def test_a_cut_computes_as_the_target_without_its_other_layers(
 
 def test_tied_stays_tied_and_copies_are_copies() -> None:
     model = family("Llama", tie_word_embeddings=True)
-    draft = cut(model, 2)
+    draft = cut(model, range(2))
     assert draft.get_output_embeddings().weight is draft.get_input_embeddings().weight
     assert all(parameter.requires_grad for parameter in draft.parameters())
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.zero_()
     assert all(bool(parameter.detach().any()) for parameter in model.parameters())
-    untied = cut(family("Llama"), 2)
+    untied = cut(family("Llama"), range(2))
     assert untied.get_output_embeddings().weight is not untied.get_input_embeddings().weight
 
 
 def test_the_first_layers_and_their_training() -> None:
-    draft = cut(family("Llama").to(torch.bfloat16), 2)
+    draft = cut(family("Llama").to(torch.bfloat16), range(2))
     assert {parameter.dtype for parameter in draft.parameters()} == {torch.float32}
     draft(input_ids=IDS, use_cache=False).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in draft.parameters())
@@ -102,7 +102,7 @@ def test_the_first_layers_and_their_training() -> None:
 
 def test_an_artifact_gives_its_dequantized_weights(tiny_artifact: Path) -> None:
     loaded = runtime.load(tiny_artifact, kernels="reference", dtype="float32")
-    draft = cut_checkpoint(tiny_artifact, 2)  # all its layers: what it computes is the artifact itself
+    draft = cut_checkpoint(tiny_artifact, range(2))  # all its layers: what it computes is the artifact itself
     assert not any("CompressedLinear" in type(module).__name__ for module in draft.modules())
     assert not hasattr(draft.config, "quantization_config")
     with torch.no_grad():
@@ -164,15 +164,9 @@ def test_only_the_layers_that_are_kept_are_read(
     torch.testing.assert_close(draft.model.layers[0].mlp.up_proj.weight, whole.model.layers[1].mlp.up_proj.weight)
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        (0, "1 to 2"), (3, "1 to 2"), (True, "ascending"), ([], "ascending"), ([1, 0], "ascending"), ([0, 0], "ascending"),
-        ([0, 2], "0 to 1"), ([-1], "0 to 1"), ([0.5], "ascending"), ("0", "ascending"),
-    ],
-)  # fmt: skip
-def test_layers_that_are_not_there_are_refused(layers: Any, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
+@pytest.mark.parametrize("layers", [[], [1, 0], [0, 0], [0, 2], [-1], [0.5]])
+def test_layers_that_are_not_there_are_refused(layers: Any) -> None:
+    with pytest.raises(RequestError, match="0 to 1"):
         cut(random_llama(), layers)
 
 
@@ -180,21 +174,21 @@ def test_models_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForMaskedLM
 
     with pytest.raises(RequestError, match="scale_attn_by_inverse_layer_idx cannot be cut"):
-        cut(family("GPT2", scale_attn_by_inverse_layer_idx=True), 1)
+        cut(family("GPT2", scale_attn_by_inverse_layer_idx=True), range(1))
     bert = BertForMaskedLM(
         BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50)
     )
     with pytest.raises(RequestError, match="encoder; a draft is cut out of a causal language model"):
-        cut(bert, 1)
+        cut(bert, range(1))
     bert.save_pretrained(tmp_path / "bert")
     with pytest.raises(RequestError, match="encoder; a draft is cut out of a causal language model"):
-        cut_checkpoint(tmp_path / "bert", 1)
+        cut_checkpoint(tmp_path / "bert", range(1))
     with pytest.raises(ArtifactError):
-        cut_checkpoint(tmp_path / "missing", 1)
+        cut_checkpoint(tmp_path / "missing", range(1))
     model = family("Llama")
     model.config.num_hidden_layers = 3
     with pytest.raises(RequestError, match=r"4 blocks in model\.layers, num_hidden_layers of its config is 3"):
-        cut(model, 1)
+        cut(model, range(1))
 
 
 def test_layers_are_spread_with_the_first_and_the_last() -> None:

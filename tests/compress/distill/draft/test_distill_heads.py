@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from head_students import KINDS, head_student
 from random_models import random_llama
 from safetensors.torch import load_file
 from torch.nn import functional
@@ -19,12 +20,11 @@ from compress.distill.draft import medusa, mtp
 from compress.distill.draft.acceptance import measure_acceptance
 from compress.distill.draft.features import Features
 from compress.distill.draft.heads import HeadStudent, rank_rates, write_heads
-from compress.distill.draft.medusa import MedusaStudent
 from compress.distill.draft.mtp import MTPStudent, attended
 from compress.distill.draft.training import DraftTraining
 from compress.distill.train.data import TextRows
 from compress.distill.train.loop import Training
-from compress.distill.train.losses import Objective, SparseTargets
+from compress.distill.train.losses import SparseTargets
 from compress.distill.train.options import TrainOptions
 from compress.distill.train.teacher import Teacher, teacher_rows
 from compress.distill.train.teacher_cache import cache_teacher
@@ -36,8 +36,6 @@ from runtime.drafting.drafters.mtp import MTP
 from runtime.drafting.lengths.fixed import Fixed
 from runtime.drafting.speculation import Speculation
 from runtime.errors import RequestError
-
-KINDS: dict[str, type[HeadStudent]] = {"medusa": MedusaStudent, "mtp": MTPStudent}
 
 
 def builder(cls: Any) -> Any:
@@ -139,7 +137,7 @@ def test_targets_that_do_more_to_their_logits_are_refused(target: Any) -> None:
 
 # ---------------------------------------------------------------- what is proposed
 def test_medusa_heads_begin_as_the_targets_own(target: Any, features: Features) -> None:
-    student = MedusaStudent(features, 4)
+    student = head_student("medusa", features, 4)
     with torch.no_grad():
         logits = target(input_ids=IDS).logits
         for ahead, proposed in enumerate(student.proposals(IDS, 4)):
@@ -151,7 +149,7 @@ def test_medusa_heads_begin_as_the_targets_own(target: Any, features: Features) 
 
 
 def test_a_head_is_its_formula(features: Features) -> None:
-    student = rough(MedusaStudent(features, 2, blocks=2))
+    student = rough(head_student("medusa", features, 2, blocks=2))
     module: Any = student.draft.module
     with torch.no_grad():
         proposed = list(student.proposals(IDS, 2))
@@ -184,7 +182,7 @@ def recursion(student: MTPStudent, ids: torch.Tensor, anchor: int, length: int) 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 100])
 def test_all_anchors_together_are_each_by_itself(features: Features, window: int) -> None:
-    student = rough(MTPStudent(features, 4, 48))
+    student = rough(head_student("mtp", features, 4, intermediate=48))
     student.window = window
     assert isinstance(student, MTPStudent)
     with torch.no_grad():
@@ -214,7 +212,7 @@ def test_attention_sees_its_own_entries_and_no_others() -> None:
 def test_the_loss_is_the_weighted_sum_over_tokens_ahead(
     features: Features, name: str, divergence: Any, kept: Any
 ) -> None:
-    student = rough(KINDS[name](features, 3, objective=Objective(divergence), kept=kept, decay=0.5))
+    student = rough(head_student(name, features, 3, kept, divergence=divergence, decay=0.5))
     mask = torch.rand(IDS.shape, generator=torch.Generator().manual_seed(5)) < 0.7
     rows = TextRows(IDS, mask)
     batch = rows.batch([0, 1, 2], [0] * 3)
@@ -248,7 +246,7 @@ def test_the_loss_is_the_weighted_sum_over_tokens_ahead(
 
 
 def test_sparse_targets_of_all_tokens_are_the_whole(features: Features) -> None:
-    student = rough(MedusaStudent(features, 2))
+    student = rough(head_student("medusa", features, 2))
     batch = TextRows(IDS).batch([0, 1, 2], [0] * 3)
     teacher = features.logits(IDS)
     with torch.no_grad():
@@ -257,7 +255,7 @@ def test_sparse_targets_of_all_tokens_are_the_whole(features: Features) -> None:
 
 
 def test_measures_are_of_the_tokens_that_count(features: Features) -> None:
-    student = rough(MTPStudent(features, 2))
+    student = rough(head_student("mtp", features, 2))
     mask = torch.zeros_like(IDS, dtype=torch.bool)
     mask[1, 5:9] = True
     mask[0, :2] = True
@@ -277,7 +275,7 @@ def test_measures_are_of_the_tokens_that_count(features: Features) -> None:
 
 
 def test_rates_are_counted_where_the_tokens_before_were_guessed(features: Features) -> None:
-    student = rough(MedusaStudent(features, 3))
+    student = rough(head_student("medusa", features, 3))
     mask = torch.rand(IDS.shape, generator=torch.Generator().manual_seed(6)) < 0.8
     rows, width = TextRows(IDS, mask), 150
     proposed = [logits.topk(width, -1).indices.tolist() for logits in student.proposals(IDS, 3)]
@@ -312,7 +310,7 @@ def small_text(tiny_artifact: Path) -> Any:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_small_text_is_learned_and_written_faster(small_text: Any, tmp_path: Path, name: str) -> None:
     loaded, own, rows = small_text
-    student = KINDS[name](own, 3, objective=Objective("cross_entropy"))
+    student = head_student(name, own, 3, divergence="cross_entropy")
     untrained = rank_rates(student, rows, 4)
     batch = rows.batch(range(len(rows)), [0] * len(rows))
     optimizer = torch.optim.Adam([each for each in student.parameters() if each.requires_grad], lr=1e-2)
@@ -347,7 +345,7 @@ def test_training_through_the_loop_helps_and_goes_on(small_text: Any, tmp_path: 
 
     def run(steps: int, directory: Path) -> Any:
         torch.manual_seed(0)
-        student = KINDS[name](own, 2)
+        student = head_student(name, own, 2)
         options = TrainOptions(
             steps=8, batch=4, learning_rate=1e-2, evaluate_every=4, checkpoint_every=4, patience=None
         )
@@ -411,7 +409,7 @@ def test_a_recipes_draft_stage_makes_heads(tiny_artifact: Path, tmp_path: Path, 
 def test_a_teachers_cache_teaches_heads_too(small_text: Any, tmp_path: Path) -> None:
     _, own, rows = small_text
     kept = torch.arange(0, 257, 2, dtype=torch.int32)
-    student = MTPStudent(own, 2, 32, kept=kept)
+    student = head_student("mtp", own, 2, kept=kept, intermediate=32)
     cache = cache_teacher(own.teacher, rows, tmp_path / "teacher", k=16, kept=kept)
     options = TrainOptions(steps=6, batch=4, learning_rate=1e-2, evaluate_every=6)
     trained = Training(student, rows, cache, rows, own.teacher, options).run()
@@ -421,7 +419,7 @@ def test_a_teachers_cache_teaches_heads_too(small_text: Any, tmp_path: Path) -> 
 
 def test_rotations_stay_whole_and_weights_are_stored_as_asked(small_text: Any, tmp_path: Path) -> None:
     _, own, _ = small_text
-    student = MTPStudent(own, 2, kept=torch.tensor([1, 5, 9], dtype=torch.int32))
+    student = head_student("mtp", own, 2, kept=torch.tensor([1, 5, 9], dtype=torch.int32))
     path = write_directory(tmp_path / "mtp", student, "mtp", rates=[[0.1], [0.1]])
     stored = load_file(path / "heads.safetensors")
     assert stored["frequencies"].dtype == torch.float32
@@ -442,13 +440,13 @@ def test_rotations_stay_whole_and_weights_are_stored_as_asked(small_text: Any, t
 
 def test_requests_that_cannot_be_are_refused(features: Features, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="ascending ids below 257"):
-        MTPStudent(features, 2, kept=torch.tensor([3, 999]))
+        head_student("mtp", features, 2, kept=torch.tensor([3, 999]))
     with pytest.raises(RequestError, match="needs its target's fingerprint"):
-        write_directory(tmp_path / "x", MedusaStudent(features, 1), "medusa", target="", rates=[[0.1]])
+        write_directory(tmp_path / "x", head_student("medusa", features, 1), "medusa", target="", rates=[[0.1]])
 
 
 def test_linear_is_what_is_said(features: Features) -> None:
-    student = MedusaStudent(features, 1, kept=torch.tensor([2, 4, 6], dtype=torch.int32))
+    student = head_student("medusa", features, 1, kept=torch.tensor([2, 4, 6], dtype=torch.int32))
     x = torch.randn(5, 64)
     torch.testing.assert_close(student.said(x), functional.linear(x, features.parts.rows()[0])[:, [2, 4, 6]])
     assert student.width == 3

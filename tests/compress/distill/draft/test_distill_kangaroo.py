@@ -39,7 +39,7 @@ MLP = {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")} | {"post_at
 
 
 def student(model: Any, layer: int = 1, **settings: Any) -> KangarooStudent:
-    return KangarooStudent(cut(model, layer + 1), **settings)
+    return KangarooStudent(cut(model, range(layer + 1)), **settings)
 
 
 def test_only_the_adapter_is_trained() -> None:
@@ -128,7 +128,7 @@ def test_what_cannot_be_written_or_trained(tmp_path: Path) -> None:
         written(who, tmp_path / "draft", "")
     assert not (tmp_path / "draft").exists()
     with pytest.raises(RequestError, match="at least one layer before it"):
-        KangarooStudent(cut(model, 1))
+        KangarooStudent(cut(model, range(1)))
     from transformers import GPT2Config, GPT2LMHeadModel
 
     other = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=61, n_positions=16))

@@ -34,7 +34,7 @@ def test_each_depth_is_a_cut_of_the_draft(make: Any) -> None:
     with torch.no_grad():
         found = nested.by_depth(ids, [1, 2, 3])
         for depth in (1, 2, 3):
-            expected = cut(draft, depth)(input_ids=ids, use_cache=False).logits
+            expected = cut(draft, range(depth))(input_ids=ids, use_cache=False).logits
             torch.testing.assert_close(found[depth], expected, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(nested.variants()[str(depth)].logits(ids), expected, atol=1e-5, rtol=1e-5)
     assert final_norm(draft) is (draft.transformer.ln_f if make is gpt2 else draft.model.norm)
@@ -48,7 +48,7 @@ def test_the_loss_is_the_sum_over_the_depths() -> None:
     nested = NestedStudent(model, [1, 3], Objective("js"), kept)
     total, count = nested(batch, teacher)
     expected = sum(
-        float(Student(cut(model, depth), Objective("js"), kept)(batch, teacher)[0].detach()) for depth in (1, 3)
+        float(Student(cut(model, range(depth)), Objective("js"), kept)(batch, teacher)[0].detach()) for depth in (1, 3)
     )
     assert float(total.detach()) == pytest.approx(expected, rel=1e-5)
     assert float(count) == float(batch.trained.sum())
@@ -56,7 +56,7 @@ def test_the_loss_is_the_sum_over_the_depths() -> None:
 
 def test_all_depths_gain_by_training() -> None:
     model = runs.target()
-    nested = NestedStudent(cut(model, 2), [1, 2])
+    nested = NestedStudent(cut(model, range(2)), [1, 2])
     options = TrainOptions(steps=60, batch=8, evaluate_every=20, learning_rate=2e-3)
     found = runs.run(nested, model, options, source=runs.rows(64, seed=3))
     for name in ("acceptance", "acceptance_depth_1", "acceptance_depth_2"):
@@ -64,14 +64,14 @@ def test_all_depths_gain_by_training() -> None:
     both = (found.after["acceptance_depth_1"] + found.after["acceptance_depth_2"]) / 2
     assert found.after["acceptance"] == pytest.approx(both)
     held = runs.rows(5, seed=9)
-    one = measure_acceptance(Student(cut(nested.draft, 1)), model, held, length=1)["text"]
+    one = measure_acceptance(Student(cut(nested.draft, range(1))), model, held, length=1)["text"]
     again = measure_acceptance(nested.variants()["1"], model, held, length=1)["text"]
     assert one["sampling"]["accepted"] == pytest.approx(again["sampling"]["accepted"], abs=1e-6)
     assert one["sampling"]["acceptance"] == pytest.approx(found.after["acceptance_depth_1"], abs=1e-5)
 
 
 def test_what_is_no_nested_draft_is_refused() -> None:
-    draft = cut(runs.target(), 2)
+    draft = cut(runs.target(), range(2))
     for depths in ([], [1], [2, 1], [0, 2], [1, 2, 3], [1, 1, 2]):
         with pytest.raises(RequestError, match=r"the last 2 \(all its layers\)"):
             NestedStudent(draft, depths)

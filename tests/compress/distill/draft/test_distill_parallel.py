@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from random_models import random_llama
 
 from compress.distill.draft.cut import cut
-from compress.distill.draft.pard import ParallelStudent, dropped, layout
-from compress.distill.train.losses import Objective, SparseTargets
+from compress.distill.draft.pard import ParallelStudent, PardConfig, dropped, layout
+from compress.distill.train.losses import SparseTargets
 from compress.distill.train.options import TrainOptions
 from runtime.errors import RequestError
 
@@ -32,7 +33,7 @@ def naive(draft: Any, row: list[int], anchor: int, masks: int) -> torch.Tensor:
 @pytest.mark.parametrize("keep", [1.0, 0.5])
 def test_the_layout_computes_what_a_pass_of_its_own_would(attention: str, keep: float) -> None:
     draft = runs.target(attn_implementation=attention)
-    student = ParallelStudent(draft, MASK, 4)
+    student = ParallelStudent(draft, MASK, PardConfig(tokens=4))
     ids = runs.rows(3, 14).ids
     placed = layout(ids, dropped(14, 4, keep, 0.0, [1, 2, 3]), MASK)
     with torch.no_grad():
@@ -99,10 +100,12 @@ def test_all_anchors_are_drawn_alike() -> None:
 @pytest.mark.parametrize("kind", ["cross_entropy", "forward_kl", "sparse", "kept"])
 def test_the_loss_is_a_mean_over_the_places_ahead(kind: str) -> None:
     model = runs.target()
-    draft = cut(model, 1)
+    draft = cut(model, range(1))
     kept = torch.arange(0, 61, 3) if kind == "kept" else None
-    objective = Objective("forward_kl" if kind in ("forward_kl", "sparse") else "cross_entropy")
-    student = ParallelStudent(draft, MASK, 3, objective, kept, keep=0.6, least=0.1)
+    config = PardConfig(
+        tokens=3, keep=0.6, divergence="forward_kl" if kind in ("forward_kl", "sparse") else "cross_entropy"
+    )
+    objective, student = config.objective(), ParallelStudent(draft, MASK, config, kept, least=0.1)
     source = runs.rows(4, 12)
     batch = source.batch(range(4), [11, 12, 13, 14])
     with torch.no_grad():
@@ -132,7 +135,7 @@ def test_the_loss_is_a_mean_over_the_places_ahead(kind: str) -> None:
 
 def test_proposals_are_of_one_pass_each() -> None:
     draft = runs.target()
-    student = ParallelStudent(draft, MASK, 4)
+    student = ParallelStudent(draft, MASK, PardConfig(tokens=4))
     ids = runs.rows(2, 8).ids
     with torch.no_grad():
         found = list(student.proposals(ids, 3))
@@ -152,7 +155,7 @@ def test_a_parallel_draft_learns_to_look_ahead() -> None:
     text = (start + torch.arange(14) - 1) % 30 + 1
     source, held = runs.TextRows(text[:40]), runs.TextRows(text[40:])
     judge = runs.Teacher(lambda ids: 20.0 * torch.nn.functional.one_hot(ids % 30 + 1, 31).float(), 31)
-    student = ParallelStudent(copy.deepcopy(model), MASK, 3)
+    student = ParallelStudent(copy.deepcopy(model), MASK, PardConfig(tokens=3))
     options = TrainOptions(steps=60, batch=8, evaluate_every=30, learning_rate=1e-2)
     found = runs.Training(student, source, None, held, judge, options).run()
     assert found.before["agreement_3"] < 0.2
@@ -163,14 +166,10 @@ def test_a_parallel_draft_learns_to_look_ahead() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"mask_token": 61}, "an id below 61"), ({"mask_token": -1}, "an id below 61"), ({"tokens": 1}, "at least 2"),
-     ({"keep": 0.0}, "above 0 and at most 1"), ({"least": 1.5}, "above 0 and at most 1")],
-)  # fmt: skip
-def test_wrong_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        ParallelStudent(runs.target(), **{"mask_token": 0, "tokens": 3, **arguments})
+@pytest.mark.parametrize("fields", [{"mask_token": -1}, {"tokens": 0}, {"keep": 0.0}, {"keep": 1.5}])
+def test_wrong_settings_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(fields))):
+        PardConfig(**fields)
 
 
 def test_attention_that_cannot_have_such_masks_is_refused() -> None:
@@ -180,7 +179,7 @@ def test_attention_that_cannot_have_such_masks_is_refused() -> None:
                   "num_key_value_heads": 2, "vocab_size": 31, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
     windowed = Qwen2ForCausalLM(Qwen2Config(**sizes, use_sliding_window=True, sliding_window=4, max_window_layers=1))
     with pytest.raises(RequestError, match="full attention in all its layers"):
-        ParallelStudent(windowed, 0, 3)
-    student = ParallelStudent(runs.target(), 0, 8)
+        ParallelStudent(windowed, 0, PardConfig())
+    student = ParallelStudent(runs.target(), 0, PardConfig(tokens=8))
     with pytest.raises(RequestError, match="rows of 9 tokens are too short for a draft of 8"):
         student(runs.rows(2, 9).batch([0, 1], [0, 1]), None)

@@ -182,7 +182,7 @@ def test_the_best_halves_of_all_are_found(model: Any, rows: torch.Tensor) -> Non
     every = [subset for size in range(1, 8) for subset in itertools.combinations(range(8), size)]
     best = max(map(value, every))
     assert best > 1.1
-    found = find_skips(engine, rows, trials=80, places=5, tokens=4)
+    found = find_skips(engine, rows, SkipConfig(trials=80, places=5, tokens=4))
     subset = [*found.skip_attention, *(4 + layer for layer in found.skip_mlp)]
     assert value(subset) == pytest.approx(best)
     assert found.curve[-1] == pytest.approx(max(best, 1.0))
@@ -197,11 +197,11 @@ def test_the_best_halves_of_all_are_found(model: Any, rows: torch.Tensor) -> Non
 @needs_compiler
 def test_searches_that_cannot_be(model: Any, rows: torch.Tensor) -> None:
     with pytest.raises(RequestError, match="skipped halves cannot be searched for: only the decoder in C"):
-        find_skips(TorchEngine(model, torch.device("cpu")), rows)
+        find_skips(TorchEngine(model, torch.device("cpu")), rows, SkipConfig())
     with pytest.raises(RequestError, match="1 to 69 places, not 70"):
-        find_skips(engine_of(model), rows, places=70)
+        find_skips(engine_of(model), rows, SkipConfig(places=70))
     with pytest.raises(RequestError, match="texts to draft after must be int64"):
-        find_skips(engine_of(model), rows.float())
+        find_skips(engine_of(model), rows.float(), SkipConfig())
 
 
 def test_halves_are_spread_evenly() -> None:

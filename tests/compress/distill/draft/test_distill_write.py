@@ -18,20 +18,10 @@ from compress.core.files import sha256
 from compress.distill.draft import vocab_trim
 from compress.distill.draft.cut import cut
 from compress.distill.draft.write import write_draft
-from compress.distill.train.data import TextRows
 from compress.distill.train.teacher import Teacher, teacher_rows
 from runtime.errors import RequestError
 
 CONTENT = {"method": "cut", "target": "x", "facts": {}}
-
-
-def test_what_is_counted_follows_trained_positions() -> None:
-    ids = torch.tensor([[1, 2, 2, 3], [3, 3, 1, 0]])
-    trained = torch.tensor([[True, True, False, True], [False, True, True, False]])
-    # after positions 0 and 1 of the first row 2, 2; after 1 and 2 of the second 1, 0; nothing follows the last
-    assert vocab_trim.counts(TextRows(ids, trained), 5).tolist() == [1, 1, 2, 0, 0]
-    with pytest.raises(RequestError, match="token id 3, outside the vocabulary of 3"):
-        vocab_trim.counts(TextRows(ids), 3)
 
 
 def test_expected_counts_are_sums_of_probabilities() -> None:
@@ -70,9 +60,12 @@ def test_counts_of_the_targets_own_texts_cover_more() -> None:
     model = runs.target()
     teacher = Teacher.of(model)
     prompts = runs.rows(40, 4, seed=1).ids
-    own = vocab_trim.counts(teacher_rows(teacher, prompts, 12, seed=0), 61)
-    fresh = vocab_trim.counts(teacher_rows(teacher, prompts, 12, seed=1), 61)
-    other = vocab_trim.counts(runs.rows(40, 16, seed=2), 61)
+    counted = (
+        teacher_rows(teacher, prompts, 12, seed=0),
+        teacher_rows(teacher, prompts, 12, seed=1),
+        runs.rows(40, 16, seed=2),
+    )
+    own, fresh, other = (rows.ids.roll(-1, 1)[rows.trained].bincount(minlength=61) for rows in counted)
     assert vocab_trim.coverage(fresh, vocab_trim.choose(own, 20)) > vocab_trim.coverage(
         fresh, vocab_trim.choose(other, 20)
     )
@@ -82,7 +75,7 @@ def test_counts_of_the_targets_own_texts_cover_more() -> None:
 def test_a_draft_is_a_checkpoint_with_a_note(tmp_path: Path, tied: bool) -> None:
     from transformers import AutoModelForCausalLM
 
-    draft = cut(runs.target(tie_word_embeddings=tied), 2)
+    draft = cut(runs.target(tie_word_embeddings=tied), range(2))
     kept = torch.tensor([0, 5, 60])
     facts = {"acceptance": 0.5, "curve": [1, 2]}
     path = tmp_path / "draft"
@@ -115,7 +108,7 @@ def test_a_draft_is_a_checkpoint_with_a_note(tmp_path: Path, tied: bool) -> None
 
 def test_a_plain_draft_says_no_more_than_it_is(tmp_path: Path) -> None:
     path = tmp_path / "draft"
-    write_draft(path, cut(runs.target(), 1), CONTENT, dtype=torch.float32)
+    write_draft(path, cut(runs.target(), range(1)), CONTENT, dtype=torch.float32)
     content = json.loads((path / "draft.json").read_text())
     assert not {"kept_tokens", "depths", "parallel"} & content.keys()
     assert not (path / "kept_tokens.safetensors").exists()
@@ -123,7 +116,7 @@ def test_a_plain_draft_says_no_more_than_it_is(tmp_path: Path) -> None:
 
 
 def test_only_drafts_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft: Any = cut(runs.target(), 1)
+    draft: Any = cut(runs.target(), range(1))
     write_draft(tmp_path / "draft", draft, CONTENT | {"facts": {"run": 1}})
     (tmp_path / "draft" / "stale").write_text("of before")
     write_draft(tmp_path / "draft", draft, CONTENT | {"facts": {"run": 2}})
@@ -149,7 +142,7 @@ def test_only_drafts_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_facts_must_be_json(tmp_path: Path) -> None:
-    draft: Any = cut(runs.target(), 1)
+    draft: Any = cut(runs.target(), range(1))
     with pytest.raises(TypeError):
         write_draft(tmp_path / "draft", draft, CONTENT | {"facts": {"tensor": torch.ones(1)}})
     assert not (tmp_path / "draft").exists()

@@ -44,9 +44,9 @@ def test_a_checkpoint_becomes_the_draft(make_checkpoint, recipe, tmp_path, stage
 def test_it_decides_which_draft_comes_out(make_checkpoint, recipe, tmp_path):
     small = make_checkpoint(**NARROW)
     stages = load(recipe(make_checkpoint(), RTN, draft(layers=None, model=str(small))))
-    (first,) = [job.draft.identity for job in Session.open(stages, "cpu").after]
+    (first,) = [job.identity for job in Session.open(stages, "cpu").after]
     make_checkpoint(**NARROW, initializer_range=0.3, rms_norm_eps=1e-3)
-    (second,) = [job.draft.identity for job in Session.open(stages, "cpu").after]
+    (second,) = [job.identity for job in Session.open(stages, "cpu").after]
     assert {key for key in first if first[key] != second[key]} == {"model"}
 
 

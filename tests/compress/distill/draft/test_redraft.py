@@ -128,7 +128,7 @@ def test_what_cannot_be_done_is_said(plain, recipe, tmp_path, monkeypatch, capsy
         compress.draft(tmp_path / "nowhere", stages)
     with pytest.raises(RequestError, match="stages: there is no draft stage"):
         compress.draft(plain, recipe(tmp_path / "model", RTN))
-    with pytest.raises(RequestError, match=r"stages.0.draft.layers: the model has 3 layers; the draft cannot have 4"):
+    with pytest.raises(RequestError, match=r"stages.0.draft.layers: .* 1 to 3"):
         compress.draft(plain, recipe(tmp_path / "model", draft(layers=4)))
     monkeypatch.setattr(redraft.Team, "size", 3)
     monkeypatch.setattr(redraft.Team, "join", lambda device: redraft.Team())

@@ -269,7 +269,7 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path: Path, monkeypatch: p
 def test_the_best_weights_are_kept_and_training_stops() -> None:
     """At a rate that spoils what it touches, the untrained draft stays the best."""
     model = runs.target()
-    who = Student(runs.cut(model, 3))  # a copy of the target: nothing can be gained
+    who = Student(runs.cut(model, range(3)))  # a copy of the target: nothing can be gained
     before = runs.weights(who)
     options = TrainOptions(steps=40, batch=4, evaluate_every=1, patience=3, learning_rate=1e-2)
     found = runs.run(who, model, options, source=runs.rows(16, seed=5))
@@ -339,7 +339,7 @@ def test_half_precision_is_of_the_forward_pass_only() -> None:
 
 def test_frozen_weights_stay() -> None:
     model = runs.target()
-    draft = runs.cut(model, 1).requires_grad_(False)
+    draft = runs.cut(model, range(1)).requires_grad_(False)
     draft.model.layers.requires_grad_(True)
     who = Student(draft)
     before = runs.weights(who)
@@ -395,9 +395,9 @@ def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(RequestError, match=r"61 .* 62"):
         attempt(runs.student(model), judge=Teacher(lambda ids: ids, 62))
     with pytest.raises(RequestError, match="bfloat16"):
-        attempt(Student(runs.cut(model, 1, torch.bfloat16)))
+        attempt(Student(runs.cut(model, range(1), torch.bfloat16)))
     with pytest.raises(RequestError, match="frozen"):
-        attempt(Student(runs.cut(model, 1).requires_grad_(False)))
+        attempt(Student(runs.cut(model, range(1)).requires_grad_(False)))
     with pytest.raises(RequestError, match=r"200 tokens .* 128 positions"):
         attempt(runs.student(model), runs.rows(2, 200))
     with pytest.raises(RequestError, match=r"held-out .*99.* 61"):

@@ -1,4 +1,4 @@
-"""What making a draft measures: the draft that is stored, before and after alike, wherever the target computes and however it writes."""
+"""Measures of a draft in training: of the draft that is stored, before and after alike, wherever the target computes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def config(method: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("quantize", ["none", "W4A16"])
 def test_what_is_measured_is_what_was_stored(make: Any, monkeypatch: pytest.MonkeyPatch, quantize: str) -> None:
     """Against the directory as the runtime reads it."""
-    making, trained = make(), []
+    training, trained = make(), []
     store = DraftTraining.store
 
     def storing(self: DraftTraining, fields: Any, student: Student, held_out: TextRows) -> None:
@@ -65,19 +65,19 @@ def test_what_is_measured_is_what_was_stored(make: Any, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(DraftTraining, "store", storing)
     fields = config("distillspec", quantize=quantize, layers=2)
-    METHODS["distillspec"].make(making, fields)
-    stored = runtime.load(making.output, dtype="float32", kernels="reference", device="cpu", drafter=False)
-    held_out = making.split()[1]
-    found = measure_acceptance(stored.engine.module, making.teacher, held_out, length=3)
-    after = making.facts["after"]["held_out"]
+    METHODS["distillspec"].make(training, fields)
+    stored = runtime.load(training.output, dtype="float32", kernels="reference", device="cpu", drafter=False)
+    held_out = training.split()[1]
+    found = measure_acceptance(stored.engine.module, training.teacher, held_out, length=3)
+    after = training.facts["after"]["held_out"]
     for way in ("greedy", "sampling"):
         for part in ("text", "continuations"):
             assert after[part][way]["acceptance"] == pytest.approx(found[part][way]["acceptance"], abs=1e-5)
     in_training = trained[0]["held_out"]["text"]["sampling"]["acceptance"]
     assert abs(after["text"]["sampling"]["acceptance"] - in_training) > 1e-7
     # Nothing but the curve is of the weights that were not stored.
-    assert not {"before", "after"} & making.facts["training"].keys()
-    assert json.loads((making.output / "draft.json").read_text())["facts"] == json.loads(json.dumps(making.facts))
+    assert not {"before", "after"} & training.facts["training"].keys()
+    assert json.loads((training.output / "draft.json").read_text())["facts"] == json.loads(json.dumps(training.facts))
 
 
 @pytest.mark.parametrize("method", ["medusa", "kangaroo"])
@@ -109,10 +109,10 @@ def test_the_accept_head_reads_the_stored_draft(make: Any, monkeypatch: pytest.M
         return fit(student, *arguments)
 
     monkeypatch.setattr(distillspec, "fit_accept_head", fitting)
-    making = make()
-    METHODS["distillspec"].make(making, config("distillspec", layers=1, quantize="W4A16", accept_head=True))
+    training = make()
+    METHODS["distillspec"].make(training, config("distillspec", layers=1, quantize="W4A16", accept_head=True))
     assert int((seen[0][0].unique()).numel()) <= 16  # of one scale a row
-    assert (making.output / "accept_head.safetensors").is_file()
+    assert (training.output / "accept_head.safetensors").is_file()
 
 
 def test_a_parallel_draft_is_the_same_drafter_before_and_after(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,40 +124,40 @@ def test_a_parallel_draft_is_the_same_drafter_before_and_after(make: Any, monkey
         return measure(self, fields, student, held_out)
 
     monkeypatch.setattr(DraftTraining, "measure", measuring)
-    making = make()
-    METHODS["pard"].make(making, config("pard", layers=1))
+    training = make()
+    METHODS["pard"].make(training, config("pard", layers=1))
     assert kinds == [ParallelStudent, ParallelStudent]
-    assert making.facts["cost"]["tokens"] == 3  # one pass for so many
-    assert making.facts["cost"]["bytes"] / making.facts["cost"]["of_target"] == pytest.approx(
-        whole_bytes(making), rel=1e-3
+    assert training.facts["cost"]["tokens"] == 3  # one pass for so many
+    assert training.facts["cost"]["bytes"] / training.facts["cost"]["of_target"] == pytest.approx(
+        whole_bytes(training), rel=1e-3
     )
 
 
-def whole_bytes(making: DraftTraining) -> float:
+def whole_bytes(training: DraftTraining) -> float:
     """Bytes that the target reads for a token."""
     from compress.distill.draft.student import read_bytes
 
-    return read_bytes(making.artifact)
+    return read_bytes(training.artifact)
 
 
 @pytest.mark.parametrize("method", ["medusa", "mtp"])
 def test_a_pass_of_heads_is_paid_whole(make: Any, method: str) -> None:
-    making = make()
-    METHODS[method].make(making, config(method, tokens=2))
+    training = make()
+    METHODS[method].make(training, config(method, tokens=2))
     one_pass = method == "medusa"
-    assert making.facts["cost"]["tokens"] == (2 if one_pass else 1)
+    assert training.facts["cost"]["tokens"] == (2 if one_pass else 1)
     for when in ("before", "after"):
-        assert making.facts["worth"][when] == worth(
-            making.facts[when], making.facts["cost"]["of_target"], one_pass=one_pass
+        assert training.facts["worth"][when] == worth(
+            training.facts[when], training.facts["cost"]["of_target"], one_pass=one_pass
         )
 
 
 def test_long_drafts_are_measured_as_far_as_texts_go(make: Any) -> None:
-    making = make(kinds={"text": random_rows(2, 64), "code": random_rows(2, 16)})
+    training = make(kinds={"text": random_rows(2, 64), "code": random_rows(2, 16)})
     from compress.distill.draft.cut import cut_checkpoint
 
-    student = Student(cut_checkpoint(making.artifact, 1))
-    found = making.measure(config("distillspec", tokens=40), student, TextRows(random_rows(2, 24)))
+    student = Student(cut_checkpoint(training.artifact, range(1)))
+    found = training.measure(config("distillspec", tokens=40), student, TextRows(random_rows(2, 24)))
     assert {kind: each["length"] for kind, each in found.items()} == {"held_out": 6, "text": 16, "code": 4}
     assert all(each["continuations"]["greedy"]["steps"] > 0 for each in found.values())
 
@@ -183,11 +183,11 @@ def test_a_target_that_ends_at_once_leaves_nothing_to_measure(make: Any, loaded:
         return written, torch.ones(len(prompts), dtype=torch.int64)
 
     short = Teacher(own.logits, own.vocabulary, write=write, device=own.device)
-    making = make(teacher=short, kinds={"text": random_rows(2, 16)})
+    training = make(teacher=short, kinds={"text": random_rows(2, 16)})
     from compress.distill.draft.cut import cut_checkpoint
 
-    found = making.measure(
-        config("distillspec"), Student(cut_checkpoint(making.artifact, 1)), TextRows(random_rows(2, 24))
+    found = training.measure(
+        config("distillspec"), Student(cut_checkpoint(training.artifact, range(1))), TextRows(random_rows(2, 24))
     )
     for each in found.values():
         assert each["continuations"] == {"greedy": None, "sampling": None}
@@ -207,10 +207,10 @@ def test_heads_go_to_where_the_target_is_before_they_are_measured(
     moved: list[Any] = []
     monkeypatch.setattr(Student, "to", lambda self, device: moved.append(device) or self)
     monkeypatch.setattr(DraftTraining, "measure", lambda *_: (_ for _ in ()).throw(ReachedError))
-    making = make()
+    training = make()
     with pytest.raises(ReachedError):
-        METHODS[method].make(making, config(method, tokens=2))
-    assert moved == [making.teacher.device]
+        METHODS[method].make(training, config(method, tokens=2))
+    assert moved == [training.teacher.device]
 
 
 def test_the_target_is_loaded_once(make: Any, loaded: Any) -> None:
@@ -226,9 +226,9 @@ def test_training_is_where_the_target_is(make: Any, monkeypatch: pytest.MonkeyPa
     from compress.distill.draft.cut import cut_checkpoint
 
     monkeypatch.setattr(Accelerator, "device", property(lambda self: torch.device("meta")))
-    making = make()
-    student = Student(cut_checkpoint(making.artifact, 1))
-    given, held_out = making.split()
-    trained = making.train(config("distillspec"), student, TextRows(given), held_out)
+    training = make()
+    student = Student(cut_checkpoint(training.artifact, range(1)))
+    given, held_out = training.split()
+    trained = training.train(config("distillspec"), student, TextRows(given), held_out)
     assert trained.steps == 4
     assert {parameter.device.type for parameter in student.parameters()} == {"cpu"}

@@ -12,8 +12,8 @@ from llama_engines import engines
 from tiny_models import llama, save
 
 import runtime
+from compress.evaluate.drafters import write_choice
 from runtime.checkpoint.artifact import Artifact
-from runtime.drafting.config.artifact_draft import write_choice
 from runtime.drafting.config.build import Target, check_written, choose_speculation
 from runtime.drafting.config.registry import drafters
 from runtime.drafting.drafters.lookup import Lookup

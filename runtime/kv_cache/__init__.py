@@ -1,4 +1,4 @@
-"""KV-cache compression: score (which tokens matter) x budget (how many a head keeps) x storage (how they are held) x selection
+"""KV-cache compression: score (which tokens matter) x budget (how many a head keeps) x storage (how they are stored) x selection
 (which of them a step reads)."""
 
 from __future__ import annotations

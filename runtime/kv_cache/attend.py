@@ -129,7 +129,7 @@ def _capped(
     scaling: float | None,
     softcap: float,
 ) -> torch.Tensor:
-    """Attention with capped scores over a plain cache; `mask` is sdpa's, None: causal."""
+    """Attention with capped scores over an uncompressed cache; `mask` is sdpa's, None: causal."""
     past = key.shape[2] - query.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     columns = torch.arange(key.shape[2], device=query.device)
@@ -201,7 +201,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, masks)
 
 
-# Attention of a prompt, or a piece of one, over what is stored and itself.
+# Attention of a prompt, or a chunk of one, over the cache and itself.
 
 
 def prompt_attention(
@@ -228,7 +228,7 @@ def prompt_attention(
     alone = not int(before.max())
     if alone and valid is None and not softcap:
         if layer.storage.floats is not None:
-            # As they are held: a result must not depend on whether padding, or an earlier piece, had them read back from the store.
+            # In the dtype of the store: a result must not depend on whether padding, or an earlier chunk, had them read back from it.
             key, value = (states.to(layer.storage.floats).to(query.dtype) for states in (key, value))
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     assert layer.store is not None
@@ -260,7 +260,7 @@ def prompt_attention(
     return in_slices(query, values.shape[-1], query.shape[1] * shape[2], attend)
 
 
-# Attention of a few new tokens over what is stored, region by region and as it is stored.
+# Attention of a few new tokens over the cache, region by region and as it is stored.
 
 
 def step_attention(layer: LayerState, query: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
@@ -290,25 +290,25 @@ def step_attention(layer: LayerState, query: torch.Tensor, valid: torch.Tensor |
         newer = torch.arange(count - 1, -1, -1, device=query.device).repeat(groups)
         # A row's new tokens are its tail's last; what padding would see is dropped in the end, and may be nothing.
         visible = (tail.lengths[:, None] - newer).clamp(min=0)
-    pieces = [
-        attend_region(rows, near, scale, softcap, visible if region is tail else None, some)
-        for region, near, some in zip(regions, _near(layer, regions, chosen), chosen, strict=True)
+    parts = [
+        attend_region(rows, readable, scale, softcap, visible if region is tail else None, some)
+        for region, readable, some in zip(regions, _fetched(layer, regions, chosen), chosen, strict=True)
     ]
     if layer.elsewhere is not None:
         layer.elsewhere.leave(layer.store.tiers)
-    output = merge(pieces).view(batch, query.shape[1], count, -1).to(query.dtype)
+    output = merge(parts).view(batch, query.shape[1], count, -1).to(query.dtype)
     return output if valid is None else output.masked_fill(~valid[:, None, :, None], 0)
 
 
-def _near(layer: LayerState, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
+def _fetched(layer: LayerState, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
     """The regions where attention can read what was chosen of them; the next layer's are on their way from now on."""
     if layer.elsewhere is None or layer.store is None:
         return regions
     far = [number for number, region in enumerate(regions) if any(region is tier for tier in layer.store.tiers)]
     result = list(regions)
     wanted = [chosen[number] for number in far]
-    near = layer.elsewhere.near([regions[number] for number in far], wanted)
-    for number, region in zip(far, near, strict=True):
+    fetched = layer.elsewhere.fetched([regions[number] for number in far], wanted)
+    for number, region in zip(far, fetched, strict=True):
         result[number] = region
     layer.reads_all = all(some is None for some in wanted)
     following = layer.following

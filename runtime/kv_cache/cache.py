@@ -31,7 +31,7 @@ _RECORDED = "_compress_inputs_recorded"
 class CompressedCache(Cache):
     """Layers with full attention are compressed; sliding, chunked and recurrent ones keep the cache that transformers gives them.
 
-    Keys are stored with their rotary embedding applied and keep it: a token that stays has the position it had in the text, whatever
+    Keys are stored with their rotary embedding applied and keep it: a token that stays has the position it had in its sequence, whatever
     was evicted around it, and new tokens go on counting from all that came. Models trained on n positions are so bound to n still.
 
     Args:
@@ -40,7 +40,7 @@ class CompressedCache(Cache):
             name, a mapping), is checked against the model as by `runtime.load`; a `CachePlan` is taken as it is.
 
     Attributes:
-        reads: how much of what they held steps have read; None without a selection, all of it.
+        reads: how many of the cached tokens steps have read; None without a selection: all of them.
 
     Raises:
         ValueError: the model's attention is another one, no layer has full attention, or the policy cannot be for this model:
@@ -159,11 +159,11 @@ def probe(module: PreTrainedModel) -> None:
 
 
 def check_asked(module: PreTrainedModel, cache: CompressedCache, tokens: int) -> None:
-    """ConfigError where a layer's attention did not ask the cache for what it holds: its output would be wrong, not slow.
+    """ConfigError where a layer's attention did not read the cache: its output would be wrong, not slow.
 
     Args:
         module: the model.
-        cache: what it has filled.
+        cache: that it has filled.
         tokens: how many have come, padding included.
     """
     for layer in cache.compressed:

@@ -1,4 +1,4 @@
-"""Clustering: similar keys of a chunk become one centroid, which answers for all of them."""
+"""Clustering: similar keys of a chunk become one centroid, which stands for all of them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Clusters:
 def _round(
     keys: torch.Tensor, values: torch.Tensor, counts: torch.Tensor, remove: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Merge `remove` tokens of the even places into their nearest of the odd ones; states are sums over a cluster's tokens."""
+    """Merge `remove` tokens at even positions into their nearest at odd ones; states are sums over a cluster's tokens."""
     means = keys / counts.unsqueeze(-1)
     normed = torch.nn.functional.normalize(means, dim=-1)
     similarity, nearest = (normed[:, 0::2] @ normed[:, 1::2].transpose(1, 2)).max(-1)

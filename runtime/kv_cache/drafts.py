@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def why_not(plan: CachePlan) -> str | None:
     """Why drafts cannot be verified over a cache of this plan; None: they can."""
     if plan.selection is not None:
-        return "what a step reads of it is chosen for all tokens of the step together, so that a draft would change the text"
+        return "what a step reads of it is chosen for all tokens of the step together, so that a draft would change the tokens"
     if plan.eviction is not None and plan.eviction.interval == 1:
-        return "it evicts after every token, so that a draft would change the text; set its interval to 2 or more"
+        return "it evicts after every token, so that a draft would change the tokens; set its interval to 2 or more"
     return None
 
 

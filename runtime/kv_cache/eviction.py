@@ -122,7 +122,7 @@ class EvictionPlan(Settings):
 
 
 class Eviction:
-    """Evicts from the compressed layers of one cache.
+    """Eviction from the compressed layers of one cache.
 
     Args:
         plan: what is evicted.
@@ -133,7 +133,7 @@ class Eviction:
         self.plan, self.layers = plan, layers
         self._prompt: dict[int, tuple[LayerState, LayerFacts]] = {}  # of layers that this prompt has gone through
         self._steps: dict[int, int] = {}
-        self._cuts = True  # whether this piece of a text is cut at all; the same for all layers
+        self._cuts = True  # whether this chunk of a sequence is cut at all; the same for all layers
 
     def window(self, count: int, step: bool) -> int:
         """Queries that a layer of `count` tokens must remember after a prompt, or a step."""
@@ -144,7 +144,7 @@ class Eviction:
     def after_prompt(self, layer: LayerState) -> None:
         """Cut the layer; with a cascading share the layers before it are cut again."""
         plan = self.plan
-        if layer.index == 0:  # a new piece; of one that was broken off, nothing is waited for
+        if layer.index == 0:  # a new chunk; of one that was broken off, nothing is waited for
             self._prompt = {}
             self._cuts = not layer.is_final
         if not self._cuts:
@@ -166,7 +166,7 @@ class Eviction:
             kept = self._cut(other, facts.score)
             if not plan.layers.cascades:  # nobody asks for it again
                 kept = kept[..., :0]
-            self._prompt[index] = other, facts.cut(kept)
+            self._prompt[index] = other, replace(facts, score=kept)
         if len(self._prompt) == self.layers:
             waiting = [other for other, _ in self._prompt.values() if other is not layer]
             self._prompt = {}
@@ -212,7 +212,7 @@ class Eviction:
         seen = seen if part is None else part.seen
         if isinstance(score, Accumulating):
             added = score.added(seen)
-            seen = seen.with_mass(added if seen.mass is None else seen.mass + added)
+            seen = replace(seen, mass=added if seen.mass is None else seen.mass + added)
             if self.plan.accumulates:
                 assert seen.mass is not None
                 assert whole is not None

@@ -229,14 +229,14 @@ class LayerState:
 
 
 def best_places(score: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places of each head's best tokens, in the order of arrival; of equal scores the newer token is better.
+    """The positions of each head's best tokens, in the order of arrival; of equal scores the newer token is better.
 
     Args:
         score: `[batch, kv_heads, n]`, minus infinity where there is no token.
         counts: int64 `[batch, kv_heads]`, how many stay, no more than there are.
 
     Returns:
-        int64 `[batch, kv_heads, most]`, ascending, whatever of the places behind a head's last; and bool, which of them count.
+        int64 `[batch, kv_heads, most]`, ascending, whatever behind a head's last; and bool, which of them count.
     """
     end, longest = score.shape[-1], max(1, int(counts.max()))
     best = end - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :longest]

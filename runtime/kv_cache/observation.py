@@ -58,7 +58,7 @@ class Observation:
         pinned: oldest tokens of every head that are always kept.
         mass: float32 `[batch, kv_heads, n]`, what an accumulating score has gathered before these queries; None: it gathers nothing.
         positions: int64 `[batch, kv_heads, n]`, each token's place in its own sequence, padding not counted, 0 for the first ever;
-            whatever where `ages` is negative. None: the layer did not keep them (see `places`).
+            whatever where `ages` is negative. None: the layer did not note them (see `places`).
         generated: tokens that were decoded since the prompt, the newest query's among them; 0: the newest query is of a prompt.
         inputs: of the attention module, for the same queries; None unless the score `wants` "hidden".
     """
@@ -98,10 +98,6 @@ class Observation:
             return None
         return torch.arange(count, device=self.ages.device).expand(self.ages.shape)
 
-    def with_mass(self, mass: torch.Tensor) -> Observation:
-        """The same with other sums."""
-        return replace(self, mass=mass)
-
     def newest(self, count: int) -> Observation:
         """The same with at most the newest `count` queries."""
         inputs = None if self.inputs is None else replace(self.inputs, hidden=self.inputs.hidden[:, -count:])
@@ -133,6 +129,13 @@ class Observation:
             del scores  # a slice of scores and one of weights at once are enough
             yield part, weights
             del weights
+
+    def received(self) -> torch.Tensor:
+        """Attention that each token gets from all queries together, averaged over the heads of a group, float32 `[batch, kv_heads, n]`."""
+        total = torch.zeros(self.keys.shape[:3], device=self.keys.device)
+        for _, weights in self.weights():
+            total += weights.sum(3).mean(2)
+        return total
 
     def over_heads(self, score: torch.Tensor) -> torch.Tensor:
         """A score `[batch, kv_heads, n]` averaged over the heads of the layer, where all hold the same tokens; else as it is."""

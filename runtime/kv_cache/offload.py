@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -58,28 +60,31 @@ class OffloadPlan:
         return DiskOffload(Path(self.directory or tempfile.gettempdir()))
 
 
-class Offload(Protocol):
-    """Where the pools of one cache's older tokens are, and what must happen around their use."""
+class Offload(ABC):
+    """Place of the pools of one cache's older tokens, and what must happen around their use."""
 
+    @abstractmethod
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The memory of a pool."""
 
+    @abstractmethod
     def fetch(self, regions: list[Region]) -> None:
-        """Start to bring whole regions near; returns at once."""
+        """Start to fetch whole regions; returns at once."""
 
-    def near(self, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
+    def fetched(self, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
         """The regions where attention can read them, waiting for what `fetch` began.
 
         Args:
             regions: the layer's, whose turn it is.
-            chosen: what of each is read; None: all of it. The rest need not be near.
+            chosen: what of each is read; None: all of it. The rest need not be fetched.
         """
+        return regions
 
-    def leave(self, regions: list[Region]) -> None:
+    def leave(self, regions: list[Region]) -> None:  # noqa: B027  # most have nothing to do
         """Attention has read them."""
 
 
-class DiskOffload:
+class DiskOffload(Offload):
     """Pools are mapped files without names: the kernel reads ahead when told, and forgets when told.
 
     Pages that a step does not choose are not touched by the kernel for attention, and so are read only where they lie beside others.
@@ -100,9 +105,7 @@ class DiskOffload:
         self.allocate((1,), torch.uint8)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        count = 1
-        for length in shape:
-            count *= length
+        count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
         size = count * dtype.itemsize
@@ -124,9 +127,6 @@ class DiskOffload:
 
     def fetch(self, regions: list[Region]) -> None:
         self._advise(regions, _WILL_NEED)
-
-    def near(self, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
-        return regions
 
     def leave(self, regions: list[Region]) -> None:
         self._advise(regions, _DO_NOT_NEED)
@@ -156,7 +156,7 @@ class _Copy:
         return same and pages.lengths is self.lengths
 
 
-class HostOffload:
+class HostOffload(Offload):
     """Pools are pinned memory of the host; a copy of the next layer's is made on the GPU while a layer computes.
 
     Where a selection chose, only the pages are copied that it chose, when the layer's turn has come.
@@ -181,7 +181,7 @@ class HostOffload:
                 pools = dict(region.pages.pools)
                 self._copies[id(region)] = _Copy(pools, region.pages.lengths, *self._copied(pools))
 
-    def near(self, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
+    def fetched(self, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
         self.fetch([region for region, some in zip(regions, chosen, strict=True) if some is None])
         result = []
         for region, some in zip(regions, chosen, strict=True):
@@ -207,15 +207,15 @@ class HostOffload:
         ids, places = table[rows, columns].unique(return_inverse=True)
         if not len(ids):
             ids = table.new_zeros(1)
-        near = torch.zeros_like(table)
-        near[rows, columns] = places
+        staged_table = torch.zeros_like(table)
+        staged_table[rows, columns] = places
         own = ids.cpu()
         pools = {}
         for name, pool in region.pages.pools.items():
             staged = self.allocate((len(own), *pool.shape[1:]), pool.dtype)
             torch.index_select(pool, 0, own, out=staged)
             pools[name] = staged.to(self.device, non_blocking=True)
-        return region.with_pools(pools, near)
+        return region.with_pools(pools, staged_table)
 
     def _current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
@@ -227,9 +227,6 @@ class HostOffload:
             event = torch.cuda.Event()
             event.record(self._stream)
         return copies, event
-
-    def leave(self, regions: list[Region]) -> None:
-        """The copies go with the regions that hold them."""
 
 
 __all__ = ["Allocate", "DiskOffload", "HostOffload", "Offload", "OffloadPlan"]

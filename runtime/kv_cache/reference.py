@@ -1,4 +1,4 @@
-"""Attention over stored tokens of ragged lengths and new ones, in plain torch: the truth that kernels are tested against."""
+"""Attention over stored tokens of ragged lengths and new ones, in plain torch: the reference that kernels are tested against."""
 
 from __future__ import annotations
 

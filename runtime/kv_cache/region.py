@@ -68,7 +68,7 @@ class Region:
     # ---------------------------------------------------------------- size
     @property
     def lengths(self) -> torch.Tensor:
-        """int64 `[rows]`: tokens held."""
+        """int64 `[rows]`: how many tokens there are."""
         return self.pages.lengths
 
     @property
@@ -82,11 +82,11 @@ class Region:
 
     # ---------------------------------------------------------------- writing
     def append(self, keys: torch.Tensor, values: torch.Tensor, counts: torch.Tensor) -> None:
-        """The first `counts[row]` of `[rows, t, size]` each; plain regions only."""
+        """The first `counts[row]` of `[rows, t, size]` each; regions of plain floats only."""
         self.pages.append({"keys.codes": keys, "values.codes": values}, counts)
 
     def append_one(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """One token for every row, `[rows, size]` each; plain regions only."""
+        """One token for every row, `[rows, size]` each; regions of plain floats only."""
         self.pages.append_one({"keys.codes": keys, "values.codes": values})
 
     def append_pages(
@@ -148,7 +148,7 @@ def region_attention(
     visible: torch.Tensor | None = None,
     chosen: Chosen | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of queries over one region, in plain torch: the truth that kernels are tested against.
+    """Attention of queries over one region, in plain torch: the reference that kernels are tested against.
 
     Args:
         query: `[rows, m, size]`, all queries of a key head.
@@ -191,14 +191,14 @@ def chosen_mask(chosen: Chosen, longest: int) -> torch.Tensor:
     return mask[:, :columns].repeat_interleave(chosen.unit, 1)[:, :longest]
 
 
-def merge(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Attention over several regions from attention over each: float32 `[rows, m, size]`, zeros where none is seen."""
-    if len(pieces) == 1:
-        return pieces[0][0]
-    lse = torch.stack([piece[1] for piece in pieces])
+    if len(parts) == 1:
+        return parts[0][0]
+    lse = torch.stack([part[1] for part in parts])
     weights = (lse - lse.amax(0).nan_to_num(neginf=0.0)).exp()
     weights = weights / weights.sum(0).clamp(min=torch.finfo(torch.float32).tiny)
-    return sum(piece[0] * weight.unsqueeze(-1) for piece, weight in zip(pieces, weights, strict=True))  # type: ignore[return-value]
+    return sum(part[0] * weight.unsqueeze(-1) for part, weight in zip(parts, weights, strict=True))  # type: ignore[return-value]
 
 
 __all__ = ["PAGE", "Chosen", "Region", "chosen_mask", "merge", "region_attention"]

@@ -14,7 +14,7 @@ from runtime.modeling.layer_sizes import KEY, overrides, uniform
 
 
 def layer_configs(text: Any) -> list[Any]:
-    """One config for each layer of a text config, the same one where all layers are alike.
+    """One config for each layer of a language model's config, the same one where all layers are alike.
 
     A transformers that does not know `per_layer_config` (before 5.17 or so) holds it as it stands in config.json.
     """
@@ -39,8 +39,8 @@ class LayerShape:
         sizes: channels of a key and of a value.
         query_heads: for queries that scores remember.
         dtype: of queries, keys and values as they come.
-        window: tokens that it holds at most; None: all of them.
-        floats: dtype that tokens which stay floats are held in; None: as they come.
+        window: tokens that it has at most; None: all of them.
+        floats: dtype of tokens that stay floats; None: as they come.
         hidden: width of the attention module's inputs.
     """
 
@@ -54,7 +54,7 @@ class LayerShape:
 
     @property
     def held(self) -> torch.dtype:
-        """What tokens that stay floats are held in."""
+        """Dtype of tokens that stay floats."""
         return self.floats or self.dtype
 
     @property
@@ -73,7 +73,7 @@ class LayerShape:
         return self.query_heads * self.sizes[0] * self.dtype.itemsize
 
     def whole(self, tokens: int) -> int:
-        """Bytes of so many tokens in a plain cache."""
+        """Bytes of so many tokens in an uncompressed cache."""
         return self.token * (tokens if self.window is None else min(tokens, self.window))
 
 
@@ -109,7 +109,7 @@ class Shape:
         return cls(tuple(_layer(parts[index], dtype) for index in layers), tuple(others))
 
     def holding(self, floats: torch.dtype | None) -> Shape:
-        """The same with tokens of compressed layers held in another dtype."""
+        """The same with floats of compressed layers in another dtype."""
         return replace(self, layers=tuple(replace(layer, floats=floats) for layer in self.layers))
 
 
@@ -121,5 +121,5 @@ def _layer(config: Any, dtype: torch.dtype) -> LayerShape:
 
 
 def compressed_layers(config: Any) -> list[int]:
-    """Indices of the layers of a text config that are compressed: those with full attention, as transformers tells them apart."""
+    """Indices of the layers that are compressed: those with full attention, as transformers tells them apart."""
     return [index for index, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer]

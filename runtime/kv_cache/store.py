@@ -22,8 +22,8 @@ class Store:
         sizes: channels of a key and of a value.
         dtype: the model's.
         device: where attention runs.
-        plan: how older tokens are held.
-        allocate: where tiers are held.
+        plan: how older tokens are stored.
+        allocate: where tiers lie.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Store:
     # ---------------------------------------------------------------- size
     @property
     def regions(self) -> list[Region]:
-        """Those that hold anything, in order of arrival; the tail, which new tokens come to, is always the last."""
+        """Those with any tokens, in order of arrival; the tail, which new tokens come to, is always the last."""
         *older, tail = self.every
         return [*(region for region in older if region.longest), tail]
 
@@ -104,7 +104,7 @@ class Store:
     def keep(self, places: torch.Tensor, counts: torch.Tensor) -> None:
         """Keep the tokens `places[row, :counts[row]]` of each row, counted in the order of `states`, ascending.
 
-        What is kept of older storages is opened, and stored anew by the next `settle`.
+        Older tokens that stay are decoded, and stored anew by the next `settle`.
         """
         if len(self.regions) == 1:
             self.tail.pages.keep(places, counts)

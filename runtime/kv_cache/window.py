@@ -58,15 +58,15 @@ class Notes(Pages):
 
 
 class QueryWindow:
-    """Queries `[batch, heads, q, size]` in the order in which they came. Pieces are put together only when they are asked for."""
+    """Queries `[batch, heads, q, size]` in the order in which they came. Chunks are concatenated only when they are asked for."""
 
     def __init__(self) -> None:
-        self._pieces: list[torch.Tensor] = []
+        self._chunks: list[torch.Tensor] = []
 
     @property
     def nbytes(self) -> int:
         """Memory as allocated."""
-        return sum(piece.untyped_storage().nbytes() for piece in self._pieces)
+        return sum(chunk.untyped_storage().nbytes() for chunk in self._chunks)
 
     def append(self, query: torch.Tensor, window: int, valid: torch.Tensor | None = None) -> None:
         """Add new queries; older ones than the newest `window` may be dropped.
@@ -74,21 +74,21 @@ class QueryWindow:
         Args:
             query: `[batch, heads, q, size]`.
             window: at least 1.
-            valid: bool `[batch, q]`, False at padding on the left; None: there is none. Padding goes before what is held, so that a
+            valid: bool `[batch, q]`, False at padding on the left; None: there is none. Padding goes before the other queries, so that a
                 row's newest queries are those of its newest tokens.
         """
-        if valid is not None and self._pieces:
+        if valid is not None and self._chunks:
             query = self._behind_padding(query, valid)
-            self._pieces = []
-        self._pieces.append(query[:, :, -window:].clone())
-        while sum(piece.shape[2] for piece in self._pieces[1:]) >= window:
-            self._pieces.pop(0)
+            self._chunks = []
+        self._chunks.append(query[:, :, -window:].clone())
+        while sum(chunk.shape[2] for chunk in self._chunks[1:]) >= window:
+            self._chunks.pop(0)
 
     def _behind_padding(self, query: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """Padding of the new queries, as zeros, then all that is held, then the others: `[batch, heads, held + q, size]`."""
-        held = torch.cat(self._pieces, 2)
-        joined = torch.cat([held, query.masked_fill(~valid[:, None, :, None], 0)], 2)
-        width, padding = held.shape[2], (~valid).sum(1, keepdim=True)
+        """Padding of the new queries, as zeros, then the older queries, then the other new ones: `[batch, heads, older + q, size]`."""
+        older = torch.cat(self._chunks, 2)
+        joined = torch.cat([older, query.masked_fill(~valid[:, None, :, None], 0)], 2)
+        width, padding = older.shape[2], (~valid).sum(1, keepdim=True)
         columns = torch.arange(joined.shape[2], device=query.device).expand(len(query), -1)
         order = torch.where(columns < padding, columns + width, columns - padding)
         order = torch.where(columns < padding + width, order, columns)
@@ -96,18 +96,18 @@ class QueryWindow:
 
     def newest(self, window: int) -> torch.Tensor:
         """The newest `window`, at least 1, `[batch, heads, at most window, size]`; some must have been appended."""
-        return torch.cat(self._pieces, 2)[:, :, -window:]
+        return torch.cat(self._chunks, 2)[:, :, -window:]
 
     def forget(self, window: int) -> None:
         """Drop all but the newest `window`."""
-        self._pieces = [self.newest(window).clone()] if self._pieces and window else []
+        self._chunks = [self.newest(window).clone()] if self._chunks and window else []
 
     def take_back(self, count: int) -> None:
         """Drop the newest `count`."""
-        if self._pieces:
-            held = torch.cat(self._pieces, 2)
-            self._pieces = [held[:, :, : max(0, held.shape[2] - count)]]
+        if self._chunks:
+            older = torch.cat(self._chunks, 2)
+            self._chunks = [older[:, :, : max(0, older.shape[2] - count)]]
 
     def select(self, indices: torch.Tensor) -> None:
         """Only these sequences (int64), in that order."""
-        self._pieces = [piece[indices] for piece in self._pieces]
+        self._chunks = [chunk[indices] for chunk in self._chunks]

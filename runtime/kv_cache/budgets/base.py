@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -32,10 +32,6 @@ class LayerFacts:
         """Of a layer that was not cut yet."""
         counted = score.isfinite() & (score > NEVER)
         return cls(score, preference, score.masked_fill(~counted, 0.0).sum((1, 2)))
-
-    def cut(self, score: torch.Tensor) -> LayerFacts:
-        """The same layer with fewer tokens."""
-        return replace(self, score=score)
 
 
 class LayerBudget(Settings, ABC):

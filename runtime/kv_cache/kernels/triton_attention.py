@@ -95,7 +95,7 @@ def run(
 
     Args:
         query: `[rows, m, size]`, the last dimension dense or copied. Of another dtype than the region's floats (a model in float32
-            whose cache is held in bfloat16), it is multiplied in float32: states become that in registers, and nothing is rounded.
+            whose cache is in bfloat16), it is multiplied in float32: states become that in registers, and nothing is rounded.
         region: what is attended to.
         scale: of the scores.
         softcap: as in `region_attention`.

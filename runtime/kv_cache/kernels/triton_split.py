@@ -29,7 +29,7 @@ def _codes(
 ):  # fmt: skip
     """What the tokens at `slots` (int64 `[tokens]`) have in a pool, `[tokens, WIDTH]`; 0 where not `seen` and past the STORED ones.
 
-    Of bitmaps, codes in their channels' places.
+    Of bitmaps, codes at their channels' positions.
     """
     at = tl.arange(0, WIDTH)
     if KIND == "bitmap":

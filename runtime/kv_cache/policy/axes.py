@@ -28,12 +28,12 @@ _Axes = TypeVar("_Axes", bound="Axes")
 
 @dataclass(frozen=True)
 class Axes:
-    """Every axis is optional, and they combine; none of them: everything is kept as it comes.
+    """Every axis is optional, and they combine; none of them: everything stays as it comes.
 
     Attributes:
         method: name of the published method that it began with, if any.
         evict: what leaves the cache; None: nothing.
-        tiers: how older tokens are held, one or several ways; empty: as floats. A recipe says `keys` and `values` where there is one.
+        tiers: how older tokens are stored, one or several ways; empty: as floats. A recipe says `keys` and `values` where there is one.
         recent: newest tokens that stay floats where older ones do not.
         prefix: first tokens that stay floats and are never evicted; "calibrated": those that calibration puts before every prompt.
         saliency: score that orders tokens where there are several tiers.
@@ -41,7 +41,7 @@ class Axes:
         select: what a step reads; None: everything.
         offload: where older tokens lie; None: where attention computes.
         calibrated: what was found out about the model; None where nothing is needed, or not yet.
-        floats: dtype that tokens that stay floats are held in; None: the model's.
+        floats: dtype of tokens that stay floats; None: the model's.
     """
 
     method: str | None = None

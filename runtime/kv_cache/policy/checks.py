@@ -41,7 +41,7 @@ def _check_eviction(policy: Axes) -> None:
         text = f"{plan.tokens} tokens are not more than the {least} that {who}"
         raise ConfigError(("evict", "tokens"), f"{text}; raise tokens, or shorten the window of the score")
     moves = policy.tiers or policy.clusters is not None or policy.offload is not None
-    if not moves or plan.keeps_prompt:  # of a prompt that stays, much is held otherwise
+    if not moves or plan.keeps_prompt:  # of a prompt that stays, much is stored in tiers
         return
     floats = policy.recent + policy.first
     if plan.tokens <= floats:
@@ -71,7 +71,7 @@ def _check_tiers(policy: Axes) -> None:
 
 
 def _check_selection(policy: Axes) -> None:
-    """A selection must have something to choose; some use the same places in all heads or layers, which must hold the same tokens."""
+    """A selection must have something to choose; some read the same positions in all heads or layers, which must have the same tokens."""
     select = policy.select
     if select is None:
         return

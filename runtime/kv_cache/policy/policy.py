@@ -34,7 +34,7 @@ class Policy(Axes):
         """Read a policy: a mapping, or a published name.
 
         Args:
-            value: as YAML or JSON gives it; of texts also a JSON object, or the path of a .json file.
+            value: as YAML or JSON gives it; a string may also be a JSON object, or the path of a .json file.
             where: what messages call it.
 
         Raises:
@@ -58,7 +58,7 @@ class Policy(Axes):
 
 
 def choose_policy(value: str | Mapping[str, Any] | bool | None, artifact: Artifact, config: Any) -> Policy | None:
-    """The policy for a model of `config`, checked against it; None: a plain cache.
+    """The policy for a model of `config`, checked against it; None: an uncompressed cache.
 
     Args:
         value: what `runtime.load` was given as kv_cache.
@@ -88,7 +88,7 @@ def choose_policy(value: str | Mapping[str, Any] | bool | None, artifact: Artifa
 
 
 def is_off(value: Any) -> bool:
-    """Whether `kv_cache` asks for a plain cache: False, "none", "off"."""
+    """Whether `kv_cache` asks for an uncompressed cache: False, "none", "off"."""
     return value is False or (isinstance(value, str) and value.lower() in _OFF)
 
 

@@ -93,6 +93,11 @@ class Windowed(Score):
     def kept(self) -> int:
         return self.observe
 
+    def observed(self, seen: Observation) -> tuple[Observation, int]:
+        """The same with the queries of the window alone, and how many these are."""
+        newest = seen.newest(self.observe)
+        return newest, newest.queries.shape[2]
+
     def pooled(self, score: torch.Tensor) -> torch.Tensor:
         """The mean over neighbours, along the last of three axes."""
         return functional.avg_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)

@@ -29,8 +29,7 @@ class CakeIndicator(Windowed):
     gamma: NonNegative = 200.0
 
     def __call__(self, seen: Observation) -> torch.Tensor:
-        newest = seen.newest(self.observe)
-        width = newest.queries.shape[2]
+        newest, width = self.observed(seen)
         shape = (*seen.keys.shape[:2], seen.groups, seen.keys.shape[2])
         total = torch.zeros(shape, device=seen.keys.device)
         square = torch.zeros_like(total)

@@ -36,8 +36,7 @@ class Defensive(Windowed):
     prior: Fraction = 1.0
 
     def __call__(self, seen: Observation) -> torch.Tensor:
-        newest = seen.newest(self.observe)
-        width = newest.queries.shape[2]
+        newest, width = self.observed(seen)
         past = seen.ages >= width  # the window is kept anyway, and what it gives itself is left out
         before = past[:, :, None, None]
         worst = torch.zeros(seen.keys.shape[:3], device=seen.keys.device)

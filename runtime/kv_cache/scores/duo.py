@@ -17,7 +17,7 @@ class Duo(Score):
     """Gates learned on synthetic data say what a head is (DuoAttention, arXiv 2410.10819).
 
     A streaming head keeps a constant number of tokens whatever the budget; the others share the budget by another score.
-    Within one piece of a prompt all heads look at all of it: streaming heads are cut when the piece has been read, so their
+    Within one chunk of a prompt all heads look at all of it: streaming heads are cut when the chunk has been read, so their
     attention costs there what that of the others does, while the paper's computes a window only and saves that memory too.
 
     Attributes:

@@ -24,10 +24,7 @@ class H2O(Accumulating):
     normalize: bool = False
 
     def added(self, seen: Observation) -> torch.Tensor:
-        total = torch.zeros(seen.keys.shape[:3], device=seen.keys.device)
-        for _, weights in seen.weights():
-            total += weights.sum(3).mean(2)
-        return total
+        return seen.received()
 
     def __call__(self, seen: Observation) -> torch.Tensor:
         score = self.total(seen)

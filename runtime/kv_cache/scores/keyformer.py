@@ -20,7 +20,7 @@ class Keyformer(Accumulating):
 
     Noise belongs to a token: it depends on the seed, the layer, the head and the token's place in its own sequence, so that it is the
     same in every batch, under any padding and after other tokens were evicted. Queries of prompts have the first temperature; while a
-    text is generated it rises linearly, as in the paper, over as many tokens as `generation_length` says, since how many there will
+    sequence is generated it rises linearly, as in the paper, over as many tokens as `generation_length` says, since how many there will
     be is not known beforehand. The paper's recent window is a share of the budget, here it is a number of tokens.
 
     Attributes:

@@ -30,8 +30,7 @@ class ReasoningPath(Windowed):
     kernel: OddCount = 7
 
     def __call__(self, seen: Observation) -> torch.Tensor:
-        newest = seen.newest(self.observe)
-        width = newest.queries.shape[2]
+        newest, width = self.observed(seen)
         past = (seen.ages >= width)[:, :, None, None]
         score = torch.zeros(seen.keys.shape[:3], device=seen.keys.device)
         for _, logits in newest.logits():

@@ -23,8 +23,7 @@ class SnapKV(Windowed):
     name: ClassVar[str] = "snapkv"
 
     def __call__(self, seen: Observation) -> torch.Tensor:
-        newest = seen.newest(self.observe)
-        width = newest.queries.shape[2]
+        newest, width = self.observed(seen)
         score = torch.zeros(seen.keys.shape[:3], device=seen.keys.device)
         for _, weights in newest.weights():
             score += weights.sum(3).mean(2) / width

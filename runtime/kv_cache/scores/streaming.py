@@ -27,7 +27,7 @@ class Streaming(Score):
         return self.sinks
 
     def __call__(self, seen: Observation) -> torch.Tensor:
-        # The oldest that are held are the first ever: they were always kept.
+        # The oldest that are there are the first ever: they were always kept.
         oldest = seen.ages.amax(-1, keepdim=True)
         order = seen.ages.argsort(dim=-1, descending=True, stable=True).argsort(-1)
         score = (oldest - seen.ages).float().masked_fill(order < self.sinks, float("inf"))

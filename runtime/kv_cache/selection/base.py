@@ -24,7 +24,7 @@ class Budget(Settings, ABC):
         tokens: so many; None where `ratio` says it.
         ratio: of the tokens that the head holds, in (0, 1]; None where `tokens` says it.
         name: in recipes.
-        needs_aligned: it reads the same places in all heads or layers, which must hold the same tokens there.
+        needs_aligned: it reads the same positions in all heads or layers, which must have the same tokens there.
     """
 
     name: ClassVar[str]
@@ -121,7 +121,7 @@ class Selection(ABC, Generic[Options]):
 
     @abstractmethod
     def nbytes(self, index: int) -> int:
-        """Memory of what is kept beside layer `index`'s cache, as allocated."""
+        """Memory of what the method has beside layer `index`'s cache, as allocated."""
 
 
 class ReadCounter:

@@ -11,8 +11,8 @@ from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.region import Chosen, Region
 
-SLICE_BYTES = 32 << 20  # of keys that are opened at a time
-_BEHIND = 1 << 62  # sorts behind all places
+SLICE_BYTES = 32 << 20  # of keys that are decoded at a time
+_BEHIND = 1 << 62  # sorts behind all positions
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Queries:
 
 @dataclass(frozen=True)
 class Picked:
-    """Tokens of each row by their place in the order of arrival.
+    """Tokens of each row by their position in the order of arrival.
 
     Attributes:
         index: int64 `[rows, most]`, ascending.
@@ -100,7 +100,7 @@ class Picked:
         return self.index.untyped_storage().nbytes() + self.counts.untyped_storage().nbytes()
 
     def before(self, ends: torch.Tensor) -> Picked:
-        """Those before the places `ends`, int64 `[rows]`."""
+        """Those before the positions `ends`, int64 `[rows]`."""
         counted = torch.arange(self.index.shape[1], device=ends.device) < self.counts[:, None]
         return Picked(self.index, (counted & (self.index < ends[:, None])).sum(1))
 
@@ -110,7 +110,7 @@ class Picked:
 
 
 class Layout:
-    """A layer's tokens at one step, each row's in the order of arrival: 0 is the oldest that the row holds.
+    """A layer's tokens at one step, each row's in the order of arrival: 0 is the oldest that the row has.
 
     Args:
         regions: in that order.
@@ -132,7 +132,7 @@ class Layout:
     def logits(self, queries: Queries, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of all tokens, float32 `[rows, m, longest]` (cap and biases included), minus infinity where there is none.
 
-        Keys are opened in slices, so that only the scores are ever there as a whole.
+        Keys are decoded in slices, so that only the scores are ever there as a whole.
 
         Args:
             queries: of these rows.
@@ -179,7 +179,7 @@ class Layout:
         """Keys of the tokens of each row from place `known[row]` on, in slices of pages.
 
         Yields:
-            Keys `[n, PAGE, size]`, the row of each page `[n]`, and its tokens' places `[n, PAGE]`, negative where a slot has no token
+            Keys `[n, PAGE, size]`, the row of each page `[n]`, and its tokens' positions `[n, PAGE]`, negative where a slot has no token
             or one from before.
         """
         for start, region in zip(self.starts, self.regions, strict=True):
@@ -228,7 +228,7 @@ def split(
 
 # ---------------------------------------------------------------- picking
 def best(scores: torch.Tensor, counts: torch.Tensor, most: int) -> Picked:
-    """The `counts[row]` best places of each row.
+    """The `counts[row]` best positions of each row.
 
     Args:
         scores: `[rows, n]`, minus infinity where nothing may be picked.
@@ -274,7 +274,7 @@ def in_order(layer: LayerState) -> bool:
 
 
 class Watch:
-    """Notices when places in a layer's order of arrival are no longer those of the same tokens.
+    """Watch over positions in a layer's order of arrival: whether they are still those of the same tokens.
 
     Attributes:
         stays: from the time before it was last asked, tokens before these places are where they were, int64 `[rows]`; None: all that

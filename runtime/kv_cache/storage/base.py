@@ -43,7 +43,7 @@ class Codec(Protocol):
         """Whole pages, `[pages, PAGE, size]` in the model's dtype."""
 
     def decode(self, parts: dict[str, torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
-        """What `encode` made of it, `[pages, PAGE, size]` in `dtype`: the truth that kernels are tested against."""
+        """What `encode` made of it, `[pages, PAGE, size]` in `dtype`: the reference that kernels are tested against."""
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:

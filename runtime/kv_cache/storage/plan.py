@@ -16,7 +16,7 @@ from runtime.kv_cache.storage.plain import Plain
 
 @dataclass(frozen=True)
 class Tier(Settings):
-    """One way to hold older tokens.
+    """One way to store older tokens.
 
     Attributes:
         keys: codec of keys.
@@ -36,7 +36,7 @@ class Tier(Settings):
 
 @dataclass(frozen=True)
 class StoragePlan(Settings):
-    """How tokens are held once they are no longer recent.
+    """Storage of tokens once they are no longer recent.
 
     Attributes:
         tiers: none: all tokens stay floats. Several: the best tokens by `saliency` go to the first, and so on.
@@ -44,7 +44,7 @@ class StoragePlan(Settings):
         prefix: first tokens of a sequence that stay floats, and are never evicted.
         saliency: what tokens are ordered by where there are several tiers.
         clusters: how older tokens are merged before they are stored; None: they are not.
-        floats: what tokens that stay floats are held in; None: the model's dtype.
+        floats: dtype of tokens that stay floats; None: the model's.
     """
 
     tiers: tuple[Tier, ...] = ()
@@ -63,7 +63,7 @@ class StoragePlan(Settings):
     def is_final(self) -> bool:
         """Whether stored tokens cannot be told apart any more: centroids stand for many, and tiers have no common order.
 
-        A text's first piece is evicted from before it is stored; of later pieces everything stays.
+        A sequence's first chunk is evicted from before it is stored; of later chunks everything stays.
         """
         return self.clusters is not None or len(self.tiers) > 1
 

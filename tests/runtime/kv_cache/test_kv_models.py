@@ -94,7 +94,7 @@ def test_hybrids_are_compressed_where_they_have_attention(family: str) -> None:
     held = CacheFactory(model, Policy.parse({}))
     cache = held.new()
     assert written(model, cache, PROMPT, 12) == expected
-    held.check_read(cache, 150, 11)
+    caches.check_read(cache, 150, 11)
     kinds = {type(layer) for layer in cache.layers}
     assert CompressedLayer in kinds
     assert any(issubclass(kind, LinearAttentionCacheLayerMixin) for kind in kinds), (
@@ -128,7 +128,7 @@ def test_hybrids_are_evicted_from_and_stored_in_few_bits(family: str) -> None:
     (first, *_) = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     assert int(first.store.lengths.max()) < 100
     assert first.seen == 153
-    assert list(held.explain()) == [
+    assert list(caches.explain()) == [
         f"kv_cache.{index}" for index, layer in enumerate(cache.layers) if isinstance(layer, CompressedLayer)
     ]
 
@@ -187,7 +187,7 @@ def test_windows_free_what_they_no_longer_see(family: str, changes: dict[str, An
     policy, shape = Policy.parse({}), Shape.of(model.config, torch.float32)
     assert cache.nbytes <= needed_bytes(shape, policy, 150, 1)
     assert cache.nbytes == pytest.approx(held_bytes(shape, policy, 150), rel=0.1)
-    cache = held.new()
+    cache = caches.new()
     assert written(model, cache, PROMPT, 12) == expected
     assert cache.nbytes == pytest.approx(held_bytes(shape, policy, 150, 11), rel=0.15)
 

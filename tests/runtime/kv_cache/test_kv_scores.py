@@ -192,7 +192,7 @@ def cascade(share: DefensiveLayers, scores: list[torch.Tensor], mean: float, hea
         counts = [heads.counts(fact.score, budget * own, least) for fact, own in zip(facts, shares, strict=True)]
         for number, (fact, wanted) in enumerate(zip(facts, counts, strict=True)):
             chosen, used = best_places(fact.score, wanted)
-            facts[number] = fact.cut(fact.score.gather(-1, chosen).masked_fill(~used, float("-inf")))
+            facts[number] = replace(fact, score=fact.score.gather(-1, chosen).masked_fill(~used, float("-inf")))
     return [wanted[0].tolist() for wanted in counts]
 
 

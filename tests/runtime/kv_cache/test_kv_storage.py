@@ -569,8 +569,8 @@ class _Copies:
             def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
                 return torch.empty(shape, dtype=dtype)
 
-            def near(self, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
-                result = super().near(regions, chosen)
+            def fetched(self, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
+                result = super().fetched(regions, chosen)
                 for some, region, far in zip(chosen, result, regions, strict=True):
                     copies.steps.append((some, region.pages.pages, far.pages.pages))
                 return result

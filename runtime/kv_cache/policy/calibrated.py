@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from runtime.config.settings import Calibration, ConfigError, Path, Text, calibrations_of, mapping, read
 from runtime.kv_cache.policy.registries import PREFIX_TOKENS, SCORES, SELECTIONS
 from runtime.kv_cache.shape import layer_configs
@@ -113,13 +115,10 @@ def _fact(config: Any, name: str) -> Any:
 
 def _is_regular(table: Any) -> bool:
     """Whether nested tuples have one shape, without an empty axis."""
-    if not isinstance(table, tuple):
-        return True
-    return bool(table) and len({_shape(row) for row in table}) == 1 and all(map(_is_regular, table))
-
-
-def _shape(row: Any) -> int:
-    return len(row) if isinstance(row, tuple) else -1
+    try:
+        return torch.tensor(table).numel() > 0
+    except ValueError:
+        return False
 
 
 def _lists(value: Any) -> Any:

@@ -59,34 +59,49 @@ class TokenSelectSelection(Selection[TokenSelect]):
         super().__init__(options, layers)
         self.votes = [0] * layers
         self._watches = [Watch() for _ in range(layers)]
-        self._held: list[_Vote | None] = [None] * layers
+        self._last: list[_Vote | None] = [None] * layers
 
     def nbytes(self, index: int) -> int:
-        vote = self._held[index]
+        vote = self._last[index]
         return 0 if vote is None else vote.queries.untyped_storage().nbytes() + vote.picked.nbytes
 
     def _choose(self, layer: LayerState, queries: Queries, layout: Layout) -> list[Chosen | None]:
         options = self.options
         batch, heads = layer.shape
         watch = self._watches[layer.index]
-        vote = None if watch.void(layer, layout) else self._held[layer.index]
+        vote = None if watch.void(layer, layout) else self._last[layer.index]
         # What was aligned stays so until tokens leave.
-        held = layout.lengths
-        lengths = sequences(layer, held, options.name) if vote is None else held.view(batch, heads)[:, 0]
+        stored = layout.lengths
+        lengths = sequences(layer, stored, options.name) if vote is None else stored.view(batch, heads)[:, 0]
         if vote is not None and watch.stays is not None:
             vote = _Vote(vote.queries, vote.picked.before(watch.stays.view(batch, heads)[:, 0]))
-            self._held[layer.index] = vote
+            self._last[layer.index] = vote
         recent = max(options.recent, queries.count)
         first = queries.first()
         own = first.states.reshape(batch, -1)
+
+        def elect(some: Queries, which: torch.Tensor, ends: torch.Tensor) -> Picked:
+            """What the sequences `which` read of their first `ends` tokens, but for those that they need not choose."""
+            rows = (which[:, None] * heads + torch.arange(heads, device=which.device)).flatten()
+            voters = some.rows(rows)
+            votes = voters.votes(layout.logits(voters, rows), ends.repeat_interleave(heads))
+            return options.pick(votes.view(len(which), heads, -1).sum(1), ends, layout.longest, options.sinks, recent)
+
         unlike, changed = self._unlike(vote, queries, own)
-        picked = None if vote is None else vote.picked
+        picked = before = None if vote is None else vote.picked
         again = unlike.nonzero().flatten()
         if len(again):
             self.votes[layer.index] += len(again)
-            picked = _updated(picked, again, self._elect(layout, queries, again, lengths[again], recent, heads))
-            vote = self._kept(vote, picked, changed, layout, queries, lengths, recent, heads)
-            self._held[layer.index] = vote
+            picked = stays = _updated(before, again, elect(queries, again, lengths[again]))
+            which = changed.nonzero().flatten()
+            if len(which):  # later steps read what the first token of this one chose
+                if queries.count > 1:
+                    later = queries.later
+                    ends = lengths - (later if isinstance(later, int) else later.view(-1, heads)[:, 0])
+                    stays = _updated(before, which, elect(first, which, ends[which]))
+                voted = own.clone() if vote is None else vote.queries.clone()
+                voted[which] = own[which]
+                self._last[layer.index] = _Vote(voted, stays)
         assert picked is not None
         return layout.chosen(with_ends(picked, lengths, options.sinks, recent).per_head(heads))
 
@@ -109,51 +124,6 @@ class TokenSelectSelection(Selection[TokenSelect]):
         if queries.counted is not None:
             tokens = tokens & queries.counted.view(batch, -1, queries.count)[:, 0]
         return tokens.any(1), first
-
-    def _kept(
-        self,
-        vote: _Vote | None,
-        picked: Picked,
-        changed: torch.Tensor,
-        layout: Layout,
-        queries: Queries,
-        lengths: torch.Tensor,
-        recent: int,
-        heads: int,
-    ) -> _Vote | None:
-        """What later steps read: of the sequences `changed` what the first of this step's tokens chose, of others what it was."""
-        which = changed.nonzero().flatten()
-        if not len(which):
-            return vote
-        first = queries.first()
-        own = first.states.reshape(len(changed), -1)
-        if queries.count > 1:
-            later = queries.later
-            ends = lengths - (later if isinstance(later, int) else later.view(-1, heads)[:, 0])
-            fresh = self._elect(layout, first, which, ends[which], recent, heads)
-            picked = _updated(None if vote is None else vote.picked, which, fresh)
-        if vote is None:
-            return _Vote(own.clone(), picked)
-        kept = vote.queries.clone()
-        kept[which] = own[which]
-        return _Vote(kept, picked)
-
-    def _elect(
-        self,
-        layout: Layout,
-        queries: Queries,
-        which: torch.Tensor,
-        lengths: torch.Tensor,
-        recent: int,
-        heads: int,
-    ) -> Picked:
-        """What the sequences `which` read of their first `lengths` tokens, but for those that they need not choose."""
-        options = self.options
-        rows = (which[:, None] * heads + torch.arange(heads, device=which.device)).flatten()
-        some = queries.rows(rows)
-        votes = some.votes(layout.logits(some, rows), lengths.repeat_interleave(heads))
-        votes = votes.view(len(which), heads, -1).sum(1)
-        return options.pick(votes, lengths, layout.longest, options.sinks, recent)
 
 
 def _updated(picked: Picked | None, which: torch.Tensor, fresh: Picked) -> Picked:

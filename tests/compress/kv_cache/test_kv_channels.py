@@ -54,5 +54,5 @@ def test_channels_are_those_of_brute_force(rank: Any, monkeypatch: pytest.Monkey
 def test_more_channels_than_a_head_has_are_refused() -> None:
     heavy = HeavyChannels()
     observe(llama(), rows(1), [heavy])
-    with pytest.raises(RequestError, match="channels must be 1 to 16"):
+    with pytest.raises(RequestError, match="channels"):
         heavy.chosen(17)

@@ -135,7 +135,7 @@ def test_hybrids_are_evicted_from_and_stored_in_few_bits(family: str) -> None:
 
 def test_layers_with_attention_and_a_state_side_by_side_are_refused_as_that() -> None:
     for family in ("falcon_h1", "zamba2"):
-        with pytest.raises(ConfigError, match=r"attention and a recurrent state side by side \(hybrid\)"):
+        with pytest.raises(ConfigError, match="hybrid"):
             Policy.parse("kivi").check_model(AutoConfig.for_model(family))
 
 
@@ -205,15 +205,15 @@ def test_layers_of_several_shapes_are_counted_and_checked_one_by_one() -> None:
         return Policy.parse({"method": "doublesparsity", "select": {"tokens": 64}, "calibrated": known})
 
     sparse([[[31]], [[16]]]).check_model(config)
-    with pytest.raises(ConfigError, match="channel 32 is outside the head size 32"):
+    with pytest.raises(ConfigError, match=r"calibrated\.channels"):
         sparse([[[31]], [[32]]]).check_model(config)
-    with pytest.raises(ConfigError, match=r"2 layers of 2 key heads; .* has 2 layers with full attention, of 1"):
+    with pytest.raises(ConfigError, match=r"calibrated\.gates"):
         sparse([[[1], [1]], [[1], [1]]]).check_model(config)
 
 
 # ---------------------------------------------------------------- with plain transformers
 def test_what_messages_name_is_there() -> None:
-    with pytest.raises(ValueError, match=r"call runtime\.kv_cache\.prepare\(model\) first"):
+    with pytest.raises(ValueError, match=r"prepare\(model\)"):
         CompressedCache(random_llama())
     assert runtime.kv_cache.prepare is prepare
     for name in runtime.kv_cache.__all__:
@@ -253,12 +253,10 @@ def test_a_policy_is_checked_wherever_a_cache_is_made_of_it() -> None:
         with pytest.raises(ValueError, match="calibrated") as caught:
             CompressedCache(model, policy)
         assert str(caught.value) == str(refused.value)
-    with pytest.raises(ValueError, match="duoattention needs gates"):
+    with pytest.raises(ValueError, match="gates"):
         CompressedCache(model, Policy.parse("duoattention"))
     known = {"fingerprint": own, "prefix_tokens": [3, 4]}
-    with pytest.raises(
-        ValueError, match=r"kv_cache\.prefix: calibrated prefix tokens are put before every prompt by runtime.load"
-    ):
+    with pytest.raises(ValueError, match=r"kv_cache\.prefix"):
         CompressedCache(model, Policy.parse({"method": "prefixquant", "calibrated": known}))
     prefixed = CacheFactory(model, Policy.parse({"method": "prefixquant", "calibrated": known}))
     assert prefixed.new().layers[0].storage.prefix == 2

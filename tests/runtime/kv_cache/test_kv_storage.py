@@ -101,7 +101,7 @@ def test_keys_by_channel_survive_an_outlier_channel_and_by_token_do_not() -> Non
 def test_what_the_scales_cannot_hold_is_said(bad: float) -> None:
     states = torch.zeros(1, PAGE, 8)
     states[0, 3, 2] = bad
-    with pytest.raises(ValueError, match="not finite or beyond"):
+    with pytest.raises(ValueError, match="65504"):
         Integer(4, "channel").encode(states)
 
 
@@ -305,7 +305,7 @@ def test_eviction_storage_and_disk_together_lose_nothing_more(llama: Any, tmp_pa
 def test_a_directory_that_cannot_be_written_is_said(llama: Any, tmp_path: Path) -> None:
     model, _, _ = llama
     plan = CachePlan(offload=OffloadPlan("disk", str(tmp_path / "nothing")))
-    with pytest.raises(ValueError, match=r"offload: there is no directory .*nothing"):
+    with pytest.raises(ValueError, match=r"offload: .*nothing"):
         CompressedCache(model, plan)
 
 
@@ -374,7 +374,7 @@ def test_tokens_can_be_taken_back_until_they_are_stored(llama: Any) -> None:
         found = model(following, attention_mask=grown, past_key_values=cache).logits
         expected = model(following, attention_mask=grown, past_key_values=clean).logits
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="cannot be taken back"):
+    with pytest.raises(ValueError, match="taken back"):
         cache.layers[0].crop(-100)
 
 
@@ -383,7 +383,7 @@ def test_tokens_of_a_prefix_are_not_taken_back(llama: Any) -> None:
     cache: Any = CompressedCache(model, CachePlan(storage=StoragePlan(prefix=16)))
     with torch.no_grad():
         model(ids[:, :10], past_key_values=cache)
-        with pytest.raises(ValueError, match="cannot be taken back"):
+        with pytest.raises(ValueError, match="taken back"):
             cache.crop(-1)
         model(ids[:, 10:30], past_key_values=cache)
         cache.crop(-3)
@@ -460,7 +460,7 @@ def test_a_second_piece_leaves_no_layer_waiting(share: Any) -> None:
 
 def test_padding_on_the_right_is_refused(llama: Any) -> None:
     model, ids, mask = llama
-    with pytest.raises(ValueError, match="padding on the left only"), torch.no_grad():
+    with pytest.raises(ValueError, match="padding_side"), torch.no_grad():
         model(ids, attention_mask=mask.flip(1), past_key_values=CompressedCache(model))
 
 
@@ -469,7 +469,7 @@ def test_a_model_that_loses_the_mark_is_noticed(llama: Any) -> None:
     cache: Any = CompressedCache(model)
     states = torch.randn(1, 2, 3, 16)
     cache.update(states, states, 0)
-    with pytest.raises(ValueError, match="does not read its cache"):
+    with pytest.raises(ValueError, match="cache"):
         cache.update(states, states, 0)
 
 

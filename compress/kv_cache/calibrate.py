@@ -48,9 +48,9 @@ class CalibrationOptions:
 
 #: Calibrations of this package's methods, by what they find. Methods of others have a static method `calibrate`.
 CALIBRATORS: dict[str, Callable[[CalibrationView], Found]] = {
-    "gates": lambda view: gates.calibrate(view),
-    "channels": lambda view: channels.calibrate(view),
-    "prefix_tokens": lambda view: prefix.calibrate(view),
+    "gates": gates.calibrate,
+    "channels": channels.calibrate,
+    "prefix_tokens": prefix.calibrate,
 }
 
 

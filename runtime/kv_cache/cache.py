@@ -124,12 +124,9 @@ def prepare(model: PreTrainedModel) -> None:
     """Let the model's attention read compressed caches; without one it computes as with sdpa.
 
     Raises:
-        ValueError: the model's attention cannot be asked to.
+        ConfigError: the model's attention cannot be asked to.
     """
-    try:
-        check_module(model)
-    except ConfigError as error:
-        raise ValueError(error.text) from error
+    check_module(model)
     attend.register()
     model.set_attn_implementation(attend.NAME)
 
@@ -173,17 +170,15 @@ def check_asked(module: PreTrainedModel, cache: CompressedCache, tokens: int) ->
 
 
 def _checked(policy: Policy, model: PreTrainedModel) -> CachePlan:
-    """The plan of a policy that is for this model; ValueError where it is not."""
-    try:
-        policy.check_model(model.config)
-        plan = policy.plan()
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
+    """The plan of a policy that is for this model; ConfigError where it is not."""
+    policy.check_model(model.config)
+    plan = policy.plan()
     if policy.prefix == "calibrated":
-        raise ValueError(
-            "kv_cache.prefix: calibrated prefix tokens are put before every prompt by runtime.load, not by a cache; load the model "
-            "with it, or put them there yourself and say how many they are (prefix: n)"
+        text = (
+            "calibrated prefix tokens are put before every prompt by runtime.load, not by a cache; load the model with it, "
+            "or put them there yourself and say how many they are (prefix: n)"
         )
+        raise ConfigError(("prefix",), text, "kv_cache")
     return plan
 
 

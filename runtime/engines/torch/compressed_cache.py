@@ -16,7 +16,6 @@ from runtime.kv_cache.cache import CompressedCache, check_asked, prepare, probe
 from runtime.kv_cache.estimate import needed_bytes
 from runtime.kv_cache.kernels import explain
 from runtime.kv_cache.layer import CompressedLayer
-from runtime.kv_cache.policy.checks import check_module
 from runtime.kv_cache.policy.policy import Policy
 from runtime.kv_cache.shape import Shape
 from runtime.kv_cache.storage.base import StateError
@@ -44,7 +43,6 @@ class CacheFactory:
     """
 
     def __init__(self, module: PreTrainedModel, policy: Policy) -> None:
-        check_module(module)
         self.policy, self.plan = policy, policy.plan()
         self.description, self.prefix = policy.describe(), policy.prefix_tokens
         prepare(module)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
 from runtime.checkpoint.artifact import MANIFEST, Artifact
 from runtime.checkpoint.checkpoint import read_json
 from runtime.config.messages import plain, show
-from runtime.config.settings import ConfigError, Path, Text, mapping, read, settings_of, unknown
+from runtime.config.settings import ConfigError, Path, Text, configure, mapping, read, settings_of, unknown
 from runtime.errors import RequestError
+from runtime.kv_cache.clusters import Clusters
 from runtime.kv_cache.policy import checks
 from runtime.kv_cache.policy import readers as parts
 from runtime.kv_cache.policy.axes import Axes
@@ -107,7 +109,7 @@ def _read(value: Any) -> Policy:
         if key in settings and "tiers" in settings:
             raise ConfigError((key,), f"{key} and tiers both say how tokens are held; give one of them")
     readers: dict[str, Callable[[Any, Path], Any]] = {
-        "evict": parts.read_eviction, "clusters": parts.read_clusters, "select": parts.read_selection,
+        "evict": parts.read_eviction, "clusters": partial(configure, Clusters), "select": parts.read_selection,
         "offload": parts.read_offload, "calibrated": Calibrated.parse, "saliency": parts.read_score,
     }  # fmt: skip
     found: dict[str, Any] = {key: reader(settings[key], (key,)) for key, reader in readers.items() if key in settings}

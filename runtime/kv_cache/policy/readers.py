@@ -18,7 +18,6 @@ from runtime.config.settings import (
     settings_of,
     unknown,
 )
-from runtime.kv_cache.clusters import Clusters
 from runtime.kv_cache.eviction import EvictionPlan
 from runtime.kv_cache.offload import OffloadPlan
 from runtime.kv_cache.policy.presets import find_preset
@@ -173,12 +172,6 @@ def write_tier(tier: Tier) -> dict[str, Any]:
         "values": write_method(CODECS, tier.values, "codec"),
         "share": tier.share,
     }
-
-
-def read_clusters(value: Any, path: Path) -> Clusters:
-    """How similar tokens are merged."""
-    found: Clusters = configure(Clusters, value, path)
-    return found
 
 
 # ---------------------------------------------------------------- selection, offload

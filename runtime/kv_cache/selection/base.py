@@ -12,7 +12,7 @@ from runtime.config.settings import ConfigError, Count, Settings, Share
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.region import Chosen, Region
-from runtime.kv_cache.selection.layout import Layout, Picked, Queries, best, between
+from runtime.kv_cache.selection.layout import Layout, Picked, Queries, Watch, best, between
 from runtime.kv_cache.shape import Shape
 
 
@@ -89,6 +89,7 @@ class Selection(ABC, Generic[Options]):
 
     def __init__(self, options: Options, layers: int) -> None:
         self.options, self.reads = options, ReadCounter(layers)
+        self._watches = [Watch() for _ in range(layers)]
 
     def choose(self, layer: LayerState, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
         """What this step reads of each region; None: all of it.

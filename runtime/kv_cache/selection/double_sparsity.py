@@ -12,7 +12,7 @@ from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE, Pages, Part
 from runtime.kv_cache.region import Chosen, Region
 from runtime.kv_cache.selection.base import Budget, Selection
-from runtime.kv_cache.selection.layout import Layout, Queries, Watch, with_ends
+from runtime.kv_cache.selection.layout import Layout, Queries, with_ends
 from runtime.kv_cache.shape import Shape
 
 _LEVELS = 127
@@ -66,7 +66,6 @@ class DoubleSparsitySelection(Selection[DoubleSparsity]):
 
     def __init__(self, options: DoubleSparsity, layers: int) -> None:
         super().__init__(options, layers)
-        self._watches = [Watch() for _ in range(layers)]
         self._labels: list[Pages | None] = [None] * layers
         self._rows: list[torch.Tensor | None] = [None] * layers
         self._seen: list[int | None] = [None] * layers  # tokens of the layer when its labels were last complete
@@ -116,7 +115,8 @@ class DoubleSparsitySelection(Selection[DoubleSparsity]):
         usual = queries.count == 1 and queries.counted is None and layer.seen == seen and watch.stays is None
         if not void and labels is not None and usual:
             # The common step: one token more in every row, so that no number need be fetched from the device.
-            labels.append_one(_parts(_newest(layout.regions[-1]).gather(1, channels)))
+            codes, scales = quantized(_newest(layout.regions[-1]).gather(1, channels))
+            labels.append_one({"codes": codes, "scale": scales})
             return labels
         if void or labels is None:
             parts = {"codes": Part(channels.shape[1], torch.int8), "scale": Part(1, _SCALE)}
@@ -143,10 +143,6 @@ def _newest(tail: Region) -> torch.Tensor:
     """The key of each row's newest token, `[rows, size]`."""
     rows, places = torch.arange(len(tail.lengths), device=tail.device), tail.lengths - 1
     return tail.page_keys(tail.pages.table[rows, places // PAGE])[rows, places % PAGE]
-
-
-def _parts(label: torch.Tensor) -> dict[str, torch.Tensor]:
-    return dict(zip(("codes", "scale"), quantized(label), strict=True))
 
 
 def quantized(label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from runtime.config.settings import Count, Natural
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.region import Chosen
 from runtime.kv_cache.selection.base import Budget, Selection
-from runtime.kv_cache.selection.layout import Layout, Picked, Queries, Watch, best, between, with_ends
+from runtime.kv_cache.selection.layout import Layout, Picked, Queries, best, between, with_ends
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ class RecycledSelection(Selection[Recycled]):
     def __init__(self, options: Recycled, layers: int) -> None:
         super().__init__(options, layers)
         self.full = [0] * layers
-        self._watches = [Watch() for _ in range(layers)]
         self._noted: list[_Noted | None] = [None] * layers
 
     def nbytes(self, index: int) -> int:

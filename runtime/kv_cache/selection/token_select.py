@@ -11,7 +11,7 @@ from runtime.config.settings import Natural, NonNegative
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.region import Chosen
 from runtime.kv_cache.selection.base import Budget, Selection
-from runtime.kv_cache.selection.layout import Layout, Picked, Queries, Watch, sequences, with_ends
+from runtime.kv_cache.selection.layout import Layout, Picked, Queries, sequences, with_ends
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,6 @@ class TokenSelectSelection(Selection[TokenSelect]):
     def __init__(self, options: TokenSelect, layers: int) -> None:
         super().__init__(options, layers)
         self.votes = [0] * layers
-        self._watches = [Watch() for _ in range(layers)]
         self._last: list[_Vote | None] = [None] * layers
 
     def nbytes(self, index: int) -> int:

@@ -49,11 +49,7 @@ class LayerState:
     """
 
     def __init__(
-        self,
-        index: int,
-        storage: StoragePlan | None = None,
-        selection: Any = None,
-        elsewhere: Offload | None = None,
+        self, index: int, storage: StoragePlan | None = None, selection: Any = None, elsewhere: Offload | None = None
     ) -> None:
         self.index, self.storage, self.selection, self.elsewhere = index, storage or StoragePlan(), selection, elsewhere
         self.following: Any = None

@@ -17,10 +17,7 @@ import torch
 from runtime.kv_cache.region import Chosen, Region, region_attention
 
 #: By type of device; where there is none, or it cannot, plain torch computes.
-KERNELS: dict[str, str] = {
-    "cpu": "runtime.kv_cache.kernels.cpu",
-    "cuda": "runtime.kv_cache.kernels.triton_attention",
-}
+KERNELS: dict[str, str] = {"cpu": "runtime.kv_cache.kernels.cpu", "cuda": "runtime.kv_cache.kernels.triton_attention"}
 #: What plain torch is called where kernels have names.
 REFERENCE = "kv-reference"
 _log = logging.getLogger("compress.kernels")

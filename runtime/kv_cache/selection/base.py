@@ -105,13 +105,10 @@ class Selection(ABC, Generic[Options]):
         Raises:
             ValueError: what the layer holds does not go with the method.
         """
-        layout = Layout(regions)
+        longest = sum(region.longest for region in regions)
         chosen = None
-        if (
-            layer.index >= getattr(self.options, "skip_layers", 0)
-            and self.options.most(layout.longest) < layout.longest
-        ):
-            chosen = self._choose(layer, queries, layout)
+        if layer.index >= getattr(self.options, "skip_layers", 0) and self.options.most(longest) < longest:
+            chosen = self._choose(layer, queries, Layout(regions))
         chosen = [None] * len(regions) if chosen is None else chosen
         self.reads.add(layer.index, regions, chosen)
         return chosen

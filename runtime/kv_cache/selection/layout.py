@@ -54,15 +54,16 @@ class Queries:
         place = (self.count - 1 - self.later)[:, None, None, None].expand(-1, states.shape[1], 1, states.shape[3])  # type: ignore[index]
         return replace(self, states=states.gather(2, place)[:, :, 0], count=1, counted=None)
 
-    def votes(self, logits: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def votes(self, logits: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of all queries of a row to each of its first `lengths` tokens, summed, float32 `[rows, n]`.
 
         Args:
             logits: `[rows, groups * count, n]`.
-            lengths: int64 `[rows]`.
+            lengths: int64 `[rows]`; None: logits are minus infinity where there is no token.
         """
-        there = between(lengths, logits.shape[2], 0, 0).unsqueeze(1)
-        weights = logits.masked_fill(~there, float("-inf")).softmax(-1)
+        if lengths is not None:
+            logits = logits.masked_fill(~between(lengths, logits.shape[2], 0, 0).unsqueeze(1), float("-inf"))
+        weights = logits.softmax(-1)
         if self.counted is not None:
             weights = weights.masked_fill(~self.counted.unsqueeze(-1), 0.0)
         return weights.sum(1)

@@ -96,6 +96,6 @@ class TidalSelection(Selection[Tidal]):
             self._checked[layer.index] = layer.changes
         lengths = layout.lengths.view(batch, heads)[:, 0]
         recent = max(options.recent, queries.count)
-        votes = queries.votes(layout.logits(queries), layout.lengths).view(batch, heads, -1).sum(1)
+        votes = queries.votes(layout.logits(queries)).view(batch, heads, -1).sum(1)
         picked = options.pick(votes, lengths, layout.longest, 0, recent)
         self._chosen = layer.index, with_ends(picked, lengths, 0, recent), lengths

@@ -91,10 +91,10 @@ def test_hybrids_are_compressed_where_they_have_attention(family: str) -> None:
     plain = DynamicCache(config=model.config)
     expected = written(model, plain, PROMPT, 12)
     assert len(set(expected)) > 2
-    held = CacheFactory(model, Policy.parse({}))
-    cache = held.new()
+    factory = CacheFactory(model, Policy.parse({}))
+    cache = factory.new()
     assert written(model, cache, PROMPT, 12) == expected
-    caches.check_read(cache, 150, 11)
+    factory.check_read(cache, 150, 11)
     kinds = {type(layer) for layer in cache.layers}
     assert CompressedLayer in kinds
     assert any(issubclass(kind, LinearAttentionCacheLayerMixin) for kind in kinds), (
@@ -122,13 +122,13 @@ def test_hybrids_are_compressed_where_they_have_attention(family: str) -> None:
 def test_hybrids_are_evicted_from_and_stored_in_few_bits(family: str) -> None:
     model = build(family, _HYBRIDS[family])
     policy = Policy.parse({"evict": {"score": "snapkv", "ratio": 0.5}, "keys": "int4", "values": "int4", "recent": 32})
-    held = CacheFactory(model, policy)
-    cache = held.new()
+    factory = CacheFactory(model, policy)
+    cache = factory.new()
     written(model, cache, PROMPT, 4)
     (first, *_) = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     assert int(first.store.lengths.max()) < 100
     assert first.seen == 153
-    assert list(caches.explain()) == [
+    assert list(factory.explain()) == [
         f"kv_cache.{index}" for index, layer in enumerate(cache.layers) if isinstance(layer, CompressedLayer)
     ]
 
@@ -177,8 +177,8 @@ def test_a_model_that_calls_the_interface_for_some_layers_only_is_found_by_two_t
 def test_windows_free_what_they_no_longer_see(family: str, changes: dict[str, Any]) -> None:
     model = build(family, changes)
     expected = written(model, DynamicCache(config=model.config), PROMPT, 12)
-    held = CacheFactory(model, Policy.parse({}))
-    cache = held.new()
+    factory = CacheFactory(model, Policy.parse({}))
+    cache = factory.new()
     assert written(model, cache, PROMPT, 1) == expected[:1]
     for layer in cache.layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
@@ -187,7 +187,7 @@ def test_windows_free_what_they_no_longer_see(family: str, changes: dict[str, An
     policy, shape = Policy.parse({}), Shape.of(model.config, torch.float32)
     assert cache.nbytes <= needed_bytes(shape, policy, 150, 1)
     assert cache.nbytes == pytest.approx(held_bytes(shape, policy, 150), rel=0.1)
-    cache = caches.new()
+    cache = factory.new()
     assert written(model, cache, PROMPT, 12) == expected
     assert cache.nbytes == pytest.approx(held_bytes(shape, policy, 150, 11), rel=0.15)
 

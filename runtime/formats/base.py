@@ -25,10 +25,12 @@ class Format(ABC):
     Attributes:
         name: what `config.json` calls it.
         own: False when compressed-tensors knows the format, True when only this runtime reads it.
+        positions: the tensor that says which weights are kept; None when no tensor does.
     """
 
     name: str
     own: bool = True
+    positions: str | None = None
 
     @abstractmethod
     def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
@@ -52,18 +54,13 @@ class Format(ABC):
     def select_rows(self, tensors: Tensors, scheme: Scheme, shape: Shape, rows: torch.Tensor) -> Tensors:
         """The tensors of the matrix made of these rows (int64 `[n]`) only, so that a lookup unpacks no more than it needs."""
 
-    def zero_point_packed(self, scheme: GridScheme) -> bool:
-        """True when the zero point is bit-packed along the rows, as `pack-quantized` does for groups and channels."""
-        return False
+    def mask(self, tensors: Tensors, columns: int) -> torch.Tensor | None:
+        """Bool `[out, columns]`, True = kept, from the tensor `positions`; None when it is not among the tensors."""
+        return None
 
     def zero_point(self, tensors: Tensors, grid: GridScheme) -> torch.Tensor | None:
         """Zero points as int8, unpacked; None for symmetric grids."""
-        if grid.symmetric:
-            return None
-        zero = tensors["weight_zero_point"]
-        return (
-            unpack_columns(zero, grid.bits, tensors["weight_scale"].shape[0]) if self.zero_point_packed(grid) else zero
-        )
+        return None if grid.symmetric else tensors["weight_zero_point"]
 
     def count(self, weight: CompressedWeight) -> int | None:
         """How many values are stored when the scheme does not tell (`bitmap`); None for every other format."""
@@ -181,7 +178,7 @@ class GridFormat(Format):
         specs, grid = self.code_tensors(scheme, shape, dtype, count), scheme.grid
         if grid is not None:
             specs |= grid.parameter_tensors(shape, dtype)
-            if not grid.symmetric and self.zero_point_packed(grid):
+            if _packs_zero_point(grid):
                 rows, groups = grid.parameter_shape(shape)
                 specs["weight_zero_point"] = TensorSpec((packed_words(rows, grid.bits), groups), torch.int32)
         return specs
@@ -193,9 +190,15 @@ class GridFormat(Format):
             out |= self._parameters(weight.parameters, grid)
         return out
 
+    def zero_point(self, tensors: Tensors, grid: GridScheme) -> torch.Tensor | None:
+        zero = super().zero_point(tensors, grid)
+        if zero is None or not _packs_zero_point(grid):
+            return zero
+        return unpack_columns(zero, grid.bits, tensors["weight_scale"].shape[0])
+
     def _parameters(self, parameters: Tensors, grid: GridScheme) -> Tensors:
         out = {f"weight_{name}": parameter for name, parameter in parameters.items()}
-        if "zero_point" in parameters and self.zero_point_packed(grid):
+        if _packs_zero_point(grid):
             out["weight_zero_point"] = pack_columns(parameters["zero_point"], grid.bits)
         return out
 
@@ -270,6 +273,11 @@ def input_tensors(scheme: Scheme, dtype: torch.dtype) -> dict[str, TensorSpec]:
     if not activations.symmetric:
         specs["input_zero_point"] = TensorSpec((1,), torch.int8 if activations.type == "int" else FLOAT8)
     return specs
+
+
+def _packs_zero_point(grid: GridScheme) -> bool:
+    """Whether a `GridFormat` bit-packs zero points along the rows, as `pack-quantized` does for groups and channels."""
+    return not grid.symmetric and grid.strategy != "tensor"
 
 
 def _own(scheme: Scheme) -> Representation:

@@ -12,7 +12,6 @@ from runtime.formats.base import GridFormat
 from runtime.formats.bitpack import gather_stream, pack_stream, packed_words, unpack_stream
 from runtime.formats.checks import expand_groups, join, kept, why_not_weights
 from runtime.formats.float8 import FLOAT8
-from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Shape, Tensors, TensorSpec
 from runtime.formats.scheme import CompressedWeight, Scheme
 
@@ -25,6 +24,7 @@ class Bitmap(GridFormat):
     """
 
     name = "bitmap"
+    positions = "weight_bitmap"
 
     def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
         reason = why_not_weights(scheme, shape)
@@ -36,8 +36,9 @@ class Bitmap(GridFormat):
             return "weights with quantized activations are stored dense"
         return None
 
-    def zero_point_packed(self, scheme: GridScheme) -> bool:
-        return scheme.strategy != "tensor"
+    def mask(self, tensors: Tensors, columns: int) -> torch.Tensor | None:
+        bitmap = tensors.get(self.positions)
+        return None if bitmap is None else _bits(bitmap)[:, :columns].view(torch.bool)
 
     def count(self, weight: CompressedWeight) -> int | None:
         return int(kept(weight).sum())
@@ -118,7 +119,8 @@ class Bitmap(GridFormat):
         self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         offsets = tensors["weight_row_offsets"]
-        mask = unpack_mask(tensors["weight_bitmap"], shape[1])
+        mask = self.mask(tensors, shape[1])
+        assert mask is not None
         if "weight_packed" in tensors:
             assert scheme.grid is not None
             stored = unpack_stream(tensors["weight_packed"], scheme.grid.bits, int(offsets[-1]))
@@ -131,11 +133,6 @@ class Bitmap(GridFormat):
         if zero is not None:
             values.copy_(expand_groups(zero, scheme.grid, shape[1]).expand(shape))
         return values.masked_scatter_(mask, stored), mask
-
-
-def unpack_mask(bitmap: torch.Tensor, columns: int) -> torch.Tensor:
-    """bool `[rows, columns]` from uint8 `[rows, ceil(columns / 8)]`."""
-    return _bits(bitmap)[:, :columns].view(torch.bool)
 
 
 def _bits(bitmap: torch.Tensor) -> torch.Tensor:

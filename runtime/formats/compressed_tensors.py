@@ -7,7 +7,6 @@ import torch
 from runtime.formats.base import GridFormat, OwnFormat
 from runtime.formats.bitpack import pack_rows, packed_words, unpack_rows
 from runtime.formats.checks import check_weight, why_not_weights
-from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Shape, Tensors, TensorSpec
 from runtime.formats.scheme import CompressedWeight, Scheme
 
@@ -28,9 +27,6 @@ class Packed(GridFormat):
         if reason is None and (scheme.grid is None or scheme.grid.type != "int"):
             reason = "it stores integer weights only"
         return reason
-
-    def zero_point_packed(self, scheme: GridScheme) -> bool:
-        return scheme.strategy != "tensor"
 
     def code_tensors(
         self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None

@@ -16,7 +16,6 @@ from runtime.formats.base import GridFormat
 from runtime.formats.bitpack import pack_rows, packed_words, unpack_rows
 from runtime.formats.checks import expand_groups, join, kept, why_not_weights
 from runtime.formats.float8 import FLOAT8
-from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Shape, Tensors, TensorSpec
 from runtime.formats.scheme import CompressedWeight, Scheme
 
@@ -49,6 +48,7 @@ class Sparse24(GridFormat):
     """
 
     name = "sparse24"
+    positions = "weight_metadata"
 
     def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
         reason = why_not_weights(scheme, shape)
@@ -63,8 +63,13 @@ class Sparse24(GridFormat):
             return "weights with quantized activations are stored dense"
         return None
 
-    def zero_point_packed(self, scheme: GridScheme) -> bool:
-        return scheme.strategy != "tensor"
+    def mask(self, tensors: Tensors, columns: int) -> torch.Tensor | None:
+        metadata = tensors.get(self.positions)
+        if metadata is None:
+            return None
+        nibbles = position_nibbles(metadata, columns).unsqueeze(-1)
+        place = torch.arange(4, dtype=torch.uint8, device=metadata.device)
+        return ((nibbles & 3 == place) | (nibbles >> 2 == place)).flatten(1)
 
     def code_tensors(
         self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
@@ -108,7 +113,7 @@ class Sparse24(GridFormat):
 
     def validate_content(self, tensors: Tensors, shape: Shape, where: str) -> None:
         for start, stop in _slices(*shape):
-            nibbles = _nibbles(tensors["weight_metadata"][start:stop], shape[1])
+            nibbles = position_nibbles(tensors["weight_metadata"][start:stop], shape[1])
             if bool(((nibbles & 3) >= (nibbles >> 2)).any()):
                 raise ArtifactError(f"tensor {join(where, 'weight_metadata')} holds positions that are not 2:4 pairs")
 
@@ -122,18 +127,16 @@ class Sparse24(GridFormat):
             halves = unpack_rows(tensors["weight_packed"], scheme.grid.bits, columns // 2)
         else:
             halves = tensors["weight_values"]
-        mask = torch.zeros(shape, dtype=torch.bool, device=metadata.device)
         values = torch.zeros(shape, dtype=torch.int8 if zero is not None else halves.dtype, device=metadata.device)
         if zero is not None:
             values.copy_(expand_groups(zero, scheme.grid, columns).expand(shape))
         for start, stop in _slices(rows, columns):
-            index = _columns(_nibbles(metadata[start:stop], columns))
+            index = _columns(position_nibbles(metadata[start:stop], columns))
             _bytes(values[start:stop]).scatter_(1, index, _bytes(halves[start:stop]))
-            mask[start:stop].scatter_(1, index, True)
-        return values, mask
+        return values, self.mask(tensors, columns)
 
 
-def _nibbles(metadata: torch.Tensor, columns: int) -> torch.Tensor:
+def position_nibbles(metadata: torch.Tensor, columns: int) -> torch.Tensor:
     """Position nibbles `[rows, columns / 4]` out of their bytes."""
     return torch.stack([metadata & 15, metadata >> 4], dim=-1).flatten(1)[:, : columns // 4]
 

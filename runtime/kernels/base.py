@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 
 from runtime import formats
-from runtime.formats.checks import Tensors
+from runtime.formats.grid import GridScheme
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.scheme import CompressedWeight
+from runtime.formats.representation import Tensors
+from runtime.formats.scheme import ActivationScheme, CompressedWeight
 
 ShapeClass = Literal["decode", "batch", "prefill"]
 #: Row counts that may have a kernel each: one row, a few, many.
@@ -32,6 +33,48 @@ class Layer:
     shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def grid(self) -> GridScheme:
+        """Grid of the weights, for kernels that read nothing else."""
+        assert self.entry.scheme.grid is not None
+        return self.entry.scheme.grid
+
+    @property
+    def activations(self) -> ActivationScheme:
+        """Grid of the activations, for kernels of layers that quantize them."""
+        assert self.entry.scheme.activations is not None
+        return self.entry.scheme.activations
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale; 0: all of a row do."""
+        return (self.grid.group_size or 0) if self.grid.strategy == "group" else 0
+
+    @property
+    def storage(self) -> formats.Format:
+        """How the weight is stored."""
+        return formats.get(self.entry.format)
+
+    def unpack(self, tensors: Tensors, check: bool = True) -> CompressedWeight:
+        """The weight out of stored tensors; ArtifactError where they are not right (`check`)."""
+        return self.storage.unpack(tensors, self.entry.scheme, self.shape, self.dtype, check=check)
+
+    def why_not_weight_only(self, fewest: int, most: int, multiple: int = 1) -> str | None:
+        """The reason it is no layer of integer weights and unquantized activations; None when it is.
+
+        Args:
+            fewest, most: bits of a weight.
+            multiple: what the size of groups must be a multiple of.
+        """
+        weights = self.entry.scheme.grid
+        if weights is None or weights.type != "int" or not fewest <= weights.bits <= most:
+            return f"it computes integer weights of {fewest} to {most} bits"
+        if self.entry.scheme.activations is not None:
+            return "it computes with unquantized activations"
+        if weights.strategy == "group" and (weights.group_size or 1) % multiple:
+            return f"it wants groups of a multiple of {multiple}, not {weights.group_size}"
+        return None
 
 
 class Kernel(ABC):
@@ -70,9 +113,7 @@ class Kernel(ABC):
 
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         """The exact weight back from what `prepare` made (for `dequantize`, saving, and moving to another device)."""
-        return formats.get(layer.entry.format).unpack(
-            tensors, layer.entry.scheme, layer.shape, layer.dtype, check=False
-        )
+        return layer.unpack(tensors, check=False)
 
     def sample(self, layer: Layer) -> Tensors | None:
         """Made-up tensors as `prepare` would make them, to measure kernels with; None: there is nothing to choose by."""

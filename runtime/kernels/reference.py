@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from runtime import formats
-from runtime.formats.checks import Tensors
+from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.activations import fake_quantize
 from runtime.kernels.base import Kernel, Layer

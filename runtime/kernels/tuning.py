@@ -157,8 +157,7 @@ def _rounded(columns: int) -> int:
 
 
 def _key(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> str:
-    weights = layer.entry.scheme.grid
-    assert weights is not None
+    weights = layer.grid
     grid = f"{weights.strategy}-{weights.group_size}" + ("" if weights.symmetric else "-asymmetric")
     parts = [
         "/".join(kernel.name for kernel in kernels), kernels[0].layout, grid, str(layer.dtype).removeprefix("torch."),

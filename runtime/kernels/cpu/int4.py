@@ -12,12 +12,9 @@ from functools import cache
 
 import torch
 
-from runtime import formats
-from runtime.formats.bitmap import unpack_mask
-from runtime.formats.checks import Tensors
+from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Kernel, Layer
-from runtime.kernels.cpu import panels
 
 # Measured on x86 with AVX-512 (one thread, 2048 x 2048, group 128): torch's kernel takes 0.2 ms at 1 row and 0.1 more a
 # row. Dequantizing and multiplying takes 4 ms where nothing else uses the caches, 10 to 15 on a busy machine, so the two
@@ -41,23 +38,15 @@ class Int4Cpu(Kernel):
     formats = frozenset({"pack-quantized", "packed", "sparse24", "bitmap"})
 
     def why_not(self, layer: Layer) -> str | None:
-        weights = layer.entry.scheme.grid
-        if weights is None or weights.type != "int" or weights.bits > 4:
-            return "it computes integer weights of 2 to 4 bits"
-        if layer.entry.scheme.activations is not None:
-            return "it computes with unquantized activations"
-        if layer.dtype != torch.bfloat16:
-            return "torch's int4 kernel is fast with bfloat16 activations only"
-        if weights.strategy == "group" and (weights.group_size or 1) % 32:
-            return f"torch's int4 kernel wants groups of a multiple of 32, not {weights.group_size}"
-        if _row_order() is None:
-            return "torch's int4 layout on this CPU is not one that can be read back"
-        return None
+        reason = layer.why_not_weight_only(2, 4, multiple=32)
+        if reason is None and layer.dtype != torch.bfloat16:
+            reason = "torch's int4 kernel is fast with bfloat16 activations only"
+        if reason is None and _row_order() is None:
+            reason = "torch's int4 layout on this CPU is not one that can be read back"
+        return reason
 
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
-        scheme, (rows, columns) = layer.entry.scheme.grid, layer.shape
-        assert scheme is not None
-        weight = formats.get(layer.entry.format).unpack(tensors, layer.entry.scheme, layer.shape, layer.dtype)
+        (rows, columns), weight = layer.shape, layer.unpack(tensors)
         assert weight.scale is not None
         group = _group(layer)
         wide, high = -(-columns // group) * group, -(-rows // _BLOCK) * _BLOCK
@@ -74,17 +63,14 @@ class Int4Cpu(Kernel):
             zero *= scale
             out["zero_point"] = weight.zero_point
         out["scales_and_zeros"] = torch.stack([scale.t(), zero.t()], dim=-1).to(torch.bfloat16).contiguous()
-        if scheme.strategy != "group" or weight.scale.dtype != torch.bfloat16:
+        if not layer.group or weight.scale.dtype != torch.bfloat16:
             out["scale"] = weight.scale
-        kept = {"bitmap": "weight_bitmap", "sparse24": "weight_metadata"}.get(layer.entry.format)
-        if kept is not None:
-            out[kept] = tensors[kept]
+        if layer.storage.positions is not None:
+            out[layer.storage.positions] = tensors[layer.storage.positions]
         return out
 
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
-        scheme, (rows, columns) = layer.entry.scheme.grid, layer.shape
-        order = _row_order()
-        assert scheme is not None
+        (rows, columns), order = layer.shape, _row_order()
         assert order is not None
         packed, block = tensors["weight"], order.numel()
         wide = packed.shape[1] * 2
@@ -95,16 +81,10 @@ class Int4Cpu(Kernel):
         values = codes.view(-1, wide)[:rows, :columns] - 8
         scale = tensors.get("scale")
         if scale is None:
-            step = (scheme.group_size or 1) // _group(layer)
+            step = layer.group // _group(layer)
             scale = tensors["scales_and_zeros"][::step, :rows, 0].t().contiguous()
-        mask = None
-        if "weight_bitmap" in tensors:
-            mask = unpack_mask(tensors["weight_bitmap"], columns)
-        elif "weight_metadata" in tensors:
-            mask = panels.mask_of(tensors["weight_metadata"], columns)
-        return CompressedWeight(
-            values.contiguous(), scale, tensors.get("zero_point"), mask, layer.entry.scheme, layer.dtype
-        )
+        zero, mask = tensors.get("zero_point"), layer.storage.mask(tensors, columns)
+        return CompressedWeight(values.contiguous(), scale, zero, mask, layer.entry.scheme, layer.dtype)
 
     def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         packed, group = tensors["weight"], _group(layer)
@@ -159,21 +139,16 @@ class Int4Cpu(Kernel):
 
 def _group(layer: Layer) -> int:
     """Group size torch's kernel is called with: it divides ours, and pads the row least."""
-    scheme = layer.entry.scheme.grid
-    assert scheme is not None
-    whole = scheme.group_size if scheme.strategy == "group" and scheme.group_size else 0
-    fitting = [g for g in GROUPS if whole % g == 0]
+    fitting = [g for g in GROUPS if layer.group % g == 0]
     return min(fitting, key=lambda g: (-(-layer.shape[1] // g) * g, -g))
 
 
 def _per_group(grid: torch.Tensor, layer: Layer, group: int) -> torch.Tensor:
     """Scales or zero points as `[out, groups of the kernel]`."""
-    scheme, (rows, columns) = layer.entry.scheme.grid, layer.shape
-    assert scheme is not None
-    count = -(-columns // group)
-    if scheme.strategy != "group":
-        return grid.reshape(-1, 1).expand(rows, count)
-    return grid.repeat_interleave((scheme.group_size or group) // group, dim=1)[:, :count]
+    count = -(-layer.shape[1] // group)
+    if not layer.group:
+        return grid.reshape(-1, 1).expand(layer.shape[0], count)
+    return grid.repeat_interleave(layer.group // group, dim=1)[:, :count]
 
 
 @cache

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime import formats
-from runtime.formats.checks import Tensors
+from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Kernel, Layer
 
@@ -27,11 +26,9 @@ class Int8Cpu(Kernel):
     formats = frozenset({"pack-quantized", "packed", "int-quantized"})
 
     def why_not(self, layer: Layer) -> str | None:
-        weights = layer.entry.scheme.grid
-        if weights is None or weights.type != "int" or weights.bits < 5:
-            return "it computes integer weights of 5 to 8 bits"
-        if layer.entry.scheme.activations is not None:
-            return "it computes with unquantized activations"
+        reason = layer.why_not_weight_only(5, 8)
+        if reason is not None:
+            return reason
         if layer.dtype != torch.bfloat16:
             return "torch's int8 kernel is fast with bfloat16 activations only"
         if layer.shape[1] % _width(layer):
@@ -41,7 +38,7 @@ class Int8Cpu(Kernel):
         return None
 
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
-        weight = formats.get(layer.entry.format).unpack(tensors, layer.entry.scheme, layer.shape, layer.dtype)
+        weight = layer.unpack(tensors)
         rows, width = layer.shape[0], _width(layer)
         assert weight.scale is not None
         out = {
@@ -55,7 +52,7 @@ class Int8Cpu(Kernel):
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         values = tensors["weight"].transpose(0, 1).reshape(layer.shape)
         scale, zero = tensors["scale"].t().contiguous(), tensors.get("zero_point")
-        if layer.entry.scheme.grid is not None and layer.entry.scheme.grid.strategy == "tensor":
+        if layer.grid.strategy == "tensor":
             scale = scale[0, :1]
         return CompressedWeight(values, scale, zero, None, layer.entry.scheme, layer.dtype)
 
@@ -98,6 +95,4 @@ def _dense(x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torc
 
 
 def _width(layer: Layer) -> int:
-    scheme = layer.entry.scheme.grid
-    assert scheme is not None
-    return scheme.group_size if scheme.strategy == "group" and scheme.group_size else layer.shape[1]
+    return layer.group or layer.shape[1]

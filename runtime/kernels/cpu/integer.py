@@ -16,7 +16,7 @@ import ctypes
 
 import torch
 
-from runtime.formats.checks import Tensors
+from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.cpu import library

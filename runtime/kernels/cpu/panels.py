@@ -21,10 +21,8 @@ from typing import ClassVar
 
 import torch
 
-from runtime import formats
-from runtime.formats.bitmap import unpack_mask
 from runtime.formats.bitpack import pack_rows, unpack_rows
-from runtime.formats.checks import Tensors
+from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight
 from runtime.formats.sparse24 import Sparse24
 from runtime.kernels.base import Layer
@@ -37,12 +35,11 @@ PANEL = 16
 
 def to_panels(tensors: Tensors, layer: Layer) -> Tensors:
     """Scales and zero points of stored tensors as panels."""
-    scale, weights, rows = tensors["weight_scale"], layer.entry.scheme.grid, layer.shape[0]
-    assert weights is not None
+    scale, rows = tensors["weight_scale"], layer.shape[0]
     out = {"scale": _panels(scale, rows)}
     if scale.dtype not in library.TYPES:
         out |= {"scale": out["scale"].float(), "stored_scale": scale}
-    zero = formats.get(layer.entry.format).zero_point(tensors, weights)
+    zero = layer.storage.zero_point(tensors, layer.grid)
     if zero is not None:
         out["zero_point"] = _panels(zero, rows)
     return out
@@ -66,8 +63,7 @@ def weight_of(values: torch.Tensor, mask: torch.Tensor | None, tensors: Tensors,
         if panels is None:
             return None
         flat = panels.transpose(1, 2).reshape(-1, panels.shape[1])[:rows]
-        tensor_wide = scheme.grid is not None and scheme.grid.strategy == "tensor"
-        return flat[:1, 0].clone() if tensor_wide else flat.contiguous()
+        return flat[:1, 0].clone() if layer.grid.strategy == "tensor" else flat.contiguous()
 
     scale = tensors.get("stored_scale")
     return CompressedWeight(
@@ -92,23 +88,16 @@ def to_metadata(numbers: torch.Tensor) -> torch.Tensor:
     return _tables()[1][numbers.int()]
 
 
-def mask_of(metadata: torch.Tensor, columns: int) -> torch.Tensor:
-    """bool `[rows, columns]`: the kept places."""
-    return _tables()[2][metadata.int()].flatten(1)[:, :columns].contiguous()
-
-
 @cache
-def _tables() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For every byte: pair numbers of its nibbles, positions of its pair numbers, kept places of its nibbles `[256, 8]`."""
+def _tables() -> tuple[torch.Tensor, torch.Tensor]:
+    """For every byte: pair numbers of its nibbles, positions of its pair numbers."""
     nibbles = [first | second << 2 for first, second in _PAIRS]
     number = [nibbles.index(n) if n in nibbles else 0 for n in range(16)]
     position = [nibbles[n] if n < len(nibbles) else 0 for n in range(16)]
-    kept = [[place in ((n & 3), (n >> 2)) for place in range(4)] for n in range(16)]
     every = range(256)
     return (
         torch.tensor([number[b & 15] | number[b >> 4] << 4 for b in every], dtype=torch.uint8),
         torch.tensor([position[b & 15] | position[b >> 4] << 4 for b in every], dtype=torch.uint8),
-        torch.tensor([kept[b & 15] + kept[b >> 4] for b in every]),
     )
 
 
@@ -181,26 +170,16 @@ class Panels(ABC):
     # ---------------------------------------------------------------- what fits
     def why_not(self, layer: Layer) -> str | None:
         """The reason this layout cannot hold the layer, or None."""
-        weights = layer.entry.scheme.grid
-        low, high = self.bits
-        if weights is None or weights.type != "int" or not low <= weights.bits <= high:
-            return f"it computes integer weights of {low} to {high} bits"
-        if layer.entry.scheme.activations is not None:
-            return "it computes with unquantized activations"
         if layer.dtype not in library.TYPES:
             return f"it computes in float32, bfloat16 and float16, not {str(layer.dtype).removeprefix('torch.')}"
-        if weights.strategy == "group" and (weights.group_size or 1) % self.multiple:
-            return f"it wants groups of a multiple of {self.multiple}, not {weights.group_size}"
-        return None
+        return layer.why_not_weight_only(*self.bits, self.multiple)
 
     def group(self, layer: Layer) -> int:
         """Columns of the activations that share a scale: they never cross a group of the weight."""
-        weights, columns = layer.entry.scheme.grid, layer.shape[1]
-        assert weights is not None
-        if weights.strategy != "group" or not weights.group_size:
+        columns, whole = layer.shape[1], layer.group
+        if not whole:
             count = -(-columns // _PREFERRED)
             return max(1, -(-columns // (count * 32))) * 32 if count else 32
-        whole = weights.group_size
         if whole <= _LARGEST:
             return whole
         fitting = [g for g in range(self.multiple, _LARGEST + 1, self.multiple) if whole % g == 0]
@@ -269,20 +248,17 @@ class Dense(Panels):
             part[: read.shape[0], : read.shape[1]] = read
             words[start:end] = part.view(end - start, PANEL, -1).transpose(1, 2)
         out = {"weight": words.view(torch.uint8).view(panels, groups, -1)} | scales
-        kept = {"bitmap": "weight_bitmap", "sparse24": "weight_metadata"}.get(layer.entry.format)
-        return out if kept is None else out | {kept: tensors[kept]}
+        positions = layer.storage.positions
+        return out if positions is None else out | {positions: tensors[positions]}
 
     def _reader(self, tensors: Tensors, layer: Layer) -> tuple[Callable[[slice], torch.Tensor], Tensors]:
         """A function that makes some rows' words `[rows, words]`, and the prepared scales and zero points."""
-        scheme, columns = layer.entry.scheme, layer.shape[1]
-        storage = formats.get(layer.entry.format)
-        assert scheme.grid is not None
-        bits = scheme.grid.bits
+        columns, bits = layer.shape[1], layer.grid.bits
         if self.kind == "w4" and layer.entry.format in ("pack-quantized", "packed"):  # without unpacking the bits
-            storage.validate(tensors, scheme, layer.shape, layer.dtype)
+            layer.storage.validate(tensors, layer.entry.scheme, layer.shape, layer.dtype)
             packed = tensors["weight_packed"]
             return lambda rows: from_stream(packed[rows], bits, columns), to_panels(tensors, layer)
-        values = storage.unpack(tensors, scheme, layer.shape, layer.dtype).values
+        values = layer.unpack(tensors).values
 
         def row_words(rows: slice) -> torch.Tensor:
             codes = torch.zeros(rows.stop - rows.start, -(-columns // 8) * 8, dtype=torch.int8)
@@ -303,12 +279,7 @@ class Dense(Panels):
             codes = unpack_nibbles(row_words) if self.kind == "w4" else row_words.view(torch.int8) ^ -128
             part = values[start * PANEL : end * PANEL]
             part.copy_(codes[: part.shape[0], :columns])
-        mask = None
-        if "weight_bitmap" in tensors:
-            mask = unpack_mask(tensors["weight_bitmap"], columns)
-        elif "weight_metadata" in tensors:
-            mask = mask_of(tensors["weight_metadata"], columns)
-        return weight_of(values, mask, tensors, layer)
+        return weight_of(values, layer.storage.mask(tensors, columns), tensors, layer)
 
 
 class Pairs(Panels):
@@ -325,9 +296,8 @@ class Pairs(Panels):
         return super().why_not(layer)
 
     def pack(self, tensors: Tensors, layer: Layer) -> Tensors:
-        scheme, (rows, columns) = layer.entry.scheme, layer.shape
-        formats.get(layer.entry.format).validate(tensors, scheme, layer.shape, layer.dtype)
-        assert scheme.grid is not None
+        rows, columns = layer.shape
+        layer.storage.validate(tensors, layer.entry.scheme, layer.shape, layer.dtype)
         group = self.group(layer)
         panels, groups = -(-rows // PANEL), -(-columns // group)
         wide = groups * group
@@ -336,7 +306,7 @@ class Pairs(Panels):
         for start, end in _slices(panels, wide):
             height, part = (end - start) * PANEL, slice(start * PANEL, min(rows, end * PANEL))
             codes = torch.full((height, wide // 16), _ZEROS, dtype=torch.int32)
-            read = from_stream(tensors["weight_packed"][part], scheme.grid.bits, columns // 2)
+            read = from_stream(tensors["weight_packed"][part], layer.grid.bits, columns // 2)
             codes[: read.shape[0], : read.shape[1]] = read
             pair = torch.zeros(height, wide // 8, dtype=torch.uint8)
             places = from_metadata(tensors["weight_metadata"][part])
@@ -349,7 +319,7 @@ class Pairs(Panels):
 
     def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         rows, columns = layer.shape
-        packed, scheme = tensors["weight"], layer.entry.scheme
+        packed = tensors["weight"]
         panels = packed.shape[0]
         words = packed.view(panels, -1).view(torch.int32).view(panels, -1, 3, PANEL)
         # Copies: a single column of panels may count as contiguous and still refuse to be seen as bytes.
@@ -358,12 +328,8 @@ class Pairs(Panels):
         halves = unpack_nibbles(kept)[:rows, : columns // 2]
         pair = words[:, :, 2].transpose(1, 2).clone(memory_format=whole).view(panels * PANEL, -1).view(torch.uint8)
         metadata = to_metadata(pair[:rows, : -(-columns // 8)])
-        assert scheme.grid is not None
-        stored = {
-            "weight_packed": pack_rows(halves, scheme.grid.bits),
-            "weight_metadata": metadata,
-        }
-        values, mask = Sparse24().unpack_codes(stored, scheme, layer.shape, None)
+        stored = {"weight_packed": pack_rows(halves, layer.grid.bits), "weight_metadata": metadata}
+        values, mask = Sparse24().unpack_codes(stored, layer.entry.scheme, layer.shape, None)
         return weight_of(values, mask, tensors, layer)
 
 
@@ -374,9 +340,7 @@ S24 = Pairs()
 
 def _share(layer: Layer, group: int, groups: int) -> int:
     """Activation groups that have one scale of the weight."""
-    weights = layer.entry.scheme.grid
-    assert weights is not None
-    return weights.group_size // group if weights.strategy == "group" and weights.group_size else max(1, groups)
+    return layer.group // group if layer.group else max(1, groups)
 
 
 def _slices(panels: int, wide: int) -> list[tuple[int, int]]:

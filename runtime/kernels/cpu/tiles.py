@@ -10,7 +10,7 @@ import ctypes
 
 import torch
 
-from runtime.formats.checks import Tensors
+from runtime.formats.representation import Tensors
 from runtime.kernels.base import Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import PanelKernel, threads_for

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.formats.checks import Tensors
+from runtime.formats.representation import Tensors
 from runtime.kernels.activations import quantize_input
 from runtime.kernels.base import Kernel, Layer
 from runtime.system import processes
@@ -43,13 +43,11 @@ class W8A8Cpu(Kernel):
         return tensors | {"row_sum": tensors["weight"].sum(1, dtype=torch.int32)}
 
     def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
-        activations = layer.entry.scheme.activations
-        assert activations is not None
         rows, columns = layer.shape
         if x.shape[0] == 0:
             return x.new_zeros(0, rows)
         given = tensors.get("input_scale"), tensors.get("input_zero_point")
-        codes, scale, zero = quantize_input(x, activations, *given)
+        codes, scale, zero = quantize_input(x, layer.activations, *given)
         codes = codes.to(torch.int8)
         total = integer_product(codes, tensors["weight"])
         weight_zero = tensors.get("weight_zero_point")

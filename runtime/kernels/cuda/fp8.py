@@ -36,12 +36,10 @@ class Float8Cuda(Kernel):
         return None
 
     def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
-        activations = layer.entry.scheme.activations
-        assert activations is not None
         rows, weight = x.shape[0], tensors["weight"]
         if rows == 0:
             return x.new_zeros(0, weight.shape[0])
-        codes, scale, _ = quantize_input(x, activations, tensors.get("input_scale"))
+        codes, scale, _ = quantize_input(x, layer.activations, tensors.get("input_scale"))
         left = scale.float().reshape(-1, 1).expand(rows, 1).contiguous()
         right = tensors["weight_scale"].float().reshape(1, -1).expand(1, weight.shape[0]).contiguous()
         y = torch._scaled_mm(codes.to(FLOAT8), weight.t(), scale_a=left, scale_b=right, out_dtype=x.dtype)

@@ -9,13 +9,13 @@ product. After "Accelerating a Triton Fused Kernel for W4A16" (arXiv 2402.00025)
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from runtime.kernels.triton import layout, tuning
-from runtime.kernels.triton.codes import code_minus, row_major, sum_parts
+from runtime.kernels.triton.codes import code_minus, row_major
 from runtime.kernels.triton.jit import cdiv, entry, tl
+from runtime.kernels.triton.split_k import split_k, widest_split
+from runtime.kernels.triton.tuning import Config
 
 MAXIMUM_ROWS = 64
 
@@ -68,13 +68,11 @@ def few_rows_kernel(
     tl.store(target, sums.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-def configurations(rows: int, weight: layout.Weight) -> list[dict[str, Any]]:
+def configurations(rows: int, weight: layout.Weight) -> list[Config]:
     """Launches worth trying, the default first."""
     tiles = weight.words.shape[0]
     m = 16 if rows <= 16 else 32
-    split = 1
-    while weight.shape[0] // 64 * split < 256 and split * 8 <= tiles:
-        split *= 2
+    split = widest_split(weight.shape[0] // 64, 256, tiles // 8)
     chosen = [(128, 2 * split, 4, 3), (64, split, 4, 4), (64, 2 * split, 4, 3), (64, split, 4, 3), (128, split, 8, 3),
               (32, split, 2, 4), (64, split, 2, 3), (64, max(1, split // 2), 4, 4)]  # fmt: skip
     return [
@@ -83,7 +81,7 @@ def configurations(rows: int, weight: layout.Weight) -> list[dict[str, Any]]:
 
 
 def few_rows(
-    x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None, config: dict[str, Any] | None = None
+    x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None, config: Config | None = None
 ) -> torch.Tensor:
     """`x W^T + bias` for `x` `[M, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
 
@@ -91,26 +89,15 @@ def few_rows(
     """
     x = row_major(x)
     (rows, _), (n, columns) = x.shape, weight.shape
-    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    if rows == 0 or n == 0:
-        return out
 
-    def launch(config: dict[str, Any]) -> None:
-        split = config["SPLIT_K"]
-        target = out if split == 1 else torch.empty(split, rows, n, dtype=torch.float32, device=x.device)
-        few_rows_kernel[(cdiv(n, config["BLOCK_N"]), split, cdiv(rows, config["BLOCK_M"]))](
-            x, weight.words, weight.scale, weight.scale if weight.zero is None else weight.zero,
-            x if bias is None else bias, target,
+    def launch(config: Config, target: torch.Tensor, bias: torch.Tensor | None) -> None:
+        few_rows_kernel[(cdiv(n, config["BLOCK_N"]), config["SPLIT_K"], cdiv(rows, config["BLOCK_M"]))](
+            x, *weight.operands, x if bias is None else bias, target,
             x.stride(0), rows, n, columns, weight.words.shape[0], weight.scale.shape[0],
-            GROUP=weight.group, FIELD=weight.field, RUN=layout.slices_per_group(weight.group, weight.field),
-            ASYMMETRIC=weight.zero is not None, HAS_BIAS=bias is not None and split == 1,
+            **weight.constants, HAS_BIAS=bias is not None,
             EVEN_K=columns % layout.tile_columns(weight.field) == 0, **config,
         )  # fmt: skip
-        if split > 1:
-            sum_parts(target, bias, out)
 
-    if config is None:
-        key = (weight.field, weight.group, weight.zero is not None, n, columns, tuning.row_class(rows))
-        config = tuning.choose("few_rows", key, x, configurations(rows, weight), launch)
-    launch(config)
-    return out
+    key = (*weight.key, tuning.row_class(rows))
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    return split_k("few_rows", key, x, out, bias, [config] if config else configurations(rows, weight), launch)

@@ -46,8 +46,23 @@ class Weight:
     @property
     def bytes(self) -> int:
         """Bytes that a product with this weight must read."""
-        tensors = [self.words, self.scale] + ([] if self.zero is None else [self.zero])
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(part.nbytes for part in (self.words, self.scale, self.zero) if part is not None)
+
+    @property
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Words, scales and zero points as kernels take them; where there are none, the scales stand in."""
+        return self.words, self.scale, self.scale if self.zero is None else self.zero
+
+    @property
+    def key(self) -> tuple[int | bool, ...]:
+        """What a choice of launches depends on."""
+        return (self.field, self.group, self.zero is not None, *self.shape)
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """What kernels are compiled for."""
+        run = slices_per_group(self.group, self.field)
+        return {"GROUP": self.group, "FIELD": self.field, "RUN": run, "ASYMMETRIC": self.zero is not None}
 
 
 def tile_columns(field: int) -> int:
@@ -69,10 +84,8 @@ def reorder(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None,
     rows, columns = codes.shape
     if field not in (4, 8) or group % WIDTH or group < 0:
         raise ValueError(f"fields of 4 or 8 bits and groups of a multiple of {WIDTH}, not {field} and {group}")
-    words = pack(codes, field)
-    return Weight(
-        words, scale.t().contiguous(), None if zero is None else zero.t().contiguous(), (rows, columns), group, field
-    )
+    flipped = None if zero is None else zero.t().contiguous()
+    return Weight(pack(codes, field), scale.t().contiguous(), flipped, (rows, columns), group, field)
 
 
 def pack(codes: torch.Tensor, field: int) -> torch.Tensor:

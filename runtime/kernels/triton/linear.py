@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from runtime import formats
-from runtime.formats.base import scale_dtype
-from runtime.formats.bitmap import unpack_mask
 from runtime.formats.bitpack import unpack_rows
-from runtime.formats.checks import Tensors, expand_groups
-from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme
+from runtime.formats.grid import scale_dtype
+from runtime.formats.representation import Tensors
+from runtime.formats.scheme import CompressedWeight
+from runtime.formats.sparse24 import position_nibbles
 from runtime.kernels.activations import quantize_input
 from runtime.kernels.base import Layer
 from runtime.kernels.triton import layout
@@ -24,25 +23,14 @@ class _WeightOnly(TritonKernel):
     """
 
     field: int
-    bits: range
+    bits: tuple[int, int]
 
     def why_not_scheme(self, layer: Layer) -> str | None:
-        weights = layer.entry.scheme.grid
-        if weights is None or weights.type != "int" or weights.bits not in self.bits:
-            return f"it computes integer weights of {self.bits.start} to {self.bits.stop - 1} bits"
-        if layer.entry.scheme.activations is not None:
-            return "it computes with unquantized activations"
-        if weights.strategy == "group" and (weights.group_size or 1) % layout.WIDTH:
-            return f"it wants groups of a multiple of {layout.WIDTH}, not {weights.group_size}"
-        return None
+        return layer.why_not_weight_only(*self.bits, layout.WIDTH)
 
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
-        weight = formats.get(layer.entry.format).unpack(tensors, layer.entry.scheme, layer.shape, layer.dtype)
-        scale, zero = _grids(weight, layer)
-        packed = layout.reorder(weight.values, scale, zero, _group(_weights(layer)), self.field)
-        out = {"words": packed.words, "scale": packed.scale}
-        if packed.zero is not None:
-            out["zero_point"] = packed.zero
+        weight = layer.unpack(tensors)
+        out = {"words": layout.pack(weight.values, self.field), **_grids(weight, layer)}
         if layer.entry.format == "bitmap":
             out["weight_bitmap"] = tensors["weight_bitmap"]
         return out
@@ -54,20 +42,18 @@ class _WeightOnly(TritonKernel):
 
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         values = layout.unpack(tensors["words"], self.field, layer.shape[1])
-        scale, zero = _stored_grids(tensors, layer)
-        mask = None
-        if "weight_bitmap" in tensors:
-            mask = unpack_mask(tensors["weight_bitmap"], layer.shape[1])
-        elif layer.entry.format == "sparse24":
-            mask = values != (0 if zero is None else expand_groups(zero, _weights(layer), layer.shape[1]))
-        return CompressedWeight(values, scale, zero, mask, layer.entry.scheme, layer.dtype)
+        parameters, mask = _parameters(tensors, layer), layer.storage.mask(tensors, layer.shape[1])
+        if layer.entry.format == "sparse24":
+            zero = parameters.get("zero_point")
+            mask = values != (0 if zero is None else layer.grid.spread(zero, layer.shape[1]))
+        return CompressedWeight.of(values, parameters, mask, layer.entry.scheme, layer.dtype)
 
     def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         from runtime.kernels.triton.w4a16 import linear
 
         zero = tensors.get("zero_point")
         weight = layout.Weight(
-            tensors["words"], tensors["scale"], zero, layer.shape, _group(_weights(layer)), self.field,
+            tensors["words"], tensors["scale"], zero, layer.shape, layer.group, self.field,
             two_of_four=layer.entry.format == "sparse24",
         )  # fmt: skip
         return linear(x, weight, bias)
@@ -85,7 +71,7 @@ class W4A16Triton(_WeightOnly):
 
     name = "w4a16-triton"
     formats = frozenset({"pack-quantized", "packed", "sparse24", "bitmap"})
-    field, bits = 4, range(2, 5)
+    field, bits = 4, (2, 4)
 
 
 class W8A16Triton(_WeightOnly):
@@ -93,7 +79,7 @@ class W8A16Triton(_WeightOnly):
 
     name = "w8a16-triton"
     formats = frozenset({"pack-quantized", "packed", "int-quantized", "sparse24", "bitmap"})
-    field, bits = 8, range(5, 9)
+    field, bits = 8, (5, 8)
 
 
 class Sparse24Triton(TritonKernel):
@@ -103,29 +89,16 @@ class Sparse24Triton(TritonKernel):
     formats = frozenset({"sparse24"})
 
     def why_not_scheme(self, layer: Layer) -> str | None:
-        weights = layer.entry.scheme.grid
-        if weights is None or weights.type != "int" or weights.bits > 4:
-            return "it computes integer weights of 2 to 4 bits"
-        if layer.entry.scheme.activations is not None:
-            return "it computes with unquantized activations"
-        if weights.strategy == "group" and (weights.group_size or 1) % 64:
-            return f"it wants groups of a multiple of 64, not {weights.group_size}"
-        return None
+        return layer.why_not_weight_only(2, 4, multiple=64)
 
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
         from runtime.kernels.triton import sparse24_w4
 
-        scheme, columns = _weights(layer), layer.shape[1]
-        weight = formats.get(layer.entry.format).unpack(tensors, layer.entry.scheme, layer.shape, layer.dtype)
-        scale, zero = _grids(weight, layer)
-        kept = unpack_rows(tensors["weight_packed"], scheme.bits, columns // 2)
-        metadata = tensors["weight_metadata"]
-        nibbles = torch.stack([metadata & 15, metadata >> 4], dim=-1).flatten(1)[:, : columns // 4]
-        packed = sparse24_w4.prepare(kept, nibbles & 3, nibbles >> 2, scale, zero, columns, _group(scheme))
-        out = {"values": packed.values, "positions": packed.positions, "scale": packed.scale}
-        if packed.zero is not None:
-            out["zero_point"] = packed.zero
-        return out
+        columns, weight = layer.shape[1], layer.unpack(tensors)
+        kept = unpack_rows(tensors["weight_packed"], layer.grid.bits, columns // 2)
+        nibbles = position_nibbles(tensors["weight_metadata"], columns)
+        values, positions = sparse24_w4.pack(kept, nibbles & 3, nibbles >> 2, columns)
+        return {"values": values, "positions": positions, **_grids(weight, layer)}
 
     def blank(self, layer: Layer, scale: torch.dtype | None = None) -> Tensors:
         from runtime.kernels.triton import sparse24_w4
@@ -140,8 +113,7 @@ class Sparse24Triton(TritonKernel):
         from runtime.kernels.triton import sparse24_w4
 
         values, mask = sparse24_w4.codes_and_mask(self._weight(tensors, layer))
-        scale, zero = _stored_grids(tensors, layer)
-        return CompressedWeight(values, scale, zero, mask, layer.entry.scheme, layer.dtype)
+        return CompressedWeight.of(values, _parameters(tensors, layer), mask, layer.entry.scheme, layer.dtype)
 
     def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         from runtime.kernels.triton import sparse24_w4
@@ -157,8 +129,8 @@ class Sparse24Triton(TritonKernel):
     def _weight(self, tensors: Tensors, layer: Layer):  # type: ignore[no-untyped-def]
         from runtime.kernels.triton.sparse24_w4 import Sparse24Weight
 
-        zero, group = tensors.get("zero_point"), _group(_weights(layer))
-        return Sparse24Weight(tensors["values"], tensors["positions"], tensors["scale"], zero, layer.shape, group)
+        zero = tensors.get("zero_point")
+        return Sparse24Weight(tensors["values"], tensors["positions"], tensors["scale"], zero, layer.shape, layer.group)
 
 
 class W8A8Triton(TritonKernel):
@@ -191,26 +163,19 @@ class W8A8Triton(TritonKernel):
         out = tensors | {"channel_scale": tensors["weight_scale"].reshape(-1).expand(rows).contiguous()}
         if "weight_zero_point" in tensors:
             out["channel_zero"] = tensors["weight_zero_point"].reshape(-1).expand(rows).contiguous()
-        if not _activations(layer).symmetric:
+        if not layer.activations.symmetric:
             out["row_sum"] = tensors["weight"].sum(1, dtype=torch.int32)
         return out
 
     def blank(self, layer: Layer, scale: torch.dtype | None = None) -> Tensors:
-        storage = formats.get(layer.entry.format)
-        specs = storage.tensors(layer.entry.scheme, layer.shape, scale or layer.dtype, layer.entry.count)
-        out = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
-        rows = torch.empty(layer.shape[0], device="meta")
-        out["channel_scale"] = torch.empty_like(rows, dtype=out["weight_scale"].dtype)
-        if "weight_zero_point" in out:
-            out["channel_zero"] = torch.empty_like(rows, dtype=out["weight_zero_point"].dtype)
-        if not _activations(layer).symmetric:
-            out["row_sum"] = torch.empty_like(rows, dtype=torch.int32)
-        return out
+        specs = layer.storage.tensors(layer.entry.scheme, layer.shape, scale or layer.dtype, layer.entry.count)
+        stored = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
+        return self.prepare(stored, layer)
 
     def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         from runtime.kernels.triton import w8a8
 
-        scheme = _activations(layer)
+        scheme = layer.activations
         if x.shape[0] == 0:
             return x.new_zeros(0, layer.shape[0])
         float8, weight_zero = scheme.type == "float", tensors.get("channel_zero")
@@ -233,44 +198,24 @@ class W8A8Triton(TritonKernel):
         return "triton quantize input + 8-bit matrix product"
 
 
-def _weights(layer: Layer) -> GridScheme:
-    assert layer.entry.scheme.grid is not None
-    return layer.entry.scheme.grid
-
-
-def _activations(layer: Layer) -> ActivationScheme:
-    assert layer.entry.scheme.activations is not None
-    return layer.entry.scheme.activations
-
-
-def _group(scheme: GridScheme) -> int:
-    """Group size as the kernels take it: 0 for one scale a channel (or one for all)."""
-    return (scheme.group_size or 0) if scheme.strategy == "group" else 0
-
-
-def _grids(weight: CompressedWeight, layer: Layer) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scale and zero point as `[out, groups]`."""
-    assert weight.scale is not None
-    rows, zero = layer.shape[0], weight.zero_point
-    if _weights(layer).strategy != "tensor":
-        return weight.scale, zero
-    return weight.scale.view(1, 1).expand(rows, 1), None if zero is None else zero.view(1, 1).expand(rows, 1)
+def _grids(weight: CompressedWeight, layer: Layer) -> Tensors:
+    """`scale` and, for asymmetric weights, `zero_point` as `[groups, out]`."""
+    shape = (layer.shape[0], layer.grid.groups(layer.shape[1]))
+    return {name: grid.expand(shape).t().contiguous() for name, grid in weight.parameters.items()}
 
 
 def _blank_grids(layer: Layer, scale: torch.dtype | None) -> Tensors:
-    """`scale` and, for asymmetric weights, `zero_point` `[groups, out]`, on meta."""
-    shape = (_weights(layer).groups(layer.shape[1]), layer.shape[0])
+    """Tensors like those of `_grids`, on meta."""
+    shape = (layer.grid.groups(layer.shape[1]), layer.shape[0])
     out = {"scale": torch.empty(shape, dtype=scale_dtype(scale or layer.dtype), device="meta")}
-    if not _weights(layer).symmetric:
+    if not layer.grid.symmetric:
         out["zero_point"] = torch.empty(shape, dtype=torch.int8, device="meta")
     return out
 
 
-def _stored_grids(tensors: Tensors, layer: Layer) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Inverse of `_grids`, from the transposed tensors that `prepare` made."""
-    found = [None if t is None else t.t().contiguous() for t in (tensors["scale"], tensors.get("zero_point"))]
-    if _weights(layer).strategy == "tensor":
-        found = [None if t is None else t.flatten()[:1].clone() for t in found]
-    scale, zero = found
-    assert scale is not None
-    return scale, zero
+def _parameters(tensors: Tensors, layer: Layer) -> Tensors:
+    """Inverse of `_grids`, as they are stored."""
+    grids = {name: tensors[name] for name in ("scale", "zero_point") if name in tensors}
+    if layer.grid.strategy == "tensor":
+        return {name: grid.flatten()[:1].clone() for name, grid in grids.items()}
+    return {name: grid.t().contiguous() for name, grid in grids.items()}

@@ -9,13 +9,13 @@ rows, so tuning chooses among them; untuned it is fused below 1024 rows, dense f
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from runtime.kernels.triton import gpu, layout, semi_structured, tuning
-from runtime.kernels.triton.codes import ONE, code_minus, row_major, sum_parts
+from runtime.kernels.triton.codes import ONE, code_minus, row_major
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
+from runtime.kernels.triton.split_k import split_k
+from runtime.kernels.triton.tuning import Config
 
 
 @jit
@@ -118,15 +118,12 @@ def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(n, columns, dtype=dtype, device=weight.words.device)
     if out.numel():
         dequantize_kernel[(cdiv(n, 64), weight.words.shape[0])](
-            weight.words, weight.scale, weight.scale if weight.zero is None else weight.zero, out,
-            n, columns, weight.scale.shape[0], ONE,
-            GROUP=weight.group, FIELD=weight.field, RUN=layout.slices_per_group(weight.group, weight.field),
-            ASYMMETRIC=weight.zero is not None, BLOCK_N=64, num_warps=4,
+            *weight.operands, out, n, columns, weight.scale.shape[0], ONE, **weight.constants, BLOCK_N=64, num_warps=4
         )  # fmt: skip
     return out
 
 
-def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Any]]:
+def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.bfloat16) -> list[Config]:
     """Launches worth trying, the default first; `{"dense": True}` dequantizes into a scratch matrix for cuBLAS, `{"sparse": True}`
     into one for sparse tensor cores.
     """
@@ -148,16 +145,13 @@ def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.
         ]
     if narrow and rows > 64:
         chosen = [(128, 64, 1, 8, 3), (64, 64, 1, 4, 3), (64, 128, 1, 4, 3), (64, 64, 2, 4, 3), (128, 128, 1, 8, 2)]
-    fused = [
-        {"BLOCK_M": m, "BLOCK_N": n, "SPLIT_K": s, "num_warps": w, "STAGES": g}
-        for m, n, s, w, g in chosen
-        if s <= tiles
-    ]
+    names = ("BLOCK_M", "BLOCK_N", "SPLIT_K", "num_warps", "STAGES")
+    fused: list[Config] = [dict(zip(names, each, strict=True)) for each in chosen if each[2] <= tiles]
     return [*scratch, *fused] if rows >= 1024 or not fused else [*fused, *scratch]
 
 
 def many_rows(
-    x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None, config: dict[str, Any] | None = None
+    x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None, config: Config | None = None
 ) -> torch.Tensor:
     """`x W^T + bias` for `x` `[M, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
 
@@ -168,29 +162,27 @@ def many_rows(
     if rows == 0 or n == 0:
         return torch.empty(rows, n, dtype=x.dtype, device=x.device)
 
-    def launch(config: dict[str, Any]) -> torch.Tensor:
+    def fused(config: Config, target: torch.Tensor, bias: torch.Tensor | None) -> None:
+        blocks = cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"])
+        many_rows_kernel[(blocks, config["SPLIT_K"])](
+            x, *weight.operands, x if bias is None else bias, target,
+            x.stride(0), rows, n, columns, weight.words.shape[0], weight.scale.shape[0], ONE,
+            **weight.constants, HAS_BIAS=bias is not None,
+            EVEN_K=columns % layout.tile_columns(weight.field) == 0, **config,
+        )  # fmt: skip
+
+    def launch(config: Config) -> torch.Tensor:
         if config.get("dense"):
             return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
         if config.get("sparse"):
             return semi_structured.linear(x, dequantize(weight, x.dtype), bias)
         out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-        split = config["SPLIT_K"]
-        target = out if split == 1 else torch.empty(split, rows, n, dtype=torch.float32, device=x.device)
-        blocks = cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"])
-        many_rows_kernel[(blocks, split)](
-            x, weight.words, weight.scale, weight.scale if weight.zero is None else weight.zero,
-            x if bias is None else bias, target,
-            x.stride(0), rows, n, columns, weight.words.shape[0], weight.scale.shape[0], ONE,
-            GROUP=weight.group, FIELD=weight.field, RUN=layout.slices_per_group(weight.group, weight.field),
-            ASYMMETRIC=weight.zero is not None,
-            HAS_BIAS=bias is not None and split == 1, EVEN_K=columns % layout.tile_columns(weight.field) == 0, **config,
-        )  # fmt: skip
-        return sum_parts(target, bias, out) if split > 1 else out
+        return split_k("many_rows", (), x, out, bias, [config], fused)
 
     if config is None:
         candidates = configurations(rows, weight, x.dtype)
-        key: tuple[Any, ...] = (weight.field, weight.group, weight.zero is not None, n, columns, tuning.row_class(rows))
-        if {"sparse": True} in candidates:  # another choice than one made without it
-            key += ("2:4",)
+        # Where sparse tensor cores are a candidate it is another choice.
+        among = ("2:4",) if {"sparse": True} in candidates else ()
+        key = (*weight.key, tuning.row_class(rows), *among)
         config = tuning.choose("many_rows", key, x, candidates, launch)
     return launch(config)

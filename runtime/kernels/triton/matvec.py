@@ -12,13 +12,13 @@ The factor limits the activations: a product is right for 2^-53 < |x| < 2^52, sm
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from runtime.kernels.triton import layout, tuning
-from runtime.kernels.triton.codes import code_tiny, row_major, sum_parts
+from runtime.kernels.triton import layout
+from runtime.kernels.triton.codes import code_tiny, row_major
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
+from runtime.kernels.triton.split_k import split_k, vector_configurations, widest_split
+from runtime.kernels.triton.tuning import Config
 
 MAXIMUM_ROWS = 2
 # Activations are multiplied by 2^(76 - place of the code): the products, u * x * 2^-73, stay far from both ends of float32.
@@ -123,21 +123,17 @@ def matvec_kernel(
         _finish(sum_b1, out + N, bias, n + BLOCK_N, N, HAS_BIAS)
 
 
-def configurations(rows: int, weight: layout.Weight) -> list[dict[str, Any]]:
+def configurations(rows: int, weight: layout.Weight) -> list[Config]:
     """Launches worth trying, the default first: some hundred programs fill a GPU, so a narrow weight is split along K."""
     tiles = weight.words.shape[0]
-    split = 1
-    while weight.shape[0] // 32 * split < 512 and split * 8 <= tiles:
-        split *= 2
+    split = widest_split(weight.shape[0] // 32, 512, tiles // 8)
     chosen = [(16, 4, split, 4), (16, 4, 2 * split, 4), (8, 4, split, 4), (8, 4, split, 2), (16, 8, split, 8), (8, 8, split, 4),
               (8, 8, max(1, split // 2), 8), (32, 4, 2 * split, 8)]  # fmt: skip
-    return [
-        {"BLOCK_N": n, "TILES": t, "SPLIT_K": s, "num_warps": w} for n, t, s, w in chosen if s == 1 or s * t <= tiles
-    ] or [{"BLOCK_N": 16, "TILES": 4, "SPLIT_K": 1, "num_warps": 4}]
+    return vector_configurations(chosen, tiles)
 
 
 def matvec(
-    x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None, config: dict[str, Any] | None = None
+    x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None, config: Config | None = None
 ) -> torch.Tensor:
     """`x W^T + bias` for `x` `[1 or 2, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
 
@@ -145,27 +141,16 @@ def matvec(
     """
     x = row_major(x)
     (rows, _), (n, columns) = x.shape, weight.shape
-    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    if rows == 0 or n == 0:
-        return out
     assert rows <= MAXIMUM_ROWS
 
-    def launch(config: dict[str, Any]) -> None:
-        split, block = config["SPLIT_K"], config["BLOCK_N"]
-        target = out if split == 1 else torch.empty(split, rows, n, dtype=torch.float32, device=x.device)
-        matvec_kernel[(cdiv(n, 2 * block), split)](
-            x, weight.words, weight.scale, weight.scale if weight.zero is None else weight.zero,
-            x if bias is None else bias, target,
+    def launch(config: Config, target: torch.Tensor, bias: torch.Tensor | None) -> None:
+        matvec_kernel[(cdiv(n, 2 * config["BLOCK_N"]), config["SPLIT_K"])](
+            x, *weight.operands, x if bias is None else bias, target,
             x.stride(0), rows, n, columns, weight.words.shape[0], weight.scale.shape[0],
-            GROUP=weight.group, FIELD=weight.field, RUN=layout.slices_per_group(weight.group, weight.field),
-            ASYMMETRIC=weight.zero is not None, HAS_BIAS=bias is not None and split == 1,
+            **weight.constants, HAS_BIAS=bias is not None,
             EVEN_K=columns % (config["TILES"] * layout.tile_columns(weight.field)) == 0, ROWS=rows, **config,
         )  # fmt: skip
-        if split > 1:
-            sum_parts(target, bias, out)
 
-    if config is None:
-        key = (weight.field, weight.group, weight.zero is not None, n, columns, rows)
-        config = tuning.choose("matvec", key, x, configurations(rows, weight), launch)
-    launch(config)
-    return out
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    candidates = [config] if config else configurations(rows, weight)
+    return split_k("matvec", (*weight.key, rows), x, out, bias, candidates, launch)

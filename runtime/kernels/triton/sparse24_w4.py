@@ -17,13 +17,14 @@ before preferring it to dense int4 for speed: it saves a quarter of the bytes an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from runtime.kernels.triton import layout, semi_structured, tuning
-from runtime.kernels.triton.codes import ONE, code_minus, code_tiny, row_major, sum_parts
+from runtime.kernels.triton.codes import ONE, code_minus, code_tiny, row_major
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
+from runtime.kernels.triton.split_k import split_k, vector_configurations, widest_split
+from runtime.kernels.triton.tuning import Config
 
 COLUMNS = 256  # of a tile
 MAXIMUM_ROWS = 4  # each row is a pass over the weight, later ones out of the L2 cache
@@ -46,8 +47,13 @@ class Sparse24Weight:
     @property
     def bytes(self) -> int:
         """Bytes that a product with this weight must read."""
-        tensors = [self.values, self.positions, self.scale] + ([] if self.zero is None else [self.zero])
-        return sum(t.numel() * t.element_size() for t in tensors)
+        tensors = (self.values, self.positions, self.scale, self.zero)
+        return sum(part.nbytes for part in tensors if part is not None)
+
+    @property
+    def operands(self) -> tuple[torch.Tensor, ...]:
+        """Values, positions, scales and zero points as kernels take them; where there are none, the scales stand in."""
+        return self.values, self.positions, self.scale, self.scale if self.zero is None else self.zero
 
 
 def prepare(
@@ -57,6 +63,15 @@ def prepare(
     """Kept codes int8 `[N, K / 2]`, their columns inside the quad `first < second` `[N, K / 4]`, scale and zero `[N, groups]`."""
     if group % 64 or columns % 4:
         raise ValueError(f"groups of a multiple of 64 and rows of a multiple of 4, not {group} and {columns}")
+    values, positions = pack(codes, first, second, columns)
+    flipped = None if zero is None else zero.t().contiguous()
+    return Sparse24Weight(values, positions, scale.t().contiguous(), flipped, (codes.shape[0], columns), group)
+
+
+def pack(
+    codes: torch.Tensor, first: torch.Tensor, second: torch.Tensor, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`values` and `positions` of a `Sparse24Weight`; arguments as those of `prepare`."""
     rows, tiles = codes.shape[0], -(-columns // COLUMNS)
     spare = tiles * 64 - columns // 4  # quads that fill up the last tile: code 0, positions 0 and 1
     pairs = torch.nn.functional.pad(codes.view(rows, -1, 2), (0, 0, 0, spare)).view(rows, tiles, 4, 16, 2)
@@ -68,9 +83,7 @@ def prepare(
     words = (bits.view(rows, tiles, 4, 16) << shifts[:, None]).sum(2)
     words = torch.nn.functional.pad(words, (0, 0, 0, 0, 0, rows % 2)).view(-1, 2, tiles, 16)
     high = (words[:, 1] + 0x8000) % 0x10000 - 0x8000  # signed, so that the shifted number fits
-    positions = (words[:, 0] | high << 16).to(torch.int32).transpose(0, 1).contiguous()
-    flipped = None if zero is None else zero.t().contiguous()
-    return Sparse24Weight(values, positions, scale.t().contiguous(), flipped, (rows, columns), group)
+    return values, (words[:, 0] | high << 16).to(torch.int32).transpose(0, 1).contiguous()
 
 
 def unpack(weight: Sparse24Weight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -248,33 +261,24 @@ def dequantize(weight: Sparse24Weight, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(n, columns, dtype=dtype, device=weight.values.device)
     if out.numel():
         expand_kernel[(cdiv(n, 64), weight.values.shape[0])](
-            weight.values, weight.positions, weight.scale, weight.scale if weight.zero is None else weight.zero, out,
-            n, columns, weight.scale.shape[0], ONE,
+            *weight.operands, out, n, columns, weight.scale.shape[0], ONE,
             GROUP=weight.group, ASYMMETRIC=weight.zero is not None, BLOCK_N=64, num_warps=4,
         )  # fmt: skip
     return out
 
 
-def configurations(weight: Sparse24Weight) -> list[dict[str, Any]]:
+def configurations(weight: Sparse24Weight) -> list[Config]:
     """Launches worth trying, the default first."""
-    tiles, split = weight.values.shape[0], 1
-    while weight.shape[0] // 32 * split < 512 and split * 8 <= tiles:
-        split *= 2
+    tiles = weight.values.shape[0]
+    split = widest_split(weight.shape[0] // 32, 512, tiles // 8)
     chosen = [
-        (16, 4, split, 4),
-        (8, 4, split, 4),
-        (16, 2, split, 4),
-        (16, 4, 2 * split, 4),
-        (32, 2, split, 4),
-        (16, 8, split, 8),
-    ]
-    return [
-        {"BLOCK_N": n, "TILES": t, "SPLIT_K": s, "num_warps": w} for n, t, s, w in chosen if s == 1 or s * t <= tiles
-    ] or [{"BLOCK_N": 16, "TILES": 4, "SPLIT_K": 1, "num_warps": 4}]
+        (16, 4, split, 4), (8, 4, split, 4), (16, 2, split, 4), (16, 4, 2 * split, 4), (32, 2, split, 4), (16, 8, split, 8),
+    ]  # fmt: skip
+    return vector_configurations(chosen, tiles)
 
 
 def linear(
-    x: torch.Tensor, weight: Sparse24Weight, bias: torch.Tensor | None = None, config: dict[str, Any] | None = None
+    x: torch.Tensor, weight: Sparse24Weight, bias: torch.Tensor | None = None, config: Config | None = None
 ) -> torch.Tensor:
     """`x W^T + bias`: `[M, K]` float16 or bfloat16 -> `[M, N]`. Up to `MAXIMUM_ROWS` rows a matrix-vector product each, with the
     range of `matvec.py`; more multiply a dequantized scratch matrix. Reference: `reference`.
@@ -283,37 +287,28 @@ def linear(
     (rows, _), (n, columns) = x.shape, weight.shape
     if rows > MAXIMUM_ROWS and n > 0 and config is None:
         return _many(x, weight, bias)
-    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    if rows == 0 or n == 0:
-        return out
     run = 4
     while weight.group and (weight.group // 64) % run:
         run //= 2
 
-    def launch(config: dict[str, Any]) -> None:
-        split = config["SPLIT_K"]
-        target = out if split == 1 else torch.empty(split, rows, n, dtype=torch.float32, device=x.device)
-        sparse24_kernel[(cdiv(n, 2 * config["BLOCK_N"]), split, rows)](
-            x, weight.values, weight.positions, weight.scale, weight.scale if weight.zero is None else weight.zero,
-            x if bias is None else bias, target, x.stride(0), rows, n, columns, weight.values.shape[0], weight.scale.shape[0],
-            GROUP=weight.group, RUN=run, ASYMMETRIC=weight.zero is not None, HAS_BIAS=bias is not None and split == 1,
+    def launch(config: Config, target: torch.Tensor, bias: torch.Tensor | None) -> None:
+        sparse24_kernel[(cdiv(n, 2 * config["BLOCK_N"]), config["SPLIT_K"], rows)](
+            x, *weight.operands, x if bias is None else bias, target,
+            x.stride(0), rows, n, columns, weight.values.shape[0], weight.scale.shape[0],
+            GROUP=weight.group, RUN=run, ASYMMETRIC=weight.zero is not None, HAS_BIAS=bias is not None,
             EVEN_K=columns % (config["TILES"] * COLUMNS) == 0, **config,
         )  # fmt: skip
-        if split > 1:
-            sum_parts(target, bias, out)
 
-    if config is None:
-        key = (weight.group, weight.zero is not None, n, columns, rows)
-        config = tuning.choose("sparse24_w4", key, x, configurations(weight), launch)
-    launch(config)
-    return out
+    key = (weight.group, weight.zero is not None, n, columns, rows)
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    return split_k("sparse24_w4", key, x, out, bias, [config] if config else configurations(weight), launch)
 
 
 def _many(x: torch.Tensor, weight: Sparse24Weight, bias: torch.Tensor | None) -> torch.Tensor:
     if not semi_structured.worth_timing(x.shape[0], weight.shape, x.dtype, x.device):
         return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
 
-    def launch(config: dict[str, Any]) -> torch.Tensor:
+    def launch(config: Config) -> torch.Tensor:
         multiply = semi_structured.linear if config["sparse"] else torch.nn.functional.linear
         return multiply(x, dequantize(weight, x.dtype), bias)
 

@@ -8,13 +8,14 @@ float8 needs compute capability 8.9; its sums leave the tensor core's accumulato
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from runtime.kernels.triton import tuning
-from runtime.kernels.triton.codes import row_major, sum_parts
+from runtime.kernels.triton.codes import row_major
 from runtime.kernels.triton.jit import cdiv, entry, next_power_of_2, tl
+from runtime.kernels.triton.split_k import split_k, widest_split
+from runtime.kernels.triton.tuning import Config
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -125,13 +126,11 @@ def w8a8_kernel(
     )
 
 
-def configurations(rows: int, shape: tuple[int, int]) -> list[dict[str, Any]]:
+def configurations(rows: int, shape: tuple[int, int]) -> list[Config]:
     """Launches worth trying for a weight `[N, K]`, the default first."""
     if rows <= 64:
         m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-        split = 1
-        while shape[0] // 64 * split < 256 and split * 256 <= shape[1]:
-            split *= 2
+        split = widest_split(shape[0] // 64, 256, shape[1] // 256)
         chosen = [(m, 64, 128, split, 4, 4), (m, 64, 256, split, 4, 3), (m, 128, 128, split, 4, 4), (m, 32, 256, split, 4, 3),
                   (m, 64, 128, 2 * split, 4, 4)]  # fmt: skip
     elif rows <= 512:
@@ -161,7 +160,7 @@ class ZeroPoints:
 
 def product(
     codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype,
-    bias: torch.Tensor | None = None, zeros: ZeroPoints | None = None, config: dict[str, Any] | None = None,
+    bias: torch.Tensor | None = None, zeros: ZeroPoints | None = None, config: Config | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Scaled product of codes: int8 or float8 `[M, K]` x `[N, K]` -> `[M, N]` in `dtype`.
 
@@ -169,30 +168,22 @@ def product(
     """
     zeros = zeros or ZeroPoints()
     (rows, columns), n = codes.shape, weight.shape[0]
-    out = torch.empty(rows, n, dtype=dtype, device=codes.device)
-    if rows == 0 or n == 0:
-        return out
     float8 = codes.dtype == FLOAT8
 
-    def launch(config: dict[str, Any]) -> None:
-        split = config["SPLIT_K"]
-        target = out if split == 1 else torch.empty(split, rows, n, dtype=torch.float32, device=codes.device)
+    def launch(config: Config, target: torch.Tensor, bias: torch.Tensor | None) -> None:
         blocks = cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"])
-        w8a8_kernel[(blocks, split)](
+        w8a8_kernel[(blocks, config["SPLIT_K"])](
             codes, weight, scale, weight_scale,
             *(scale if each is None else each for each in (zeros.inputs, zeros.weight, zeros.total, zeros.row_sum)),
             scale if bias is None else bias, target, rows, n, columns,
-            FLOAT=float8, X_ZERO=zeros.inputs is not None, W_ZERO=zeros.weight is not None, HAS_BIAS=bias is not None and split == 1,
+            FLOAT=float8, X_ZERO=zeros.inputs is not None, W_ZERO=zeros.weight is not None, HAS_BIAS=bias is not None,
             EVEN_K=columns % config["BLOCK_K"] == 0, **config,
         )  # fmt: skip
-        if split > 1:
-            sum_parts(target, bias, out)
 
-    if config is None:
-        key = (float8, n, columns, tuning.row_class(rows))
-        config = tuning.choose("w8a8", key, codes, configurations(rows, (n, columns)), launch)
-    launch(config)
-    return out
+    key = (float8, n, columns, tuning.row_class(rows))
+    out = torch.empty(rows, n, dtype=dtype, device=codes.device)
+    candidates = [config] if config else configurations(rows, (n, columns))
+    return split_k("w8a8", key, codes, out, bias, candidates, launch)
 
 
 def reference(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 from collections import Counter
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint.checkpoint import Checkpoint, read_json
+from runtime.checkpoint.locate import check_inside, reading, resolve
+from runtime.config.messages import did_you_mean
 from runtime.errors import ArtifactError, CompressError
 from runtime.system.self_hash import json_is_whole, page_is_whole
 
@@ -20,8 +21,6 @@ MANIFEST = "compress.json"
 REPORT = "report.html"
 SCHEMA_VERSION = 2
 SEALED = 2  # the first version whose manifest and report hold digests of themselves
-_CHUNK = 1 << 20
-_LONGEST_NAME = 255
 _SHOWN = 200  # characters of a message of Python's
 
 
@@ -37,8 +36,6 @@ class Artifact:
     """
 
     def __init__(self, path: str | Path, trust_remote_code: bool = False) -> None:
-        from runtime.checkpoint.locate import resolve
-
         directory = resolve(path, trust_remote_code)
         # The manifest first: an artifact of a newer version may have weights in a way this version cannot judge.
         self.manifest = _read_manifest(directory)
@@ -165,11 +162,9 @@ def compare_files(
         same = dict(zip(there, pool.map(is_as_listed, there), strict=True))
     different = [name for name, right in same.items() if not right]
     for name, is_whole in sealed.items():
-        try:
+        with reading(directory / name):
             if (directory / name).is_file() and not is_whole((directory / name).read_bytes()):
                 different.append(name)
-        except OSError as error:
-            raise ArtifactError(f"{directory / name} cannot be read: {error.strerror or error}") from error
     return {"missing": [name for name in names if name not in same], "content differs from its SHA-256": different}
 
 
@@ -179,15 +174,9 @@ def in_words(problems: Mapping[str, Sequence[str]]) -> str:
 
 
 def sha256(file: Path) -> str:
-    """SHA-256 (hex) of a file, read in pieces."""
-    digest = hashlib.sha256()
-    try:
-        with file.open("rb") as stream:
-            while chunk := stream.read(_CHUNK):
-                digest.update(chunk)
-    except OSError as error:
-        raise ArtifactError(f"{file} cannot be read: {error.strerror or error}") from error
-    return digest.hexdigest()
+    """SHA-256 (hex) of a file; ArtifactError where it cannot be read."""
+    with reading(file), file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _read_manifest(directory: Path) -> dict[str, Any] | None:
@@ -195,34 +184,35 @@ def _read_manifest(directory: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     manifest = read_json(file)
-    version = manifest.get("schema_version")
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise ArtifactError(f"{file}: schema_version must be an integer >= 1, not {version!r}")
-    if version > SCHEMA_VERSION:
-        writer = manifest.get("compress_version", "a newer version")
-        raise ArtifactError(
-            f"{file} has schema version {version} (written by compress {writer}), this runtime reads up to {SCHEMA_VERSION}: "
-            "install a newer version of compress"
-        )
-    for key in ("tensors", "files"):
-        if not isinstance(manifest.get(key), dict):
-            close = difflib.get_close_matches(key, manifest, n=1)
-            raise ArtifactError(f"{file} has no object {key!r}" + (f" (found {close[0]!r})" if close else ""))
+    check_manifest(file, manifest, SCHEMA_VERSION)
+    if not isinstance(manifest.get("tensors"), dict):
+        raise ArtifactError(f"{file} has no object 'tensors'{did_you_mean('tensors', manifest)}")
     for name, account in manifest["tensors"].items():
         if not isinstance(account, dict) or account.get("action") not in ("compressed", "copied", "dropped"):
             raise ArtifactError(f"{file}: tensor {name} needs an action: compressed, copied or dropped")
-    for name, expected in manifest["files"].items():
-        _check_listed(file, name, expected)
     return manifest
 
 
-def _check_listed(file: Path, name: str, expected: Any) -> None:
-    parts = name.replace("\\", "/").split("/")
-    if not name or name.startswith(("/", "\\")) or ".." in parts or ":" in name or "\0" in name:
-        raise ArtifactError(f"{file} lists {name!r}: files must lie inside the directory")
-    if any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in parts):
-        raise ArtifactError(f"{file} lists a file whose name is longer than names can be")
-    if not isinstance(expected, dict) or not isinstance(expected.get("bytes"), int):
-        raise ArtifactError(f"{file}: file {name} needs its size in bytes")
-    if not isinstance(expected.get("sha256"), str) or len(expected["sha256"]) != 64:
-        raise ArtifactError(f"{file}: file {name} needs a SHA-256 of 64 hexadecimal digits")
+def check_manifest(file: Path, manifest: Mapping[str, Any], newest: int) -> None:
+    """Check the version of a manifest and the files that it lists.
+
+    Raises:
+        ArtifactError: it is of a newer version; or it lists a file without size and SHA-256, or outside of the directory.
+    """
+    version = manifest.get("schema_version")
+    if type(version) is not int or version < 1:
+        raise ArtifactError(f"{file}: schema_version must be an integer >= 1, not {version!r}")
+    if version > newest:
+        writer = manifest.get("compress_version", "a newer version")
+        raise ArtifactError(
+            f"{file} has schema version {version} (written by compress {writer}), this runtime reads up to {newest}: "
+            "install a newer version of compress"
+        )
+    if not isinstance(manifest.get("files"), dict):
+        raise ArtifactError(f"{file} has no object 'files'{did_you_mean('files', manifest)}")
+    for name, entry in manifest["files"].items():
+        check_inside(name, str(file))
+        if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
+            raise ArtifactError(f"{file}: file {name} needs its size in bytes")
+        if not isinstance(entry.get("sha256"), str) or len(entry["sha256"]) != 64:
+            raise ArtifactError(f"{file}: file {name} needs a SHA-256 of 64 hexadecimal digits")

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import math
 from dataclasses import replace
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from runtime.checkpoint.headers import Header, TensorEntry, read_header
-from runtime.checkpoint.locate import resolve
+from runtime.checkpoint.locate import check_inside, reading, resolve
 from runtime.errors import ArtifactError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MAXIMUM_JSON_BYTES = 256_000_000
-_LONGEST_NAME = 255
 SAMPLE_BYTES = 64 * 1024
 SAMPLES = 16
 
@@ -74,14 +73,11 @@ class Checkpoint:
 
     def held_bytes(self, name: str) -> int:
         """Bytes of the tensor once it is read."""
-        return element_count(self.shape(name)) * self.dtype(name).itemsize
+        return math.prod(self.shape(name)) * self.dtype(name).itemsize
 
     def files(self) -> list[Path]:
         """The safetensors files, sorted by name."""
         return [self.path / name for name in self.headers]
-
-    def file_of(self, name: str) -> Path:
-        return self.entry(name).file
 
     # ---------------------------------------------------------------- content
     def get(self, name: str) -> torch.Tensor:
@@ -99,25 +95,17 @@ class Checkpoint:
         return self._read(replace(entry, shape=entry.shape[1:], offset=entry.offset + index * size, nbytes=size))
 
     def _read(self, entry: TensorEntry) -> torch.Tensor:
-        name = entry.name
         buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        try:
-            with entry.file.open("rb", buffering=0) as stream:
-                stream.seek(entry.offset)
-                done = 0
-                while done < entry.nbytes:
-                    count = stream.readinto(view[done:])
-                    if not count:
-                        raise ArtifactError(f"{entry.file} is truncated: it ended while tensor {name} was being read")
-                    done += count
-        except OSError as error:
-            raise ArtifactError(f"{entry.file} cannot be read: {error.strerror or error}") from error
-        return (
-            buffer.view(entry.dtype).reshape(entry.shape)
-            if entry.nbytes
-            else torch.empty(entry.shape, dtype=entry.dtype)
-        )
+        with reading(entry.file), entry.file.open("rb", buffering=0) as stream:
+            stream.seek(entry.offset)
+            done = 0
+            while done < entry.nbytes:
+                count = stream.readinto(view[done:])
+                if not count:
+                    raise ArtifactError(f"{entry.file} is truncated: it ended while tensor {entry.name} was being read")
+                done += count
+        return buffer.view(entry.dtype).reshape(entry.shape)
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) of config.json, all headers, all file sizes and up to 16 samples of 64 KiB of each file's data.
@@ -170,24 +158,12 @@ class Checkpoint:
         for tensor, name in index.items():
             if name in checked:
                 continue
-            self._check_inside(name, tensor)
+            check_inside(name, f"{self.path / INDEX}, tensor {tensor},")
             if not (self.path / name).exists():
                 raise ArtifactError(f"{self.path}: shard {name} is missing: the index names it for tensor {tensor}")
             self._check_regular(name)
             checked.add(name)
         return index
-
-    def _check_inside(self, name: str, tensor: str) -> None:
-        posix, windows = PurePosixPath(name), PureWindowsPath(name)
-        absolute = posix.is_absolute() or windows.is_absolute() or windows.drive
-        if any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in posix.parts):
-            raise ArtifactError(
-                f"{self.path / INDEX} names a file for tensor {tensor} that is longer than names can be"
-            )
-        if not name or absolute or ".." in posix.parts or ".." in windows.parts or "\0" in name:
-            raise ArtifactError(
-                f"{self.path / INDEX} names file {name!r} for tensor {tensor}: files must lie inside the directory"
-            )
 
     def _check_regular(self, name: str) -> None:
         # Hub caches are made of symlinks, so a link may leave the directory; what it points at must be a plain file.
@@ -227,25 +203,15 @@ class Checkpoint:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from disk, or ArtifactError."""
     try:
-        if file.exists() and not file.is_file():  # a pipe would be waited for
-            raise ArtifactError(f"{file} is no regular file")
-        if file.stat().st_size > MAXIMUM_JSON_BYTES:
-            raise ArtifactError(f"{file} is larger than {MAXIMUM_JSON_BYTES} bytes, which no such file is")
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArtifactError(f"{file} cannot be read: {error.strerror or error}") from error
+        with reading(file):
+            if file.stat().st_size > MAXIMUM_JSON_BYTES:
+                raise ArtifactError(f"{file} is larger than {MAXIMUM_JSON_BYTES} bytes, which no such file is")
+            content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{file} is no valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ArtifactError(f"{file} must hold a JSON object, it holds a {type(content).__name__}")
     return content
-
-
-def element_count(shape: Iterable[int]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
 
 
 def _feed(digest: Any, content: bytes) -> None:

@@ -18,22 +18,8 @@ _WEIGHTS = (
     ".gguf", ".ggml", ".npz", ".npy", ".ot", ".tflite", ".pdparams", ".nemo", ".mlmodel", ".engine", ".plan", ".index.json", ".index",
 )  # fmt: skip
 _CODE = (
-    ".py",
-    ".pyc",
-    ".pyi",
-    ".ipynb",
-    ".so",
-    ".dll",
-    ".dylib",
-    ".exe",
-    ".sh",
-    ".bat",
-    ".ps1",
-    ".js",
-    ".c",
-    ".cpp",
-    ".cu",
-)
+    ".py", ".pyc", ".pyi", ".ipynb", ".so", ".dll", ".dylib", ".exe", ".sh", ".bat", ".ps1", ".js", ".c", ".cpp", ".cu",
+)  # fmt: skip
 # What a run or an export writes itself, and what others say of how weights are compressed, which is another way in what is written.
 _OWN = (
     "config.json", "compress.json", "compress.log", "report.html", "recipe.yaml", "drafter.json", "export.json",

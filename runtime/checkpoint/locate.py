@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from runtime.errors import ArtifactError, first_line
@@ -17,6 +19,7 @@ HUB_PATTERNS = [
 _OWN = (".safetensors", ".json", ".model", ".spm", ".txt", ".jinja", ".tiktoken", ".yaml", ".py", ".bin", ".pt")
 _REPOSITORIES = ("models--", "datasets--", "spaces--")
 _SHOWN = 200  # characters of a path that a sentence repeats
+_LONGEST_NAME = 255  # bytes
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -44,6 +47,30 @@ def resolve(source: str | Path, trust_remote_code: bool = False) -> Path:
     if isinstance(source, str) and _HUB_ID.fullmatch(text) and not path.parent.is_dir():
         return _download(text, trust_remote_code)
     raise ArtifactError(f"{text} does not exist{_suggestion(path)}")
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Around whatever opens `file` and reads it.
+
+    Raises:
+        ArtifactError: it cannot be read, or is no regular file (a pipe would be waited for).
+    """
+    try:
+        if file.exists() and not file.is_file():
+            raise ArtifactError(f"{file} is no regular file")
+        yield
+    except OSError as error:
+        raise ArtifactError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def check_inside(name: str, where: str) -> None:
+    """ArtifactError where `name`, which `where` says of a file, leads out of the directory or cannot be one."""
+    parts = re.split(r"[/\\]", name)
+    if not parts[0] or ".." in parts or ":" in name or "\0" in name:
+        raise ArtifactError(f"{where} names file {name!r}: files must lie inside the directory")
+    if any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in parts):
+        raise ArtifactError(f"{where} names a file that is longer than names can be")
 
 
 def _refuse_links_out(directory: Path) -> None:

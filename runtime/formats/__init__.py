@@ -6,12 +6,12 @@ subclass. Other packages register either under the entry-point group `compress.f
 
 from __future__ import annotations
 
-import difflib
 import re
 from functools import cache
 
 import torch
 
+from runtime.config.messages import did_you_mean
 from runtime.errors import RequestError
 from runtime.formats import representation
 from runtime.formats.base import Format, OwnFormat
@@ -45,8 +45,7 @@ def names() -> list[str]:
 def get(name: str) -> Format:
     """The format called `name`; RequestError with the nearest name otherwise."""
     if name not in _formats():
-        near = difflib.get_close_matches(str(name), names(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, names())
         raise RequestError(f"unknown storage format {name!r}, known: {', '.join(names())}{hint}")
     return _formats()[name]
 

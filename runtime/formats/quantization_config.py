@@ -8,13 +8,13 @@ group and `value_counts` for formats whose size depends on the data.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime import formats
+from runtime.config.messages import did_you_mean
 from runtime.errors import ArtifactError, CompressError
 from runtime.formats.scheme import Scheme
 
@@ -177,8 +177,7 @@ def _entry(key: str, group: Any, default_format: Any) -> ModuleEntry:
     if name == "naive-quantized":  # what compressed-tensors calls the same layout without activations
         name = "float-quantized" if scheme.grid and scheme.grid.type == "float" else "int-quantized"
     if name not in formats.names():
-        near = difflib.get_close_matches(str(name), formats.names(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, formats.names())
         raise ArtifactError(f"{where} has format {name!r}, this runtime reads {', '.join(formats.names())}{hint}")
     return ModuleEntry(scheme, name)
 

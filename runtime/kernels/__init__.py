@@ -5,11 +5,11 @@ To add a kernel: write one file with a `Kernel` subclass and put it in `_KERNELS
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections import Counter
 from collections.abc import Iterable
 
+from runtime.config.messages import did_you_mean
 from runtime.errors import RequestError
 from runtime.kernels import tuning
 from runtime.kernels.base import CLASSES, Choice, Kernel, Layer, ShapeClass, shape_class
@@ -128,9 +128,8 @@ def _why_reference(layer: Layer) -> str:
 def _named(layer: Layer, name: str) -> Choice:
     same = [kernel for kernel in _KERNELS if kernel.name == name]
     if not same:
-        near = difflib.get_close_matches(str(name), [*MODES, *names()], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise RequestError(f"unknown kernel {name!r}, known: {', '.join([*MODES, *names()])}{hint}")
+        known = [*MODES, *names()]
+        raise RequestError(f"unknown kernel {name!r}, known: {', '.join(known)}{did_you_mean(name, known)}")
     reasons = [_why_not(kernel, layer) for kernel in same]
     if None not in reasons:
         raise RequestError(f"kernel {name} cannot compute this layer: {reasons[0]}")

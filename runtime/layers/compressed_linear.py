@@ -1,6 +1,4 @@
-"""`CompressedLinear`: an nn.Linear whose weight stays packed in memory and is computed with by a kernel of the
-table.
-"""
+"""`CompressedLinear` and `CompressedEmbedding`: layers whose weight stays packed in memory."""
 
 from __future__ import annotations
 
@@ -14,34 +12,21 @@ from torch import nn
 from runtime import formats
 from runtime import kernels as kernel_table
 from runtime.errors import ArtifactError, RequestError
-from runtime.formats.checks import check_tensor
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.kernels import Choice, Layer, tuning
 from runtime.layers.compressed_module import CompressedModule
 from runtime.modeling.linear_modules import sides
 
-# `CompressedEmbedding`: an nn.Embedding whose table stays packed; only the rows that are looked up are dequantized.
-
 
 class CompressedEmbedding(CompressedModule):
-    """`ids` int `[...]` -> `[..., embedding_dim]` in `dtype`, from a table `[num_embeddings, embedding_dim]` in any
-    format.
+    """`ids` int `[...]` -> `[..., embedding_dim]` in `dtype`, from a table `[num_embeddings, embedding_dim]` in any format.
+
+    Only the rows that are looked up are dequantized.
     """
 
     def __init__(self, entry: ModuleEntry, shape: tuple[int, int], dtype: torch.dtype, device: Any = "meta") -> None:
         super().__init__(entry, shape, dtype, device)
         self.num_embeddings, self.embedding_dim = self.shape
-
-    @classmethod
-    def from_tensors(
-        cls, entry: ModuleEntry, shape: tuple[int, int], tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
-    ) -> CompressedEmbedding:
-        """A table around stored tensors; ArtifactError when one is missing or does not fit."""
-        module = cls(entry, shape, dtype)
-        for name, spec in module._specs.items():
-            check_tensor(dict(tensors), name, spec, "")
-            module._buffers[name] = tensors[name]
-        return module
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.kernel is None:  # nobody has looked at the tensors yet
@@ -108,13 +93,6 @@ class CompressedLinear(CompressedModule):
         super().register_buffer(name, tensor, persistent)
 
     @classmethod
-    def from_spec(
-        cls, entry: ModuleEntry, shape: tuple[int, int], bias: bool, dtype: torch.dtype, device: Any = "meta"
-    ) -> CompressedLinear:
-        """An empty layer to load tensors into."""
-        return cls(entry, shape, bias, dtype, device)
-
-    @classmethod
     def from_tensors(
         cls,
         entry: ModuleEntry,
@@ -129,9 +107,7 @@ class CompressedLinear(CompressedModule):
             ArtifactError: a tensor is missing or does not fit.
         """
         module = cls(entry, shape, bias is not None, dtype)
-        for name, spec in module._specs.items():
-            check_tensor(dict(tensors), name, spec, "")
-            module._buffers[name] = tensors[name]
+        module.take(tensors)
         if bias is not None:
             module.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
         return module
@@ -283,9 +259,7 @@ def _compressed(name: str, old: nn.Module, entry: ModuleEntry) -> CompressedModu
     device = weight.device if isinstance(weight, torch.Tensor) else torch.device("meta")
     try:
         shape = sides(old)
-        if (
-            shape is not None
-        ):  # transformers' Conv1D stores the transposed matrix; the compressed one is always [out, in]
+        if shape is not None:  # also of transformers' Conv1D, which stores the transposed matrix
             return CompressedLinear(entry, shape, old.bias is not None, weight.dtype, device)  # type: ignore[union-attr]
         if isinstance(old, nn.Embedding) and type(old).forward is nn.Embedding.forward and old.max_norm is None:
             return CompressedEmbedding(entry, (old.num_embeddings, old.embedding_dim), old.weight.dtype, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,12 @@ class CompressedModule(nn.Module):
     def specs(entry: ModuleEntry, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Every tensor the module expects on disk (without the bias)."""
         return formats.get(entry.format).tensors(entry.scheme, shape, dtype, entry.count)
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make stored tensors (`Format.pack`'s) the module's; ArtifactError where one is missing or does not fit."""
+        for name, spec in self._specs.items():
+            check_tensor(dict(tensors), name, spec, "")
+            self._buffers[name] = tensors[name]
 
     @property
     def device(self) -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import math
 import re
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from runtime.checkpoint.checkpoint import Checkpoint, element_count
+from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.config.messages import did_you_mean
 from runtime.errors import ArtifactError
 from runtime.modeling.skeleton import find_stacks, set_tensor, tied_names
 from runtime.modeling.tensor_names import match_names, prediction_tensors, without_place
@@ -37,7 +38,7 @@ def main_dtype(checkpoint: Checkpoint) -> torch.dtype:
     for name in checkpoint.names():
         dtype = checkpoint.dtype(name)
         if dtype in FLOATS:
-            sizes[dtype] = sizes.get(dtype, 0) + element_count(checkpoint.shape(name))
+            sizes[dtype] = sizes.get(dtype, 0) + math.prod(checkpoint.shape(name))
     if not sizes:
         raise ArtifactError(f"{checkpoint.path} has no weights in float16, bfloat16 or float32")
     return max(sizes, key=lambda d: sizes[d])
@@ -77,8 +78,7 @@ class Filling:
                 f"{checkpoint.path}: tensor {first_name(missing)} is missing: {type(model).__name__} needs it"
             )
         if unexpected:
-            close = difflib.get_close_matches(unexpected[0], places, n=1)
-            hint = f" (nearest: {close[0]})" if close else ""
+            hint = did_you_mean(unexpected[0], places)
             raise ArtifactError(
                 f"{checkpoint.path}: {type(model).__name__} has no place for tensor {first_name(unexpected)}{hint}"
             )

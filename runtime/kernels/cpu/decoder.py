@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from runtime.kernels.cpu.library import Linear
+from runtime.kernels.cpu.library import Linear, fields
 
 PAGE = 64  # positions of a page of the KV cache (attention.h)
 SKIP_ATTENTION, SKIP_MLP = 1, 2  # of `Block.skip`
@@ -16,21 +16,9 @@ class Block(ctypes.Structure):
     """One layer: its weights (addresses; whoever fills it keeps the tensors alive) and its part of the cache."""
 
     _fields_ = (
-        ("query", Linear),
-        ("key", Linear),
-        ("value", Linear),
-        ("output", Linear),
-        ("gate", Linear),
-        ("up", Linear),
-        ("down", Linear),
-        ("input_norm", _p),
-        ("mlp_norm", _p),
-        ("query_norm", _p),
-        ("key_norm", _p),
-        ("keys", _p),
-        ("values", _p),
-        ("window", _i64),
-        ("skip", _i64),
+        *fields(Linear, "query", "key", "value", "output", "gate", "up", "down"),
+        *fields(_p, "input_norm", "mlp_norm", "query_norm", "key_norm", "keys", "values"),
+        *fields(_i64, "window", "skip"),
     )
 
 
@@ -38,20 +26,12 @@ class Decoder(ctypes.Structure):
     """The whole model but the embedding."""
 
     _fields_ = (
-        ("layers", _i64),
-        ("hidden", _i64),
-        ("intermediate", _i64),
-        ("heads", _i64),
-        ("kv_heads", _i64),
-        ("head_dim", _i64),
-        ("rotary", _i64),
-        ("cache_type", _i32),
-        ("digits", _i32),
-        ("eps", _f32),
-        ("scale", _f32),
-        ("blocks", ctypes.POINTER(Block)),
-        ("final_norm", _p),
-        ("head", Linear),
+        *fields(_i64, "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "rotary"),
+        *fields(_i32, "cache_type", "digits"),
+        *fields(_f32, "eps", "scale"),
+        *fields(ctypes.POINTER(Block), "blocks"),
+        *fields(_p, "final_norm"),
+        *fields(Linear, "head"),
     )
 
 
@@ -59,24 +39,23 @@ class Step(ctypes.Structure):
     """Some tokens of some sequences, through all layers."""
 
     _fields_ = (
-        ("rows", _i64),
-        ("outputs", _i64),
-        ("pages_stride", _i64),
-        ("first", _i64),
-        ("last", _i64),
-        ("x", _p),
-        ("sequence", _p),
-        ("position", _p),
-        ("slot", _p),
-        ("base", _p),
-        ("path", _p),
-        ("slots", _p),
-        ("pages", _p),
-        ("cosine", _p),
-        ("sine", _p),
-        ("output", _p),
-        ("logits", _p),
-        ("record", _p),
-        ("memory", _p),
-        ("decoder", ctypes.POINTER(Decoder)),
+        *fields(_i64, "rows", "outputs", "pages_stride", "first", "last"),
+        *fields(
+            _p,
+            "x",
+            "sequence",
+            "position",
+            "slot",
+            "base",
+            "path",
+            "slots",
+            "pages",
+            "cosine",
+            "sine",
+            "output",
+            "logits",
+            "record",
+            "memory",
+        ),
+        *fields(ctypes.POINTER(Decoder), "decoder"),
     )

@@ -1,9 +1,8 @@
 """4-bit weights on a CPU through torch's own int4 kernel (`_weight_int4pack_mm_for_cpu`), bfloat16 activations.
 
-The kernel wins while the weight's bytes are what takes time; from `FEW_ROWS` rows on, slices of the weight are
-dequantized and multiplied by the dense kernel instead. Both read one copy of the weight: torch's layout stores blocks
-of 16, 32 or 64 rows (it depends on the vector unit), column by column, two codes a byte. Which row each nibble holds
-is learned from torch itself by packing numbered matrices, so nothing here assumes an instruction set.
+The kernel wins while the weight's bytes are what takes time; above `FEW_ROWS` rows the weight is dequantized for the
+dense product. Torch's layout stores blocks of 16, 32 or 64 rows (it depends on the vector unit), column by column, two
+codes a byte. Packing numbered matrices tells which row each nibble holds, so nothing here assumes an instruction set.
 """
 
 from __future__ import annotations
@@ -17,12 +16,10 @@ from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Kernel, Layer
 
 # Measured on x86 with AVX-512 (one thread, 2048 x 2048, group 128): torch's kernel takes 0.2 ms at 1 row and 0.1 more a
-# row. Dequantizing and multiplying takes 4 ms where nothing else uses the caches, 10 to 15 on a busy machine, so the two
-# meet between 40 and 100 rows.
+# row, dequantizing and multiplying 4 ms.
 FEW_ROWS = 32
 GROUPS = (256, 128, 64, 32)  # what torch's kernel takes
 _BLOCK = 64  # rows are padded to this, a multiple of every block size
-_SLICE = 1 << 18  # weights dequantized at once: half a megabyte, so that they stay in the cache
 
 
 class Int4Cpu(Kernel):
@@ -74,11 +71,11 @@ class Int4Cpu(Kernel):
         assert order is not None
         packed, block = tensors["weight"], order.numel()
         wide = packed.shape[1] * 2
-        nibbles = packed.view(-1, wide, block // 2)
-        codes = torch.empty(nibbles.shape[0], block, wide, dtype=torch.int8)
-        codes[:, order[0::2]] = (nibbles & 15).view(torch.int8).transpose(1, 2)
-        codes[:, order[1::2]] = (nibbles >> 4).view(torch.int8).transpose(1, 2)
-        values = codes.view(-1, wide)[:rows, :columns] - 8
+        nibbles = packed.view(-1, wide, block // 2).transpose(1, 2).contiguous()
+        codes = torch.empty(nibbles.shape[0], block, wide, dtype=torch.uint8)
+        codes[:, order[0::2]] = nibbles & 15
+        codes[:, order[1::2]] = nibbles >> 4
+        values = codes.view(-1, wide)[:rows, :columns].view(torch.int8) - 8
         scale = tensors.get("scale")
         if scale is None:
             step = layer.group // _group(layer)
@@ -87,54 +84,16 @@ class Int4Cpu(Kernel):
         return CompressedWeight(values.contiguous(), scale, zero, mask, layer.entry.scheme, layer.dtype)
 
     def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
-        packed, group = tensors["weight"], _group(layer)
-        if packed.shape[1] * 2 != x.shape[1]:
-            x = torch.nn.functional.pad(x, (0, packed.shape[1] * 2 - x.shape[1]))
-        if x.shape[0] <= FEW_ROWS:
-            scales = tensors["scales_and_zeros"]
-            y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), packed, group, scales)
-        else:
-            y = self._dense(x, tensors, layer)
+        if x.shape[0] > FEW_ROWS:
+            return self.multiply_dense(x, tensors, layer, bias)
+        packed = tensors["weight"]
+        x = torch.nn.functional.pad(x, (0, packed.shape[1] * 2 - x.shape[1])).contiguous()
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, _group(layer), tensors["scales_and_zeros"])
         y = y[:, : layer.shape[0]]
         return y.contiguous() if bias is None else y + bias
 
     def path(self, rows: int) -> str:
-        return "torch int4 matmul" if rows <= FEW_ROWS else "dequantize slices + dense matmul"
-
-    def _dense(self, x: torch.Tensor, tensors: Tensors, layer: Layer) -> torch.Tensor:
-        """`(q - 8 - zero_point) * scale` in bfloat16, rounded like the reference, some blocks of rows at a time."""
-        order, group = _row_order(), _group(layer)
-        assert order is not None
-        packed, block = tensors["weight"], order.numel()
-        wide, half = packed.shape[1] * 2, block // 2
-        nibbles = packed.view(-1, wide, half)
-        # Where each row of a block is among its low nibbles followed by its high ones.
-        place = torch.cat([order[0::2], order[1::2]]).argsort()
-        straight = torch.equal(place, torch.arange(block))
-        grid = (wide // group, -1, block)
-        scales = (
-            tensors["scales_and_zeros"][..., 0].view(grid).transpose(0, 1).unsqueeze(2)
-        )  # [blocks, groups, 1, block]
-        zeros = None
-        if "zero_point" in tensors:
-            spread = torch.zeros(wide // group, nibbles.shape[0] * block, dtype=torch.bfloat16)
-            spread[:, : layer.shape[0]] = _per_group(tensors["zero_point"], layer, group).t()
-            zeros = spread.view(grid).transpose(0, 1).unsqueeze(2).contiguous()
-        step = max(1, _SLICE // (wide * block))
-        out = torch.empty(x.shape[0], nibbles.shape[0] * block, dtype=torch.bfloat16)
-        for start in range(0, nibbles.shape[0], step):
-            part = nibbles[start : start + step]
-            codes = torch.cat([part & 15, part >> 4], dim=-1).view(torch.int8).sub_(8)
-            if not straight:
-                codes = codes[..., place]
-            grouped = codes.view(part.shape[0], wide // group, group, block)
-            if zeros is not None:
-                dense = (grouped - zeros[start : start + step]).mul_(scales[start : start + step])
-            else:
-                dense = grouped * scales[start : start + step]
-            dense = dense.view(-1, wide, block).transpose(0, 1).reshape(wide, -1)
-            torch.mm(x, dense, out=out[:, start * block : start * block + dense.shape[1]])
-        return out
+        return "torch int4 matmul" if rows <= FEW_ROWS else "dequantize + dense matmul"
 
 
 def _group(layer: Layer) -> int:

@@ -11,7 +11,6 @@ from runtime.kernels.base import Kernel, Layer
 # Measured on x86 with AVX-512 (CPU time of one thread on a busy machine, 2048 x 2048): torch's kernel takes 0.3 ms at
 # 1 row, 0.9 at 8, 1.5 at 16 (groups of 128: 0.5 and 1.5 at 1 and 8); dequantizing and multiplying 3 to 5 up to 64.
 FEW_ROWS = 16
-_SLICE = 1 << 18  # weights dequantized at once: half a megabyte, so that they stay in the cache
 
 
 class Int8Cpu(Kernel):
@@ -59,7 +58,7 @@ class Int8Cpu(Kernel):
     def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         width = tensors["weight"].shape[2]
         if x.shape[0] > FEW_ROWS or width % 64:
-            return _dense(x, tensors, bias)
+            return self.multiply_dense(x, tensors, layer, bias)
         scale, zero = tensors["scale"].to(torch.bfloat16), tensors.get("zero_point")
         groups, rows = scale.shape
         parts = x.view(-1, groups, width)
@@ -74,24 +73,7 @@ class Int8Cpu(Kernel):
         return y.to(x.dtype)
 
     def path(self, rows: int) -> str:
-        return "torch int8 matmul" if rows <= FEW_ROWS else "dequantize slices + dense matmul"
-
-
-def _dense(x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
-    """Dequantize like the reference, some rows of the weight at a time, and multiply."""
-    groups, rows, width = tensors["weight"].shape
-    scale, zero = tensors["scale"].t().unsqueeze(-1), tensors.get("zero_point")
-    if zero is not None:
-        zero = zero.expand(rows, groups).unsqueeze(-1).to(scale.dtype)
-    out = torch.empty(x.shape[0], rows, dtype=x.dtype)
-    step = max(1, _SLICE // (groups * width))
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        codes = tensors["weight"][:, part].transpose(0, 1)
-        dense = (codes if zero is None else codes - zero[part]) * scale[part]
-        dense = dense.reshape(-1, groups * width).to(x.dtype)
-        out[:, part] = torch.nn.functional.linear(x, dense, None if bias is None else bias[part])
-    return out
+        return "torch int8 matmul" if rows <= FEW_ROWS else "dequantize + dense matmul"
 
 
 def _width(layer: Layer) -> int:

@@ -9,6 +9,7 @@ import platform
 import threading
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,22 +77,18 @@ _X86 = {
 }
 
 
+def fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    """Fields of one type that stand one after the other in a structure."""
+    return [(name, kind) for name in names]
+
+
 class Linear(ctypes.Structure):
     """`Linear` of linear.h."""
 
     _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("scale_type", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("share", ctypes.c_int32),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("groups", ctypes.c_int64),
-        ("weight", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("zero", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
+        *fields(ctypes.c_int32, "kind", "scale_type", "group", "share"),
+        *fields(ctypes.c_int64, "rows", "columns", "groups"),
+        *fields(ctypes.c_void_p, "weight", "scale", "zero", "sums", "bias"),
     )
 
 
@@ -113,20 +110,19 @@ def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
     library = native.library(SOURCE, tuple(("-ffp-contract=off", *tuning) for tuning in tunings))
     if library is None:
         return None
-    library.isa_name.restype = ctypes.c_char_p
-    library.linear_memory.restype = ctypes.c_int64
-    library.linear_memory.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
     p, i, q = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    library.linear_run.restype = None
-    library.linear_run.argtypes = [p, p, i, q, p, i, i, p, i]
-    library.linear_dequantize.restype = None
-    library.linear_dequantize.argtypes = [p, q, q, p, i, i]
-    library.decoder_memory.restype = q
-    library.decoder_memory.argtypes = [p, q]
-    library.decoder_step.restype = None
-    library.decoder_step.argtypes = [p, i]
-    library.decoder_copy.restype = None
-    library.decoder_copy.argtypes = [p, p, q, p, p]
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "isa_name": (ctypes.c_char_p, []),
+        "linear_memory": (q, [p, q, i]),
+        "linear_run": (None, [p, p, i, q, p, i, i, p, i]),
+        "linear_dequantize": (None, [p, q, q, p, i, i]),
+        "decoder_memory": (q, [p, q]),
+        "decoder_step": (None, [p, i]),
+        "decoder_copy": (None, [p, p, q, p, p]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     functions = openmp()
     if functions is not None:
         library.set_pool(*functions)

@@ -20,7 +20,7 @@ import torch
 
 from runtime.kernels.triton import jit, signature
 from runtime.kernels.triton.cubins import Cubin, read_cubin, read_index, runs_on
-from runtime.kernels.triton.driver import CudaDriver, Driver
+from runtime.kernels.triton.driver import CudaDriver
 from runtime.kernels.triton.signature import Variant
 
 _log = logging.getLogger("compress.kernels")
@@ -34,7 +34,7 @@ class Loaded:
         missed: launches that found nothing.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         self.driver = driver
         self.answers: dict[tuple[torch.device, Hashable], str | None] = {}
         self.missed: set[Variant] = set()
@@ -42,7 +42,6 @@ class Loaded:
         self._offered: dict[tuple[int, str], dict[Variant, tuple[Cubin, bytes]]] = {}  # by capability and kernel
         self._found: dict[tuple[int, Variant], tuple[Cubin, bytes] | None] = {}
         self._functions: dict[tuple[int, str, str], int] = {}
-        self._capabilities: dict[int, int] = {}
 
     def add(self, capability: int, cubins: Sequence[tuple[Cubin, bytes]]) -> None:
         """Offer cubins to GPUs of this compute capability."""
@@ -55,18 +54,18 @@ class Loaded:
 
     def offers(self, device: int) -> bool:
         """Whether there is anything for this device."""
-        return any(capability == self._capability(device) for capability, _ in self._offered)
+        return any(capability == self.driver.capability(device) for capability, _ in self._offered)
 
     def find(self, device: int, call: Variant) -> tuple[Cubin, bytes] | None:
         """The cubin that assumes most, of those that are right for this launch."""
         if (device, call) not in self._found:
-            offered = self._offered.get((self._capability(device), call.kernel), {})
+            offered = self._offered.get((self.driver.capability(device), call.kernel), {})
             fitting = [pair for variant, pair in offered.items() if variant.serves(call)]
             self._found[device, call] = max(fitting, key=lambda pair: pair[0].variant.assumptions, default=None)
         return self._found[device, call]
 
     def launch(self, kernel: jit.Entry, grid: Sequence[int], arguments: dict[str, Any]) -> bool:
-        """As `jit.Launcher`."""
+        """Launch it, or return False where there is no cubin for it; see `jit.Entry.launcher`."""
         first = next((value for value in arguments.values() if isinstance(value, torch.Tensor)), None)
         if first is None or first.device.type != self.driver.device_type:
             return False
@@ -91,11 +90,6 @@ class Loaded:
                 self._functions[key] = self.driver.load(device, data, cubin.symbol, cubin.shared, cubin.threads)
             return self._functions[key]
 
-    def _capability(self, device: int) -> int:
-        if device not in self._capabilities:
-            self._capabilities[device] = self.driver.capability(device)
-        return self._capabilities[device]
-
     def _complain(self, device: int, call: Variant) -> None:
         if call in self.missed or not self.offers(device):
             return
@@ -107,7 +101,7 @@ class Loaded:
 _loaded: Loaded | None = None
 
 
-def offer(directory: Path, device: torch.device, driver: Driver | None = None) -> int:
+def offer(directory: Path, device: torch.device, driver: CudaDriver | None = None) -> int:
     """Let launches on `device` use the kernels in `directory`, if it has any; returns how many fit.
 
     Kernels whose sources differ from this runtime's are not used, and the log says so.
@@ -144,7 +138,7 @@ def offer(directory: Path, device: torch.device, driver: Driver | None = None) -
             directory, ", ".join(stale),
         )  # fmt: skip
     _loaded.add(capability, usable)
-    jit.Entry.launcher = _loaded
+    jit.Entry.launcher = _loaded.launch
     return len(usable)
 
 

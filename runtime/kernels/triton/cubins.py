@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint.checkpoint import read_json
+from runtime.checkpoint.locate import reading
 from runtime.errors import ArtifactError
 from runtime.kernels.triton.signature import Variant
 
@@ -84,10 +85,8 @@ def read_index(directory: Path) -> list[Cubin]:
 def read_cubin(directory: Path, cubin: Cubin) -> bytes:
     """Content of the file; ArtifactError unless it is what the index says."""
     file = directory / FOLDER / cubin.file
-    try:
+    with reading(file):
         data = file.read_bytes()
-    except OSError as error:
-        raise ArtifactError(f"{file} cannot be read: {error.strerror or error}") from error
     if hashlib.sha256(data).hexdigest() != cubin.sha256:
         raise ArtifactError(f"{file} is corrupt: its content differs from the SHA-256 in {INDEX}")
     return data

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,42 +24,14 @@ _MOST_THREADS = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
 _OPT_IN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
 
-class Driver(Protocol):
-    """What launches.
-
-    Attributes:
-        device_type: of the tensors it can take.
-    """
-
-    device_type: str
-
-    def capability(self, device: int) -> int:
-        """Compute capability, such as 90."""
-
-    def current(self) -> tuple[int, int]:
-        """Device and stream that torch computes on now."""
-
-    def load(self, device: int, cubin: bytes, name: str, shared: int, threads: int) -> Handle:
-        """The function `name` of a cubin, for launches with so much dynamic shared memory and so many threads."""
-
-    def launch(
-        self,
-        device: int,
-        function: Handle,
-        grid: Sequence[int],
-        threads: int,
-        shared: int,
-        stream: int,
-        slots: bytearray,
-    ) -> None:
-        """Launch it. `slots`: the arguments, each at the beginning of eight bytes."""
-
-
 class CudaDriver:
     """The driver of the machine.
 
     Args:
         library: file of the driver library.
+
+    Attributes:
+        device_type: of the tensors that it can take.
 
     Raises:
         CompressError: there is none.
@@ -79,14 +51,17 @@ class CudaDriver:
         self._modules: list[ctypes.c_void_p] = []  # never unloaded: graphs may hold their functions
 
     def capability(self, device: int) -> int:
+        """Compute capability, such as 90."""
         major, minor = torch.cuda.get_device_capability(device)
         return 10 * major + minor
 
     def current(self) -> tuple[int, int]:
+        """Device and stream that torch computes on now."""
         device = torch.cuda.current_device()
         return device, torch.cuda.current_stream(device).cuda_stream
 
     def load(self, device: int, cubin: bytes, name: str, shared: int, threads: int) -> Handle:
+        """The function `name` of a cubin, for launches with so much dynamic shared memory and so many threads."""
         self._enter(device)
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(cubin))
@@ -115,6 +90,7 @@ class CudaDriver:
         stream: int,
         slots: bytearray,
     ) -> None:
+        """Launch it. `slots`: the arguments, each at the beginning of eight bytes."""
         self._enter(device)
         count = len(slots) // 8
         values = (ctypes.c_uint64 * count).from_buffer(slots)

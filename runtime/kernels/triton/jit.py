@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
 from textwrap import dedent
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from runtime.errors import CompressError
 
@@ -40,13 +40,6 @@ _recorder: ContextVar[list[Launch] | None] = ContextVar("launches", default=None
 
 class MissingKernelError(CompressError):
     """No triton here, and no kernel compiled ahead for this launch."""
-
-
-class Launcher(Protocol):
-    """What may take a launch before triton is asked."""
-
-    def launch(self, kernel: Entry, grid: Sequence[int], arguments: dict[str, Any]) -> bool:
-        """Launch it, or return False."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +67,10 @@ class Entry:
         ahead: whether exports compile it (its file is in MODULES).
         jitted: triton's function; None without triton.
         parameters: {name: whether it is a constant}, in order.
+        launcher: launches a kernel on a grid with arguments before triton is asked, or returns False.
     """
 
-    launcher: ClassVar[Launcher | None] = None
+    launcher: ClassVar[Callable[[Entry, Sequence[int], dict[str, Any]], bool] | None] = None
     known: ClassVar[dict[str, Entry]] = {}
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -99,7 +93,7 @@ class Entry:
             recorder.append(Launch(self, self._named(args, options), grid))
             return
         launcher = Entry.launcher
-        if launcher is not None and launcher.launch(self, grid, self._named(args, options)):
+        if launcher is not None and launcher(self, grid, self._named(args, options)):
             return
         if self.jitted is None:
             raise MissingKernelError(

@@ -211,7 +211,7 @@ def test_choose_says_why_nothing_fits(scheme, shape, words):
 
 
 def test_get_names_the_nearest():
-    with pytest.raises(RequestError, match="did you mean sparse24"):
+    with pytest.raises(RequestError, match="sparse24"):
         formats.get("sparse_24")
 
 

@@ -154,7 +154,7 @@ G = "config_groups/group_0"
         ("config_groups", {}, "no config_groups"),
         ("config_groups", [], "no config_groups"),
         ("format", "nvfp4-pack-quantized", "nvfp4-pack-quantized"),
-        ("format", "pack-quantised", "did you mean pack-quantized"),
+        ("format", "pack-quantised", "pack-quantized"),
         ("ignore", "lm_head", "ignore is not a list"),
         (G, "W4A16", "group_0 is not an object"),
         (f"{G}/targets", None, "targets is not a list"),

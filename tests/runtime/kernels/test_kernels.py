@@ -103,15 +103,6 @@ def test_int4_many_rows_round_like_the_reference():
         assert torch.equal(layer(identity).t(), weight.dequantize())
 
 
-def test_int4_slices_join_seamlessly(monkeypatch):
-    layer, _ = layer_of(int_scheme(4, False, 32), (250, 96))
-    layer.prepare("int4-cpu")
-    x = torch.randn(70, 96).to(torch.bfloat16)
-    whole = layer(x)
-    monkeypatch.setattr(int4, "_SLICE", 1)
-    torch.testing.assert_close(layer(x), whole, rtol=1e-2, atol=1e-2)
-
-
 def test_int4_keeps_about_four_bits_a_weight_in_memory():
     layer, _ = layer_of(int_scheme(4, group=128), (256, 1024), bias=False)
     layer.prepare("int4-cpu")

@@ -51,7 +51,7 @@ def test_state_dict_is_what_is_on_disk_whatever_the_kernel(scheme, wanted):
     assert set(after) == set(before)
     for key, value in before.items():
         assert torch.equal(after[key].view(torch.uint8), value.view(torch.uint8)), key
-    fresh = CompressedLinear.from_spec(layer.entry, layer.shape, True, torch.bfloat16, "cpu")
+    fresh = CompressedLinear(layer.entry, layer.shape, True, torch.bfloat16, "cpu")
     fresh.load_state_dict(after)
     assert torch.equal(fresh.dequantize(), weight.dequantize())
     # and into a module that a kernel has prepared already
@@ -111,7 +111,7 @@ def test_copies_are_independent():
 def test_meta_layers_have_the_tensors_of_the_format():
     for scheme in SCHEMES:
         entry, tensors, _ = packed(scheme, (48, 128))
-        layer = CompressedLinear.from_spec(entry, (48, 128), False, torch.bfloat16)
+        layer = CompressedLinear(entry, (48, 128), False, torch.bfloat16)
         state = layer.state_dict()
         assert {k: (v.shape, v.dtype) for k, v in state.items()} == {k: (v.shape, v.dtype) for k, v in tensors.items()}
         assert all(v.is_meta for v in state.values())
@@ -151,7 +151,8 @@ def test_embedding_looks_rows_up(scheme, dtype):
     if scheme.activations is not None:
         scheme = Scheme(scheme.weights)
     entry, tensors, weight = packed(scheme, (37, 64), dtype)
-    table = CompressedEmbedding.from_tensors(entry, (37, 64), tensors, dtype)
+    table = CompressedEmbedding(entry, (37, 64), dtype)
+    table.take(tensors)
     ids = torch.tensor([[0, 36, 5], [5, 5, 0]])
     for _ in range(2):
         assert torch.equal(table(ids), weight.dequantize()[ids])

@@ -16,13 +16,14 @@ from runtime.formats.scheme import GridScheme, Scheme
 from runtime.kernels.base import Layer
 from runtime.kernels.triton import jit
 from runtime.kernels.triton.base import ROWS
+from runtime.kernels.triton.driver import CudaDriver
 from runtime.kernels.triton.linear import W4A16Triton
 from runtime.kernels.triton.signature import Variant, of
 
 CPU = torch.device("cpu")
 
 
-class FakeDriver:
+class FakeDriver(CudaDriver):
     """Tensors on the CPU count as the GPU's."""
 
     device_type = "cpu"

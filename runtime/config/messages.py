@@ -92,6 +92,9 @@ def choices_of(kind: Any) -> list[str]:
     return [str(choice) for part in parts if get_origin(part) is Literal for choice in get_args(part)]
 
 
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
 def _length(metadata: list[Any]) -> str:
     """ "2 or more " of a list that must have so many."""
     flat = _flatten(metadata)
@@ -103,26 +106,14 @@ def _length(metadata: list[Any]) -> str:
 
 
 def _bounds(metadata: list[Any]) -> str:
-    low: tuple[Any, str] | None = None
-    high: tuple[Any, str] | None = None
-    odd = False
-    for item in _flatten(metadata):
-        if isinstance(item, annotated_types.Ge):
-            low = (item.ge, "at least")
-        elif isinstance(item, annotated_types.Gt):
-            low = (item.gt, "above")
-        elif isinstance(item, annotated_types.Le):
-            high = (item.le, "at most")
-        elif isinstance(item, annotated_types.Lt):
-            high = (item.lt, "below")
-        elif isinstance(item, annotated_types.Predicate):
-            odd = True
-    words = [f"{word} {value}" for word, value in ((b[1], b[0]) for b in (low, high) if b)]
-    if low and high and (low[1], high[1]) == ("at least", "at most"):
-        words = [f"between {low[0]} and {high[0]}"]
-    return "".join(
-        f" {'and ' if index else ''}{word}" for index, word in enumerate([*words, *(["odd"] if odd else [])])
-    )
+    flat = _flatten(metadata)
+    found = {word: getattr(item, name) for name, word in _BOUNDS.items() for item in flat if hasattr(item, name)}
+    words = [f"{word} {value}" for word, value in found.items()]
+    if found.keys() == {"at least", "at most"}:
+        words = [f"between {found['at least']} and {found['at most']}"]
+    if any(isinstance(item, annotated_types.Predicate) for item in flat):
+        words.append("odd")
+    return f" {' and '.join(words)}" if words else ""
 
 
 def _flatten(metadata: Iterable[Any]) -> list[Any]:

@@ -11,9 +11,17 @@ from dataclasses import replace
 import torch
 
 from runtime.errors import ArtifactError, CompressError, RequestError
-from runtime.formats.bitpack import pack_columns, packed_words, unpack_columns
-from runtime.formats.checks import check_tensor, check_weight, join
-from runtime.formats.float8 import FLOAT8
+from runtime.formats.bitpack import (
+    pack_columns,
+    pack_rows,
+    pack_stream,
+    packed_words,
+    unpack_columns,
+    unpack_rows,
+    unpack_stream,
+)  # fmt: skip
+from runtime.formats.checks import check_tensor, check_weight, expand_groups, join, why_not_weights
+from runtime.formats.float8 import FLOAT8, indexable
 from runtime.formats.grid import GridScheme, scale_dtype
 from runtime.formats.representation import Representation, Shape, Tensors, TensorSpec
 from runtime.formats.scheme import CompressedWeight, Scheme
@@ -229,6 +237,50 @@ class GridFormat(Format):
         return {name: _rows_of(tensors[name], rows) for name in names if name in tensors}
 
 
+class SparseFormat(GridFormat):
+    """A format of pruned weights: the tensor `positions`, and the kept values in `weight_packed` (codes) or `weight_values` (floats)."""
+
+    def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
+        reason = why_not_weights(scheme, shape) or self.why_not_pattern(scheme, shape)
+        if reason is None and scheme.activations is not None:
+            reason = "weights with quantized activations are stored dense"
+        return reason
+
+    @abstractmethod
+    def why_not_pattern(self, scheme: Scheme, shape: Shape) -> str | None:
+        """The reason the zeros do not fit, if there is one."""
+
+    def value_specs(self, scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """The tensor of kept values `shape`: rows of codes, or one stream of them, are packed."""
+        if scheme.grid is not None and scheme.grid.type == "int":
+            words = (*shape[:-1], packed_words(shape[-1], scheme.grid.bits))
+            return {"weight_packed": TensorSpec(words, torch.int32)}
+        return {"weight_values": TensorSpec(shape, dtype if scheme.weights is None else FLOAT8)}
+
+    def pack_values(self, values: torch.Tensor, scheme: Scheme) -> Tensors:
+        """Lay out kept values `[rows, n]` or `[count]`."""
+        if scheme.grid is None or scheme.grid.type != "int":
+            return {"weight_values": values}
+        pack = pack_stream if values.dim() == 1 else pack_rows
+        return {"weight_packed": pack(values, scheme.grid.bits)}
+
+    def unpack_values(self, tensors: Tensors, scheme: Scheme, count: int) -> torch.Tensor:
+        """Inverse of `pack_values`; `count` values a row, or in all."""
+        packed = tensors.get("weight_packed")
+        if packed is None:
+            return tensors["weight_values"]
+        assert scheme.grid is not None
+        unpack = unpack_stream if packed.dim() == 1 else unpack_rows
+        return unpack(packed, scheme.grid.bits, count)
+
+    def pruned(self, kept: torch.Tensor, scheme: Scheme, shape: Shape, zero: torch.Tensor | None) -> torch.Tensor:
+        """A matrix like the `kept` values in which every weight is pruned: the code of zero everywhere."""
+        values = torch.zeros(shape, dtype=kept.dtype, device=kept.device)
+        if zero is not None:
+            values.copy_(expand_groups(zero, scheme.grid, shape[1]).expand(shape))
+        return values
+
+
 class OwnFormat(Format):
     """The tensors that a representation brings itself; the format has its name."""
 
@@ -296,6 +348,4 @@ def _on_cpu(weight: CompressedWeight) -> CompressedWeight:
 
 
 def _rows_of(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    if matrix.dtype == FLOAT8:  # has no index_select on every device; its bytes do
-        return matrix.view(torch.uint8)[rows].view(FLOAT8)
-    return matrix[rows]
+    return indexable(matrix)[rows].view(matrix.dtype)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 
 from runtime.errors import ArtifactError
-from runtime.formats.base import GridFormat
-from runtime.formats.bitpack import gather_stream, pack_stream, packed_words, unpack_stream
-from runtime.formats.checks import expand_groups, join, kept, why_not_weights
-from runtime.formats.float8 import FLOAT8
+from runtime.formats.base import SparseFormat
+from runtime.formats.bitpack import gather_stream, pack_stream
+from runtime.formats.checks import join, kept
+from runtime.formats.float8 import indexable
 from runtime.formats.representation import Shape, Tensors, TensorSpec
 from runtime.formats.scheme import CompressedWeight, Scheme
 
 
-class Bitmap(GridFormat):
+class Bitmap(SparseFormat):
     """`weight_bitmap` uint8 `[out, ceil(in / 8)]` (bit `i` of byte `j` is column `8j + i`), `weight_row_offsets`
     int64 `[out + 1]` (where each row's values start), `weight_shape`, and the `count` kept values: `weight_packed`
     int32 `[ceil(count * bits / 32)]` (one bit stream) or `weight_values` `[count]` for floats. Scales stay per group
@@ -26,15 +26,8 @@ class Bitmap(GridFormat):
     name = "bitmap"
     positions = "weight_bitmap"
 
-    def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
-        reason = why_not_weights(scheme, shape)
-        if reason is not None:
-            return reason
-        if scheme.sparsity is None:
-            return "it stores sparse weights only"
-        if scheme.activations is not None:
-            return "weights with quantized activations are stored dense"
-        return None
+    def why_not_pattern(self, scheme: Scheme, shape: Shape) -> str | None:
+        return "it stores sparse weights only" if scheme.sparsity is None else None
 
     def mask(self, tensors: Tensors, columns: int) -> torch.Tensor | None:
         bitmap = tensors.get(self.positions)
@@ -64,8 +57,7 @@ class Bitmap(GridFormat):
             out["weight_packed"] = pack_stream(gather_stream(tensors["weight_packed"], bits, index), bits)
         else:
             values = tensors["weight_values"]
-            picked = values.view(torch.uint8)[index].view(FLOAT8) if values.dtype == FLOAT8 else values[index]
-            out["weight_values"] = picked
+            out["weight_values"] = indexable(values)[index].view(values.dtype)
         return out
 
     def code_tensors(
@@ -75,19 +67,15 @@ class Bitmap(GridFormat):
             raise ArtifactError(
                 f"format bitmap needs the number of stored values of a weight {list(shape)}, got {count}"
             )
-        specs = {
+        return {
             "weight_bitmap": TensorSpec((shape[0], -(-shape[1] // 8)), torch.uint8),
             "weight_row_offsets": TensorSpec((shape[0] + 1,), torch.int64),
             "weight_shape": TensorSpec((2,), torch.int64),
+            **self.value_specs(scheme, (count,), dtype),
         }
-        if scheme.grid is not None and scheme.grid.type == "int":
-            specs["weight_packed"] = TensorSpec((packed_words(count, scheme.grid.bits),), torch.int32)
-        else:
-            specs["weight_values"] = TensorSpec((count,), dtype if scheme.weights is None else FLOAT8)
-        return specs
 
     def pack_codes(self, weight: CompressedWeight) -> Tensors:
-        mask, scheme = kept(weight), weight.scheme.grid
+        mask = kept(weight)
         rows, columns = mask.shape
         padded = torch.nn.functional.pad(mask, (0, -columns % 8)).view(rows, -1, 8).to(torch.uint8)
         bitmap = torch.zeros(padded.shape[:2], dtype=torch.uint8)
@@ -95,19 +83,13 @@ class Bitmap(GridFormat):
             bitmap |= padded[..., i] << i
         offsets = torch.zeros(rows + 1, dtype=torch.int64)
         torch.cumsum(mask.sum(1), 0, out=offsets[1:])
-        out = {
+        values = indexable(weight.values)[mask].view(weight.values.dtype)
+        return {
             "weight_bitmap": bitmap,
             "weight_row_offsets": offsets,
             "weight_shape": torch.tensor([rows, columns], dtype=torch.int64),
+            **self.pack_values(values, weight.scheme),
         }
-        values = (
-            weight.values.view(torch.uint8)[mask].view(FLOAT8) if weight.values.dtype == FLOAT8 else weight.values[mask]
-        )
-        if scheme is not None and scheme.type == "int":
-            out["weight_packed"] = pack_stream(values, scheme.bits)
-        else:
-            out["weight_values"] = values
-        return out
 
     def validate_content(self, tensors: Tensors, shape: Shape, where: str) -> None:
         offsets, bits = tensors["weight_row_offsets"], _bits(tensors["weight_bitmap"])
@@ -118,21 +100,12 @@ class Bitmap(GridFormat):
     def unpack_codes(
         self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        offsets = tensors["weight_row_offsets"]
         mask = self.mask(tensors, shape[1])
         assert mask is not None
-        if "weight_packed" in tensors:
-            assert scheme.grid is not None
-            stored = unpack_stream(tensors["weight_packed"], scheme.grid.bits, int(offsets[-1]))
-        else:
-            stored = tensors["weight_values"]
-        if stored.dtype == FLOAT8:
-            values = torch.zeros(shape, dtype=torch.uint8, device=stored.device)
-            return values.masked_scatter_(mask, stored.view(torch.uint8)).view(FLOAT8), mask
-        values = torch.zeros(shape, dtype=stored.dtype, device=stored.device)
-        if zero is not None:
-            values.copy_(expand_groups(zero, scheme.grid, shape[1]).expand(shape))
-        return values.masked_scatter_(mask, stored), mask
+        stored = self.unpack_values(tensors, scheme, int(tensors["weight_row_offsets"][-1]))
+        values = self.pruned(stored, scheme, shape, zero)
+        indexable(values).masked_scatter_(mask, indexable(stored))
+        return values, mask
 
 
 def _bits(bitmap: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,11 @@ def round_float8(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-FLOAT8_MAXIMUM, FLOAT8_MAXIMUM).to(FLOAT8).to(torch.float32)
 
 
+def indexable(values: torch.Tensor) -> torch.Tensor:
+    """`values`, or the bytes of float8 ones (the same memory), which every device can index, gather and scatter."""
+    return values.view(torch.uint8) if values.dtype == FLOAT8 else values
+
+
 def widen(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """float8_e4m3fn of any shape in a wider `dtype`; exact, like `values.to(dtype)`.
 

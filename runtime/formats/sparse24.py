@@ -12,10 +12,9 @@ import re
 import torch
 
 from runtime.errors import ArtifactError, CompressError
-from runtime.formats.base import GridFormat
-from runtime.formats.bitpack import pack_rows, packed_words, unpack_rows
-from runtime.formats.checks import expand_groups, join, kept, why_not_weights
-from runtime.formats.float8 import FLOAT8
+from runtime.formats.base import SparseFormat
+from runtime.formats.checks import join, kept
+from runtime.formats.float8 import indexable
 from runtime.formats.representation import Shape, Tensors, TensorSpec
 from runtime.formats.scheme import CompressedWeight, Scheme
 
@@ -39,7 +38,7 @@ def _positions() -> torch.Tensor:
 _NIBBLE = _positions()
 
 
-class Sparse24(GridFormat):
+class Sparse24(SparseFormat):
     """`weight_metadata` uint8 `[out, ceil(in / 8)]` (two quads a byte, the earlier one in the low nibble),
     `weight_shape`, and the two values of each quad in column order: `weight_packed` int32 `[out, ceil(in / 2 * bits /
     32)]` for integer codes, `weight_values` `[out, in / 2]` for floats. A quad with fewer than two non-zeros keeps
@@ -50,17 +49,12 @@ class Sparse24(GridFormat):
     name = "sparse24"
     positions = "weight_metadata"
 
-    def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
-        reason = why_not_weights(scheme, shape)
-        if reason is not None:
-            return reason
+    def why_not_pattern(self, scheme: Scheme, shape: Shape) -> str | None:
         match = re.fullmatch(r"(\d+):(\d+)", scheme.sparsity or "")
         if match is None or (int(match[1]), int(match[2])) not in ((2, 4), (1, 4), (1, 2)):
             return "it stores 2:4 sparsity (1:2 and 1:4 are cases of it)"
         if shape[1] % 4:
             return f"2:4 needs rows of a multiple of 4 weights, not {shape[1]}"
-        if scheme.activations is not None:
-            return "weights with quantized activations are stored dense"
         return None
 
     def mask(self, tensors: Tensors, columns: int) -> torch.Tensor | None:
@@ -74,16 +68,11 @@ class Sparse24(GridFormat):
     def code_tensors(
         self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
     ) -> dict[str, TensorSpec]:
-        rows, half = shape[0], shape[1] // 2
-        specs = {
-            "weight_metadata": TensorSpec((rows, -(-shape[1] // 8)), torch.uint8),
+        return {
+            "weight_metadata": TensorSpec((shape[0], -(-shape[1] // 8)), torch.uint8),
             "weight_shape": TensorSpec((2,), torch.int64),
+            **self.value_specs(scheme, (shape[0], shape[1] // 2), dtype),
         }
-        if scheme.grid is not None and scheme.grid.type == "int":
-            specs["weight_packed"] = TensorSpec((rows, packed_words(half, scheme.grid.bits)), torch.int32)
-        else:
-            specs["weight_values"] = TensorSpec((rows, half), dtype if scheme.weights is None else FLOAT8)
-        return specs
 
     def pack_codes(self, weight: CompressedWeight) -> Tensors:
         rows, columns = weight.values.shape
@@ -95,21 +84,16 @@ class Sparse24(GridFormat):
             quads = (mask[start:stop].view(-1, columns // 4, 4).to(torch.uint8) * powers).sum(-1)
             nibbles[start:stop] = _NIBBLE[quads]
             index = _columns(nibbles[start:stop])
-            halves[start:stop] = _bytes(weight.values[start:stop]).gather(1, index).view(weight.values.dtype)
+            halves[start:stop] = indexable(weight.values[start:stop]).gather(1, index).view(weight.values.dtype)
         if bool((nibbles == 255).any()):
             raise CompressError("weight has more than two non-zeros in a quad, so it is not 2:4 sparse")
         if nibbles.shape[1] % 2:
             nibbles = torch.nn.functional.pad(nibbles, (0, 1))
-        out = {
+        return {
             "weight_metadata": nibbles[:, 0::2] | nibbles[:, 1::2] << 4,
             "weight_shape": torch.tensor([rows, columns], dtype=torch.int64),
+            **self.pack_values(halves, weight.scheme),
         }
-        scheme = weight.scheme.grid
-        if scheme is not None and scheme.type == "int":
-            out["weight_packed"] = pack_rows(halves, scheme.bits)
-        else:
-            out["weight_values"] = halves
-        return out
 
     def validate_content(self, tensors: Tensors, shape: Shape, where: str) -> None:
         for start, stop in _slices(*shape):
@@ -122,17 +106,11 @@ class Sparse24(GridFormat):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, columns = shape
         metadata = tensors["weight_metadata"]
-        if "weight_packed" in tensors:
-            assert scheme.grid is not None
-            halves = unpack_rows(tensors["weight_packed"], scheme.grid.bits, columns // 2)
-        else:
-            halves = tensors["weight_values"]
-        values = torch.zeros(shape, dtype=torch.int8 if zero is not None else halves.dtype, device=metadata.device)
-        if zero is not None:
-            values.copy_(expand_groups(zero, scheme.grid, columns).expand(shape))
+        halves = self.unpack_values(tensors, scheme, columns // 2)
+        values = self.pruned(halves, scheme, shape, zero)
         for start, stop in _slices(rows, columns):
             index = _columns(position_nibbles(metadata[start:stop], columns))
-            _bytes(values[start:stop]).scatter_(1, index, _bytes(halves[start:stop]))
+            indexable(values[start:stop]).scatter_(1, index, indexable(halves[start:stop]))
         return values, self.mask(tensors, columns)
 
 
@@ -146,11 +124,6 @@ def _columns(nibbles: torch.Tensor) -> torch.Tensor:
     first = torch.arange(nibbles.shape[1], device=nibbles.device) * 4
     pair = torch.stack([first + (nibbles & 3), first + (nibbles >> 2 & 3)], dim=-1)
     return pair.view(nibbles.shape[0], -1)
-
-
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    """float8 has no gather and scatter: its bytes do."""
-    return values.view(torch.uint8) if values.dtype == FLOAT8 else values
 
 
 def _slices(rows: int, columns: int) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
-"""Kernels and the table that finds them by (operation, storage format, device type, shape class).
+"""Kernels, and the choice of those that compute a layer.
 
-To add a kernel: write one file with a `Kernel` subclass and put it in `_KERNELS`, before those it beats.
+To add a kernel: write one file with a `Kernel` subclass and put it in `KERNELS`, before those it beats.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from runtime.kernels.reference import Reference
 from runtime.kernels.triton.linear import Sparse24Triton, W4A16Triton, W8A8Triton, W8A16Triton
 
 __all__ = [
-    "CLASSES", "MODES", "REFERENCE", "Choice", "Kernel", "Layer", "ShapeClass", "candidates", "find", "names", "on_gpu",
-    "reference", "shape_class", "table", "warn_of_reference",
+    "CLASSES", "KERNELS", "MODES", "REFERENCE", "Choice", "Kernel", "Layer", "ShapeClass", "candidates", "find", "names", "on_gpu",
+    "reference", "shape_class", "warn_of_reference",
 ]  # fmt: skip
 
 REFERENCE = Reference()
 #: What `kernels=` may be besides a kernel's name: the best exact ones, or any that are faster.
 MODES = ("auto", "fast")
-_KERNELS: tuple[Kernel, ...] = (
+#: In order of preference.
+KERNELS: tuple[Kernel, ...] = (
     *integer.KERNELS, *tiles.KERNELS, Int4Cpu(), Int8Cpu(), W8A8Cpu(),
     # 2:4 comes after the dense kernel: it reads a quarter less and computes more (unmeasured on GPUs).
     Float8Cuda(), W8A8Triton(), W4A16Triton(), Sparse24Triton(), W8A16Triton(), REFERENCE,
@@ -39,31 +40,19 @@ _log = logging.getLogger("compress.kernels")
 
 def names() -> list[str]:
     """Names of all kernels, fastest first."""
-    return list(dict.fromkeys(kernel.name for kernel in _KERNELS))
-
-
-def table() -> dict[tuple[str, str, str, ShapeClass], list[Kernel]]:
-    """{(operation, format, device type, shape class): kernels in order of preference}."""
-    found: dict[tuple[str, str, str, ShapeClass], list[Kernel]] = {}
-    for kernel in _KERNELS:
-        for device in ("cpu", "cuda") if kernel.device is None else (kernel.device,):
-            for name in sorted(kernel.formats):
-                for rows in CLASSES:
-                    if rows in kernel.classes:
-                        found.setdefault((kernel.operation, name, device, rows), []).append(kernel)
-    return found
+    return list(dict.fromkeys(kernel.name for kernel in KERNELS))
 
 
 def candidates(layer: Layer) -> list[Kernel]:
     """Kernels that can compute the layer, best first; the reference always ends the list."""
-    return [kernel for kernel in _KERNELS if _why_not(kernel, layer) is None]
+    return [kernel for kernel in KERNELS if _why_not(kernel, layer) is None]
 
 
 def on_gpu(layer: Layer) -> list[Kernel]:
     """Exact kernels that could compute a layer, which is on meta, on a GPU that is not here (`triton.gpu.assuming`), best first."""
     return [
         kernel
-        for kernel in _KERNELS
+        for kernel in KERNELS
         if kernel.device in (None, "cuda") and kernel.accuracy == "exact" and layer.entry.format in kernel.formats
         and kernel.why_not(layer) is None
     ]  # fmt: skip
@@ -116,7 +105,7 @@ def warn_of_reference(computed: Iterable[tuple[Layer, Choice]]) -> None:
 
 def _why_reference(layer: Layer) -> str:
     reasons: dict[str, str] = {}
-    for kernel in _KERNELS:
+    for kernel in KERNELS:
         reads = layer.entry.format in kernel.formats and kernel.device == layer.device.type
         if reads and kernel.accuracy == "exact" and "decode" in kernel.classes:
             reasons.setdefault(kernel.why_not(layer) or "", kernel.name)
@@ -126,7 +115,7 @@ def _why_reference(layer: Layer) -> str:
 
 
 def _named(layer: Layer, name: str) -> Choice:
-    same = [kernel for kernel in _KERNELS if kernel.name == name]
+    same = [kernel for kernel in KERNELS if kernel.name == name]
     if not same:
         known = [*MODES, *names()]
         raise RequestError(f"unknown kernel {name!r}, known: {', '.join(known)}{did_you_mean(name, known)}")

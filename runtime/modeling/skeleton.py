@@ -256,24 +256,21 @@ def find_stacks(model: PreTrainedModel) -> list[tuple[str, nn.ModuleList]]:
 
 
 def _blocks_in(model: PreTrainedModel, part: nn.Module) -> tuple[str, nn.ModuleList]:
-    best: tuple[int, str, nn.ModuleList] | None = None
-    prefix = next((n for n, m in model.named_modules() if m is part), "")
-    for name, module in part.named_modules():
-        # A list of single layers (the convolutions in front of a speech encoder) is none of blocks, however large.
-        if isinstance(module, nn.ModuleList) and len(module) > 0 and any(True for _ in module[0].children()):
-            size = sum(p.numel() for p in module.parameters())
-            if best is None or size > best[0]:
-                best = (size, f"{prefix}.{name}" if prefix else name, module)
-    if best is None:
+    # A list of single layers (the convolutions in front of a speech encoder) is none of blocks, however large.
+    lists = {
+        name: module
+        for name, module in part.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 0 and any(True for _ in module[0].children())
+    }
+    if not lists:
+        there = ", ".join(f"{name} ({type(child).__name__})" for name, child in part.named_children()) or "no modules"
         raise CompressError(
-            f"{type(model).__name__} has no list of repeated blocks (nn.ModuleList), so it cannot be compressed block by block; it has "
-            + _children(part)
+            f"{type(model).__name__} has no list of repeated blocks (nn.ModuleList), so it cannot be compressed block by block; "
+            f"it has {there}"
         )
-    return best[1], best[2]
-
-
-def _children(module: nn.Module) -> str:
-    return ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children()) or "no modules"
+    name = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
+    prefix = next((n for n, m in model.named_modules() if m is part), "")
+    return f"{prefix}.{name}" if prefix else name, lists[name]
 
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:

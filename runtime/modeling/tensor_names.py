@@ -36,25 +36,21 @@ def prediction_tensors(stacks: Iterable[tuple[str, nn.ModuleList]], names: Itera
     found: set[str] = set()
     stored = list(names)
     for stack, blocks in stacks:
-        prefix = f"{stack}."
-        layers: dict[str, dict[str, str]] = {}
+        place = re.compile(rf"{re.escape(stack)}\.(\d+)(?:\.(.*))?")
+        usual, behind = {""}, dict[str, dict[str, str]]()
         for name in stored:
-            number, _, local = name[len(prefix) :].partition(".") if name.startswith(prefix) else ("", "", "")
-            if number.isdigit() and int(number) >= len(blocks):
-                layers.setdefault(number, {})[local] = name
-        if not layers:
-            continue
-        usual = {local for name in stored if name.startswith(prefix) for local in [_local(name, prefix, len(blocks))]}
-        for tensors in layers.values():
+            match = place.fullmatch(name)
+            if match is None:
+                continue
+            local = match[2] or ""
+            if int(match[1]) < len(blocks):
+                usual.add(local)
+            else:
+                behind.setdefault(match[1], {})[local] = name
+        for tensors in behind.values():
             if tensors.keys() - usual:
                 found |= set(tensors.values())
     return found
-
-
-def _local(name: str, prefix: str, count: int) -> str:
-    """What a block calls its tensor; empty of one that is in no block."""
-    number, _, local = name[len(prefix) :].partition(".")
-    return local if number.isdigit() and int(number) < count else ""
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

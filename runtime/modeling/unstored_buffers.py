@@ -111,11 +111,17 @@ def _around(model: PreTrainedModel, name: str) -> Iterator[str]:
     from transformers import PreTrainedModel
 
     yield name
-    parts = name.split(".")
-    for end in range(len(parts) - 1, -1, -1):
-        outer = ".".join(parts[:end])
-        if outer != name and isinstance(model.get_submodule(outer), PreTrainedModel):
+    for outer, part in _outward(model, name):
+        if outer != name and isinstance(part, PreTrainedModel):
             yield outer
+
+
+def _outward(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """A module and those around it, from the inside out: names and modules."""
+    parts = name.split(".") if name else []
+    for end in range(len(parts), -1, -1):
+        outer = ".".join(parts[:end])
+        yield outer, model.get_submodule(outer)
 
 
 def _held(module: nn.Module, leaf: str) -> torch.Tensor:
@@ -134,12 +140,7 @@ def _put(module: nn.Module, leaf: str, value: torch.Tensor) -> None:
 def initialiser(model: PreTrainedModel, name: str) -> Any:
     """Whose `_init_weights` transformers calls with module `name`: that of the innermost model it belongs to, since the parts of a
     vision-language model initialise their own."""
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        part = model.get_submodule(".".join(parts[:end]))
-        if hasattr(part, "_init_weights"):
-            return part
-    return model
+    return next(part for _, part in _outward(model, name) if hasattr(part, "_init_weights"))
 
 
 def _on_meta(module: nn.Module, buffer: str) -> bool:

@@ -91,7 +91,7 @@ class Filling:
             if not wanted(name):
                 continue
             value = self.checkpoint.get(stored)
-            if value.dtype in FLOATS and not _is_compressed(name, self._compressed):
+            if value.dtype in FLOATS and name.rpartition(".")[0] not in self._compressed:
                 value = value.to(torch.float32 if self._keep(name) else self.dtype)
             set_tensor(self.model, name, value.to(self.device))
 
@@ -190,10 +190,6 @@ def _keeps_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str]
         parts |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     pattern = re.compile("|".join(rf"(?:^|\.){part}(?:$|\.)" for part in sorted(parts))) if parts else None
     return lambda name: pattern is not None and pattern.search(name) is not None
-
-
-def _is_compressed(name: str, compressed: frozenset[str]) -> bool:
-    return name.rpartition(".")[0] in compressed
 
 
 def _tie(model: PreTrainedModel, ties: dict[str, str], names: dict[str, str]) -> None:

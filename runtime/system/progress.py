@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
-from typing import TypeVar
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-Kind = TypeVar("Kind", bound="ProgressReporter")
 
 
 class ProgressReporter:
@@ -33,7 +31,7 @@ class ProgressReporter:
         )  # fmt: skip
         self.warnings: list[str] = []
 
-    def __enter__(self: Kind) -> Kind:
+    def __enter__(self) -> Self:
         if self._live:
             self._bar.start()
         return self

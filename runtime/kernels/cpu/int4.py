@@ -122,17 +122,10 @@ def _row_order() -> torch.Tensor | None:
         digits = (place >> shift & 15).to(torch.int32)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(digits, 1).view(-1)
         found |= torch.stack([packed & 15, packed >> 4], dim=-1).view(-1).to(torch.int64) << shift
-    rows, column = found // columns, found % columns
     for block in (64, 32, 16):
-        order = rows[:block]
-        inside = torch.arange(0, _BLOCK, block).repeat_interleave(block * columns) + order.repeat(
-            _BLOCK // block * columns
-        )
-        counted = torch.arange(columns).repeat_interleave(block).repeat(_BLOCK // block)
-        if (
-            torch.equal(rows, inside)
-            and torch.equal(column, counted)
-            and torch.equal(order.sort()[0], torch.arange(block))
-        ):
+        order = found[:block] // columns
+        rows = torch.arange(0, _BLOCK, block).view(-1, 1, 1) + order  # [blocks, 1, block]
+        expected = rows * columns + torch.arange(columns).view(1, -1, 1)
+        if torch.equal(found, expected.flatten()) and torch.equal(order.sort()[0], torch.arange(block)):
             return order
     return None

@@ -17,15 +17,16 @@ from typing import Any
 
 from runtime.checkpoint.checkpoint import read_json
 from runtime.checkpoint.locate import reading
+from runtime.config.settings import ConfigError, Natural, Text, read
 from runtime.errors import ArtifactError
 from runtime.kernels.triton.signature import Variant
 
 FOLDER, INDEX, SCHEMA_VERSION = "kernels", "index.json", 2
 _log = logging.getLogger("compress.kernels")
-_TEXTS, _NUMBERS = (
-    ("file", "sha256", "architecture", "kernel", "source", "symbol"),
-    ("shared", "num_warps", "scratch_pointers"),
-)
+_FIELDS = {
+    **dict.fromkeys(("file", "sha256", "architecture", "kernel", "source", "symbol"), Text),
+    **dict.fromkeys(("shared", "num_warps", "scratch_pointers"), Natural),
+}
 
 
 @dataclass(frozen=True)
@@ -96,19 +97,15 @@ def _cubin(given: Any, where: str) -> Cubin:
     """One entry of the index, checked."""
     if not isinstance(given, dict):
         raise ArtifactError(f"{where} is not an object")
-    for name in _TEXTS:
-        if not isinstance(given.get(name), str) or not given[name]:
-            raise ArtifactError(f"{where}: {name} must be a text, not {given.get(name)!r}")
-    for name in _NUMBERS:
-        if type(given.get(name)) is not int or not 0 <= given[name] < 1 << 31:
-            raise ArtifactError(f"{where}: {name} must be an integer >= 0, not {given.get(name)!r}")
-    for name in ("arguments", "options"):
-        if not isinstance(given.get(name), dict):
-            raise ArtifactError(f"{where}: {name} must be an object")
-    file, architecture = given["file"], given["architecture"]
-    if Path(file).name != file or "\\" in file:
-        raise ArtifactError(f"{where}: file {file!r} must lie in {FOLDER}/")
-    if re.fullmatch(r"sm_\d{2,3}a?", architecture) is None:
-        raise ArtifactError(f"{where}: architecture {architecture!r} is none")
-    variant = Variant.read(given["kernel"], given["arguments"], given["options"], where)
-    return Cubin(variant, **{name: given[name] for name in (*_TEXTS, *_NUMBERS) if name != "kernel"})
+    try:
+        values = {name: read(kind, given.get(name), (name,)) for name, kind in _FIELDS.items()}
+    except ConfigError as error:
+        raise ArtifactError(f"{where}: {error}") from None
+    arguments, options = given.get("arguments"), given.get("options")
+    if not isinstance(arguments, dict) or not isinstance(options, dict):
+        raise ArtifactError(f"{where}: arguments and options must be objects")
+    if Path(values["file"]).name != values["file"] or "\\" in values["file"]:
+        raise ArtifactError(f"{where}: file {values['file']!r} must lie in {FOLDER}/")
+    if re.fullmatch(r"sm_\d{2,3}a?", values["architecture"]) is None:
+        raise ArtifactError(f"{where}: architecture {values['architecture']!r} is none")
+    return Cubin(Variant.read(values.pop("kernel"), arguments, options, where), **values)

@@ -19,16 +19,20 @@ from runtime.layers.compressed_linear import prepare_all
 
 
 def test_table():
-    table = kernels.table()
+    def listed(storage: str, device: str, rows: str, *accuracy: str) -> list[str]:
+        return [
+            kernel.name for kernel in kernels.KERNELS
+            if storage in kernel.formats and kernel.device in (None, device) and rows in kernel.classes
+            and kernel.accuracy in accuracy
+        ]  # fmt: skip
+
     for name, device, rows in itertools.product(formats.names(), ("cpu", "cuda"), kernels.CLASSES):
-        assert table["linear", name, device, rows][-1] is kernels.REFERENCE
-    exact = [k.name for k in table["linear", "pack-quantized", "cpu", "decode"] if k.accuracy == "exact"]
+        assert listed(name, device, rows, "exact", "fast")[-1] == "reference"
+    exact = listed("pack-quantized", "cpu", "decode", "exact")
     assert exact == ["int4-c", "int8-c", "int4-cpu", "int8-cpu", "reference"]
-    many = {k.name for k in table["linear", "sparse24", "cpu", "prefill"]}
+    many = set(listed("sparse24", "cpu", "prefill", "exact", "fast"))
     assert {"sparse24-c", "int4-c", "sparse24-c-fast", "dense-tiles", "reference"} <= many
-    assert [k.name for k in table["linear", "int-quantized", "cpu", "batch"] if k.accuracy == "exact"] == [
-        "int8-c", "int8-cpu", "w8a8-cpu", "reference",
-    ]  # fmt: skip
+    assert listed("int-quantized", "cpu", "batch", "exact") == ["int8-c", "int8-cpu", "w8a8-cpu", "reference"]
 
 
 BEST_2_4 = "int4-c" if library.instruction_sets()[0] == "avx2" else "sparse24-c"

@@ -111,10 +111,10 @@ class Artifact:
 
 @contextmanager
 def shown(path: Path) -> Iterator[None]:
-    """Show what a manifest says. What goes wrong there is the manifest's fault: it is plain data that another may have changed.
+    """Around whatever shows the content of a manifest, which others may have changed.
 
     Raises:
-        ArtifactError: in the place of what Python says of data that is of another shape than it was written in.
+        ArtifactError: in the place of Python's errors for data of another structure than was written.
     """
     try:
         yield

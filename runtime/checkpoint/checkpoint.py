@@ -83,8 +83,8 @@ class Checkpoint:
     def get(self, name: str) -> torch.Tensor:
         """Read one tensor into memory of its own (CPU, the dtype and shape on disk).
 
-        Plain reads, not mmap: what is counted is what is held and freed, and a file that shrinks meanwhile is an error
-        and not a bus error.
+        By reads and not by mmap: memory is allocated and freed as counted, and a file that shrinks meanwhile raises an
+        error instead of SIGBUS.
         """
         return self._read(self.entry(name))
 

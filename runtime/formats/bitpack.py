@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-_SLICE = 1 << 19  # codes handled at once: 4 MB of int64 working memory
+SLICE = 1 << 19  # codes handled at once: 4 MB of int64 working memory
 
 
 def packed_words(count: int, bits: int) -> int:
@@ -78,7 +78,7 @@ def gather_stream(packed: torch.Tensor, bits: int, index: torch.Tensor) -> torch
 def _slices(rows: int, columns: int) -> list[tuple[int, int]]:
     if columns == 0:
         return []
-    step = max(1, _SLICE // columns)
+    step = max(1, SLICE // columns)
     return [(start, min(rows, start + step)) for start in range(0, rows, step)]
 
 

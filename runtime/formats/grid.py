@@ -55,7 +55,7 @@ class GridScheme(Representation):
 
     @property
     def code_dtype(self) -> torch.dtype:
-        """What codes are held in."""
+        """Dtype of codes."""
         return FLOAT8 if self.type == "float" else torch.int8
 
     def width(self, columns: int) -> int:

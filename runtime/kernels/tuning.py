@@ -35,7 +35,7 @@ from runtime.system.directories import cache_directory
 
 VERSION = 1
 _log = logging.getLogger("compress.kernels")
-_complained: set[tuple[Path, str]] = set()
+complained: set[tuple[Path, str]] = set()
 
 Kind = TypeVar("Kind", str, dict)
 
@@ -82,8 +82,8 @@ def store(path: Path, key: str, choice: Kind) -> None:
 
 def _complain(path: Path, message: str, *details: object) -> None:
     """Once a file and kind of trouble: a read-only home is no reason to fail, or to repeat oneself for every layer."""
-    if (path, message) not in _complained:
-        _complained.add((path, message))
+    if (path, message) not in complained:
+        complained.add((path, message))
         _log.warning(message, *details)
 
 
@@ -94,7 +94,7 @@ _SMALL = 1 << 18  # weights; smaller layers are not worth measuring
 _OUT = 512  # rows of the weight that are measured: time is proportional to them
 _left: ContextVar[list[float] | None] = ContextVar("seconds_left", default=None)
 _lock = threading.Lock()
-_known: dict[tuple[Path, str], str] = {}  # chosen by this process: a file may not be writable
+remembered: dict[tuple[Path, str], str] = {}  # chosen by this process: a file may not be writable
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def fastest(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> Kernel
     path = file(f"cpu-{machine()}")
     known = {kernel.name: kernel for kernel in kernels}
     with _lock:
-        name = _known.get((path, key)) or read(path, str).get(key, "")
+        name = remembered.get((path, key)) or read(path, str).get(key, "")
         if name in known:
             return known[name]
         budget = _left.get()
@@ -127,7 +127,7 @@ def fastest(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> Kernel
         budget[0] -= time.perf_counter() - start
         if chosen is None:
             return kernels[0]
-        _known[path, key] = chosen.name
+        remembered[path, key] = chosen.name
         store(path, key, chosen.name)
         return chosen
 

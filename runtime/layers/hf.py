@@ -27,7 +27,7 @@ from runtime.modeling.tensor_names import Published
 
 
 class CompressConfig(QuantizationConfigMixin):
-    """The `quantization_config` of an artifact, kept word for word."""
+    """The `quantization_config` of an artifact, word for word."""
 
     def __init__(self, quant_method: str = OWN_METHOD, **content: Any) -> None:
         self.quant_method = quant_method  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Directory lock: one writer at a time, kept by the kernel, which lets go of it when its process ends, however that ends."""
+"""Directory lock: one writer at a time, by a lock of the kernel, which ends with its process, however that ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def beside(directory: Path) -> Path:
 def locked(file: Path, written: Path) -> Iterator[None]:
     """Hold a lock while `written` is written; the file is removed afterwards.
 
-    No clock and no process number decides whether it is held, so what a killed process leaves is no hindrance.
+    No clock and no process number decides whether somebody holds it, so the file of a killed process blocks nobody.
 
     Raises:
         ResourceError: another process (or thread) holds it. OSError: the file cannot be made.
@@ -46,7 +46,9 @@ def locked(file: Path, written: Path) -> Iterator[None]:
     finally:
         try:
             with suppress(OSError):
-                os.unlink(file)  # while it is held: who opens it meanwhile finds another file there, and tries again
+                os.unlink(
+                    file
+                )  # before it is unlocked: who opens it meanwhile finds another file there, and tries again
         finally:
             os.close(descriptor)
 

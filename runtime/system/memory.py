@@ -28,7 +28,7 @@ def free_bytes() -> int:
     (containers, batch jobs) that it is in, where that is less: beyond those the kernel kills it, whatever the machine has."""
     import psutil
 
-    return max(0, min([int(psutil.virtual_memory().available), *_left_in_groups(Path("/proc/self/cgroup"), _GROUPS)]))
+    return max(0, min([int(psutil.virtual_memory().available), *left_in_groups(Path("/proc/self/cgroup"), _GROUPS)]))
 
 
 def available_bytes(device: torch.device) -> int:
@@ -40,7 +40,7 @@ def available_bytes(device: torch.device) -> int:
     return free_bytes()
 
 
-def _left_in_groups(membership: Path, root: Path) -> Iterator[int]:
+def left_in_groups(membership: Path, root: Path) -> Iterator[int]:
     """What each group that has a limit leaves, of those that a process is in and those around them."""
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()

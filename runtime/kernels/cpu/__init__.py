@@ -1,1 +1,1 @@
-"""Kernels for CPUs, made of torch's own int4 and int8 operators."""
+"""Kernels for CPUs: in C, and through torch's int4 and int8 operators."""

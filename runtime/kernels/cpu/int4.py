@@ -23,11 +23,11 @@ _BLOCK = 64  # rows are padded to this, a multiple of every block size
 
 
 class Int4Cpu(Kernel):
-    """`y = x W^T` with codes of 2-4 bits held as 4 bits: 4.25 bits a weight at group 128, 4.5 at group 64.
+    """`y = x W^T` with codes of 2-4 bits, laid out as 4 bits: 4.25 bits a weight at group 128, 4.5 at group 64.
 
     Value of a code: `(q - 8) * scale + zero` with `zero = -zero_point * scale` rounded to bfloat16, as torch's kernel
-    wants it. Rows are padded to 64 and columns to the group. From `bitmap` and `sparse24` weights the places are kept
-    too (one more bit), because the stored tensors must come back exactly.
+    wants it. Rows are padded to 64 and columns to the group. `bitmap` and `sparse24` weights
+    keep their positions too (one more bit), because the stored tensors must come back exactly.
     """
 
     name = "int4-cpu"

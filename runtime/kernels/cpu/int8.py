@@ -14,7 +14,7 @@ FEW_ROWS = 16
 
 
 class Int8Cpu(Kernel):
-    """Codes of 5-8 bits held as int8 `[groups, out, width]`, group by group, so that each group is a matrix of its own.
+    """Codes of 5-8 bits as int8 `[groups, out, width]`, group by group, so that each group is a matrix of its own.
 
     A group's sum is `scale * (x · q) - scale * zero_point * sum(x)`; groups are added in float32. torch's kernel reads
     past the end of a row whose width is not a multiple of its vectors, so other widths take the dense path.

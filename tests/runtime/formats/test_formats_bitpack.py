@@ -51,7 +51,7 @@ def test_gather_picks_codes_anywhere(bits):
 def test_slices_join_seamlessly(bits, monkeypatch):
     value = codes(bits, (57, 131))
     whole = bitpack.pack_rows(value, bits)
-    monkeypatch.setattr(bitpack, "_SLICE", 400)  # three rows at a time
+    monkeypatch.setattr(bitpack, "SLICE", 400)  # three rows at a time
     assert torch.equal(bitpack.pack_rows(value, bits), whole)
     assert torch.equal(bitpack.unpack_rows(whole, bits, 131), value)
 

@@ -231,7 +231,7 @@ def test_install_twice():
 def test_install_refuses_a_tied_weight():
     net = model()
     net.all_tied_weights_keys = {"lm_head.weight": "embed.weight"}
-    with pytest.raises(ArtifactError, match=r"ties lm_head\.weight to embed\.weight"):
+    with pytest.raises(ArtifactError, match=r"lm_head\.weight"):
         install(net, {"embed": ENTRY})
 
 

@@ -55,7 +55,7 @@ def test_what_is_missing_otherwise_is_still_said(tmp_path: Path) -> None:
     path = marian(tmp_path / "model")
     name = "model.encoder.layers.0.fc1.weight"
     rewrite(path, {}, without=(name,))
-    with pytest.raises(ArtifactError, match=rf"tensor {name} is missing: MarianMTModel needs it"):
+    with pytest.raises(ArtifactError, match=name):
         runtime.load(path)
 
 

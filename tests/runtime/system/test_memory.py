@@ -33,7 +33,7 @@ def left(tmp_path: Path):
 
     def left(*lines: str) -> list[int]:
         (tmp_path / "membership").write_text("".join(f"{line}\n" for line in lines))
-        return list(memory._left_in_groups(tmp_path / "membership", tmp_path / "groups"))
+        return list(memory.left_in_groups(tmp_path / "membership", tmp_path / "groups"))
 
     (tmp_path / "groups").mkdir()
     return left
@@ -62,11 +62,11 @@ def test_a_container_sees_its_own_group_at_the_top(tmp_path: Path, left) -> None
 def test_the_least_of_them_counts(tmp_path: Path, left, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = memory.free_bytes()
     assert 0 < whole <= psutil.virtual_memory().total
-    monkeypatch.setattr(memory, "_left_in_groups", lambda *_: iter([10 * MB, 5 * MB]))
+    monkeypatch.setattr(memory, "left_in_groups", lambda *_: iter([10 * MB, 5 * MB]))
     assert memory.free_bytes() == 5 * MB
-    monkeypatch.setattr(memory, "_left_in_groups", lambda *_: iter([-3]))  # over its limit, as may be for an instant
+    monkeypatch.setattr(memory, "left_in_groups", lambda *_: iter([-3]))  # over its limit, as may be for an instant
     assert memory.free_bytes() == 0
 
 
 def test_where_there_are_no_groups(tmp_path: Path) -> None:
-    assert list(memory._left_in_groups(tmp_path / "none", tmp_path)) == []
+    assert list(memory.left_in_groups(tmp_path / "none", tmp_path)) == []

@@ -56,8 +56,8 @@ class Sleeper(Kernel):
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path))
-    monkeypatch.setattr(tuning, "_known", {})
-    monkeypatch.setattr(remembered, "_complained", set())
+    monkeypatch.setattr(tuning, "remembered", {})
+    monkeypatch.setattr(remembered, "complained", set())
     return tmp_path / "tuning" / f"cpu-{tuning.machine()}.json"
 
 
@@ -84,7 +84,7 @@ def test_a_choice_is_remembered_by_the_process_and_by_the_file(layer, own_cache)
     assert list(content["choices"].values()) == ["b"]
     swapped = Sleeper("a", 0.001), Sleeper("b", 0.004)
     assert tuning.fastest(layer, "prefill", swapped).name == "b"  # also while nothing may be measured
-    tuning._known.clear()
+    tuning.remembered.clear()
     assert pick(layer, *swapped).name == "b"
     assert swapped[0].runs == swapped[1].runs == 0
 
@@ -115,7 +115,7 @@ def test_another_version_is_measured_again(layer, own_cache):
     pick(layer, Sleeper("a", 0.004), Sleeper("b", 0.001))
     content = json.loads(own_cache.read_text()) | {"version": 0}
     own_cache.write_text(json.dumps(content))
-    tuning._known.clear()
+    tuning.remembered.clear()
     assert pick(layer, Sleeper("a", 0.001), Sleeper("b", 0.004)).name == "a"
     assert json.loads(own_cache.read_text())["version"] == remembered.VERSION
 

@@ -52,8 +52,8 @@ def device(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU / 80GB")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tuning, "fastest", lambda candidates, launch: measured.append(1) or candidates[1])
-    monkeypatch.setattr(tuning, "_known", {})
-    monkeypatch.setattr(tuning, "_chosen", {})
+    monkeypatch.setattr(tuning, "remembered", {})
+    monkeypatch.setattr(tuning, "settled", {})
     return measured, tmp_path / "tuning" / "A-GPU-80GB.json"
 
 
@@ -70,8 +70,8 @@ def test_choice_is_measured_once_and_remembered(device, monkeypatch):
     assert choose() == {"a": 2}
     assert choose() == {"a": 2}
     assert json.loads(path.read_text())["choices"] == {"kernel 4x8 bfloat16": {"a": 2}}
-    monkeypatch.setattr(tuning, "_known", {})  # another process
-    monkeypatch.setattr(tuning, "_chosen", {})
+    monkeypatch.setattr(tuning, "remembered", {})  # another process
+    monkeypatch.setattr(tuning, "settled", {})
     assert choose() == {"a": 2}
     assert len(measured) == 1
     assert not list(path.parent.glob("*.tmp"))
@@ -110,7 +110,7 @@ def test_defaults_while_a_graph_is_captured_or_tuning_is_off(device, monkeypatch
 def test_unwritable_cache_is_said_once(device, monkeypatch, caplog):
     _, path = device
     path.parent.parent.joinpath("tuning").write_text("a file where the folder should be")
-    monkeypatch.setattr(remembered, "_complained", set())
+    monkeypatch.setattr(remembered, "complained", set())
     with caplog.at_level(logging.WARNING):
         assert choose() == {"a": 2}
         assert choose(shape=(1,)) == {"a": 2}

@@ -92,9 +92,7 @@ class Artifact:
             result["quant_method"] = quantization.get("quant_method")
             result["format"] = quantization.get("format")
         if self.manifest is not None:
-            actions: Counter[str] = Counter()
-            for account in self.manifest["tensors"].values():
-                actions[account["action"]] += 1
+            actions = Counter(account["action"] for account in self.manifest["tensors"].values())
             result |= {
                 "schema_version": self.manifest["schema_version"],
                 "compress_version": self.manifest.get("compress_version"),

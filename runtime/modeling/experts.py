@@ -141,13 +141,11 @@ class Experts(nn.ModuleList):
         self.layout = layout
         self.everyone: set[int] = set()
         self.separate = False
-        for name in {
-            layout.home(p, bias) for p in layout.projections for bias in ((False, True) if layout.bias else (False,))
-        }:
+        biases = (False, True) if layout.bias else (False,)
+        for name in {layout.home(p, bias) for p in layout.projections for bias in biases}:
             fused._parameters.pop(name)
-        self.__dict__["_fused"] = (
-            fused  # knows the gate; what is left of it that has weights is registered under its own name
-        )
+        # It knows the gate. What is left of it that has weights is registered under its own name.
+        self.__dict__["_fused"] = fused
         for name, child in fused.named_children():
             self.add_module(name, child)
         for name, parameter in fused._parameters.items():

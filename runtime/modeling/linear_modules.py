@@ -54,7 +54,7 @@ def set_matrix(module: nn.Module, matrix: torch.Tensor) -> None:
 
 @functools.cache
 def _computes_linear(kind: type[nn.Linear]) -> bool:
-    """Asked of a small one, since the class has a `forward` of its own (Falcon's)."""
+    """Whether a small layer of a class with a `forward` of its own (Falcon's) computes what nn.Linear does."""
     try:
         small = kind(3, 5, bias=True, device="cpu", dtype=torch.float32)
         rows = torch.linspace(-1, 1, 6, device="cpu").reshape(2, 3)
@@ -62,7 +62,5 @@ def _computes_linear(kind: type[nn.Linear]) -> bool:
             small.weight.copy_(torch.linspace(-2, 3, 15, device="cpu").reshape(5, 3))
             small.bias.copy_(torch.linspace(0, 1, 5, device="cpu"))
             return bool(torch.allclose(small(rows), functional.linear(rows, small.weight, small.bias), atol=1e-5))
-    except (
-        Exception
-    ):  # a class with other arguments, or one that wants more than it is given, is not a plain linear layer
+    except Exception:  # a class with other arguments, or one that wants more than it is given
         return False

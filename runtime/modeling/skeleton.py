@@ -66,20 +66,16 @@ def model_kind(config: PretrainedConfig) -> Kind:
     """
     from transformers.models.auto import modeling_auto as auto
 
-    named, family = _named_class(config), config.model_type
+    named, family, two_stacks = _named_class(config), config.model_type, getattr(config, "is_encoder_decoder", False)
     fills, continues = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if named is not None and named in _classes(continues) - _classes(fills):
+    if named in _classes(continues) - _classes(fills):
         # BART and its like list one class as both; what it is then, its config says.
-        return "encoder-decoder" if _has_two_stacks(config) and named in _seq2seq_classes() else "decoder"
-    if (
-        named is not None
-        and named in _classes(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-        and not _has_two_stacks(config)
-    ):
-        return "decoder"  # a language model that sees: its tower of another modality stands beside the blocks
-    if named is not None and named in _classes(auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES) and _has_two_stacks(config):
+        return "encoder-decoder" if two_stacks and named in _seq2seq_classes() else "decoder"
+    if not two_stacks and named in _classes(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+        return "decoder"  # a vision-language model: its vision tower stands beside the blocks
+    if two_stacks and named in _classes(auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES):
         return "encoder"  # T5EncoderModel: the first stack of a family of two
-    if _has_two_stacks(config):
+    if two_stacks:
         return "encoder-decoder"
     if getattr(config, "is_decoder", False) or (family in continues and family not in fills):
         return "decoder"
@@ -195,10 +191,6 @@ def _construct(
 def _named_class(config: PretrainedConfig) -> str | None:
     named = getattr(config, "architectures", None)
     return named[0] if isinstance(named, (list, tuple)) and named and isinstance(named[0], str) else None
-
-
-def _has_two_stacks(config: PretrainedConfig) -> bool:
-    return bool(getattr(config, "is_encoder_decoder", False))
 
 
 def _seq2seq_classes() -> set[str]:

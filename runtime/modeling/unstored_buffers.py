@@ -90,10 +90,8 @@ def _computed(model: PreTrainedModel, name: str, leaves: Collection[str]) -> dic
         if not left:
             break
         results: list[dict[str, torch.Tensor]] = []
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices=[]),
-        ):  # once: what is drawn at random is another the second time
+        # One generator for both: what is drawn at random differs the second time.
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for fill in (0, 1):
                 for leaf in left:
                     _put(module, leaf, torch.full_like(before[leaf], fill, device="cpu"))

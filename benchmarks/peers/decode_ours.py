@@ -77,7 +77,7 @@ def layer(codes: np.ndarray, scale: np.ndarray, sparse: bool, kernels: str) -> t
     storage = formats.get("sparse24") if sparse else formats.choose(scheme, shape)
     tensors = storage.pack(weight)
     size = sum(t.numel() * t.element_size() for t in tensors.values() if t.numel() > 16)
-    entry = ModuleEntry(scheme, storage.name, formats.value_count(storage, tensors))
+    entry = ModuleEntry(scheme, storage.name, storage.stored_count(tensors))
     module = CompressedLinear.from_tensors(entry, shape, tensors, None, torch.bfloat16)
     module.prepare(kernels)
     return module, size, codes

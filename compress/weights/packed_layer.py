@@ -64,7 +64,7 @@ def pack_layer(
     dense = weight.dequantize().contiguous()
     if not bool(torch.isfinite(dense).all()):
         raise CompressError(f"{name}: the compressed weight holds NaN or Inf")
-    count = storage.count(weight)
+    count = storage.stored_count(tensors)
     before = rows * columns * module.weight.element_size()  # type: ignore[union-attr, operator]
     after = sum(t.numel() * t.element_size() for t in tensors.values())
     stored_bits = 8.0 * after / (rows * columns)

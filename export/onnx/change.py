@@ -105,7 +105,7 @@ def _layer(source: Source, name: str, change: Change) -> CompressedLinear:
         weight = replace(weight, scheme=replace(scheme, activations=acts))
     storage = formats.choose(weight.scheme, source.shapes[name])
     tensors = storage.pack(weight)
-    entry = ModuleEntry(weight.scheme, storage.name, formats.value_count(storage, tensors))
+    entry = ModuleEntry(weight.scheme, storage.name, storage.stored_count(tensors))
     if acts is not None:
         inputs = {"input_scale": source.input_scale(name), "input_zero_point": source.input_zero_point(name)}
         tensors |= {part: stored for part, stored in inputs.items() if stored is not None}

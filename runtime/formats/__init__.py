@@ -17,11 +17,11 @@ from runtime.formats import representation
 from runtime.formats.base import Format, OwnFormat
 from runtime.formats.bitmap import Bitmap
 from runtime.formats.compressed_tensors import Naive, Packed, PackQuantized
-from runtime.formats.representation import Shape, Tensors, TensorSpec
+from runtime.formats.representation import Shape, TensorSpec
 from runtime.formats.scheme import Scheme
 from runtime.formats.sparse24 import Sparse24
 
-__all__ = ["Format", "TensorSpec", "choose", "density_of", "get", "names", "value_count"]
+__all__ = ["Format", "TensorSpec", "choose", "density_of", "get", "names"]
 
 # Compressed-tensors formats first: what another engine can read is preferred.
 _BUILT_IN: tuple[Format, ...] = (PackQuantized(), Naive("int"), Naive("float"), Packed(), Sparse24(), Bitmap())
@@ -78,8 +78,3 @@ def density_of(sparsity: str | None) -> float:
         return 1.0
     match = re.fullmatch(r"(\d+):(\d+)", sparsity)
     return int(match[1]) / int(match[2]) if match and int(match[2]) else 0.5
-
-
-def value_count(storage: Format, tensors: Tensors) -> int | None:
-    """How many values packed tensors hold, for the formats whose size depends on it (`bitmap`); None for the others."""
-    return storage.stored_count(tensors)

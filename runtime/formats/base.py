@@ -70,10 +70,6 @@ class Format(ABC):
         """Zero points as int8, unpacked; None for symmetric grids."""
         return None if grid.symmetric else tensors["weight_zero_point"]
 
-    def count(self, weight: CompressedWeight) -> int | None:
-        """How many values are stored when the scheme does not tell (`bitmap`); None for every other format."""
-        return None
-
     def tensors(
         self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None = None
     ) -> dict[str, TensorSpec]:
@@ -147,7 +143,7 @@ class Format(ABC):
         """Raise ArtifactError when numbers that steer the unpacking (positions, counts) contradict each other."""
 
     def stored_count(self, tensors: Tensors, where: str = "") -> int | None:
-        """`count` of `tensors(...)` as the stored tensors tell it; None when the format has no such number."""
+        """How many values the tensors hold, for formats whose size depends on it (`bitmap`); None for the others."""
         return None
 
     def bytes_estimate(self, scheme: Scheme, shape: Shape, dtype: torch.dtype, density: float = 1.0) -> int:

@@ -33,9 +33,6 @@ class Bitmap(SparseFormat):
         bitmap = tensors.get(self.positions)
         return None if bitmap is None else _bits(bitmap)[:, :columns].view(torch.bool)
 
-    def count(self, weight: CompressedWeight) -> int | None:
-        return int(kept(weight).sum())
-
     def stored_count(self, tensors: Tensors, where: str = "") -> int | None:
         offsets = tensors.get("weight_row_offsets")
         if offsets is None or offsets.dim() != 1 or not offsets.numel() or offsets.dtype != torch.int64:

@@ -75,8 +75,9 @@ def compress(model: Any, path: Path, choose: Any) -> dict[str, CompressedWeight]
         dense = module.weight.data
         weight = nearest(dense.T.contiguous() if transposed else dense, scheme)
         tensors.pop(f"{name}.weight", None)
-        tensors |= {f"{name}.{key}": value for key, value in storage.pack(weight).items()}
-        entries[name] = ModuleEntry(scheme, chosen[0], storage.count(weight))
+        packed = storage.pack(weight)
+        tensors |= {f"{name}.{key}": value for key, value in packed.items()}
+        entries[name] = ModuleEntry(scheme, chosen[0], storage.stored_count(packed))
         weights[name] = weight
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     config = json.loads((path / "config.json").read_text())

@@ -126,7 +126,7 @@ def write_checkpoint(
         scale = None if input_scale is None else torch.tensor([input_scale], dtype=dtype)
         tensors = storage.pack(weight, input_scale=scale)
         stored |= {f"{name}.{key}": value for key, value in tensors.items()}
-        entries[name] = ModuleEntry(scheme, storage.name, formats.value_count(storage, tensors))
+        entries[name] = ModuleEntry(scheme, storage.name, storage.stored_count(tensors))
         dense[name] = weight.dequantize()
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     config = model.config.to_dict() | {

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 
+from runtime.kernels.triton.codes import row_major
 from runtime.kernels.triton.jit import cdiv, entry, next_power_of_2, tl
 
 
@@ -86,5 +87,4 @@ def swiglu_reference(x: torch.Tensor) -> torch.Tensor:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """`[rows, K]` with dense rows."""
-    flat = x.reshape(-1, x.shape[-1])
-    return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
+    return row_major(x.reshape(-1, x.shape[-1]))

@@ -42,7 +42,7 @@ def test_unpack_is_the_exact_inverse_of_pack(name, sparsity):
             continue
         weight = random_weight(scheme, shape, dtype, seed=stored)
         tensors = storage.pack(weight)
-        specs = storage.tensors(scheme, shape, dtype, formats.value_count(storage, tensors))
+        specs = storage.tensors(scheme, shape, dtype, storage.stored_count(tensors))
         assert {k: (tuple(t.shape), t.dtype) for k, t in tensors.items()} == {
             k: (s.shape, s.dtype) for k, s in specs.items()
         }
@@ -146,7 +146,7 @@ def test_bitmap_of_any_density(sparsity, rows, columns, density, symmetric):
     again = storage.unpack(tensors, scheme, (rows, columns), torch.float32)
     assert torch.equal(again.mask, mask)
     assert torch.equal(again.dequantize(), weight.dequantize())
-    assert formats.value_count(storage, tensors) == int(mask.sum())
+    assert storage.stored_count(tensors) == int(mask.sum())
 
 
 def test_mask_may_be_left_out():

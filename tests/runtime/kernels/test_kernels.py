@@ -51,7 +51,7 @@ def layer_of(scheme, shape, dtype=torch.bfloat16, bias=True, seed=0):
         tensors["input_scale"] = torch.tensor([0.03], dtype=dtype)
         if not scheme.activations.symmetric:
             tensors["input_zero_point"] = torch.tensor([5], dtype=torch.int8)
-    entry = ModuleEntry(scheme, storage.name, formats.value_count(storage, tensors))
+    entry = ModuleEntry(scheme, storage.name, storage.stored_count(tensors))
     offset = torch.randn(shape[0]).to(dtype) if bias else None
     return CompressedLinear.from_tensors(entry, shape, tensors, offset, dtype), weight
 

@@ -32,7 +32,7 @@ def packed(scheme, shape, dtype=torch.bfloat16, seed=0):
     weight = random_weight(scheme, shape, dtype, seed)
     storage = formats.choose(scheme, shape)
     tensors = storage.pack(weight)
-    return ModuleEntry(scheme, storage.name, formats.value_count(storage, tensors)), tensors, weight
+    return ModuleEntry(scheme, storage.name, storage.stored_count(tensors)), tensors, weight
 
 
 def linear(scheme, shape=(48, 128), dtype=torch.bfloat16, bias=True, seed=0):

@@ -132,7 +132,7 @@ def test_compressed_layers_that_are_stored_transposed() -> None:
         weight = module.weight.data.T.contiguous()
         scale = weight.abs().amax(1, keepdim=True) / 127
         solved = CompressedWeight((weight / scale).round().to(torch.int8), scale, None, None, scheme, torch.float32)
-        entry = ModuleEntry(scheme, storage.name, storage.count(solved))
+        entry = ModuleEntry(scheme, storage.name)
         shape = (weight.shape[0], weight.shape[1])
         packed = CompressedLinear.from_tensors(entry, shape, storage.pack(solved), module.bias.data, torch.float32)
         parent, _, leaf = name.rpartition(".")

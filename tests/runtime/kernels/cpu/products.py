@@ -53,7 +53,7 @@ def of(kind: str, weight: CompressedWeight, storage: str | None = None) -> Case:
     shape = (weight.values.shape[0], weight.values.shape[1])
     form = formats.get(storage) if storage else formats.choose(weight.scheme, shape)
     tensors = form.pack(weight)
-    entry = ModuleEntry(weight.scheme, form.name, formats.value_count(form, tensors))
+    entry = ModuleEntry(weight.scheme, form.name, form.stored_count(tensors))
     layer, layout = Layer(entry, shape, weight.dtype, CPU), LAYOUTS[kind]
     assert layout.why_not(layer) is None
     return Case(layer, weight, tensors, layout, layout.pack(tensors, layer))
@@ -125,5 +125,5 @@ def linear(
     weight = random_weight(scheme, shape, dtype) if weight is None else weight
     form = formats.get(storage) if storage else formats.choose(scheme, shape)
     tensors = form.pack(weight)
-    entry = ModuleEntry(scheme, form.name, formats.value_count(form, tensors))
+    entry = ModuleEntry(scheme, form.name, form.stored_count(tensors))
     return CompressedLinear.from_tensors(entry, shape, tensors, torch.randn(shape[0]).to(dtype), dtype), weight

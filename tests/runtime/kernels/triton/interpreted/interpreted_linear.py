@@ -28,7 +28,7 @@ def check(kernel, scheme, shape, storage, dtype=torch.bfloat16, seed=0, rows=(0,
         tensors["input_scale"] = torch.tensor([0.03], dtype=dtype)
         if not scheme.activations.symmetric:
             tensors["input_zero_point"] = torch.tensor([5], dtype=torch.int8)
-    entry = ModuleEntry(scheme, storage, formats.value_count(stored, tensors))
+    entry = ModuleEntry(scheme, storage, stored.stored_count(tensors))
     layer = Layer(entry, shape, dtype, torch.device("cpu"))
     assert storage in kernel.formats
     assert kernel.why_not(layer) is None

@@ -82,7 +82,6 @@ class Kernel(ABC):
 
     Attributes:
         name: how `load(kernels=...)` selects it and `explain()` shows it.
-        operation: row of the table; every kernel here is a `linear`.
         formats: storage formats it can start from.
         device: device type it runs on, None for any.
         classes: row counts it is meant for. `run` is right for any; elsewhere something else is better.
@@ -93,7 +92,6 @@ class Kernel(ABC):
     """
 
     name: str
-    operation: str = "linear"
     formats: frozenset[str]
     device: str | None
     classes: frozenset[ShapeClass] = frozenset(CLASSES)

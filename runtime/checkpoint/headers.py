@@ -80,7 +80,7 @@ def read_header(file: Path) -> Header:
                 f"{file} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository"
             )
         try:
-            with safe_open(file, "pt"):  # checks sizes and ranges
+            with safe_open(file, "np"):  # checks sizes and ranges; "pt" would map all of it writable
                 length = int.from_bytes(prefix, "little")
         except SafetensorError as error:
             reason = str(error).removeprefix("Error while deserializing header: ")[:_SHOWN]

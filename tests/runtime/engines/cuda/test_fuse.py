@@ -54,7 +54,7 @@ class Reordered(Kernel):
 
 @pytest.fixture
 def reordered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "_KERNELS", (Reordered(), table.REFERENCE))
+    monkeypatch.setattr(table, "KERNELS", (Reordered(), table.REFERENCE))
 
 
 def compressed(rows: int, columns: int, symmetric: bool = True, bias: bool = False, seed: int = 0) -> CompressedLinear:
@@ -213,7 +213,7 @@ def test_layouts_of_the_triton_kernels_are_joined(name: str, symmetric: bool, mo
     """Laid out and read back only: this needs no GPU."""
     pytest.importorskip("triton")
     kernels = pytest.importorskip("runtime.kernels.triton.linear")
-    monkeypatch.setattr(table, "_KERNELS", (getattr(kernels, name)("cpu"), table.REFERENCE))
+    monkeypatch.setattr(table, "KERNELS", (getattr(kernels, name)("cpu"), table.REFERENCE))
     generator = torch.Generator().manual_seed(0)
     sparse = name == "Sparse24Triton"
     scheme = Scheme(GridScheme(4, "int", symmetric, "group", 64), sparsity="2:4" if sparse else None)

@@ -391,7 +391,7 @@ def test_the_engine_launches_what_is_compiled(fuse: bool, tiny_artifact: Path, m
     engine = take_over(torch_engine, any_device=True, computing=ops.kernels(), fuse=fuse)
     assert engine is not None
     witness = Witness()
-    monkeypatch.setattr(jit.Entry, "launcher", witness)
+    monkeypatch.setattr(jit.Entry, "launcher", witness.launch)
     model = Model(engine, None, Artifact(tiny_artifact), frozenset())
     for count, length in ((1, 2), (2, 9), (5, 20), (1, 90), (70, 3)):  # steps and prompts of every class of rows
         model.generate([[7 + i % 9] * (length + i % 3) for i in range(count)], max_new_tokens=3, ignore_eos=True)

@@ -207,7 +207,7 @@ def test_layers_of_several_shapes_are_counted_and_checked_one_by_one() -> None:
     sparse([[[31]], [[16]]]).check_model(config)
     with pytest.raises(ConfigError, match=r"calibrated\.channels"):
         sparse([[[31]], [[32]]]).check_model(config)
-    with pytest.raises(ConfigError, match=r"calibrated\.gates"):
+    with pytest.raises(ConfigError, match=r"calibrated\.channels"):
         sparse([[[1], [1]], [[1], [1]]]).check_model(config)
 
 

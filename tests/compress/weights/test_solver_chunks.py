@@ -37,7 +37,7 @@ def test_every_row_is_in_one_chunk() -> None:
         for split in (True, False):
             seen = [torch.zeros(h) for h in heights]
             for chunk in chunks.chunks(heights, chunks.ELEMENTS // 256, split):
-                for index, start, end in chunk.pieces:
+                for index, start, end in chunk.parts:
                     seen[index][start:end] += 1
                     assert split or (start, end) == (0, heights[index])
             assert all((s == 1).all() for s in seen)

@@ -1,7 +1,7 @@
 """Processes that make one artifact or draft together: one, or as many as a launcher has started (`accelerate launch`, `torchrun`).
 
 In `apply`, the main process runs the recipe and asks the others to share statistics, solving and training
-(`compress.run.helper_process`). In `draft`, only training is shared: every process prepares the same student, the main one first where
+(`compress.run.run.assist`). In `draft`, only training is shared: every process prepares the same student, the main one first where
 files are written; measuring and writing are the main process's alone.
 
 Processes wait for each other without a time limit. So a process that fails tells the others if they listen, and else closes its

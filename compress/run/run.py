@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from compress.core.files import disk_errors
+from compress.core.files import disk_errors, read_sealed, sha256, write_sealed
 from compress.core.memory_bounds import Bounds
 from compress.core.processes import Team
 from compress.core.progress import Reporter
@@ -21,17 +23,82 @@ from compress.model.context import choose_device
 from compress.model.stage import Compressed, Job, Store
 from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back
-from compress.run.helper_process import asking, assist
 from compress.run.manifest import records, write_manifest, write_metadata
 from compress.run.plan import plan_session
 from compress.run.result import AppliedArtifact, LimitError
 from compress.run.session import ModelState, Session, identity, kind_of, layers_before
-from compress.run.source_guard import check_source_files
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint, read_json
-from runtime.errors import ResourceError
+from runtime.errors import CompressError, RequestError, ResourceError
 from runtime.system.memory import keep_nothing_freed, peak_bytes
 from runtime.system.sizes import size
+
+
+@contextmanager
+def helpers(team: Team, output: Path) -> Iterator[None]:
+    """The main process: when this is left, all others are told that there is nothing more, and whether `output` is complete."""
+    done: dict[str, Any] = {"complete": None}
+    try:
+        yield
+        done["complete"] = str(output.absolute())
+    except LimitError:
+        done["complete"] = str(output.absolute())
+        raise
+    finally:
+        team.broadcast(done)
+        team.meet()  # a process that is gone before the others have heard it would abort them
+
+
+def assist(recipe: Recipe, device: str, team: Team) -> Path:
+    """Any other process: take part until the main one says that there is nothing more; the artifact.
+
+    Raises:
+        CompressError: the run failed.
+    """
+    where = str(team.device(choose_device(device)))
+    nothing: dict[str, Any] = {}
+    while "complete" not in (asked := team.broadcast(nothing)):
+        KINDS[asked["kind"]].assist(recipe, asked["task"], where, team)
+    team.meet()
+    if asked["complete"] is None:
+        raise CompressError("the run failed in the main process, which says why")
+    return Path(asked["complete"])
+
+
+SOURCE_SUMS = "source.sums"  # no record of a part, which are all *.json
+#: Files that are read at a time: hashing leaves the interpreter to others.
+_HASHED_AT_ONCE = 2
+
+
+def check_source_files(work: Path, checkpoint: Checkpoint) -> None:
+    """Note the source's files in a run's work directory, or hold them against what was noted.
+
+    A damaged note is written again; then only the fingerprint has shown that the source is the same.
+
+    Raises:
+        RequestError: a file is another than when the run began.
+    """
+    note = work / SOURCE_SUMS
+    before: dict[str, Any] = (read_sealed(note) or {"files": {}})["files"]
+    files = [checkpoint.path / "config.json", *checkpoint.files()]
+    with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
+        found = dict(pool.map(lambda file: (file.name, _file_record(file, before.get(file.name))), files))
+    for name, now in found.items():
+        if before and before.get(name, {}).get("sha256") != now["sha256"]:
+            raise RequestError(
+                f"{checkpoint.path / name} is not the file that this run began with, so it cannot go on: restore it, or name another output"
+            )
+    if found != before:
+        write_sealed(note, {"files": found})
+
+
+def _file_record(file: Path, before: dict[str, Any] | None) -> dict[str, Any]:
+    """Size, time of change and hash of a file; the hash is taken over where the others are as they were."""
+    status = file.stat()
+    seen = {"bytes": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
+    if before is not None and all(before.get(key) == value for key, value in seen.items()):
+        return before
+    return {**seen, "sha256": sha256(file)}
 
 
 def apply(
@@ -69,7 +136,7 @@ def apply(
                 path = assist(recipe, device, team)
             manifest = read_json(path / MANIFEST)
             return AppliedArtifact(path, manifest["metrics"], manifest, peak_memory=peak_bytes())
-        with asking(team, path), team.working():
+        with helpers(team, path), team.working():
             clock = _Clock()
             directory = RunDirectory(path, resume, overwrite)
             if not resume:  # refused before a model is read

@@ -6,17 +6,77 @@ Read from what transformers makes of the directory, so that it is the tokenizer 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from export.gguf import pretokenizers, sentencepiece
+from export.gguf import pretokenizers
 from export.source import TOKENIZER_FILES, Source
 from export.target import Conversion
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
+
+
+SPACE = "▁"
+
+
+def merge_scores(vocab: Mapping[str, int], merges: Iterable[tuple[str, ...]]) -> tuple[dict[str, float], bool]:
+    """({token that merges make: minus its place}, whether the scores say exactly what the merges say)."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    pairs: set[tuple[str, ...]] = set()
+    for rank, pair in enumerate(merges):
+        if len(pair) != 2:
+            return {}, False
+        token = pair[0] + pair[1]
+        first.setdefault(token, rank)
+        last[token] = rank
+        pairs.add(pair)
+    together = all(last[token] - first[token] + 1 == _ways(token, pairs) for token in first)
+    complete = all(
+        (token[:i], token[i:]) in pairs
+        for token in vocab
+        if token in first or _mergeable(token)
+        for i in range(1, len(token))
+        if token[:i] in vocab and token[i:] in vocab
+    )
+    faithful = together and complete and first.keys() <= vocab.keys()
+    return {token: -float(rank) for token, rank in first.items()}, faithful
+
+
+def space_prefix(content: Mapping[str, Any]) -> tuple[bool, list[str]]:
+    """(whether a text gets a space in front, steps that are neither that nor spaces becoming "▁")."""
+    prefix, unknown = False, []
+    for step in flat_steps(content.get("normalizer"), "normalizers"):
+        if step["type"] == "Prepend" and step.get("prepend") == SPACE:
+            prefix = True
+        elif step != {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}:
+            unknown.append(step["type"])
+    for step in flat_steps(content.get("pre_tokenizer"), "pretokenizers"):
+        if step["type"] == "Metaspace" and step.get("replacement") == SPACE:
+            prefix = prefix or step.get("prepend_scheme", "always") != "never"
+        else:
+            unknown.append(step["type"])
+    return prefix, unknown
+
+
+def _ways(token: str, pairs: set[tuple[str, ...]]) -> int:
+    return sum((token[:i], token[i:]) in pairs for i in range(1, len(token)))
+
+
+def _mergeable(token: str) -> bool:
+    """Not one of the tokens that only stand for themselves (`<s>`, `<0x0A>`)."""
+    return len(token) > 1 and not (token.startswith("<") and token.endswith(">"))
+
+
+def flat_steps(step: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
+    """Steps of a normalizer or pre-tokenizer, sequences opened; `inner` is their key for what is in them."""
+    if step is None:
+        return []
+    return [one for part in step[inner] for one in flat_steps(part, inner)] if step["type"] == "Sequence" else [step]
+
 
 # gguf.TokenType
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -142,7 +202,7 @@ _SPECIAL_KEYS = {
 
 def _byte_levels(content: dict[str, Any]) -> list[Mapping[str, Any]]:
     """Pre-tokenizers of bytes."""
-    steps = sentencepiece.flat_steps(content.get("pre_tokenizer"), "pretokenizers")
+    steps = flat_steps(content.get("pre_tokenizer"), "pretokenizers")
     return [step for step in steps if step["type"] == "ByteLevel"]
 
 
@@ -151,7 +211,7 @@ def _gpt2(content: dict[str, Any], size: int, remarks: list[str]) -> Vocabulary:
     name, how = pretokenizers.identify(content)
     if how is not None:
         remarks.append(how if name else f"{how}: llama.cpp's default is written, texts can become other tokens")
-    normalizer = ", ".join(step["type"] for step in sentencepiece.flat_steps(content.get("normalizer"), "normalizers"))
+    normalizer = ", ".join(step["type"] for step in flat_steps(content.get("normalizer"), "normalizers"))
     if normalizer:
         remarks.append(
             f"the normalizer {normalizer} is left out, llama.cpp has none: text that it would change gets other tokens"
@@ -169,13 +229,13 @@ def _gpt2(content: dict[str, Any], size: int, remarks: list[str]) -> Vocabulary:
 def _llama(content: dict[str, Any], size: int, remarks: list[str]) -> Vocabulary:
     tokens, types = _tokens(content, size)
     pairs = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in content["model"]["merges"]]
-    found, faithful = sentencepiece.scores(content["model"]["vocab"], pairs)
+    found, faithful = merge_scores(content["model"]["vocab"], pairs)
     if not faithful:
         remarks.append(
             "its merges are not those of a SentencePiece vocabulary (a token for every merge and a merge for every way to split it): "
             "texts can become other tokens"
         )
-    prefix, unknown = sentencepiece.space_prefix(content)
+    prefix, unknown = space_prefix(content)
     if unknown:
         remarks.append(
             f"{', '.join(unknown)} of its tokenizer is left out, llama.cpp has none: texts can become other tokens"

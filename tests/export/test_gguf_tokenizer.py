@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import export
-from export.gguf import pretokenizers, sentencepiece, tokenizer
+from export.gguf import pretokenizers, tokenizer
 from export.gguf.pretokenizers import DIGIT, GPT2, KNOWN, Known
 from export.source import Source
 from runtime.errors import RequestError
@@ -221,12 +221,12 @@ def test_sentencepiece_scores_say_what_the_merges_say(model: MakeModel) -> None:
     assert vocabulary.types[:4] == [tokenizer.UNKNOWN, tokenizer.CONTROL, tokenizer.CONTROL, tokenizer.BYTE]
     content = json.loads(made.backend_tokenizer.to_str())["model"]
     merges = [tuple(m) for m in content["merges"]]
-    assert sentencepiece.scores(content["vocab"], merges)[1]
+    assert tokenizer.merge_scores(content["vocab"], merges)[1]
     token = next(a + b for a, b in merges if sum(x + y == a + b for x, y in merges) > 1)
     fewer = [m for m in merges if m[0] + m[1] != token] + [m for m in merges if m[0] + m[1] == token][:1]
-    assert not sentencepiece.scores(content["vocab"], fewer)[1]
+    assert not tokenizer.merge_scores(content["vocab"], fewer)[1]
     apart = [*merges[1:], merges[0]]
-    assert sentencepiece.scores(content["vocab"], apart)[1] == (
+    assert tokenizer.merge_scores(content["vocab"], apart)[1] == (
         sum(a + b == "".join(merges[0]) for a, b in merges) == 1
     )
 

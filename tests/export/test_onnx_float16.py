@@ -47,7 +47,7 @@ def _optimized(*nodes: Any) -> Any:
 
 
 def test_only_the_casts_of_the_runtime_are_passed_over() -> None:
-    from export.onnx.check import unfused
+    from export.onnx.proof import unfused
 
     def cast(name: str) -> Any:
         return onnx.helper.make_node("Cast", ["w"], ["wide"], name=name, to=onnx.TensorProto.FLOAT)

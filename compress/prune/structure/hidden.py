@@ -5,23 +5,188 @@ Norms are corrected for the smaller root mean square, and linear layers fitted t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 
 from compress.model.checkpoint_writer import zeros
 from compress.model.config_sizes import resized, size_of, with_wider_heads
 from compress.model.couplings import changed, changed_shapes
+from compress.model.hidden_states import HiddenStates
+from compress.model.module_hooks import hooks
 from compress.model.source import SourceCheckpoint
-from compress.model.streamed import StreamedModel
+from compress.model.streamed import Batch, StreamedModel
 from compress.prune.structure.amount import skeleton_of
-from compress.prune.structure.hidden_check import Comparison
 from compress.prune.structure.hidden_norms import HiddenCut, find_norms, gain, measure
 from compress.prune.structure.hidden_refit import Refit
 from compress.prune.structure.removal import Lines, Pass, Plan, Removal, Tensors, best, note_of
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
+
+# Blocks are compared in float32, what is outside of them in the model's own dtype.
+TOLERANCE = 1e-3
+OUTSIDE_TOLERANCE = 3e-2
+# A factor nearer to one than this is rounding.
+_ONE = 1e-3
+
+
+Call = Callable[[StreamedModel, Any], torch.Tensor]
+
+
+class Comparison:
+    """The two models side by side.
+
+    Args:
+        whole, smaller: with all that is in no block loaded, the smaller one's after `settle_scales`.
+        cut: how the one came of the other.
+        batch: a row of ids.
+    """
+
+    def __init__(self, whole: StreamedModel, smaller: StreamedModel, cut: HiddenCut, batch: Batch) -> None:
+        self.whole, self.smaller, self.cut, self.batch = whole, smaller, cut, batch
+        self._outside = [name for name in cut.norms if not whole.is_inside(name)]
+        self._factors: dict[str, float] = {}  # that norms have taken for a head that cannot
+
+    @torch.inference_mode()
+    def settle_scales(self) -> None:
+        """Find the factors that the model takes from its hidden size and put them into `cut`; the smaller model's tensors outside of the
+        blocks are loaded with them.
+
+        Raises:
+            RequestError: the two differ by something else.
+        """
+        self.smaller.load_outside()
+        factor, _ = self._entering()
+        if abs(factor - 1) > _ONE:
+            self.cut.scales |= dict.fromkeys(self._same_as(self.smaller.model.get_input_embeddings()), 1 / factor)
+            self.smaller.load_outside()
+        self._require(self._entering(), "what enters the first layer")
+        if self.smaller.kind != "encoder":
+            self._settle_head()
+        self._require(self._leaving(), "what comes after the last layer")
+
+    def _settle_head(self) -> None:
+        """The head's outputs are as the whole model's, where its weight, or the norm before it, takes a factor."""
+        ran: list[str] = []
+        heads = [model.model.get_output_embeddings() for model in (self.smaller, self.whole)]
+        given: dict[nn.Module, torch.Tensor] = {}
+
+        def look(head: Any, _args: Any, output: torch.Tensor) -> None:
+            bias = getattr(head, "bias", None)
+            given[head] = output if bias is None else output - bias
+
+        # What comes after the head (Gemma's caps) is no multiple any more.
+        with hooks(dict.fromkeys(heads, look)):
+            self._leaving(ran)
+        factor, _ = _compared(*(given[head] for head in heads))
+        if abs(factor - 1) <= _ONE:
+            return
+        names = self._same_as(heads[0])
+        if not names & self._same_as(self.smaller.model.get_input_embeddings()):
+            self.cut.scales |= dict.fromkeys(names, 1 / factor)
+        elif ran:
+            last = ran[-1]
+            self._factors[last] = 1 / factor
+            self.cut.gains[last] = self.cut.gains.get(last, 1.0) / factor
+            self.cut.scales[f"{last}.bias"] = 1 / factor
+        self.smaller.load_outside()
+
+    @torch.inference_mode()
+    def check_block(self, index: int, state: torch.Tensor) -> None:
+        """RequestError where a block gives something else for a state, that of both models being loaded."""
+        ours, theirs = (copy.deepcopy(model.blocks[index]).float() for model in (self.smaller, self.whole))
+        prefix = self.whole.block_prefix(index)
+        inside = [name.removeprefix(prefix) for name in self.cut.norms if name.startswith(prefix)]
+        found = self.smaller.run_block(index, state, self.batch, torch.float32, ours)
+        with self._normed(theirs, ours, inside):
+            wide = self.whole.run_block(index, self._wide(state), self.batch, torch.float32, theirs)
+        self._require(_compared(found, self._narrow(wide)), prefix.removesuffix("."), TOLERANCE)
+
+    # ---------------------------------------------------------------- the parts outside of the blocks
+    def _entering(self) -> tuple[float, float]:
+        return self._compare(lambda model, _: _prelude(model, self.batch))[0]
+
+    def _leaving(self, ran: list[str] | None = None) -> tuple[float, float]:
+        """Of logits (of an encoder: hidden states), for states that enter the first block. `ran`: norms that have run, in order."""
+        state, ids = _prelude(self.smaller, self.batch), self.batch[0]
+        if len(self.smaller.stacks) == 2:
+            last = self.smaller.stacks[1].first - 1
+            found, state = self._compare(lambda model, given: model.hand_over(last, given, self.batch), state)
+            self._require(found, "what enters the decoder")
+        narrow = self.smaller.kind == "encoder"
+        return self._compare(lambda model, given: model.outputs(given, ids), state, narrow, ran)[0]
+
+    def _compare(
+        self, run: Call, state: torch.Tensor | None = None, narrow: bool = True, ran: list[str] | None = None
+    ) -> tuple[tuple[float, float], torch.Tensor]:
+        """What both models give for a state, compared; and what the smaller one gives. `narrow`: it is a hidden state."""
+        found = run(self.smaller, state)
+        with self._normed(self.whole.model, self.smaller.model, self._outside, ran):
+            wide = run(self.whole, None if state is None else self._wide(state))
+        return _compared(found, self._narrow(wide) if narrow else wide), found
+
+    def _same_as(self, module: nn.Module) -> set[str]:
+        """Names of stored tensors that are a module's weight, or that it shares."""
+        ties = self.smaller.ties
+        own = {f"{name}.weight" for name, other in self.smaller.model.named_modules() if other is module}
+        shared = {ties.get(name, name) for name in own}
+        return own | {name for name in (*ties, *ties.values()) if ties.get(name, name) in shared}
+
+    # ---------------------------------------------------------------- the two made comparable
+    def _wide(self, state: torch.Tensor) -> torch.Tensor:
+        """A state of the whole model: zeros in the dimensions that are removed."""
+        wide = torch.zeros(*state.shape[:-1], self.cut.count, dtype=state.dtype, device=state.device)
+        wide[..., self.cut.kept.to(state.device)] = state
+        return wide
+
+    def _narrow(self, state: torch.Tensor) -> torch.Tensor:
+        return state[..., self.cut.kept.to(state.device)]
+
+    def _normed(
+        self, whole: nn.Module, smaller: nn.Module, names: Iterable[str], ran: list[str] | None = None
+    ) -> AbstractContextManager[None]:
+        """Norms of the whole model give inside what the smaller model's give."""
+
+        def replaced(name: str, norm: nn.Module) -> Callable[..., torch.Tensor]:
+            def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+                if ran is not None:
+                    ran.append(name)
+                given = norm(self._narrow(args[0])) / self._factors.get(name, 1.0)
+                return self._wide(given.to(output.dtype))
+
+            return hook
+
+        return hooks({whole.get_submodule(name): replaced(name, smaller.get_submodule(name)) for name in names})
+
+    def _require(self, found: tuple[float, float], where: str, tolerance: float = OUTSIDE_TOLERANCE) -> None:
+        factor, difference = found
+        if abs(factor - 1) <= _ONE and difference < tolerance:
+            return
+        raise RequestError(
+            f"{where} of a {type(self.whole.model).__name__} is something else when dimensions of the hidden state are cut out (a factor "
+            f"of {factor:.3g}, relative difference beside that {difference:.1e}): the model depends on its hidden size in a way that its "
+            "shapes do not show"
+        )
+
+
+def _prelude(streamed: StreamedModel, batch: Batch) -> torch.Tensor:
+    states = HiddenStates(1)
+    streamed.prelude([batch], states)
+    return states.get(0)
+
+
+def _compared(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """By what factor one is the other, and how far they are apart beside that, relative."""
+    one, other = found.double().cpu(), expected.double().cpu()
+    size = float(other.square().sum())
+    if size == 0:
+        return 1.0, float(one.norm())
+    factor = float((one * other).sum()) / size
+    return factor, float((one - factor * other).norm()) / max(abs(factor), 1e-30) / size**0.5
 
 
 class CutCheckpoint(SourceCheckpoint):

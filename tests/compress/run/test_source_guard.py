@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from compress.run.source_guard import NAME, check_source_files
+from compress.run.run import SOURCE_SUMS, check_source_files
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import RequestError
 
@@ -55,11 +55,11 @@ def test_times_alone_decide_nothing(model: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_look_the_same_are_not_read_again(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    from compress.run import source_guard
+    from compress.run import run
 
     read: list[Path] = []
-    real = source_guard.sha256
-    monkeypatch.setattr(source_guard, "sha256", lambda file: read.append(file) or real(file))
+    real = run.sha256
+    monkeypatch.setattr(run, "sha256", lambda file: read.append(file) or real(file))
     check_source_files(tmp_path, Checkpoint(model))
     check_source_files(tmp_path, Checkpoint(model))
     assert sorted(file.name for file in read) == ["config.json", "model.safetensors"]
@@ -67,7 +67,7 @@ def test_files_that_look_the_same_are_not_read_again(model: Path, tmp_path: Path
 
 def test_a_damaged_note_is_made_again(model: Path, tmp_path: Path) -> None:
     check_source_files(tmp_path, Checkpoint(model))
-    note = (tmp_path / NAME).read_bytes()
-    flip(tmp_path / NAME, 40)
+    note = (tmp_path / SOURCE_SUMS).read_bytes()
+    flip(tmp_path / SOURCE_SUMS, 40)
     check_source_files(tmp_path, Checkpoint(model))
-    assert (tmp_path / NAME).read_bytes() == note
+    assert (tmp_path / SOURCE_SUMS).read_bytes() == note

@@ -41,7 +41,7 @@ class Speculation:
         drafter: proposes. rule: accepts. lengths: says how much.
         costs: measured over all calls.
         off: why the drafter was switched off; None: it works.
-        left: the drafter's states of texts that were thrown away, not ended yet.
+        left: the drafter's states of sequences that were thrown away, not ended yet.
     """
 
     drafter: Drafter
@@ -53,12 +53,12 @@ class Speculation:
     left: deque[Any] = field(default_factory=deque)
 
     def settle(self) -> None:
-        """End the texts that were thrown away."""
+        """End the sequences that were thrown away."""
         while self.left and self.off is None:
             self.guarded(self.drafter.end, self.left.popleft())
 
     def guarded(self, what: Callable[..., Result], *arguments: Any) -> Result | None:
-        """What a drafter does, or None: one that fails or does not come back is switched off, and texts go on without it."""
+        """What a drafter does, or None: one that fails or does not come back is switched off, and sequences go on without it."""
         try:
             return self.watch.run(what, *arguments) if self.drafter.watched else what(*arguments)
         except Exception as error:
@@ -78,7 +78,7 @@ class Speculation:
 
 @dataclass(eq=False)
 class Track:
-    """What a call knows of one text.
+    """What a call knows of one sequence.
 
     Attributes:
         state: the drafter's.
@@ -125,7 +125,7 @@ class Speculator:
         self.proposed = False
         self._promised = self._overhead = 0.0  # tokens a second of this step; seconds of reading in what drafting took
         self._rest = self._slept = self._resting = (
-            0  # steps to come without a draft, gone by so, and for how many texts
+            0  # steps to come without a draft, gone by so, and for how many sequences
         )
         drafter = speculation.drafter
         self._wants_hidden = "hidden" in drafter.wants
@@ -148,7 +148,7 @@ class Speculator:
         return self.proposed or (self._wants_steps and self._rest == 0)
 
     def rests(self, texts: int) -> bool:
-        """Whether drafting pays for none of so many texts for now: the step is then one of plain decoding, and costs no more."""
+        """Whether drafting pays for none of so many sequences for now: the step is then one of plain decoding, and costs no more."""
         if self._rest == 0 or texts != self._resting:
             return False
         self._rest -= 1
@@ -165,14 +165,14 @@ class Speculator:
         rows: int,
         places: Callable[[int, int], Place] | None = None,
     ) -> list[Tree]:
-        """A tree for each text, maybe an empty one.
+        """A tree for each sequence, maybe an empty one.
 
         Args:
             texts: that decode in this step.
             rooms: of each, most tokens that may still follow besides the one that the target writes itself.
             sources: of each, its random numbers; None: greedy.
             rows: tokens of the step without any draft.
-            places: (index of a text, tokens to draft) to its place in the target's cache; only paged engines have it.
+            places: (index of a sequence, tokens to draft) to its place in the target's cache; only paged engines have it.
         """
         began = time.perf_counter()
         speculation = self._speculation
@@ -249,7 +249,7 @@ class Speculator:
 
     # ---------------------------------------------------------------- after it
     def timed(self, rows: int, seconds: float, drafting: float, tokens: int) -> None:
-        """A step of decoding texts alone took so long, besides what drafting for it took, and wrote so many tokens."""
+        """A step of decoding sequences alone took so long, besides what drafting for it took, and wrote so many tokens."""
         if self._slept % _SELDOM:
             return
         self._speculation.costs.step.add(rows, seconds)
@@ -273,11 +273,11 @@ class Speculator:
         seen: torch.Tensor | None,
         best: Sequence[int] | None,
     ) -> Verdict:
-        """What of a tree becomes text.
+        """Which nodes of a tree are accepted.
 
         Args:
             logits: float32 `[1 + nodes, vocab]`.
-            source: the text's random numbers.
+            source: the sequence's random numbers.
             seen: bool `[vocab]`, for the repetition penalty.
             best: from `greedy`, for these rows.
         """
@@ -285,7 +285,7 @@ class Speculator:
         return rule.accept(tree, Target(logits, self._options, source, seen, best))
 
     def count(self, tree: Tree, path: Sequence[int], new: int) -> None:
-        """So many new tokens became text: those of `path`, and one more where the text did not end before."""
+        """So many new tokens were added: those of `path`, and one more where the sequence did not end before."""
         if len(tree):
             self._stats.count_draft(tree, path, min(new, len(path)))
 
@@ -298,7 +298,7 @@ class Speculator:
         logits: torch.Tensor,
         hidden: torch.Tensor | None,
     ) -> None:
-        """After the new tokens are at the text's end."""
+        """After the new tokens are at the sequence's end."""
         if not self.on:
             return
         track = self._track(text)
@@ -315,13 +315,13 @@ class Speculator:
             self._speculation.guarded(self._speculation.drafter.read, self._track(text).state, start, tokens, hidden)
 
     def end(self, text: Text) -> None:
-        """The text is finished, or thrown away."""
+        """The sequence is finished, or thrown away."""
         track = self._tracks.pop(id(text), None)
         if track is not None and self.on:
             self._speculation.guarded(self._speculation.drafter.end, track.state)
 
     def close(self) -> None:
-        """The call is over, maybe in the middle of somebody's turn: texts that were thrown away are ended in the next one."""
+        """The call is over, maybe in the middle of somebody's turn: sequences that were thrown away are ended in the next one."""
         self._speculation.left.extend(track.state for track in self._tracks.values())
         self._tracks.clear()
         if self._slept:

@@ -16,7 +16,7 @@ from runtime.sampling.tree import Tree
 
 
 class Text(Protocol):
-    """A text being written.
+    """A sequence that is being decoded.
 
     Attributes:
         tokens: ids of the prompt and of all that follows so far; it only grows, at its end.
@@ -33,7 +33,7 @@ class Draw:
 
     Attributes:
         options: temperature, top-k, top-p, ... of the call.
-        generator: the text's random numbers.
+        generator: the sequence's random numbers.
     """
 
     options: GenerationOptions
@@ -42,14 +42,14 @@ class Draw:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the target's own cache has a text, for drafters that are a part of the target (`Drafter.inside`).
+    """Where the target's own cache has a sequence, for drafters that are a part of the target (`Drafter.inside`).
 
     What they write there at positions from `start` on is overwritten when the draft is verified.
 
     Attributes:
         engine: the target's. pool: its pages' memory, as `Engine.step` takes it.
-        pages: of the text, as of `Chunk`.
-        start: tokens of the text that are in the cache: all but the last.
+        pages: of the sequence, as of `Chunk`.
+        start: tokens of the sequence that are in the cache: all but the last.
         room: tokens that the pages have room for from `start` on.
     """
 
@@ -62,17 +62,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Ask:
-    """One text's turn.
+    """One sequence's turn.
 
     Attributes:
         state: what the drafter's `begin` gave for it.
-        text: the text so far; its last token is what the first proposed one follows.
+        text: the sequence so far; its last token is what the first proposed one follows.
         nodes: most nodes of the tree, at least 1.
         depth: most tokens of a branch, at least 1.
         draw: None: guesses are wanted, the likeliest first. Drafters that have no distribution ignore it and guess.
         least: branches need not go on from nodes that are less likely to be reached than this, as far as the drafter can tell:
             they would cost more than they bring.
-        place: of the text in the target's cache; only for drafters that are `inside`.
+        place: of the sequence in the target's cache; only for drafters that are `inside`.
     """
 
     state: Any
@@ -92,8 +92,8 @@ class Verified:
         text: with the new tokens already at its end.
         tree: what was verified; empty where nothing was proposed, and after a prompt.
         path: indices of the nodes that were accepted, from the root down.
-        new: the tokens that were added: those of `path`, then one more that the target chose itself (fewer where the text ended).
-        logits: the target's, float32 `[1 + len(tree), vocab]`: what follows the text as it was, then what follows each node; on the
+        new: the tokens that were added: those of `path`, then one more that the target chose itself (fewer where the sequence ended).
+        logits: the target's, float32 `[1 + len(tree), vocab]`: what follows the sequence as it was, then what follows each node; on the
             engine's device.
         hidden: the same rows of the last block's output, after the final norm, `[1 + len(tree), hidden]`; None unless the drafter
             `wants` "hidden".
@@ -125,7 +125,7 @@ def drafted_where(
 
 
 class Drafter(Settings):
-    """Proposes what may follow texts. It may be wrong as often as it likes: what is written is decided by the target alone.
+    """Proposes what may follow sequences. Wrong proposals cost only time: the target alone decides what is written.
 
     One file a drafter in this folder. A drafter whose settings configurations give is a dataclass (`runtime.config.settings`); what it
     draws on besides is in fields that are `built()`, and `build` fills them in.
@@ -168,7 +168,7 @@ class Drafter(Settings):
         return cls(**settings)
 
     def begin(self, text: Text) -> Any:
-        """What the drafter remembers of one text; called when its prompt is known."""
+        """What the drafter remembers of one sequence; called when its prompt is known."""
         return None
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
@@ -182,13 +182,13 @@ class Drafter(Settings):
         """What became of the last tree. With "steps" or "hidden" also what followed where there was none, the prompt's end among it."""
 
     def end(self, state: Any) -> None:
-        """The text is finished or thrown away."""
+        """The sequence is finished or thrown away."""
 
     def forget(self) -> None:
-        """Forget the texts themselves, so that what was written before cannot be copied; rates that were learned from them stay."""
+        """Forget the sequences themselves, so that what was written before cannot be copied; rates that were learned from them stay."""
 
     def reset(self) -> None:
-        """Forget all that was learned from texts (not what was trained)."""
+        """Forget all that was learned from sequences (not what was trained)."""
 
     @property
     def watched(self) -> bool:

@@ -30,7 +30,7 @@ class DraftModel:
         facts: the content of draft.json; empty without one.
         cache_bytes: that its keys and values may take; None: any number.
         weight_bytes: as held in memory.
-        context_length: tokens of a text that it can read; None: any number.
+        context_length: tokens of a sequence that it can read; None: any number.
         page_size: positions that its cache grows by. position_bytes: keys and values of one.
     """
 
@@ -84,11 +84,11 @@ def load_draft(path: Path, target: Artifact, device: torch.device, trust_remote_
     kept = _kept(path, facts)
     if kept is not None:
         _trim(engine.module, kept, path)
-    lean = lean_draft(engine)
-    reason = why_not_back(lean)
+    fused = fused_engine(engine)
+    reason = why_not_back(fused)
     if reason is not None:
-        raise UnfitError(("model",), f"{path} cannot draft on {lean.description}: it {reason}")
-    return DraftModel(lean, kept, facts)
+        raise UnfitError(("model",), f"{path} cannot draft on {fused.description}: it {reason}")
+    return DraftModel(fused, kept, facts)
 
 
 def draft_facts(path: Path) -> dict[str, Any]:
@@ -107,8 +107,8 @@ def read_fact(directory: Path, facts: Mapping[str, Any], kind: Any, *path: str) 
         raise ArtifactError(f"{directory / DRAFT}: {error}") from None
 
 
-def lean_draft(engine: Any) -> Any:
-    """The lean engine of the device where the model fits it: for drafts plain weights are no reason against it."""
+def fused_engine(engine: Any) -> Any:
+    """The fused engine of the device where it computes the model, also one of uncompressed weights; else the engine itself."""
     if engine.device.type == "cuda":
         from runtime.engines.cuda import take_over as take_over_cuda
 

@@ -77,7 +77,7 @@ class FirstOf(Composed):
     says nothing of its chances is enough, and so is one that was drawn, which must not be judged by what is in it.
 
     Attributes:
-        drafters: the first to be asked first; what is likely next of a text is often in it, so model-free ones go before models.
+        drafters: the first to be asked first; model-free ones cost little and go before models.
         least: tokens that a tree must be expected to bring, so that the next drafter is not asked.
     """
 

@@ -74,10 +74,13 @@ class HeadFiles:
         return found
 
     def install(self, module: nn.Module, parts: TargetParts) -> tuple[nn.Module | None, Candidates]:
-        """Fill a module (on meta), make it fast; returns the head of the tokens that it proposes alone (None: the target's own) and from
-        that head's logits to tokens of the target."""
+        """Fill a module (on meta) and round its linear layers.
+
+        Returns:
+            The head of the tokens that it proposes alone (None: the target's own), and the map from that head's logits to the target's ids.
+        """
         self.fill(module)
-        make_lean(module, parts.dtype, parts.device)
+        round_linears(module, parts.dtype, parts.device)
         head = None if self.kept is None else parts.head_of(self.kept)
         return head, Candidates(parts.vocabulary, self.kept)
 
@@ -185,7 +188,7 @@ class TargetParts:
     def head_of(self, kept: torch.Tensor) -> nn.Module:
         """A layer of these tokens' rows alone, `[..., hidden]` in `dtype` to `[..., k]`."""
         weight, bias = self.rows(kept)
-        return lean_linear(weight, bias, self.dtype, self.device)
+        return rounded_linear(weight, bias, self.dtype, self.device)
 
 
 def _dtype(layer: nn.Module) -> torch.dtype:
@@ -204,11 +207,13 @@ def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else stored
 
 
-def lean_linear(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def rounded_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
     """A layer `[..., in]` to `[..., out]` in `dtype`.
 
-    On CPUs with a C compiler each row of the weight is rounded to 255 values. What a draft proposes hardly changes, what is written does
-    not at all, and reading the weight is what a draft's time goes to.
+    On CPUs with a C compiler each row of the weight is rounded to 255 values. What a draft proposes hardly changes, what the target
+    writes does not at all, and reading weights is what takes a draft's time.
 
     Args:
         weight: `[out, in]`. bias: `[out]`.
@@ -222,12 +227,12 @@ def lean_linear(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dt
     return layer
 
 
-def make_lean(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Replace the plain linear layers inside a module, and move everything else to `dtype` and `device`."""
+def round_linears(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Replace the linear layers inside a module by `rounded_linear`, and move everything else to `dtype` and `device`."""
     for name, child in list(module.named_modules()):
         if isinstance(child, nn.Linear):
             parent, _, leaf = name.rpartition(".")
-            setattr(module.get_submodule(parent), leaf, lean_linear(child.weight, child.bias, dtype, device))
+            setattr(module.get_submodule(parent), leaf, rounded_linear(child.weight, child.bias, dtype, device))
     for child in module.modules():
         if not isinstance(child, CompressedLinear):
             for parameter in child.parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""Hierarchical drafting: n-grams of this text, then of what the model wrote before, then of a corpus."""
+"""Hierarchical drafting: n-grams of this sequence, then of what the model wrote before, then of a corpus."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ _MOST_STATISTICS = 1 << 24
 
 @dataclass(eq=False)
 class Hierarchy(NgramDrafter):
-    """Stores of n-grams in the order of temporal locality: this text, earlier outputs of the model, a corpus. What followed the longest
+    """Stores of n-grams in the order of temporal locality: this sequence, earlier outputs of the model, a corpus. What followed the longest
     match is taken from the first, and as long as that is not enough, from the next (Hierarchy Drafting: Cho et al., arXiv 2502.05609).
 
     All three are the same store (`Occurrences`). The one of earlier outputs keeps the latest tokens, so that an n-gram which is
     written again is kept for as long again, and the least recently written ones go first.
 
     Attributes:
-        longest: most last tokens of the text that are looked up.
+        longest: most last tokens of the sequence that are looked up.
         shortest: fewest.
         width: most continuations that are taken of one place in a store.
-        enough: tokens that are proposed where the text asks for no fewer; later stores are not asked once they are found.
+        enough: tokens that are proposed where the sequence asks for no fewer; later stores are not asked once they are found.
         history: most tokens of earlier outputs that are kept.
         statistics: token ids of a corpus, or a `.npy` file of them; None: there is no such store.
     """

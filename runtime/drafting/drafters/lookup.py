@@ -1,4 +1,4 @@
-"""Prompt lookup and CopySpec: what followed the same words earlier in the text follows again."""
+"""Prompt lookup and CopySpec: copies of what followed the last tokens where they occurred before."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.drafting.drafters.tables.odds import Guesses, bucket, likely
 
 @dataclass(eq=False)
 class Lookup(NgramDrafter):
-    """Copies what followed the latest earlier occurrence of the text's last tokens, of the longest that occurs (prompt lookup: Saxena,
+    """Copies what followed the latest earlier occurrence of the sequence's last tokens, of the longest that occurs (prompt lookup: Saxena,
     github.com/apoorvumang/prompt-lookup-decoding; LLMA: Yang et al., arXiv 2304.04487). With `longest` equal to `shortest` this is
     CopySpec (Dumitru et al., arXiv 2502.08923), which matches a fixed number of tokens by their hash.
 
@@ -27,7 +27,7 @@ class Lookup(NgramDrafter):
         longest: most tokens that are looked up.
         shortest: fewest tokens that are looked up.
         candidates: of the latest places where all of the `longest` tokens occurred, how many are compared; the one that agrees with
-            the text for longest is copied, the latest of those.
+            the sequence for longest is copied, the latest of those.
     """
 
     name: ClassVar[str] = "lookup"
@@ -77,7 +77,10 @@ _TRUSTED = 64  # tokens; that more of them agree says nothing new
 
 @dataclass(eq=False)
 class CopySpec(Lookup):
-    """Copies what followed the latest earlier occurrence of the text's last three tokens (CopySpec: Dumitru et al., arXiv 2502.08923)."""
+    """Copies what followed the latest earlier occurrence of the sequence's last three tokens.
+
+    Source: Dumitru et al., CopySpec, arXiv 2502.08923.
+    """
 
     name: ClassVar[str] = "copyspec"
     longest: int = built(3)
@@ -85,7 +88,7 @@ class CopySpec(Lookup):
 
 
 def copied(tokens: list[int], start: int, count: int) -> list[int]:
-    """`count` tokens from `start` on, and where the text ends those that were just copied, again and again."""
+    """`count` tokens from `start` on, and beyond the end of the sequence the copied ones over again."""
     found = tokens[start : start + count]
     while found and len(found) < count:
         found += found[: count - len(found)]

@@ -220,13 +220,13 @@ class Medusa(Drafter):
 
 @dataclass(eq=False)
 class _State:
-    """One text.
+    """One sequence.
 
     Attributes:
         hidden: `[hidden]`, that chose its last token.
-        length: of the text then; -1: nothing was verified yet.
+        length: of the sequence then; -1: nothing was verified yet.
         tokens, chances: of each head, the likeliest first, as last guessed.
-        guessed: length of the text for which they were; -1: that is settled.
+        guessed: length of the sequence for which they were; -1: that is settled.
     """
 
     hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))

@@ -31,7 +31,7 @@ class MTP(Drafter):
     """The target's hidden states and the tokens after them are entries of a block with a cache of its own, whose output at the last one
     says the next token but one; with that token, its own output stands in for the state that is not known yet, and so on. What was
     drafted is taken out of the cache again, and put in anew from the target's states where it was accepted. Of a prompt whose beginning
-    another text computed the cache begins later, at its place. Only the last entry needs more than its key and value: reading a prompt
+    another sequence computed the cache begins later, at its place. Only the last entry needs more than its key and value: reading a prompt
     costs a small part of the block.
 
     Where it guesses, tokens that come next in likelihood are put beside each one of the chain, as branches that end there. Where it
@@ -81,7 +81,7 @@ class MTP(Drafter):
         self.vocabulary = self.candidates.vocabulary
         self._open: dict[int, _Slot] = {}
 
-    # ---------------------------------------------------------------- texts
+    # ---------------------------------------------------------------- sequences
     def begin(self, text: Text) -> _Slot:
         slot = _Slot(text, Entries(self.block.sizes, self.window, self.parts.dtype, self.parts.device))
         self._open[id(slot)] = slot
@@ -194,7 +194,7 @@ class _Note:
 
 @dataclass(eq=False)
 class _Slot:
-    """One text.
+    """One sequence.
 
     Attributes:
         entries: computed. notes: that wait, `waiting` entries.

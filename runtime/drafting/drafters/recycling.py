@@ -1,4 +1,4 @@
-"""Token Recycling: what the target thought might follow a token, right or not, is proposed the next time the token comes."""
+"""Token Recycling: the target's likeliest successors of a token are proposed when the token comes again."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _CHUNK = 64  # columns
 @dataclass(eq=False)
 class Recycling(GuessDrafter):
     """A matrix holds of every token the target's likeliest next ones, from the last time its logits after the token were seen: of
-    verified tokens, of rejected ones, and of those in the text. A tree of a fixed shape is filled from it, level by level (Token
-    Recycling: Luo et al., arXiv 2408.08696). The matrix is of all texts, so that a new one starts hot.
+    verified tokens, of rejected ones, and of those in the sequence. A tree of a fixed shape is filled from it, level by level (Token
+    Recycling: Luo et al., arXiv 2408.08696). The matrix is of all sequences, so that a new one starts hot.
 
     The shape is not a table but follows from how often the candidate of each rank was right at each depth: the tree of so many nodes
     that are most likely reached. It is made anew now and then while these rates are learned.

@@ -1,4 +1,4 @@
-"""SuffixDecoding: of what followed the longest match in this text and in earlier outputs, as much as is likely, as a tree."""
+"""SuffixDecoding: of what followed the longest match in this sequence and in earlier outputs, as much as is likely, as a tree."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _OWN, _EARLIER = 0, 1
 
 @dataclass(eq=False)
 class Suffix(NgramDrafter):
-    """The longest end of the text that occurred before is looked up in the text itself and in earlier outputs of the model; from each
-    a tree of what followed is grown, the most frequent first, and the better of the two is proposed (SuffixDecoding: Oliaro et al.,
+    """The longest end of the sequence that occurred before is looked up in the sequence itself and in earlier outputs of the model; from
+    each a tree of what followed is grown, the most frequent first, and the better of the two is proposed (SuffixDecoding: Oliaro et al.,
     arXiv 2411.04975). A node's chance is its parent's times C(node) / C(parent), where C counts occurrences, times how often such
     guesses were right so far; a tree's score is the sum over its nodes. A tree has at most `factor` * match length + `offset` nodes.
 
-    What a suffix tree would answer is read off hash chains (`Occurrences`): a token costs the same however much text there is, counts
+    What a suffix tree would answer is read off hash chains (`Occurrences`): a token costs the same however long the sequence is, counts
     are over the latest `occurrences` places, and what is oldest can be forgotten.
 
     Attributes:
         factor: nodes for each token that matches (the paper's alpha).
         offset: nodes besides.
         longest: most tokens of a match.
-        patterns: how many ends are tried of the text and of earlier outputs: the longest that occurs, then shorter ones.
+        patterns: how many ends are tried of the sequence and of earlier outputs: the longest that occurs, then shorter ones.
         occurrences: most places of an end that are counted.
         history: most tokens of earlier outputs that are kept.
     """

@@ -1,4 +1,4 @@
-"""Lookahead's trie: branches of earlier outputs and of the prompt that go on from the text's last tokens, as one tree."""
+"""Lookahead's trie: branches of earlier outputs and of the prompt that go on from the sequence's last tokens, as one tree."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from runtime.drafting.drafters.tables.occurrences import Occurrences
 from runtime.drafting.drafters.tables.odds import Guesses, bucket
 from runtime.drafting.drafters.tables.token_trie import TokenTrie, blended
 
-Context = int | list[int]  # a node of the trie of outputs, or places in the text
-_PLACES = 32  # of an n-gram in the text, the latest ones, that are counted
+Context = int | list[int]  # a node of the trie of outputs, or places in the sequence
+_PLACES = 32  # of an n-gram in the sequence, the latest ones, that are counted
 
 
 @dataclass(eq=False)
 class Trie(NgramDrafter):
-    """N-grams of all outputs are kept in a trie, those of a text, its prompt included, as long as it is written. Branches that follow
-    the text's last tokens, from the longest prefix to the shortest, are merged into one tree by their frequencies (Lookahead: Zhao
-    et al., arXiv 2312.12728). The text's own branches are read off hash chains (`Occurrences`), which long prompts need; of each n-gram
+    """N-grams of all outputs are kept in a trie, those of a sequence, its prompt included, as long as it is written. Branches that follow
+    the sequence's last tokens, from the longest prefix to the shortest, are merged into one tree by their frequencies (Lookahead: Zhao
+    et al., arXiv 2312.12728). The sequence's own branches are read off hash chains (`Occurrences`), which long prompts need; of each n-gram
     the latest occurrences count.
 
     Attributes:
         branch: most tokens of an n-gram in the trie of outputs, prefix and continuation together.
-        prefix: most last tokens of the text that are looked up.
+        prefix: most last tokens of the sequence that are looked up.
         width: most branches that go on from a token.
         capacity: most nodes of the trie of outputs; beyond it branches that are not seen again are pruned.
     """
@@ -65,7 +65,7 @@ class Trie(NgramDrafter):
         return grow(contexts, followers, ask.nodes, ask.depth, ask.least)
 
     def _contexts(self, index: Occurrences) -> tuple[list[Context], int]:
-        """Places in the text and nodes of the trie of its last tokens, the longest first; and how long that is."""
+        """Places in the sequence and nodes of the trie of its last tokens, the longest first; and how long that is."""
         tail, longest = index.tokens[-self.prefix :], 0
         contexts: list[Context] = []
         for length in range(len(tail), 0, -1):

@@ -175,12 +175,12 @@ class Costs:
 
     Attributes:
         step: seconds of the target's step by its number of rows.
-        draft: seconds of a drafter's turn, for all texts of the step, by the depth of the deepest branch.
+        draft: seconds of a drafter's turn, for all sequences of the step, by the depth of the deepest branch.
         belief: in its chances.
         idle: seconds that asking for drafts takes a step besides drafting itself.
-        pause: for how many more steps of any text trying anew where drafting does not pay would cost too much; 0: it may be tried.
-        reading: seconds that a drafter took to catch up with a text that it had not drafted for.
-        promised: tokens a second that `plan` or `trim` expects of this step, of all texts together; 0: nothing.
+        pause: for how many more steps of any sequence trying anew where drafting does not pay would cost too much; 0: it may be tried.
+        reading: seconds that a drafter took to catch up with a sequence that it had not drafted for.
+        promised: tokens a second that `plan` or `trim` expects of this step, of all sequences together; 0: nothing.
         trust: what came of such promises.
         drawn: how likely the likeliest nodes of drawn trees were reached, in that order, on average of late.
     """
@@ -208,10 +208,10 @@ class Costs:
 
 @dataclass(eq=False)
 class Progress:
-    """One text as a length policy sees it.
+    """One sequence as a length policy sees it.
 
     Attributes:
-        belief: in the drafter's chances, for this text.
+        belief: in the drafter's chances, for this sequence.
         room: most tokens that may still follow, so that a longer branch is of no use.
         drawn: its tokens are drawn from the drafter's distributions.
         memory: what the policy keeps between its turns.
@@ -233,11 +233,11 @@ class Lengths(Settings):
     name: ClassVar[str]
 
     def plan(self, texts: Sequence[Progress], costs: Costs, rows: int, most_rows: int) -> list[Plan]:
-        """What to ask the drafter for, for each text.
+        """What to ask the drafter for, for each sequence.
 
         Args:
             costs: as measured so far.
-            rows: that the step has anyway: one of each text, and those of prompts.
+            rows: that the step has anyway: one of each sequence, and those of prompts.
             most_rows: that a step can have.
         """
         raise NotImplementedError
@@ -253,7 +253,7 @@ class Lengths(Settings):
         return list(trees)
 
     def resting(self, texts: Sequence[Progress]) -> int:
-        """For how many steps from now on nothing will be asked for any of these texts, whatever happens."""
+        """For how many steps from now on nothing will be asked for any of these sequences, whatever happens."""
         return 0
 
     def rested(self, texts: Sequence[Progress], costs: Costs, steps: int) -> None:

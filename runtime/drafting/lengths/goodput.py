@@ -10,16 +10,16 @@ from runtime.config.settings import Count
 from runtime.drafting.lengths.base import DEPTH, NODES, Costs, Lengths, Plan, Progress
 from runtime.sampling.tree import Tree
 
-# What a step of several texts is worth.
+# What a step of several sequences is worth.
 
-_DEAR = 0.5  # of its share of a step: rows that cost more are computed, not read
+_EXPENSIVE = 0.5  # of its share of a step: rows that cost more are bound by computation
 
 
 class Gains:
     """What a step writes, and what that is worth in tokens of plain decoding.
 
-    A step is saved where all texts get on. What some texts gain over the slowest saves only their own rows of later steps, unless others
-    take their places; where rows are dear it is counted as no more. Where they are cheap it costs nothing either, and texts end earlier.
+    A step is saved only where all sequences advance. What some gain over the slowest saves only their own rows of later steps, unless
+    others take their places; where rows are expensive it counts as no more. Where rows are cheap it counts in full: sequences end earlier.
 
     Args:
         texts: how many, at least one. rows: of the step without drafts.
@@ -27,15 +27,15 @@ class Gains:
 
     def __init__(self, texts: int, costs: Costs, rows: int) -> None:
         step = costs.step(rows)
-        # Of more rows, which were measured: fewer than there are texts seldom are.
+        # Of more rows, which were measured: fewer than there are sequences seldom are.
         row = (costs.step(rows + 1) - step) * texts / step if texts > 1 and step > 0 else 1.0
-        self._uneven = min(1.0, row) if row > _DEAR else 1.0
+        self._uneven = min(1.0, row) if row > _EXPENSIVE else 1.0
         self._more = [0.0] * texts
         self._least = self._total = 0.0
         self._lowest = texts  # how many have no more than the least
 
     def add(self, text: int, tokens: float) -> None:
-        """A text is expected to get so many tokens more."""
+        """A sequence is expected to get so many tokens more."""
         before = self._more[text]
         self._more[text] = before + tokens
         self._total += tokens
@@ -51,16 +51,16 @@ class Gains:
         return len(self._more) + even + self._uneven * (self._total - even)
 
 
-# When a text for which drafting did not pay is tried again.
+# When a sequence for which drafting did not pay is tried again.
 
 _FIRST, _LONGEST = 32, 512  # steps
-_DEAREST = 4096  # steps, however dear it was to try: what was measured may have been an accident
+_LONGEST_EVER = 4096  # steps, however expensive the try was: the measurement may have been disturbed
 _STEADY = 64  # steps
 
 
 @dataclass(eq=False)
 class Pause:
-    """A text for which drafting does not pay is left alone for a while, longer each time.
+    """A sequence for which drafting does not pay is left alone for a while, longer each time.
 
     Attributes:
         left: steps until it is tried again. length: of the next pause.
@@ -77,7 +77,7 @@ class Pause:
     probing: bool = False
 
     def begin(self, costs: Costs, least: int = 0) -> None:
-        self.left = min(max(self.length, least), _DEAREST)
+        self.left = min(max(self.length, least), _LONGEST_EVER)
         self.length, self.vain, self.asking, self.steady = min(2 * self.length, _LONGEST), 0, float("inf"), 0
         costs.pause = self.left
 
@@ -104,7 +104,7 @@ _WORTH = 0.01  # of the time may go into seeing whether drafting pays
 @dataclass(frozen=True)
 class Goodput(Lengths):
     """The expected number of tokens a second is made largest, from the measured times of steps and drafts and the measured rates of
-    acceptance, over all texts of a step at once: each next most likely token is verified as long as the whole gains. Where nothing
+    acceptance, over all sequences of a step at once: each next most likely token is verified as long as the whole gains. Where nothing
     gains nothing is drafted, but for a token now and then to see whether it would.
 
     Source: Liu et al., Optimizing Speculative Decoding for Serving Large Language Models Using Goodput, arXiv 2406.14066; over several
@@ -125,7 +125,7 @@ class Goodput(Lengths):
         unknown = not plain or not costs.draft.known
         cheap = unknown or costs.draft(min(self.depth, costs.draft.last)) <= _CHEAP * plain
         costs.pause = max(0, costs.pause - 1)
-        if unknown:  # one step, as large for many texts as for one, says what the next may cost
+        if unknown:  # one step, as large for many sequences as for one, says what the next may cost
             depth, rate = max(1, self.depth // max(1, len(texts))), 0.0
         else:
             depth, rate = (self.depth, 0.0) if cheap else self._depth(texts, costs, rows)
@@ -135,12 +135,12 @@ class Goodput(Lengths):
         if depth and drawn:
             nodes = min(nodes, max(depth, self._drawn_nodes(len(texts), costs, rows, depth)))
         elif depth and not cheap:
-            # What one more token of one text takes; the texts share the passes of a draft.
+            # What one more token of one sequence takes; the sequences share the passes of a draft.
             more = (costs.draft(depth) - costs.draft(depth - 1)) / len(texts) + costs.step(rows + 1) - plain
             least = min(0.9, max(0.0, more * rate))
         plans, probed = [], False
         for text in texts:
-            if text.memory is None:  # what other texts have shown is not tried again at once
+            if text.memory is None:  # what other sequences have shown is not tried again at once
                 text.memory = Pause(costs.pause)
             pause: Pause = text.memory
             pause.probing = False
@@ -158,7 +158,7 @@ class Goodput(Lengths):
             elif pause.steady:  # what came of it until now says more than a probe
                 pause.begin(costs)
                 plans.append(Plan(0, 0))
-            elif probed:  # one text at a time says as much as all of them
+            elif probed:  # one sequence at a time says as much as all of them
                 pause.left = costs.pause
                 plans.append(Plan(0, 0))
             else:
@@ -179,7 +179,7 @@ class Goodput(Lengths):
                 text.memory.left = max(0, text.memory.left - steps)
 
     def _depth(self, texts: Sequence[Progress], costs: Costs, rows: int) -> tuple[int, float]:
-        """The number of tokens to draft for each text, and the tokens a second that it promises."""
+        """The number of tokens to draft for each sequence, and the tokens a second that it promises."""
         best, rate = 0, len(texts) / costs.step(rows) * _MARGIN
         trust, gains = costs.trust.value, Gains(len(texts), costs, rows)
         reach = [1.0] * len(texts)

@@ -1,1 +1,1 @@
-"""Acceptance rules: what of a drafted tree becomes text."""
+"""Acceptance rules: how much of a drafted tree is accepted."""

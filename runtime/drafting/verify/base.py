@@ -18,7 +18,7 @@ class Verdict(NamedTuple):
 
 
 class Rule(Settings):
-    """Decides how much of a tree becomes text.
+    """Decides how much of a tree is accepted.
 
     Attributes:
         name: as `acceptance=` says it.

@@ -31,13 +31,21 @@ class Exact(Rule):
         proposal = tree.proposals.get(node) if target.draws and options else None
         if proposal is None:
             return found(tree, options, target.choose(node, branch))
-        p, q = target.distribution(node, branch), normalized(proposal.double())
-        for child in options:
-            token = tree.tokens[child]
-            if target.uniform() * q[token] < p[token]:
-                return child, token
-            p, q = rejected(p, q, token)
-        return None, drawn(p, target)
+        return tried(tree, options, target.distribution(node, branch), proposal, target)
+
+
+def tried(
+    tree: Tree, options: Sequence[int], p: torch.Tensor, proposal: torch.Tensor, target: Target, factor: float = 1.0
+) -> tuple[int | None, int]:
+    """The first of the children drawn from a proposal that is accepted, with probability min(1, p / (factor * q)); if none is, None and
+    a token of what is left of p."""
+    q = normalized(proposal.double())
+    for child in options:
+        token = tree.tokens[child]
+        if target.uniform() * factor * q[token] < p[token]:
+            return child, token
+        p, q = rejected(p, q * factor, token)
+    return None, drawn(p, target)
 
 
 def found(tree: Tree, options: Sequence[int], token: int) -> tuple[int | None, int]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from runtime.config.settings import Share
 from runtime.drafting.verify.base import Rule
-from runtime.drafting.verify.exact import drawn, found, normalized, rejected
+from runtime.drafting.verify.exact import found, tried
 from runtime.drafting.verify.target import Target
 from runtime.sampling.tree import Tree
 
@@ -17,7 +17,7 @@ from runtime.sampling.tree import Tree
 class Lenient(Rule):
     """A drawn token is accepted with probability min(1, p / (factor * q)); a guess, and any token at temperature 0, if its
     probability is at least `factor` of the largest one. 1 is exact for drawn tokens and for greedy decoding; the smaller the factor,
-    the more of the draft's distribution is in the text. Lossy below 1.
+    the more of the draft's distribution is in the sequence. Lossy below 1.
 
     Source: Leviathan et al., arXiv 2211.17192, appendix A.5; Zhou et al., DistillSpec, arXiv 2310.08461, section 4.4 (linear lenience).
 
@@ -43,10 +43,4 @@ class Lenient(Rule):
                     if float(p[tree.tokens[child]]) >= least:
                         return child, tree.tokens[child]
             return chosen, token
-        q = normalized(proposal.double())
-        for child in options:
-            token = tree.tokens[child]
-            if target.uniform() * self.factor * q[token] < p[token]:
-                return child, token
-            p, q = rejected(p, q * self.factor, token)
-        return None, drawn(p, target)
+        return tried(tree, options, p, proposal, target, self.factor)

@@ -18,7 +18,7 @@ from runtime.sampling.tree import Tree
 class Rollback(Rule):
     """The small model writes, and the target in two cases. Fallback: where the small model gives no token a probability of `fallback`, it
     hands over, and the token is the target's. Rollback: a token stays while the target's cross entropy with it, -log p, is at most
-    `threshold`; from the first that does not, the text is rolled back and the target writes that token. Lossy: most tokens are the
+    `threshold`; from the first that does not, the sequence is rolled back and the target writes that token. Lossy: most tokens are the
     small model's. A draft that is to spend nothing on what comes after a token that it is not sure of ends there: its `confidence`.
 
     Source: Kim et al., Speculative Decoding with Big Little Decoder, arXiv 2302.07863, section 3.

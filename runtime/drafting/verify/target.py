@@ -12,13 +12,13 @@ from runtime.sampling.tree import ROOT
 
 
 class Target:
-    """The target's logits after a text and after each node of a tree that may follow it.
+    """The target's logits after a sequence and after each node of a tree that may follow it.
 
     Args:
         logits: float32 `[1 + nodes, vocab]`, the first row is the root's.
         options: of the call.
-        generator: the text's random numbers; None: greedy.
-        seen: bool `[vocab]`, tokens of the text, for the repetition penalty; None without one.
+        generator: the sequence's random numbers; None: greedy.
+        seen: bool `[vocab]`, tokens of the sequence, for the repetition penalty; None without one.
         greedy: the most likely token of every row, where somebody knows them already (no penalty).
     """
 
@@ -41,7 +41,7 @@ class Target:
     def choose(self, node: int, branch: Sequence[int] = ()) -> int:
         """The token that plain decoding would write after this node (or `ROOT`), whose branch has these tokens.
 
-        Where tokens are drawn it takes one random number, as plain decoding does: a text whose tokens are all chosen here is the one
+        Where tokens are drawn it takes one random number, as plain decoding does: a sequence whose tokens are all chosen here is the one
         that plain decoding writes with the same seed.
         """
         row = node - ROOT
@@ -66,7 +66,7 @@ class Target:
         return torch.softmax(logits[0].double(), -1).cpu()
 
     def uniform(self) -> float:
-        """A number in [0, 1) of the text's."""
+        """A number in [0, 1) of the sequence's."""
         return float(torch.rand((), generator=self.generator, dtype=torch.float64))
 
     def _after(self, branch: Sequence[int]) -> torch.Tensor | None:

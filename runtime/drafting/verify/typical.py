@@ -17,7 +17,7 @@ from runtime.sampling.tree import ROOT, Tree
 @dataclass(frozen=True)
 class Typical(Rule):
     """A token passes if its probability p exceeds min(epsilon, delta * exp(-entropy of the target's distribution)); of the branches
-    that pass the longest is taken, of equal ones the likeliest. Lossy: texts are as plausible, not distributed alike. At temperature 0
+    that pass the longest is taken, of equal ones the likeliest. Lossy: sequences are as plausible, not distributed alike. At temperature 0
     it is exact.
 
     Source: Cai et al., Medusa, arXiv 2401.10774, section 2.3.1.

@@ -104,7 +104,7 @@ def test_a_brought_draft_is_a_chain_where_its_method_does_not_fit(
         assert found is not None
         assert type(found.drafter) is not ModelDrafter
         assert isinstance(found.drafter, {"nested": Cascade, "confident": Confident}.get(kind, ModelDrafter))
-    monkeypatch.setattr(draft_model, "lean_draft", lambda engine: engine)  # as without a C compiler
+    monkeypatch.setattr(draft_model, "fused_engine", lambda engine: engine)  # as without a C compiler
     found = choose_speculation(None, target)
     assert found is not None
     assert type(found.drafter) is ModelDrafter

@@ -26,7 +26,7 @@ from compress.distill.train.data import TextRows
 from runtime.api.model import Model
 from runtime.config.settings import read_settings
 from runtime.drafting.drafters.base import Ask, Draw, Verified
-from runtime.drafting.drafters.heads import TargetParts, lean_linear, make_lean
+from runtime.drafting.drafters.heads import TargetParts, round_linears, rounded_linear
 from runtime.drafting.drafters.medusa import Medusa, widened
 from runtime.drafting.drafters.model import Candidates
 from runtime.drafting.drafters.mtp import MTP
@@ -94,7 +94,7 @@ def drafter(student: HeadStudent, **given: Any) -> Any:
     """What the builder makes of a student's directory, without the directory."""
     module = copy.deepcopy(student.draft.module)
     parts = TargetParts.of(engines(model_of("grouped"))[1])
-    make_lean(module, torch.float32, CPU)
+    round_linears(module, torch.float32, CPU)
     if isinstance(student, MedusaStudent):
         rates = [[0.3, 0.1]] * student.levels
         return Medusa(parts, module, None, Candidates(VOCABULARY), rates, **given)
@@ -463,7 +463,7 @@ def test_lean_layers_are_nearly_their_originals(shape: tuple[int, int]) -> None:
     weight, bias = torch.randn(shape, generator=draw), torch.randn(shape[0], generator=draw)
     weight[1] = 0
     x = torch.randn(2, 3, shape[1], generator=draw)
-    layer = lean_linear(weight.to(torch.bfloat16), bias, torch.float32, CPU)
+    layer = rounded_linear(weight.to(torch.bfloat16), bias, torch.float32, CPU)
     expected = torch.nn.functional.linear(x, weight, bias)
     assert float((layer(x) - expected).norm() / expected.norm()) < 0.01
     assert torch.equal(layer(x)[1, 2], layer(x[1, 2]))

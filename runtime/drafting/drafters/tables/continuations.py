@@ -13,7 +13,7 @@ from runtime.drafting.drafters.tables.odds import BUCKETS, Odds, bucket, likely
 _AGAIN = (1, 2, 4)
 #: Kinds of guesses out of one list of tokens, by how many tokens agree and how often that occurred.
 KINDS = BUCKETS * len(_AGAIN)
-#: Of `likely`: what follows in the text itself, and in another.
+#: Of `likely`: what follows in the sequence itself, and in another.
 OWN, OTHER = 0.4, 0.2
 
 

@@ -14,7 +14,7 @@ _LOOKED_AT = 16  # children, the latest that occurred, where the most frequent a
 
 
 class TokenTrie:
-    """All n-grams of up to `depth` tokens of the texts that were read, and how often each occurred.
+    """All n-grams of up to `depth` tokens of the sequences that were read, and how often each occurred.
 
     Nodes are numbers, what is known of them is in arrays, and children are found in one dictionary: a million small objects would
     make every collection of garbage slow. Children of a node are also a list, the latest that occurred first.
@@ -163,7 +163,7 @@ class TokenTrie:
 
 
 class Reader:
-    """Where a text stands in a trie: the nodes of its last 1, 2, ... tokens. One for each text, so that texts may take turns."""
+    """The position of a sequence in a trie: the nodes of its last 1, 2, ... tokens. Each has its own, so that sequences may take turns."""
 
     __slots__ = ("ends", "prunings")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -31,22 +31,16 @@ class Features:
         teacher: its logits are the head of these states, so that a batch whose states are kept costs no pass of the target.
     """
 
-    def __init__(
-        self,
-        states: Callable[[torch.Tensor], torch.Tensor],
-        parts: TargetParts,
-        module: Any,
-        base: Teacher,
-        keep_bytes: int,
-    ) -> None:
-        self._states, self.parts, self.module = states, parts, module
-        self.config: PretrainedConfig = module.config.get_text_config(decoder=True)
+    def __init__(self, engine: Any, base: Teacher, keep_bytes: int) -> None:
+        self.parts, self.module = TargetParts.of(engine, "target"), engine.module
+        self._states = _Forward(self.module) if engine.lockstep else _Verified(engine)
+        self.config: PretrainedConfig = self.module.config.get_text_config(decoder=True)
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._room = 0  # what is checked is not kept
         self._check(base)
         self._room = keep_bytes
         self.teacher = Teacher(
-            self.logits, parts.vocabulary, fingerprint=base.fingerprint, ends=base.ends, device=base.device,
+            self.logits, self.parts.vocabulary, fingerprint=base.fingerprint, ends=base.ends, device=base.device,
             write=base.continuations if base.writes else None, source=base.source,
         )  # fmt: skip
 
@@ -67,20 +61,16 @@ class Features:
 
         base = Teacher.of(target)
         if isinstance(target, Model):
-            parts = TargetParts.of(target.engine, "target")
-            module: Any = getattr(target.engine, "module")  # noqa: B009
-            if not target.engine.lockstep:
-                return cls(_Verified(target.engine), parts, module, base, keep_bytes)
-            return cls(_Forward(module), parts, module, base, keep_bytes)
+            return cls(target.engine, base, keep_bytes)
         if not isinstance(target, PreTrainedModel):
             raise RequestError(
                 f"heads are trained on what runtime.load returns or a causal language model of transformers, not a {type(target).__name__}"
             )
-        size = target.get_input_embeddings().num_embeddings
         engine = SimpleNamespace(
-            module=target, device=target.device, vocab_size=size, description=type(target).__name__
-        )
-        return cls(_Forward(target), TargetParts.of(engine, "target"), target, base, keep_bytes)
+            module=target, device=target.device, vocab_size=target.get_input_embeddings().num_embeddings,
+            description=type(target).__name__, lockstep=True,
+        )  # fmt: skip
+        return cls(engine, base, keep_bytes)
 
     @torch.no_grad()
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from runtime.config.registry import Method
 from runtime.config.settings import ConfigError, Count, read
 from runtime.drafting.config.amounts import amounts_of, check_memory, inherited, lengths_of, rule_of, said
 from runtime.drafting.config.artifact_draft import CHOICE, directory_drafter, own_draft, place_of
-from runtime.drafting.config.registry import DRAFTERS, drafters
+from runtime.drafting.config.registry import DRAFTERS, drafters, find_drafter
 from runtime.drafting.config.request import Request, parse
 from runtime.drafting.config.target import Target, UnfitError
 from runtime.drafting.drafters.base import Drafter
@@ -116,7 +118,7 @@ def build(request: Request, target: Target) -> Drafter:
         drafter: Drafter = request.method.load()(parts, **request.read_settings(request.method))
         return drafter
     try:
-        drafter = _own(target) if request.is_own else _built(request, target)
+        drafter = _built(request, target)
         check_ids(drafter, target)
     except ConfigError as error:
         # What is wrong with keys that nobody wrote is said of the whole.
@@ -148,16 +150,20 @@ def _own(target: Target) -> Drafter:
 def _built(request: Request, target: Target) -> Drafter:
     if request.drafter is not None:
         return request.drafter
-    method = request.method
+    if request.is_own:
+        return _own(target)
+    method, directory, facts = request.method, target.artifact.path, {}
     if request.model is not None:
-        return _from_directory(request, target)
+        directory = _directory(request, target)
+        facts = draft_facts(directory)
+        method = _method(request, directory, facts)
     assert method is not None
-    drafter: Drafter = method.load().build(target, target.artifact.path, {}, **request.read_settings(method))
+    drafter: Drafter = method.load().build(target, directory, facts, **request.read_settings(method))
     return drafter
 
 
-def _from_directory(request: Request, target: Target) -> Drafter:
-    """The drafter of a directory: heads and adapters say what they are, draft models what they were trained for."""
+def _directory(request: Request, target: Target) -> Path:
+    """The directory of a draft model or of heads."""
     model = request.model
     if model is True:
         model = (own_draft(target.artifact) or {}).get("model")
@@ -166,18 +172,18 @@ def _from_directory(request: Request, target: Target) -> Drafter:
     directory = Path(str(model))
     if not directory.is_dir():  # the artifact's own
         raise ConfigError(("model",), f"there is no directory {str(directory)!r}")
-    facts, method = draft_facts(directory), request.method
-    heads = DRAFTERS.find(facts.get("method"))
-    if heads is not None and heads.load().source == "heads":
+    return directory
+
+
+def _method(request: Request, directory: Path, facts: Mapping[str, Any]) -> Method | None:
+    """The drafter of a directory: heads and adapters say what they are, draft models what they were trained for."""
+    method, heads = request.method, find_drafter(facts.get("method"), "heads")
+    if heads is not None:
         if method is not None and method is not heads:
             text = f"{directory} holds a draft of the method {heads.name}; leave the key out"
             raise ConfigError(("method",), text)
-        method = heads
-    elif method is None:
-        trained = [each for each in drafters("model") if each.load().fact in facts]
-        method = trained[0] if trained else DRAFTERS.find("chain")
-    elif method.load().source == "heads":
+        return heads
+    if method is not None and method.load().source == "heads":
         raise ConfigError(("method",), f"{directory} holds no draft of the method {method.name}")
-    assert method is not None
-    drafter: Drafter = method.load().build(target, directory, facts, **request.read_settings(method))
-    return drafter
+    trained = [each for each in drafters("model") if each.load().fact in facts]
+    return method or (trained[0] if trained else DRAFTERS.find("chain"))

@@ -199,8 +199,14 @@ def _trim(module: Any, kept: torch.Tensor, path: Path) -> None:
     if int(kept.min()) < 0 or int(kept.max()) >= head.out_features:
         raise ArtifactError(f"{path}: kept_tokens are ids below {head.out_features}, not {int(kept.max())}")
     rows = kept.to(head.weight.device)
-    smaller = nn.Linear(head.in_features, len(kept), head.bias is not None, device="meta")
-    smaller.weight = nn.Parameter(head.weight.detach()[rows].contiguous(), requires_grad=False)
-    if head.bias is not None:
-        smaller.bias = nn.Parameter(head.bias.detach()[rows].contiguous(), requires_grad=False)
-    module.set_output_embeddings(smaller)
+    bias = None if head.bias is None else head.bias[rows]
+    module.set_output_embeddings(linear_of(head.weight[rows], bias))
+
+
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """A frozen linear layer of a weight `[out, in]` and a bias `[out]`."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().contiguous(), requires_grad=False)
+    return layer

@@ -30,7 +30,7 @@ from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.headers import read_header
 from runtime.config.settings import Count, Fraction
 from runtime.drafting.config.target import UnfitError, other_target
-from runtime.drafting.drafters.draft_model import DRAFT, read_fact
+from runtime.drafting.drafters.draft_model import DRAFT, linear_of, read_fact
 from runtime.drafting.drafters.model import Candidates
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.quantization_config import ModuleEntry
@@ -220,11 +220,7 @@ def rounded_linear(
     """
     if device.type == "cpu" and library.load() is not None:
         return _rounded(weight, bias, dtype)
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-    layer.weight = nn.Parameter(weight.detach().to(device, dtype), requires_grad=False)
-    if bias is not None:
-        layer.bias = nn.Parameter(bias.detach().to(device, dtype), requires_grad=False)
-    return layer
+    return linear_of(weight.to(device, dtype), None if bias is None else bias.to(device, dtype))
 
 
 def round_linears(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

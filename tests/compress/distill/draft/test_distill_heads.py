@@ -107,9 +107,7 @@ def test_an_artifacts_states_are_those_of_its_engine(tiny_artifact: Path) -> Non
     torch.testing.assert_close(own.logits(ids), loaded.logits(ids), atol=0.03, rtol=0.03)
     if not hasattr(loaded.engine, "most_rows"):
         return
-    module = Features(
-        lambda rows: loaded.engine.module.model(input_ids=rows).last_hidden_state, own.parts, own.module, own.teacher, 0
-    )
+    module = Features.of(loaded.engine.module, keep_bytes=0)
     assert float((module.hidden(ids) - states).norm() / states.norm()) < 0.02
     before = loaded.engine.most_rows
     try:

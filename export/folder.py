@@ -158,6 +158,7 @@ def listing(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented UTF-8 JSON; what JSON does not know is written as `str`."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
 
 

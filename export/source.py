@@ -99,6 +99,7 @@ class Source:
 
     @property
     def path(self) -> Path:
+        """Directory of the artifact."""
         return self.artifact.path
 
     @cached_property

@@ -84,6 +84,7 @@ class Verification:
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
+        """All fields by name, JSON-able."""
         return asdict(self)
 
 

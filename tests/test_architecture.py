@@ -122,3 +122,50 @@ def test_modules_say_what_they_are(package: str) -> None:
 def test_no_room_is_left_in_the_root_of_runtime() -> None:
     assert {path.name for path in (ROOT / "runtime").glob("*.py")} == {"__init__.py", "errors.py"}
     assert not (ROOT / "compress" / "pipeline").exists()
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _name(node: ast.expr) -> str:
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _public(nodes: list[ast.stmt]) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Public functions; the source of an `entry` kernel is part of its hash, docstring included, so that it has comments instead."""
+    found = [node for node in nodes if isinstance(node, FUNCTIONS) and not node.name.startswith("_")]
+    return [node for node in found if not {"overload", "entry"} & {_name(one) for one in node.decorator_list}]
+
+
+def _undocumented(modules: dict[str, ast.Module]) -> list[str]:
+    """Public definitions without a docstring; overrides of a documented method are exempt, bases are found by name."""
+    classes: dict[str, list[ast.ClassDef]] = {}
+    for tree in modules.values():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(node)
+
+    def inherited(child: ast.ClassDef, method: str) -> bool:
+        bases = [base for node in child.bases for base in classes.get(_name(node), []) if base is not child]
+        own = (one for base in bases for one in _public(base.body) if one.name == method)
+        return any(ast.get_docstring(one) for one in own) or any(inherited(base, method) for base in bases)
+
+    missing = []
+    for path, tree in modules.items():
+        public = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+        missing += [f"{path}: {one.name}" for one in [*public, *_public(tree.body)] if not ast.get_docstring(one)]
+        for parent in public:
+            methods = [one for one in _public(parent.body) if not ast.get_docstring(one)]
+            missing += [f"{path}: {parent.name}.{one.name}" for one in methods if not inherited(parent, one.name)]
+    return missing
+
+
+def test_undocumented_definitions_are_found() -> None:
+    source = 'class A:\n "a"\n def f(self): "f"\nclass B(A):\n def f(self): ...\n def g(self): ...\ndef h():\n def i(): ...\ndef _j(): ...\n'
+    assert _undocumented({"m": ast.parse(source)}) == ["m: B", "m: h", "m: B.g"]
+
+
+def test_public_definitions_have_docstrings() -> None:
+    assert _undocumented({str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in FILES}) == []

@@ -51,11 +51,13 @@ def directory_beside(target: Path) -> Iterator[Path]:
 
 
 def write_text(target: Path, text: str) -> None:
+    """Write `text` as UTF-8; the file appears whole or not at all."""
     with written_beside(target) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(target: Path, value: Any) -> None:
+    """Write `value` as indented UTF-8 JSON with sorted keys and a final newline; the file appears whole or not at all."""
     write_text(target, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 

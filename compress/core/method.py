@@ -79,7 +79,8 @@ class Named(Protocol):
     """An entry of a registry."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Key of the entry."""
 
 
 Entry = TypeVar("Entry", bound=Named)

@@ -129,6 +129,7 @@ class Team:
 
     @property
     def size(self) -> int:
+        """Number of processes; 1 without an accelerator."""
         return 1 if self.accelerator is None else int(self.accelerator.num_processes)
 
     @property
@@ -138,6 +139,7 @@ class Team:
 
     @property
     def is_main(self) -> bool:
+        """Whether this process has rank 0, the one that writes files."""
         return self.accelerator is None or bool(self.accelerator.is_main_process)
 
     def device(self, alone: torch.device) -> torch.device:

@@ -40,23 +40,28 @@ class RuntimeLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """The end-of-sequence token; a tokenizer without one gives its beginning-of-sequence token."""
         eos = self.tokenizer.eos_token_id
         return int(eos if eos is not None else self.tokenizer.bos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
+        """The token that precedes text without context: beginning of sequence, or else end of sequence."""
         bos = self.tokenizer.bos_token_id
         return int(bos if bos is not None else self.tokenizer.eos_token_id)
 
     @property
     def tokenizer_name(self) -> str:
+        """Name in lm-eval's cache keys: the artifact's path, with `__` for `/`."""
         return str(self.model.artifact.path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids of a string; special tokens are added unless `add_special_tokens` is False."""
         special = True if add_special_tokens is None else add_special_tokens
         return list(self.tokenizer(string, add_special_tokens=special, verbose=False)["input_ids"])
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The conversation as one string in the tokenizer's chat template."""
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history, tokenize=False, add_generation_prompt=add_generation_prompt

@@ -37,12 +37,14 @@ class HiddenStates:
             self._make(spill)
 
     def put(self, index: int, value: torch.Tensor) -> None:
+        """Store a copy of the states of batch `index`, in memory or on disk."""
         if self._scratch is None:
             self._memory[index] = value.detach().clone()
         else:
             _write(self._scratch, index, value)
 
     def get(self, index: int) -> torch.Tensor:
+        """Hidden states `[b, s, hidden]` of batch `index`."""
         if self._scratch is None:
             return self._memory[index]
         return read_batch(self._current or self._scratch, index)

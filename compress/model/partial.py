@@ -87,6 +87,7 @@ class Recorder(nn.Module):
         return getattr(self.__dict__["_block"], name)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Hand the block's inputs to the sink; return the replacement, or the hidden states unchanged, in the block's form."""
         names = list(inspect.signature(self._block.forward).parameters)
         if self._run:
             # A copy: a block may write into what it is given.
@@ -176,6 +177,7 @@ class PartialModel:
         return [n for n in self.extra if n in self.behind or any(re.search(pattern, n) for pattern in ignored)]
 
     def block_prefix(self, index: int) -> str:
+        """Prefix of the names of block `index`, with a final dot."""
         number, local = self._place(index)
         return f"{self.stacks[number].name}.{local}."
 
@@ -197,6 +199,7 @@ class PartialModel:
         return sorted(n for n in self._kept() if not self.is_inside(n))
 
     def block_names(self, index: int) -> list[str]:
+        """Names of the stored tensors of block `index`, sorted."""
         prefix = self.block_prefix(index)
         return sorted(n for n in self._kept() if n.startswith(prefix))
 

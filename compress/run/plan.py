@@ -78,9 +78,11 @@ class Plan:
     warnings: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields by name, as `plan --json` prints them."""
         return asdict(self)
 
     def headline(self) -> str:
+        """One sentence: passes, number of compressed tensors, sizes, memory, disk and time."""
         touched = [t for t in self.tensors if t.action == "compressed"]
         sizes = f"{size(self.bytes_before)} -> {size(self.bytes_after)}"
         return (

@@ -105,6 +105,7 @@ class SweepDirectory:
 
     @property
     def in_order(self) -> list[Trial]:
+        """All trials, by number."""
         return [self.trials[number] for number in sorted(self.trials)]
 
     def record(self, trial: Trial) -> None:
@@ -114,6 +115,7 @@ class SweepDirectory:
 
     @staticmethod
     def name(number: int) -> str:
+        """Four-digit name of a trial's files."""
         return f"{number:04d}"
 
     def artifact(self, number: int) -> Path:
@@ -125,6 +127,7 @@ class SweepDirectory:
         return self.path / TRIALS / f"{self.name(number)}.log"
 
     def work(self, name: str) -> Path:
+        """Path of a file in the sweep's directory for temporary files."""
         return self.path / WORK / name
 
     def drop_artifacts(self, keep: set[int]) -> None:

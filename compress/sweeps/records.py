@@ -52,6 +52,7 @@ class Trial:
 
     @property
     def done(self) -> bool:
+        """Whether the trial has ended, well or not."""
         return self.status != "proposed"
 
     @property

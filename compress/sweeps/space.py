@@ -26,9 +26,11 @@ class Choices:
     values: tuple[Any, ...]
 
     def grid(self) -> list[Any]:
+        """All values, in the order given."""
         return list(self.values)
 
     def count(self) -> int | None:
+        """Number of values."""
         return len(self.values)
 
     def covers(self, older: Values) -> bool:
@@ -56,6 +58,7 @@ class Range:
 
     @property
     def integers(self) -> bool:
+        """Whether bounds and step are integers, so that all values are."""
         return all(isinstance(value, int) for value in (self.low, self.high, self.step or 1))
 
     @property
@@ -76,6 +79,7 @@ class Range:
         return value if self.integers else tidy(value)
 
     def count(self) -> int | None:
+        """Number of values; None for a continuous range."""
         if self.step is None and not self.integers:
             return None
         return math.floor((self.high - self.low) / (self.step or 1) + 1e-9) + 1
@@ -90,6 +94,7 @@ class Range:
         return abs(apart - round(apart)) < 1e-9
 
     def plain(self) -> dict[str, Any]:
+        """Bounds, step and scale as in a sweep file, without defaults."""
         given = {"low": self.low, "high": self.high, "step": self.step, "log": self.log or None}
         return {key: value for key, value in given.items() if value is not None}
 

@@ -102,6 +102,7 @@ def finite(values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def main(arguments: list[str]) -> int:
+    """Run the trial of a job file, write its result file (two paths) and return exit code 0."""
     threading.Thread(target=_end_with_the_sweep, daemon=True).start()
     job_file, result_file = (Path(argument) for argument in arguments)
     found = run_trial(json.loads(job_file.read_text(encoding="utf-8")))

@@ -51,6 +51,7 @@ class Planned:
 
     @property
     def bytes(self) -> int:
+        """Size of the stored tensor, bytes."""
         count = math.prod(self.shape)
         dense = DENSE_BYTES.get(self.type)
         return count // grids.BLOCK * grids.BYTES[self.type] if dense is None else count * dense

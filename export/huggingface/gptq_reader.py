@@ -28,6 +28,7 @@ class Folder:
         self.modules = [name.removesuffix(".qweight") for name in self.files if name.endswith(".qweight")]
 
     def get(self, name: str) -> np.ndarray:
+        """A stored tensor, as it lies in its file."""
         with _open(self.files[name]) as stream:
             return np.asarray(stream.get_tensor(name))
 

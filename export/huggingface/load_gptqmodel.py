@@ -15,6 +15,7 @@ from typing import Any
 
 
 def main(folder: str, asked: str, answered: str, loader: str = "gptqmodel") -> None:
+    """Load `folder` with GPTQModel (or with transformers), compute what `asked` lists, write it to `answered`."""
     import os
 
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # GPTQModel compiles its unpacking, for minutes; the numbers are the same

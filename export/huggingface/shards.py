@@ -38,6 +38,7 @@ class Part:
 
     @property
     def bytes(self) -> int:
+        """Size of all tensors of the part, bytes."""
         return sum(spec.bytes for spec in self.specs.values())
 
 

@@ -33,6 +33,7 @@ class Mark(nn.Module):
         self.register_buffer("weight", torch.empty(0, dtype=dtype), persistent=False)
 
     def mark(self, kind: str, x: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """A symbolic node `kind` of this module in the traced graph, with the given dtype and shape."""
         attributes: dict[str, Any] = {"module": self.name}
         return torch.onnx.ops.symbolic(f"{DOMAIN}::{kind}", (x,), attributes, dtype=dtype, shape=shape, version=1)
 
@@ -45,6 +46,7 @@ class LinearMark(Mark):
         self.out_features, self.in_features = rows, columns
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., out_features]`, as a node that the writer replaces."""
         return self.mark("Linear", x, x.dtype, (*x.shape[:-1], self.out_features))
 
 
@@ -56,6 +58,7 @@ class EmbeddingMark(Mark):
         self.num_embeddings, self.embedding_dim, self.embed_scale = rows, columns, scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """`[..., embedding_dim]`, as a node that the writer replaces, times the model's embedding scale."""
         found = self.mark("Embedding", ids, self.dtype, (*ids.shape, self.embedding_dim))
         return found if self.embed_scale == 1.0 else found * self.embed_scale
 

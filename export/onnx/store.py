@@ -41,6 +41,7 @@ class DataFile:
         return self._written[digest]
 
     def close(self) -> None:
+        """Close the file; remove it if nothing was written."""
         self._stream.close()
         if not (self.folder / self.name).stat().st_size:
             (self.folder / self.name).unlink()

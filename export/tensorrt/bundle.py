@@ -117,6 +117,7 @@ class Bundle:
 
     @property
     def bytes(self) -> int:
+        """Size of all files of the build, bytes."""
         return sum(entry.bytes for entry in self.build.files.values())
 
     def describe(self) -> dict[str, Any]:

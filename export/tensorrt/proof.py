@@ -59,6 +59,7 @@ class Precision:
 
     @property
     def limits(self) -> tuple[float, float]:
+        """Largest allowed differences for this dtype and rounding of inputs, as `LIMITS` lists them."""
         return LIMITS[self.dtype, self.rounds_inputs]
 
     def of_twin(self) -> Precision:

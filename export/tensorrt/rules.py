@@ -70,6 +70,7 @@ class Broken:
     found: str
 
     def sentence(self) -> str:
+        """Where, what was found, what the rule allows, and its source."""
         return f"{self.where} {self.found}, and {self.rule.wants} ({self.rule.id}; {self.rule.source})"
 
 

@@ -100,6 +100,7 @@ def _imagine(module: CompressedLinear, kernel: TritonKernel) -> None:
 
 
 def call_layers(model: nn.Module) -> None:
+    """Call every compressed linear layer on the meta device, once for each number of rows in `ROWS`."""
     for module in model.modules():
         if isinstance(module, CompressedLinear):
             for rows in ROWS:

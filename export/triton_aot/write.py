@@ -75,6 +75,11 @@ def copy(source: Source, folder: Path) -> None:
 
 
 def compile_all(job: Job, tasks: list[Task]) -> list[Built]:
+    """Compile the kernels, in parallel.
+
+    Raises:
+        CompressError: none could be compiled, or one of the default configurations could not.
+    """
     job.progress.phase(f"compiling {len(tasks)} kernels for {', '.join(job.options.gpus)}", len(tasks))
     lock = threading.Lock()
 

@@ -32,6 +32,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
+        """exp(-log-likelihood / tokens)."""
         return math.exp(-self.log_likelihood / self.tokens)
 
 

@@ -43,6 +43,7 @@ class Artifact:
 
     @property
     def path(self) -> Path:
+        """Directory of the artifact."""
         return self.checkpoint.path
 
     @property

@@ -53,18 +53,22 @@ class Checkpoint:
         return list(self._tensors)
 
     def has(self, name: str) -> bool:
+        """Whether a tensor of this name is stored."""
         return name in self._tensors
 
     def entry(self, name: str) -> TensorEntry:
+        """Header entry of a tensor; `ArtifactError` without one."""
         try:
             return self._tensors[name]
         except KeyError:
             raise ArtifactError(f"{self.path} has no tensor {name}") from None
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a stored tensor; `ArtifactError` without one."""
         return self.entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a stored tensor; `ArtifactError` without one."""
         return self.entry(name).dtype
 
     def nbytes(self, name: str) -> int:

@@ -76,6 +76,7 @@ class Registry:
 
     @property
     def names(self) -> list[str]:
+        """Names of all methods, in order of registration."""
         return list(self._methods)
 
     def find(self, name: object) -> Method | None:

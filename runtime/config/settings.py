@@ -173,6 +173,7 @@ class Setting(NamedTuple):
 
     @property
     def is_number(self) -> bool:
+        """Whether the setting takes an int or a float."""
         parts = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
         return bool({getattr(part, "__origin__", part) for part in parts} & {int, float})
 

@@ -67,6 +67,7 @@ class Speculation:
             return None
 
     def switch_off(self, reason: str) -> None:
+        """Stop drafting for all sequences and log the reason."""
         self.off = reason
         _log.warning("the drafter %s is switched off: %s; decoding goes on without it", self.drafter.name, reason)
 
@@ -135,6 +136,7 @@ class Speculator:
 
     @property
     def on(self) -> bool:
+        """Whether the drafter is still in use."""
         return self._speculation.off is None
 
     @property

@@ -81,10 +81,12 @@ class Engine(ABC):
 
     @property
     def logits_width(self) -> int:
+        """Width of the logits; `vocab_size` by default."""
         return self.vocab_size
 
     @property
     def draft_rows(self) -> int:
+        """Tokens that a step of drafts should have at most."""
         return self.most_rows
 
     @abstractmethod

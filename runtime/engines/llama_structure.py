@@ -33,6 +33,7 @@ class Part(nn.Module):
         self.in_features, self.out_features = columns, stop - start
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This part's columns of the joint layer's output."""
         return self._whole[0](x)[..., self.start : self.stop]
 
 

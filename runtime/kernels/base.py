@@ -99,6 +99,7 @@ class Kernel(ABC):
 
     @property
     def layout(self) -> str:
+        """Name of the weight layout that the kernel reads; its own by default."""
         return self.name
 
     @abstractmethod

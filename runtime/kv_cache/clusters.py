@@ -39,6 +39,7 @@ class Clusters:
 
     @property
     def kept(self) -> int:
+        """Tokens that a merged chunk has left."""
         return round(self.ratio * self.chunk)
 
     def __post_init__(self) -> None:

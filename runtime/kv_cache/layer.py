@@ -80,9 +80,11 @@ class CompressedLayer(LayerState, CacheLayerMixin):
 
     # ---------------------------------------------------------------- transformers' interface
     def reset(self) -> None:
+        """Empty the layer."""
         self.clear()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate storage for states like these, `[batch, kv_heads, q, size]` each."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.begin(key_states, value_states, {} if self.eviction is None else self.eviction.plan.notes)
         self.is_initialized = True
@@ -101,18 +103,23 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         return attention.mark(key_states, self.attend), value_states
 
     def get_seq_length(self) -> int:
+        """Tokens seen so far, evicted ones included."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask covers: all tokens seen and the new ones, from 0 on."""
         return self.seen + query_length, 0
 
     def get_max_cache_shape(self) -> int:  # what transformers 5.10 calls the next one
+        """See `get_max_length`."""
         return self.get_max_length()
 
     def get_max_length(self) -> int:
+        """-1: the cache grows without a limit."""
         return -1
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Select rows for beam search, `beam_idx` int64 `[batch]`."""
         self.select_rows(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -120,6 +127,7 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         self.select_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times, copies side by side."""
         self.select_rows(torch.arange(self.shape[0]).repeat_interleave(repeats))
 
     def activate_past_recording(self) -> None:

@@ -80,6 +80,7 @@ class LayerState:
 
     @property
     def windows(self) -> tuple[QueryWindow, ...]:
+        """The windows of recent queries, hidden states and newest tokens."""
         return self.queries, self.hidden, self.newest
 
     @property

@@ -63,6 +63,7 @@ class Pages:
     # ---------------------------------------------------------------- size
     @property
     def rows(self) -> int:
+        """Number of rows."""
         return len(self.lengths)
 
     @property

@@ -73,6 +73,7 @@ class Region:
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest row."""
         return self.pages.longest
 
     @property

@@ -29,6 +29,7 @@ class CompressedEmbedding(CompressedModule):
         self.num_embeddings, self.embedding_dim = self.shape
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the table for `ids`, `[..., embedding_dim]`; `IndexError` for an id outside of it."""
         if self.kernel is None:  # nobody has looked at the tensors yet
             self.check()
         wanted, position = torch.unique(ids, return_inverse=True)
@@ -47,6 +48,7 @@ class CompressedEmbedding(CompressedModule):
         return table
 
     def extra_repr(self) -> str:
+        """Sizes and format, for `repr`."""
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.entry.format}"
 
 
@@ -135,6 +137,7 @@ class CompressedLinear(CompressedModule):
         return choice
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., out_features]` by the kernel chosen for this number of rows."""
         if self.choice is None:  # nobody has looked at the tensors yet
             self.check()
         flat = x.reshape(-1, self.in_features)
@@ -155,6 +158,7 @@ class CompressedLinear(CompressedModule):
         return (self.choice or kernel_table.reference()).kernel(rows).path(rows)
 
     def extra_repr(self) -> str:
+        """Sizes, bias, format and kernel, for `repr`."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"format={self.entry.format}, kernel={self.kernel_name}"
@@ -200,6 +204,7 @@ class Chosen:
 
     @property
     def layout(self) -> str:
+        """Name of the weight layout of the decode kernel."""
         return self.choice.decode.layout
 
 

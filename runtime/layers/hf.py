@@ -34,9 +34,11 @@ class CompressConfig(QuantizationConfigMixin):
         self.content = content
 
     def to_dict(self) -> dict[str, Any]:
+        """`quantization_config` as in config.json."""
         return {"quant_method": self.quant_method, **copy.deepcopy(self.content)}
 
     def to_diff_dict(self) -> dict[str, Any]:
+        """All of `to_dict`: no value is a default."""
         return self.to_dict()
 
 
@@ -47,6 +49,7 @@ class CompressHfQuantizer(HfQuantizer):
     quantization_config: CompressConfig
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Raise `RequestError` where `device_map` offloads to disk."""
         device_map = kwargs.get("device_map")
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise RequestError("a compressed model cannot be offloaded to disk; its weights are small, use cpu instead")
@@ -100,10 +103,12 @@ class CompressHfQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
+        """Compressed models can be saved."""
         return True
 
     @property
     def is_trainable(self) -> bool:
+        """Compressed weights cannot be trained."""
         return False
 
 

@@ -153,6 +153,7 @@ class Experts(nn.ModuleList):
 
     @property
     def count(self) -> int:
+        """Number of experts."""
         return self.layout.count
 
     def whole(self, key: str, read: Callable[[nn.Module, str], torch.Tensor | None]) -> torch.Tensor | None:

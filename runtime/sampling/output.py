@@ -41,10 +41,12 @@ class SequenceOutput:
 
     @property
     def finished(self) -> bool:
+        """Whether the sequence has ended."""
         return self.finish_reason is not None
 
     @property
     def tokens(self) -> list[int]:
+        """Ids generated so far; with a detokenizer, those whose text is out (all when it ended other than by a stop)."""
         if self._detokenizer is None or (self.finished and self.finish_reason != "stop"):
             return self._all
         return self._all[: bisect.bisect_right(self._ends, len(self.text))]

@@ -38,6 +38,7 @@ class Tree:
 
     @property
     def is_chain(self) -> bool:
+        """Whether every token follows the one before it."""
         return all(parent == index - 1 for index, parent in enumerate(self.parents))
 
     def add(self, token: int, parent: int, chance: float | None = None) -> int:

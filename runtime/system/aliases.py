@@ -27,13 +27,16 @@ class ModuleAliases(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """A spec for a former path; None for any other."""
         return ModuleSpec(fullname, self) if fullname in self._places else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module at its present path."""
         module = import_module(self._places[spec.name])
         spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
+        """Give the module its own spec back; it has run already."""
         if module.__spec__ is not None:
             module.__spec__ = module.__spec__.loader_state

@@ -53,10 +53,12 @@ class Prospect:
 
     @property
     def depth(self) -> int:
+        """Number of transformer blocks."""
         return len(find_blocks(self.model)[1])
 
     @property
     def vocabulary(self) -> int:
+        """Rows of the input embedding."""
         return int(self.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
 
     def draft(self, config: CutConfig) -> PreTrainedModel:

@@ -49,9 +49,11 @@ class DraftConfig(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63, description="Of rows, of what is written, and of the order of training.")
 
     def objective(self) -> Objective:
+        """The loss of this config."""
         return Objective(self.divergence, self.temperature)
 
     def options(self) -> TrainOptions:
+        """Options of the training loop; checkpoints are written as often as the draft is evaluated."""
         return TrainOptions(
             steps=self.steps, batch=self.batch_size, learning_rate=self.learning_rate, evaluate_every=self.evaluate_every,
             patience=self.patience, checkpoint_every=self.evaluate_every, seed=self.seed,

@@ -45,6 +45,7 @@ class NoFeedForward(nn.Module):
     """In the place of a feed-forward half: adds nothing."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Zeros of the shape, dtype and device of `x`."""
         return torch.zeros_like(x)
 
 

@@ -73,6 +73,7 @@ class RecoverConfig(BaseModel):
         return None
 
     def options(self) -> TrainOptions:
+        """Options of the training loop; checkpoints are written as often as the model is evaluated."""
         return TrainOptions(
             steps=self.steps, batch=self.batch_size, micro_batch=self.micro_batch, learning_rate=self.learning_rate,
             weight_decay=self.weight_decay, precision=self.precision, evaluate_every=self.evaluate_every, patience=self.patience,

@@ -35,6 +35,7 @@ class Changed(nn.Module):
         self.up = nn.Parameter(torch.zeros(out, rank))
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight plus the scaled low-rank product, `[out, in]`."""
         return weight + self.scale * (self.up @ self.down)
 
 
@@ -46,6 +47,7 @@ class Masked(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight with its pruned entries zero."""
         return weight * cast(torch.Tensor, self.mask)
 
 
@@ -61,9 +63,11 @@ class OnGrid(nn.Module):
 
     @property
     def grid(self) -> Grid:
+        """The grid with its present scales and zero points."""
         return Grid(self.scheme, cast(torch.Tensor, self.scale), cast("torch.Tensor | None", self.zero))
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight rounded to the grid; gradients pass straight through where rounding does not clip."""
         grid, values = self.grid, weight.detach()
         rounded = grid.values(grid.codes(values.clone()))
         if self.scheme.type == "float":

@@ -241,6 +241,7 @@ def _text(recovery: Recovery, ids: torch.Tensor, alignment: Alignment) -> _Text:
 
 
 def checkpoint_activations(model: Any) -> None:
+    """Turn on non-reentrant activation checkpointing in a transformers model."""
     options = {"use_reentrant": False}  # reentrant ones know no gradient of a block whose input needs none
     if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.20
         model.activation_checkpointing_enable(options)

@@ -92,7 +92,8 @@ class Guide(Protocol):
     """
 
     @property
-    def facts(self) -> dict[str, Any]: ...
+    def facts(self) -> dict[str, Any]:
+        """Settings that decide the targets, JSON-able."""
 
     def targets(self, batch: Batch) -> Any:
         """What the student is compared with, on the batch's device, without gradients."""

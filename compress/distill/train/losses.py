@@ -56,6 +56,7 @@ class SparseTargets:
         return SparseTargets(self.ids[index], self.log_probs[index], self.rest[index], self.temperature)
 
     def to(self, device: torch.device) -> SparseTargets:
+        """A copy with all tensors on `device`."""
         return SparseTargets(self.ids.to(device), self.log_probs.to(device), self.rest.to(device), self.temperature)
 
 
@@ -97,6 +98,7 @@ class Objective:
 
     @property
     def needs_teacher(self) -> bool:
+        """Whether the loss compares with a teacher's distribution; cross-entropy does not."""
         return self.divergence != "cross_entropy"
 
     def __call__(
@@ -122,6 +124,7 @@ class Objective:
         return _FUNCTIONS[self.divergence](log_p, log_q, self.beta)
 
     def describe(self) -> dict[str, Any]:
+        """All fields by name, JSON-able."""
         return asdict(self)
 
     def _pair(self, student: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:

@@ -178,6 +178,7 @@ _TOGETHER = 8  # rows in a forward pass of the teacher
 
 
 def shard_file(number: int) -> str:
+    """File name of a shard of the cache."""
     return f"shard-{number:05d}.safetensors"
 
 

@@ -47,6 +47,7 @@ class ProcessExecutor:
         self.description = f"processes of this machine, {order}, {threads}"
 
     def start(self, number: int, job: Mapping[str, Any]) -> None:
+        """Start a process for trial `number` in the first free slot."""
         used = {running.slot for running in self._running.values()}
         slot = next(slot for slot in range(self.slots) if slot not in used)
         name = self._directory.name(number)
@@ -72,6 +73,7 @@ class ProcessExecutor:
         return {number: running.process.pid for number, running in self._running.items()}
 
     def wait(self) -> list[tuple[int, Outcome]]:
+        """Block until a process ends; numbers and outcomes of all that have."""
         while True:
             found = [(number, self._ended(number)) for number in list(self._running)]
             ended = [(number, outcome) for number, outcome in found if outcome is not None]
@@ -103,6 +105,7 @@ class ProcessExecutor:
         return outcome
 
     def close(self) -> None:
+        """Terminate the processes that still run; kill those that do not end in time."""
         for running in self._running.values():
             running.process.terminate()
         end = time.monotonic() + _PATIENCE

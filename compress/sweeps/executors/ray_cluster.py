@@ -54,10 +54,12 @@ class RayExecutor:
         self.task = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=0, max_calls=1)(_run_alone)
 
     def start(self, number: int, job: Mapping[str, Any]) -> None:
+        """Submit trial `number` as a task of the cluster."""
         given = {**job, "threads": self._config.cpus, "device": self._device}
         self._running[self.task.remote(given)] = (number, str(job["log"]))
 
     def wait(self) -> list[tuple[int, Outcome]]:
+        """Block until a task ends; its number and outcome."""
         ready, _ = self._ray.wait(list(self._running), num_returns=1)
         return [(self._running[task][0], self._outcome(task, self._running.pop(task)[1])) for task in ready]
 
@@ -73,6 +75,7 @@ class RayExecutor:
             return died(f"Ray gave it up ({type(error).__name__}: {_first(error)})", log)
 
     def close(self) -> None:
+        """Cancel the tasks that still run; shut Ray down if this executor started it."""
         for task in self._running:
             self._ray.cancel(task, force=True)
         self._running.clear()

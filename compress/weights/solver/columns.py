@@ -28,6 +28,7 @@ class Chunk:
 
     @property
     def heights(self) -> list[int]:
+        """Number of rows of each part."""
         return [end - start for _, start, end in self.parts]
 
     def stack(self, weights: list[torch.Tensor]) -> torch.Tensor:

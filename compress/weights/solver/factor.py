@@ -42,6 +42,7 @@ class Factor:
 
     @property
     def columns(self) -> int:
+        """Number of input columns."""
         return self.reversed_upper.shape[0]
 
     @property

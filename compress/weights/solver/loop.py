@@ -36,7 +36,8 @@ class Rounding(Protocol):
     """How the loop rounds columns; `vector` of them at a time."""
 
     @property
-    def vector(self) -> int: ...
+    def vector(self) -> int:
+        """Number of columns that are rounded together."""
 
     def round(self, columns: torch.Tensor, first: int, out: torch.Tensor) -> None:
         """Nearest values of `columns` `[vector, rows]` (`[rows]`: a single one) into `out`; they are number `first` and the next of the
@@ -60,6 +61,7 @@ class ColumnGrid:
     vector: int = field(default=1, init=False)
 
     def round(self, columns: torch.Tensor, first: int, out: torch.Tensor) -> None:
+        """Nearest grid values of column `first` into `out`, both `[rows]`; integer codes are noted."""
         group = self.group[first]
         scale, zero = self.scale[group], None if self.zero is None else self.zero[group]
         codes = self.scheme.codes(columns, scale, zero, out=out)
@@ -89,6 +91,7 @@ class VectorRounding:
         self._codes: list[torch.Tensor | None] = [None] * len(self._first)
 
     def round(self, columns: torch.Tensor, first: int, out: torch.Tensor) -> None:
+        """Nearest representable vectors of `vector` columns from `first` on into `out`; their codes are noted."""
         own = self._first[first // self.vector]
         values, self._codes[own // self.vector] = self.weights.nearest(
             columns.view(self.vector, -1), self.parameters, own

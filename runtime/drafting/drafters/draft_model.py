@@ -41,19 +41,23 @@ class DraftModel:
 
     @property
     def weight_bytes(self) -> int:
+        """Memory of the draft's packed weights, bytes."""
         return int(self.engine.weight_bytes)
 
     @property
     def context_length(self) -> int | None:
+        """Most positions that the draft was made for; None without a limit."""
         found: int | None = self.engine.context_length
         return found
 
     @property
     def page_size(self) -> int:
+        """Positions of a cache page; 1 where the engine has no pages."""
         return int(getattr(self.engine, "page_size", 1))
 
     @property
     def position_bytes(self) -> int:
+        """Memory of one position of the draft cache, all layers together, bytes."""
         if hasattr(self.engine, "page_bytes"):
             return int(self.engine.page_bytes // self.engine.page_size)
         from runtime.engines.streaming.plan import position_bytes

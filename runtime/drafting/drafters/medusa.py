@@ -37,6 +37,7 @@ class MedusaHead(nn.Module):
         self.out = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits of the head, `[..., vocab]`, from hidden states `[..., hidden]`."""
         for block in self.blocks:
             x = x + functional.silu(block(x))
         found: torch.Tensor = self.out(x)

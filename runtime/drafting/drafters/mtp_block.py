@@ -31,6 +31,7 @@ class BlockSizes:
     rotary: int
 
     def as_dict(self) -> dict[str, int]:
+        """All fields by name."""
         return asdict(self)
 
 
@@ -109,6 +110,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` normalized over its last dimension in float32, in the dtype of `x`."""
         wide = x.float()
         # On a row or two several times as fast as torch's own.
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPSILON) * self.weight).to(x.dtype)
@@ -133,6 +135,7 @@ class Entries:
 
     @property
     def nbytes(self) -> int:
+        """Memory as allocated, bytes."""
         return self._memory.numel() * self._memory.element_size()
 
     def reserve(self, more: int) -> None:

@@ -41,6 +41,7 @@ class Curve:
 
     @property
     def known(self) -> bool:
+        """Whether anything was measured."""
         return bool(self._places)
 
     def add(self, n: int, seconds: float) -> None:
@@ -197,6 +198,7 @@ class Costs:
 
     @classmethod
     def unknown(cls) -> Costs:
+        """Costs before any measurement."""
         # A row of a memory-bound model is nearly free, of a compute-bound one not at all; what is measured soon takes over.
         return cls(Curve(0.3), Curve(1.0), Belief())
 

@@ -47,6 +47,7 @@ class Gains:
 
     @property
     def worth(self) -> float:
+        """Expected tokens of the step; those that only some sequences get more count less where rows are expensive."""
         even = self._least * len(self._more)
         return len(self._more) + even + self._uneven * (self._total - even)
 
@@ -77,11 +78,13 @@ class Pause:
     probing: bool = False
 
     def begin(self, costs: Costs, least: int = 0) -> None:
+        """Pause for at least `least` steps; the next pause is twice as long, up to a limit."""
         self.left = min(max(self.length, least), _LONGEST_EVER)
         self.length, self.vain, self.asking, self.steady = min(2 * self.length, _LONGEST), 0, float("inf"), 0
         costs.pause = self.left
 
     def over(self, costs: Costs) -> None:
+        """End the pause; the next one is as short as the first."""
         self.left, self.length, self.vain, self.asking = 0, _FIRST, 0, float("inf")
         costs.pause = 0
 

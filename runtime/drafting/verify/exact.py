@@ -65,6 +65,7 @@ def rejected(p: torch.Tensor, q: torch.Tensor, token: int) -> tuple[torch.Tensor
 
 
 def normalized(q: torch.Tensor) -> torch.Tensor:
+    """`q` divided by its sum; as it is where the sum is zero."""
     total = q.sum()
     return q / total if total > 0 else q
 

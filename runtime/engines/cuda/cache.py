@@ -47,6 +47,7 @@ class Memory:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
+        """Keys of all layers, then values of all layers."""
         return [*self.keys, *self.values]
 
     @property

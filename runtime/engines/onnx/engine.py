@@ -37,12 +37,14 @@ class OnnxSeq2SeqEngine(OnnxGraphs):
 
     @torch.inference_mode()
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Encoder states `[batch, length, hidden]`; without a mask every token counts."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(torch.int64)
         states = self.empty(*input_ids.shape, self._width)
         self._encoder.run({"input_ids": input_ids, "attention_mask": mask}, {"last_hidden_state": states})
         return states
 
     def new_cache(self) -> OnnxSeq2SeqCache:
+        """An empty decoder cache."""
         return OnnxSeq2SeqCache()
 
     @torch.inference_mode()
@@ -54,6 +56,7 @@ class OnnxSeq2SeqEngine(OnnxGraphs):
         cache: OnnxSeq2SeqCache | None,
         last_only: bool = False,
     ) -> torch.Tensor:
+        """Decoder logits for the new tokens, or after the last of them only; the cache is extended."""
         cache = OnnxSeq2SeqCache() if cache is None else cache
         batch, count = decoder_input_ids.shape
         if not cache.cross:
@@ -77,10 +80,12 @@ class OnnxSeq2SeqEngine(OnnxGraphs):
 
     @torch.inference_mode()
     def keep_rows(self, cache: OnnxSeq2SeqCache, rows: torch.Tensor) -> None:
+        """Keep only `rows` of the cache, in this order."""
         cache.own = [tensor[rows] for tensor in cache.own]
         cache.cross = [tensor[rows] for tensor in cache.cross]
 
     def cache_bytes(self, cache: OnnxSeq2SeqCache) -> int:
+        """Memory of the cache, bytes."""
         return sum(tensor.nbytes for tensor in [*cache.own, *cache.cross])
 
 
@@ -97,6 +102,7 @@ class OnnxEncoderEngine(OnnxGraphs):
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Last hidden states, float32 `[batch, length, hidden]`; without a mask every token counts."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         states = self.empty(*input_ids.shape, self.hidden_size)
         inputs = {"input_ids": input_ids, "attention_mask": mask.to(torch.int64)}

@@ -49,6 +49,7 @@ class Group:
 
     @property
     def size(self) -> int:
+        """Length of the group in the file, bytes."""
         return self.end - self.begin
 
 
@@ -146,10 +147,12 @@ class PreparedFile:
 
     @property
     def groups(self) -> list[Group]:
+        """The file's groups of tensors."""
         return self.contents.groups
 
     @property
     def size(self) -> int:
+        """Size of the file as its header says it, bytes."""
         return self._header.size
 
     def names(self, group: Group) -> list[str]:
@@ -278,6 +281,7 @@ class Groups:
     blocks: tuple[str, ...]
 
     def all(self) -> list[str]:
+        """Names of all groups: tensors outside the blocks first, then each block."""
         return [OUTSIDE, *self.blocks]
 
     def of(self, name: str) -> str:
@@ -311,6 +315,7 @@ class Place(NamedTuple):
 
     @property
     def value(self) -> torch.Tensor:
+        """The tensor at this place."""
         value: torch.Tensor = self.store[self.leaf]
         return value
 

@@ -173,6 +173,7 @@ class DeviceSlots:
         self._turn = 0
 
     def fill(self, slot: int, block: int) -> None:
+        """Start copying `block` into `slot`, from host memory or through a staging buffer from disk."""
         source = self._host.get(block)
         sent = None
         if source is None:
@@ -189,12 +190,15 @@ class DeviceSlots:
                 sent.record(self._stream)
 
     def begin(self, slot: int) -> None:
+        """Make the current stream wait until `slot` is filled."""
         torch.cuda.current_stream(self._device).wait_event(self._copied[slot])
 
     def end(self, slot: int) -> None:
+        """Record that the current stream has used `slot`, so that it may be filled again."""
         self._used[slot].record(torch.cuda.current_stream(self._device))
 
     def close(self) -> None:
+        """Wait for running copies and close the source."""
         self._stream.synchronize()
         self._source.close()
 

@@ -49,6 +49,7 @@ class Gpu:
         current.wait_stream(self._stream)
 
     def synchronize(self) -> None:
+        """Wait until the stream has finished."""
         self._stream.synchronize()
 
 

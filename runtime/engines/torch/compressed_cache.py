@@ -57,6 +57,7 @@ class CacheFactory:
             raise ConfigError((), str(error), "kv_cache") from error
 
     def new(self) -> CompressedCache:
+        """An empty cache with this plan."""
         return CompressedCache(self._module, self.plan)
 
     def need(self, prompt: int, new: int) -> int:

@@ -38,6 +38,7 @@ class TorchEncoderEngine(ModuleEngine):
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Last hidden states, float32 `[batch, length, hidden]`; without a mask every token counts."""
         # Models differ in what they make of a missing mask: some look for padding ids themselves.
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         segments = {"token_type_ids": torch.zeros_like(input_ids)} if self._takes_segments else {}

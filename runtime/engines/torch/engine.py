@@ -145,10 +145,12 @@ class TorchEngine(ModuleEngine, RowEngine):
     # ---------------------------------------------------------------- drafts
     @property
     def trees(self) -> bool:  # type: ignore[override]
+        """Whether chunks may be trees: not with a compressed cache."""
         return self.cache_factory is None
 
     @property
     def draft_rows(self) -> int:
+        """Tokens that a step of drafts should have at most; fewer with a compressed cache."""
         return MOST_ROWS if self.cache_factory is None else STEP_TOKENS
 
     def new_pages(self, count: int, drafts: bool = False) -> RowPool:

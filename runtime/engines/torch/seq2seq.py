@@ -29,6 +29,7 @@ class TorchSeq2SeqEngine(ModuleEngine):
 
     @torch.inference_mode()
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Encoder states of token ids or audio features; `RequestError` where features do not fit the encoder's window."""
         if self.features:
             try:
                 return self._encoder(input_ids.to(self.module.dtype)).last_hidden_state
@@ -39,6 +40,7 @@ class TorchSeq2SeqEngine(ModuleEngine):
         return self._encoder(input_ids=input_ids, attention_mask=mask).last_hidden_state
 
     def new_cache(self) -> Any:
+        """An empty decoder cache."""
         from transformers import DynamicCache, EncoderDecoderCache
 
         # Without a config: it would say how many layers one of the stacks has, and the two may differ.
@@ -53,6 +55,7 @@ class TorchSeq2SeqEngine(ModuleEngine):
         cache: Any,
         last_only: bool = False,
     ) -> torch.Tensor:
+        """Decoder logits for the new tokens, or after the last of them only; the cache is extended."""
         logits = self.module(
             decoder_input_ids=decoder_input_ids,
             encoder_outputs=encoder_output(states),
@@ -64,9 +67,11 @@ class TorchSeq2SeqEngine(ModuleEngine):
 
     @torch.inference_mode()
     def keep_rows(self, cache: Any, rows: torch.Tensor) -> None:
+        """Keep only `rows` of the cache, in this order."""
         cache.batch_select_indices(rows)
 
     def cache_bytes(self, cache: Any) -> int:
+        """Memory of the cache, bytes."""
         layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
         return tensor_bytes([v for layer in layers for v in vars(layer).values() if isinstance(v, torch.Tensor)])
 

@@ -37,6 +37,7 @@ class PanelKernel(Kernel):
 
     @property
     def layout(self) -> str:
+        """Name of the panel layout."""
         return self.panels.name
 
     def why_not(self, layer: Layer) -> str | None:

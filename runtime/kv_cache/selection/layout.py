@@ -98,6 +98,7 @@ class Picked:
 
     @property
     def nbytes(self) -> int:
+        """Memory as allocated, bytes."""
         return self.index.untyped_storage().nbytes() + self.counts.untyped_storage().nbytes()
 
     def before(self, ends: torch.Tensor) -> Picked:

@@ -31,9 +31,11 @@ class Bitmap(Settings):
         return max(1, round(size * (1 - self.sparsity)))
 
     def parts(self, size: int, dtype: torch.dtype) -> dict[str, Part]:
+        """Stored tensors for a head of `size` channels: a bit for each channel and the values left."""
         return {"mask": Part(-(-size // 8), torch.uint8), "codes": Part(self.kept(size), dtype)}
 
     def encode(self, states: torch.Tensor) -> Packed:
+        """The entries of largest magnitude of each token and the mask of where they are."""
         size = states.shape[-1]
         chosen = states.abs().topk(self.kept(size), -1).indices.sort(-1).values
         mask = torch.zeros(*states.shape[:-1], -(-size // 8) * 8, dtype=torch.uint8, device=states.device)
@@ -42,6 +44,7 @@ class Bitmap(Settings):
         return Packed({"mask": bits.sum(-1, dtype=torch.uint8), "codes": states.gather(-1, chosen)})
 
     def decode(self, parts: dict[str, torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Dense states `[..., size]`, zero where nothing was stored."""
         mask = parts["mask"]
         bits = (mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1).flatten(-2)[
             ..., :size

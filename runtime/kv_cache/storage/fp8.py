@@ -20,6 +20,7 @@ class Float8:
     name: ClassVar[str] = "fp8"
 
     def parts(self, size: int, dtype: torch.dtype) -> dict[str, Part]:
+        """Stored tensors for a head of `size` channels: float8 codes and one float32 scale a token."""
         return {"codes": Part(size, _KIND), "scale": Part(1, torch.float32)}
 
     def encode(self, states: torch.Tensor) -> Packed:
@@ -34,4 +35,5 @@ class Float8:
         return Packed({"codes": codes, "scale": scale})
 
     def decode(self, parts: dict[str, torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Codes times their scale, `[..., size]`."""
         return (parts["codes"].float() * parts["scale"]).to(dtype)

@@ -41,6 +41,7 @@ class Integer(Settings):
 
     @property
     def name(self) -> str:
+        """`int` and the number of bits."""
         return f"int{self.bits}"
 
     def groups(self, size: int) -> int:
@@ -48,6 +49,7 @@ class Integer(Settings):
         return -(-size // self.group) if self.group else 1
 
     def parts(self, size: int, dtype: torch.dtype) -> dict[str, Part]:
+        """Stored tensors for a head of `size` channels: packed codes, scales and zero points."""
         codes = Part(-(-size // 32) * 4 * self.bits, torch.uint8)
         if self.axis == "channel":
             grid = Part(size, _SCALE, per_page=True)
@@ -77,6 +79,7 @@ class Integer(Settings):
         return Packed({"codes": pack_codes(codes, self.bits), "scale": scale.squeeze(-1), "zero": zero.squeeze(-1)})
 
     def decode(self, parts: dict[str, torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Codes times scale plus zero point, `[..., size]`."""
         codes = unpack_codes(parts["codes"], self.bits, size).float()
         scale, zero = parts["scale"].float(), parts["zero"].float()
         if self.axis == "channel":

@@ -243,5 +243,6 @@ class History:
 
     @property
     def memory_bytes(self) -> int:
+        """Estimated memory of the tokens and their index, bytes."""
         # A list's entry, and the number it points to: other lists mostly share it, but not after their end.
         return self.index.memory_bytes + 40 * len(self)

@@ -47,6 +47,7 @@ class TokenTrie:
 
     @property
     def memory_bytes(self) -> int:
+        """Estimated memory of the trie, bytes."""
         parts = (self.weight, self.token, self._first, self._next, self._previous, self._free, self._kids)
         return sum(map(sys.getsizeof, parts)) + _ENTRY_BYTES * len(self)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from export.onnx.dialect import Dialect, layer_rules, multiplies_integers
-from export.onnx.grid import TENSORRT, fit, grid_bytes, why_not
+from export.onnx_graph.dialect import Dialect, layer_rules, multiplies_integers
+from export.onnx_graph.grid import TENSORRT, fit, grid_bytes, why_not
 from export.source import Source, dtype_name
 from export.target import Conversion, merged
 from runtime.formats.scheme import Scheme

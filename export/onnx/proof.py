@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from export.onnx.change import Change, expect, load_changed
 from export.onnx.conversions import conversions
-from export.onnx.dialect import dialect_of, fast_name
-from export.onnx.grid import ONNX
 from export.onnx.readback import read_back
+from export.onnx_graph.change import Change, expect, load_changed
+from export.onnx_graph.dialect import dialect_of, fast_name
+from export.onnx_graph.grid import ONNX
 from export.target import Job, Verification
 from export.verify import TIE, Probe, compare_logits, compare_tokens, load_artifact
 from runtime.errors import CompressError, first_line

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from export.onnx.dialect import Dialect, dialect_of, fast_name, layer_rules
-from export.onnx.grid import FLOAT8, Grid, to_grid
+from export.onnx_graph.dialect import Dialect, dialect_of, fast_name, layer_rules
+from export.onnx_graph.grid import FLOAT8, Grid, to_grid
 from export.target import Job
 from runtime.errors import CompressError
 
@@ -58,7 +58,7 @@ def read_back(job: Job, files: list[str]) -> int:
 
 
 def modules_of(stem: str) -> list[str]:
-    """`block.q+k+v` is `block.q`, `block.k` and `block.v` side by side (`export.onnx.linear.joined`)."""
+    """`block.q+k+v` is `block.q`, `block.k` and `block.v` side by side (`export.onnx_graph.linear.joined`)."""
     first, *rest = stem.split("+")
     block = first.rpartition(".")[0]
     return [first, *(f"{block}.{name}" if block else name for name in rest)]

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from export.folder import copy_tokenizer, write_json
 from export.onnx.conversions import conversions, has_static_int8
-from export.onnx.dialect import OnnxOptions, dialect_of, fast_name
-from export.onnx.grid import ONNX, why_not
+from export.onnx_graph.dialect import OnnxOptions, dialect_of, fast_name
+from export.onnx_graph.grid import ONNX, why_not
 from export.source import Source
 from export.target import Conversion, Job, Options, Target, Verification
 from runtime.formats.scheme import Scheme
@@ -47,7 +47,7 @@ class OnnxTarget(Target):
         return int(2.5 * sum(rows * columns for rows, columns in source.shapes.values())) + source.bytes + (16 << 20)
 
     def write(self, job: Job) -> None:
-        from export.onnx.write import write_graphs
+        from export.onnx_graph.write import write_graphs
 
         spoken = dialect_of(job.options)
         job.facts |= write_graphs(job, spoken)

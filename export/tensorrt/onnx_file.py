@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from export.onnx.dialect import dialect
-from export.onnx.write import sparse_modules, write_graphs
+from export.onnx_graph.dialect import dialect
+from export.onnx_graph.write import sparse_modules, write_graphs
 from export.source import Source, dtype_name
 from export.target import Job
 from export.tensorrt.bundle import ONNX, Build

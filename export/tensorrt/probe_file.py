@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from export.onnx.change import Expected
+from export.onnx_graph.change import Expected
 from export.tensorrt.bundle import PROBE
 from export.verify import Probe
 from runtime.errors import ArtifactError

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from export.onnx.change import Change, Expected, expect
-from export.onnx.grid import TENSORRT
+from export.onnx_graph.change import Change, Expected, expect
+from export.onnx_graph.grid import TENSORRT
 from export.source import Source
 from export.target import Job, Verification, missing_packages, needs
 from export.tensorrt.bundle import DATA, ONNX

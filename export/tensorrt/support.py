@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 
-from export.onnx.grid import TENSORRT, fit, to_grid, why_not
+from export.onnx_graph.grid import TENSORRT, fit, to_grid, why_not
 from export.source import Source, dtype_name
 from export.target import Conversion, merged
 from export.tensorrt.options import TensorrtOptions

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from export.onnx.dialect import Dialect
+    from export.onnx_graph.dialect import Dialect
     from runtime.formats.scheme import CompressedWeight
 
 
@@ -20,10 +20,10 @@ def write_layer(folder: Path, weight: CompressedWeight, spoken: Dialect) -> Path
     """
     import onnx_ir as ir
 
-    from export.onnx.builder import Builder
-    from export.onnx.linear import write_linear
-    from export.onnx.matmul_nbits import unmark
-    from export.onnx.store import DataFile, Store, onnx_type
+    from export.onnx_graph.builder import Builder
+    from export.onnx_graph.linear import write_linear
+    from export.onnx_graph.matmul_nbits import unmark
+    from export.onnx_graph.store import DataFile, Store, onnx_type
 
     kind = ir.TensorType(onnx_type(spoken.dtype))
     x = ir.Value(name="x", shape=ir.Shape(["rows", weight.values.shape[1]]), type=kind)

@@ -100,7 +100,8 @@ def test_an_export_that_computes_something_else_is_not_kept(
 ) -> None:
     """One scale of one layer doubled on the way: the proof must notice, and nothing may be left."""
     pytest.importorskip("onnxruntime")
-    from export.onnx import linear, proof
+    from export.onnx import proof
+    from export.onnx_graph import linear
     from runtime.errors import CompressError
 
     original = linear.to_grid

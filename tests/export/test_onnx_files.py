@@ -133,7 +133,7 @@ def test_the_second_call_binds_only_what_moved(made: Make, tmp_path: Path) -> No
 
 
 def test_scales_that_a_dtype_cannot_hold_are_refused() -> None:
-    from export.onnx.store import in_dtype
+    from export.onnx_graph.store import in_dtype
 
     with pytest.raises(RequestError, match=r"a\.input_scale.*float16"):
         in_dtype(torch.tensor([1e-9]), torch.float16, "a.input_scale")
@@ -143,8 +143,8 @@ def test_scales_that_a_dtype_cannot_hold_are_refused() -> None:
 
 
 def test_a_file_that_is_too_large_is_warned_of(made: Make, tmp_path: Path) -> None:
-    from export.onnx.dialect import OnnxOptions
     from export.onnx.proof import size_ratio
+    from export.onnx_graph.dialect import OnnxOptions
 
     source = Source(made("dense"))
     (tmp_path / "model.onnx.data").write_bytes(b"\0" * (source.bytes * 2))

@@ -14,7 +14,7 @@ from onnx_layer import write_layer
 
 import export
 import runtime
-from export.onnx.dialect import dialect
+from export.onnx_graph.dialect import dialect
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 
 onnx = pytest.importorskip("onnx")

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from export.onnx.grid import ONNX, TENSORRT, Grid, Rules, fit, to_grid, why_not
-from export.onnx.matmul_nbits import packed, packed_zero_points
+from export.onnx_graph.grid import ONNX, TENSORRT, Grid, Rules, fit, to_grid, why_not
+from export.onnx_graph.matmul_nbits import packed, packed_zero_points
 from runtime.errors import RequestError
 from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
 
@@ -212,7 +212,7 @@ def test_packed_zero_points() -> None:
 def test_int4_file_layout_is_what_onnx_reads(tmp_path) -> None:  # type: ignore[no-untyped-def]
     onnx = pytest.importorskip("onnx")
     ir = pytest.importorskip("onnx_ir")
-    from export.onnx.store import DataFile, Store
+    from export.onnx_graph.store import DataFile, Store
 
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="g")
     model = ir.Model(graph, ir_version=10)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import export
-from export.onnx.dialect import OnnxOptions
 from export.onnx.readback import modules_of, read_back
+from export.onnx_graph.dialect import OnnxOptions
 from export.source import Source
 from export.target import Job
 from runtime.errors import CompressError

@@ -16,8 +16,8 @@ from onnx_layer import write_layer
 
 import compress
 import export
-from export.onnx.dialect import dialect, layer_rules, multiplies_integers
-from export.onnx.grid import ONNX, fit, grid_bytes, to_grid
+from export.onnx_graph.dialect import dialect, layer_rules, multiplies_integers
+from export.onnx_graph.grid import ONNX, fit, grid_bytes, to_grid
 from runtime.errors import CompressError, RequestError
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 
@@ -63,7 +63,7 @@ def test_groups_that_no_block_divides_are_rounded_anew(odd: Path, tmp_path: Path
 def test_another_rounding_than_the_writer_s_is_refused(
     odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import export.onnx.linear as linear
+    import export.onnx_graph.linear as linear
 
     def coarser(weight: CompressedWeight, *rest: Any) -> Any:
         grid = to_grid(weight, *rest)

@@ -12,7 +12,7 @@ import torch
 from fake_tensorrt.install import install
 
 import export
-from export.onnx.change import Expected
+from export.onnx_graph.change import Expected
 from export.tensorrt import probe_file
 from export.tensorrt.probe_file import BestProbe, load_expected, save_expected
 from export.verify import Probe, compare_logits, compare_tokens
@@ -28,7 +28,7 @@ Made = Callable[..., Path]
 @pytest.fixture
 def wrong_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight scales of one layer come out doubled."""
-    from export.onnx import linear
+    from export.onnx_graph import linear
 
     original = linear.to_grid
 

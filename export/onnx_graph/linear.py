@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from export.onnx.builder import Builder
-from export.onnx.dialect import Dialect, layer_rules, multiplies_integers
-from export.onnx.grid import Grid, to_grid
-from export.onnx.matmul_nbits import matmul_nbits, widened
-from export.onnx.store import onnx_type
+from export.onnx_graph.builder import Builder
+from export.onnx_graph.dialect import Dialect, layer_rules, multiplies_integers
+from export.onnx_graph.grid import Grid, to_grid
+from export.onnx_graph.matmul_nbits import matmul_nbits, widened
+from export.onnx_graph.store import onnx_type
 from export.source import Source
 from export.target import Job
 from runtime.formats.scheme import ActivationScheme

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from export.onnx.grid import ONNX, TENSORRT, Rules
+from export.onnx_graph.grid import ONNX, TENSORRT, Rules
 from export.target import Options
 from runtime.formats.scheme import Scheme
 

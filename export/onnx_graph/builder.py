@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from export.onnx.store import Store, in_dtype, onnx_type
+from export.onnx_graph.store import Store, in_dtype, onnx_type
 
 if TYPE_CHECKING:
     import onnx_ir

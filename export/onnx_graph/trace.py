@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from export.onnx.builder import fixed
-from export.onnx.marks import MarkError, mark_layers, marked_attention
+from export.onnx_graph.builder import fixed
+from export.onnx_graph.marks import MarkError, mark_layers, marked_attention
 from export.source import Source
 from runtime.engines.onnx.session import cache_names
 from runtime.errors import CompressError, RequestError, first_line

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from export.onnx.builder import Builder
-from export.onnx.dialect import Dialect
-from export.onnx.grid import Grid
-from export.onnx.marks import DOMAIN
-from export.onnx.store import onnx_type
+from export.onnx_graph.builder import Builder
+from export.onnx_graph.dialect import Dialect
+from export.onnx_graph.grid import Grid
+from export.onnx_graph.marks import DOMAIN
+from export.onnx_graph.store import onnx_type
 
 if TYPE_CHECKING:
     import onnx_ir

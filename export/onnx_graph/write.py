@@ -10,15 +10,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from export.onnx.attention import why_not_grouped, write_attention, write_grouped
-from export.onnx.builder import Builder, fixed
-from export.onnx.dialect import Dialect
-from export.onnx.linear import groups, joined, write_embedding, write_linear, write_together
-from export.onnx.marks import DOMAIN
-from export.onnx.matmul_nbits import ACCURACY_LEVEL, MICROSOFT, unmark
-from export.onnx.store import DataFile, Store
-from export.onnx.trace import strip, trace_decoder
-from export.onnx.trace_encoders import STATES, trace_encoder, trace_seq2seq
+from export.onnx_graph.attention import why_not_grouped, write_attention, write_grouped
+from export.onnx_graph.builder import Builder, fixed
+from export.onnx_graph.dialect import Dialect
+from export.onnx_graph.linear import groups, joined, write_embedding, write_linear, write_together
+from export.onnx_graph.marks import DOMAIN
+from export.onnx_graph.matmul_nbits import ACCURACY_LEVEL, MICROSOFT, unmark
+from export.onnx_graph.store import DataFile, Store
+from export.onnx_graph.trace import strip, trace_decoder
+from export.onnx_graph.trace_encoders import STATES, trace_encoder, trace_seq2seq
 from export.source import dtype_name
 from export.target import Job
 from runtime.errors import CompressError

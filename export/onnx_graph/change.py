@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from export.onnx.grid import Grid, Rules, to_grid
+from export.onnx_graph.grid import Grid, Rules, to_grid
 from export.source import Source
 from export.target import Job
 from export.verify import Probe, compare_logits, load_artifact, probe, probe_model

@@ -9,10 +9,10 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from export.onnx.builder import Builder, fixed
-from export.onnx.dialect import Dialect
-from export.onnx.marks import DOMAIN
-from export.onnx.matmul_nbits import MICROSOFT
+from export.onnx_graph.builder import Builder, fixed
+from export.onnx_graph.dialect import Dialect
+from export.onnx_graph.marks import DOMAIN
+from export.onnx_graph.matmul_nbits import MICROSOFT
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -104,7 +104,7 @@ def _feed(name: str, past: int) -> np.ndarray[Any, Any]:
 def _compute(part: ir.Graph, feeds: dict[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     import onnxruntime
 
-    from export.onnx.trace import OPSET
+    from export.onnx_graph.trace import OPSET
 
     part.opset_imports.setdefault("", OPSET)
     model = ir.to_proto(ir.Model(part, ir_version=10))

@@ -1,6 +1,6 @@
 """Marks: operators of our own that stand for layers while a model is traced, so that no weight takes part in the tracing.
 
-A mark becomes what a dialect of ONNX says for it afterwards (`export.onnx.write`).
+A mark becomes what a dialect of ONNX says for it afterwards (`export.onnx_graph.write`).
 """
 
 from __future__ import annotations

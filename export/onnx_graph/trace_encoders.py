@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from export.onnx.trace import BATCH, PAST, SEQUENCE, cache_axes, cached, export_graph, name_values, prepared
+from export.onnx_graph.trace import BATCH, PAST, SEQUENCE, cache_axes, cached, export_graph, name_values, prepared
 from export.source import Source
 from runtime.errors import RequestError, first_line
 

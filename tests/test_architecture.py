@@ -163,7 +163,11 @@ def _undocumented(modules: dict[str, ast.Module]) -> list[str]:
 
 
 def test_undocumented_definitions_are_found() -> None:
-    source = 'class A:\n "a"\n def f(self): "f"\nclass B(A):\n def f(self): ...\n def g(self): ...\ndef h():\n def i(): ...\ndef _j(): ...\n'
+    source = (
+        'class A:\n "a"\n def f(self): "f"\n'
+        "class B(A):\n def f(self): ...\n def g(self): ...\n"
+        "def h():\n def i(): ...\ndef _j(): ...\n"
+    )
     assert _undocumented({"m": ast.parse(source)}) == ["m: B", "m: h", "m: B.g"]
 
 

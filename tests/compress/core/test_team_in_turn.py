@@ -33,20 +33,20 @@ def work(team):
         assert (where / "left.txt").is_file()
     if (what, rank) in (("main later", 0), ("other later", 1)):
         raise ValueError("something odd")
-    return team.agreed(rank)
+    return team.broadcast(rank)
 
 def main():
     with Team.join("cpu") as team:
         if not team.is_main:
             found = work(team)
-            team.agreed(None)
+            team.broadcast(None)
             team.meet()
             return found
         try:
             with team.working():
                 return work(team)
         finally:
-            team.agreed("nothing more")
+            team.broadcast("nothing more")
             team.meet()
 
 try:

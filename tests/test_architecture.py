@@ -163,11 +163,17 @@ def _undocumented(modules: dict[str, ast.Module]) -> list[str]:
 
 
 def test_undocumented_definitions_are_found() -> None:
-    source = (
-        'class A:\n "a"\n def f(self): "f"\n'
-        "class B(A):\n def f(self): ...\n def g(self): ...\n"
-        "def h():\n def i(): ...\ndef _j(): ...\n"
-    )
+    source = """
+class A:
+    "a"
+    def f(self): "f"
+class B(A):
+    def f(self): ...
+    def g(self): ...
+def h():
+    def i(): ...
+def _j(): ...
+"""
     assert _undocumented({"m": ast.parse(source)}) == ["m: B", "m: h", "m: B.g"]
 
 

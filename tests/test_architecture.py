@@ -134,7 +134,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _public(nodes: list[ast.stmt]) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Public functions; the source of an `entry` kernel is part of its hash, docstring included, so that it has comments instead."""
+    """Public functions but overloads and `entry` kernels: a new docstring would change the hash of a kernel compiled ahead."""
     found = [node for node in nodes if isinstance(node, FUNCTIONS) and not node.name.startswith("_")]
     return [node for node in found if not {"overload", "entry"} & {_name(one) for one in node.decorator_list}]
 

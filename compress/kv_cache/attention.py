@@ -1,6 +1,6 @@
-"""Attention as calibration sees it: each layer's queries, keys and values with positions applied, and a say in what comes out.
+"""Hook on attention for calibration: a watcher gets each layer's queries, keys and values after rotation and returns the layer's output.
 
-An attention function registered with transformers hands every full-attention layer to whatever function is watching.
+It is an attention function registered with transformers, called by every full-attention layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Double Sparsity: the few channels of a head that say most of what attends to what."""
+"""Channels of each head that contribute most to attention scores, for the selection of Double Sparsity."""
 
 from __future__ import annotations
 

@@ -15,23 +15,23 @@ from runtime.modeling.experts import routers
 from runtime.modeling.linear_modules import sides
 from runtime.modeling.skeleton import reads_features
 
-# Settings of configs by which layers read what differs from text to text beside the hidden states: a vector of each token for each layer,
-# keys and values of earlier layers (Gemma 4's small ones).
+# Settings of configs by which layers read inputs beside the hidden states that differ between sequences: a vector of each token for each
+# layer, keys and values of earlier layers (Gemma 4's small ones).
 _BESIDE = ("hidden_size_per_layer_input", "num_kv_shared_layers")
 
 
 def reads_beside(streamed: StreamedModel) -> str:
-    """By what settings of its config the layers of a model read more of a text than hidden states; empty: none."""
+    """Settings of the config, with values, by which layers read inputs of a sequence beside the hidden states; empty: none."""
     config = streamed.config.get_text_config()
     return ", ".join(f"{name} {value}" for name in _BESIDE if (value := getattr(config, name, None)))
 
 
 def check_streams(streamed: StreamedModel) -> None:
-    """Raise `RequestError` where blocks cannot be run over texts one block at a time: what goes from one to the next is more than hidden
-    states, and what was computed of one text would be taken for that of another."""
+    """Raise `RequestError` where blocks cannot run one at a time over all sequences, because they hand on more than hidden states: values
+    of one sequence would be used for another."""
     if beside := reads_beside(streamed):
         raise RequestError(
-            f"the layers of a {type(streamed.model).__name__} read something beside the hidden states that differs from text to text "
+            f"the layers of a {type(streamed.model).__name__} read more of a sequence than the hidden states "
             f"({beside} in config.json), so it cannot be calibrated, evaluated, cut or trained block by block; use method rtn in every "
             "stage, without evaluate"
         )

@@ -141,7 +141,7 @@ def plan_session(session: Session, output: Path, max_memory: int | None = None, 
     if own:
         elsewhere = "" if apart else ", and with transformers after `import runtime`"
         plan.warnings.append(
-            f"{first_name([t.name for t in own])} cannot be said in the compressed-tensors layout (a ragged group, or an embedding): the "
+            f"compressed-tensors cannot store {first_name([t.name for t in own])} (a ragged group, or an embedding): the "
             f"artifact loads with runtime.load(){elsewhere}, but not elsewhere"
         )
     if weights.untie:

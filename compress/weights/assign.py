@@ -26,14 +26,14 @@ MOST_NARROW = 0.1
 
 
 @dataclass(frozen=True)
-class Left:
-    """A layer that default targets mean and that cannot be compressed as the others are; `why` follows its name in messages."""
+class Uncompressed:
+    """A layer among the default targets that cannot be compressed; `why` follows its name in messages."""
 
     name: str
     why: str
 
 
-def assign(recipe: Recipe, modules: Sequence[ModuleInfo]) -> tuple[dict[str, LayerTask], list[Left]]:
+def assign(recipe: Recipe, modules: Sequence[ModuleInfo]) -> tuple[dict[str, LayerTask], list[Uncompressed]]:
     """The tasks of the layers that stages target, and the layers that default targets mean and no stage can change: a few small ones whose
     rows are shorter than a group.
 
@@ -62,7 +62,7 @@ def assign(recipe: Recipe, modules: Sequence[ModuleInfo]) -> tuple[dict[str, Lay
     return {m.name: _task(recipe, m, chosen[m.name]) for m in modules if chosen[m.name]}, left
 
 
-def _narrow(recipe: Recipe, modules: Sequence[ModuleInfo], chosen: dict[str, dict[str, Stage]]) -> list[Left]:
+def _narrow(recipe: Recipe, modules: Sequence[ModuleInfo], chosen: dict[str, dict[str, Stage]]) -> list[Uncompressed]:
     """Layers narrower than a group; none where they are more than `MOST_NARROW` of the weights."""
     left, weights = [], 0
     for module in modules:
@@ -73,7 +73,9 @@ def _narrow(recipe: Recipe, modules: Sequence[ModuleInfo], chosen: dict[str, dic
         with recipe.origin.located((*quantize.path, "group_size")):
             grid = resolve_scheme(quantize.config, None).grid
         if grid is not None and grid.strategy == "group" and (grid.group_size or 0) > module.shape[1]:
-            left.append(Left(module.name, f"rows of {module.shape[1]} weights, and groups of {grid.group_size}"))
+            left.append(
+                Uncompressed(module.name, f"rows of {module.shape[1]} weights, and groups of {grid.group_size}")
+            )
             weights += module.shape[0] * module.shape[1]
     meant = sum(module.shape[0] * module.shape[1] for module in modules if chosen[module.name])
     return left if weights <= MOST_NARROW * meant else []
@@ -164,10 +166,10 @@ def unreached(model: PartialModel) -> list[str]:
     return sentences
 
 
-def left_alone(left: Sequence[Left]) -> list[str]:
-    """The sentence for the layers left; none without any."""
+def left_alone(left: Sequence[Uncompressed]) -> list[str]:
+    """A sentence that lists the layers left uncompressed and why; none without any."""
     alike = Counter((_NUMBER.sub("*", one.name), one.why) for one in left)
     if not alike:
         return []
     told = [f"{name} ({why}{f'; {count} layers' if count > 1 else ''})" for (name, why), count in alike.items()]
-    return [f"what cannot be compressed as the other layers are stays as it is: {listing(told)}"]
+    return [f"left uncompressed: {listing(told)}"]

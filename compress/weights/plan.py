@@ -13,7 +13,7 @@ from compress.model.dry_run import check_runs
 from compress.model.streamed import StreamedModel
 from compress.quantize.weight_constraint import WeightConstraint, load_constraints
 from compress.recipe import Stage
-from compress.weights.assign import Left, assign
+from compress.weights.assign import Uncompressed, assign
 from compress.weights.layer_task import LayerTask
 from runtime.errors import RequestError
 
@@ -32,7 +32,7 @@ class WeightPlan:
     context: Context
     tasks: Mapping[str, LayerTask]
     constraints: Mapping[str, WeightConstraint] = field(default_factory=dict)
-    left: tuple[Left, ...] = ()
+    left: tuple[Uncompressed, ...] = ()
 
     @property
     def needs(self) -> set[str]:
@@ -81,7 +81,7 @@ def prepare(context: Context) -> WeightPlan:
     return WeightPlan(context, tasks, constraints, tuple(left))
 
 
-def _check_reached(streamed: StreamedModel, tasks: dict[str, LayerTask], left: list[Left]) -> None:
+def _check_reached(streamed: StreamedModel, tasks: dict[str, LayerTask], left: list[Uncompressed]) -> None:
     """Layers outside of the blocks: refused where their methods need calibration, or moved from `tasks` to `left`."""
     head = streamed.model.get_output_embeddings()
     beside = reads_beside(streamed)
@@ -103,11 +103,11 @@ def _check_reached(streamed: StreamedModel, tasks: dict[str, LayerTask], left: l
                 f"{name} is {where}, so calibration does not reach it; use method rtn for it, or name it in ignore"
             )
         if task.needs:
-            left.append(Left(name, f"it is {where}, so calibration does not reach it"))
+            left.append(Uncompressed(name, f"it is {where}, so calibration does not reach it"))
             del tasks[name]
         elif beside and by_default:
             # What layers read beside hidden states is computed with it, before it is compressed.
-            left.append(Left(name, f"it is {where}, and what layers read beside hidden states depends on it"))
+            left.append(Uncompressed(name, f"it is {where}, and what layers read beside hidden states depends on it"))
             del tasks[name]
 
 

@@ -62,7 +62,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Broken:
+class Violation:
     """A rule that a graph breaks."""
 
     rule: Rule
@@ -77,10 +77,10 @@ class Broken:
 RULES: list[Rule] = []
 
 
-def check(path: Path) -> tuple[list[Broken], int]:
+def check(path: Path) -> tuple[list[Violation], int]:
     """What an ONNX file breaks, and how many rules there are."""
     graph = Graph(path)
-    broken = [Broken(one, where, found) for one in RULES for where, found in one.check(graph)]
+    broken = [Violation(one, where, found) for one in RULES for where, found in one.check(graph)]
     return broken, len(RULES)
 
 

@@ -58,7 +58,7 @@ class Speculation:
             self.guarded(self.drafter.end, self.left.popleft())
 
     def guarded(self, what: Callable[..., Result], *arguments: Any) -> Result | None:
-        """What a drafter does, or None: one that fails or does not come back is switched off, and sequences go on without it."""
+        """Call a drafter's method; if it fails or exceeds its time limit, switch the drafter off and return None."""
         try:
             return self.watch.run(what, *arguments) if self.drafter.watched else what(*arguments)
         except Exception as error:

@@ -107,7 +107,7 @@ class Pages:
         self.longest += 1
 
     def append_pages(self, tensors: Mapping[str, torch.Tensor], counts: torch.Tensor) -> None:
-        """Put whole pages behind what rows hold, which must be whole pages too.
+        """Append whole pages to the rows, whose lengths must be multiples of PAGE.
 
         Args:
             tensors: {name: `[pages, PAGE, width]` or `[pages, width]`}, the pages of row 0 first.

@@ -130,7 +130,7 @@ class Region:
         return self.pages.dense("bias")[..., 0] if self.has_bias else None
 
     def page_keys(self, ids: torch.Tensor) -> torch.Tensor:
-        """Keys of `[n]` pages of the pools, `[n, PAGE, size]` in the model's dtype; whatever in slots that are not in use."""
+        """Keys of `[n]` pages of the pools, `[n, PAGE, size]` in the model's dtype; slots not in use have arbitrary values."""
         pools = {name[len(_KEYS) :]: pool for name, pool in self.pages.pools.items() if name.startswith(_KEYS)}
         parts = {name: pool[ids.to(pool.device)].to(self.device) for name, pool in pools.items()}
         return self.keys.decode(parts, self.sizes[0], self.dtype)

@@ -141,7 +141,7 @@ def test_a_layer_that_calibration_does_not_reach_is_refused_at_once(tmp_path: Pa
     artifact = compress.apply(asked, output=tmp_path / "default", quiet=True)
     assert len(artifact.manifest["layers"]) == 12
     assert [w for w in artifact.warnings if "project_in" in w] == [
-        "what cannot be compressed as the other layers are stays as it is: model.decoder.project_out (it is in no block and is no output "
+        "left uncompressed: model.decoder.project_out (it is in no block and is no output "
         "head, so calibration does not reach it), model.decoder.project_in (it is in no block and is no output head, so calibration does "
         "not reach it)"
     ]

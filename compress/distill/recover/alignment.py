@@ -14,7 +14,7 @@ from compress.distill.train.data import digest_of
 
 @dataclass(frozen=True)
 class Alignment:
-    """What a model has of its teacher, in the model's order.
+    """Layers, hidden dimensions and tokens of the teacher that the model still has, in the model's order.
 
     Attributes:
         layers: the numbers of the teacher's blocks, over all stacks, whose hidden states are compared.
@@ -28,10 +28,11 @@ class Alignment:
 
     @classmethod
     def of(cls, stacks: Sequence[int], passes: Sequence[Mapping[str, Any]], tokens: torch.Tensor | None) -> Alignment:
-        """After what earlier stages have done.
+        """The alignment of a model that earlier stages have pruned.
 
         Args:
-            stacks: layers of each stack of the teacher. passes: what was done, as their facts say it.
+            stacks: number of layers of each stack of the teacher. passes: facts of the structure passes, in order.
+            tokens: see the attribute.
         """
         kept = [list(range(depth)) for depth in stacks]
         dimensions = None
@@ -49,7 +50,7 @@ class Alignment:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What tells it from others, JSON-able."""
+        """Layers, and digests of the dimensions and tokens, JSON-able."""
         cut = {"dimensions": self.dimensions, "tokens": self.tokens}
         digests = {name: digest_of(value) for name, value in cut.items() if value is not None}
         return {"layers": list(self.layers), **digests}

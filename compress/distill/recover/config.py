@@ -19,16 +19,18 @@ class RecoverConfig(BaseModel):
 
     method: str = Field(description="Name of the method, see `compress methods`.")
     cross_entropy: float = Field(0.0, ge=0, description="Weight of the loss on the tokens of the text.")
-    kl: float = Field(1.0, ge=0, description="Weight of the divergence from what the teacher says next.")
+    kl: float = Field(
+        1.0, ge=0, description="Weight of the divergence between the next-token distributions of teacher and student."
+    )
     squarehead: float = Field(
         1.0,
         ge=0,
         description="Weight of the distance from the teacher's hidden states after each layer, normalized by their size.",
     )
     divergence: Divergence = Field(
-        "forward_kl", description="That `kl` weighs, from the teacher's distribution to the model's."
+        "forward_kl", description="Divergence between the distributions of teacher and student that `kl` weighs."
     )
-    temperature: float = Field(1.0, gt=0, le=100, description="Of both distributions.")
+    temperature: float = Field(1.0, gt=0, le=100, description="Softmax temperature of teacher and student.")
     teacher: Literal["memory", "cached"] = Field(
         "memory",
         description="The model before all stages, in memory as a whole; or what it gives for all rows computed first, one block in memory "

@@ -29,7 +29,7 @@ class Recover(StageRoom):
         return METHODS
 
     def changes(self, stage: Stage) -> bool:
-        """What it gives back is no change that another could win back."""
+        """False: the changes of a recovery stage are not themselves recovered by a later one."""
         return False
 
     def check(self, context: Context, stage: Stage) -> RecoverJob:

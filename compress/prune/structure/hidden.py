@@ -1,6 +1,6 @@
-"""Removal of dimensions of the hidden state: the same ones of every tensor that has any, chosen once for the whole model.
+"""Removal of dimensions of the hidden state, the same ones from every tensor that has them.
 
-Norms are corrected for the smaller root mean square, and linear layers fitted to what they gave before.
+Norms are corrected for the smaller root mean square, and linear layers refitted to their former outputs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from compress.prune.structure.removal import Lines, Pass, Plan, Removal, Tensors
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
 
-# Blocks are compared in float32, what is outside of them in the model's own dtype.
+# Relative difference allowed: blocks are compared in float32, tensors outside them in the model's own dtype.
 TOLERANCE = 1e-3
 OUTSIDE_TOLERANCE = 3e-2
-# A factor nearer to one than this is rounding.
+# Factors this close to one are rounding errors.
 _ONE = 1e-3
 
 
@@ -38,26 +38,26 @@ Call = Callable[[StreamedModel, Any], torch.Tensor]
 
 
 class Comparison:
-    """The two models side by side.
+    """Comparison of the whole model with the smaller one.
 
     Args:
-        whole, smaller: with all that is in no block loaded, the smaller one's after `settle_scales`.
-        cut: how the one came of the other.
+        whole, smaller: both with the tensors outside the blocks loaded; the smaller one's are loaded again by `settle_scales`.
+        cut: the removal that leads from one to the other.
         batch: a row of ids.
     """
 
     def __init__(self, whole: StreamedModel, smaller: StreamedModel, cut: HiddenCut, batch: Batch) -> None:
         self.whole, self.smaller, self.cut, self.batch = whole, smaller, cut, batch
         self._outside = [name for name in cut.norms if not whole.is_inside(name)]
-        self._factors: dict[str, float] = {}  # that norms have taken for a head that cannot
+        self._factors: dict[str, float] = {}  # of norms, for a head whose weight cannot take them
 
     @torch.inference_mode()
     def settle_scales(self) -> None:
-        """Find the factors that the model takes from its hidden size and put them into `cut`; the smaller model's tensors outside of the
-        blocks are loaded with them.
+        """Find the factors that the model derives from its hidden size, put them into `cut`, and load the smaller model's tensors outside
+        the blocks with them.
 
         Raises:
-            RequestError: the two differ by something else.
+            RequestError: the two differ by more than a factor.
         """
         self.smaller.load_outside()
         factor, _ = self._entering()
@@ -70,7 +70,7 @@ class Comparison:
         self._require(self._leaving(), "what comes after the last layer")
 
     def _settle_head(self) -> None:
-        """The head's outputs are as the whole model's, where its weight, or the norm before it, takes a factor."""
+        """Scale the head's weight, or the norm before it, so that the head's outputs equal the whole model's."""
         ran: list[str] = []
         heads = [model.model.get_output_embeddings() for model in (self.smaller, self.whole)]
         given: dict[nn.Module, torch.Tensor] = {}
@@ -79,7 +79,7 @@ class Comparison:
             bias = getattr(head, "bias", None)
             given[head] = output if bias is None else output - bias
 
-        # What comes after the head (Gemma's caps) is no multiple any more.
+        # Hooks on the head itself: operations after it (Gemma's soft caps) are not linear.
         with hooks(dict.fromkeys(heads, look)):
             self._leaving(ran)
         factor, _ = _compared(*(given[head] for head in heads))
@@ -97,7 +97,7 @@ class Comparison:
 
     @torch.inference_mode()
     def check_block(self, index: int, state: torch.Tensor) -> None:
-        """RequestError where a block gives something else for a state, that of both models being loaded."""
+        """Raise `RequestError` where the two blocks `index`, both loaded, give different outputs for a hidden state."""
         ours, theirs = (copy.deepcopy(model.blocks[index]).float() for model in (self.smaller, self.whole))
         prefix = self.whole.block_prefix(index)
         inside = [name.removeprefix(prefix) for name in self.cut.norms if name.startswith(prefix)]
@@ -111,7 +111,7 @@ class Comparison:
         return self._compare(lambda model, _: _prelude(model, self.batch))[0]
 
     def _leaving(self, ran: list[str] | None = None) -> tuple[float, float]:
-        """Of logits (of an encoder: hidden states), for states that enter the first block. `ran`: norms that have run, in order."""
+        """Factor and difference of the logits (of an encoder: hidden states). `ran` collects the norms in order of execution."""
         state, ids = _prelude(self.smaller, self.batch), self.batch[0]
         if len(self.smaller.stacks) == 2:
             last = self.smaller.stacks[1].first - 1
@@ -123,22 +123,22 @@ class Comparison:
     def _compare(
         self, run: Call, state: torch.Tensor | None = None, narrow: bool = True, ran: list[str] | None = None
     ) -> tuple[tuple[float, float], torch.Tensor]:
-        """What both models give for a state, compared; and what the smaller one gives. `narrow`: it is a hidden state."""
+        """Factor and difference of both models' outputs, and the smaller one's output. `narrow`: the output is a hidden state."""
         found = run(self.smaller, state)
         with self._normed(self.whole.model, self.smaller.model, self._outside, ran):
             wide = run(self.whole, None if state is None else self._wide(state))
         return _compared(found, self._narrow(wide) if narrow else wide), found
 
     def _same_as(self, module: nn.Module) -> set[str]:
-        """Names of stored tensors that are a module's weight, or that it shares."""
+        """Names of the stored tensors that are a module's weight or tied to it."""
         ties = self.smaller.ties
         own = {f"{name}.weight" for name, other in self.smaller.model.named_modules() if other is module}
         shared = {ties.get(name, name) for name in own}
         return own | {name for name in (*ties, *ties.values()) if ties.get(name, name) in shared}
 
-    # ---------------------------------------------------------------- the two made comparable
+    # ---------------------------------------------------------------- states of one model in the other
     def _wide(self, state: torch.Tensor) -> torch.Tensor:
-        """A state of the whole model: zeros in the dimensions that are removed."""
+        """The hidden state widened for the whole model, with zeros in the removed dimensions."""
         wide = torch.zeros(*state.shape[:-1], self.cut.count, dtype=state.dtype, device=state.device)
         wide[..., self.cut.kept.to(state.device)] = state
         return wide
@@ -149,7 +149,7 @@ class Comparison:
     def _normed(
         self, whole: nn.Module, smaller: nn.Module, names: Iterable[str], ran: list[str] | None = None
     ) -> AbstractContextManager[None]:
-        """Norms of the whole model give inside what the smaller model's give."""
+        """While active, norms of the whole model return the smaller model's outputs, widened."""
 
         def replaced(name: str, norm: nn.Module) -> Callable[..., torch.Tensor]:
             def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
@@ -167,9 +167,8 @@ class Comparison:
         if abs(factor - 1) <= _ONE and difference < tolerance:
             return
         raise RequestError(
-            f"{where} of a {type(self.whole.model).__name__} is something else when dimensions of the hidden state are cut out (a factor "
-            f"of {factor:.3g}, relative difference beside that {difference:.1e}): the model depends on its hidden size in a way that its "
-            "shapes do not show"
+            f"{where} of a {type(self.whole.model).__name__} changes when dimensions of the hidden state are removed (factor {factor:.3g}, "
+            f"relative difference {difference:.1e}): the model depends on its hidden size in a way that its shapes do not show"
         )
 
 
@@ -180,7 +179,7 @@ def _prelude(streamed: StreamedModel, batch: Batch) -> torch.Tensor:
 
 
 def _compared(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
-    """By what factor one is the other, and how far they are apart beside that, relative."""
+    """The factor of the best fit `found = factor * expected`, and the relative difference that remains."""
     one, other = found.double().cpu(), expected.double().cpu()
     size = float(other.square().sum())
     if size == 0:
@@ -206,7 +205,7 @@ class CutCheckpoint(SourceCheckpoint):
 
 
 class HiddenRemoval(Removal):
-    """Cuts every part of the model, compares it with the whole one's, and fits its layers; the two are streamed side by side.
+    """Removes dimensions block by block, compares each block with the whole model's, and refits its layers.
 
     Raises:
         RequestError: the model depends on its hidden size in a way that its shapes do not show. CompressError: weights or hidden states
@@ -249,8 +248,8 @@ class HiddenRemoval(Removal):
             inside = [""] * 2
         if len(set(inside)) < len(inside):
             raise RequestError(
-                f"the heads of a {type(whole).__name__} are as wide as their share of the hidden size is, and its config cannot say that "
-                "they stay as they are: dimensions of the hidden state cannot be removed alone"
+                f"{type(whole).__name__} derives head_dim from hidden_size and has no head_dim key; "
+                "hidden dimensions cannot be removed alone"
             )
 
     @classmethod

@@ -190,7 +190,7 @@ def _check_begun(run: Pass) -> None:
 
 
 def _told(config: Any, without: set[str]) -> dict[str, Any]:
-    """A config without where it was read, without its lists, and without what may differ."""
+    """A config as a dict, without its path, its lists and the keys `without`."""
     kept = config.to_dict().items()
     left_out = {"_name_or_path", *without}
     return {key: value for key, value in kept if key not in left_out and not isinstance(value, (list, tuple))}

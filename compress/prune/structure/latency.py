@@ -1,7 +1,8 @@
-"""Latency of a model with fewer units, measured before there is one: what weights hold does not matter for time.
+"""Latency of pruned models, estimated before pruning.
 
-Checkpoints of zeros with few layers are written (sparse files), loaded as users would load them, and timed; what a whole model takes
-follows from the time that layers add. Some widths are timed, those between them lie on lines.
+Latency does not depend on the values of weights: checkpoints of zeros with few layers are written (sparse files), loaded as users would
+load them, and timed. The latency of a whole model is extrapolated from the time that each layer adds. Some widths are timed; those in
+between are interpolated linearly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Removal of layers: those that a ranking says matter least, of every stack as many."""
+"""Removal of the layers ranked least important, the same number from every stack."""
 
 from __future__ import annotations
 

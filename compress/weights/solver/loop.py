@@ -4,7 +4,7 @@ Weights are transposed, `[in, rows]`, so that a column of the layer is contiguou
 (of all weights that share the input). Column j becomes its projection onto the constraint (nearest grid value, zero where the mask
 says so); what is lost is carried to the later columns through the factor of the Hessian: at once within a leaf of a few
 columns, as one matrix product for the rest of a block, and as another when a block looks back at all that was lost before it.
-On a CPU with a C compiler, integer grids are rounded in C (`compress/native/columns.c`), a whole block at a time.
+On a CPU with a C compiler, integer grids are rounded in C (`compress/core/native/columns.c`), a whole block at a time.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def expected(tree: Tree) -> float:
 
 
 def both(first: Tree, more: Tree) -> Tree:
-    """Both trees; one that says nothing of its chances makes that nothing is said of any."""
+    """The union of both trees, with probabilities only if both have them."""
     if not len(first) or not len(more):
         return first if len(first) else more
     if not first.chances or not more.chances:

@@ -18,7 +18,7 @@ from runtime.drafting.draft_cache import DraftCache, Slot
 from runtime.drafting.drafters.base import Place
 from runtime.drafting.drafters.draft_model import DRAFT, read_fact
 from runtime.drafting.drafters.model import Candidates
-from runtime.drafting.drafters.sublayers import Inside, engine_of
+from runtime.drafting.drafters.sublayers import SublayerDrafter, engine_of
 from runtime.engines.base import Chunk
 from runtime.engines.native.sublayers import Adapter, View
 from runtime.errors import ArtifactError
@@ -51,7 +51,7 @@ class AdapterCache(DraftCache):
 
 
 @dataclass(eq=False)
-class Kangaroo(Inside):
+class Kangaroo(SublayerDrafter):
     """A chain from the target's first layers and an adapter, which ends where it is not sure of a token.
 
     Source: Liu et al., Kangaroo: Lossless Self-Speculative Decoding via Double Early Exiting, arXiv 2404.18911.

@@ -235,7 +235,7 @@ class ModelDrafter(FromDraft):
 
 
 def _common(held: Sequence[int], tokens: Sequence[int]) -> int:
-    """Length of the common beginning, nearly always nearly all: both are compared from the end of the shorter one's recent part on."""
+    """Length of the common prefix. It nearly always covers most of both, so all but the recent tokens is compared as a slice first."""
     length = min(len(held), len(tokens))
     start = max(0, length - _RECENT)
     if held[:start] != tokens[:start]:

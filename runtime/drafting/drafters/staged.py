@@ -1,4 +1,4 @@
-"""Staged speculation: a draft model that n-grams of the sequence draft for."""
+"""Staged speculation: n-grams of the sequence propose tokens to a draft model, which verifies them before the target does."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class ViewCache(DraftCache):
 
 
 @dataclass(eq=False)
-class Inside(ModelDrafter):
+class SublayerDrafter(ModelDrafter):
     """A chain of tokens that a part of the target proposes; what it writes to the target's cache the verification writes anew."""
 
     source: ClassVar[str] = "target"
@@ -61,7 +61,7 @@ class Inside(ModelDrafter):
 
 
 @dataclass(eq=False)
-class ViewDrafter(Inside):
+class ViewDrafter(SublayerDrafter):
     """Some of the target's layers, or of their halves, draft. Nothing has to be caught up with: what they read of the sequence so
     far is what the target has cached.
     """

@@ -1,4 +1,4 @@
-"""KV cache of TensorRT exports: keys and values go in and come out longer, from one set of buffers into another and back."""
+"""KV cache of TensorRT exports: two sets of buffers take turns as input and as (longer) output of the engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """W4A16: 4-bit weights (2 to 4 bits, laid out as 4), float16 or bfloat16 activations, any number of rows.
 
 Which kernel: a matrix-vector product without tensor cores for 1 and 2 rows, split-K on tensor cores up to 64, and from there on
-a product that dequantizes by tiles or into a scratch matrix. All three read one copy of the weight (`layout.Weight`). Also what
-`w8a16.py` runs: the kernels differ only in the width of a field.
+a product that dequantizes by tiles or into a scratch matrix. All three read one copy of the weight (`layout.Weight`). 8-bit weights run
+in the same kernels, with wider fields (`linear.W8A16Triton`).
 """
 
 from __future__ import annotations

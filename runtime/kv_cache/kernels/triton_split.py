@@ -1,4 +1,6 @@
-"""Attention over a share of one key head's compressed tokens, read as they are stored; `triton_merge.py` joins the shares.
+"""Attention over a share of one key head's compressed tokens, read as they are stored.
+
+`triton_attention.py` joins the shares.
 
 A program walks the pages of its share with all queries of the head in the rows of small tensor core products. Codes are loaded
 once and become the model's floats in registers. The fields of a byte are for channels some way apart (`pack_codes`), so each field

@@ -46,7 +46,7 @@ def _check_eviction(policy: Axes) -> None:
     floats = policy.recent + policy.first
     if plan.tokens <= floats:
         which = f"{policy.recent} newest" + (f" and {policy.first} first" if policy.first else "")
-        text = f"{plan.tokens} tokens are not more than the {which} that stay floats, so none would be held otherwise"
+        text = f"{plan.tokens} tokens are not more than the {which} stored as floats, so no token would be compressed"
         raise ConfigError(("evict", "tokens"), f"{text}; raise tokens above {floats}, or lower recent")
 
 

@@ -23,7 +23,7 @@ class Score(Settings, ABC):
     """One method. A file each in this folder: a frozen dataclass, whose fields are the recipe's.
 
     A field that must be calibrated is `calibrated(...)`; then the class has a static method `calibrate(view)`, which is given a
-    `compress.kv_cache.calibrate.CalibrationView` and returns {field: (value, facts for the report)}.
+    `compress.kv_cache.view.CalibrationView` and returns {field: (value, facts for the report)}.
 
     Attributes:
         name: in recipes.

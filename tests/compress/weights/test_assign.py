@@ -6,7 +6,7 @@ import pytest
 
 from compress.recipe import load
 from compress.recipe.targets import ModuleInfo
-from compress.weights.assign import Left, assign
+from compress.weights.assign import Uncompressed, assign
 from runtime.errors import RequestError
 from runtime.formats.scheme import GridScheme, Scheme
 
@@ -177,7 +177,7 @@ def with_narrow(rows=16):
 def test_few_layers_narrower_than_a_group_stay_where_nobody_names_them():
     stages = {"prune": {"method": "magnitude", "sparsity": 0.5}}, GRID
     found, left = assign(recipe(*stages), with_narrow())
-    assert left == [Left("model.layers.0.mix", "rows of 4 weights, and groups of 32")]
+    assert left == [Uncompressed("model.layers.0.mix", "rows of 4 weights, and groups of 32")]
     assert found == tasks(*stages)
     assert assign(recipe(GRID), model())[1] == []
 

@@ -1,4 +1,4 @@
-"""Gradient-free ranking from weights and unlabeled text: how well a channel stands for others, times how much it says."""
+"""Gradient-free ranking from weights and unlabeled text: how representative a channel is of the others, times its mean activation."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel
 
 from compress.core.statistics import Statistics
-from runtime.config.plugins import entries
+from runtime.config.plugins import entries, merge
 from runtime.formats.scheme import CompressedWeight, Scheme
 
 Need = Literal["hessian", "ranges"]
@@ -87,8 +87,7 @@ Entry = TypeVar("Entry", bound=Named)
 
 
 def registry(group: str, *built_in: Entry) -> dict[str, Entry]:
-    """Methods by name: those given, then those that other packages add under the entry-point group, which replace none."""
-    found: dict[str, Entry] = {}
-    for method in (*built_in, *(load() for load in entries(group).values())):
-        found.setdefault(method.name, method)
-    return found
+    """Methods by name: those given, then those that other packages add under the entry-point group."""
+    added: list[Entry] = [load() for load in entries(group).values()]
+    own = {method.name: method for method in built_in}
+    return merge("method", group, own, ((method.name, method) for method in added))

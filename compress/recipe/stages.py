@@ -74,7 +74,7 @@ class StageKind:
         name: the word.
         summary: one line for `compress methods`.
         phase: "model" makes a new checkpoint of the one before it; "layers" compresses layers one by one on their way into the artifact;
-            "artifact" works on the finished artifact.
+            "artifact" works on the finished artifact. Kinds of other packages are of "model" or "artifact".
         once: why a recipe can have only one such stage, with `{first}` for the index of the first; "": it can have any number.
     """
 
@@ -130,7 +130,7 @@ class _Kinds(Mapping[str, Any]):
     @functools.cached_property
     def _loaders(self) -> dict[str, Callable[[], Any]]:
         own = {name: functools.partial(pkgutil.resolve_name, entry) for name, entry in _ENTRIES.items()}
-        return own | {name: load for name, load in plugins.entries(GROUP).items() if name not in own}
+        return plugins.merge("stage", GROUP, own, plugins.entries(GROUP).items())
 
     def __getitem__(self, name: str) -> Any:
         return self._loaders[name]()
@@ -158,4 +158,10 @@ def parse_stage(entry: Any, index: int, origin: Origin) -> Stage:
         text = f"unknown stage{did_you_mean(name, KINDS) or '.'} Allowed: {listing(KINDS)}"
         raise StageError(origin.at((*path, name), text))
     kind: StageKind = KINDS[name]
+    if kind.phase == "layers" and name not in _ENTRIES:
+        text = (
+            f"the stage kind of {type(kind).__module__} has the phase 'layers', which only prune and quantize have; a kind of another "
+            "package has the phase 'model' or 'artifact', and a layer method is an entry point of compress.prune or compress.quantize"
+        )
+        raise StageError(origin.at((*path, name), text))
     return kind.parse(fields, index, origin)

@@ -47,7 +47,7 @@ def assign(recipe: Recipe, modules: Sequence[ModuleInfo]) -> tuple[dict[str, Lay
     """
     chosen: dict[str, dict[str, Stage]] = {module.name: {} for module in modules}
     for stage in recipe.stages:
-        if stage.kind not in ("prune", "quantize"):  # other kinds change the whole model
+        if stage.phase != "layers":
             continue
         for module in _selected(recipe, stage, modules):
             stages = chosen[module.name]

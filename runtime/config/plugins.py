@@ -10,12 +10,14 @@ The groups are named in CONTRIBUTING.md. Nothing of a package is imported before
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, TypeVar
 
-from runtime.errors import CompressError
+from runtime.errors import CompressError, RequestError
+
+Entry = TypeVar("Entry")
 
 
 @cache
@@ -32,6 +34,20 @@ def entries(group: str) -> dict[str, Callable[[], Any]]:
         if packages.setdefault(entry.name, package) != package:
             raise CompressError(f"the packages {packages[entry.name]} and {package} both add {entry.name!r} to {group}")
         found[entry.name] = _loader(entry.name, entry.value, package, entry.load)
+    return found
+
+
+def merge(what: str, group: str, built_in: Mapping[str, Entry], added: Iterable[tuple[str, Entry]]) -> dict[str, Entry]:
+    """The built-in entries of a registry and, after them, those that other packages add under the entry-point group.
+
+    Raises:
+        RequestError: an added one has the name of another; `what` says in the message what an entry is.
+    """
+    found = dict(built_in)
+    for name, entry in added:
+        if name in found:
+            raise RequestError(f"an entry point of {group} adds {name!r}, which is the name of another {what}")
+        found[name] = entry
     return found
 
 

@@ -13,8 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from runtime.config.messages import plain
-from runtime.config.plugins import entries
-from runtime.errors import RequestError
+from runtime.config.plugins import entries, merge
 
 
 @dataclass(frozen=True)
@@ -57,15 +56,9 @@ class Registry:
 
     @cached_property
     def _methods(self) -> dict[str, Method]:
-        found = {method.name: method for method in self._own}
-        for name, load in entries(self._group).items() if self._group else ():
-            if name in found:
-                raise RequestError(
-                    f"the entry point '{name}' of {self._group} has the name of a {self.what} that there is"
-                )
-            if self._accepts(load()):
-                found[name] = Method(name, load)
-        return found
+        loaders = entries(self._group) if self._group else {}
+        added = ((name, Method(name, load)) for name, load in loaders.items() if self._accepts(load()))
+        return merge(self.what, self._group, {method.name: method for method in self._own}, added)
 
     @cached_property
     def _by_plain_name(self) -> dict[str, Method]:

@@ -11,8 +11,9 @@ from typing import Any
 from compress.distill.draft import distillspec, kangaroo, medusa, mtp, pard, s2d, skip_search
 from compress.distill.draft.config import CutConfig, DraftConfig
 from compress.distill.draft.training import DraftMethod
-from runtime.config.plugins import entries
+from runtime.config.plugins import entries, merge
 
+GROUP = "compress.draft_methods"
 _MODULES = (distillspec, s2d, pard, medusa, mtp, kangaroo, skip_search)
 
 __all__ = ["METHODS", "CutConfig", "DraftConfig", "DraftMethod"]
@@ -21,7 +22,7 @@ __all__ = ["METHODS", "CutConfig", "DraftConfig", "DraftMethod"]
 @cache
 def _methods() -> dict[str, DraftMethod]:
     built_in = {module.METHOD.name: module.METHOD for module in _MODULES}
-    return built_in | {name: load() for name, load in entries("compress.draft_methods").items() if name not in built_in}
+    return merge("draft method", GROUP, built_in, ((name, load()) for name, load in entries(GROUP).items()))
 
 
 def __getattr__(name: str) -> Any:

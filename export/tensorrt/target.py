@@ -15,10 +15,19 @@ from export.source import TOKENIZER_FILES, Source
 from export.target import Conversion, Job, Target, Verification
 from export.tensorrt import machine
 from export.tensorrt.build import build_engine
-from export.tensorrt.bundle import BUILD, DATA, ONNX, Build, Bundle, read_build, write_build
+from export.tensorrt.bundle import (
+    BUILD,
+    DATA,
+    ONNX,
+    Build,
+    Bundle,
+    load_expected,
+    read_build,
+    save_expected,
+    write_build,
+)
 from export.tensorrt.onnx_file import bytes_needed, write_onnx
 from export.tensorrt.options import TensorrtOptions
-from export.tensorrt.probe_file import load_expected, save_expected
 from export.tensorrt.profiles import limits, read_model
 from export.tensorrt.proof import LIMITS, compare, expected_probe, precision, prove_bundle
 from export.tensorrt.support import conversions, reason_against

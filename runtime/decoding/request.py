@@ -18,8 +18,7 @@ from runtime.decoding.turns import Caller, Turns
 from runtime.drafting.speculation import Speculation
 from runtime.errors import RequestError
 from runtime.sampling.options import DEFAULT_NEW_TOKENS, GenerationOptions
-from runtime.sampling.output import SequenceOutput
-from runtime.sampling.progress import reporting
+from runtime.sampling.output import SequenceOutput, reporting
 from runtime.sampling.prompts import Prompts
 from runtime.sampling.sampling import generators
 from runtime.sampling.stats import GenerationStats

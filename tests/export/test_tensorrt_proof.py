@@ -13,8 +13,8 @@ from fake_tensorrt.install import install
 
 import export
 from export.onnx_graph.change import Expected
-from export.tensorrt import probe_file
-from export.tensorrt.probe_file import BestProbe, load_expected, save_expected
+from export.tensorrt import bundle
+from export.tensorrt.bundle import BestProbe, load_expected, save_expected
 from export.verify import Probe, compare_logits, compare_tokens
 from runtime.errors import ArtifactError, CompressError, RequestError
 
@@ -168,7 +168,7 @@ def _probe(vocabulary: int = 300) -> Probe:
 @pytest.mark.parametrize("best", [8, 300])
 def test_kl_of_kept_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: int) -> None:
     """Over the best and "any other" it is never above the whole one, and equal where all are kept."""
-    monkeypatch.setattr(probe_file, "BEST", best)
+    monkeypatch.setattr(bundle, "BEST", best)
     probe = _probe()
     save_expected(Expected(probe, {"kl_of_change": 0.25}), tmp_path)
     loaded = load_expected(tmp_path)
@@ -189,7 +189,7 @@ def test_kl_of_kept_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best
 
 def test_mass_outside_the_kept_logits_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best logits are right to the bit, and the engine believes in another token all the same."""
-    monkeypatch.setattr(probe_file, "BEST", 8)
+    monkeypatch.setattr(bundle, "BEST", 8)
     probe = _probe()
     save_expected(Expected(probe), tmp_path)
     loaded = load_expected(tmp_path)
@@ -202,7 +202,7 @@ def test_mass_outside_the_kept_logits_counts(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_token_that_was_not_kept_is_no_near_tie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_file, "BEST", 8)
+    monkeypatch.setattr(bundle, "BEST", 8)
     probe = _probe()
     unlikely = int(probe.logits[0, 2].argmin())
     save_expected(Expected(probe), tmp_path)

@@ -228,10 +228,10 @@ def test_a_run_that_cannot_fit_is_refused(make_checkpoint, recipe, tmp_path, mon
 
 
 def test_full_disk_ends_cleanly_and_resumes(make_checkpoint, recipe, tmp_path, monkeypatch):
-    from compress.weights import shards
+    from compress.weights import block_pass
 
     model = make_checkpoint()
-    real, calls = shards.save_file, []
+    real, calls = block_pass.save_file, []
 
     def fails_at_third(tensors, path, metadata=None):
         calls.append(path)
@@ -240,7 +240,7 @@ def test_full_disk_ends_cleanly_and_resumes(make_checkpoint, recipe, tmp_path, m
             raise OSError(28, "No space left on device")
         real(tensors, path, metadata=metadata)
 
-    monkeypatch.setattr(shards, "save_file", fails_at_third)
+    monkeypatch.setattr(block_pass, "save_file", fails_at_third)
     with pytest.raises(CompressError, match=r"disk.*--resume") as caught:
         run(recipe, model, [GPTQ], tmp_path / "out")
     assert caught.value.exit_code == 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.kv_cache.layer_state import best_places, newest_run
-from runtime.kv_cache.window import QueryWindow
+from runtime.kv_cache.layer_state import QueryWindow, best_places, newest_run
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -90,7 +90,7 @@ def _redraft(path: Path, recipe: Recipe, device: str, quiet: bool, team: Team) -
                 made = train_draft(job, artifact.path, store, where, tokenizer, reporter)
             except PartDone:
                 return None
-        _exchange(artifact, made)
+        exchange_draft(artifact, made)
     return made
 
 
@@ -128,7 +128,7 @@ def _job(recipe: Recipe, artifact: Artifact, tokenizer: Any, team: Team) -> Draf
     return job
 
 
-def _exchange(artifact: Artifact, made: dict[str, Any]) -> None:
+def exchange_draft(artifact: Artifact, made: dict[str, Any]) -> None:
     """Let the manifest name the new draft, then remove the old one."""
     path, manifest = artifact.path, artifact.manifest
     assert manifest is not None

@@ -39,6 +39,9 @@ def test_a_drafter_with_weights_of_another_package(
     draft = json.loads((out / "compress.json").read_text())["draft"]
     assert (draft["method"], draft["drafter"]) == ("bigram", {"model": "draft"})
     assert draft["facts"]["training"]["steps"] == 60
+    trained, untrained = (draft["facts"][when]["held_out"]["text"] for when in ("after", "before"))
+    for sampling in ("greedy", "sampling"):
+        assert trained[sampling]["acceptance"] > untrained[sampling]["acceptance"]
     assert {file.name for file in (out / "draft").iterdir()} == {"draft.json", "bigram.safetensors"}
     found = json.loads(extension.python(GENERATE, out).stdout.splitlines()[-1])
     assert found["same"], "greedy tokens are those of plain decoding"

@@ -36,7 +36,9 @@ def fit_accept_head(
         on held-out positions of the head, of the draft's own probability, and of the best constant.
     """
     generator = torch.Generator().manual_seed(seed)
-    seen, unseen = (_examples(student, teacher, thinned(part, MOST, generator), generator) for part in (rows, held_out))
+    seen, unseen = (
+        gather_examples(student, teacher, thinned(part, MOST, generator), generator) for part in (rows, held_out)
+    )
     width, count = seen["states"].shape[1], len(seen["states"])
     mean = torch.stack([seen[f"{name}_label"].mean() for name in ("greedy", "sampling")]).clamp(1e-3, 1 - 1e-3)
     tensors = {  # at first the best constant
@@ -104,7 +106,7 @@ def thinned(rows: TextRows, most: int, generator: torch.Generator) -> TextRows:
 
 
 @torch.no_grad()
-def _examples(
+def gather_examples(
     student: Student, teacher: Teacher, rows: TextRows, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """Of all trained positions: states, the distribution's entropy, and for both ways the token's log-probability and its label."""

@@ -80,9 +80,9 @@ def test_a_brought_drafter_that_does_not_fit_the_engine_is_left_out(path: Path, 
     with caplog.at_level(logging.WARNING, "compress.speculation"):
         assert choose_speculation(None, target) is None
     assert "compress.json: draft is not used: " in caplog.text
-    assert "only the decoder in C computes with parts of a model" in caplog.text
+    assert "decoder in C" in caplog.text
     for value in (True, drafter):
-        with pytest.raises(RequestError, match="only the decoder in C computes with parts of a model"):
+        with pytest.raises(RequestError, match="decoder in C"):
             choose_speculation(value, target)
     assert choose_speculation(None, target_of(path, **drafter)) is not None
 
@@ -113,11 +113,11 @@ def test_a_brought_draft_is_a_chain_where_its_method_does_not_fit(
     with pytest.raises(RequestError):
         choose_speculation(True, target)
     target.artifact.manifest = {"draft": {"drafter": {**drafter, "model": "nowhere"}}}
-    with pytest.raises(RequestError, match="there is no directory"):
+    with pytest.raises(RequestError, match="directory"):
         choose_speculation(None, target)
     note(path / "draft", target="0" * 64)
     target.artifact.manifest = {"draft": {"drafter": drafter}}
-    with pytest.raises(RequestError, match="is a draft of another target"):
+    with pytest.raises(RequestError, match="another target"):
         choose_speculation(None, target)
 
 
@@ -163,9 +163,7 @@ def test_settings_that_a_method_does_not_read_are_refused(path: Path, method: st
 
 def test_a_tree_larger_than_a_pass_of_transformers_is_refused(path: Path) -> None:
     target = target_of(path, lean=False)
-    with pytest.raises(
-        RequestError, match="a tree of 5000 tokens is larger than a step of this engine, which takes 512"
-    ):
+    with pytest.raises(RequestError, match=r"5000 .*512"):
         choose_speculation({"method": "lookup", "nodes": 5000}, target)
     found = choose_speculation({"method": "lookup", "nodes": 500}, target)
     assert found is not None
@@ -173,7 +171,7 @@ def test_a_tree_larger_than_a_pass_of_transformers_is_refused(path: Path) -> Non
 
 def test_what_is_said_twice_is_refused(path: Path) -> None:
     value = {"method": "lookup", "depth": 8, "lengths": {"goodput": {"depth": 4}}}
-    with pytest.raises(RequestError, match=r"drafter.depth: it is said twice, here and in lengths.goodput.depth"):
+    with pytest.raises(RequestError, match=r"drafter.depth: .*lengths.goodput.depth"):
         choose_speculation(value, target_of(path))
     with pytest.raises(RequestError, match="expected a mapping of settings"):
         choose_speculation({"method": "lookup", "lengths": {"fixed": 5}}, target_of(path))
@@ -186,14 +184,14 @@ def test_a_tree_larger_than_memory_is_refused_however_it_is_asked_for(path: Path
     for value in ({"method": "lookup", "nodes": 400}, Speculation(Hierarchy(), lengths=Fixed(nodes=400))):
         with pytest.raises(
             RequestError,
-            match=r"drafter(.lengths)?.nodes: a tree of 400 tokens takes .* GB, and max_memory leaves 0.0001 GB",
+            match=r"drafter(.lengths)?.nodes: .*400 .*max_memory .*0.0001 GB",
         ):
             choose_speculation(value, target)
     monkeypatch.setattr("runtime.system.memory.available_bytes", lambda device: 10_000)
     for value in ("lookup", ["lookup", "suffix"], Hierarchy(), Speculation(Hierarchy())):
         with pytest.raises(
             RequestError,
-            match=r"drafter(.lengths.nodes)?: a tree of 16 tokens takes .* GB, and 1e-05 GB are free; draft fewer \(nodes\)",
+            match=r"drafter(.lengths.nodes)?: .*16 .*1e-05 GB .*nodes",
         ):
             choose_speculation(value, target)
 
@@ -204,7 +202,7 @@ def test_a_tree_larger_than_the_cache_of_a_call_is_refused(path: Path) -> None:
     page = target.engine.page_bytes
     with pytest.raises(
         RequestError,
-        match=r"drafter: a tree of 100 tokens takes .* cache_memory allows .*: raise it or draft fewer \(nodes\)",
+        match=r"drafter: .*100 .*cache_memory .*nodes",
     ):
         drafting.generate([5, 6, 7], max_new_tokens=4, cache_memory=page)
     assert drafting.generate([5, 6, 7], max_new_tokens=4, cache_memory=2 * page)
@@ -217,9 +215,7 @@ def test_ids_beyond_the_vocabulary_are_refused_wherever_they_come_from(path: Pat
     named = {"method": "hierarchy", "statistics": str(tmp_path / "corpus.npy")}
     own = Hierarchy(statistics=[5, 5000])
     for value in (named, ["lookup", named], own, [own, "lookup"], Speculation(own)):
-        with pytest.raises(
-            RequestError, match=r"drafter(\[[01]\])?: hierarchy proposes 5001 tokens, and the model has 400"
-        ):
+        with pytest.raises(RequestError, match=r"drafter(\[[01]\])?: hierarchy .*5001 .*400"):
             choose_speculation(value, target_of(path))
 
 

@@ -519,7 +519,7 @@ def test_directories_that_do_not_fit_are_refused(directories: Any, name: str, tm
     path = directories[name]
     facts = json.loads((path / "draft.json").read_text())
     build = BUILDERS[name]
-    with pytest.raises(RequestError, match="made for fingerprint tiny, and that of elsewhere is other"):
+    with pytest.raises(RequestError, match=r"fingerprint tiny.*elsewhere.*other"):
         build(target("other", "elsewhere"), path, facts, {})
     for key, size in (("vocabulary", 400), ("hidden", 64)):
         with pytest.raises(RequestError, match=f"{key} size of 7, and tiny has {size}"):
@@ -554,7 +554,7 @@ def test_directories_that_do_not_fit_are_refused(directories: Any, name: str, tm
         with pytest.raises(ArtifactError, match="rates"):
             build(target(), path, {**facts, "rates": [[0.1]]}, {})
     hidden = SimpleNamespace(engine=SimpleNamespace(description="an engine"), artifact=target().artifact)
-    with pytest.raises(RequestError, match="an engine shows no head"):
+    with pytest.raises(RequestError, match=r"engine.* head"):
         build(hidden, path, facts, {})
 
 

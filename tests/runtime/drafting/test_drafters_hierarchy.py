@@ -10,7 +10,7 @@ from drafter_cases import Words, Writing, random_text
 
 from runtime.drafting.drafters.base import Ask
 from runtime.drafting.drafters.hierarchy import Hierarchy
-from runtime.drafting.drafters.tables.occurrences import Match
+from runtime.drafting.drafters.tables.occurrences import Match, Occurrences
 from runtime.sampling.tree import ROOT, Tree
 
 CORPUS = [1, 2, 30, 31, 32]
@@ -52,10 +52,16 @@ def test_no_more_is_taken_than_is_asked_for() -> None:
 
 
 def test_a_store_that_is_not_needed_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = full()
+    drafter, match = full(), Occurrences.match
     asked = []
-    monkeypatch.setattr(drafter._earlier.index, "match", lambda *_: asked.append("outputs") or Match(0, []))
-    monkeypatch.setattr(drafter._corpus, "match", lambda *_: asked.append("corpus") or Match(0, []))
+
+    def counting(store: Occurrences, places: int, *suffix: list[int]) -> Match:
+        if not suffix:  # the sequence's own tokens
+            return match(store, places)
+        asked.append("corpus" if CORPUS[-1] in store.tokens else "outputs")
+        return Match(0, [])
+
+    monkeypatch.setattr(Occurrences, "match", counting)
     draft(drafter, [*CONTEXT, 7, 1, 2], nodes=3)
     assert asked == []
     draft(drafter, [*CONTEXT, 7, 1, 2], nodes=4)

@@ -428,10 +428,10 @@ def test_engines_that_cannot(plain: Any, module: Any, draft: str) -> None:
             def __init__(self) -> None:
                 pass
 
-        with pytest.raises(RequestError, match="read from disk while others compute"):
+        with pytest.raises(RequestError, match="from disk"):
             drafter_of(Target(plain.artifact, Streamed()), settings)
     single = loaded(gentle(num_hidden_layers=1))
-    with pytest.raises(RequestError, match="the model has 1 layer; an early exit needs at least 2"):
+    with pytest.raises(RequestError, match=r"1 layer.* 2"):
         drafter_of(Target(single.artifact, single.engine), "early-exit")
 
 

@@ -173,9 +173,7 @@ def test_another_version_or_gpu_is_refused(exports: Any, monkeypatch: pytest.Mon
         runtime.load(path, device="cpu")
     install(monkeypatch)
     monkeypatch.setattr(HostGpu, "capability", (8, 6))
-    with pytest.raises(
-        ArtifactError, match=r"was built for Stand-in \(compute capability 9\.0\), and this GPU has 8\.6"
-    ):
+    with pytest.raises(ArtifactError, match=r"9\.0.*8\.6"):
         runtime.load(path, device="cpu")
 
 

@@ -242,7 +242,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(RequestError, match=message):
             measure_acceptance(draft, target, ROWS, **arguments)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="vocabulary of 61 and its target of 257"):
+    with pytest.raises(RequestError, match=r"61 .*257"):
         measure_acceptance(draft, random_llama(), ROWS)
     student = Student(draft)
     student.train()

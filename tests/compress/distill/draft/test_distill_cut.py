@@ -173,21 +173,21 @@ def test_layers_that_are_not_there_are_refused(layers: Any) -> None:
 def test_models_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForMaskedLM
 
-    with pytest.raises(RequestError, match="scale_attn_by_inverse_layer_idx cannot be cut"):
+    with pytest.raises(RequestError, match="scale_attn_by_inverse_layer_idx"):
         cut(family("GPT2", scale_attn_by_inverse_layer_idx=True), range(1))
     bert = BertForMaskedLM(
         BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50)
     )
-    with pytest.raises(RequestError, match="encoder; a draft is cut out of a causal language model"):
+    with pytest.raises(RequestError, match="encoder"):
         cut(bert, range(1))
     bert.save_pretrained(tmp_path / "bert")
-    with pytest.raises(RequestError, match="encoder; a draft is cut out of a causal language model"):
+    with pytest.raises(RequestError, match="encoder"):
         cut_checkpoint(tmp_path / "bert", range(1))
     with pytest.raises(ArtifactError):
         cut_checkpoint(tmp_path / "missing", range(1))
     model = family("Llama")
     model.config.num_hidden_layers = 3
-    with pytest.raises(RequestError, match=r"4 blocks in model\.layers, num_hidden_layers of its config is 3"):
+    with pytest.raises(RequestError, match=r"4 .*model\.layers.*num_hidden_layers.* 3"):
         cut(model, range(1))
 
 

@@ -127,9 +127,9 @@ def test_targets_that_do_more_to_their_logits_are_refused(target: Any) -> None:
 
     scaled = random_llama(0)
     scaled.__class__ = Scaled
-    with pytest.raises(RequestError, match="does more to its logits than its head"):
+    with pytest.raises(RequestError, match="logits"):
         Features.of(scaled)
-    with pytest.raises(RequestError, match="a int is no teacher"):
+    with pytest.raises(RequestError, match="int"):
         Features.of(3)
 
 
@@ -142,7 +142,7 @@ def test_medusa_heads_begin_as_the_targets_own(target: Any, features: Features) 
             assert proposed.shape == (3, 14 - ahead, 257)
             assert not proposed[:, 0].any()
             torch.testing.assert_close(proposed[:, 1:], logits[:, : 13 - ahead], atol=1e-4, rtol=1e-4)
-    with pytest.raises(RequestError, match="4 heads; they cannot propose 5"):
+    with pytest.raises(RequestError, match=r"4 heads.* 5"):
         next(student.proposals(IDS, 5))
 
 
@@ -432,14 +432,14 @@ def test_rotations_stay_whole_and_weights_are_stored_as_asked(small_text: Any, t
     other = tmp_path / "other"
     other.mkdir()
     (other / "file").write_text("x")
-    with pytest.raises(RequestError, match="is not empty and holds no draft"):
+    with pytest.raises(RequestError, match="not empty"):
         write_directory(other, student, "mtp", rates=[])
 
 
 def test_requests_that_cannot_be_are_refused(features: Features, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="ascending ids below 257"):
         head_student("mtp", features, 2, kept=torch.tensor([3, 999]))
-    with pytest.raises(RequestError, match="needs its target's fingerprint"):
+    with pytest.raises(RequestError, match="fingerprint"):
         write_directory(tmp_path / "x", head_student("medusa", features, 1), "medusa", target="", rates=[[0.1]])
 
 

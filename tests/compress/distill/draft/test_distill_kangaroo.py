@@ -122,17 +122,17 @@ def test_what_cannot_be_written_or_trained(tmp_path: Path) -> None:
     who = student(model)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").write_text("dear")
-    with pytest.raises(RequestError, match="is not empty and holds no draft"):
+    with pytest.raises(RequestError, match="not empty"):
         written(who, tmp_path / "other")
-    with pytest.raises(RequestError, match="needs its target's fingerprint"):
+    with pytest.raises(RequestError, match="fingerprint"):
         written(who, tmp_path / "draft", "")
     assert not (tmp_path / "draft").exists()
-    with pytest.raises(RequestError, match="at least one layer before it"):
+    with pytest.raises(RequestError, match="layer"):
         KangarooStudent(cut(model, range(1)))
     from transformers import GPT2Config, GPT2LMHeadModel
 
     other = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=61, n_positions=16))
-    with pytest.raises(RequestError, match="a GPT2LMHeadModel has no adapter: its layers have no self_attn"):
+    with pytest.raises(RequestError, match=r"GPT2LMHeadModel .*self_attn"):
         KangarooStudent(other)
 
 

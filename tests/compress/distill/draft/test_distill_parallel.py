@@ -144,7 +144,7 @@ def test_proposals_are_of_one_pass_each() -> None:
             for anchor in range(8 - ahead):
                 expected = naive(draft, ids[1].tolist(), anchor, ahead)
                 torch.testing.assert_close(logits[1, anchor], expected, atol=2e-5, rtol=1e-4)
-    with pytest.raises(RequestError, match="proposes 4 tokens in a pass, not 5"):
+    with pytest.raises(RequestError, match=r"4 tokens.* 5"):
         list(student.proposals(ids, 5))
 
 
@@ -178,8 +178,8 @@ def test_attention_that_cannot_have_such_masks_is_refused() -> None:
     sizes: Any = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
                   "num_key_value_heads": 2, "vocab_size": 31, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
     windowed = Qwen2ForCausalLM(Qwen2Config(**sizes, use_sliding_window=True, sliding_window=4, max_window_layers=1))
-    with pytest.raises(RequestError, match="full attention in all its layers"):
+    with pytest.raises(RequestError, match="full attention"):
         ParallelStudent(windowed, 0, PardConfig())
     student = ParallelStudent(runs.target(), 0, PardConfig(tokens=8))
-    with pytest.raises(RequestError, match="rows of 9 tokens are too short for a draft of 8"):
+    with pytest.raises(RequestError, match=r"9 tokens.* 8"):
         student(runs.rows(2, 9).batch([0, 1], [0, 1]), None)

@@ -196,11 +196,11 @@ def test_the_best_halves_of_all_are_found(model: Any, rows: torch.Tensor) -> Non
 
 @needs_compiler
 def test_searches_that_cannot_be(model: Any, rows: torch.Tensor) -> None:
-    with pytest.raises(RequestError, match="skipped halves cannot be searched for: only the decoder in C"):
+    with pytest.raises(RequestError, match="decoder in C"):
         find_skips(TorchEngine(model, torch.device("cpu")), rows, SkipConfig())
     with pytest.raises(RequestError, match="1 to 69 places, not 70"):
         find_skips(engine_of(model), rows, SkipConfig(places=70))
-    with pytest.raises(RequestError, match="texts to draft after must be int64"):
+    with pytest.raises(RequestError, match="int64"):
         find_skips(engine_of(model), rows.float(), SkipConfig())
 
 

@@ -59,7 +59,7 @@ def test_methods_that_do_not_fit_the_model(make_checkpoint, recipe, family, stag
 
 
 def test_parts_of_a_model_that_is_not_compressed_are_never_computed(make_checkpoint, recipe):
-    with pytest.raises(RequestError, match=r"stages.0.draft.method: .*: none of its layers is compressed"):
+    with pytest.raises(RequestError, match=r"stages.0.draft.method: .*compressed"):
         compress.plan(recipe(make_checkpoint(), draft("skip", sequence_length=32)))
 
 
@@ -67,7 +67,7 @@ def test_sets_of_halves_are_tried_with_a_compiler_only(make_checkpoint, recipe, 
     from runtime.kernels.cpu import library
 
     monkeypatch.setattr(library, "load", lambda: None)
-    with pytest.raises(RequestError, match=r"draft.method: .* there is no C compiler here"):
+    with pytest.raises(RequestError, match=r"draft.method: .*C compiler"):
         compress.plan(recipe(make_checkpoint(), RTN, draft("skip", sequence_length=32)))
 
 

@@ -78,7 +78,7 @@ def test_a_run_can_be_finished_without_its_draft(failed, recipe, tmp_path):
 def test_what_was_compressed_is_of_one_recipe_still(failed, recipe, tmp_path):
     output = failed(draft())
     other = {"quantize": {**RTN["quantize"], "bits": 8}}
-    with pytest.raises(RequestError, match="a run with another recipe; it cannot be resumed"):
+    with pytest.raises(RequestError, match="another recipe"):
         compress.apply(recipe(tmp_path / "model", other, draft()), output=output, resume=True, quiet=True)
 
 
@@ -109,9 +109,9 @@ def test_a_finished_artifact_with_another_draft_is_not_taken_for_the_one_asked_f
     stages, output = recipe(make_checkpoint(), RTN, draft()), tmp_path / "out"
     made = compress.apply(stages, output=output, quiet=True)
     assert compress.apply(stages, output=output, resume=True, quiet=True).manifest == made.manifest
-    with pytest.raises(RequestError, match=r"a finished artifact with another draft; `compress draft .* RECIPE` makes"):
+    with pytest.raises(RequestError, match=r"another draft.*`compress draft .* RECIPE`"):
         compress.apply(recipe(tmp_path / "model", RTN, draft(seed=1)), output=output, resume=True, quiet=True)
-    with pytest.raises(RequestError, match="a finished artifact with a draft, which this recipe does not ask for"):
+    with pytest.raises(RequestError, match="with a draft"):
         compress.apply(recipe(tmp_path / "model", RTN), output=output, resume=True, quiet=True)
 
 

@@ -170,14 +170,14 @@ def test_a_draft_of_another_artifact_is_refused(plain, make_checkpoint, recipe, 
     other = compress.apply(
         recipe(make_checkpoint(name="other", initializer_range=0.3), RTN), output=tmp_path / "second", quiet=True
     )
-    with pytest.raises(RequestError, match="is a draft of another target"):
+    with pytest.raises(RequestError, match="another target"):
         runtime.load(other.path, drafter=str(plain.path / "draft"))
     shutil.copytree(plain.path / "draft", other.path / "draft")
     manifest = json.loads((other.path / "compress.json").read_text())
     (other.path / "compress.json").write_text(
         sealed_json({**manifest, "draft": {"drafter": {"model": "../plain/draft"}}})
     )
-    with pytest.raises(RequestError, match="must be a directory inside the artifact"):
+    with pytest.raises(RequestError, match="inside the artifact"):
         runtime.load(other.path)
 
 
@@ -203,7 +203,7 @@ def test_what_cannot_be_made_is_refused_before_anything_is_done(make_checkpoint,
 
 
 def test_two_drafts_are_one_too_many(make_checkpoint, recipe, tmp_path):
-    with pytest.raises(RequestError, match="an artifact has one draft"):
+    with pytest.raises(RequestError, match="one draft"):
         load(recipe(make_checkpoint(), draft(), draft("pard")))
 
 

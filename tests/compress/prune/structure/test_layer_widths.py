@@ -169,7 +169,7 @@ def test_widths_are_measured_once(
     request = recipe(make_checkpoint(), cut(ratio=0.4, allocation="error", multiple=8))
     expected = compress.apply(request, output=tmp_path / "other", quiet=True)
     output = interrupted(request, 2)
-    monkeypatch.setattr("compress.prune.structure.channels.ChannelRemoval._choose_widths", None)
+    monkeypatch.setattr("compress.prune.structure.channels.candidates", None)
     made = compress.apply(request, output=output, quiet=True, resume=True)
     assert made.manifest["passes"] == expected.manifest["passes"]
     for name, value in tensors(expected.path).items():

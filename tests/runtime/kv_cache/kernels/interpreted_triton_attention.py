@@ -244,5 +244,5 @@ def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not queries in torch.float64" in str(triton_attention.why_not(query.double(), region))
     assert "not 300" in str(triton_attention.why_not(query, ragged([3], (32, 300), BF16)))
     assert "other" in str(triton_attention.why_not(query, Region(1, (32, 32), BF16, CPU, Plain(), Other())))
-    monkeypatch.setattr(triton_attention, "_interpreted", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "CUDA" in str(triton_attention.why_not(query, region))

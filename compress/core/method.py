@@ -16,6 +16,26 @@ from runtime.formats.scheme import CompressedWeight, Scheme
 Need = Literal["hessian", "ranges"]
 
 
+@dataclass(frozen=True)
+class ColumnLoop:
+    """Settings of the column loop; see the fields of `GPTQConfig` and `SparseGPTConfig`."""
+
+    damping: float = 0.01
+    order: Literal["activation", "group", "natural"] = "activation"
+    block_size: int = 128
+    scales: Literal["mse", "minmax", "hessian", "positive"] = "mse"
+    static_groups: bool = False
+    mask_search: Literal["exact", "greedy"] = "exact"
+    reconstruction: int = 10
+    swaps: int = 0
+    sweeps: int = 0
+    refit_scales: bool = False
+    joint: bool = True
+
+
+DEFAULTS = ColumnLoop()
+
+
 @dataclass
 class Problem:
     """Weights that read the same input, and what they are to become.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from compress.core.method import ColumnLoop
 from compress.prune.patterns import Pattern, parse
 
 
@@ -52,8 +53,6 @@ class PruneConfig(BaseModel):
         """Fraction of zeros over all pruned weights."""
         return self.parsed.sparsity(self.sparsity)
 
-    def column_loop(self) -> dict[str, Any] | None:
-        """Settings of the column loop (fields of `compress.weights.solver.compensate.Options`) that makes up for the method's error in
-        the weights that remain; None: nothing is made up for.
-        """
+    def column_loop(self) -> ColumnLoop | None:
+        """Settings of the column loop that makes up for the method's error in the weights that remain; None: nothing is made up for."""
         return None

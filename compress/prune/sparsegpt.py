@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from compress.core.method import Method
+from compress.core.method import ColumnLoop, Method
 from compress.prune.config import PruneConfig
 
 
@@ -36,8 +36,9 @@ class SparseGPTConfig(PruneConfig):
         128, ge=8, le=4096, description="Columns whose updates are applied together, and masked together."
     )
 
-    def column_loop(self) -> dict[str, Any]:
-        return self.model_dump(include={"damping", "order", "mask_search", "swaps", "reconstruction", "block_size"})
+    def column_loop(self) -> ColumnLoop:
+        keys = {"damping", "order", "mask_search", "swaps", "reconstruction", "block_size"}
+        return ColumnLoop(**self.model_dump(include=keys))
 
 
 METHOD = Method(

@@ -6,12 +6,13 @@ computed from second moments: `tr(E H E^T)` is the output error over all calibra
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from pydantic import Field
 
-from compress.core.method import Method
+from compress.core.method import DEFAULTS, ColumnLoop, Method
 from compress.core.statistics import Statistics
 from compress.quantize.config import QuantizeConfig
 from compress.quantize.grid import nearest_values
@@ -38,8 +39,8 @@ class AWQConfig(QuantizeConfig):
     duo_scaling: bool = Field(True, description="Also try scales that count the size of the weights.")
     solver: Literal["rtn", "gptq"] = Field("rtn", description="How the scaled weights are rounded.")
 
-    def column_loop(self) -> dict[str, Any] | None:
-        return {"scales": self.scales} if self.solver == "gptq" else None
+    def column_loop(self, base: ColumnLoop = DEFAULTS) -> ColumnLoop | None:
+        return replace(base, scales=self.scales) if self.solver == "gptq" else None
 
 
 def scales(weights: list[torch.Tensor], statistics: Statistics, scheme: Scheme, config: AWQConfig) -> torch.Tensor:

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from compress.core.method import DEFAULTS, ColumnLoop
+
 
 class QuantizeConfig(BaseModel):
     """Store weights as few-bit codes: a preset scheme by name, or bits, group size and symmetry; given fields win over the preset."""
@@ -43,8 +45,8 @@ class QuantizeConfig(BaseModel):
     )
     ignore: list[str] = Field(["lm_head"], description="Modules to leave alone; same language as targets.")
 
-    def column_loop(self) -> dict[str, Any] | None:
-        """Settings of the column loop (fields of `compress.weights.solver.compensate.Options`) that makes up for the method's error in
-        the weights that remain; None: nothing is made up for.
+    def column_loop(self, base: ColumnLoop = DEFAULTS) -> ColumnLoop | None:
+        """Settings of the column loop that makes up for the method's error in the weights that remain: `base` (defaults, or those of a
+        pruning method in the same loop) with the method's own; None: nothing is made up for.
         """
         return None

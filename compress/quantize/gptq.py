@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 from pydantic import Field
 
-from compress.core.method import Method
+from compress.core.method import DEFAULTS, ColumnLoop, Method
 from compress.quantize.config import QuantizeConfig
 
 _LOOP = {"damping", "order", "block_size", "scales", "static_groups", "sweeps", "refit_scales", "joint"}
@@ -37,8 +38,8 @@ class GPTQConfig(QuantizeConfig):
         True, description="With sparsegpt in the same recipe: prune and round in one pass (false: one after the other)."
     )
 
-    def column_loop(self) -> dict[str, Any]:
-        return self.model_dump(include=_LOOP)
+    def column_loop(self, base: ColumnLoop = DEFAULTS) -> ColumnLoop:
+        return replace(base, **self.model_dump(include=_LOOP))
 
 
 METHOD = Method(

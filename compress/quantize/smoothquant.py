@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from pydantic import Field
 
-from compress.core.method import Method
+from compress.core.method import DEFAULTS, ColumnLoop, Method
 from compress.core.statistics import Statistics
 from compress.quantize.config import QuantizeConfig
 from runtime.formats.scheme import Scheme
@@ -22,8 +23,8 @@ class SmoothQuantConfig(QuantizeConfig):
     )
     solver: Literal["rtn", "gptq"] = Field("rtn", description="How the scaled weights are rounded.")
 
-    def column_loop(self) -> dict[str, Any] | None:
-        return {"scales": self.scales} if self.solver == "gptq" else None
+    def column_loop(self, base: ColumnLoop = DEFAULTS) -> ColumnLoop | None:
+        return replace(base, scales=self.scales) if self.solver == "gptq" else None
 
 
 def scales(

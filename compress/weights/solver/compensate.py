@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from compress.core import file_matrix
+from compress.core.method import ColumnLoop
 from compress.prune.patterns import Pattern
-from compress.quantize.grid import Grid, Search
+from compress.quantize.grid import Grid
 from compress.quantize.objective import column_errors
 from compress.weights.solver import loop
 from compress.weights.solver.columns import Chunk, chunks, column_order, rows_are_independent, stacked_grid
@@ -29,23 +30,6 @@ SKETCH = 256
 #: A row is plainly better if its error is below this fraction of what the sketch says of rounding to nearest. `k |S e|^2 / e^T H e` is
 #: chi-square with k = SKETCH degrees of freedom, so the chance of a wrong word is below exp(-k/2 (1/f - 1 + ln f)) = 3e-9 a row.
 SAFE = 0.6
-
-
-@dataclass(frozen=True)
-class Options:
-    """Settings of the column loop; see the fields of `GPTQConfig` and `SparseGPTConfig`."""
-
-    damping: float = 0.01
-    order: Literal["activation", "group", "natural"] = "activation"
-    block_size: int = 128
-    scales: Search = "mse"
-    static_groups: bool = False
-    mask_search: Literal["exact", "greedy"] = "exact"
-    reconstruction: int = 10
-    swaps: int = 0
-    sweeps: int = 0
-    refit_scales: bool = False
-    joint: bool = True
 
 
 @dataclass
@@ -75,7 +59,7 @@ def keep_float(weight: torch.Tensor, mask: torch.Tensor | None, scheme: Scheme, 
 
 
 def compensate(
-    weights: list[torch.Tensor], hessian: torch.Tensor, constraint: Constraint, options: Options, name: str
+    weights: list[torch.Tensor], hessian: torch.Tensor, constraint: Constraint, options: ColumnLoop, name: str
 ) -> list[Solved]:
     """Solve weights `[out_i, in]` (any float dtype) with one input on one Hessian.
 
@@ -109,7 +93,7 @@ def compensate(
     return [_represent(weight, scheme, factor, order, hessian, constraint, options, notes) for weight in weights]
 
 
-def _prune(weights, parts: list[Chunk], hessian, constraint: Constraint, options: Options, name: str, notes):
+def _prune(weights, parts: list[Chunk], hessian, constraint: Constraint, options: ColumnLoop, name: str, notes):
     """Choose masks and fit the kept weights: float32 values and masks, `[out, in]` each."""
     pattern = constraint.pattern
     assert pattern is not None
@@ -163,7 +147,7 @@ class _GridSolver:
     scheme: GridScheme
     hessian: torch.Tensor
     constraint: Constraint
-    options: Options
+    options: ColumnLoop
     name: str
 
     def __post_init__(self) -> None:
@@ -318,7 +302,7 @@ def _represent(
     order: torch.Tensor,
     hessian: torch.Tensor,
     constraint: Constraint,
-    options: Options,
+    options: ColumnLoop,
     notes: dict[str, Any],
 ) -> Solved:
     """The column loop with any other representation, whose parameters are fitted to the weight as it is."""

@@ -15,7 +15,7 @@ from compress.quantize.grid import Grid, make_grid
 from compress.quantize.objective import row_errors
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.weights.solver.columns import rows_at_a_time
-from compress.weights.solver.compensate import Constraint, Options, Solved, compensate, keep_float
+from compress.weights.solver.compensate import Constraint, Solved, compensate, keep_float
 from runtime.errors import CompressError
 from runtime.formats.scheme import CompressedWeight, Scheme
 
@@ -68,13 +68,13 @@ def solve_group(problem: Problem) -> list[LayerResult]:
 
     settings = None if quantize is None else quantize.column_loop()
     solve = None if quantize is None else QUANTIZE[quantize.method].solve
-    apart = pattern is not None and (settings is None or solve is not None or not Options(**settings).joint)
+    apart = pattern is not None and (settings is None or solve is not None or not settings.joint)
     notes: list[dict[str, Any]] = [{} for _ in original]
     if pattern is not None and apart:
         # Pruning is a pass of its own; what follows rounds the pruned weights under its masks.
         assert hessian is not None
         floats = Constraint(Scheme(sparsity=scheme.sparsity), torch.float32, None, pattern, fractions)
-        pruned = compensate(original, hessian, floats, Options(**prune.column_loop()), names[0])
+        pruned = compensate(original, hessian, floats, prune.column_loop(), names[0])
         notes, pattern = [p.notes for p in pruned], None
         masks = [p.weight.mask for p in pruned if p.weight.mask is not None]
         problem = replace(problem, weights=[p.weight.values for p in pruned], masks=masks)
@@ -83,8 +83,9 @@ def solve_group(problem: Problem) -> list[LayerResult]:
     elif settings is not None:
         assert hessian is not None
         constraint = Constraint(scheme, problem.dtype, problem.masks, pattern, fractions)
-        options = Options(**{**(prune.column_loop() if pattern is not None else {}), **settings})
-        solved = compensate(problem.weights, hessian, constraint, options, names[0])
+        if pattern is not None:  # masks are chosen inside the loop
+            settings = quantize.column_loop(prune.column_loop())
+        solved = compensate(problem.weights, hessian, constraint, settings, names[0])
     else:
         solved = [Solved(nearest(problem, i), None, note) for i, note in enumerate(notes)]
     if apart:  # what rounding lost of weights that were pruned before says nothing of the original ones

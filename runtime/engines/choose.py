@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,8 +114,7 @@ def load_export(export: Export, device: torch.device, options: dict[str, Any]) -
     """
     target, added = str(export.target), entries(GROUP)
     if target in _EXPORTS:
-        module, _, name = _EXPORTS[target].partition(":")
-        load = getattr(import_module(module), name)
+        load = resolve_name(_EXPORTS[target])
     else:
         load = added[target]().load_export if target in added else None
     if load is None:

@@ -25,7 +25,7 @@ class Decoder:
     def __init__(self, parts: Parts, ops: Ops, positions: int) -> None:
         self.parts = parts
         self.ops = ops
-        self.rotations = parts.rotation(positions)
+        self.rotations = torch.cat(parts.rotation(positions), dim=-1)
         self.embeds = type(parts.embedding) is nn.Embedding
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:

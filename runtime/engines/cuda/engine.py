@@ -25,7 +25,7 @@ from runtime.engines.base import Chunk
 from runtime.engines.cuda import ops
 from runtime.engines.cuda.cache import Memory, Pool, Rows
 from runtime.engines.cuda.decoder import Decoder
-from runtime.engines.cuda.parts import Parts, read_parts, why_not
+from runtime.engines.cuda.parts import Parts, read_parts
 from runtime.engines.cuda.prefill import ChunkAttention
 from runtime.engines.cuda.steps import Capture, CudaGraphs, Steps
 from runtime.engines.llama_structure import FusedEngine
@@ -242,13 +242,10 @@ def take_over(
     """
     if engine.device.type != "cuda" and not any_device:
         return None
-    reason = why_not(engine.module)
-    if reason is None:
-        with torch.cuda.device(engine.device) if engine.device.type == "cuda" else contextlib.nullcontext():
-            parts = read_parts(engine.module, fuse)
-            capture = CudaGraphs(engine.device) if graphs and engine.device.type == "cuda" else None
+    with torch.cuda.device(engine.device) if engine.device.type == "cuda" else contextlib.nullcontext():
+        parts = read_parts(engine.module, fuse)
         if isinstance(parts, Parts):
+            capture = CudaGraphs(engine.device) if graphs and engine.device.type == "cuda" else None
             return CudaEngine(engine, parts, **{"capture": capture, **options})
-        reason = parts
-    _log.info("the fused GPU engine does not fit this model: %s", reason)
+    _log.info("the fused GPU engine does not fit this model: %s", parts)
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,7 +38,7 @@ class Parts:
     """The modules of a Llama-like decoder and its sizes.
 
     Attributes:
-        rotation: for a number of positions, cosines and sines float32 `[positions, rotary]` (halves side by side).
+        rotation: for a number of positions, cosines and sines float32 `[positions, rotary / 2]`.
         scale: of the attention scores.
         vocabulary: width of the logits.
     """
@@ -48,7 +47,7 @@ class Parts:
     blocks: list[Block]
     final_norm: torch.Tensor
     head: nn.Module
-    rotation: Callable[[int], torch.Tensor]
+    rotation: llama_structure.Rotation
     eps: float
     scale: float
     heads: int
@@ -82,7 +81,7 @@ def read_parts(model: PreTrainedModel, fuse: bool = True) -> Parts | str:
     attention, dtype = body.layers[0].self_attn, body.norm.weight.dtype
     return Parts(
         model.get_input_embeddings(), [_block(layer, config, fuse) for layer in body.layers], _vector(body.norm, dtype),
-        head, _rotation(body.rotary_emb), config.rms_norm_eps, attention.scaling, config.num_attention_heads,
+        head, llama_structure.rotation(body.rotary_emb), config.rms_norm_eps, attention.scaling, config.num_attention_heads,
         config.num_key_value_heads, attention.head_dim, int(head.out_features), dtype,
     )  # fmt: skip
 
@@ -106,12 +105,3 @@ def _block(layer: Any, config: Any, fuse: bool) -> Block:
 
 def _vector(norm: Any, dtype: torch.dtype) -> torch.Tensor:
     return norm.weight.detach().to(dtype).contiguous()
-
-
-def _rotation(rotary: Any) -> Callable[[int], torch.Tensor]:
-    halves = llama_structure.rotation(rotary)
-
-    def table(positions: int) -> torch.Tensor:
-        return torch.cat(halves(positions), dim=-1)
-
-    return table

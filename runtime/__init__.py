@@ -70,7 +70,13 @@ def _keep_former_paths() -> None:
         {
             "runtime.streaming": "runtime.engines.streaming",
             "runtime.decoding.drafters": "runtime.drafting.drafters",
-            "runtime.decoding.drafters.base": "runtime.drafting.drafters.base",
+            "runtime.artifact": "runtime.checkpoint.artifact",
+            "runtime.hf": "runtime.layers.hf",
+            "runtime.linear": "runtime.layers.compressed_linear",
+            "runtime.loading": "runtime.api.load",
+            "runtime.model": "runtime.api.model",
+            "runtime.native": "runtime.system.native",
+            "runtime.seq2seq": "runtime.api.seq2seq",
         }
     ).install()
 

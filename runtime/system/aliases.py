@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 
 
@@ -14,7 +15,7 @@ class ModuleAliases(MetaPathFinder, Loader):
     """Finder of modules that moved.
 
     Args:
-        places: present path by former path, parent packages included.
+        places: present path by former path, parent packages included; submodules of a former package follow it.
     """
 
     def __init__(self, places: Mapping[str, str]) -> None:
@@ -28,11 +29,24 @@ class ModuleAliases(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """A spec for a former path; None for any other."""
-        return ModuleSpec(fullname, self) if fullname in self._places else None
+        present = self._present(fullname)
+        found = present is not None and (fullname in self._places or find_spec(present) is not None)
+        return ModuleSpec(fullname, self) if found else None
+
+    def _present(self, fullname: str) -> str | None:
+        head, tail = fullname, ""
+        while head not in self._places:
+            head, dot, last = head.rpartition(".")
+            if not dot:
+                return None
+            tail = f".{last}{tail}"
+        return self._places[head] + tail
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """The module at its present path."""
-        module = import_module(self._places[spec.name])
+        present = self._present(spec.name)
+        assert present is not None  # find_spec has found it
+        module = import_module(present)
         spec.loader_state = module.__spec__
         return module
 

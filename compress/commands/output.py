@@ -85,7 +85,7 @@ def show_cache(description: str, sizes: Sequence[dict[str, int]], needs: Sequenc
 
 def show_cache_quality(metrics: dict[str, Any]) -> None:
     """Print the measured effect of a compressed cache on perplexity, if there is one."""
-    from compress.report.cache import own_tokens
+    from compress.kv_cache.report import own_tokens
 
     facts = metrics.get("kv_cache") or {}
     if "perplexity_with_cache" in metrics:

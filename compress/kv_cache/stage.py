@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compress.kv_cache.report import cache_quality, cache_section
 from compress.model.stage import Job, StageRoom, Store
 from compress.recipe.origin import Origin
 from compress.recipe.stages import Phase, Stage, StageError
@@ -189,6 +190,14 @@ class KVCache(StageRoom):
         """The policy with every default."""
         found: dict[str, Any] = stage.config.resolved()
         return found
+
+    def report(self, manifest: Mapping[str, Any]) -> str:
+        """The policy and the bytes of a sequence."""
+        return cache_section(manifest)
+
+    def quality(self, metrics: Mapping[str, Any]) -> str:
+        """Perplexity through the cache, beside that of a plain one."""
+        return cache_quality(metrics)
 
     def check(self, context: Context, stage: Stage) -> CheckedCache:
         """The policy must be for the model, and windows long enough to measure it on."""

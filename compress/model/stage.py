@@ -221,6 +221,14 @@ class StageRoom(StageKind):
     def check_finished(self, job: Job | None, manifest: Mapping[str, Any], path: Path) -> None:
         """RequestError where a finished artifact is not as `job` (None: no such stage) would make it (`own_identity`)."""
 
+    def report(self, manifest: Mapping[str, Any]) -> str:
+        """Sections of the report (HTML) on what stages of this kind did; empty where there is nothing to show."""
+        return ""
+
+    def quality(self, metrics: Mapping[str, Any]) -> str:
+        """What its effect adds to the report's section on quality (HTML); empty where there is nothing to show."""
+        return ""
+
     def row(self, record: Mapping[str, Any]) -> tuple[str, str, str, str]:
         """A record in a table: what was done, before, after, and a note (phase "model")."""
         raise NotImplementedError

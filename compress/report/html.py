@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,10 @@ from typing import Any
 from compress.core.files import write_text
 from compress.core.units import size
 from compress.model.stage import row_of
+from compress.recipe.stages import KINDS
 from compress.report import charts
-from compress.report.cache import cache_quality, cache_section
-from compress.report.draft import draft_section
 from compress.report.elements import Cell, cards, document, error_cell, folded, note, section, table
 from compress.report.facts import PARTS, Facts, gather, notes_text
-from compress.report.recovery import recovery_sections
-from compress.report.structure import structure_section
 from runtime.checkpoint.artifact import shown
 from runtime.errors import RequestError
 from runtime.system.self_hash import sealed_page
@@ -58,10 +56,13 @@ def render(facts: Facts) -> str:
     """The page as text."""
     # The recipe's name, not the directory's: the same run into two directories is the same artifact.
     title = _recipe_name(facts) or "compressed model"
+    stages = {kind.name: kind.report(facts.manifest) for kind in KINDS.values()}
+    model, made_last = (
+        [stages[kind.name] for kind in KINDS.values() if kind.phase == phase] for phase in ("model", "artifact")
+    )
     sections = [
-        _headline(facts), _warnings(facts), _quality(facts.metrics), structure_section(facts), recovery_sections(facts),
-        _other_stages(facts), _layers_chart(facts), _bytes(facts), cache_section(facts), draft_section(facts), _layers_table(facts),
-        _kept(facts), _recipe(facts), _origin(facts.manifest),
+        _headline(facts), _warnings(facts), _quality(facts.metrics), *model, _other_stages(facts, stages), _layers_chart(facts),
+        _bytes(facts), *made_last, _layers_table(facts), _kept(facts), _recipe(facts), _origin(facts.manifest),
     ]  # fmt: skip
     footer = (
         f"Written by compress {escape(str(facts.manifest.get('compress_version', '')))} from compress.json. "
@@ -103,10 +104,11 @@ def _headline(facts: Facts) -> str:
     return (note(f"made from {source}") if source else "") + cards(numbers)
 
 
-def _other_stages(facts: Facts) -> str:
+def _other_stages(facts: Facts, sections: Mapping[str, str]) -> str:
     """Effects on the model of stages without a section of their own; empty where there are none."""
     passes = facts.manifest.get("passes") or []
-    rows = [row_of(record) for record in passes if not {"remove", "recover"} & record.keys()]
+    shown = {kind.record_key for kind in KINDS.values() if kind.phase == "model" and sections[kind.name]}
+    rows = [row_of(record) for record in passes if not shown & record.keys()]
     return section("Other stages", table(("what was done", "before", "after", ""), rows)) if rows else ""
 
 
@@ -133,7 +135,7 @@ def _quality(metrics: dict[str, Any]) -> str:
     tokens = f"{metrics['tokens']:,} tokens" if "tokens" in metrics else "the held-out text"
     length = f", windows of {metrics['sequence_length']} tokens" if "sequence_length" in metrics else ""
     content += note(f"Measured on {tokens}{length}; every token but the first of a window is scored.")
-    return section("Quality", content + cache_quality(metrics))
+    return section("Quality", content + "".join(kind.quality(metrics) for kind in KINDS.values()))
 
 
 def _embeddings(metrics: dict[str, Any]) -> str:

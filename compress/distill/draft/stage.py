@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from compress.core.run_directory import DRAFT
+from compress.distill.draft.report import draft_section
 from compress.model.stage import Job, StageRoom
 from compress.recipe.stages import Phase, Stage
 from runtime.errors import RequestError
@@ -39,6 +40,10 @@ class Draft(StageRoom):
         recipe = context.recipe
         compressed = any(other.phase == "layers" for other in recipe.stages)
         return prepare(recipe, stage, context.checkpoint, context.streamed.model, context.tokenizer, compressed)
+
+    def report(self, manifest: Mapping[str, Any]) -> str:
+        """Acceptance, cost and training of the draft."""
+        return draft_section(manifest)
 
     def forget(self, output: Path) -> None:
         """Remove a draft that the recipe no longer asks for."""

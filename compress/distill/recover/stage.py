@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from compress.distill.recover.report import recovery_sections
 from compress.model.stage import StageRoom
 from compress.recipe.stages import Stage
 
@@ -51,6 +52,10 @@ class Recover(StageRoom):
             return label, "", "", f"{record['steps']:,} steps"
         before, after = (f"{record[f'perplexity_{when}']:.4g}" for when in ("before", "after"))
         return f"{label}, perplexity of held-out rows", before, after, ""
+
+    def report(self, manifest: Mapping[str, Any]) -> str:
+        """Losses, perplexity and what was won back."""
+        return recovery_sections(manifest)
 
 
 STAGE = Recover()

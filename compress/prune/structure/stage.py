@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from compress.model.stage import StageRoom
+from compress.prune.structure.report import structure_section, units_after
 from compress.recipe.stages import Stage
 
 if TYPE_CHECKING:
@@ -51,11 +52,9 @@ class Structure(StageRoom):
             f"parameters {change}",
         )
 
-
-def units_after(record: Mapping[str, Any]) -> str:
-    """Units of a layer after the stage: "768", or "480 to 736" where layers differ."""
-    widths = record.get("widths") or [record["after"]]
-    return f"{min(widths):,}" if min(widths) == max(widths) else f"{min(widths):,} to {max(widths):,}"
+    def report(self, manifest: Mapping[str, Any]) -> str:
+        """Units, error and ranking of each pass."""
+        return structure_section(manifest)
 
 
 STAGE = Structure()

@@ -6,7 +6,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-from compress.report.draft import draft_section
+from compress.distill.draft.report import draft_section
 
 WAYS = ("greedy", "sampling")
 
@@ -27,7 +27,7 @@ def promised(speedup: float, ways: Any = WAYS) -> dict[str, Any]:
 
 def page(method: str, **known: Any) -> str:
     facts: Any = SimpleNamespace(manifest={"draft": {"method": method, "facts": known}})
-    return draft_section(facts)
+    return draft_section(facts.manifest)
 
 
 def lines(html: str) -> list[list[str]]:

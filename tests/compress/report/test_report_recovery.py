@@ -14,8 +14,8 @@ import pytest
 from encoder_models import bert, save
 
 import compress
-from compress.report.draft import training_chart
-from compress.report.recovery import recovery_sections
+from compress.distill.draft.report import training_chart
+from compress.distill.recover.report import recovery_sections
 
 Points = list[tuple[float, float]]
 TRAIN = [(10, 0.9, 2e-4), (20, 0.7, 1e-4), (30, 0.65, 0.0)]
@@ -36,7 +36,7 @@ def recovery(**changes: Any) -> dict[str, Any]:
 
 def page(*passes: dict[str, Any]) -> str:
     facts: Any = SimpleNamespace(manifest={"passes": list(passes)})
-    return recovery_sections(facts)
+    return recovery_sections(facts.manifest)
 
 
 def charts(text: str) -> dict[str, ElementTree.Element]:
@@ -163,7 +163,7 @@ def test_what_is_known_is_told_and_no_more(changes: Any, told: str, untold: str)
 def test_no_recovery_no_section() -> None:
     assert page({"remove": "ffn"}) == ""
     facts: Any = SimpleNamespace(manifest={})
-    assert recovery_sections(facts) == ""
+    assert recovery_sections(facts.manifest) == ""
 
 
 def test_numbers_that_are_none_leave_gaps() -> None:

@@ -9,14 +9,13 @@ from typing import Any
 from compress.core.units import size
 from compress.report.charts import TRAINED, Entries, by_updates, color, legend_above, line, span, svg, values
 from compress.report.elements import section, table
-from compress.report.facts import Facts
 
 _KINDS = {"held_out": "held-out rows", "text": "prose", "code": "code", "chat": "conversation"}
 
 
-def draft_section(facts: Facts) -> str:
-    """The draft that came with the artifact; empty without one."""
-    draft = facts.manifest.get("draft")
+def draft_section(manifest: Mapping[str, Any]) -> str:
+    """HTML: the draft that came with the artifact; empty without one."""
+    draft = manifest.get("draft")
     if not draft:
         return ""
     known = draft["facts"]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
 from compress.core.units import size
 from compress.report.elements import note, section, table
-from compress.report.facts import Facts
 
 
-def own_tokens(metrics: dict[str, Any]) -> str:
+def own_tokens(metrics: Mapping[str, Any]) -> str:
     """Explanation of token counts where the artifact's vocabulary is smaller than the source's."""
     return (
         f"cache figures are per token of the artifact, {metrics['tokens_each']:.3f} of which span one token of the source; "
@@ -18,16 +18,16 @@ def own_tokens(metrics: dict[str, Any]) -> str:
     )
 
 
-def cache_section(facts: Facts) -> str:
-    """The policy of the KV cache and its bytes; empty without one."""
-    if not facts.manifest.get("kv_cache"):
+def cache_section(manifest: Mapping[str, Any]) -> str:
+    """HTML: the policy of the KV cache and its bytes; empty without one."""
+    if not manifest.get("kv_cache"):
         return ""
     from runtime.kv_cache.policy.policy import Policy
 
-    policy = Policy.parse(facts.manifest["kv_cache"])
+    policy = Policy.parse(manifest["kv_cache"])
     rows = [
         (f"{row['tokens']:,}", size(row["full_bytes"]), size(row["bytes"]), f"{row['bytes'] / max(row['full_bytes'], 1):.0%}")
-        for row in facts.manifest.get("kv_cache_bytes") or []
+        for row in manifest.get("kv_cache_bytes") or []
     ]  # fmt: skip
     content = f"<p>{escape(policy.describe())}</p>"
     content += table(("tokens of a sequence>", "plain cache>", "compressed, about>", "of it>"), rows)
@@ -37,7 +37,7 @@ def cache_section(facts: Facts) -> str:
     return section("KV cache", content)
 
 
-def cache_quality(metrics: dict[str, Any]) -> str:
+def cache_quality(metrics: Mapping[str, Any]) -> str:
     """The effect of the compressed cache on quality; empty without one."""
     facts = metrics.get("kv_cache") or {}
     content = ""

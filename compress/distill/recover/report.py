@@ -26,7 +26,6 @@ from compress.report.charts import (
     values,
 )
 from compress.report.elements import section, table
-from compress.report.facts import Facts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,9 +125,9 @@ _NOTE = (
 _BEFORE = "How far each layer's output had been moved by what was compressed before this training, relative to the output itself."
 
 
-def recovery_sections(facts: Facts) -> str:
-    """A section for each recovery; empty where there was none."""
-    passes = [made for made in facts.manifest.get("passes") or [] if "recover" in made]
+def recovery_sections(manifest: Mapping[str, Any]) -> str:
+    """HTML: a section for each recovery; empty where there was none."""
+    passes = [made for made in manifest.get("passes") or [] if "recover" in made]
     parts = []
     for place, made in enumerate(passes):
         which = f" {place + 1} of {len(passes)}" if len(passes) > 1 else ""

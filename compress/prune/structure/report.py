@@ -6,18 +6,17 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from compress.prune.structure.stage import units_after
 from compress.report import charts
 from compress.report.elements import Cell, error_cell, folded, section, table
-from compress.report.facts import Facts, notes_text
+from compress.report.facts import notes_text
 
 Pass = Mapping[str, Any]
 Row = list[Cell]
 
 
-def structure_section(facts: Facts) -> str:
-    """What was cut out; empty where nothing was."""
-    passes = [made for made in facts.manifest.get("passes") or [] if "remove" in made]
+def structure_section(manifest: Mapping[str, Any]) -> str:
+    """HTML: units removed by each pass; empty where none were."""
+    passes = [made for made in manifest.get("passes") or [] if "remove" in made]
     if not passes:
         return ""
     content = table(
@@ -27,6 +26,12 @@ def structure_section(facts: Facts) -> str:
     for number, made in enumerate(passes):
         content += _widths(made) + _measured(made) + _readers(made, number) + _ranks(made)
     return section("What was removed", content)
+
+
+def units_after(record: Pass) -> str:
+    """Units of a layer after the stage: "768", or "480 to 736" where layers differ."""
+    widths = record.get("widths") or [record["after"]]
+    return f"{min(widths):,}" if min(widths) == max(widths) else f"{min(widths):,} to {max(widths):,}"
 
 
 def _summary(made: Pass) -> Row:

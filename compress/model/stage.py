@@ -126,7 +126,7 @@ class Job:
         return []
 
     def plan(self, context: Context) -> dict[str, Any]:
-        """Fields of `compress.run.plan.Plan` that it sets (phase "artifact")."""
+        """What the plan says of it, JSON-able, by names of its own: `{"kv_cache": {...}}` (phase "artifact")."""
         return {}
 
     # ------------------------------------------------------------ the run

@@ -50,7 +50,7 @@ class Plan:
             of which the largest counts. device_memory: bytes of a GPU's; 0 on the CPU, and where nothing is known of it.
         bounds: what is done to need less, in words. max_memory: the user's limit.
         passes: what other stages make of the model first, in words.
-        kv_cache: the policy, and the bytes of a sequence's cache. draft: how one will be made, which is not in `seconds`.
+        stages: what stages after compression say of themselves, each under a name of its own (`Job.plan`).
         problems, warnings: sentences; a run with any of the problems is refused.
     """
 
@@ -69,17 +69,29 @@ class Plan:
     memory: dict[str, int] = field(default_factory=dict)
     bounds: str = ""
     max_memory: int | None = None
-    kv_cache: dict[str, Any] | None = None
-    draft: str | None = None
+    stages: dict[str, Any] = field(default_factory=dict)
     passes: list[str] = field(default_factory=list)
     device_memory: int = 0
     available_device_memory: int = 0
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def kv_cache(self) -> dict[str, Any] | None:
+        """The cache policy, and the bytes of a sequence's cache."""
+        return self.stages.get("kv_cache")
+
+    @property
+    def draft(self) -> str | None:
+        """How a draft will be made; its time is not in `seconds`."""
+        return self.stages.get("draft")
+
     def to_dict(self) -> dict[str, Any]:
-        """All fields by name, as `plan --json` prints them."""
-        return asdict(self)
+        """All fields by name, as `plan --json` prints them; those of `stages` as fields of the plan."""
+        found: dict[str, Any] = {}
+        for name, value in asdict(self).items():
+            found |= {"kv_cache": None, "draft": None, **value} if name == "stages" else {name: value}
+        return found
 
     def headline(self) -> str:
         """One sentence: passes, number of compressed tensors, sizes, memory, disk and time."""
@@ -123,7 +135,7 @@ def plan_session(session: Session, output: Path, max_memory: int | None = None, 
         seconds=takes.seconds, spill=takes.bounds.spill, memory=takes.parts, bounds=takes.bounds.describe(),
         max_memory=max_memory, passes=[job.describe() for job in session.before],
         device_memory=takes.device, available_device_memory=takes.available_device,
-        **{name: value for job in session.after for name, value in job.plan(context).items()},
+        stages={name: value for job in session.after for name, value in job.plan(context).items()},
     )  # fmt: skip
     for tensor in tensors:
         if tensor.action == "compressed" and 0 < tensor.bytes_before <= tensor.bytes_after:

@@ -73,7 +73,10 @@ def test_it_is_applied_and_reported(extension, recipe, tiny_llama, tmp_path) -> 
         else:
             assert torch.equal(value, before[name]), name
     told = f"{facts['clipped']:,}"
-    assert told in (out / "report.html").read_text()
+    page = (out / "report.html").read_text()
+    assert told in page
+    assert "<h2>Clipping</h2>" in page
+    assert "Other stages" not in page
     shown = extension.compress("inspect", out).stdout
     assert "weights clipped by deviations" in shown
     assert told in shown

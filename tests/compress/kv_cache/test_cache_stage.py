@@ -261,6 +261,16 @@ def test_plans_and_inspections_say_what_the_cache_takes(make_checkpoint, recipe,
     assert json.loads(capsys.readouterr().out)["kv_cache"]["recent"] == 32
 
 
+def test_a_stage_adds_what_it_likes_to_the_plan(make_checkpoint, recipe, monkeypatch):
+    from compress.kv_cache.stage import CheckedCache
+    from compress.run.plan import make_plan
+
+    monkeypatch.setattr(CheckedCache, "plan", lambda self, context: {"own": [1, 2]})
+    plan = make_plan(load(recipe(make_checkpoint(), RTN, KV4)), device="cpu")
+    assert plan.kv_cache is None
+    assert plan.to_dict()["own"] == [1, 2]
+
+
 def test_a_sliding_window_keeps_its_own_cache(make_checkpoint):
     """Gemma 2: every other layer; scores are capped in all of them."""
     model = make_checkpoint("gemma2", num_hidden_layers=4)

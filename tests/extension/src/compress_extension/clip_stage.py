@@ -17,6 +17,7 @@ from compress.model.context import Context
 from compress.model.footprint import Footprint, ModelSize, Rows, Speed
 from compress.model.stage import Job, StageRoom, Store
 from compress.recipe import Stage
+from compress.report.elements import section, table
 from runtime.errors import RequestError
 
 
@@ -87,6 +88,10 @@ class Clip(StageRoom):
 
     def row(self, record: Mapping[str, Any]) -> tuple[str, str, str, str]:
         return f"weights clipped by {record['clip']}", "", "", f"{record['clipped']:,} of {record['weights']:,}"
+
+    def report(self, manifest: Mapping[str, Any]) -> str:
+        records = [record for record in manifest.get("passes") or [] if self.name in record]
+        return section("Clipping", table(("", "", "", "clipped"), map(self.row, records))) if records else ""
 
 
 STAGE = Clip()

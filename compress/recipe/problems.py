@@ -11,7 +11,8 @@ from pydantic.fields import FieldInfo
 
 from compress.recipe.origin import Origin
 from compress.recipe.yaml_source import Path
-from runtime.config.messages import choices_of, describe_field, did_you_mean, listing, show
+from runtime.config.field_types import choices_of, describe_field
+from runtime.config.messages import did_you_mean, listing, show
 from runtime.errors import RequestError
 
 

@@ -18,7 +18,8 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 from pydantic import AllowInfNan, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
-from runtime.config.messages import choices_of, describe_type, did_you_mean, show
+from runtime.config.field_types import choices_of, describe_type
+from runtime.config.messages import did_you_mean, show
 from runtime.config.registry import Registry
 from runtime.errors import RequestError
 from runtime.system.describe import is_integer

@@ -1,0 +1,194 @@
+"""Entries of `compress methods`: methods of stages, parts of cache policies, and drafters, with their fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.config.field_types import describe_field, describe_type
+from runtime.config.registry import Method, Registry
+from runtime.config.settings import Setting, calibrations_of, settings_of
+
+
+@dataclass(frozen=True)
+class MethodEntry:
+    """One line of the list.
+
+    Attributes:
+        source: a method of a stage, a preset of cache policies, or a method of a registry.
+        written: how `drafter=` names it; None: it is no drafter's.
+    """
+
+    stage: str
+    name: str
+    source: Any
+    written: str | None = None
+
+    @property
+    def summary(self) -> str:
+        if not isinstance(self.source, Method):
+            return str(self.source.summary)
+        text = _summary(self.source.load())
+        return text if self.written is None else re.split(r"\. (?=[A-Z])", text)[0]
+
+    def describe(self) -> dict[str, Any]:
+        """Everything about it: description, paper, fields."""
+        found = {"name": self.name, "stage": self.stage, "summary": self.summary}
+        if self.written is not None:
+            found["written"] = self.written
+        if isinstance(self.source, Method):
+            return found | _of_registry(self.source, self.stage, self.written is not None)
+        return found | (_of_stage(self.source) if hasattr(self.source, "config") else _of_preset(self.source))
+
+
+def method_entries() -> Iterator[MethodEntry]:
+    """Everything that has a name: methods of stages, what cache policies are made of, what drafts."""
+    from compress.recipe.stages import KINDS
+    from runtime.drafting.config.registry import LENGTHS, RULES, drafters
+    from runtime.kv_cache.policy.presets import PRESETS
+    from runtime.kv_cache.policy.registries import AXES
+
+    for kind in KINDS.values():
+        for method in kind.methods().values():
+            yield MethodEntry(kind.name, method.name, method)
+    for preset in PRESETS.values():
+        yield MethodEntry("kv_cache", preset.name, preset)
+    for key, registry in AXES.items():
+        for method in registry:
+            yield MethodEntry(f"kv_cache {key}", method.name, method)
+    ways = {
+        "text": "{{method: {}}}", "target": "{{method: {}}}", "model": "{{model: DIRECTORY, method: {}}}", "heads": "{{model: DIRECTORY}}",
+        "drafters": "{{of: [DRAFTER, DRAFTER, ...], method: {}}}",
+    }  # fmt: skip
+    for source, way in ways.items():
+        for method in drafters(source):
+            yield MethodEntry("drafter", method.name, method, f"drafter: {way.format(method.name)}")
+    for key, registry in (("acceptance", RULES), ("lengths", LENGTHS)):
+        for method in registry:
+            yield MethodEntry(
+                f"drafter {key}", method.name, method, f"drafter: {{..., {key}: {{{method.name}: {{}}}}}}"
+            )
+
+
+def _of_stage(method: Any) -> dict[str, Any]:
+    fields = {name: field for name, field in method.config.model_fields.items() if name != "method"}
+    return {
+        "description": inspect.getdoc(method.config) or method.summary,
+        "paper": method.paper,
+        "needs": sorted(method.needs),
+        "fields": [
+            {
+                "name": name,
+                "type": describe_field(field),
+                "default": "required" if field.is_required() else _shown(field.get_default(call_default_factory=True)),
+                "description": field.description or "",
+            }
+            for name, field in fields.items()
+        ],
+    }
+
+
+def _of_registry(method: Method, stage: str, drafts: bool) -> dict[str, Any]:
+    cls = method.load()
+    text = re.split(r"\n\s*(?:Attributes|Parts):", inspect.getdoc(cls) or stage)[0].strip()
+    description, _, source = text.partition("\n\nSource: ")
+    inline = re.search(r"\(([^()]*(?:arXiv|seed)[^()]*)\)", description)
+    paper = re.split(r"(?<=\d)\.\s+(?=[A-Z])", source)[0] or (inline[1] if inline else "none")
+    beside = "\n\nEvery drafter also takes depth, nodes, lengths and acceptance (docs/guides/draft.md)."
+    return {
+        "description": description + (beside if stage == "drafter" else ""),
+        "paper": " ".join(paper.split()).rstrip(".") if drafts else paper,
+        "needs": list(calibrations_of(cls)),
+        "fields": _fields(cls, method.fixed),
+    }
+
+
+def _of_preset(preset: Any) -> dict[str, Any]:
+    from runtime.kv_cache.policy.policy import Policy
+    from runtime.kv_cache.policy.readers import settings_in
+    from runtime.kv_cache.policy.registries import CODECS, HEAD_BUDGETS, LAYER_BUDGETS, SCORES, SELECTIONS
+
+    policy = Policy.parse(preset.name)
+    parts: list[tuple[str, Registry, Any]] = []
+    if policy.evict is not None:
+        evict = policy.evict
+        parts += [("evict", SCORES, evict.score)]
+        parts += [("evict.layers", LAYER_BUDGETS, evict.layers), ("evict.heads", HEAD_BUDGETS, evict.heads)]
+    for tier in policy.tiers:
+        parts += [("keys", CODECS, tier.keys), ("values", CODECS, tier.values)]
+    parts += [("saliency", SCORES, policy.saliency), ("select", SELECTIONS, policy.select)]
+    fields: dict[str, dict[str, Any]] = {}
+    for key, registry, part in parts:
+        if part is None:
+            continue
+        own = settings_in(registry, part)
+        for entry in _fields(type(part), ()):
+            if entry["name"] in own:
+                name = f"{key}.{entry['name']}"
+                fields.setdefault(name, entry | {"name": name, "default": _shown(own[entry["name"]])})
+    written = ", ".join(f"{key}: {_shown(value)}" for key, value in preset.settings.items())
+    description = f"{preset.summary[0].upper()}{preset.summary[1:]}.\n\nStands for {{{written}}}; keys beside `method` override it."
+    return {
+        "description": description,
+        "paper": preset.paper,
+        "needs": sorted(policy.needs),
+        "fields": list(fields.values()),
+    }
+
+
+# ---------------------------------------------------------------- fields of a dataclass
+def _fields(cls: Any, fixed: Iterable[str]) -> list[dict[str, Any]]:
+    """Name, type, default and description of the settings of a method."""
+    told = _attributes(cls)
+    return [
+        {
+            "name": name,
+            "type": _type(setting),
+            "default": "required" if setting.default is dataclasses.MISSING else _shown(setting.default),
+            "description": told.get(name, ""),
+        }
+        for name, setting in settings_of(cls, fixed).items()
+    ]
+
+
+def _type(setting: Setting) -> str:
+    if setting.is_method:
+        return "a score"
+    # Some fields take more in Python than can be written.
+    words = describe_type(setting.kind).split(" or another kind")[0].split(" or a list of integers")
+    return words[0]
+
+
+def _attributes(cls: Any) -> dict[str, str]:
+    """{field: its description} from the docstrings of a class and its bases."""
+    found: dict[str, str] = {}
+    names = "|".join(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else "-"
+    for base in reversed(cls.__mro__):
+        text = inspect.cleandoc(base.__doc__ or "")
+        _, _, section = text.partition("Attributes:\n")
+        # One a line, or the next after the full stop of the one before.
+        for line in re.split(rf"\n(?=    \w[\w, ]*: )|(?<=\.)\s+(?=(?:{names}): )", section.split("\n\n")[0]):
+            name, _, words = line.strip().partition(": ")
+            for each in name.split(","):
+                if words:
+                    found[each.strip()] = " ".join(words.split())
+    return found
+
+
+def _summary(cls: Any) -> str:
+    """The first paragraph of a docstring, without what it is from."""
+    text = (inspect.getdoc(cls) or "").split("\n\n")[0].split("Parts:")[0].strip()
+    return re.sub(r"\s*\([^()]*(?:arXiv|seed)[^()]*\)", "", " ".join(text.split())).rstrip(".")
+
+
+def _shown(value: Any) -> str:
+    """A value as a recipe has it, in one line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_shown(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

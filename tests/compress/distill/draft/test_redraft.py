@@ -115,7 +115,7 @@ def test_a_draft_without_a_directory_takes_the_old_one_away(plain, recipe, tmp_p
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe(tmp_path / "model", skip)))
     assert main(["draft", str(plain), str(file), "--device", "cpu", "--quiet"]) == 0
-    assert "skip" in capsys.readouterr().out
+    assert "draft (skip)" in capsys.readouterr().out
     assert Artifact(plain).manifest["draft"] == made
     Artifact(plain).verify()
 

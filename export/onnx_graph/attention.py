@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx_ir as ir
 import torch
 
 from export.onnx_graph.builder import Builder, fixed
@@ -24,12 +23,14 @@ _INPUTS, _CACHE = ("input_ids", "attention_mask", "position_ids"), "past_key_val
 _LONGEST = 1 << 24  # constants beyond are ends of slices ("to the last"), not lengths
 
 
-def holds_window(mask: ir.Value, window: int) -> bool:
+def holds_window(mask: onnx_ir.Value, window: int) -> bool:
     """Whether `mask` `[b, 1, s, t]` is causality, padding and a window of that many tokens, the token itself counted (0: none).
 
     It is computed for two tokens after a past that is longer than every length the mask is made of, so that a window or chunks that
     `window` does not speak of show. False also where it is not made of the graph's inputs and constants alone.
     """
+    import onnx_ir
+
     nodes, leaves = _origin(mask)
     graph = mask.graph
     if graph is None or any(node.domain == DOMAIN for node in nodes):
@@ -38,13 +39,16 @@ def holds_window(mask: ir.Value, window: int) -> bool:
     if any(str(value.name) not in _INPUTS and not str(value.name).startswith(_CACHE) for value in inputs):
         return False
     past = max([window, *_row_lengths(leaves)]) + _NEW
-    part = ir.convenience.extract(graph, inputs, [mask])
+    part = onnx_ir.convenience.extract(graph, inputs, [mask])
     feeds: dict[str, np.ndarray[Any, Any]] = {}
     for value in part.inputs:
         name = str(value.name)
         if name.startswith(_CACHE):
             # Its length is all that a mask asks of the cache; the rest would be large, or bfloat16, which numpy does not have.
-            value.shape, value.type = ir.Shape(["batch", "heads", "past", "size"]), ir.TensorType(ir.DataType.FLOAT)
+            value.shape, value.type = (
+                onnx_ir.Shape(["batch", "heads", "past", "size"]),
+                onnx_ir.TensorType(onnx_ir.DataType.FLOAT),
+            )
         feeds[name] = _feed(name, past)
     total = np.arange(past + _NEW)
     row = np.arange(past, past + _NEW)[:, None]
@@ -61,10 +65,10 @@ def holds_window(mask: ir.Value, window: int) -> bool:
     return found.dtype == np.bool_ and found.shape[-2:] == wanted.shape and bool((found == wanted).all())
 
 
-def _origin(value: ir.Value) -> tuple[set[ir.Node], set[ir.Value]]:
+def _origin(value: onnx_ir.Value) -> tuple[set[onnx_ir.Node], set[onnx_ir.Value]]:
     """Nodes that a value is computed by, and the inputs and constants that they start from."""
-    nodes: set[ir.Node] = set()
-    leaves: set[ir.Value] = set()
+    nodes: set[onnx_ir.Node] = set()
+    leaves: set[onnx_ir.Value] = set()
     pending = [value]
     while pending:
         found = pending.pop()
@@ -79,12 +83,14 @@ def _origin(value: ir.Value) -> tuple[set[ir.Node], set[ir.Value]]:
     return nodes, leaves
 
 
-def _row_lengths(leaves: set[ir.Value]) -> list[int]:
+def _row_lengths(leaves: set[onnx_ir.Value]) -> list[int]:
     """Integers among constants that could be a window or the size of a chunk."""
+    import onnx_ir
+
     found: list[int] = []
     for value in leaves:
-        constant = ir.convenience.get_const_tensor(value)
-        if constant is not None and constant.dtype in (ir.DataType.INT64, ir.DataType.INT32):
+        constant = onnx_ir.convenience.get_const_tensor(value)
+        if constant is not None and constant.dtype in (onnx_ir.DataType.INT64, onnx_ir.DataType.INT32):
             found += [int(number) for number in np.abs(constant.numpy()).reshape(-1) if number < _LONGEST]
     return found
 
@@ -101,13 +107,14 @@ def _feed(name: str, past: int) -> np.ndarray[Any, Any]:
     return np.zeros((1, 1, past, 1), np.float32)
 
 
-def _compute(part: ir.Graph, feeds: dict[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+def _compute(part: onnx_ir.Graph, feeds: dict[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    import onnx_ir
     import onnxruntime
 
     from export.onnx_graph.trace import OPSET
 
     part.opset_imports.setdefault("", OPSET)
-    model = ir.to_proto(ir.Model(part, ir_version=10))
+    model = onnx_ir.to_proto(onnx_ir.Model(part, ir_version=10))
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -256,9 +263,9 @@ def _lengths(b: Builder, dialect: Dialect, shared: dict[Any, Any]) -> tuple[Any,
 
 
 def _bool() -> Any:
-    import onnx_ir as ir
+    import onnx_ir
 
-    return ir.DataType.BOOL
+    return onnx_ir.DataType.BOOL
 
 
 def _states(mark: onnx_ir.Node) -> tuple[Any, ...]:

@@ -30,6 +30,7 @@ class MethodEntry:
 
     @property
     def summary(self) -> str:
+        """The first sentence of its description."""
         if not isinstance(self.source, Method):
             return str(self.source.summary)
         text = _summary(self.source.load())

@@ -28,6 +28,7 @@ from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.decoding.seq2seq import decoder_start
 from runtime.engines.torch.seq2seq import encoder_output
 from runtime.errors import CompressError
+from runtime.modeling.cache_argument import CACHE_ARGUMENTS
 from runtime.modeling.skeleton import reads_features
 
 Batch = tuple[torch.Tensor, torch.Tensor | None]  # rows [b, s] int64, mask [b, s] bool (None: all tokens are valid)
@@ -119,7 +120,7 @@ class StreamedModel(PartialModel):
         def sink(hidden: torch.Tensor, kwargs: dict[str, Any]) -> None:
             if not first:
                 first.append(hidden)
-            calls.append({k: v for k, v in kwargs.items() if k not in ("past_key_values", "use_cache")})
+            calls.append({k: v for k, v in kwargs.items() if k not in (*CACHE_ARGUMENTS, "use_cache")})
             if len(calls) == len(stack.blocks):
                 raise _PreludeDoneError
 

@@ -83,13 +83,18 @@ def dense(module: Any) -> Any:
 
 def _greedy(model: Any, ids: Any, count: int) -> Any:
     """int64 `[n, count]` after prompts `[n, length]`."""
+    import inspect
+
     import torch
 
     cache, written = None, []
+    name = (
+        "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    )  # transformers 5.24 on
     with torch.inference_mode():
         for _ in range(count):
-            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-            ids, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+            out = model(input_ids=ids, use_cache=True, **{name: cache})
+            ids, cache = out.logits[:, -1].argmax(-1, keepdim=True), getattr(out, name)
             written.append(ids)
     return torch.cat(written, 1)
 

@@ -22,6 +22,7 @@ from export.target import Job, Verification
 from export.verify import Probe, compare_logits, compare_tokens, probe
 from runtime.engines.rows import pad_left
 from runtime.errors import CompressError, first_line
+from runtime.modeling.cache_argument import cache_argument
 from runtime.system.processes import how_it_ended
 
 if TYPE_CHECKING:
@@ -139,10 +140,10 @@ def greedy(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
     """The `count` likeliest tokens after each prompt, one left-padded batch, end tokens not heeded."""
     ids, padding, positions = pad_left(prompts, torch.device("cpu"))
     mask = torch.ones_like(ids) if padding is None else padding
-    written, cache = [], None
+    written, cache, name = [], None, cache_argument(model)
     for _ in range(count):
-        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-        ids, cache = out.logits[:, -1].float().argmax(-1, keepdim=True), out.past_key_values
+        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **{name: cache})
+        ids, cache = out.logits[:, -1].float().argmax(-1, keepdim=True), out[name]
         written.append(ids)
         positions = positions[:, -1:] + 1
         mask = torch.cat([mask, torch.ones_like(ids)], 1)

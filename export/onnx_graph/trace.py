@@ -25,6 +25,7 @@ from runtime.engines.onnx.session import cache_names
 from runtime.errors import CompressError, RequestError, first_line
 from runtime.layers.install import install_compressed
 from runtime.modeling import layer_sizes, skeleton
+from runtime.modeling.cache_argument import cache_argument
 from runtime.modeling.weights import Filling
 from runtime.system.directories import cache_directory
 
@@ -154,13 +155,14 @@ def _decoder(source: Source, model: PreTrainedModel, dtype: torch.dtype) -> Any:
     }
     if "position_ids" in accepted:
         inputs["position_ids"] = torch.arange(PAST, PAST + SEQUENCE).expand(BATCH, SEQUENCE).clone()
-    inputs["past_key_values"] = cache
+    taken = cache_argument(model)
+    inputs[taken] = cache
     free = Dim.DYNAMIC
     dynamic: dict[str, Any] = {name: {0: free, 1: free} for name in inputs}
-    dynamic["past_key_values"] = [{0: free, 2: free}] * (2 * layers)
+    dynamic[taken] = [{0: free, 2: free}] * (2 * layers)
     graph = export_graph(model, inputs, dynamic, model)
     names = {name: ["batch", "past + sequence" if name == "attention_mask" else "sequence"] for name in inputs}
-    del names["past_key_values"]
+    del names[taken]
     name_values(graph.graph.inputs, names | cache_axes("past_key_values", layers, "past"))
     present = cache_axes("present", layers, "past + sequence")
     name_values(graph.graph.outputs, {"logits": ["batch", "sequence", None], **present})
@@ -205,7 +207,7 @@ def _example_cache(source: Source, model: PreTrainedModel, dtype: torch.dtype) -
     ids = torch.ones(BATCH, PAST, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad():
-            probe(input_ids=ids, past_key_values=cache, use_cache=True)
+            probe(input_ids=ids, use_cache=True, **{cache_argument(probe): cache})
         kept: list[Any] = list(cache.layers)
         shapes = [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in kept]
     except (AttributeError, TypeError, NotImplementedError, RuntimeError) as error:

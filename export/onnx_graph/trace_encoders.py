@@ -15,6 +15,7 @@ from torch import nn
 from export.onnx_graph.trace import BATCH, PAST, SEQUENCE, cache_axes, cached, export_graph, name_values, prepared
 from export.source import Source
 from runtime.errors import RequestError, first_line
+from runtime.modeling.cache_argument import cache_argument
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -77,7 +78,8 @@ class _Cross(nn.Module):
         batch, length = encoder_hidden_states.shape[:2]
         inputs = {"input_ids": torch.zeros(batch, 1, dtype=torch.int64), "encoder_hidden_states": encoder_hidden_states}
         mask = torch.ones(batch, length, dtype=torch.int64)
-        self.decoder(**inputs, encoder_attention_mask=mask, past_key_values=caches, use_cache=True)
+        inputs[cache_argument(self.decoder)] = caches
+        self.decoder(**inputs, encoder_attention_mask=mask, use_cache=True)
         return tuple(_tensors(caches.cross_attention_cache))
 
 
@@ -108,8 +110,8 @@ def _example_caches(source: Source, dtype: torch.dtype) -> tuple[list[Any], list
             probe(
                 decoder_input_ids=torch.ones(BATCH, PAST, dtype=torch.int64, device="meta"),
                 encoder_outputs=BaseModelOutput(last_hidden_state=states),  # type: ignore[arg-type]
-                past_key_values=caches,
                 use_cache=True,
+                **{cache_argument(probe): caches},
             )
         own, cross = (_tensors(cache) for cache in (caches.self_attention_cache, caches.cross_attention_cache))
     except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
@@ -143,14 +145,14 @@ def _decoder(model: PreTrainedModel, caches: tuple[list[Any], list[Any]], dtype:
         "decoder_input_ids": torch.ones(BATCH, SEQUENCE, dtype=torch.int64),
         "encoder_outputs": BaseModelOutput(last_hidden_state=torch.zeros(BATCH, SOURCE, width, dtype=dtype)),  # type: ignore[arg-type]
         "attention_mask": torch.ones(BATCH, SOURCE, dtype=torch.int64),
-        "past_key_values": example,
+        cache_argument(model): example,
     }
     count = len(own) + len(cross)
     dynamic = {
         "decoder_input_ids": {0: free, 1: free},
         "encoder_outputs": [{0: free, 1: free}],
         "attention_mask": {0: free, 1: free},
-        "past_key_values": [{0: free, 2: free}] * count,
+        cache_argument(model): [{0: free, 2: free}] * count,
     }
     graph = export_graph(model, inputs, dynamic, model)
     layers = len(own) // 2

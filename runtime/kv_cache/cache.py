@@ -18,6 +18,7 @@ from runtime.kv_cache.policy.checks import check_module
 from runtime.kv_cache.policy.policy import Policy
 from runtime.kv_cache.shape import compressed_layers
 from runtime.kv_cache.storage.plan import Tier
+from runtime.modeling.cache_argument import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,7 +150,7 @@ def probe(module: PreTrainedModel) -> None:
     try:
         cache = CompressedCache(module)
         ids = torch.zeros(1, 2, dtype=torch.int64, device=module.device)
-        module(input_ids=ids, past_key_values=cache, use_cache=True)
+        module(input_ids=ids, use_cache=True, **{cache_argument(module): cache})
     except ValueError as error:
         raise ConfigError((), str(error), "kv_cache") from error
     check_asked(module, cache, 2)

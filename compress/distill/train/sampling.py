@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from runtime.errors import RequestError
+from runtime.modeling.cache_argument import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +47,7 @@ def continuations(
         )
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     device, training = next(model.parameters()).device, model.training
+    name = cache_argument(model)
     model.eval()
     try:
         ids, cache = prompts.to(device), None
@@ -54,8 +56,8 @@ def continuations(
         ending = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
         lengths = torch.full((len(ids),), tokens, device=device)
         for number in range(tokens):
-            output = model(input_ids=step, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(input_ids=step, use_cache=True, **{name: cache})
+            cache = output[name]
             chosen = _choose(output.logits[:, -1].float(), temperature, generators, kept)
             if number:
                 chosen = torch.where(done, written[-1], chosen)

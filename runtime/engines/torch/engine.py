@@ -15,6 +15,7 @@ from runtime.engines.torch.drafts import MOST_ROWS, ChainPool, TreePool, probe, 
 from runtime.errors import ArtifactError, RequestError
 from runtime.kv_cache.layer import STEP_TOKENS
 from runtime.layers.install import install_compressed
+from runtime.modeling.cache_argument import CACHE_ARGUMENTS, cache_argument
 from runtime.modeling.linear_modules import is_matrix
 from runtime.modeling.skeleton import build_skeleton, model_kind, read_config
 from runtime.modeling.weights import fill, main_dtype, to_device
@@ -64,9 +65,10 @@ class TorchEngine(ModuleEngine, RowEngine):
     def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
         super().__init__(module, device)
         accepted = inspect.signature(module.forward).parameters
-        if "past_key_values" not in accepted:
+        self._cache_argument = cache_argument(module)
+        if not self._cache_argument:
             raise ArtifactError(
-                f"{type(module).__name__} takes no KV cache (past_key_values); this runtime cannot decode it"
+                f"{type(module).__name__} takes no KV cache ({' or '.join(CACHE_ARGUMENTS)}); this runtime cannot decode it"
             )
         self._takes_positions = "position_ids" in accepted
         self._takes_last_only = "logits_to_keep" in accepted
@@ -115,8 +117,12 @@ class TorchEngine(ModuleEngine, RowEngine):
                 position_ids = None if position_ids is None else position_ids + len(factory.prefix)
             else:
                 input_ids, attention_mask, position_ids = factory.begin(input_ids, attention_mask)
-        arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": cache}
-        arguments["use_cache"] = cache is not None
+        arguments: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "use_cache": cache is not None,
+        }
+        arguments[self._cache_argument] = cache
         if self._takes_positions and position_ids is not None:
             arguments["position_ids"] = position_ids
         if last_only and self._takes_last_only:

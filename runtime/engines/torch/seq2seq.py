@@ -9,6 +9,7 @@ import torch
 from runtime.engines.torch.encoder import position_limit
 from runtime.engines.torch.engine import ModuleEngine, tensor_bytes
 from runtime.errors import RequestError
+from runtime.modeling.cache_argument import cache_argument
 from runtime.modeling.skeleton import reads_features
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ class TorchSeq2SeqEngine(ModuleEngine):
             decoder_input_ids=decoder_input_ids,
             encoder_outputs=encoder_output(states),
             attention_mask=attention_mask,
-            past_key_values=cache,
             use_cache=cache is not None,
+            **{cache_argument(self.module): cache},
         ).logits
         return (logits[:, -1:] if last_only else logits).float()
 

@@ -19,6 +19,7 @@ from runtime.kv_cache.estimate import held_bytes, needed_bytes
 from runtime.kv_cache.layer import CompressedLayer
 from runtime.kv_cache.policy.calibrated import fingerprint
 from runtime.kv_cache.shape import Shape
+from runtime.modeling.cache_argument import cache_argument
 
 _SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99,
@@ -159,10 +160,10 @@ def test_a_model_that_calls_the_interface_for_some_layers_only_is_found_by_two_t
     CacheFactory(model, Policy.parse({}))
     layer = model.model.layers[1].self_attn
 
-    def own(hidden_states: torch.Tensor, past_key_values: Any = None, **_: Any) -> tuple[torch.Tensor, None]:
+    def own(hidden_states: torch.Tensor, **given: Any) -> tuple[torch.Tensor, None]:
         shape = (*hidden_states.shape[:2], -1, layer.head_dim)
         states = [part(hidden_states).view(shape).transpose(1, 2) for part in (layer.k_proj, layer.v_proj)]
-        past_key_values.update(*states, 1)
+        given[cache_argument(model)].update(*states, 1)
         return hidden_states, None
 
     monkeypatch.setattr(layer, "forward", own)

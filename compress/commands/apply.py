@@ -29,11 +29,6 @@ from runtime.errors import CompressError, RequestError
 SAMPLE_TOKENS = 48
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("apply")(apply)
-
-
 def apply(
     recipe: str = RECIPE,
     model: str | None = MODEL,

@@ -27,11 +27,6 @@ from runtime.errors import RequestError
 _PROMPT = 128  # tokens
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("bench")(bench)
-
-
 def bench(
     model: str = PATH,
     reference: str | None = typer.Option(None, "--reference", "-r", help="Checkpoint run by transformers, to compare."),

@@ -13,12 +13,7 @@ from compress.core.units import size
 from runtime.errors import RequestError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("eval")(evaluate_model)
-
-
-def evaluate_model(
+def eval(
     model: str = PATH,
     text: str = typer.Option("bundled", "--text", "-t", help="A .txt, .jsonl or .parquet file, or a data set's id."),
     sequence_length: int | None = typer.Option(

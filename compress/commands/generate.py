@@ -24,11 +24,6 @@ from compress.commands.output import finish, stdout_reserved
 from runtime.errors import RequestError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("generate")(generate)
-
-
 def generate(
     model: str = PATH,
     prompt: str = typer.Argument(..., metavar="PROMPT", help="The prompt, - for stdin, or a .wav file (speech)."),

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from runtime.checkpoint.artifact import Artifact
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("inspect")(inspect)
-
-
 def inspect(
     artifact: str = typer.Argument(..., metavar="ARTIFACT", help="An artifact, or a plain Hugging Face checkpoint."),
     verify: bool = typer.Option(False, "--verify", help="Check the SHA-256 of every file; exit code 1 if one differs."),

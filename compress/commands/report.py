@@ -14,11 +14,6 @@ from compress.core.units import size
 from runtime.errors import RequestError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("report")(report)
-
-
 def report(
     artifacts: list[Path] = typer.Argument(..., metavar="ARTIFACT", help="One artifact, or several to compare."),
     output: Path | None = typer.Option(

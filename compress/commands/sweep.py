@@ -21,11 +21,6 @@ def _complete_sweep(incomplete: str) -> list[str]:
     return complete(list(bundled_sweeps()), incomplete)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("sweep")(sweep)
-
-
 def sweep(
     sweep: str = typer.Argument(
         ..., help="A sweep file, or the name of a bundled sweep (`compress recipes`).", autocompletion=_complete_sweep

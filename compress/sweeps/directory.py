@@ -184,7 +184,7 @@ def check_continues(before: dict[str, Any], now: dict[str, Any], path: Path) -> 
     """Refuse to go on with another sweep. More values and more trials are the same sweep, extended.
 
     Args:
-        before, now: `identity` of the sweep in the directory, and of the request (`compress.sweeps.prepare`).
+        before, now: `identity` of the sweep in the directory, and of the request (`compress.sweeps.run`).
     """
 
     def refuse(text: str) -> RequestError:

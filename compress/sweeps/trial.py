@@ -89,8 +89,8 @@ def _apply(job: Mapping[str, Any]) -> dict[str, Any]:
             limits.append(f"{limit['name']} {measured}; the recipe's limit is {limit['limit']:.4g}")
     return {
         "status": "finished",
-        "metrics": finite(of_artifact(artifact.metrics, artifact.manifest)),
-        "source": finite(of_source(artifact.metrics, artifact.manifest)),
+        "metrics": finite(of_artifact(artifact.manifest)),
+        "source": finite(of_source(artifact.manifest)),
         "limits": limits,
         "warnings": artifact.warnings,
     }

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,15 @@ def sha256(path: Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def listed(path: Path, files: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of files below `path`, by relative name; directories are left out."""
+    return {
+        file.relative_to(path).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        for file in files
+        if file.is_file()
+    }
 
 
 def _sync(path: Path) -> None:

@@ -27,7 +27,7 @@ MANIFEST = "compress.json"
 LOG = "compress.log"
 REPORT = "report.html"
 DRAFT = "draft"  # directory of a draft
-DRAFTS = (DRAFT, "draft-2")  # a draft that replaces another is written beside it (`compress.run.redraft`)
+DRAFTS = (DRAFT, "draft-2")  # a draft that replaces another is written beside it (`compress.distill.draft.redraft`)
 CHOICE = "drafter.json"  # the drafter that was found fastest on a machine, which loading follows
 # 1_Pooling/config.json: how sentence-transformers pools; draft/config.json and the like.
 NESTED = re.compile(r"[0-9]+_\w+/config\.json|draft(-2)?/[^/\\]+")

@@ -14,9 +14,9 @@ from compress.core.progress import Reporter
 from compress.core.run_directory import RunDirectory
 from compress.core.tensors import relative
 from compress.model.context import Context
+from compress.model.footprint import WHOLE_BYTES
 from compress.model.hidden_states import HiddenStates, read_batch
 from compress.model.streamed import StreamedModel
-from compress.weights.footprint import WHOLE_BYTES
 from runtime.api.model import Model
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint

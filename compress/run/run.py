@@ -25,13 +25,40 @@ from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back
 from compress.run.manifest import records, write_manifest, write_metadata
 from compress.run.plan import plan_session
-from compress.run.result import AppliedArtifact, LimitError
 from compress.run.session import ModelState, Session, identity, kind_of, layers_before
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint, read_json
 from runtime.errors import CompressError, RequestError, ResourceError
 from runtime.system.memory import keep_nothing_freed, peak_bytes
 from runtime.system.sizes import size
+
+
+@dataclass
+class AppliedArtifact:
+    """What `apply` gives back.
+
+    Attributes:
+        path: directory of the artifact.
+        metrics: quality, sizes and limits, as in the manifest.
+        manifest: content of compress.json.
+        seconds: wall-clock time of each phase of this run (a resumed run counts only what it did itself).
+        peak_memory: largest resident memory of the process, in bytes; of several, of the one that took most.
+    """
+
+    path: Path
+    metrics: dict[str, Any]
+    manifest: dict[str, Any]
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_memory: int = 0
+    warnings: list[str] = field(default_factory=list)
+
+
+class LimitError(CompressError):
+    """The artifact is complete, but worse than the recipe's `evaluate` limits allow. `result` is what `apply` would have returned."""
+
+    def __init__(self, message: str, result: AppliedArtifact) -> None:
+        super().__init__(message)
+        self.result = result
 
 
 @contextmanager
@@ -215,12 +242,12 @@ class _Run:
         directory, reporter, clock = self.store.directory, self.reporter, self.clock
         if self.session.before:
             self._make_models()
-        weights, context = self.session.weights, self.session.context
-        made = weights.run(context, self.store, reporter)
-        clock.lap(weights.title)
-        write_metadata(weights.weights, directory)
+        layers, context = self.session.layers, self.session.context
+        made = layers.run(context, self.store, reporter)
+        clock.lap(layers.title)
+        write_metadata(layers, directory)
         artifact = load_back.open_artifact(directory.path, context)
-        load_back.check_against_pipeline(context, bool(weights.needs), artifact, directory, reporter)
+        load_back.check_against_pipeline(context, bool(layers.needs), artifact, directory, reporter)
         clock.lap("load back")
         spill = directory.work if self.store.spill else None
         metrics = evaluate_artifact(context, artifact, spill, reporter)
@@ -269,15 +296,15 @@ class _Run:
         before = store.work / "compressed"
         if not (before / WORK).is_dir():  # the remains of one whose removal was interrupted
             remove(before)
-        weights = state.weights(recipe, self.session.device)
-        context = weights.weights.context
+        layers = state.layers(recipe, self.session.device)
+        context = layers.context
         context.bind(self.session.context.bounds)
         own = RunDirectory(before, resume=True)
         own.inspect(identity(context))
         own.warn = self.reporter.warn
         own.claim()
-        weights.run(context, replace(store, output=before, work=own.work, directory=own), self.reporter)
-        write_metadata(weights.weights, own)
+        layers.run(context, replace(store, output=before, work=own.work, directory=own), self.reporter)
+        write_metadata(layers, own)
         return Compressed(before, [layer for record in records(context, own) for layer in record["layers"]])
 
     def _forget_damaged(self) -> None:

@@ -35,7 +35,7 @@ torch.set_num_threads(1)
 import compress
 from compress.core.processes import end_process
 from compress.weights import block_pass as blocks, block as solve
-from compress.run import footprint as totals
+from compress.run import plan as totals
 from runtime.errors import CompressError
 
 request, output, what = sys.argv[1], Path(sys.argv[2]), sys.argv[3]

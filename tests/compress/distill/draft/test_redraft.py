@@ -16,8 +16,8 @@ from draft_stages import RTN, draft, files
 import compress
 import runtime
 from compress.cli import main
+from compress.distill.draft import redraft
 from compress.distill.train import loop
-from compress.run import redraft
 from runtime.checkpoint.artifact import Artifact
 from runtime.errors import CompressError, RequestError
 

@@ -37,8 +37,7 @@ def report(
     written: list[Path] = []
     rows: list[dict[str, Any]] = []
     with stdout_reserved(as_json):
-        from compress.report import plot_tradeoff, write_report
-        from compress.report.compare import comparison
+        from compress.report import comparison, plot_tradeoff, write_report
 
         if several or plot is not None:
             rows = comparison(artifacts)

@@ -12,7 +12,8 @@ from typing import Any
 
 from compress.core import resources
 from compress.recipe.models import TextSource
-from runtime.config.messages import did_you_mean, listing, nearest
+from compress.recipe.origin import nearest_path
+from runtime.config.messages import did_you_mean, listing
 from runtime.errors import RequestError, first_line
 
 MAX_TEXT_BYTES = 64 * 2**20
@@ -49,15 +50,9 @@ def documents(
     return _dataset(source), f"the data set {source.data}"
 
 
-def candidates(source: TextSource) -> list[Path]:
-    """Paths that `data` may mean, the likeliest first."""
-    written = Path(source.data).expanduser()
-    return [written] if written.is_absolute() else [base / written for base in source.search_directories("data")]
-
-
 def _find(source: TextSource) -> Path | None:
     """The file that `data` names; None when it can only be a data set."""
-    tried = candidates(source)
+    tried = source.candidates("data", source.data)
     for path in tried:
         if path.is_file():
             return path
@@ -65,13 +60,9 @@ def _find(source: TextSource) -> Path | None:
         raise RequestError(source.at("data", f"'{source.data}' is a directory; give one file ({listing(READERS)})"))
     if tried[0].suffix.lower() not in READERS and _DATASET_ID.match(source.data):
         return None
-    for path in tried:
-        if path.parent.is_dir():
-            found = nearest(
-                path.name, (entry.name for entry in path.parent.iterdir() if entry.suffix.lower() in READERS)
-            )
-            if found:
-                raise RequestError(source.at("data", f"no file '{source.data}'; did you mean '{path.parent / found}'?"))
+    meant = nearest_path(tried, lambda entry: entry.suffix.lower() in READERS)
+    if meant is not None:
+        raise RequestError(source.at("data", f"no file '{source.data}'; did you mean '{meant}'?"))
     where = " and ".join(dict.fromkeys(str(path) for path in tried))
     raise RequestError(
         source.at("data", f"no file '{source.data}' (looked for {where}); 'bundled' is the text of this package")

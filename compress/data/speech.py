@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from compress.data import speech_rows
-from compress.data.documents import candidates, reading
+from compress.data.documents import reading
 from compress.data.rows import CalibrationData, digest, draw
 from compress.data.tokens import check_vocabulary
 from compress.recipe.models import CalibrationConfig, EvaluateConfig, TextSource
@@ -148,7 +148,7 @@ def _sounds(source: TextSource) -> tuple[Path, list[Path]]:
     """The directory that `data` names, and the .wav files in it by name."""
     if source.data == "bundled":
         raise RequestError(source.at("data", f"the model reads speech, and none is bundled; give {WANTED}"))
-    folder = next((path for path in candidates(source) if path.is_dir()), None)
+    folder = next((path for path in source.candidates("data", source.data) if path.is_dir()), None)
     if folder is None:
         raise RequestError(source.at("data", f"'{source.data}' is no directory, and the model hears; give {WANTED}"))
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".wav" and path.is_file())

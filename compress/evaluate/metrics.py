@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -95,6 +96,16 @@ class TokenMetrics:
 def perplexity(nll: float) -> float:
     """exp without OverflowError: a model that is certain of wrong tokens has infinite perplexity, which limits then refuse."""
     return math.exp(nll) if nll < 700 else math.inf
+
+
+def exceeded(metrics: Mapping[str, Any]) -> list[str]:
+    """A sentence for each limit of the recipe that the metrics of a manifest exceed."""
+    found = []
+    for limit in metrics.get("limits") or []:
+        if not limit["ok"]:
+            value = "was not measured" if limit["value"] is None else f"is {limit['value']:.4g}"
+            found.append(f"{limit['name']} {value}; the recipe's limit is {limit['limit']:.4g}")
+    return found
 
 
 def _log_softmax(logits: torch.Tensor, whose: str) -> torch.Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compress.evaluate.metrics import exceeded
 from runtime.checkpoint.artifact import Artifact
 from runtime.errors import ArtifactError
 
@@ -138,10 +139,7 @@ def _warnings(manifest: dict[str, Any]) -> list[str]:
     calibration = manifest.get("calibration") or {}
     if calibration.get("warning"):
         found.append(str(calibration["warning"]))
-    for limit in (manifest.get("metrics") or {}).get("limits", []):
-        if not limit["ok"]:
-            value = "was not measured" if limit["value"] is None else f"is {limit['value']:.4g}"
-            found.append(f"{limit['name']} {value}; the recipe's limit is {limit['limit']:.4g}")
+    found += exceeded(manifest.get("metrics") or {})
     for name, account in manifest["tensors"].items():
         reason = account.get("reason", "")
         if account["action"] == "dropped" and reason != _CUT:

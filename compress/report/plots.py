@@ -1,4 +1,4 @@
-"""The picture that compares methods: size against perplexity."""
+"""Comparison of several artifacts: rows for a table, and the plot of size against perplexity."""
 
 from __future__ import annotations
 
@@ -8,10 +8,64 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.report.charts import PRINTED, color, figure, log_where_wide, save
+from compress.report.facts import Facts, gather
+from runtime.checkpoint.artifact import shown
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+def comparison(artifacts: Sequence[str | Path]) -> list[dict[str, Any]]:
+    """A row for each artifact, and one for the model they were all made from (`reference: True`) where that was measured.
+
+    A row has `path`, `label` (the recipe's directory name), `method`, `bytes`, `bits_per_weight` of the compressed layers,
+    `perplexity` (None when the recipe asked for no evaluation).
+
+    Raises:
+        ArtifactError: not an artifact. RequestError: the artifacts were measured on different text or come from different
+            models, so that their numbers cannot be compared.
+    """
+    facts: list[Facts] = []
+    for path in artifacts:
+        with shown(Path(path)):
+            facts.append(gather(path))
+            _row(facts[-1])  # what it would be shown as
+    _check_comparable(facts)
+    rows = [_row(fact) for fact in facts]
+    first = next((fact for fact in facts if "after" in fact.metrics), None)
+    if first is not None:
+        source: dict[str, Any] = {
+            "path": None, "label": "uncompressed", "method": "uncompressed", "bytes": first.bytes_before,
+            "perplexity": first.metrics["before"]["perplexity"], "bits_per_weight": None, "reference": True,
+        }  # fmt: skip
+        rows.insert(0, source)
+    return rows
+
+
+def _row(fact: Facts) -> dict[str, Any]:
+    methods = sorted({layer["method"] for layer in fact.layers})
+    return {
+        "path": str(fact.path), "label": fact.path.resolve().name, "method": ", ".join(methods) or "nothing compressed",
+        "bytes": fact.bytes_after, "bits_per_weight": fact.layer_bits,
+        "perplexity": fact.metrics["after"]["perplexity"] if "after" in fact.metrics else None,
+    }  # fmt: skip
+
+
+def _check_comparable(facts: list[Facts]) -> None:
+    models = [(fact.manifest.get("source") or {}).get("fingerprint") for fact in facts]
+    for what, found in (("made from different models", models), ("evaluated on different text", map(_text, facts))):
+        one, *others = found
+        for fact, other in zip(facts[1:], others, strict=True):
+            if one is not None and other is not None and one != other:
+                raise RequestError(f"{facts[0].path} and {fact.path} were {what}; their numbers cannot be compared")
+
+
+def _text(fact: Facts) -> Any:
+    """What the same model gives on the same text: a perplexity of the source that differs means another text."""
+    if "before" not in fact.metrics:
+        return None
+    return fact.metrics["tokens"], fact.metrics["sequence_length"], round(fact.metrics["before"]["perplexity"], 4)
 
 
 def plot_tradeoff(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> list[Path]:

@@ -19,6 +19,7 @@ from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import LOG, MANIFEST, WORK, RunDirectory, remove
 from compress.evaluate.artifact import evaluate_artifact
+from compress.evaluate.metrics import exceeded
 from compress.model.context import choose_device
 from compress.model.stage import Compressed, Job, Store
 from compress.recipe import KINDS, Recipe, load
@@ -344,11 +345,7 @@ def _part(number: int) -> str:
 
 def _accept(result: AppliedArtifact) -> AppliedArtifact:
     """The artifact, unless the recipe's limits refuse it."""
-    failed = []
-    for limit in result.metrics.get("limits", []):
-        if not limit["ok"]:
-            found = "was not measured" if limit["value"] is None else f"is {limit['value']:.4g}"
-            failed.append(f"{limit['name']} {found}, the limit is {limit['limit']:.4g}")
+    failed = exceeded(result.metrics)
     if failed:
         raise LimitError(f"{'; '.join(failed)}; the artifact is complete in {result.path}", result)
     return result

@@ -226,7 +226,7 @@ def first_recipe(
 
 def _draw(values: Values, draw: random.Random) -> Any:
     if not isinstance(values, Range):
-        return draw.choice(values.values)
+        return draw.choice(values.choices)
     count = values.count()
     return draw.uniform(values.low, values.high) if count is None else values.at(draw.randrange(count))
 

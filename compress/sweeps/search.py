@@ -138,7 +138,7 @@ class Study:
         kinds = self._optuna.distributions
         if isinstance(values, Choices):
             # As text, so that any value can be a choice, and 1 and true are two.
-            return kinds.CategoricalDistribution([text_of(value) for value in values.values])
+            return kinds.CategoricalDistribution([text_of(value) for value in values.choices])
         if values.integers:
             return kinds.IntDistribution(int(values.low), int(values.last), log=values.log, step=int(values.step or 1))
         return kinds.FloatDistribution(values.low, values.last, log=values.log, step=values.step)

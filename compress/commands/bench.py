@@ -77,11 +77,16 @@ def bench(
         if reference is not None or drafter is not None:
             raise RequestError("--drafters compares drafters with plain decoding: leave out --reference and --drafter")
         with stdout_reserved(as_json):
-            from compress.evaluate.drafters import compare
+            from compress.evaluate.drafters import compare, write_choice
+            from runtime.api.load import read_device
+            from runtime.checkpoint.artifact import Artifact
 
             result = compare(model, options, text, **shape)
             if save:
-                result["saved"] = str(_save(result, device))
+                artifact, own = Artifact(result["path"]), ("name", "speedup", "overall")
+                measured = [{key: entry[key] for key in own} for entry in result["drafters"]]
+                device_here = read_device(device)
+                result["saved"] = str(write_choice(artifact.path, result["drafter"], artifact, device_here, measured))
         finish(result, as_json, _show_drafters)
         return
     if text is not None:
@@ -146,14 +151,3 @@ def _show_drafters(result: dict[str, Any]) -> None:
         print(f"{name} does not fit: {reason}")
     saved = f"; stored in {result['saved']}, which runtime.load follows" if "saved" in result else ""
     print(f"Best: {result['best']}{saved}")
-
-
-def _save(result: dict[str, Any], device: str) -> Path:
-    """Store the best drafter for the directory and this machine, with its measurements."""
-    from compress.evaluate.drafters import write_choice
-    from runtime.api.load import read_device
-    from runtime.checkpoint.artifact import Artifact
-
-    artifact = Artifact(result["path"])
-    measured = [{key: entry[key] for key in ("name", "speedup", "overall")} for entry in result["drafters"]]
-    return write_choice(artifact.path, result["drafter"], artifact, read_device(device), measured)

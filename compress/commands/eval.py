@@ -102,9 +102,8 @@ def _names(tasks: str | None) -> list[str]:
 
 def _show(result: dict[str, Any]) -> None:
     base = result.get("reference")
-    rows: list[tuple[str, ...]] = [
-        ("perplexity", f"{result['perplexity']:.5g}", f"{base['perplexity']:.5g}" if base else "")
-    ]
+    other = f"{base['perplexity']:.5g}" if base else ""
+    rows: list[tuple[str, ...]] = [("perplexity", f"{result['perplexity']:.5g}", other)]
     if base:
         rows += [
             ("perplexity increase", f"{result['perplexity_increase']:+.2%}", ""),

@@ -16,9 +16,7 @@ from runtime.errors import RequestError
 
 def report(
     artifacts: list[Path] = typer.Argument(..., metavar="ARTIFACT", help="One artifact, or several to compare."),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", help="File of the page (default: ARTIFACT/report.html)."
-    ),
+    output: Path | None = typer.Option(None, "--output", "-o", help="File to write (default: ARTIFACT/report.html)."),
     plot: Path | None = typer.Option(None, "--plot", help="Plot size against perplexity: a .svg, .png or .pdf file."),
     as_json: bool = JSON,
 ) -> None:

@@ -131,14 +131,10 @@ def disk_errors(what: str) -> Iterator[None]:
         number = int(wrapped[1]) if number is None and wrapped is not None else number
         full = number in DISK_FULL or "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
         if full:
-            raise CompressError(
-                f"the disk is full while {what}; free some space and run the same command with --resume"
-            ) from error
+            raise CompressError(f"the disk is full while {what}; free some space, then add --resume") from error
         if number in _ONLY_WRITING or wrapped is not None:
             reason = os.strerror(number) if number is not None else str(error)
-            raise CompressError(
-                f"{reason} while {what}; finished parts stay: continue with the same command and --resume"
-            ) from error
+            raise CompressError(f"{reason} while {what}; finished parts stay: add --resume to go on") from error
         raise
 
 

@@ -99,7 +99,7 @@ class Team:
             return cls()
         if device not in ("auto", "cpu"):
             raise RequestError(
-                f"device {device!r}: each of {launched()} processes computes on the GPU that its launcher gives it; use auto or cpu"
+                f"device {device!r}: each of {launched()} processes has its launcher's GPU; use auto or cpu"
             )
         if "MASTER_ADDR" not in os.environ:
             raise RequestError(
@@ -238,9 +238,7 @@ class Team:
         """The value of process `owner` (the others give None), in all of them."""
         found = self.broadcast(value, owner)
         if found is None:
-            raise CompressError(
-                f"process {owner} has not solved its layers of a block; this is a bug, nothing was written"
-            )
+            raise CompressError(f"process {owner} has not solved its layers; this is a bug, nothing was written")
         return found
 
     def check_same(self, what: str, found: Any) -> None:

@@ -43,9 +43,7 @@ def documents(
     if file is not None:
         reader = READERS.get(file.suffix.lower())
         if reader is None:
-            raise RequestError(
-                source.at("data", f"'{file}' is no kind of text that is read here; allowed: {listing(READERS)}")
-            )
+            raise RequestError(source.at("data", f"'{file}' is no kind of text read here; allowed: {listing(READERS)}"))
         return reader(source, file, end_of_text, split_paragraphs), f"the file {file.name}"
     return _dataset(source), f"the data set {source.data}"
 
@@ -65,7 +63,7 @@ def _find(source: TextSource) -> Path | None:
         raise RequestError(source.at("data", f"no file '{source.data}'; did you mean '{meant}'?"))
     where = " and ".join(dict.fromkeys(str(path) for path in tried))
     raise RequestError(
-        source.at("data", f"no file '{source.data}' (looked for {where}); 'bundled' is the text of this package")
+        source.at("data", f"no file '{source.data}' (tried {where}); 'bundled' is the text of this package")
     )
 
 

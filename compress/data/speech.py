@@ -47,9 +47,7 @@ class SpeechReader:
         """
         listener = load_listener(artifact.path)
         if listener is None:
-            raise RequestError(
-                f"{artifact.path} has no feature extractor (preprocessor_config.json), and a model that hears needs one"
-            )
+            raise RequestError(f"{artifact.path} has no feature extractor (preprocessor_config.json) to hear with")
         prompts = SpeechPrompts(artifact, vocab_size)
         return cls(artifact.path, listener, tokenizer, prompts, vocab_size, limit)
 

@@ -183,9 +183,7 @@ def prompts_of(
     if "code" in found and (context is None or context >= 4 * PROMPT + new_tokens):
         found["edit"] = [_again(row, tokenizer) for row in samples["code"].tolist()]
     if not found:
-        raise RequestError(
-            "--drafters: the model's tokenizer makes too few tokens of the samples; give prompts with --text"
-        )
+        raise RequestError("--drafters: the tokenizer makes too few tokens of the samples; give prompts with --text")
     return found
 
 

@@ -109,9 +109,7 @@ def gather(artifact_path: str | Path) -> Facts:
     artifact = Artifact(artifact_path)
     manifest = artifact.manifest
     if manifest is None:
-        raise ArtifactError(
-            f"{artifact.path} has no compress.json, so there is nothing to report; give a compressed artifact"
-        )
+        raise ArtifactError(f"{artifact.path} has no compress.json to report on; give a compressed artifact")
     for key in ("before", "after"):
         if not isinstance((manifest.get("bytes") or {}).get(key), int):
             raise ArtifactError(f"{artifact.path / 'compress.json'} has no bytes.{key}, which the report needs")
@@ -154,9 +152,8 @@ def _warnings(manifest: dict[str, Any]) -> list[str]:
 
 def notes_text(notes: dict[str, Any]) -> str:
     """A layer's notes in one line, `damping 0.01, retries 2`: without counts that are zero, and without its share of zeros."""
-    told = {
-        key: value for key, value in notes.items() if key != "sparsity" and (isinstance(value, (bool, str)) or value)
-    }
+    told = {key: value for key, value in notes.items() if isinstance(value, (bool, str)) or value}
+    told.pop("sparsity", None)
     return ", ".join(f"{key.replace('_', ' ')} {_short(value)}" for key, value in told.items())
 
 

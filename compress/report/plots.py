@@ -91,9 +91,7 @@ def plot_tradeoff(rows: Sequence[Mapping[str, Any]], path: str | Path, title: st
             value = row.get(key)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
                 name = row.get("label", row.get("method"))
-                raise RequestError(
-                    f"{key} of '{name}' cannot be drawn: expected a finite number above 0, got {value!r}"
-                )
+                raise RequestError(f"{key} of '{name}' cannot be drawn: {value!r} is no finite number above 0")
     points = [row for row in rows if not row.get("reference")]
     if not points:
         raise RequestError("the plot has no points: none of what was given is a compressed model with an evaluation")
@@ -124,15 +122,20 @@ def _tradeoff(axes: Axes, points: list[Mapping[str, Any]], references: list[Mapp
         label = row.get("label") or f"{row['method']} ({row['bytes'] / 1e6:.1f} MB)"
         axes.axhline(row["perplexity"], linestyle="--", linewidth=1.2, color="#64748b", label=label)
     log_where_wide(axes, [row["perplexity"] for row in [*points, *references]])
+    label_axes(axes, "size of the weights (MB)", "perplexity on held-out text", PRINTED[1], labels)
+
+
+def label_axes(axes: Axes, x: str, y: str, faint: str, labels: list[tuple[float, float, str, str]]) -> None:
+    """Words of both axes, a grid, a legend, and labels of points; see `_place_labels`."""
     axes.margins(x=0.1, y=0.12)
-    axes.set_xlabel("size of the weights (MB)")
-    axes.set_ylabel("perplexity on held-out text")
-    axes.grid(color="#e2e8f0", linewidth=0.8)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(color=faint, linewidth=0.8)
     axes.legend(frameon=False, fontsize=9)
-    place_labels(axes, labels)
+    _place_labels(axes, labels)
 
 
-def place_labels(axes: Axes, labels: list[tuple[float, float, str, str]]) -> None:
+def _place_labels(axes: Axes, labels: list[tuple[float, float, str, str]]) -> None:
     """Write (x, y, text, colour) beside its point, wherever it hides least of the points and labels that are there already."""
     scale = 72 / axes.figure.get_dpi()  # pixels to points, the unit of offsets
     axes.figure.canvas.draw()  # axes get their place and their limits only now
@@ -147,9 +150,8 @@ def place_labels(axes: Axes, labels: list[tuple[float, float, str, str]]) -> Non
         hidden = [sum(_overlap(box, other) for other in taken) + _outside(axes, box, scale) for box in boxes]
         best = hidden.index(min(hidden))
         taken.append(boxes[best])
-        axes.annotate(
-            text, (x, y), xytext=offsets[best], textcoords="offset points", fontsize=8, color=ink, annotation_clip=False
-        )
+        style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": ink, "annotation_clip": False}
+        axes.annotate(text, (x, y), xytext=offsets[best], **style)
 
 
 def _outside(axes: Axes, box: tuple[float, ...], scale: float) -> float:

@@ -69,9 +69,7 @@ def write_manifest(
     _account_for_cuts(context, tensors)
     lost = sorted(set(context.checkpoint.names()) - set(tensors))
     if lost:
-        raise ArtifactError(
-            f"tensor {lost[0]} of the source is neither compressed nor copied ({len(lost)} in all); this is a bug"
-        )
+        raise ArtifactError(f"tensor {lost[0]} is neither compressed nor copied ({len(lost)} in all); this is a bug")
     nested = [*directory.path.glob("[0-9]*_*/config.json"), *files]
     found = [f for f in sorted([*directory.path.iterdir(), *nested]) if f.name not in (*UNHASHED, LOCK)]
     known = listed(directory.path, found)

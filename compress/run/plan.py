@@ -114,7 +114,8 @@ def plan_session(session: Session, output: Path, max_memory: int | None = None, 
     context = session.context
     tensors = session.layers.tensors()
     before, after = sum(t.bytes_before for t in tensors), sum(t.bytes_after for t in tensors)
-    free = _free_disk(output)
+    existing = next(place for place in (output.absolute(), *output.absolute().parents) if place.exists())
+    free = psutil.disk_usage(str(existing)).free
     takes = totals(session, after, max_memory, settled)
     context.bind(takes.bounds)
     plan = Plan(
@@ -183,11 +184,6 @@ def unused_limits(context: Context) -> list[str]:
         for name in context.recipe.evaluate.limits()
         if (name == "min_cosine") != encoder
     ]
-
-
-def _free_disk(path: Path) -> int:
-    existing = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-    return psutil.disk_usage(str(existing)).free
 
 
 # Footprint of the whole run: the peak memory of its stages, which run one after the other, and the time of all of them.

@@ -137,11 +137,6 @@ class Session:
         """Of the model whose layers are compressed; of zeros, as long as `before` has not run."""
         return self.layers.context
 
-    @property
-    def jobs(self) -> tuple[Job, ...]:
-        """All, in the order they run."""
-        return (*self.before, self.layers, *self.after)
-
 
 def identity(context: Context) -> dict[str, Any]:
     """What must be equal for a resume to give the same bytes, but for stages that have an identity of their own."""

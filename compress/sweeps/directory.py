@@ -129,12 +129,6 @@ class SweepDirectory:
         """Path of a file in the sweep's directory for temporary files."""
         return self.path / WORK / name
 
-    def drop_artifacts(self, keep: set[int]) -> None:
-        """Remove the artifacts of all finished trials but these."""
-        for trial in self.in_order:
-            if trial.done and trial.number not in keep:
-                remove(self.artifact(trial.number))
-
     def take_lock(self) -> None:
         """Wait for the trials of a killed sweep to end; CompressError: another sweep holds the directory."""
         self.lock = os.open(self.path / WORK / "lock", os.O_RDWR | os.O_CREAT, 0o644)

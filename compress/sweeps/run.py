@@ -16,6 +16,7 @@ from rich.progress import track
 
 from compress.core.files import disk_errors, write_json, write_text
 from compress.core.processes import launched
+from compress.core.run_directory import remove
 from compress.core.units import duration
 from compress.evaluate.speed import SpeedRequest, run_isolated
 from compress.recipe import Recipe, locate_checkpoint, locate_model
@@ -172,9 +173,8 @@ def sweep(
     directory = SweepDirectory(path, identity(plan, base, recipe, device), resume, overwrite)
     try:
         with disk_errors(f"writing to {path}"):
-            return _Run(plan, base, search, recipe, directory, device, max_memory, Talk(quiet)).carry_out(
-                executor or choose, retry
-            )
+            run = _Run(plan, base, search, recipe, directory, device, max_memory, Talk(quiet))
+            return run.carry_out(executor or choose, retry)
     finally:
         directory.close()
 
@@ -363,7 +363,10 @@ class _Run:
         """Keep the artifacts that are asked for and those whose speed is to be measured; write the present results."""
         untimed = {trial.number for trial in self._untimed()}
         settled = [trial for trial in self.directory.in_order if trial.done and trial.number not in untimed]
-        self.directory.drop_artifacts(kept(settled, self.sweep) | untimed)
+        wanted = kept(settled, self.sweep) | untimed
+        for trial in self.directory.in_order:
+            if trial.done and trial.number not in wanted:
+                remove(self.directory.artifact(trial.number))
         write_results(summary(self.sweep, self.directory, self._source(measured=False), 0.0), self.directory.path)
 
     def _forget_failures(self) -> None:

@@ -101,8 +101,10 @@ class Range(_Values):
         if step is not None and (high - low) / step >= MOST:
             many = f"{self.count():,}" if (high - low) / step < _EXACT else "more than 2^53"
             raise ValueError(f"{many} values; at most {MOST:,} are allowed")
+        if self.integers or all(isinstance(value, float) for value in (low, high, step or 1.0)):
+            return self
         floats = {"low": float(low), "high": float(high), "step": None if step is None else float(step)}
-        return self if self.integers else self.model_copy(update=floats)
+        return self.model_copy(update=floats)
 
     @property
     def integers(self) -> bool:

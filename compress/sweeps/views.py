@@ -13,7 +13,7 @@ import yaml
 from compress.core.files import write_text
 from compress.report import elements
 from compress.report.charts import FAINT, INK, PRINTED, color, figure, log_where_wide, save, svg
-from compress.report.plots import place_labels
+from compress.report.plots import label_axes
 from compress.sweeps.labels import sentence, word
 from compress.sweeps.metrics import METRICS, Metric
 from compress.sweeps.models import Sweep
@@ -58,9 +58,7 @@ def _plot(result: dict[str, Any], title: str, ink: str, faint: str, ground: str)
 
 
 def _points(result: dict[str, Any], x: Metric, y: Metric) -> list[dict[str, Any]]:
-    return [
-        trial for trial in result["trials"] if None not in (trial["metrics"].get(x.name), trial["metrics"].get(y.name))
-    ]
+    return [trial for trial in result["trials"] if None not in map(trial["metrics"].get, (x.name, y.name))]
 
 
 def _panel(axes: Axes, result: dict[str, Any], x: Metric, y: Metric, ink: str, faint: str) -> None:
@@ -88,15 +86,9 @@ def _panel(axes: Axes, result: dict[str, Any], x: Metric, y: Metric, ink: str, f
     upright = result["source"].get(y.name)
     log_where_wide(axes, values if not upright else [*values, upright / y.axis], times=4.0)
     _reference(axes, result["source"], x, y, [at(trial["metrics"])[0] for trial in trials])
-    axes.margins(x=0.1, y=0.12)
-    axes.set_xlabel(x.label)
-    axes.set_ylabel(y.label)
-    axes.grid(color=faint, linewidth=0.8)
-    axes.legend(frameon=False, fontsize=9)
     named = trials if len(trials) <= _LABELLED else [trial for trial in trials if trial["pareto"]]
-    place_labels(
-        axes, [(*at(trial["metrics"]), _label(result, trial), ink if trial["pareto"] else SOFT) for trial in named]
-    )
+    labels = [(*at(trial["metrics"]), _label(result, trial), ink if trial["pareto"] else SOFT) for trial in named]
+    label_axes(axes, x.label, y.label, faint, labels)
 
 
 def _reference(axes: Axes, source: dict[str, Any], x: Metric, y: Metric, across: list[float]) -> None:

@@ -148,7 +148,7 @@ def test_several_processes_have_the_gpus_that_their_launcher_gives_them(plain, r
     file.write_text(yaml.safe_dump(recipe(tmp_path / "model", RTN, draft())))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["draft", str(plain), str(file), "--device", "cuda:1"]) == 2
-    assert "each of 2 processes computes on the GPU that its launcher gives it" in capsys.readouterr().err
+    assert "each of 2 processes has its launcher's GPU" in capsys.readouterr().err
 
 
 @pytest.mark.slow

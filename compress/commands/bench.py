@@ -18,7 +18,6 @@ from compress.commands.options import (
     PATH,
     THREADS,
     TRUST,
-    read_drafter,
 )
 from compress.commands.output import counted, finish, print_table, stdout_reserved
 from compress.core.units import size
@@ -65,7 +64,7 @@ def bench(
 
     options: dict[str, Any] = {
         "device": device, "kernels": kernels, "dtype": dtype, "threads": threads, "trust_remote_code": trust_remote_code,
-        "max_memory": max_memory, "kv_cache": kv_cache, "drafter": read_drafter(drafter),
+        "max_memory": max_memory, "kv_cache": kv_cache, "drafter": drafter,
     }  # fmt: skip
     shape: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,

@@ -61,7 +61,8 @@ class Statistics:
     def to(self, device: torch.device | str) -> Statistics:
         """The same on a device."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, **{name: value.to(device) for name, value in tensors.items()})
+        moved: dict[str, Any] = {name: value.to(device) for name, value in tensors.items()}
+        return replace(self, **moved)
 
 
 class StatisticsCollector:

@@ -165,13 +165,12 @@ def read_values(written: Any, origin: Origin | None = None, path: Path = ()) -> 
     if not isinstance(written, (list, Mapping)) or written == {}:
         expected = "a list of values, {choices: [...]} or {low: ..., high: ...}"
         raise RequestError(origin.at(path, f"expected {expected}, got {show(written)}"))
-    is_list = isinstance(written, list)
-    given = {"choices": written} if is_list else written
+    given: Mapping[str, Any] = {"choices": written} if isinstance(written, list) else written
     kind = Range if Range.model_fields.keys() & given.keys() and "choices" not in given else Choices
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        if is_list:  # the only error there is
+        if given is not written:  # the list is empty, or has a value twice
             raise RequestError(origin.at(path, str(error.errors()[0]["ctx"]["error"]))) from None
         raise RequestError("\n".join(problems_of(error, kind, path, origin, given))) from None
 

@@ -130,8 +130,9 @@ def test_what_cannot_be_done_is_said(plain, recipe, tmp_path, monkeypatch, capsy
         compress.draft(plain, recipe(tmp_path / "model", RTN))
     with pytest.raises(RequestError, match=r"stages.0.draft.layers: .* 1 to 3"):
         compress.draft(plain, recipe(tmp_path / "model", draft(layers=4)))
-    monkeypatch.setattr(redraft.Team, "size", 3)
-    monkeypatch.setattr(redraft.Team, "join", lambda device: redraft.Team())
+    team = redraft.Team()
+    team.size = 3
+    monkeypatch.setattr(redraft.Team, "join", lambda device: team)
     with pytest.raises(RequestError, match=r"draft.batch_size: 4 .*3 processes"):
         compress.draft(plain, stages)
     with pytest.raises(RequestError, match=r"draft.method: skip .*3 processes"):

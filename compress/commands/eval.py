@@ -54,22 +54,14 @@ def eval(
         "kv_cache": kv_cache,
     }  # fmt: skip
     names = _names(tasks)
+    own = None if text == "bundled" else text
+    ignored: dict[str, Any] = {"--task-path": task_path, "--num-fewshot": num_fewshot, "--limit": limit}
+    why = "needs --tasks"
     if names:
-        ignored = {
-            "--text": text != "bundled",
-            "--reference": reference is not None,
-            "--kv-cache": kv_cache is not None,
-        }
+        ignored = {"--text": own, "--reference": reference, "--kv-cache": kv_cache}
         why = "cannot be used with --tasks, which bring their own text and score answers without a cache"
-    else:
-        ignored = {
-            "--task-path": task_path is not None,
-            "--num-fewshot": num_fewshot is not None,
-            "--limit": limit is not None,
-        }
-        why = "needs --tasks"
-    for name in ignored:
-        if ignored[name]:
+    for name, value in ignored.items():
+        if value is not None:
             raise RequestError(f"{name} {why}")
     with stdout_reserved(as_json):
         from compress.evaluate import evaluate, evaluate_tasks

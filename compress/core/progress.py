@@ -11,7 +11,6 @@ import psutil
 from runtime.system.progress import ProgressReporter
 from runtime.system.sizes import size
 
-
 Progress = ProgressReporter
 """Receiver of progress; a `Reporter` has a log file too."""
 

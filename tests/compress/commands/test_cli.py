@@ -403,7 +403,7 @@ def test_apply_hands_its_options_on(capsys, pipeline, recipe, tmp_path):
         "2.00 MB",
         "4.00 times smaller",
         "+20.00%",
-        "90.0%",
+        "90.00%",
         "compress 1 min 01 s",
         "500.00 MB",
         "Once and so on",

@@ -91,9 +91,12 @@ def draft(
         runtime.errors.CompressError: it failed; the artifact is unchanged, and the same call continues.
     """
     from compress.recipe import load
-    from compress.run.redraft import redraft
 
-    return redraft(Path(artifact), load(recipe, set=set), device=device, quiet=quiet)
+    loaded = load(recipe, set=set)
+    from compress.distill.draft.redraft import redraft
+    from compress.run.run import apply_recipe
+
+    return redraft(Path(artifact), loaded, apply_recipe, device, quiet)
 
 
 def plan(

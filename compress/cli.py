@@ -1,6 +1,6 @@
 """The command line. Exit codes: 0 done, 1 failed, 2 the request was wrong, 130 interrupted, 143 or 129 stopped (SIGTERM, SIGHUP).
 
-Every command is a module of `compress.commands` with `register(app)`. Only the module of the command that was typed is
+Every command is a module of `compress.commands` with a function of its name. Only the module of the command that was typed is
 imported; `--help` and completion import all of them, which stays cheap because they import torch inside their functions.
 """
 
@@ -57,7 +57,14 @@ def build(commands: Iterable[str] = COMMANDS) -> typer.Typer:
         pass
 
     for name in commands:
-        importlib.import_module(f"compress.commands.{name}").register(app)
+        module = importlib.import_module(f"compress.commands.{name}")
+        if not hasattr(module, "show"):
+            app.command(name)(getattr(module, name))
+            continue
+        group = typer.Typer(invoke_without_command=True)
+        group.callback()(getattr(module, name))
+        group.command("show")(module.show)
+        app.add_typer(group, name=name)
     return app
 
 

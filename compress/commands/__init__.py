@@ -1,1 +1,4 @@
-"""One module a command, each with `register(app)`; torch is imported inside the functions, so that `--help` is quick."""
+"""One module a command: its function of the same name, and `show`, of a group.
+
+They import torch inside the functions, so that `--help` is quick.
+"""

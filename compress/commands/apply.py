@@ -29,11 +29,6 @@ from runtime.errors import CompressError, RequestError
 SAMPLE_TOKENS = 48
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("apply")(apply)
-
-
 def apply(
     recipe: str = RECIPE,
     model: str | None = MODEL,
@@ -97,9 +92,7 @@ def continue_prompt(path: Path, prompt: str, device: str, limit: int | None) -> 
         return str(runtime.load(path, device=device, max_memory=bound).generate(prompt, max_new_tokens=SAMPLE_TOKENS))
     except RequestError as error:
         left = "" if limit is None else f" within what the process leaves of --max-memory {size(limit)}"
-        print(
-            f"compress: {path} is complete, but its sample cannot run on this machine{left}: {error}", file=sys.stderr
-        )
+        print(f"compress: {path} is complete, but this machine cannot run its sample{left}: {error}", file=sys.stderr)
         return None
 
 
@@ -117,22 +110,13 @@ def _result(artifact: Any) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
+    from compress.evaluate.metrics import Quality
     from compress.model.stage import row_of
 
     before, after = result["bytes"]["before"], result["bytes"]["after"]
     rows = [("size of the tensors", size(before), size(after), f"{before / max(after, 1):.2f} times smaller")]
-    rows += [row_of(made) for made in result.get("passes") or []]
     metrics = result["metrics"]
-    if "after" in metrics:
-        old, new = metrics["before"]["perplexity"], metrics["after"]["perplexity"]
-        change = f"{metrics['perplexity_increase']:+.1%}"
-        rows.append(("perplexity (held-out text)", f"{old:.4g}", f"{new:.4g}", change))
-        if "kl" in metrics:  # absent where the vocabularies differ
-            rows.append(("KL divergence from the original, nats per token", "", f"{metrics['kl']:.4g}", ""))
-            rows.append(("same top-1 token", "", f"{metrics['top1_agreement']:.1%}", ""))
-    if "cosine" in metrics:
-        cosine = metrics["cosine"]
-        rows.append(("cosine similarity of embeddings", "", f"{cosine['mean']:.4f}", f"worst {cosine['min']:.4f}"))
+    rows += [*map(row_of, result.get("passes") or []), *Quality.of(metrics).rows()]
     print_table(("", "before", "after", ""), rows, right=(1, 2))
     if "kv_cache" in result:
         show_policy(result["kv_cache"], result["kv_cache_bytes"], metrics)

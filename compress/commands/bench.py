@@ -18,18 +18,12 @@ from compress.commands.options import (
     PATH,
     THREADS,
     TRUST,
-    read_drafter,
 )
 from compress.commands.output import counted, finish, print_table, stdout_reserved
 from compress.core.units import size
 from runtime.errors import RequestError
 
 _PROMPT = 128  # tokens
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("bench")(bench)
 
 
 def bench(
@@ -70,7 +64,7 @@ def bench(
 
     options: dict[str, Any] = {
         "device": device, "kernels": kernels, "dtype": dtype, "threads": threads, "trust_remote_code": trust_remote_code,
-        "max_memory": max_memory, "kv_cache": kv_cache, "drafter": read_drafter(drafter),
+        "max_memory": max_memory, "kv_cache": kv_cache, "drafter": drafter,
     }  # fmt: skip
     shape: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
@@ -82,11 +76,16 @@ def bench(
         if reference is not None or drafter is not None:
             raise RequestError("--drafters compares drafters with plain decoding: leave out --reference and --drafter")
         with stdout_reserved(as_json):
-            from compress.evaluate.drafters import compare
+            from compress.evaluate.drafters import compare, write_choice
+            from runtime.api.load import read_device
+            from runtime.checkpoint.artifact import Artifact
 
             result = compare(model, options, text, **shape)
             if save:
-                result["saved"] = str(_save(result, device))
+                artifact, own = Artifact(result["path"]), ("name", "speedup", "overall")
+                measured = [{key: entry[key] for key in own} for entry in result["drafters"]]
+                device_here = read_device(device)
+                result["saved"] = str(write_choice(artifact.path, result["drafter"], artifact, device_here, measured))
         finish(result, as_json, _show_drafters)
         return
     if text is not None:
@@ -151,14 +150,3 @@ def _show_drafters(result: dict[str, Any]) -> None:
         print(f"{name} does not fit: {reason}")
     saved = f"; stored in {result['saved']}, which runtime.load follows" if "saved" in result else ""
     print(f"Best: {result['best']}{saved}")
-
-
-def _save(result: dict[str, Any], device: str) -> Path:
-    """Store the best drafter for the directory and this machine, with its measurements."""
-    from compress.evaluate.drafters import write_choice
-    from runtime.api.load import read_device
-    from runtime.checkpoint.artifact import Artifact
-
-    artifact = Artifact(result["path"])
-    measured = [{key: entry[key] for key in ("name", "speedup", "overall")} for entry in result["drafters"]]
-    return write_choice(artifact.path, result["drafter"], artifact, read_device(device), measured)

@@ -7,13 +7,9 @@ from typing import Any
 
 import typer
 
+import compress
 from compress.commands.options import DEVICE, JSON, QUIET, RECIPE, SET
 from compress.commands.output import finish, show_draft, stdout_reserved
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("draft")(draft)
 
 
 def draft(
@@ -38,13 +34,8 @@ def draft(
       accelerate launch -m compress.cli draft out/llama_w4 my.yaml             one process per GPU
       torchrun --nproc_per_node 2 -m compress.cli draft out/llama_w4 my.yaml --device cpu
     """
-    from compress.recipe import load
-
-    loaded = load(recipe, set=set_)
     with stdout_reserved(as_json):
-        from compress.run.redraft import redraft
-
-        made = redraft(artifact, loaded, device=device, quiet=quiet)
+        made = compress.draft(artifact, recipe, set=set_, device=device, quiet=quiet)
     if made is not None:  # rank 0 prints for all
         finish({"path": str(artifact), "draft": made}, as_json, _show)
 

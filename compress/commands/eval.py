@@ -13,12 +13,7 @@ from compress.core.units import size
 from runtime.errors import RequestError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("eval")(evaluate_model)
-
-
-def evaluate_model(
+def eval(
     model: str = PATH,
     text: str = typer.Option("bundled", "--text", "-t", help="A .txt, .jsonl or .parquet file, or a data set's id."),
     sequence_length: int | None = typer.Option(
@@ -59,22 +54,14 @@ def evaluate_model(
         "kv_cache": kv_cache,
     }  # fmt: skip
     names = _names(tasks)
+    own = None if text == "bundled" else text
+    ignored: dict[str, Any] = {"--task-path": task_path, "--num-fewshot": num_fewshot, "--limit": limit}
+    why = "needs --tasks"
     if names:
-        ignored = {
-            "--text": text != "bundled",
-            "--reference": reference is not None,
-            "--kv-cache": kv_cache is not None,
-        }
+        ignored = {"--text": own, "--reference": reference, "--kv-cache": kv_cache}
         why = "cannot be used with --tasks, which bring their own text and score answers without a cache"
-    else:
-        ignored = {
-            "--task-path": task_path is not None,
-            "--num-fewshot": num_fewshot is not None,
-            "--limit": limit is not None,
-        }
-        why = "needs --tasks"
-    for name in ignored:
-        if ignored[name]:
+    for name, value in ignored.items():
+        if value is not None:
             raise RequestError(f"{name} {why}")
     with stdout_reserved(as_json):
         from compress.evaluate import evaluate, evaluate_tasks
@@ -107,9 +94,8 @@ def _names(tasks: str | None) -> list[str]:
 
 def _show(result: dict[str, Any]) -> None:
     base = result.get("reference")
-    rows: list[tuple[str, ...]] = [
-        ("perplexity", f"{result['perplexity']:.5g}", f"{base['perplexity']:.5g}" if base else "")
-    ]
+    other = f"{base['perplexity']:.5g}" if base else ""
+    rows: list[tuple[str, ...]] = [("perplexity", f"{result['perplexity']:.5g}", other)]
     if base:
         rows += [
             ("perplexity increase", f"{result['perplexity_increase']:+.2%}", ""),

@@ -14,11 +14,6 @@ from compress.core.units import duration, size
 from runtime.errors import RequestError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("export")(export)
-
-
 def export(
     artifact: str | None = typer.Argument(None, help="An artifact (default: the last that `apply` wrote from here)."),
     target: str | None = typer.Option(None, "--target", "-t", help="Target to write; see --list."),

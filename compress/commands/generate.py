@@ -18,15 +18,9 @@ from compress.commands.options import (
     PATH,
     THREADS,
     TRUST,
-    read_drafter,
 )
 from compress.commands.output import finish, stdout_reserved
 from runtime.errors import RequestError
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("generate")(generate)
 
 
 def generate(
@@ -82,7 +76,7 @@ def generate(
 
         loaded = runtime.load(
             model, device=device, kernels=kernels, dtype=dtype, threads=threads, trust_remote_code=trust_remote_code,
-            max_memory=max_memory, kv_cache=kv_cache, drafter=read_drafter(drafter), verify=verify,
+            max_memory=max_memory, kv_cache=kv_cache, drafter=drafter, verify=verify,
         )  # fmt: skip
         if not hasattr(loaded, "generate"):
             raise RequestError(f"{model} holds a {type(loaded).__name__}, which makes embeddings, not text")

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from runtime.checkpoint.artifact import Artifact
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("inspect")(inspect)
-
-
 def inspect(
     artifact: str = typer.Argument(..., metavar="ARTIFACT", help="An artifact, or a plain Hugging Face checkpoint."),
     verify: bool = typer.Option(False, "--verify", help="Check the SHA-256 of every file; exit code 1 if one differs."),
@@ -102,6 +97,7 @@ def _stored(artifact: Artifact) -> Iterator[dict[str, Any]]:
 
 
 def _show(result: dict[str, Any]) -> None:
+    from compress.evaluate.metrics import Quality
     from compress.model.stage import row_of
 
     tensors = result["tensors"]
@@ -124,17 +120,14 @@ def _show(result: dict[str, Any]) -> None:
     if result.get("source"):
         source, ratio = result["source"]["path_or_id"], result["bytes"]["before"] / max(result["bytes"]["after"], 1)
         print(f"Made by compress {result['compress_version']} from {source}: {ratio:.2f} times smaller")
-    for label, before, after, note in map(row_of, result.get("passes") or []):
-        print(f"Pass: {label}{f' {before} -> {after}' if before else ''}{'; ' if note else ''}{note}")
+    lines = [(f"Pass: {label}", *row) for label, *row in map(row_of, result.get("passes") or [])]
     metrics = result.get("metrics") or {}
     if result.get("kv_cache"):
         show_policy(result["kv_cache"], result.get("kv_cache_bytes") or [], metrics)
-    if "after" in metrics:
-        before, after = metrics["before"]["perplexity"], metrics["after"]["perplexity"]
-        compared = f"KL {metrics['kl']:.4g} nats per token" if "kl" in metrics else metrics.get("reason", "")
-        print(f"Perplexity {before:.4g} -> {after:.4g} ({after / before - 1:+.1%}), {compared}")
-    if "cosine" in metrics:
-        cosine = metrics["cosine"]
-        print(f"Cosine similarity of embeddings: {cosine['mean']:.4f} (worst {cosine['min']:.4f})")
+    for label, before, after, note in [*lines, *Quality.of(metrics).rows()]:
+        change = f"{before} -> {after}" if before else after
+        print("; ".join(part for part in (f"{label} {change}".strip(), note) if part))
+    if "reason" in metrics:
+        print(metrics["reason"])
     if result["verified_files"] is not None:
         print(f"Verified: all {result['verified_files']} files match their SHA-256.")

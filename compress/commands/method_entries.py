@@ -53,26 +53,22 @@ def method_entries() -> Iterator[MethodEntry]:
     from runtime.kv_cache.policy.presets import PRESETS
     from runtime.kv_cache.policy.registries import AXES
 
-    for kind in KINDS.values():
-        for method in kind.methods().values():
-            yield MethodEntry(kind.name, method.name, method)
-    for preset in PRESETS.values():
-        yield MethodEntry("kv_cache", preset.name, preset)
-    for key, registry in AXES.items():
-        for method in registry:
-            yield MethodEntry(f"kv_cache {key}", method.name, method)
     ways = {
         "text": "{{method: {}}}", "target": "{{method: {}}}", "model": "{{model: DIRECTORY, method: {}}}", "heads": "{{model: DIRECTORY}}",
         "drafters": "{{of: [DRAFTER, DRAFTER, ...], method: {}}}",
     }  # fmt: skip
-    for source, way in ways.items():
-        for method in drafters(source):
-            yield MethodEntry("drafter", method.name, method, f"drafter: {way.format(method.name)}")
-    for key, registry in (("acceptance", RULES), ("lengths", LENGTHS)):
-        for method in registry:
-            yield MethodEntry(
-                f"drafter {key}", method.name, method, f"drafter: {{..., {key}: {{{method.name}: {{}}}}}}"
-            )
+    groups: list[tuple[str, Iterable[Any], str | None]] = [
+        *((kind.name, kind.methods().values(), None) for kind in KINDS.values()),
+        ("kv_cache", PRESETS.values(), None),
+        *((f"kv_cache {key}", registry, None) for key, registry in AXES.items()),
+        *(("drafter", drafters(source), way) for source, way in ways.items()),
+        ("drafter acceptance", RULES, "{{..., acceptance: {{{}: {{}}}}}}"),
+        ("drafter lengths", LENGTHS, "{{..., lengths: {{{}: {{}}}}}}"),
+    ]
+    for stage, methods, way in groups:
+        for method in methods:
+            written = None if way is None else f"drafter: {way.format(method.name)}"
+            yield MethodEntry(stage, method.name, method, written)
 
 
 def _of_stage(method: Any) -> dict[str, Any]:

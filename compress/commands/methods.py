@@ -12,15 +12,7 @@ from runtime.config.messages import did_you_mean
 from runtime.errors import RequestError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    group = typer.Typer(invoke_without_command=True)
-    group.callback()(list_methods)
-    group.command("show")(show_method)
-    app.add_typer(group, name="methods")
-
-
-def list_methods(context: typer.Context, as_json: bool = JSON) -> None:
+def methods(context: typer.Context, as_json: bool = JSON) -> None:
     """List the methods, or show one with its fields.
 
     \b
@@ -43,7 +35,7 @@ def _show_list(result: dict[str, Any]) -> None:
     print("Fields, defaults and the paper: compress methods show NAME")
 
 
-def show_method(name: str = typer.Argument(..., help="Name of a method."), as_json: bool = JSON) -> None:
+def show(name: str = typer.Argument(..., help="Name of a method."), as_json: bool = JSON) -> None:
     """Print a method's description, paper and fields."""
     from compress.commands.method_entries import method_entries
 

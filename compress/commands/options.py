@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from compress.core.resources import bundled_recipes
 from runtime.errors import RequestError
 
 JSON = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there.")
@@ -17,19 +19,15 @@ DEVICE = typer.Option("auto", "--device", help="Device to compute on: auto, cpu,
 # Recipes and sweeps.
 
 
-def complete(names: list[str], incomplete: str) -> list[str]:
-    """Shell completions: bundled names and the YAML files of the working directory."""
-    return [name for name in [*names, *map(str, Path().glob("*.yaml"))] if name.startswith(incomplete)]
-
-
-def _complete_recipe(incomplete: str) -> list[str]:
-    from compress.core.resources import bundled_recipes
-
-    return complete(list(bundled_recipes()), incomplete)
+def completion(bundled: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Shell completion of the bundled names and of the YAML files of the working directory."""
+    return lambda incomplete: [n for n in [*bundled(), *map(str, Path().glob("*.yaml"))] if n.startswith(incomplete)]
 
 
 RECIPE = typer.Argument(
-    ..., help="A recipe file, or the name of a bundled recipe (`compress recipes`).", autocompletion=_complete_recipe
+    ...,
+    help="A recipe file, or the name of a bundled recipe (`compress recipes`).",
+    autocompletion=completion(bundled_recipes),
 )
 MODEL = typer.Option(None, "--model", "-m", help="Checkpoint directory or hub id, instead of the recipe's.")
 OUTPUT = typer.Option(None, "--output", "-o", help="Directory of the artifact, instead of the recipe's.")
@@ -49,15 +47,25 @@ def memory_limit(written: str | None) -> int | None:
 # Running a model.
 
 
-def _no_option(value: str | None) -> str | None:
-    """Refuse a value that begins with a dash: it is the next option, and the drafter's name is missing."""
-    if value is not None and value.startswith("-"):
-        from runtime.drafting.config.registry import drafters
+def _read_drafter(value: str | None) -> Any:
+    """Value of --drafter: JSON if it begins like JSON, else a name or a directory. RequestError: no such drafter."""
+    if value is None:
+        return None
+    from runtime.drafting.config.build import check_written
+    from runtime.drafting.config.registry import drafters
 
+    if value.startswith("-"):  # the next option: the drafter's name is missing
         names = ", ".join(method.name for method in drafters("text", "target"))
         allowed = f"a name ({names}), the directory of a draft model, a JSON object or list, or none"
         raise RequestError(f"--drafter: {value!r} is an option, not a drafter; expected {allowed}")
-    return value
+    written: Any = value
+    if value.strip()[:1] in ("{", "["):
+        try:
+            written = json.loads(value)
+        except ValueError as error:
+            raise RequestError(f"--drafter: {value!r} is not JSON: {error}") from None
+    check_written(written, "--drafter")
+    return written
 
 
 PATH = typer.Argument(..., metavar="MODEL", help="An artifact, or a Hugging Face checkpoint (directory or hub id).")
@@ -77,23 +85,7 @@ DRAFTER = typer.Option(
     None,
     "--drafter",
     metavar="DRAFTER",
-    callback=_no_option,
+    callback=_read_drafter,
     help="A drafter's name, the directory of a draft model, JSON, or none (default: the artifact's own draft).",
 )
 TRUST = typer.Option(False, "--trust-remote-code", help="Run Python code that the checkpoint brings.")
-
-
-def read_drafter(value: str | None) -> Any:
-    """Value of --drafter: JSON if it begins like JSON, else a name or a directory. RequestError: no such drafter."""
-    if value is None:
-        return None
-    written: Any = value
-    if value.strip()[:1] in ("{", "["):
-        try:
-            written = json.loads(value)
-        except ValueError as error:
-            raise RequestError(f"--drafter: {value!r} is not JSON: {error}") from None
-    from runtime.drafting.config.build import check_written
-
-    check_written(written, "--drafter")
-    return written

@@ -118,6 +118,4 @@ def show_draft(made: Mapping[str, Any]) -> None:
     columns = (f"draft ({made['method']}): greedy acceptance", "before", "after", "predicted speedup")
     print_table(columns, rows, right=(1, 2, 3))
     if speedups and max(speedups) <= 1:
-        print(
-            "No speedup is predicted: too few tokens are accepted for the cost of the draft. Decoding skips it where it does not pay."
-        )
+        print("No speedup is predicted: the draft costs more than it saves. Decoding skips it where it does not pay.")

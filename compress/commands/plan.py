@@ -5,17 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from compress.commands.options import DEVICE, JSON, MAX_MEMORY, MODEL, OUTPUT, RECIPE, SET, memory_limit
 from compress.commands.output import finish, print_table, show_cache, stdout_reserved
 from compress.core.units import duration, size
 from runtime.errors import RequestError
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("plan")(plan)
 
 
 def plan(

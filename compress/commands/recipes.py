@@ -11,15 +11,7 @@ from compress.commands.options import JSON
 from compress.commands.output import finish, print_table
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    group = typer.Typer(invoke_without_command=True)
-    group.callback()(list_recipes)
-    group.command("show")(show_recipe)
-    app.add_typer(group, name="recipes")
-
-
-def list_recipes(context: typer.Context, as_json: bool = JSON) -> None:
+def recipes(context: typer.Context, as_json: bool = JSON) -> None:
     """List the bundled recipes and sweeps, or show one.
 
     \b
@@ -65,7 +57,7 @@ def _stage(kind: str, fields: Any) -> str:
     return f"{kind} ({method})" if method else kind
 
 
-def show_recipe(
+def show(
     name: str = typer.Argument(..., help="Name of a bundled recipe or sweep, or a recipe file."), as_json: bool = JSON
 ) -> None:
     """Print a recipe or sweep as written; with --json, validated and with every default filled in."""

@@ -14,16 +14,9 @@ from compress.core.units import size
 from runtime.errors import RequestError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("report")(report)
-
-
 def report(
     artifacts: list[Path] = typer.Argument(..., metavar="ARTIFACT", help="One artifact, or several to compare."),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", help="File of the page (default: ARTIFACT/report.html)."
-    ),
+    output: Path | None = typer.Option(None, "--output", "-o", help="File to write (default: ARTIFACT/report.html)."),
     plot: Path | None = typer.Option(None, "--plot", help="Plot size against perplexity: a .svg, .png or .pdf file."),
     as_json: bool = JSON,
 ) -> None:
@@ -42,8 +35,7 @@ def report(
     written: list[Path] = []
     rows: list[dict[str, Any]] = []
     with stdout_reserved(as_json):
-        from compress.report import plot_tradeoff, write_report
-        from compress.report.compare import comparison
+        from compress.report import comparison, plot_tradeoff, write_report
 
         if several or plot is not None:
             rows = comparison(artifacts)

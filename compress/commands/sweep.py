@@ -7,28 +7,20 @@ from typing import Any
 
 import typer
 
-from compress.commands.options import DEVICE, JSON, MODEL, QUIET, SET, complete, memory_limit
+from compress.commands.options import DEVICE, JSON, MODEL, QUIET, SET, completion, memory_limit
 from compress.commands.output import counted, finish, print_table, stdout_reserved
+from compress.core.resources import bundled_sweeps
 from compress.core.units import duration
 from runtime.errors import CompressError
 
 _ROWS = 40
 
 
-def _complete_sweep(incomplete: str) -> list[str]:
-    from compress.core.resources import bundled_sweeps
-
-    return complete(list(bundled_sweeps()), incomplete)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("sweep")(sweep)
-
-
 def sweep(
     sweep: str = typer.Argument(
-        ..., help="A sweep file, or the name of a bundled sweep (`compress recipes`).", autocompletion=_complete_sweep
+        ...,
+        help="A sweep file, or the name of a bundled sweep (`compress recipes`).",
+        autocompletion=completion(bundled_sweeps),
     ),
     model: str | None = MODEL,
     output: Path | None = typer.Option(None, "--output", "-o", help="Directory of the sweep, instead of the file's."),

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,15 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def listed(path: Path, files: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of files below `path`, by relative name; directories are left out."""
+    return {
+        file.relative_to(path).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        for file in files
+        if file.is_file()
+    }
+
+
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -122,14 +131,10 @@ def disk_errors(what: str) -> Iterator[None]:
         number = int(wrapped[1]) if number is None and wrapped is not None else number
         full = number in DISK_FULL or "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
         if full:
-            raise CompressError(
-                f"the disk is full while {what}; free some space and run the same command with --resume"
-            ) from error
+            raise CompressError(f"the disk is full while {what}; free some space, then add --resume") from error
         if number in _ONLY_WRITING or wrapped is not None:
             reason = os.strerror(number) if number is not None else str(error)
-            raise CompressError(
-                f"{reason} while {what}; finished parts stay: continue with the same command and --resume"
-            ) from error
+            raise CompressError(f"{reason} while {what}; finished parts stay: add --resume to go on") from error
         raise
 
 

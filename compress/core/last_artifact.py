@@ -34,13 +34,9 @@ def last_artifact() -> str:
     try:
         known = Path(_record().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RequestError(
-            f"which artifact? `compress apply` has written none from {Path.cwd()}; give its directory"
-        ) from error
+        raise RequestError(f"which artifact? `compress apply` wrote none from {Path.cwd()}; name one") from error
     if not known.is_absolute() or not known.is_dir():
-        raise RequestError(
-            f"{known}, which `compress apply` wrote last from here, is gone; give an artifact's directory"
-        )
+        raise RequestError(f"{known}, which `compress apply` wrote last from here, is gone; name an artifact")
     here = Path.cwd()
     return str(known.relative_to(here) if known.is_relative_to(here) else known)
 

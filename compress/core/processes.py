@@ -77,10 +77,14 @@ class Team:
 
     Attributes:
         accelerator: joins them; None: there is only this one.
+        size: number of processes. rank: number of this one. is_main: whether it has rank 0, the one that writes files.
     """
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
         self.accelerator = accelerator
+        self.size = 1 if accelerator is None else int(accelerator.num_processes)
+        self.rank = 0 if accelerator is None else int(accelerator.process_index)
+        self.is_main = self.rank == 0
         self._sharing = False  # all take part in the same computation, from a first exchange until `leave`
         self._apart = False  # nothing is exchanged any more
 
@@ -95,7 +99,7 @@ class Team:
             return cls()
         if device not in ("auto", "cpu"):
             raise RequestError(
-                f"device {device!r}: each of {launched()} processes computes on the GPU that its launcher gives it; use auto or cpu"
+                f"device {device!r}: each of {launched()} processes has its launcher's GPU; use auto or cpu"
             )
         if "MASTER_ADDR" not in os.environ:
             raise RequestError(
@@ -126,21 +130,6 @@ class Team:
         self.close()
         if error is not None and _is_lost(error):
             raise CompressError(self._gone) from error
-
-    @property
-    def size(self) -> int:
-        """Number of processes; 1 without an accelerator."""
-        return 1 if self.accelerator is None else int(self.accelerator.num_processes)
-
-    @property
-    def rank(self) -> int:
-        """Number of this process, from 0, the main one's."""
-        return 0 if self.accelerator is None else int(self.accelerator.process_index)
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process has rank 0, the one that writes files."""
-        return self.accelerator is None or bool(self.accelerator.is_main_process)
 
     def device(self, alone: torch.device) -> torch.device:
         """Where this process computes; `alone`: where a single one does."""
@@ -191,7 +180,7 @@ class Team:
 
     def broadcast(self, value: Value, rank: int = 0) -> Value:
         """The value of one process, the main one by default, in all of them: kernels may round differently from process to process."""
-        if self.accelerator is None or self.size == 1 or self._apart:
+        if self.size == 1 or self._apart:
             return value
         from accelerate.utils import broadcast_object_list
 
@@ -249,9 +238,7 @@ class Team:
         """The value of process `owner` (the others give None), in all of them."""
         found = self.broadcast(value, owner)
         if found is None:
-            raise CompressError(
-                f"process {owner} has not solved its layers of a block; this is a bug, nothing was written"
-            )
+            raise CompressError(f"process {owner} has not solved its layers; this is a bug, nothing was written")
         return found
 
     def check_same(self, what: str, found: Any) -> None:

@@ -5,22 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import psutil
 
 from runtime.system.progress import ProgressReporter
 from runtime.system.sizes import size
 
-
-class Progress(Protocol):
-    """Receiver of progress; `Reporter` is one."""
-
-    def phase(self, title: str, total: int) -> None:
-        """`total` steps begin."""
-
-    def step(self, note: str) -> None:
-        """One of them is done."""
+Progress = ProgressReporter
+"""Receiver of progress; a `Reporter` has a log file too."""
 
 
 class Reporter(ProgressReporter):

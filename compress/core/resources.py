@@ -19,7 +19,7 @@ def recipes_directory() -> Path:
         if (candidate / "checkpoints").is_dir():
             return candidate
     raise CompressError(
-        f"the bundled recipes are missing: neither {installed} nor {checkout} is there; install the package again"
+        f"the bundled recipes are missing: neither {installed} nor {checkout} is there; reinstall compress"
     )
 
 

@@ -27,7 +27,7 @@ MANIFEST = "compress.json"
 LOG = "compress.log"
 REPORT = "report.html"
 DRAFT = "draft"  # directory of a draft
-DRAFTS = (DRAFT, "draft-2")  # a draft that replaces another is written beside it (`compress.run.redraft`)
+DRAFTS = (DRAFT, "draft-2")  # a draft that replaces another is written beside it (`compress.distill.draft.redraft`)
 CHOICE = "drafter.json"  # the drafter that was found fastest on a machine, which loading follows
 # 1_Pooling/config.json: how sentence-transformers pools; draft/config.json and the like.
 NESTED = re.compile(r"[0-9]+_\w+/config\.json|draft(-2)?/[^/\\]+")
@@ -86,41 +86,38 @@ class RunDirectory:
         self._look()
 
     def _look(self) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            raise RequestError(f"output {self.path} is a file; name a directory that is new or empty")
-        if self._state.is_file():
-            self._look_at_unfinished()
-        elif (self.path / MANIFEST).is_file():
-            self._look_at_finished()
-        elif self.resume and self.work.is_dir():
+        path, manifest, begun = self.path, self.path / MANIFEST, self._state.is_file()
+        if path.exists() and not path.is_dir():
+            raise RequestError(f"output {path} is a file; name a directory that is new or empty")
+        if begun and not self.resume:
+            self._replace = self._overwrite
+            if not self._replace:
+                raise RequestError(f"output {path} holds an unfinished run; add --resume, or name another directory")
+        elif begun and (before := read_sealed(self._state)) is not None:
+            now = self._identity
+            different = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+            if different:
+                raise RequestError(
+                    f"output {path} holds a run with another {', '.join(different).replace('_', ' ')}; "
+                    "it cannot be resumed with this request: restore it, or name another directory"
+                )
+        elif begun or (self.resume and self.work.is_dir() and not manifest.is_file()):
             self._look_at_records()
-        elif self.path.exists():
+        elif manifest.is_file():
+            self.finished = self.resume and _read_json(manifest).get("identity") == self._identity
+            self._replace = self._overwrite and not self.finished
+            if not self.finished and not self._replace:
+                raise RequestError(
+                    f"output {path} holds a finished artifact; name another --output, or add --overwrite"
+                )
+        elif path.exists():
             # A run killed before its first record leaves at most an empty work directory.
-            others = sorted(e.name for e in self.path.iterdir() if e.name not in (LOG, lock.LOCK, WORK))
+            others = sorted(e.name for e in path.iterdir() if e.name not in (LOG, lock.LOCK, WORK))
             if others:
                 more = f" and {len(others) - 1} other entries" if len(others) > 1 else ""
                 raise RequestError(
-                    f"output {self.path} already holds {others[0]}{more}, which is no run of this tool; name a new or empty directory"
+                    f"output {path} already holds {others[0]}{more}, which is no run of this tool; name a new or empty directory"
                 )
-
-    def _look_at_unfinished(self) -> None:
-        if not self.resume:
-            self._replace = self._overwrite
-            if not self._replace:
-                raise RequestError(
-                    f"output {self.path} holds an unfinished run; add --resume to continue it, or name another directory"
-                )
-            return
-        before, identity = read_sealed(self._state), self._identity
-        if before is None:
-            self._look_at_records()
-            return
-        different = sorted(key for key in before.keys() | identity.keys() if before.get(key) != identity.get(key))
-        if different:
-            raise RequestError(
-                f"output {self.path} holds a run with another {', '.join(different).replace('_', ' ')}; "
-                "it cannot be resumed with this request: restore it, or name another directory"
-            )
 
     def _look_at_records(self) -> None:
         """An unfinished run without an identity that can be read: its records tell whose it is."""
@@ -137,14 +134,6 @@ class RunDirectory:
             self.warn(f"{self._state} is damaged or gone and is written again")
         self._state_is_lost = True
 
-    def _look_at_finished(self) -> None:
-        self.finished = self.resume and _read_json(self.path / MANIFEST).get("identity") == self._identity
-        self._replace = self._overwrite and not self.finished
-        if not self.finished and not self._replace:
-            raise RequestError(
-                f"output {self.path} already holds a finished artifact; name another directory with --output, or add --overwrite"
-            )
-
     @contextmanager
     def claimed(self) -> Iterator[None]:
         """`claim`, with all other processes locked out until the context is left."""
@@ -155,9 +144,7 @@ class RunDirectory:
                 stack.enter_context(lock.locked(lock.inside(self.path), self.path))
                 self._look()  # another run may have come and gone since
                 if before != (self.finished, self._replace, self._state.is_file()):
-                    raise ResourceError(
-                        f"output {self.path} was changed by another run meanwhile; give the command again"
-                    )
+                    raise ResourceError(f"output {self.path} was changed by another run meanwhile; run it again")
                 self.claim()
             except OSError as error:
                 if error.errno in DISK_FULL:

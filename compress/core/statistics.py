@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,25 +55,14 @@ class Statistics:
                 torch.div(self.hessian[rows], s[rows, None], out=hessian[rows]).div_(s[None, :])
                 file_matrix.let_go(self.hessian)
                 file_matrix.let_go(hessian)
-        return replace(
-            self,
-            hessian=hessian,
-            abs_mean=self.abs_mean / s,
-            minimum=self.minimum / s,
-            maximum=self.maximum / s,
-            square_mean=self.square_mean / s.square(),
-        )
+        ranges: dict[str, Any] = {name: getattr(self, name) / s for name in ("abs_mean", "minimum", "maximum")}
+        return replace(self, hessian=hessian, square_mean=self.square_mean / s.square(), **ranges)
 
     def to(self, device: torch.device | str) -> Statistics:
         """The same on a device."""
-        return replace(
-            self,
-            hessian=None if self.hessian is None else self.hessian.to(device),
-            abs_mean=self.abs_mean.to(device),
-            minimum=self.minimum.to(device),
-            maximum=self.maximum.to(device),
-            square_mean=self.square_mean.to(device),
-        )
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {name: value.to(device) for name, value in tensors.items()}
+        return replace(self, **moved)
 
 
 class StatisticsCollector:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from compress.core import resources
 from compress.recipe.models import TextSource
-from runtime.config.messages import did_you_mean, listing, nearest
+from compress.recipe.origin import nearest_path
+from runtime.config.messages import did_you_mean, listing
 from runtime.errors import RequestError, first_line
 
 MAX_TEXT_BYTES = 64 * 2**20
@@ -42,22 +43,14 @@ def documents(
     if file is not None:
         reader = READERS.get(file.suffix.lower())
         if reader is None:
-            raise RequestError(
-                source.at("data", f"'{file}' is no kind of text that is read here; allowed: {listing(READERS)}")
-            )
+            raise RequestError(source.at("data", f"'{file}' is no kind of text read here; allowed: {listing(READERS)}"))
         return reader(source, file, end_of_text, split_paragraphs), f"the file {file.name}"
     return _dataset(source), f"the data set {source.data}"
 
 
-def candidates(source: TextSource) -> list[Path]:
-    """Paths that `data` may mean, the likeliest first."""
-    written = Path(source.data).expanduser()
-    return [written] if written.is_absolute() else [base / written for base in source.search_directories("data")]
-
-
 def _find(source: TextSource) -> Path | None:
     """The file that `data` names; None when it can only be a data set."""
-    tried = candidates(source)
+    tried = source.candidates("data", source.data)
     for path in tried:
         if path.is_file():
             return path
@@ -65,16 +58,12 @@ def _find(source: TextSource) -> Path | None:
         raise RequestError(source.at("data", f"'{source.data}' is a directory; give one file ({listing(READERS)})"))
     if tried[0].suffix.lower() not in READERS and _DATASET_ID.match(source.data):
         return None
-    for path in tried:
-        if path.parent.is_dir():
-            found = nearest(
-                path.name, (entry.name for entry in path.parent.iterdir() if entry.suffix.lower() in READERS)
-            )
-            if found:
-                raise RequestError(source.at("data", f"no file '{source.data}'; did you mean '{path.parent / found}'?"))
+    meant = nearest_path(tried, lambda entry: entry.suffix.lower() in READERS)
+    if meant is not None:
+        raise RequestError(source.at("data", f"no file '{source.data}'; did you mean '{meant}'?"))
     where = " and ".join(dict.fromkeys(str(path) for path in tried))
     raise RequestError(
-        source.at("data", f"no file '{source.data}' (looked for {where}); 'bundled' is the text of this package")
+        source.at("data", f"no file '{source.data}' (tried {where}); 'bundled' is the text of this package")
     )
 
 
@@ -106,22 +95,20 @@ def _jsonl(source: TextSource, path: Path, end_of_text: str | None, split_paragr
     with reading(source, path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _json_text(source, path, number, line.decode("utf-8-sig"))
+                yield _json_text(source, line.decode("utf-8-sig"), f"'{path}' line {number}")
 
 
-def _json_text(source: TextSource, path: Path, number: int, line: str) -> str:
+def _json_text(source: TextSource, line: str, where: str) -> str:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise RequestError(source.at("data", f"'{path}' line {number} is not JSON: {reason}")) from None
+        raise RequestError(source.at("data", f"{where} is not JSON: {reason}")) from None
     if isinstance(entry, str):
         return entry
     if not isinstance(entry, dict):
-        raise RequestError(source.at("data", f"'{path}' line {number} is neither an object nor a text"))
-    if source.text_column not in entry:
-        raise RequestError(_missing_column(source, f"'{path}' line {number}", list(entry)))
-    return _as_text(source, entry[source.text_column], f"'{path}' line {number}")
+        raise RequestError(source.at("data", f"{where} is neither an object nor a text"))
+    return _column(source, entry, where)
 
 
 def _parquet(source: TextSource, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
@@ -130,14 +117,10 @@ def _parquet(source: TextSource, path: Path, end_of_text: str | None, split_para
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        names = file.schema_arrow.names
-        if source.text_column not in names:
-            raise RequestError(_missing_column(source, f"'{path}'", names))
-        row = 0
-        for batch in file.iter_batches(batch_size=256, columns=[source.text_column]):
-            for value in batch.column(0).to_pylist():
-                row += 1
-                yield _as_text(source, value, f"'{path}' row {row}")
+        _check_column(source, file.schema_arrow.names, f"'{path}'")
+        batches = file.iter_batches(batch_size=256, columns=[source.text_column])
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+            yield _column(source, row, f"'{path}' row {number}")
     except (pyarrow.ArrowException, OSError) as error:
         raise RequestError(source.at("data", f"'{path}' is not a readable Parquet file: {first_line(error)}")) from None
 
@@ -147,13 +130,8 @@ def _dataset(source: TextSource) -> Iterator[str]:
 
     try:
         rows = datasets.load_dataset(source.data, source.subset, split=source.split, streaming=True)
-        names = rows.column_names
-        if names is not None and source.text_column not in names:
-            raise RequestError(_missing_column(source, f"the data set '{source.data}'", names))
         for number, row in enumerate(rows, 1):
-            if source.text_column not in row:
-                raise RequestError(_missing_column(source, f"the data set '{source.data}'", list(row)))
-            yield _as_text(source, row[source.text_column], f"row {number} of '{source.data}'")
+            yield _column(source, row, f"row {number} of the data set '{source.data}'")
     except RequestError:
         raise
     except Exception as error:
@@ -162,18 +140,21 @@ def _dataset(source: TextSource) -> Iterator[str]:
         raise RequestError(source.at("data", text)) from None
 
 
-def _as_text(source: TextSource, value: Any, where: str) -> str:
+def _column(source: TextSource, row: Mapping[str, Any], where: str) -> str:
+    """The text of a row."""
+    _check_column(source, row, where)
+    value = row[source.text_column]
     if not isinstance(value, str):
         text = f"{where} has {type(value).__name__} under '{source.text_column}' where a text is expected"
         raise RequestError(source.at("text_column", text))
     return value
 
 
-def _missing_column(source: TextSource, where: str, names: list[str]) -> str:
-    hint = did_you_mean(source.text_column, names) or "."
-    return source.at(
-        "text_column", f"{where} has no column '{source.text_column}'{hint} Columns: {listing(names) or 'none'}"
-    )
+def _check_column(source: TextSource, names: Collection[str], where: str) -> None:
+    if source.text_column not in names:
+        hint = did_you_mean(source.text_column, names) or "."
+        text = f"{where} has no column '{source.text_column}'{hint} Columns: {listing(names) or 'none'}"
+        raise RequestError(source.at("text_column", text))
 
 
 READERS: dict[str, Callable[[TextSource, Path, str | None, bool], Iterator[str]]] = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from compress.data.documents import documents
 from compress.data.tokens import check_vocabulary, encode, end_of_text
@@ -63,11 +64,10 @@ def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> Calibrat
     wanted = config.samples * config.sequence_length
     documents_read = list(_take(encoded, max(ENOUGH * wanted, ENOUGH_TOKENS)))
     if not documents_read:
-        raise RequestError(
-            config.at("data", f"{where} holds no text; calibration needs at least {config.sequence_length} tokens")
-        )
+        raise RequestError(config.at("data", f"{where} holds no text; the least is {config.sequence_length} tokens"))
     if config.packing:
-        rows, mask = _packed(config, documents_read, where)
+        rows = draw(windows(_joined(documents_read), config, where), config)
+        mask = torch.ones_like(rows, dtype=torch.bool)
     else:
         rows, mask = _padded(config, documents_read, tokenizer)
     check_vocabulary(rows[mask], vocab_size, config, where)
@@ -157,21 +157,12 @@ def windows(ids: torch.Tensor, config: TextSource, where: str) -> torch.Tensor:
     return ids[: count * length].reshape(count, length)
 
 
-def _packed(config: CalibrationConfig, read: list[list[int]], where: str) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = draw(windows(_joined(read), config, where), config)
-    return rows, torch.ones_like(rows, dtype=torch.bool)
-
-
 def _padded(config: CalibrationConfig, read: list[list[int]], tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    length = min(config.sequence_length, max(map(len, read)))
     fill = tokenizer.pad_token_id
     fill = (tokenizer.eos_token_id or 0) if fill is None else fill
-    rows = torch.full((len(read), length), fill, dtype=torch.int64)
-    mask = torch.zeros(len(read), length, dtype=torch.bool)
-    for index, ids in enumerate(read):
-        size = min(len(ids), length)
-        rows[index, :size] = torch.tensor(ids[:size])
-        mask[index, :size] = True
+    cut = [torch.tensor(ids[: config.sequence_length]) for ids in read]
+    rows = pad_sequence(cut, batch_first=True, padding_value=fill)
+    mask = pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids in cut], batch_first=True)
     chosen = draw(torch.arange(len(read)), config)
     return rows[chosen], mask[chosen]
 

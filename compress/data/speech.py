@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from compress.data import speech_rows
-from compress.data.documents import candidates, reading
+from compress.data.documents import reading
 from compress.data.rows import CalibrationData, digest, draw
 from compress.data.tokens import check_vocabulary
 from compress.recipe.models import CalibrationConfig, EvaluateConfig, TextSource
@@ -47,9 +47,7 @@ class SpeechReader:
         """
         listener = load_listener(artifact.path)
         if listener is None:
-            raise RequestError(
-                f"{artifact.path} has no feature extractor (preprocessor_config.json), and a model that hears needs one"
-            )
+            raise RequestError(f"{artifact.path} has no feature extractor (preprocessor_config.json) to hear with")
         prompts = SpeechPrompts(artifact, vocab_size)
         return cls(artifact.path, listener, tokenizer, prompts, vocab_size, limit)
 
@@ -148,7 +146,7 @@ def _sounds(source: TextSource) -> tuple[Path, list[Path]]:
     """The directory that `data` names, and the .wav files in it by name."""
     if source.data == "bundled":
         raise RequestError(source.at("data", f"the model reads speech, and none is bundled; give {WANTED}"))
-    folder = next((path for path in candidates(source) if path.is_dir()), None)
+    folder = next((path for path in source.candidates("data", source.data) if path.is_dir()), None)
     if folder is None:
         raise RequestError(source.at("data", f"'{source.data}' is no directory, and the model hears; give {WANTED}"))
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".wav" and path.is_file())

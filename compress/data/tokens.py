@@ -43,7 +43,5 @@ def check_vocabulary(ids: torch.Tensor, vocab_size: int, source: TextSource, wha
     """Raise `RequestError` when an id is outside `[0, vocab_size)`: the tokenizer belongs to another model."""
     if ids.numel() and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
         wrong = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
-        text = (
-            f"{what} gives token id {wrong}, but the model's vocabulary has {vocab_size} entries; use its own tokenizer"
-        )
+        text = f"{what} gives token id {wrong}, but the model's vocabulary has {vocab_size} entries; use its tokenizer"
         raise RequestError(source.at("data", text))

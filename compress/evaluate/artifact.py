@@ -41,14 +41,12 @@ def evaluate_artifact(
 
 def check_limits(metrics: dict[str, Any], limits: dict[str, float]) -> list[dict[str, Any]]:
     """[{"name", "limit", "value", "ok"}] of the limits on something that was measured; NaN fails every limit."""
-    if "cosine" in metrics:
-        values = {"min_cosine": metrics["cosine"]["mean"]}
-    else:
-        values = {
-            "max_perplexity": metrics["after"]["perplexity"], "max_perplexity_increase": metrics["perplexity_increase"],
-            **({"max_kl": metrics["kl"], "min_top1_agreement": metrics["top1_agreement"]} if "kl" in metrics else {}),
-        }  # fmt: skip
-    return held_to(values, limits)
+    values = {
+        "min_cosine": metrics.get("cosine", {}).get("mean"), "max_perplexity": metrics.get("after", {}).get("perplexity"),
+        "max_perplexity_increase": metrics.get("perplexity_increase"), "max_kl": metrics.get("kl"),
+        "min_top1_agreement": metrics.get("top1_agreement"),
+    }  # fmt: skip
+    return held_to({name: value for name, value in values.items() if value is not None}, limits)
 
 
 def held_to(values: dict[str, float], limits: dict[str, float]) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -100,7 +99,7 @@ def compare(
         raise RequestError(f"--drafters: {reason}")
     target = Target(loaded.artifact, loaded.engine, bool(options.get("trust_remote_code")))
     prompts = prompts_of(loaded.tokenizer, text, loaded.engine.context_length, new_tokens, prompt_tokens)
-    entries: list[dict[str, Any]] = []
+    models: dict[str, tuple[Any, Model]] = {}
     skipped: dict[str, str] = {}
     for name, value in candidates(loaded.artifact.manifest, loaded.engine):
         try:
@@ -108,24 +107,24 @@ def compare(
         except UnfitError as error:
             skipped[name] = error.text
             continue
-        model_of = Model(loaded.engine, loaded.tokenizer, loaded.artifact, loaded.eos_token_ids, speculation)
-        entries.append({
-            "name": name, "drafter": value, "model": model_of, "ratios": {kind: [] for kind in prompts}, "totals": GenerationStats(),
-        })  # fmt: skip
+        models[name] = value, Model(loaded.engine, loaded.tokenizer, loaded.artifact, loaded.eos_token_ids, speculation)
+    ratios: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in prompts} for name in models}
+    totals = {name: GenerationStats() for name in models}
     for number in range(repeat + 1):
         for kind, ids in prompts.items():
             plain = decode(loaded, ids, new_tokens, batch_size)[1].decode_seconds
-            for entry in entries:
-                found = decode(entry["model"], ids, new_tokens, batch_size)[1].as_dict()
+            for name, (_, drafting) in models.items():
+                found = decode(drafting, ids, new_tokens, batch_size)[1].as_dict()
                 if number:
-                    entry["ratios"][kind].append(plain / found["decode_seconds"])
-                    add(entry["totals"], found)
-    for entry in entries:
-        del entry["model"]
-        ratios, totals = entry.pop("ratios"), entry.pop("totals")
-        entry["speedup"] = {kind: statistics.median(values) for kind, values in ratios.items()}
-        entry["overall"] = math.exp(statistics.fmean(math.log(value) for value in entry["speedup"].values()))
-        entry["mean_accepted"], entry["acceptance_rate"] = totals.mean_accepted, totals.acceptance_rate
+                    ratios[name][kind].append(plain / found["decode_seconds"])
+                    add(totals[name], found)
+    entries = []
+    for name, (value, _) in models.items():
+        speedup = {kind: statistics.median(values) for kind, values in ratios[name].items()}
+        entries.append({
+            "name": name, "drafter": value, "speedup": speedup, "overall": statistics.geometric_mean(speedup.values()),
+            "mean_accepted": totals[name].mean_accepted, "acceptance_rate": totals[name].acceptance_rate,
+        })  # fmt: skip
     entries.sort(key=lambda entry: -entry["overall"])
     fastest = entries[0]
     best = fastest if fastest["overall"] >= _GAIN else {"name": "none", "drafter": False}
@@ -183,9 +182,7 @@ def prompts_of(
     if "code" in found and (context is None or context >= 4 * PROMPT + new_tokens):
         found["edit"] = [_again(row, tokenizer) for row in samples["code"].tolist()]
     if not found:
-        raise RequestError(
-            "--drafters: the model's tokenizer makes too few tokens of the samples; give prompts with --text"
-        )
+        raise RequestError("--drafters: the tokenizer makes too few tokens of the samples; give prompts with --text")
     return found
 
 

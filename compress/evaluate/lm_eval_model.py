@@ -62,11 +62,8 @@ class RuntimeLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation as one string in the tokenizer's chat template."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        )
+        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        return str(self.tokenizer.apply_chat_template(chat_history, **options))
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, in windows as long as the model's context."""

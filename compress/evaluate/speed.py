@@ -141,9 +141,7 @@ def _load_runtime(request: SpeedRequest) -> _Loaded:
 
     model = runtime.load(request.model, **request.options)
     if not isinstance(model, runtime.Model):
-        raise RequestError(
-            f"{request.model} holds a {type(model).__name__}; speed is measured of causal language models"
-        )
+        raise RequestError(f"{request.model} is a {type(model).__name__}; speed is measured of causal language models")
 
     def time_one(prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
         model.generate(prompts, max_new_tokens=new_tokens, ignore_eos=True)

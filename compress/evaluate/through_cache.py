@@ -52,9 +52,7 @@ def through_cache(
     engine: Any = model.engine
     factory = getattr(engine, "cache_factory", None)
     if factory is None:
-        raise RequestError(
-            "the model was loaded with a plain cache; load it with kv_cache=... to measure a compressed one"
-        )
+        raise RequestError("the model has a plain cache; load it with kv_cache=... to measure a compressed one")
     length = int(windows.shape[1])
     prompt = _prompt_tokens(length)
     need = factory.need(prompt, length - prompt)
@@ -98,9 +96,7 @@ def through_cache(
 
 def _prompt_tokens(length: int) -> int:
     if length < LEAST:
-        raise RequestError(
-            f"windows of {length} tokens are too short for what follows a prompt: a compressed cache needs {LEAST}"
-        )
+        raise RequestError(f"windows of {length} tokens are too short: a compressed cache needs {LEAST}")
     return max(1, min(int(PROMPT_SHARE * length), length - 2))
 
 

@@ -16,6 +16,8 @@ from runtime.modeling.linear_modules import sides
 
 Rows = Sequence[tuple[int, ...]]
 """Shapes of batches of text, `(rows, tokens)`."""
+#: Artifacts up to this size are also loaded whole, as `runtime.load` does it, and their kernels compared with the reference.
+WHOLE_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,10 @@ Apply = Callable[[Mapping[str, Any], Path], None]
 """Runs a recipe, given as a dictionary, into a directory; on the CPU, quietly."""
 
 
+WRITE = "compress"
+"""Kind of the step that ends every run, and stands in no recipe (`LayersJob`)."""
+
+
 @dataclass(frozen=True)
 class Compressed:
     """A model whose layers stages before a job have compressed.
@@ -186,6 +190,55 @@ class Job:
         return {self.stage.kind: record}
 
 
+@dataclass
+class TensorPlan:
+    """One tensor of the source: what happens to it, by what, into which format; bytes are those on disk."""
+
+    name: str
+    action: str
+    bytes_before: int
+    bytes_after: int
+    method: str = ""
+    format: str = ""
+
+
+class LayersJob(Job):
+    """All stages of phase "layers" as one job, which ends every run: layers are compressed, and the artifact's shards written.
+
+    A run has it also where no layer is compressed: what nothing compresses is copied.
+    """
+
+    @property
+    def context(self) -> Context:
+        """Of the model whose layers they are."""
+        raise NotImplementedError
+
+    @property
+    def widths(self) -> list[int]:
+        """Inputs of the layers whose Hessian is collected, ascending."""
+        raise NotImplementedError
+
+    def before(self) -> LayersJob:
+        """The job as a stage that comes before the end has it run: no recovery has settled anything, and nothing is evaluated."""
+        raise NotImplementedError
+
+    def check_settled(self, stage: Stage) -> None:
+        """RequestError where `stage`, which works on the compressed layers, cannot leave them as they are stored."""
+        raise NotImplementedError
+
+    def tensors(self) -> list[TensorPlan]:
+        """What becomes of every tensor of the source, by name."""
+        raise NotImplementedError
+
+    def config(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """The artifact's config.json.
+
+        Args:
+            entries: {compressed module: how it is stored}, as the parts have recorded them.
+        """
+        raise NotImplementedError
+
+
 class StageRoom(StageKind):
     """Everything about one kind of stage.
 
@@ -204,7 +257,7 @@ class StageRoom(StageKind):
         return self.name
 
     def check(self, context: Context, stage: Stage) -> Job:
-        """Check a stage against its model, whose weights need not be there.
+        """Check a stage against its model, whose weights need not be there; of phase "layers" all such stages, as a `LayersJob`.
 
         Raises:
             RequestError: with file and line, where it cannot be carried out.

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from compress.core.resources import recipes_directory
 from compress.recipe.models import Recipe
-from compress.recipe.origin import Origin
+from compress.recipe.origin import Origin, nearest_path
 from compress.recipe.yaml_source import Path as KeyPath
-from runtime.config.messages import nearest
 from runtime.errors import RequestError
 
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?\Z")
@@ -31,7 +30,7 @@ def locate_checkpoint(name: str, origin: Origin, path: KeyPath) -> Path:
         RequestError: neither a directory nor a model on the hub; the sentence has the nearest name.
     """
     written = Path(name).expanduser()
-    tried = [written] if written.is_absolute() else [base / written for base in origin.search_directories(path)]
+    tried = origin.candidates(path, name)
     bundled = recipes_directory() / written
     for candidate in tried:
         if candidate.is_dir():
@@ -41,7 +40,8 @@ def locate_checkpoint(name: str, origin: Origin, path: KeyPath) -> Path:
             raise RequestError(origin.at(path, text))
     if written.parts[:1] == ("checkpoints",) and bundled.is_dir():
         return bundled  # a bundled recipe that was copied to another place means the same model
-    hint = _nearest_directory(tried)
+    meant = nearest_path(tried, Path.is_dir)
+    hint = "" if meant is None else f"; did you mean '{meant}'?"
     parents = [candidate.parent for candidate in tried if "/" in name and candidate.parent.is_dir()]
     if parents or _HUB_ID.match(name) is None or name.startswith((".", "~")):
         # `checkpoints/stdlib-4n` could be a hub id too, but beside a directory `checkpoints` it is a misspelled path.
@@ -51,15 +51,6 @@ def locate_checkpoint(name: str, origin: Origin, path: KeyPath) -> Path:
         return _download(name)
     except RequestError as error:
         raise RequestError(origin.at(path, f"{error}{hint}")) from None
-
-
-def _nearest_directory(tried: list[Path]) -> str:
-    for candidate in tried:
-        if candidate.parent.is_dir():
-            found = nearest(candidate.name, (entry.name for entry in candidate.parent.iterdir() if entry.is_dir()))
-            if found:
-                return f"; did you mean '{candidate.parent / found}'?"
-    return ""
 
 
 def _download(name: str) -> Path:

@@ -41,9 +41,9 @@ class Located(BaseModel):
         """The sentence `file:line: section.key: message`."""
         return self._origin.at((*self._path, key), message)
 
-    def search_directories(self, key: str) -> tuple[Path, ...]:
-        """Where a relative file name given at `key` is looked up, in this order."""
-        return self._origin.search_directories((*self._path, key))
+    def candidates(self, key: str, name: str) -> list[Path]:
+        """The files or directories that a name written at `key` may mean, the likeliest first."""
+        return self._origin.candidates((*self._path, key), name)
 
 
 class TextSource(Located):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from compress.recipe.yaml_source import Path as KeyPath
 from compress.recipe.yaml_source import dotted
+from runtime.config.messages import nearest
 from runtime.errors import RequestError
 
 
@@ -71,3 +72,18 @@ class Origin:
             return (here,)
         beside = self.file.parent
         return (here, beside) if self.override_of(path) is not None else (beside, here)
+
+    def candidates(self, path: KeyPath, name: str) -> list[Path]:
+        """The files or directories that a name written at `path` may mean, the likeliest first."""
+        written = Path(name).expanduser()
+        return [written] if written.is_absolute() else [base / written for base in self.search_directories(path)]
+
+
+def nearest_path(tried: Iterable[Path], fits: Callable[[Path], bool]) -> Path | None:
+    """The entry that was probably meant by one of several paths that are not there; `fits` says which entries count."""
+    for path in tried:
+        if path.parent.is_dir():
+            found = nearest(path.name, (entry.name for entry in path.parent.iterdir() if fits(entry)))
+            if found:
+                return path.parent / found
+    return None

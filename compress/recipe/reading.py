@@ -93,9 +93,7 @@ def build(data: dict[str, Any], origin: Origin) -> Recipe:
             for second in more if kind.once else ():
                 problems.append(origin.at(second.path, kind.once.format(first=first.index)))
     elif "stages" in data:
-        text = (
-            f"expected a list of at least one stage ({listing(f'{kind}: ...' for kind in KINDS)}), got {show(entries)}"
-        )
+        text = f"expected one stage or more ({listing(f'{kind}: ...' for kind in KINDS)}), got {show(entries)}"
         problems.append(origin.at(("stages",), text))
     # A stand-in keeps the check of the other keys independent of stages that are already known to be wrong.
     stand_in = stages or [Stage("prune", "", None, 0)]

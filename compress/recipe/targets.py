@@ -57,9 +57,7 @@ def matches(pattern: str, module: ModuleInfo) -> bool:
     `re:` expressions match from the start of the name (as in compressed-tensors); globs match the whole name, and their
     `*` crosses dots; anything else is a class name, or a whole name, or its last part (`lm_head`, `down_proj`).
     """
-    if pattern.startswith("re:"):
-        return _expression(pattern).match(module.name) is not None
-    if any(sign in pattern for sign in "*?["):
+    if pattern.startswith("re:") or any(sign in pattern for sign in "*?["):
         return _expression(pattern).match(module.name) is not None
     if module.head and pattern == HEAD:
         return True

@@ -155,9 +155,7 @@ class _Builder:
     def count(self, event: Any, nodes: int) -> None:
         self.nodes += nodes
         if self.nodes > MAX_NODES:
-            raise self.error(
-                event, f"more than {MAX_NODES:,} values (aliases expanded); at most {MAX_NODES:,} are allowed"
-            )
+            raise self.error(event, f"more than {MAX_NODES:,} values (aliases expanded), which is the most allowed")
 
     def error(self, event: Any, message: str) -> RequestError:
         return RequestError(f"{self.file}:{_line(event)}: {message}")

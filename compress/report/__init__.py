@@ -1,6 +1,6 @@
-"""Report of an artifact (`report.html`), and a plot of size against quality of several."""
+"""Report of an artifact (`report.html`), and the comparison of several: rows, and a plot of size against quality."""
 
 from compress.report.html import write_report
-from compress.report.plots import plot_tradeoff
+from compress.report.plots import comparison, plot_tradeoff
 
-__all__ = ["plot_tradeoff", "write_report"]
+__all__ = ["comparison", "plot_tradeoff", "write_report"]

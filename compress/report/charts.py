@@ -142,9 +142,8 @@ def error_chart(layers: Sequence[Mapping[str, Any]], name: str = "error") -> str
                 at = [blocks.index(block) for block in values]
                 axes.plot(at, list(values.values()), marker="o", markersize=3, label=kind, color=color(number))
         step = max(1, math.ceil(len(blocks) / 16))
-        axes.set_xticks(
-            range(0, len(blocks), step), ["outside" if block < 0 else f"block {block}" for block in blocks[::step]]
-        )
+        names = ["outside" if block < 0 else f"block {block}" for block in blocks[::step]]
+        axes.set_xticks(range(0, len(blocks), step), names)
         positive = [value for values in series.values() for value in values.values() if value > 0]
         if positive and max(positive) > 100 * min(positive):
             axes.set_yscale("log")

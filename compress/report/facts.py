@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compress.evaluate.metrics import exceeded
 from runtime.checkpoint.artifact import Artifact
 from runtime.errors import ArtifactError
 
@@ -108,9 +109,7 @@ def gather(artifact_path: str | Path) -> Facts:
     artifact = Artifact(artifact_path)
     manifest = artifact.manifest
     if manifest is None:
-        raise ArtifactError(
-            f"{artifact.path} has no compress.json, so there is nothing to report; give a compressed artifact"
-        )
+        raise ArtifactError(f"{artifact.path} has no compress.json to report on; give a compressed artifact")
     for key in ("before", "after"):
         if not isinstance((manifest.get("bytes") or {}).get(key), int):
             raise ArtifactError(f"{artifact.path / 'compress.json'} has no bytes.{key}, which the report needs")
@@ -138,10 +137,7 @@ def _warnings(manifest: dict[str, Any]) -> list[str]:
     calibration = manifest.get("calibration") or {}
     if calibration.get("warning"):
         found.append(str(calibration["warning"]))
-    for limit in (manifest.get("metrics") or {}).get("limits", []):
-        if not limit["ok"]:
-            value = "was not measured" if limit["value"] is None else f"is {limit['value']:.4g}"
-            found.append(f"{limit['name']} {value}; the recipe's limit is {limit['limit']:.4g}")
+    found += exceeded(manifest.get("metrics") or {})
     for name, account in manifest["tensors"].items():
         reason = account.get("reason", "")
         if account["action"] == "dropped" and reason != _CUT:
@@ -156,9 +152,8 @@ def _warnings(manifest: dict[str, Any]) -> list[str]:
 
 def notes_text(notes: dict[str, Any]) -> str:
     """A layer's notes in one line, `damping 0.01, retries 2`: without counts that are zero, and without its share of zeros."""
-    told = {
-        key: value for key, value in notes.items() if key != "sparsity" and (isinstance(value, (bool, str)) or value)
-    }
+    told = {key: value for key, value in notes.items() if isinstance(value, (bool, str)) or value}
+    told.pop("sparsity", None)
     return ", ".join(f"{key.replace('_', ' ')} {_short(value)}" for key, value in told.items())
 
 

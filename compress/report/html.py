@@ -9,6 +9,7 @@ from typing import Any
 
 from compress.core.files import write_text
 from compress.core.units import size
+from compress.evaluate.metrics import Quality
 from compress.model.stage import row_of
 from compress.recipe.stages import KINDS
 from compress.report import charts
@@ -120,33 +121,19 @@ def _warnings(facts: Facts) -> str:
 
 
 def _quality(metrics: dict[str, Any]) -> str:
-    if "cosine" in metrics:
-        return section("Quality", _embeddings(metrics))
-    if "after" not in metrics:
+    quality = Quality.of(metrics)
+    if not quality.rows():
         return section("Quality", note("The recipe asked for no evaluation."))
-    before, after = metrics["before"]["perplexity"], metrics["after"]["perplexity"]
-    rows = [("Perplexity", f"{before:.5g}", f"{after:.5g}", f"{after / before - 1:+.2%}")]
-    if "kl" in metrics:
-        rows.append(("KL to the original, nats per token", "", f"{metrics['kl']:.5g}", ""))
-    if "top1_agreement" in metrics:
-        rows.append(("Same most likely token", "", f"{metrics['top1_agreement']:.2%}", ""))
-    content = table(("", "before>", "after>", "change>"), rows)
-    content += _limits(metrics) + charts.quality_chart(before, after)
+    content = table(("", "before>", "after>", "change>"), quality.rows()) + _limits(metrics)
+    if quality.before is None or quality.after is None:
+        texts = f"{metrics['windows']:,} held-out texts of {metrics['sequence_length']} tokens"
+        text = f"Measured on {texts}: the artifact's embedding of a text, against the original's."
+        return section("Quality", content + note(text))
+    content += charts.quality_chart(quality.before, quality.after)
     tokens = f"{metrics['tokens']:,} tokens" if "tokens" in metrics else "the held-out text"
     length = f", windows of {metrics['sequence_length']} tokens" if "sequence_length" in metrics else ""
     content += note(f"Measured on {tokens}{length}; every token but the first of a window is scored.")
     return section("Quality", content + "".join(kind.quality(metrics) for kind in KINDS.values()))
-
-
-def _embeddings(metrics: dict[str, Any]) -> str:
-    """An encoder's quality: how far its embeddings moved."""
-    cosine = metrics["cosine"]
-    rows = [("mean", f"{cosine['mean']:.5f}"), ("worst text", f"{cosine['min']:.5f}")]
-    text = (
-        f"Measured on {metrics['windows']:,} held-out texts of {metrics['sequence_length']} tokens: the artifact's embedding of a text, "
-        "against the original's."
-    )
-    return table(("cosine similarity to the original", "value>"), rows) + _limits(metrics) + note(text)
 
 
 def _limits(metrics: dict[str, Any]) -> str:

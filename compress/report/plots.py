@@ -1,4 +1,4 @@
-"""The picture that compares methods: size against perplexity."""
+"""Comparison of several artifacts: rows for a table, and the plot of size against perplexity."""
 
 from __future__ import annotations
 
@@ -8,10 +8,64 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.report.charts import PRINTED, color, figure, log_where_wide, save
+from compress.report.facts import Facts, gather
+from runtime.checkpoint.artifact import shown
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+def comparison(artifacts: Sequence[str | Path]) -> list[dict[str, Any]]:
+    """A row for each artifact, and one for the model they were all made from (`reference: True`) where that was measured.
+
+    A row has `path`, `label` (the recipe's directory name), `method`, `bytes`, `bits_per_weight` of the compressed layers,
+    `perplexity` (None when the recipe asked for no evaluation).
+
+    Raises:
+        ArtifactError: not an artifact. RequestError: the artifacts were measured on different text or come from different
+            models, so that their numbers cannot be compared.
+    """
+    facts: list[Facts] = []
+    for path in artifacts:
+        with shown(Path(path)):
+            facts.append(gather(path))
+            _row(facts[-1])  # what it would be shown as
+    _check_comparable(facts)
+    rows = [_row(fact) for fact in facts]
+    first = next((fact for fact in facts if "after" in fact.metrics), None)
+    if first is not None:
+        source: dict[str, Any] = {
+            "path": None, "label": "uncompressed", "method": "uncompressed", "bytes": first.bytes_before,
+            "perplexity": first.metrics["before"]["perplexity"], "bits_per_weight": None, "reference": True,
+        }  # fmt: skip
+        rows.insert(0, source)
+    return rows
+
+
+def _row(fact: Facts) -> dict[str, Any]:
+    methods = sorted({layer["method"] for layer in fact.layers})
+    return {
+        "path": str(fact.path), "label": fact.path.resolve().name, "method": ", ".join(methods) or "nothing compressed",
+        "bytes": fact.bytes_after, "bits_per_weight": fact.layer_bits,
+        "perplexity": fact.metrics["after"]["perplexity"] if "after" in fact.metrics else None,
+    }  # fmt: skip
+
+
+def _check_comparable(facts: list[Facts]) -> None:
+    models = [(fact.manifest.get("source") or {}).get("fingerprint") for fact in facts]
+    for what, found in (("made from different models", models), ("evaluated on different text", map(_text, facts))):
+        one, *others = found
+        for fact, other in zip(facts[1:], others, strict=True):
+            if one is not None and other is not None and one != other:
+                raise RequestError(f"{facts[0].path} and {fact.path} were {what}; their numbers cannot be compared")
+
+
+def _text(fact: Facts) -> Any:
+    """What the same model gives on the same text: a perplexity of the source that differs means another text."""
+    if "before" not in fact.metrics:
+        return None
+    return fact.metrics["tokens"], fact.metrics["sequence_length"], round(fact.metrics["before"]["perplexity"], 4)
 
 
 def plot_tradeoff(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> list[Path]:
@@ -37,9 +91,7 @@ def plot_tradeoff(rows: Sequence[Mapping[str, Any]], path: str | Path, title: st
             value = row.get(key)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
                 name = row.get("label", row.get("method"))
-                raise RequestError(
-                    f"{key} of '{name}' cannot be drawn: expected a finite number above 0, got {value!r}"
-                )
+                raise RequestError(f"{key} of '{name}' cannot be drawn: {value!r} is no finite number above 0")
     points = [row for row in rows if not row.get("reference")]
     if not points:
         raise RequestError("the plot has no points: none of what was given is a compressed model with an evaluation")
@@ -70,15 +122,20 @@ def _tradeoff(axes: Axes, points: list[Mapping[str, Any]], references: list[Mapp
         label = row.get("label") or f"{row['method']} ({row['bytes'] / 1e6:.1f} MB)"
         axes.axhline(row["perplexity"], linestyle="--", linewidth=1.2, color="#64748b", label=label)
     log_where_wide(axes, [row["perplexity"] for row in [*points, *references]])
+    label_axes(axes, "size of the weights (MB)", "perplexity on held-out text", PRINTED[1], labels)
+
+
+def label_axes(axes: Axes, x: str, y: str, faint: str, labels: list[tuple[float, float, str, str]]) -> None:
+    """Words of both axes, a grid, a legend, and labels of points; see `_place_labels`."""
     axes.margins(x=0.1, y=0.12)
-    axes.set_xlabel("size of the weights (MB)")
-    axes.set_ylabel("perplexity on held-out text")
-    axes.grid(color="#e2e8f0", linewidth=0.8)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(color=faint, linewidth=0.8)
     axes.legend(frameon=False, fontsize=9)
-    place_labels(axes, labels)
+    _place_labels(axes, labels)
 
 
-def place_labels(axes: Axes, labels: list[tuple[float, float, str, str]]) -> None:
+def _place_labels(axes: Axes, labels: list[tuple[float, float, str, str]]) -> None:
     """Write (x, y, text, colour) beside its point, wherever it hides least of the points and labels that are there already."""
     scale = 72 / axes.figure.get_dpi()  # pixels to points, the unit of offsets
     axes.figure.canvas.draw()  # axes get their place and their limits only now
@@ -93,9 +150,8 @@ def place_labels(axes: Axes, labels: list[tuple[float, float, str, str]]) -> Non
         hidden = [sum(_overlap(box, other) for other in taken) + _outside(axes, box, scale) for box in boxes]
         best = hidden.index(min(hidden))
         taken.append(boxes[best])
-        axes.annotate(
-            text, (x, y), xytext=offsets[best], textcoords="offset points", fontsize=8, color=ink, annotation_clip=False
-        )
+        style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": ink, "annotation_clip": False}
+        axes.annotate(text, (x, y), xytext=offsets[best], **style)
 
 
 def _outside(axes: Axes, box: tuple[float, ...], scale: float) -> float:

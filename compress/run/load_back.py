@@ -14,9 +14,9 @@ from compress.core.progress import Reporter
 from compress.core.run_directory import RunDirectory
 from compress.core.tensors import relative
 from compress.model.context import Context
+from compress.model.footprint import WHOLE_BYTES
 from compress.model.hidden_states import HiddenStates, read_batch
 from compress.model.streamed import StreamedModel
-from compress.weights.footprint import WHOLE_BYTES
 from runtime.api.model import Model
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
@@ -43,14 +43,12 @@ MODEL_TOLERANCE = 0.5
 
 def open_artifact(path: Path, context: Context) -> StreamedModel:
     """The artifact in `path`, streamed; weight-only layers run dequantized, which is what the reference kernel computes."""
-    checkpoint = Checkpoint(path)
+    checkpoint, streamed = Checkpoint(path), context.streamed
 
     def put(model: PreTrainedModel) -> None:
         install_compressed(model, checkpoint.config, checkpoint.names())
 
-    return StreamedModel(
-        checkpoint, context.streamed.device, install=put, loaded=dense_for_now, dtype=context.streamed.dtype
-    )
+    return StreamedModel(checkpoint, streamed.device, install=put, loaded=dense_for_now, dtype=streamed.dtype)
 
 
 @contextmanager
@@ -67,9 +65,8 @@ def dense_for_now(part: nn.Module, skip: Callable[[str], bool] | None = None) ->
             module.prepare(kernels="reference")
             continue
         weight = module.dequantize()
-        dense = nn.Linear(
-            weight.shape[1], weight.shape[0], bias=module.bias is not None, device="meta", dtype=weight.dtype
-        )
+        rows, columns = weight.shape
+        dense = nn.Linear(columns, rows, bias=module.bias is not None, device="meta", dtype=weight.dtype)
         dense.weight = nn.Parameter(weight, requires_grad=False)
         if module.bias is not None:
             dense.bias = nn.Parameter(module.bias.data, requires_grad=False)
@@ -108,7 +105,7 @@ def check_against_pipeline(
     reporter.detail(f"load back: streamed artifact differs from the pipeline by {difference:.2e}")
     if not difference <= STREAM_TOLERANCE:
         raise CompressError(
-            f"{directory.path}: the artifact read back computes something else than the pipeline did (relative {difference:.2e})"
+            f"{directory.path}: the artifact read back differs from the pipeline (relative {difference:.2e})"
         )
     if sum(file.stat().st_size for file in artifact.checkpoint.files()) > WHOLE_BYTES:
         # Memory stays flat in depth: larger artifacts are not loaded whole. What was written is already known to be right.
@@ -138,18 +135,12 @@ def _check_runtime(context: Context, path: Path, expected: torch.Tensor, reporte
         assert hook.difference is not None
         worst = max(worst, hook.difference)
         if not hook.difference <= KERNEL_TOLERANCE:
-            raise CompressError(
-                f"{path}: the kernel of {name} differs from the reference by {hook.difference:.2e} (relative)"
-            )
+            raise CompressError(f"{path}: kernel and reference of {name} differ (relative {hook.difference:.2e})")
     logits = _ask_engine(context, path, fast, blueprint).to(expected.device)
     difference = relative(logits, expected)
-    reporter.detail(
-        f"load back: runtime.load() differs by {worst:.2e} in its worst layer, by {difference:.2e} in what it gives"
-    )
+    reporter.detail(f"load back: runtime.load() differs by {worst:.2e} in a layer, {difference:.2e} in what it gives")
     if not difference <= MODEL_TOLERANCE:
-        raise CompressError(
-            f"{path}: runtime.load() computes something else than the pipeline did (relative {difference:.2e})"
-        )
+        raise CompressError(f"{path}: runtime.load() computes otherwise than the pipeline (relative {difference:.2e})")
 
 
 def _ask_engine(context: Context, path: Path, module: PreTrainedModel, blueprint: Blueprint) -> torch.Tensor:

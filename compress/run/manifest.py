@@ -9,20 +9,17 @@ from typing import Any
 
 import torch
 import yaml
-from torch import nn
 
 from compress import report
-from compress.core.files import sha256, write_json, write_sealed, write_text
+from compress.core.files import listed, write_json, write_sealed, write_text
 from compress.core.run_directory import MANIFEST, UNHASHED, RunDirectory
 from compress.model.checkpoint_writer import copy_companions, write_index
 from compress.model.context import Context
+from compress.model.stage import LayersJob
 from compress.run.session import recipe_digest
-from compress.weights.compatibility import foreign_layers
-from compress.weights.plan import WeightPlan
 from runtime.checkpoint.artifact import SCHEMA_VERSION
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import ArtifactError
-from runtime.formats.quantization_config import build, entry_from_dict
 from runtime.system.lock import LOCK
 from runtime.system.self_hash import KEY
 
@@ -37,45 +34,17 @@ def records(context: Context, directory: RunDirectory) -> list[dict[str, Any]]:
     return [record for record in found.values() if record is not None]
 
 
-def write_metadata(weights: WeightPlan, directory: RunDirectory) -> None:
+def write_metadata(layers: LayersJob, directory: RunDirectory) -> None:
     """config.json, the shard index, the recipe as resolved, tokenizer and other companions."""
-    context = weights.context
+    context = layers.context
     done = records(context, directory)
-    entries = {name: entry_from_dict(value) for record in done for name, value in record["entries"].items()}
-    config = dict(context.checkpoint.config)
-    if entries:
-        name = context.streamed.checkpoint.published_module
-        model, parts = context.streamed.model, context.streamed.checkpoint.expert_tensors
-        foreign = {name(module) for module in foreign_layers(model, entries, parts)}
-        entries = {name(module): entry for module, entry in entries.items()}
-        # Classes of models among them that do more than multiply (routers): as "Linear" compressed-tensors would mean them too.
-        linear = {name(n): n for n, module in model.named_modules() if isinstance(module, nn.Linear)}
-        # Matrices that the model has no place for: an engine that has one must not look for compressed weights there.
-        source = context.checkpoint
-        extra = [n.removesuffix(".weight") for n in context.streamed.extra if n.endswith(".weight")]
-        linear |= {module: module for module in extra if len(source.shape(f"{module}.weight")) == 2}
-        # Routers are no linear layers in transformers, and are in other engines.
-        linear |= {name(module): module for module in _other_matrices(context) if name(module) not in entries}
-        config["quantization_config"] = build(entries, linear, foreign, also=linear)
-    if weights.untie:
-        config["tie_word_embeddings"] = False
     stored = [(name, record["shard"], size) for record in done for name, size in record["stored"].items()]
     write_index(directory.path, stored)
     recipe = yaml.safe_dump(context.recipe.resolved(), sort_keys=False, allow_unicode=True)
     write_text(directory.path / "recipe.yaml", recipe)
     copy_companions(context.checkpoint.path, directory.path)
-    write_json(directory.path / "config.json", config)
-
-
-def _other_matrices(context: Context) -> list[str]:
-    """Modules with a matrix for a weight that are neither linear layers nor embeddings."""
-    return [
-        name
-        for name, module in context.streamed.model.named_modules()
-        if not isinstance(module, (nn.Linear, nn.Embedding))
-        and isinstance(weight := getattr(module, "weight", None), nn.Parameter)
-        and weight.dim() == 2
-    ]
+    entries = {name: value for record in done for name, value in record["entries"].items()}
+    write_json(directory.path / "config.json", layers.config(entries))
 
 
 def write_manifest(
@@ -100,9 +69,7 @@ def write_manifest(
     _account_for_cuts(context, tensors)
     lost = sorted(set(context.checkpoint.names()) - set(tensors))
     if lost:
-        raise ArtifactError(
-            f"tensor {lost[0]} of the source is neither compressed nor copied ({len(lost)} in all); this is a bug"
-        )
+        raise ArtifactError(f"tensor {lost[0]} is neither compressed nor copied ({len(lost)} in all); this is a bug")
     nested = [*directory.path.glob("[0-9]*_*/config.json"), *files]
     found = [f for f in sorted([*directory.path.iterdir(), *nested]) if f.name not in (*UNHASHED, LOCK)]
     known = listed(directory.path, found)
@@ -156,15 +123,6 @@ def _account_for_cuts(context: Context, tensors: dict[str, Any]) -> None:
             tensors[name]["cut"] = list(source.shape(name))
             if tensors[name]["action"] == "copied":
                 tensors[name].setdefault("reason", "made smaller by an earlier stage")
-
-
-def listed(path: Path, files: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of files below `path`, by relative name; directories are left out."""
-    return {
-        file.relative_to(path).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
-        for file in files
-        if file.is_file()
-    }
 
 
 def _calibration(context: Context, processes: list[int]) -> dict[str, Any] | None:

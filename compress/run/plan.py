@@ -5,40 +5,29 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from compress.core.memory_bounds import MEMORY_SHARE, Bounds
+from compress.core.memory_bounds import MEMORY_SHARE, Bounds, choose, cut, ways
+from compress.core.processes import on_this_machine
+from compress.core.progress import memory_bytes
 from compress.core.units import duration, size
 from compress.model.context import Context
+from compress.model.footprint import Footprint, Rows, Speed
+from compress.model.stage import Job, TensorPlan
 from compress.recipe.models import Recipe
-from compress.run.footprint import totals
-from compress.run.session import Session
-from compress.weights.plan import WeightPlan
-from runtime import formats
+from compress.run.session import Session, layers_before
 from runtime.checkpoint.companions import left_behind
 from runtime.modeling.layer_sizes import differing, is_ours
-from runtime.modeling.linear_modules import get_matrix
 from runtime.modeling.weights import first_name
+from runtime.system.memory import available_bytes, free_bytes
 
 #: Part of a limit by which what was counted may be more than it: the least that a refusal has named works in another process too, which is
 #: not quite as large before it begins. What is counted errs high by more.
 LEAST_MARGIN = 0.02
-
-
-@dataclass
-class TensorPlan:
-    """One tensor of the source: what happens to it, by what, into which format; bytes are those on disk."""
-
-    name: str
-    action: str
-    bytes_before: int
-    bytes_after: int
-    method: str = ""
-    format: str = ""
 
 
 @dataclass
@@ -122,10 +111,11 @@ def plan_session(session: Session, output: Path, max_memory: int | None = None, 
         max_memory: bytes that the process may take; None: what is free.
         settled: as a run began that goes on.
     """
-    context, weights = session.context, session.weights.weights
-    tensors = _tensors(weights)
+    context = session.context
+    tensors = session.layers.tensors()
     before, after = sum(t.bytes_before for t in tensors), sum(t.bytes_after for t in tensors)
-    free = _free_disk(output)
+    existing = next(place for place in (output.absolute(), *output.absolute().parents) if place.exists())
+    free = psutil.disk_usage(str(existing)).free
     takes = totals(session, after, max_memory, settled)
     context.bind(takes.bounds)
     plan = Plan(
@@ -156,13 +146,8 @@ def plan_session(session: Session, output: Path, max_memory: int | None = None, 
             f"compressed-tensors cannot store {first_name([t.name for t in own])} (a ragged group, or an embedding): the "
             f"artifact loads with runtime.load(){elsewhere}, but not elsewhere"
         )
-    if weights.untie:
-        added = sum(t.bytes_after for t in tensors if t.bytes_before == 0)
-        plan.warnings.append(
-            f"the embedding and the head share one tensor; compressing one of them stores both ({size(added)} more)"
-        )
     plan.warnings += unused_limits(context)
-    for job in (session.weights, *session.before, *session.after):
+    for job in (session.layers, *session.before, *session.after):
         plan.warnings += [text for text in job.warnings(context, after) if text not in plan.warnings]
     source = context.original.path
     plan.warnings += [f"{source / name} stays behind: {why}" for name, why in left_behind(source).items()]
@@ -201,35 +186,134 @@ def unused_limits(context: Context) -> list[str]:
     ]
 
 
-def _tensors(weights: WeightPlan) -> list[TensorPlan]:
-    context = weights.context
-    checkpoint, dtype = context.checkpoint, context.streamed.dtype
-    whole = context.reference.checkpoint
-    plans = []
-    stored = {f"{name}.weight" for name in weights.tasks}
-    for name in checkpoint.names():
-        if name in checkpoint.dropped:
-            plans.append(TensorPlan(name, "dropped", whole.nbytes(name), 0))
-        elif name not in stored:
-            plans.append(TensorPlan(name, "copied", whole.nbytes(name), checkpoint.held_bytes(name)))
-    if context.source is not None:
-        gone = set(whole.names()) - set(checkpoint.names())
-        plans += [TensorPlan(name, "removed", whole.nbytes(name), 0) for name in gone]
-    for name, task in weights.tasks.items():
-        weight = f"{name}.weight"
-        rows, columns = get_matrix(context.streamed.model.get_submodule(name)).shape
-        density = 1.0 - task.share
-        storage = formats.choose(task.scheme, (rows, columns), density=density)
-        size_after = storage.bytes_estimate(task.scheme, (rows, columns), dtype, density)
-        size_before = whole.nbytes(weight) if checkpoint.has(weight) else 0
-        plans.append(TensorPlan(weight, "compressed", size_before, size_after, task.describe(), storage.name))
-    if weights.untie:
-        for tied, source in context.streamed.ties.items():
-            if not checkpoint.has(tied) and tied.rpartition(".")[0] not in weights.tasks and checkpoint.has(source):
-                plans.append(TensorPlan(tied, "copied", 0, checkpoint.held_bytes(source)))
-    return sorted(plans, key=lambda plan: plan.name)
+# Footprint of the whole run: the peak memory of its stages, which run one after the other, and the time of all of them.
+
+# Free space that is left alone on the disk.
+DISK_MARGIN = 64 * 2**20
+# Libraries keep workspaces (oneDNN, BLAS, allocator slack) beyond the tensors one can count; measured on CPU runs.
+WORKSPACE = 96 * 2**20
+# Hidden states larger than this share of the free memory live in files.
+SPILL_SHARE = 0.2
 
 
-def _free_disk(path: Path) -> int:
-    existing = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-    return psutil.disk_usage(str(existing)).free
+@dataclass(frozen=True)
+class Totals:
+    """Of a run.
+
+    Attributes:
+        memory: bytes at its peak, of `available_memory`, what the process holds already counted in both; what would take less: `advice`.
+        least: bytes at the peak where all is done that takes less; None: that was not asked for.
+        parts: bytes by what they are for: the process as it is, workspaces, hidden states, and each phase of the run.
+        device: bytes of a GPU's memory that stages take, of `available_device`; 0 where none does; `device_advice`.
+        disk: bytes.
+        seconds: about.
+        bounds: what the run does to need less.
+    """
+
+    memory: int
+    least: int | None
+    available_memory: int
+    parts: dict[str, int]
+    advice: str
+    device: int
+    available_device: int
+    device_advice: str
+    disk: int
+    seconds: float
+    bounds: Bounds
+
+
+def totals(session: Session, after: int, limit: int | None = None, settled: Bounds | None = None) -> Totals:
+    """Of all stages of a session's run.
+
+    Args:
+        after: bytes of the artifact.
+        limit: bytes that the process may take; None: what is free.
+        settled: as a run began that goes on; its rows stay.
+    """
+    stages = _Stages(session)
+    device = session.context.streamed.device
+    on_cpu = device.type == "cpu"
+    free, held = free_bytes() // on_this_machine(), memory_bytes()
+    room = free if on_cpu else min(free, available_bytes(device))
+    rows = None if settled is None else settled.rows
+    fewer = limit is not None and settled is None
+    found = list(ways(session.layers.widths, stages.rows(), rows, fewer=fewer, filed=on_cpu))
+    share = SPILL_SHARE * (room if limit is None else min(room, limit))
+    if len(found) > 1 and max(one.states for one in stages.footprints(found[0])) > share:
+        found = found[1:]
+
+    def needed(bounds: Bounds) -> int:
+        every = stages.footprints(bounds)
+        # Hidden states are where blocks are; of the last stage, whose parts are small, nothing is said of a GPU.
+        inside = every if on_cpu else [replace(one, states=0) for one in every[:-1]] + every[-1:]
+        return held + WORKSPACE + max(one.memory + one.states for one in inside)
+
+    bounds, memory = choose(found, needed, MEMORY_SHARE * (held + free) if limit is None else limit)
+    every = stages.footprints(bounds)
+    most = max(every, key=lambda one: one.memory + one.states)
+    beside = max(every[:-1], key=lambda one: one.device + one.states, default=Footprint())
+    device_needed = 0 if on_cpu or len(every) == 1 else beside.device + beside.states + WORKSPACE
+    named = [one.parts or {job.stage.kind: one.memory} for job, one in zip(stages.jobs, every, strict=True)]
+    parts = {"process": held, "workspace": WORKSPACE, "hidden states": most.states}
+    for one in (named[-1], *named[:-1]):
+        parts |= one
+    return Totals(
+        memory=memory,
+        least=None if limit is None else min(map(needed, found)),
+        available_memory=held + free,
+        parts=parts,
+        advice=most.advice,
+        device=device_needed,
+        available_device=0 if on_cpu else available_bytes(device),
+        device_advice=beside.advice,
+        disk=_disk(session, every, after, bounds.spill) + DISK_MARGIN,
+        seconds=sum(one.seconds for one in every),
+        bounds=bounds,
+    )
+
+
+class _Stages:
+    """Footprints of the stages of a session under given bounds."""
+
+    def __init__(self, session: Session) -> None:
+        self.jobs = (*session.before, session.layers)
+        self._context, self._recipe = session.context, session.recipe
+        self._speed = Speed.measured(self._context.streamed)
+        self._layers = session.layers.before()
+
+    def rows(self) -> int:
+        """Rows of the largest batch of calibration text; 0: nothing reads any."""
+        if not self._layers.needs and not any(job.needs for job in self.jobs):
+            return 0
+        return max((ids.shape[0] for ids, _ in self._context.calibration.batches), default=0)
+
+    def footprints(self, bounds: Bounds) -> list[Footprint]:
+        """Of each job; hidden states that spill take no memory."""
+        rows: Rows = []
+        if self.rows():
+            parts = (part for batch in self._context.calibration.batches for part, _ in cut(batch, bounds.rows))
+            rows = [self._context.streamed.rows.positions(part) for part in parts]
+        found = [self._footprint(job, rows, bounds) for job in self.jobs]
+        return [replace(one, states=0) for one in found] if bounds.spill else found
+
+    def _footprint(self, job: Job, rows: Rows, bounds: Bounds) -> Footprint:
+        """Of a job, and of compressing the layers that it works on."""
+        found = job.footprint(self._context, rows, bounds, self._speed)
+        if job is self.jobs[-1]:
+            return found
+        found = replace(found, advice=self._recipe.origin.at(job.stage.path, found.advice))
+        if layers_before(self._recipe, job.stage) is None:
+            return found
+        before = self._layers.footprint(self._context, rows, bounds, self._speed)
+        # The artifact that they make is read by the job; it is no larger than the model, but for what cannot be packed.
+        return found.after(replace(before, disk=before.disk + self._context.checkpoint.total_bytes, parts={}))
+
+
+def _disk(session: Session, every: list[Footprint], after: int, spill: bool) -> int:
+    """Every stage reads the checkpoint of the one before it and writes its own; the last one's stays until the artifact is complete."""
+    models = [job.stored for job in session.before] + [session.context.checkpoint.total_bytes]
+    *passes, last = every
+    ends = [(models[number] if number else 0) + models[number + 1] + one.disk for number, one in enumerate(passes)]
+    ends.append((models[-1] if passes else 0) + after + last.disk + (last.spilled if spill else 0))
+    return max(ends)

@@ -19,19 +19,47 @@ from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import LOG, MANIFEST, WORK, RunDirectory, remove
 from compress.evaluate.artifact import evaluate_artifact
+from compress.evaluate.metrics import exceeded
 from compress.model.context import choose_device
 from compress.model.stage import Compressed, Job, Store
 from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back
 from compress.run.manifest import records, write_manifest, write_metadata
 from compress.run.plan import plan_session
-from compress.run.result import AppliedArtifact, LimitError
 from compress.run.session import ModelState, Session, identity, kind_of, layers_before
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint, read_json
 from runtime.errors import CompressError, RequestError, ResourceError
 from runtime.system.memory import keep_nothing_freed, peak_bytes
 from runtime.system.sizes import size
+
+
+@dataclass
+class AppliedArtifact:
+    """What `apply` gives back.
+
+    Attributes:
+        path: directory of the artifact.
+        metrics: quality, sizes and limits, as in the manifest.
+        manifest: content of compress.json.
+        seconds: wall-clock time of each phase of this run (a resumed run counts only what it did itself).
+        peak_memory: largest resident memory of the process, in bytes; of several, of the one that took most.
+    """
+
+    path: Path
+    metrics: dict[str, Any]
+    manifest: dict[str, Any]
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_memory: int = 0
+    warnings: list[str] = field(default_factory=list)
+
+
+class LimitError(CompressError):
+    """The artifact is complete, but worse than the recipe's `evaluate` limits allow. `result` is what `apply` would have returned."""
+
+    def __init__(self, message: str, result: AppliedArtifact) -> None:
+        super().__init__(message)
+        self.result = result
 
 
 @contextmanager
@@ -215,12 +243,12 @@ class _Run:
         directory, reporter, clock = self.store.directory, self.reporter, self.clock
         if self.session.before:
             self._make_models()
-        weights, context = self.session.weights, self.session.context
-        made = weights.run(context, self.store, reporter)
-        clock.lap(weights.title)
-        write_metadata(weights.weights, directory)
+        layers, context = self.session.layers, self.session.context
+        made = layers.run(context, self.store, reporter)
+        clock.lap(layers.title)
+        write_metadata(layers, directory)
         artifact = load_back.open_artifact(directory.path, context)
-        load_back.check_against_pipeline(context, bool(weights.needs), artifact, directory, reporter)
+        load_back.check_against_pipeline(context, bool(layers.needs), artifact, directory, reporter)
         clock.lap("load back")
         spill = directory.work if self.store.spill else None
         metrics = evaluate_artifact(context, artifact, spill, reporter)
@@ -269,15 +297,15 @@ class _Run:
         before = store.work / "compressed"
         if not (before / WORK).is_dir():  # the remains of one whose removal was interrupted
             remove(before)
-        weights = state.weights(recipe, self.session.device)
-        context = weights.weights.context
+        layers = state.layers(recipe, self.session.device)
+        context = layers.context
         context.bind(self.session.context.bounds)
         own = RunDirectory(before, resume=True)
         own.inspect(identity(context))
         own.warn = self.reporter.warn
         own.claim()
-        weights.run(context, replace(store, output=before, work=own.work, directory=own), self.reporter)
-        write_metadata(weights.weights, own)
+        layers.run(context, replace(store, output=before, work=own.work, directory=own), self.reporter)
+        write_metadata(layers, own)
         return Compressed(before, [layer for record in records(context, own) for layer in record["layers"]])
 
     def _forget_damaged(self) -> None:
@@ -317,11 +345,7 @@ def _part(number: int) -> str:
 
 def _accept(result: AppliedArtifact) -> AppliedArtifact:
     """The artifact, unless the recipe's limits refuse it."""
-    failed = []
-    for limit in result.metrics.get("limits", []):
-        if not limit["ok"]:
-            found = "was not measured" if limit["value"] is None else f"is {limit['value']:.4g}"
-            failed.append(f"{limit['name']} {found}, the limit is {limit['limit']:.4g}")
+    failed = exceeded(result.metrics)
     if failed:
         raise LimitError(f"{'; '.join(failed)}; the artifact is complete in {result.path}", result)
     return result

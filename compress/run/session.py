@@ -21,10 +21,8 @@ from compress.model.check_model import check_streams
 from compress.model.context import Context
 from compress.model.dry_run import check_runs
 from compress.model.float8_source import open_checkpoint
-from compress.model.stage import Job, StageRoom
+from compress.model.stage import WRITE, Job, LayersJob, StageRoom
 from compress.recipe import KINDS, Recipe, Stage, locate_model
-from compress.weights.plan import check_settled
-from compress.weights.stage import QUANTIZE, WRITE, CheckedWeights
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import RequestError
 
@@ -51,12 +49,13 @@ class ModelState:
             settled=self.settled, kept_tokens=self.kept_tokens, records=self.records,
         )  # fmt: skip
 
-    def weights(self, recipe: Recipe, device: str) -> CheckedWeights:
-        """The layers that stages of `recipe` compress."""
+    def layers(self, recipe: Recipe, device: str) -> LayersJob:
+        """All stages of `recipe` that compress layers."""
         context = self.context(recipe, device, experts_apart=True)
-        weights = QUANTIZE.check(context, Stage(WRITE, "", None, len(recipe.stages)))
-        context.reads_text = bool(weights.needs)
-        return weights
+        room = next(kind for kind in KINDS.values() if kind.phase == "layers")
+        job: LayersJob = room.check(context, Stage(WRITE, "", None, len(recipe.stages)))
+        context.reads_text = bool(job.needs)
+        return job
 
     def after(self, job: Job, checkpoint: Checkpoint, record: Mapping[str, Any] | None = None) -> ModelState:
         """What a job makes of it."""
@@ -75,14 +74,14 @@ class Session:
 
     Attributes:
         before: jobs of phase "model", in order.
-        weights: the layers of the last model.
+        layers: the stages that compress layers of the last model.
         after: jobs of phase "artifact", in order.
     """
 
     recipe: Recipe
     device: str
     before: tuple[Job, ...]
-    weights: CheckedWeights
+    layers: LayersJob
     after: tuple[Job, ...]
     _placeholders: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
 
@@ -103,9 +102,9 @@ class Session:
             context = state.context(recipe, device)
             if not jobs:
                 check_runs(context.streamed)
-            layers = layers_before(recipe, stage)
-            if layers is not None:
-                check_settled(state.weights(layers, device).weights, stage)
+            before = layers_before(recipe, stage)
+            if before is not None:
+                state.layers(before, device).check_settled(stage)
             job = kind_of(stage).check(context, stage)
             state = state.after(job, job.outline(context, Path(room.name) / str(len(jobs))))
             jobs.append(job)
@@ -121,27 +120,22 @@ class Session:
     def _settled(
         cls, recipe: Recipe, device: str, before: tuple[Job, ...], state: ModelState, room: Any = None
     ) -> Session:
-        weights = state.weights(recipe, device)
-        context = weights.weights.context
+        layers = state.layers(recipe, device)
+        context = layers.context
         last = [stage for stage in recipe.stages if stage.phase == "artifact"]
         last.sort(
             key=lambda stage: kind_of(stage).own_identity
         )  # those that may be done again change nothing of the others
         after = tuple(kind_of(stage).check(context, stage) for stage in last)
-        context.reads_text = any(job.needs for job in (*before, weights, *after))
+        context.reads_text = any(job.needs for job in (*before, layers, *after))
         if context.reads_text or recipe.evaluate is not None:
             check_streams(context.streamed)
-        return cls(recipe, device, before, weights, after, room)
+        return cls(recipe, device, before, layers, after, room)
 
     @property
     def context(self) -> Context:
         """Of the model whose layers are compressed; of zeros, as long as `before` has not run."""
-        return self.weights.weights.context
-
-    @property
-    def jobs(self) -> tuple[Job, ...]:
-        """All, in the order they run."""
-        return (*self.before, self.weights, *self.after)
+        return self.layers.context
 
 
 def identity(context: Context) -> dict[str, Any]:

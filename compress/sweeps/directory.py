@@ -16,12 +16,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from compress.core.files import read_object, write_json, write_text
+from compress.core.files import read_object, read_sealed, write_json, write_sealed
 from compress.core.run_directory import MANIFEST, remove
 from compress.sweeps.records import Trial
 from compress.sweeps.space import read_values
 from runtime.errors import CompressError, RequestError, ResourceError
-from runtime.system.self_hash import KEY, json_is_whole, sealed_json
 
 WORK = ".sweep"
 TRIALS = "trials"
@@ -110,7 +109,7 @@ class SweepDirectory:
 
     def record(self, trial: Trial) -> None:
         """Write a trial's record; on return it is on the disk."""
-        write_text(self.path / TRIALS / f"{self.name(trial.number)}.json", sealed_json(asdict(trial)))
+        write_sealed(self.path / TRIALS / f"{self.name(trial.number)}.json", asdict(trial))
         self.trials[trial.number] = trial
 
     @staticmethod
@@ -129,12 +128,6 @@ class SweepDirectory:
     def work(self, name: str) -> Path:
         """Path of a file in the sweep's directory for temporary files."""
         return self.path / WORK / name
-
-    def drop_artifacts(self, keep: set[int]) -> None:
-        """Remove the artifacts of all finished trials but these."""
-        for trial in self.in_order:
-            if trial.done and trial.number not in keep:
-                remove(self.artifact(trial.number))
 
     def take_lock(self) -> None:
         """Wait for the trials of a killed sweep to end; CompressError: another sweep holds the directory."""
@@ -165,12 +158,9 @@ def recorded(path: Path) -> set[str]:
 
 def read_record(file: Path) -> Trial | None:
     """The trial of a record; None: the file is not as `SweepDirectory.record` wrote it."""
-    raw = file.read_bytes() if file.is_file() else b""
-    if not json_is_whole(raw):
-        return None
-    content = {key: value for key, value in json.loads(raw).items() if key != KEY}
+    content = read_sealed(file)
     names = {field.name for field in fields(Trial)}
-    if set(content) != names or SweepDirectory.name(content["number"]) != file.stem:
+    if content is None or set(content) != names or SweepDirectory.name(content["number"]) != file.stem:
         return None
     return Trial(**content)
 
@@ -184,7 +174,7 @@ def check_continues(before: dict[str, Any], now: dict[str, Any], path: Path) -> 
     """Refuse to go on with another sweep. More values and more trials are the same sweep, extended.
 
     Args:
-        before, now: `identity` of the sweep in the directory, and of the request (`compress.sweeps.prepare`).
+        before, now: `identity` of the sweep in the directory, and of the request (`compress.sweeps.run`).
     """
 
     def refuse(text: str) -> RequestError:

@@ -15,6 +15,9 @@ class Metric:
         name: as objectives and constraints call it.
         better: `min` or `max`.
         label: of an axis, with its unit.
+        path: where an artifact's manifest has it (a metric of speed: what `compress.evaluate.speed.measure` returns), keys joined by dots;
+            empty: `metrics.NAME`.
+        source: where the manifest has that of the model it was made from, or its value where the artifact is compared with that model.
         unit: how values are written: unchanged (``), as a share (`%`) or as bytes (`B`).
         axis: values are divided by this on an axis.
         origin: `evaluation` (measured by the recipe's `evaluate`), `artifact`, or `speed` (measured apart).
@@ -23,6 +26,8 @@ class Metric:
     name: str
     better: Literal["min", "max"]
     label: str
+    path: str = ""
+    source: str | float | None = None
     unit: Literal["", "%", "B"] = ""
     axis: float = 1.0
     origin: Literal["evaluation", "artifact", "speed"] = "evaluation"
@@ -42,60 +47,54 @@ class Metric:
 
 _SHARE: dict[str, Any] = {"unit": "%", "axis": 0.01}
 _BYTES: dict[str, Any] = {"unit": "B", "axis": 1e6}
+_CACHE: dict[str, Any] = {"path": "kv_cache_bytes.-1.bytes", "source": "kv_cache_bytes.-1.full_bytes"}
+
 
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
-        Metric("perplexity", "min", "perplexity on held-out text"),
-        Metric("perplexity_increase", "min", "increase of the perplexity (%)", **_SHARE),
-        Metric("kl", "min", "KL to the source (nats a token)"),
-        Metric("top1_agreement", "max", "same most likely token (%)", **_SHARE),
-        Metric("cosine", "max", "cosine similarity of embeddings"),
+        Metric("perplexity", "min", "perplexity on held-out text", "metrics.after.perplexity", "metrics.before.perplexity"),
+        Metric("perplexity_increase", "min", "increase of the perplexity (%)", source=0.0, **_SHARE),
+        Metric("kl", "min", "KL to the source (nats a token)", source=0.0),
+        Metric("top1_agreement", "max", "same most likely token (%)", source=1.0, **_SHARE),
+        Metric("cosine", "max", "cosine similarity of embeddings", "metrics.cosine.mean", 1.0),
         Metric("perplexity_with_cache", "min", "perplexity with the compressed cache"),
-        Metric("perplexity_increase_overall", "min", "increase of the perplexity, weights and cache (%)", **_SHARE),
-        Metric("size", "min", "size of the tensors (MB)", origin="artifact", **_BYTES),
-        Metric("cache_size", "min", "keys and values of a long text (MB)", origin="artifact", **_BYTES),
-        Metric("decode_speed", "max", "decoding (tokens/s)", origin="speed"),
-        Metric("prefill_speed", "max", "prefill (tokens/s)", origin="speed"),
-        Metric("memory", "min", "memory of the process that runs it (MB)", origin="speed", **_BYTES),
+        Metric("perplexity_increase_overall", "min", "increase of the perplexity, weights and cache (%)", source=0.0, **_SHARE),
+        Metric("size", "min", "size of the tensors (MB)", "bytes.after", "bytes.before", origin="artifact", **_BYTES),
+        Metric("cache_size", "min", "keys and values of a long text (MB)", origin="artifact", **_CACHE, **_BYTES),
+        Metric("decode_speed", "max", "decoding (tokens/s)", "decode_tokens_per_second", origin="speed"),
+        Metric("prefill_speed", "max", "prefill (tokens/s)", "prefill_tokens_per_second", origin="speed"),
+        Metric("memory", "min", "memory of the process that runs it (MB)", "peak_bytes", origin="speed", **_BYTES),
     )
-}
-
-_AS_THEY_ARE = ("perplexity_increase", "kl", "top1_agreement", "perplexity_with_cache", "perplexity_increase_overall")
-_OF_ITSELF = {
-    "perplexity_increase": 0.0, "kl": 0.0, "top1_agreement": 1.0, "cosine": 1.0, "perplexity_increase_overall": 0.0,
 }  # fmt: skip
-"""Metrics that compare with the source, of the source itself."""
 
 
-def of_artifact(metrics: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, float]:
+def of_artifact(manifest: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of an artifact by metric; only those that were measured."""
-    found: dict[str, Any] = {"size": manifest["bytes"]["after"]}
-    if "after" in metrics:
-        found["perplexity"] = metrics["after"]["perplexity"]
-    found |= {name: metrics[name] for name in _AS_THEY_ARE if name in metrics}
-    if "cosine" in metrics:
-        found["cosine"] = metrics["cosine"]["mean"]
-    if manifest.get("kv_cache_bytes"):
-        found["cache_size"] = manifest["kv_cache_bytes"][-1]["bytes"]
-    return found
+    every = {
+        metric.name: _at(manifest, metric.path or f"metrics.{metric.name}")
+        for metric in METRICS.values()
+        if metric.origin != "speed"
+    }
+    return {name: value for name, value in every.items() if value is not None}
 
 
-def of_source(metrics: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, float]:
+def of_source(manifest: Mapping[str, Any]) -> dict[str, float]:
     """The same of the model that the artifact was made from, from the artifact's manifest."""
-    found: dict[str, Any] = {"size": manifest["bytes"]["before"]}
-    if "before" in metrics:
-        found["perplexity"] = metrics["before"]["perplexity"]
-    found |= {name: value for name, value in _OF_ITSELF.items() if name in metrics}
-    if manifest.get("kv_cache_bytes"):
-        found["cache_size"] = manifest["kv_cache_bytes"][-1]["full_bytes"]
-    return found
+    sources = {name: METRICS[name].source for name in of_artifact(manifest)}
+    every = {name: _at(manifest, value) if isinstance(value, str) else value for name, value in sources.items()}
+    return {name: value for name, value in every.items() if value is not None}
 
 
 def of_speed(found: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a measured speed (`compress.evaluate.speed.measure`)."""
-    return {
-        "decode_speed": found["decode_tokens_per_second"],
-        "prefill_speed": found["prefill_tokens_per_second"],
-        "memory": found["peak_bytes"],
-    }
+    return {metric.name: found[metric.path] for metric in METRICS.values() if metric.origin == "speed"}
+
+
+def _at(content: Any, path: str) -> Any:
+    """The value at a path; None where there is none."""
+    for key in path.split("."):
+        if not content:
+            return None
+        content = content[int(key)] if isinstance(content, list) else content.get(key)
+    return content

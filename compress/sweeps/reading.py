@@ -110,9 +110,9 @@ def _vary(written: dict[str, Any], origin: Origin, problems: list[str]) -> dict[
             problems.append(origin.at(place, f"it lies within '{around}', which is varied too; vary one of them"))
         else:
             try:
-                found[key] = read_values(values)
-            except ValueError as error:
-                problems.append(origin.at(place, str(error)))
+                found[key] = read_values(values, origin, place)
+            except RequestError as error:
+                problems.append(str(error))
     return found
 
 

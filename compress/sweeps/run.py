@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import json
+import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from rich.console import Console
+from rich.progress import track
 
 from compress.core.files import disk_errors, write_json, write_text
 from compress.core.processes import launched
+from compress.core.run_directory import remove
 from compress.core.units import duration
 from compress.evaluate.speed import SpeedRequest, run_isolated
-from compress.recipe import Recipe, locate_model
+from compress.recipe import Recipe, locate_checkpoint, locate_model
+from compress.run.session import Session
+from compress.run.session import identity as identity_of_run
 from compress.sweeps.base import BaseRecipe
 from compress.sweeps.directory import SweepDirectory, read, recorded
 from compress.sweeps.executors import Executor
 from compress.sweeps.labels import sentence
 from compress.sweeps.metrics import METRICS, of_speed
 from compress.sweeps.models import SpeedConfig, Sweep
-from compress.sweeps.prepare import first_recipe, identity
 from compress.sweeps.reading import load_sweep
 from compress.sweeps.records import Trial, kept
 from compress.sweeps.results import summary, write_results
 from compress.sweeps.search import Grid, Study, open_search
+from compress.sweeps.space import Range, Values, text_of
 from compress.sweeps.trial import finite
 from compress.sweeps.views import write_views
+from runtime.config.messages import listing
 from runtime.errors import CompressError, RequestError
 from runtime.system.memory import free_bytes
 
@@ -76,22 +83,20 @@ class Talk:
     def settled(self, trial: Trial, sweep: Sweep) -> None:
         """The result of a trial."""
         self._done += 1
+        found = f"{trial.status}: {trial.error}"
+        if trial.status == "finished":
+            values = {name: trial.metrics.get(name) for name in sweep.file.objectives}
+            numbers = [f"{name} {METRICS[name].show(value)}" for name, value in values.items() if value is not None]
+            found = f"{'; '.join([', '.join(numbers), *trial.limits])} ({duration(trial.seconds)})"
         head = f"[{self._done}/{self._total}] trial {trial.number}: {sentence(trial.values)}"
-        if trial.status != "finished":
-            self.say(f"{head}: {trial.status}: {trial.error}", warning=True)
-            return
-        measured = [name for name in sweep.file.objectives if trial.metrics.get(name) is not None]
-        numbers = ", ".join(f"{name} {METRICS[name].show(trial.metrics[name])}" for name in measured)
-        limits = "".join(f"; {text}" for text in trial.limits)
-        self.say(f"{head}: {numbers}{limits} ({duration(trial.seconds)})")
+        self.say(f"{head}: {found}", warning=trial.status != "finished")
 
     def timed(self, trial: Trial) -> None:
         """The speed of a trial."""
+        speed = f"{METRICS['decode_speed'].show(trial.metrics.get('decode_speed'))} tokens/s"
         if trial.speed_error is not None:
-            self.say(f"  trial {trial.number}: its speed was not measured: {trial.speed_error}", warning=True)
-        else:
-            speed = METRICS["decode_speed"].show(trial.metrics.get("decode_speed"))
-            self.say(f"  trial {trial.number}: {speed} tokens/s")
+            speed = f"its speed was not measured: {trial.speed_error}"
+        self.say(f"  trial {trial.number}: {speed}", warning=trial.speed_error is not None)
 
     def warn(self, text: str) -> None:
         """A warning, which does not end the sweep."""
@@ -168,11 +173,81 @@ def sweep(
     directory = SweepDirectory(path, identity(plan, base, recipe, device), resume, overwrite)
     try:
         with disk_errors(f"writing to {path}"):
-            return _Run(plan, base, search, recipe, directory, device, max_memory, Talk(quiet)).carry_out(
-                executor or choose, retry
-            )
+            run = _Run(plan, base, search, recipe, directory, device, max_memory, Talk(quiet))
+            return run.carry_out(executor or choose, retry)
     finally:
         directory.close()
+
+
+# Checks before the first trial.
+
+_DRAWS = 200
+
+
+def first_recipe(
+    sweep: Sweep, base: BaseRecipe, search: Grid | Study, device: str, known: Container[str] = (), quiet: bool = False
+) -> Recipe:
+    """The recipe of the first valid point. All points of a grid are checked; of a search, draws until one is valid.
+
+    Args:
+        known: keys (`Trial.key`) of points that were checked when the sweep was begun, and are not again.
+        quiet: no progress bar.
+
+    Raises:
+        RequestError: an invalid point of a grid; a search without a valid draw; or no such model.
+    """
+    name = base.data.get("model")  # once: a hub is asked over the network
+    located = {"model": str(locate_checkpoint(str(name), base.origin, ("model",)))} if name else {}
+
+    def check(values: dict[str, Any], where: str) -> Recipe:
+        try:
+            recipe = base.at(values)
+            Session.open(recipe.model_copy(update=located), device)
+        except RequestError as error:
+            written = listing(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
+            raise RequestError(f"{error} ({where} {written})") from None
+        return recipe
+
+    if isinstance(search, Grid):
+        unchecked = [search.points[0], *(values for values in search.points[1:] if text_of(values) not in known)]
+        points = track(unchecked, "checking combinations", console=Console(stderr=True), transient=True, disable=quiet)
+        first, *_ = [check(values, "in the trial with") for values in points]
+        return first
+    draw = random.Random(0)  # the same combinations every time
+    refused: list[RequestError] = []
+    while len(refused) < _DRAWS:
+        values = {key: _draw(values, draw) for key, values in sweep.vary.items()}
+        try:
+            return check(values, f"as in all {_DRAWS} combinations drawn, here")
+        except RequestError as error:
+            refused.append(error)
+    raise refused[0]
+
+
+def _draw(values: Values, draw: random.Random) -> Any:
+    if not isinstance(values, Range):
+        return draw.choice(values.choices)
+    count = values.count()
+    return draw.uniform(values.low, values.high) if count is None else values.at(draw.randrange(count))
+
+
+def identity(sweep: Sweep, base: BaseRecipe, recipe: Recipe, device: str) -> dict[str, Any]:
+    """Data that must be equal for a resume, or may only grow (`compress.sweeps.directory.check_continues`).
+
+    Args:
+        recipe: of some point.
+    """
+    session = Session.open(recipe, device)  # holds the checkpoints that its context reads
+    found = identity_of_run(session.context)
+    found["recipe"] = base.digest()
+    if any(key.partition(".")[0] == "calibration" for key in sweep.vary):
+        found.pop("calibration_text", None)
+    return {
+        "sweep": sweep.settled(),
+        "vary": {key: values.plain() for key, values in sweep.vary.items()},
+        "trials": None if sweep.file.search is None else sweep.file.search.trials,
+        "base": found,
+    }
 
 
 def choose(sweep: Sweep, directory: SweepDirectory, device: str) -> Executor:
@@ -288,7 +363,10 @@ class _Run:
         """Keep the artifacts that are asked for and those whose speed is to be measured; write the present results."""
         untimed = {trial.number for trial in self._untimed()}
         settled = [trial for trial in self.directory.in_order if trial.done and trial.number not in untimed]
-        self.directory.drop_artifacts(kept(settled, self.sweep) | untimed)
+        wanted = kept(settled, self.sweep) | untimed
+        for trial in self.directory.in_order:
+            if trial.done and trial.number not in wanted:
+                remove(self.directory.artifact(trial.number))
         write_results(summary(self.sweep, self.directory, self._source(measured=False), 0.0), self.directory.path)
 
     def _forget_failures(self) -> None:

@@ -49,18 +49,14 @@ def points(sweep: Sweep) -> Iterator[dict[str, Any]]:
     for key, values in sweep.vary.items():
         count = values.count()
         if count is None:
-            raise RequestError(
-                f"vary.{key}: a grid needs a list of values, or a range with a step; a search needs no step"
-            )
+            raise RequestError(f"vary.{key}: a grid needs a list, or a range with a step; a search needs no step")
         if getattr(values, "log", False):
             raise RequestError(f"vary.{key}: log is for searches; a grid needs a list of values")
         counts[key] = count
     total = math.prod(counts.values())
     if total > MOST:
         most = max(counts, key=lambda key: counts[key])
-        raise RequestError(
-            f"vary: the grid has {total:,} points ({counts[most]:,} values of {most}); at most {MOST:,} are allowed"
-        )
+        raise RequestError(f"vary: {total:,} points ({counts[most]:,} values of {most}); at most {MOST:,} are allowed")
     lists = {key: values.grid() or [] for key, values in sweep.vary.items()}
     return (dict(zip(lists, combination, strict=True)) for combination in itertools.product(*lists.values()))
 
@@ -72,9 +68,8 @@ class Study:
         try:
             import optuna
         except ImportError as error:
-            raise RequestError(
-                f"search: Optuna is not installed; {how_to_install('sweep')}, or use `search: grid`, which does not need it"
-            ) from error
+            text = f"Optuna is not installed; {how_to_install('sweep')}, or use `search: grid`, which does not need it"
+            raise RequestError(f"search: {text}") from error
         assert sweep.file.search is not None
         self._optuna: Any = optuna
         self._sweep = sweep
@@ -115,7 +110,10 @@ class Study:
         return self._optuna.trial.create_trial(
             state=states.COMPLETE if complete else states.RUNNING if not trial.done else states.FAIL,
             values=values if complete else None,
-            params={key: self._parameter(key, trial.values[key]) for key in self._sweep.vary},
+            params={
+                key: text_of(trial.values[key]) if isinstance(kind, Choices) else trial.values[key]
+                for key, kind in self._sweep.vary.items()
+            },
             distributions=self._distributions,
             system_attrs=dict(trial.search),
             constraints={**excess, "limits": float(len(trial.limits))} if complete else None,
@@ -130,15 +128,14 @@ class Study:
         options = {name: value for name, value in given.items() if value is not None}
         if self._config.sampler == "tpe":
             return samplers.TPESampler(seed=seed, constant_liar=True, **options)
-        return {"random": samplers.RandomSampler, "nsgaii": samplers.NSGAIISampler}[self._config.sampler](
-            seed=seed, **options
-        )
+        kinds = {"random": samplers.RandomSampler, "nsgaii": samplers.NSGAIISampler}
+        return kinds[self._config.sampler](seed=seed, **options)
 
     def _distribution(self, values: Values) -> Any:
         kinds = self._optuna.distributions
         if isinstance(values, Choices):
             # As text, so that any value can be a choice, and 1 and true are two.
-            return kinds.CategoricalDistribution([text_of(value) for value in values.values])
+            return kinds.CategoricalDistribution([text_of(value) for value in values.choices])
         if values.integers:
             return kinds.IntDistribution(int(values.low), int(values.last), log=values.log, step=int(values.step or 1))
         return kinds.FloatDistribution(values.low, values.last, log=values.log, step=values.step)
@@ -148,9 +145,6 @@ class Study:
         if isinstance(values, Choices):
             return json.loads(parameter)
         return tidy(parameter) if values.step is not None and not values.integers else parameter
-
-    def _parameter(self, key: str, value: Any) -> Any:
-        return text_of(value) if isinstance(self._sweep.vary[key], Choices) else value
 
     def _untried(self, tried: set[str], number: int) -> Trial | None:
         """Any values that were not tried, where the sampler comes back to the same ones."""

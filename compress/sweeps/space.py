@@ -5,45 +5,78 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from compress.recipe.problems import show
-from runtime.config.messages import did_you_mean, listing
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from compress.recipe.origin import Origin
+from compress.recipe.problems import problems_of
+from compress.recipe.yaml_source import Path
+from runtime.config.messages import show
+from runtime.errors import RequestError
 
 MOST = 10_000
 """Largest number of values of one key, and of points of a grid."""
 _EXACT = 2**53
 """Integers up to this one are exact as floating-point numbers, in which searches compute."""
 
-_RANGE_KEYS = ("low", "high", "step", "log")
+
+def _exact(value: float) -> float:
+    if isinstance(value, int) and abs(value) > _EXACT:
+        raise ValueError(f"expected an integer between -2^53 and 2^53, got {show(value)}")
+    return value
 
 
-@dataclass(frozen=True)
-class Choices:
+Number = Annotated[int | float, AfterValidator(_exact)]
+
+
+class _Values(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    def plain(self) -> dict[str, Any]:
+        """The mapping that `read_values` reads, without defaults."""
+        return self.model_dump(exclude_defaults=True)
+
+
+class Choices(_Values):
     """A list of values of any kind."""
 
-    values: tuple[Any, ...]
+    choices: list[Any]
+
+    @field_validator("choices")
+    @classmethod
+    def _differ(cls, values: list[Any]) -> list[Any]:
+        if not values:
+            raise ValueError("the list is empty; give the values to try")
+        seen: set[str] = set()
+        for value in values:
+            if text_of(value) in seen:
+                raise ValueError(f"{show(value)} is given twice")
+            seen.add(text_of(value))
+        return values
 
     def grid(self) -> list[Any]:
         """All values, in the order given."""
-        return list(self.values)
+        return self.choices
 
     def count(self) -> int | None:
         """Number of values."""
-        return len(self.values)
+        return len(self.choices)
 
     def covers(self, older: Values) -> bool:
         """Whether every value of `older` is one of these."""
-        return isinstance(older, Choices) and {text_of(v) for v in older.values} <= {text_of(v) for v in self.values}
-
-    def plain(self) -> dict[str, Any]:
-        """The mapping that `read_values` reads."""
-        return {"choices": list(self.values)}
+        return isinstance(older, Choices) and {*map(text_of, older.choices)} <= {*map(text_of, self.choices)}
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(_Values):
     """Numbers from `low` to `high`, both included; integers where both and the step are.
 
     Attributes:
@@ -51,10 +84,27 @@ class Range:
         log: drawn evenly over their logarithms.
     """
 
-    low: float
-    high: float
-    step: float | None = None
+    low: Number
+    high: Number
+    step: Annotated[Number, Field(gt=0)] | None = None
     log: bool = False
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Range:
+        low, high, step = self.low, self.high, self.step
+        if high < low:
+            raise ValueError(f"low is {low} and high is {high}; expected low to be the smaller one")
+        if self.log and (step is not None or low <= 0):
+            raise ValueError("log: a logarithmic range has no step and starts above 0")
+        if high - low == math.inf:
+            raise ValueError("high - low is larger than the largest number; expected a narrower range")
+        if step is not None and (high - low) / step >= MOST:
+            many = f"{self.count():,}" if (high - low) / step < _EXACT else "more than 2^53"
+            raise ValueError(f"{many} values; at most {MOST:,} are allowed")
+        if self.integers or all(isinstance(value, float) for value in (low, high, step or 1.0)):
+            return self
+        floats = {"low": float(low), "high": float(high), "step": None if step is None else float(step)}
+        return self.model_copy(update=floats)
 
     @property
     def integers(self) -> bool:
@@ -93,11 +143,6 @@ class Range:
         apart = (older.low - self.low) / self.step if self.step else 0.0
         return abs(apart - round(apart)) < 1e-9
 
-    def plain(self) -> dict[str, Any]:
-        """Bounds, step and scale as in a sweep file, without defaults."""
-        given = {"low": self.low, "high": self.high, "step": self.step, "log": self.log or None}
-        return {key: value for key, value in given.items() if value is not None}
-
 
 Values = Choices | Range
 
@@ -107,67 +152,27 @@ def text_of(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
-def read_values(written: Any) -> Values:
+def read_values(written: Any, origin: Origin | None = None, path: Path = ()) -> Values:
     """The values written at a key of `vary`.
 
+    Args:
+        origin: names the place of the key, whose path is `path`.
+
     Raises:
-        ValueError: anything else than a list, `{choices: [...]}` or `{low, high, step or log}`, in words that follow the key.
+        RequestError: anything else than a list, `{choices: [...]}` or `{low, high, step or log}`.
     """
-    if isinstance(written, Mapping) and written:
-        allowed: tuple[str, ...] = ("choices",) if "choices" in written else _RANGE_KEYS
-        if not set(written) & set(allowed):
-            allowed = ("choices", *_RANGE_KEYS)
-        unknown = next((key for key in written if key not in allowed), None)
-        if unknown is not None:
-            raise ValueError(
-                f"unknown key '{unknown}'{did_you_mean(unknown, allowed) or '.'} Allowed: {listing(allowed)}"
-            )
-        if "choices" not in written:
-            return _range(written)
-        written = written["choices"]
-    if not isinstance(written, list):
-        raise ValueError(
-            f"expected a list of values, {{choices: [...]}} or {{low: ..., high: ...}}, got {show(written)}"
-        )
-    if not written:
-        raise ValueError("the list is empty; give the values to try")
-    seen: set[str] = set()
-    for value in written:
-        if text_of(value) in seen:
-            raise ValueError(f"{show(value)} is given twice")
-        seen.add(text_of(value))
-    return Choices(tuple(written))
-
-
-def _range(written: Mapping[str, Any]) -> Range:
-    for key in ("low", "high"):
-        if key not in written:
-            raise ValueError(f"a range needs low and high, and '{key}' is missing")
-    for key in ("low", "high", "step"):
-        value = written.get(key, 0)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == math.inf:
-            raise ValueError(f"{key}: expected a number, got {show(value)}")
-        if isinstance(value, int) and abs(value) > _EXACT:
-            raise ValueError(f"{key}: expected an integer between -2^53 and 2^53, got {show(value)}")
-    low, high, step, log = written["low"], written["high"], written.get("step"), written.get("log", False)
-    if not isinstance(log, bool):
-        raise ValueError(f"log: expected true or false, got {show(log)}")
-    if high < low:
-        raise ValueError(f"low is {low} and high is {high}; expected low to be the smaller one")
-    if step is not None and step <= 0:
-        raise ValueError(f"step: expected a number above 0, got {step}")
-    if log and (step is not None or low <= 0):
-        raise ValueError("log: a logarithmic range has no step and starts above 0")
-    found = Range(low, high, step, log)
-    if not found.integers:
-        found = Range(float(low), float(high), None if step is None else float(step), log)
-    if found.high - found.low == math.inf:
-        raise ValueError("high - low is larger than the largest number; expected a narrower range")
-    if found.step is not None and (found.high - found.low) / found.step >= MOST:
-        steps = (found.high - found.low) / found.step
-        many = f"{found.count():,}" if steps < _EXACT else "more than 2^53"
-        raise ValueError(f"{many} values; at most {MOST:,} are allowed")
-    return found
+    origin = origin or Origin()
+    if not isinstance(written, (list, Mapping)) or written == {}:
+        expected = "a list of values, {choices: [...]} or {low: ..., high: ...}"
+        raise RequestError(origin.at(path, f"expected {expected}, got {show(written)}"))
+    given: Mapping[str, Any] = {"choices": written} if isinstance(written, list) else written
+    kind = Range if Range.model_fields.keys() & given.keys() and "choices" not in given else Choices
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        if given is not written:  # the list is empty, or has a value twice
+            raise RequestError(origin.at(path, str(error.errors()[0]["ctx"]["error"]))) from None
+        raise RequestError("\n".join(problems_of(error, kind, path, origin, given))) from None
 
 
 def tidy(value: float) -> float:

@@ -64,34 +64,26 @@ def _apply(job: Mapping[str, Any]) -> dict[str, Any]:
         raise CompressError(text) from None
     import torch
 
+    from compress.evaluate.metrics import exceeded
     from compress.run.run import LimitError, apply
     from compress.sweeps.base import BaseRecipe
     from compress.sweeps.metrics import of_artifact, of_source
 
     torch.set_num_threads(job["threads"])
     recipe = BaseRecipe.from_plain(job["base"]).at(job["values"])
-    # overwrite: a trial with a damaged record may have left an artifact there
-    options = {
-        "device": job["device"],
-        "max_memory": job["max_memory"],
-        "resume": True,
-        "overwrite": True,
-        "quiet": True,
-    }
     try:
-        artifact = apply(recipe, output=Path(job["output"]), **options)
+        # overwrite: a trial with a damaged record may have left an artifact there
+        artifact = apply(
+            recipe, output=Path(job["output"]), resume=True, overwrite=True, device=job["device"], quiet=True,
+            max_memory=job["max_memory"],
+        )  # fmt: skip
     except LimitError as error:
         artifact = error.result
-    limits = []
-    for limit in artifact.metrics.get("limits", []):
-        if not limit["ok"]:
-            measured = "was not measured" if limit["value"] is None else f"is {limit['value']:.4g}"
-            limits.append(f"{limit['name']} {measured}; the recipe's limit is {limit['limit']:.4g}")
     return {
         "status": "finished",
-        "metrics": finite(of_artifact(artifact.metrics, artifact.manifest)),
-        "source": finite(of_source(artifact.metrics, artifact.manifest)),
-        "limits": limits,
+        "metrics": finite(of_artifact(artifact.manifest)),
+        "source": finite(of_source(artifact.manifest)),
+        "limits": exceeded(artifact.metrics),
         "warnings": artifact.warnings,
     }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ import yaml
 from compress.core.files import write_text
 from compress.report import elements
 from compress.report.charts import FAINT, INK, PRINTED, color, figure, log_where_wide, save, svg
-from compress.report.plots import place_labels
+from compress.report.plots import label_axes
 from compress.sweeps.labels import sentence, word
 from compress.sweeps.metrics import METRICS, Metric
 from compress.sweeps.models import Sweep
@@ -20,6 +22,7 @@ from compress.sweeps.results import note, ranked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 SOFT = "#94a3b8"
@@ -38,50 +41,24 @@ def panels(result: dict[str, Any]) -> list[tuple[Metric, Metric]]:
     return [(x, y) for x, y in pairs if _points(result, x, y)]
 
 
-def write_plot(result: dict[str, Any], path: Path) -> list[Path]:
-    """Write pareto.svg and pareto.png into `path`; nothing where no trial can be drawn."""
+@contextmanager
+def _plot(result: dict[str, Any], title: str, ink: str, faint: str, ground: str) -> Iterator[Figure]:
+    """All panels, of which there is one at least."""
     pairs = panels(result)
-    if not pairs:
-        return []
-    written = [path / "pareto.svg", path / "pareto.png"]
-    with figure(_width(pairs), 4.8, *PRINTED) as (drawn, _):
-        _draw(drawn, result, pairs, *PRINTED[:2])
-        for file in written:
-            save(drawn, file)
-    return written
-
-
-def plot_for_page(result: dict[str, Any]) -> str:
-    """The same as an `<svg>` element in the colours of a page; empty where no trial can be drawn."""
-    pairs = panels(result)
-    if not pairs:
-        return ""
-    with figure(_width(pairs), 4.8) as (drawn, _):
-        _draw(drawn, result, pairs, INK, FAINT, title=False)
-        return svg(drawn, "pareto", "trials of the sweep and their Pareto front")
-
-
-def _width(pairs: list[tuple[Metric, Metric]]) -> float:
-    return 8.0 if len(pairs) == 1 else 6.2 * len(pairs)
-
-
-def _draw(
-    drawn: Any, result: dict[str, Any], pairs: list[tuple[Metric, Metric]], ink: str, faint: str, title: bool = True
-) -> None:
-    drawn.clf()
     keys = list(result["keys"].values())
     labels = ", ".join(keys) if len(keys) <= _WORDS else "number of the trial"
-    for number, axes in enumerate(drawn.subplots(1, len(pairs), squeeze=False)[0]):
-        _panel(axes, result, *pairs[number], ink=ink, faint=faint)
-        if number == 0 and title:
-            axes.set_title(result["name"], loc="left", fontsize=12, fontweight="bold")
-        axes.set_title(f"labels: {labels}", loc="right", fontsize=8, color=ink)
+    with figure(8.0 if len(pairs) == 1 else 6.2 * len(pairs), 4.8, ink, faint, ground) as (drawn, _):
+        drawn.clf()
+        every = drawn.subplots(1, len(pairs), squeeze=False)[0]
+        every[0].set_title(title, loc="left", fontsize=12, fontweight="bold")
+        for axes, (x, y) in zip(every, pairs, strict=True):
+            _panel(axes, result, x, y, ink=ink, faint=faint)
+            axes.set_title(f"labels: {labels}", loc="right", fontsize=8, color=ink)
+        yield drawn
 
 
 def _points(result: dict[str, Any], x: Metric, y: Metric) -> list[dict[str, Any]]:
-    return [
-        trial for trial in result["trials"] if None not in (trial["metrics"].get(x.name), trial["metrics"].get(y.name))
-    ]
+    return [trial for trial in result["trials"] if None not in map(trial["metrics"].get, (x.name, y.name))]
 
 
 def _panel(axes: Axes, result: dict[str, Any], x: Metric, y: Metric, ink: str, faint: str) -> None:
@@ -109,15 +86,9 @@ def _panel(axes: Axes, result: dict[str, Any], x: Metric, y: Metric, ink: str, f
     upright = result["source"].get(y.name)
     log_where_wide(axes, values if not upright else [*values, upright / y.axis], times=4.0)
     _reference(axes, result["source"], x, y, [at(trial["metrics"])[0] for trial in trials])
-    axes.margins(x=0.1, y=0.12)
-    axes.set_xlabel(x.label)
-    axes.set_ylabel(y.label)
-    axes.grid(color=faint, linewidth=0.8)
-    axes.legend(frameon=False, fontsize=9)
     named = trials if len(trials) <= _LABELLED else [trial for trial in trials if trial["pareto"]]
-    place_labels(
-        axes, [(*at(trial["metrics"]), _label(result, trial), ink if trial["pareto"] else SOFT) for trial in named]
-    )
+    labels = [(*at(trial["metrics"]), _label(result, trial), ink if trial["pareto"] else SOFT) for trial in named]
+    label_axes(axes, x.label, y.label, faint, labels)
 
 
 def _reference(axes: Axes, source: dict[str, Any], x: Metric, y: Metric, across: list[float]) -> None:
@@ -147,8 +118,12 @@ def _label(result: dict[str, Any], trial: dict[str, Any]) -> str:
 
 
 def write_views(result: dict[str, Any], sweep: Sweep, path: Path) -> list[Path]:
-    """Write pareto.svg, pareto.png and report.html into the sweep's directory."""
-    written = write_plot(result, path)
+    """Write pareto.svg, pareto.png (where a trial can be drawn) and report.html into the sweep's directory."""
+    written = [path / "pareto.svg", path / "pareto.png"] if panels(result) else []
+    if written:
+        with _plot(result, result["name"], *PRINTED) as drawn:
+            for file in written:
+                save(drawn, file)
     write_text(path / "report.html", _page(result, sweep))
     return [*written, path / "report.html"]
 
@@ -164,27 +139,25 @@ def columns(result: dict[str, Any]) -> list[str]:
 def rows(result: dict[str, Any]) -> list[list[str]]:
     """The table as text: trial, values, metrics, whether it is on the front, a note; the original model comes first."""
     names = columns(result)
-    table_rows = []
-    if result["source"]:
-        numbers = [METRICS[name].show(result["source"].get(name)) for name in names]
-        table_rows.append(["source", *("" for _ in result["keys"]), *numbers, "", ""])
+
+    def numbers(metrics: dict[str, Any]) -> list[str]:
+        return [METRICS[name].show(metrics.get(name)) for name in names]
+
+    table_rows = [["source", *("" for _ in result["keys"]), *numbers(result["source"]), "", ""]]
     for trial in ranked(result):
         values = [word(trial["values"].get(key)) for key in result["keys"]]
-        numbers = [METRICS[name].show(trial["metrics"].get(name)) for name in names]
-        table_rows.append([str(trial["number"]), *values, *numbers, "*" if trial["pareto"] else "", note(trial)])
-    return table_rows
+        front = "*" if trial["pareto"] else ""
+        table_rows.append([str(trial["number"]), *values, *numbers(trial["metrics"]), front, note(trial)])
+    return table_rows if result["source"] else table_rows[1:]
 
 
 def _page(result: dict[str, Any], sweep: Sweep) -> str:
     counts = result["counts"]
     missing = ", ".join(f"{counts[status]} {status}" for status in ("failed", "refused") if counts[status])
+    better = "no trial is better in one objective and as good in the others"
     numbers = [
         (str(len(result["trials"])), "trials", missing or "all finished"),
-        (
-            str(len(result["pareto"])),
-            "on the Pareto front",
-            "no trial is better in one objective and as good in the others",
-        ),
+        (str(len(result["pareto"])), "on the Pareto front", better),
     ]
     chosen = next((trial for trial in result["trials"] if trial["number"] == result["best"]), None)
     if chosen is not None:
@@ -194,7 +167,10 @@ def _page(result: dict[str, Any], sweep: Sweep) -> str:
     keys, names = list(result["keys"].values()), columns(result)
     heads = ["trial>", *keys, *(f"{name}>" for name in names), "front", "note"]
     cells: list[list[elements.Cell]] = [[*row[:-2], (row[-2], "ok"), (row[-1], "notes")] for row in rows(result)]
-    chart = plot_for_page(result)
+    chart = ""
+    if panels(result):
+        with _plot(result, "", INK, FAINT, "none") as drawn:
+            chart = svg(drawn, "pareto", "trials of the sweep and their Pareto front")
     written = yaml.safe_dump(sweep.resolved(), sort_keys=False, allow_unicode=True)
     body = (
         elements.note(sweep.file.description) + elements.cards(numbers)

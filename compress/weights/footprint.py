@@ -14,7 +14,7 @@ from compress.core.memory_bounds import Bounds
 from compress.core.statistics import BLOCK, ELEMENTS
 from compress.evaluate.streamed import LOGIT_ROWS
 from compress.model.expert_calibration import AT_ONCE
-from compress.model.footprint import Footprint, ModelSize, Rows, Speed, one_row_at_a_time, tokens
+from compress.model.footprint import WHOLE_BYTES, Footprint, ModelSize, Rows, Speed, one_row_at_a_time, tokens
 from compress.weights.layer_task import LayerTask
 from compress.weights.plan import WeightPlan
 from compress.weights.solver import columns as chunks
@@ -23,8 +23,6 @@ from runtime import formats
 from runtime.modeling.experts import expert_of
 from runtime.modeling.linear_modules import get_matrix
 
-#: Artifacts up to this size are also loaded whole, as `runtime.load` does it, and their kernels compared with the reference.
-WHOLE_BYTES = 128 * 2**20
 #: Float32 matrices as large as the chunk of a column loop that are there at its peak; and of rounding to nearest, whose is twice so large.
 LOOP, NEAREST = 9, 6
 #: Panels of a matrix in a file that are in memory at once: of the factor, those it looks back at, and copies.

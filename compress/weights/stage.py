@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.model.stage import Job, StageRoom, Store
+from compress.core.units import size as count
+from compress.model.stage import LayersJob, StageRoom, Store, TensorPlan
 from compress.recipe.stages import Phase, Stage
 from compress.recipe.targets import check_pattern
 from runtime.errors import RequestError
@@ -23,15 +24,18 @@ if TYPE_CHECKING:
     from compress.weights.footprint import WeightsFootprint
     from compress.weights.plan import WeightPlan
 
-WRITE = "compress"
-"""Kind of the step that ends every run, and stands in no recipe: layers are compressed, and the artifact's shards written."""
-
 
 @dataclass(frozen=True)
-class CheckedWeights(Job):
-    """The layers of all such stages, checked. A run has it also where no layer is compressed: what nothing compresses is copied."""
+class CheckedWeights(LayersJob):
+    """The layers of all such stages, checked. `judged`: the footprint counts the evaluation of the artifact."""
 
     weights: WeightPlan
+    judged: bool = True
+
+    @property
+    def context(self) -> Context:
+        """Of the model whose layers they are."""
+        return self.weights.context
 
     @property
     def needs(self) -> set[str]:
@@ -42,7 +46,7 @@ class CheckedWeights(Job):
     def _shapes(self) -> WeightsFootprint:
         from compress.weights.footprint import WeightsFootprint
 
-        return WeightsFootprint(self.weights)
+        return WeightsFootprint(self.weights, self.judged)
 
     @property
     def widths(self) -> list[int]:
@@ -53,15 +57,38 @@ class CheckedWeights(Job):
         """Of the pass over the blocks, and of what follows until the artifact is judged."""
         return self._shapes.under(bounds, rows if self.needs else [], speed)
 
+    def before(self) -> CheckedWeights:
+        return replace(self, weights=self.weights.unsettled(), judged=False)
+
+    def check_settled(self, stage: Stage) -> None:
+        from compress.weights.plan import check_settled
+
+        check_settled(self.weights, stage)
+
+    def tensors(self) -> list[TensorPlan]:
+        from compress.weights.artifact import tensors
+
+        return tensors(self.weights)
+
+    def config(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        from compress.weights.artifact import config
+
+        return config(self.weights, entries)
+
     def describe(self) -> str:
         """ "12 layers compressed"."""
         return f"{len(self.weights.tasks)} layers compressed"
 
     def warnings(self, context: Context, size: int) -> list[str]:
-        """Layers that calibration text does not reach, and layers that stay as they are."""
+        """A shared tensor that is split, layers that calibration text does not reach, and layers that stay as they are."""
         from compress.weights.assign import left_alone, unreached
 
-        return [*unreached(context.streamed), *left_alone(self.weights.left)]
+        found = [*unreached(context.streamed), *left_alone(self.weights.left)]
+        if self.weights.untie:
+            more = count(sum(tensor.bytes_after for tensor in self.tensors() if tensor.bytes_before == 0))
+            split = f"the embedding and the head share one tensor; compressing one of them stores both ({more} more)"
+            found.insert(0, split)
+        return found
 
     def run(self, context: Context, store: Store, reporter: Reporter) -> dict[str, Any]:
         """Compress the blocks that are not done, all processes together; every part has a record of its own in the run directory.

@@ -170,7 +170,9 @@ def test_a_trial_is_not_told_of_other_processes(settings, tmp_path, monkeypatch)
     class Looking(ProcessExecutor):
         def start(self, number, job):
             super().start(number, job)
-            told.update(psutil.Process(self.pids()[number]).environ())
+            environment = psutil.Process(self.pids()[number]).environ
+            until(environment, "the environment of the process")
+            told.update(environment())
 
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")

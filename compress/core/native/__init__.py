@@ -139,9 +139,7 @@ def _expect(dtype: torch.dtype, *tensors: torch.Tensor | None) -> None:
     """C trusts what it is given."""
     for tensor in tensors:
         if tensor is not None and (tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous()):
-            raise TypeError(
-                f"expected a contiguous {dtype} matrix in CPU memory, not {tensor.dtype} on {tensor.device}"
-            )
+            raise TypeError(f"expected contiguous {dtype} in CPU memory, not {tensor.dtype} on {tensor.device}")
 
 
 def _to_c(value: _Argument) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:

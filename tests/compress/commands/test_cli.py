@@ -402,8 +402,8 @@ def test_apply_hands_its_options_on(capsys, pipeline, recipe, tmp_path):
         "8.00 MB",
         "2.00 MB",
         "4.00 times smaller",
-        "+20.0%",
-        "90.0%",
+        "+20.00%",
+        "90.00%",
         "compress 1 min 01 s",
         "500.00 MB",
         "Once and so on",
@@ -437,7 +437,7 @@ def test_a_limit_that_is_exceeded_fails_after_the_summary(capsys, pipeline, reci
         assert (answer["error"], answer["exit_code"]) == ("max_kl is 0.05, the limit is 0.01", 1)
         assert answer["metrics"]["kl"] == 0.05
     else:
-        assert "+20.0%" in out
+        assert "+20.00%" in out
 
 
 def test_python_apply_and_plan_hand_on_too(pipeline, recipe, monkeypatch):

@@ -23,7 +23,7 @@ def test_processes_meet_on_cpus_where_there_is_no_gpu(
 
     def accelerator(cpu: bool, **_options: Any) -> Any:
         asked["cpu"] = cpu
-        return SimpleNamespace(num_processes=2)
+        return SimpleNamespace(num_processes=2, process_index=0)
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
@@ -36,6 +36,6 @@ def test_processes_meet_on_cpus_where_there_is_no_gpu(
 def test_processes_that_do_not_find_each_other_do_not_work_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setattr(accelerate, "Accelerator", lambda **_: SimpleNamespace(num_processes=1))
+    monkeypatch.setattr(accelerate, "Accelerator", lambda **_: SimpleNamespace(num_processes=1, process_index=0))
     with pytest.raises(CompressError, match=r"\b1 of the 2 processes .*WORLD_SIZE"):
         Team.join("auto")

@@ -11,8 +11,8 @@ import pytest
 
 from compress.report import plot_tradeoff, write_report
 from compress.report.charts import error_chart, quality_chart
-from compress.report.compare import comparison
 from compress.report.facts import PARTS, gather, notes_text, part_of, split_layer_name
+from compress.report.plots import comparison
 from runtime.errors import ArtifactError, RequestError
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}

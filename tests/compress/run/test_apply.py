@@ -375,7 +375,7 @@ def test_a_layout_that_others_cannot_read_is_said(make_checkpoint, recipe):
 
 
 def test_the_advice_fits_what_takes_the_memory(make_checkpoint, recipe, monkeypatch):
-    from compress.run import footprint
+    from compress.run import plan as footprint
 
     monkeypatch.setattr(footprint, "free_bytes", lambda: 1 << 20)
     monkeypatch.setattr(footprint, "memory_bytes", lambda: 1 << 20)

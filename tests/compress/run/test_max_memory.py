@@ -19,7 +19,7 @@ import compress
 from compress.cli import main
 from compress.core import file_matrix
 from compress.core.memory_bounds import Bounds, choose, cut, ways
-from compress.run import footprint
+from compress.run import plan as footprint
 from compress.weights import block_pass
 from runtime.errors import CompressError, RequestError
 

@@ -23,7 +23,7 @@ from compress.model.checkpoint_writer import PlainWriter
 from compress.model.footprint import Speed
 from compress.prune.structure.job import StructureJob
 from compress.recipe import load
-from compress.run import footprint
+from compress.run import plan as footprint
 from compress.run.plan import Plan, make_plan
 from runtime.errors import RequestError
 

@@ -35,7 +35,7 @@ torch.set_num_threads(1)
 import compress
 from compress.core.processes import end_process
 from compress.weights import block_pass as blocks, block as solve
-from compress.run import footprint as totals
+from compress.run import plan as totals
 from runtime.errors import CompressError
 
 request, output, what = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
@@ -242,12 +242,9 @@ def test_processes_of_one_machine_share_its_memory(
     assert free["4"] < 0.35 * free["1"]
 
 
-class _Three(Team):
-    size, rank, is_main = 3, 1, False  # type: ignore[assignment]
-
-
 def test_work_is_dealt_to_who_has_least_to_do() -> None:
-    team = _Three()
+    team = Team()
+    team.size, team.rank = 3, 1
     assert team.mine(8) == [1, 4, 7]
     assert team.deal([1.0, 5.0, 4.0, 3.0, 3.0]) == [1, 0, 1, 2, 2]
     assert Team().deal([1.0, 2.0]) == [0, 0]

@@ -16,8 +16,8 @@ from draft_stages import RTN, draft, files
 import compress
 import runtime
 from compress.cli import main
+from compress.distill.draft import redraft
 from compress.distill.train import loop
-from compress.run import redraft
 from runtime.checkpoint.artifact import Artifact
 from runtime.errors import CompressError, RequestError
 
@@ -130,8 +130,9 @@ def test_what_cannot_be_done_is_said(plain, recipe, tmp_path, monkeypatch, capsy
         compress.draft(plain, recipe(tmp_path / "model", RTN))
     with pytest.raises(RequestError, match=r"stages.0.draft.layers: .* 1 to 3"):
         compress.draft(plain, recipe(tmp_path / "model", draft(layers=4)))
-    monkeypatch.setattr(redraft.Team, "size", 3)
-    monkeypatch.setattr(redraft.Team, "join", lambda device: redraft.Team())
+    team = redraft.Team()
+    team.size = 3
+    monkeypatch.setattr(redraft.Team, "join", lambda device: team)
     with pytest.raises(RequestError, match=r"draft.batch_size: 4 .*3 processes"):
         compress.draft(plain, stages)
     with pytest.raises(RequestError, match=r"draft.method: skip .*3 processes"):
@@ -148,7 +149,7 @@ def test_several_processes_have_the_gpus_that_their_launcher_gives_them(plain, r
     file.write_text(yaml.safe_dump(recipe(tmp_path / "model", RTN, draft())))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["draft", str(plain), str(file), "--device", "cuda:1"]) == 2
-    assert "each of 2 processes computes on the GPU that its launcher gives it" in capsys.readouterr().err
+    assert "each of 2 processes has its launcher's GPU" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from compress.model.couplings import changed
 from compress.model.source import SourceCheckpoint
 from compress.prune.structure import hidden
 from compress.prune.structure.hidden_norms import HiddenCut, find_norms
-from compress.run import footprint
+from compress.run import plan as footprint
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
 from runtime.modeling.skeleton import build_skeleton, read_config

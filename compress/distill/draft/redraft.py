@@ -12,18 +12,16 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from compress.core.files import disk_errors, write_sealed
+from compress.core.files import disk_errors, listed, write_sealed
 from compress.core.processes import PartDone, Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import CHOICE, DRAFTS, LOG, MANIFEST, WORK, RunDirectory, remove
 from compress.distill.draft.job import DraftJob, is_there, prepare, train_draft
 from compress.distill.draft.stage import STAGE
 from compress.model.context import choose_device
-from compress.model.stage import Store
+from compress.model.stage import Apply, Store
 from compress.recipe import Recipe
 from compress.report import write_report
-from compress.run.manifest import listed
-from compress.run.run import apply_recipe
 from runtime.api.load import UNFINISHED, load_tokenizer
 from runtime.checkpoint.artifact import SCHEMA_VERSION, Artifact
 from runtime.engines.torch.engine import Blueprint
@@ -31,12 +29,15 @@ from runtime.errors import RequestError
 from runtime.system import lock
 
 
-def redraft(path: Path, recipe: Recipe, *, device: str = "auto", quiet: bool = False) -> dict[str, Any] | None:
+def redraft(
+    path: Path, recipe: Recipe, apply: Apply, device: str = "auto", quiet: bool = False
+) -> dict[str, Any] | None:
     """Make the draft that a recipe's draft stage asks for and put it into a finished artifact.
 
     Args:
         path: the artifact.
         recipe: only its draft stage and its calibration text count.
+        apply: runs another recipe, as some methods ask for.
         device: where the artifact computes and the draft is trained; of several processes each has the launcher's.
 
     Returns:
@@ -47,7 +48,7 @@ def redraft(path: Path, recipe: Recipe, *, device: str = "auto", quiet: bool = F
             call goes on from there.
     """
     with Team.join(device) as team, _alone(path) if team.is_main else nullcontext():
-        return _redraft(path, recipe, device, quiet, team)
+        return _redraft(path, recipe, apply, device, quiet, team)
 
 
 @contextmanager
@@ -64,7 +65,7 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _redraft(path: Path, recipe: Recipe, device: str, quiet: bool, team: Team) -> dict[str, Any] | None:
+def _redraft(path: Path, recipe: Recipe, apply: Apply, device: str, quiet: bool, team: Team) -> dict[str, Any] | None:
     where = team.device(choose_device(device))
     with team.in_turn():
         artifact = _finished(path)
@@ -85,7 +86,7 @@ def _redraft(path: Path, recipe: Recipe, device: str, quiet: bool, team: Team) -
             for warning in job.warnings() if team.is_main else ():
                 reporter.warn(warning)
             directory = RunDirectory(artifact.path)
-            store = Store(output, directory.work / "draft", directory, apply_recipe, team=team)
+            store = Store(output, directory.work / "draft", directory, apply, team=team)
             try:
                 made = train_draft(job, artifact.path, store, where, tokenizer, reporter)
             except PartDone:

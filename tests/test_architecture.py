@@ -13,8 +13,7 @@ PACKAGES = ("compress", "export", "runtime")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MOST_LINES = 500
 MOST_PARAMETERS = 8
-MOST_OF_A_SHARD = 110  # lines
-MOST_SHARDS = 30
+MOST_SINGLE_USE = 60
 
 
 def circles(graph: grimp.ImportGraph) -> list[list[str]]:
@@ -79,17 +78,13 @@ def _launches(path: Path) -> bool:
     return bool(rooms & set(path.parents)) or path.is_relative_to(ROOT / "compress" / "core" / "native")
 
 
-def test_files_that_one_neighbour_imports_are_few() -> None:
-    """Such a file needs a reason to stand alone: it is a method of a registry, or somebody would look for it by its name."""
+def test_files_that_one_module_imports_are_few() -> None:
+    """Such a file is merged into its only importer, unless it is a method of a registry (the `__init__` of its room lists it)."""
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
-    found = []
-    for module in graph.modules:
-        path = ROOT / f"{module.replace('.', '/')}.py"
-        importers = graph.find_modules_that_directly_import(module)
-        folders = {importer.rpartition(".")[0] for importer in importers}
-        if path.exists() and len(importers) == 1 and folders == {module.rpartition(".")[0]}:
-            found += [module] if len(path.read_text().splitlines()) < MOST_OF_A_SHARD else []
-    assert len(found) <= MOST_SHARDS, sorted(found)
+    packages = {module for module in graph.modules if not (ROOT / f"{module.replace('.', '/')}.py").exists()}
+    importers = {module: graph.find_modules_that_directly_import(module) for module in graph.modules - packages}
+    found = [module for module, those in importers.items() if len(those) == 1 and not those & packages]
+    assert len(found) <= MOST_SINGLE_USE, sorted(found)
 
 
 def test_no_function_takes_too_much() -> None:

@@ -125,8 +125,8 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
             text = f"recovery trains weights on a grid, and stage {quantize.index} stores {module.name} as {scheme.weights.describe()}"
             raise RequestError(_at(recipe, later, (), f"{text}; put the recover stage before it"))
     return LayerTask(
-        prune.config if prune else None, quantize.config if quantize else None, scheme, sorted(stage.index for stage in stages.values()),
-        prune.index if prune else None, quantize.index if quantize else None, _by_default(stages),
+        prune.config if prune else None, quantize.config if quantize else None, scheme, prune.index if prune else None,
+        quantize.index if quantize else None, _by_default(stages),
     )  # fmt: skip
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 from typing import Any, Literal
 
 from compress.quantize.config import QuantizeConfig
+from runtime.config.messages import did_you_mean
 from runtime.errors import RequestError
 from runtime.formats import representation
 from runtime.formats.grid import GridScheme
@@ -45,9 +45,7 @@ def preset(name: str) -> Scheme:
     names |= {alias: PRESETS[known] for alias, known in ALIASES.items()}
     if name.upper() in names:
         return names[name.upper()]
-    near = difflib.get_close_matches(name.upper(), names, n=1)
-    hint = f", did you mean '{near[0]}'?" if near else ""
-    raise RequestError(f"scheme '{name}' is unknown{hint} (known: {', '.join(PRESETS)})")
+    raise RequestError(f"scheme '{name}' is unknown (known: {', '.join(PRESETS)}){did_you_mean(name, names)}")
 
 
 def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -> Scheme:

@@ -14,7 +14,8 @@ from compress.core.method import Problem
 from compress.core.statistics import Statistics
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.weights.layer_task import LayerTask
-from compress.weights.solver.group import LayerResult, solve_group
+from compress.weights.solver.compensate import LayerResult
+from compress.weights.solver.group import solve_group
 from runtime import formats
 from runtime.errors import CompressError
 from runtime.formats.float8 import FLOAT8_MAXIMUM

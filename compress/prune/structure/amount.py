@@ -199,6 +199,9 @@ class Latency:
         remove: what the units are.
         choices: numbers of units that may be asked for.
         measure: seconds of the models that configs describe; None: they are timed (`time_zeros`).
+
+    Attributes:
+        of: what takes the time: "a decoded token".
     """
 
     def __init__(self, streamed: StreamedModel, remove: What, choices: range, measure: Measure | None = None) -> None:
@@ -208,19 +211,11 @@ class Latency:
         self._depths = depths(streamed, self._depth)
         self._choices = choices
         self._measure = partial(time_zeros, streamed) if measure is None else measure
-        self._about: dict[str, Any] = {
-            "of": f"a text of {TEXT_TOKENS} tokens" if streamed.kind == "encoder" else "a decoded token",
-            "device": streamed.device.type,
-            "threads": torch.get_num_threads(),
-        }
+        self._device = streamed.device.type
+        self.of = f"a text of {TEXT_TOKENS} tokens" if streamed.kind == "encoder" else "a decoded token"
 
     def __call__(self, count: int) -> float:
         return _between(self._points, count)
-
-    @property
-    def of(self) -> str:
-        """What takes the time: "a decoded token"."""
-        return str(self._about["of"])
 
     def facts(self, kept: int) -> dict[str, Any]:
         """What was measured, JSON-able: "of" what, "device", "threads", "layers" of the models that were timed, "seconds" by number of
@@ -228,7 +223,8 @@ class Latency:
         counts = [count for count, _ in self._points]
         layers, seconds = counts if self._remove == "layers" else list(self._depths), {str(n): self(n) for n in counts}
         return {
-            **self._about, "layers": layers, "seconds": seconds, "before": self(self._whole), "after": self(kept),
+            "of": self.of, "device": self._device, "threads": torch.get_num_threads(), "layers": layers, "seconds": seconds,
+            "before": self(self._whole), "after": self(kept),
         }  # fmt: skip
 
     @cached_property

@@ -5,6 +5,7 @@ No row ends with a larger output error than rounding to nearest would have left 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -34,12 +35,20 @@ SAFE = 0.6
 
 
 @dataclass
-class Solved:
-    """A compressed weight, its output error `tr(E H E^T)` (None: not known), and what a report should know of it."""
+class LayerResult:
+    """A solved layer.
+
+    Attributes:
+        weight: what is stored.
+        lost: output error `tr(E H E^T)`; None: not known.
+        notes: what a report should know: damping, retries, dead columns, rows where rounding to nearest was kept, sparsity.
+        error: `lost / tr(W H W^T)`, without a Hessian `|E|^2 / |W|^2`; NaN until the group is solved.
+    """
 
     weight: CompressedWeight
     lost: float | None
     notes: dict[str, Any]
+    error: float = math.nan
 
 
 def keep_float(weight: torch.Tensor, mask: torch.Tensor | None, scheme: Scheme, dtype: torch.dtype) -> CompressedWeight:
@@ -48,7 +57,7 @@ def keep_float(weight: torch.Tensor, mask: torch.Tensor | None, scheme: Scheme, 
     return CompressedWeight(values.to(dtype), None, None, mask, scheme, dtype)
 
 
-def compensate(problem: Problem, options: ColumnLoop, pattern: Pattern | None = None) -> list[Solved]:
+def compensate(problem: Problem, options: ColumnLoop, pattern: Pattern | None = None) -> list[LayerResult]:
     """Solve weights `[out_i, in]` (any float dtype) with one input on one Hessian.
 
     Masks first (chosen by the column loop, or given), then the kept weights by least squares, then the column loop again on the
@@ -74,7 +83,7 @@ def compensate(problem: Problem, options: ColumnLoop, pattern: Pattern | None = 
         assert goals is not None
         assert masks is not None
         return [
-            Solved(keep_float(goal, mask, problem.scheme, problem.dtype), None, dict(notes))
+            LayerResult(keep_float(goal, mask, problem.scheme, problem.dtype), None, dict(notes))
             for goal, mask in zip(goals, masks, strict=True)
         ]
     order = visiting_order(options.order, file_matrix.diagonal(hessian).clamp(min=0), scheme, None)
@@ -182,7 +191,7 @@ class _GridSolver:
         masks: list[torch.Tensor] | None,
         parts: list[Chunk],
         notes: dict[str, Any],
-    ) -> list[Solved]:
+    ) -> list[LayerResult]:
         """Round `goals` (None: the weights) so that the output of the weights is kept; masks may move if the loop chose them."""
         hessian, options, weights = self.hessian, self.options, self.problem.weights
         found: list[list[Rounded]] = [[] for _ in weights]
@@ -200,7 +209,7 @@ class _GridSolver:
                 found[index].append(part)
         return [self._join(rows, notes) for rows in found]
 
-    def _join(self, parts: list[Rounded], notes: dict[str, Any]) -> Solved:
+    def _join(self, parts: list[Rounded], notes: dict[str, Any]) -> LayerResult:
         """A weight of its parts."""
         codes = torch.cat([part.codes.T for part in parts])
         masks = [part.mask.T for part in parts if part.mask is not None]
@@ -210,7 +219,7 @@ class _GridSolver:
         mask = torch.cat(masks) if masks else None
         weight = replace(grid, dim=1).weight(codes, mask, self.problem.scheme, self.dtype)
         replaced = sum(int(part.nearest.sum()) for part in parts)
-        return Solved(weight, sum(float(part.lost.sum()) for part in parts), notes | {"rows_replaced": replaced})
+        return LayerResult(weight, sum(float(part.lost.sum()) for part in parts), notes | {"rows_replaced": replaced})
 
     def _round(
         self, target: torch.Tensor, goal: torch.Tensor, mask: torch.Tensor | None, heights: list[int]
@@ -300,7 +309,7 @@ def _represent(
     problem: Problem,
     block: int,
     notes: dict[str, Any],
-) -> Solved:
+) -> LayerResult:
     """The column loop with any other representation, whose parameters are fitted to the weight as it is."""
     weight, hessian, dtype = weight.float(), second_moments(problem), problem.dtype
     parameters = scheme.fit(weight, dtype, file_matrix.diagonal(hessian).clamp(min=0))
@@ -316,7 +325,7 @@ def _represent(
     codes = torch.where(worse[:, None], nearest, codes)
     solved = CompressedWeight.of(codes, parameters, None, problem.scheme, dtype)
     replaced = {"rows_replaced": int(worse.sum())}
-    return Solved(solved, float(torch.minimum(error, rounded).sum()), notes | replaced)
+    return LayerResult(solved, float(torch.minimum(error, rounded).sum()), notes | replaced)
 
 
 def visiting_order(

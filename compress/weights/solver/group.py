@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,24 +16,9 @@ from compress.quantize.grid import Grid, make_grid
 from compress.quantize.objective import row_errors
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.weights.solver.columns import rows_at_a_time
-from compress.weights.solver.compensate import Solved, compensate, keep_float
+from compress.weights.solver.compensate import LayerResult, compensate, keep_float
 from runtime.errors import CompressError
 from runtime.formats.scheme import CompressedWeight
-
-
-@dataclass
-class LayerResult:
-    """A solved layer.
-
-    Attributes:
-        weight: what is stored.
-        error: relative output error `tr(E H E^T) / tr(W H W^T)`; without a Hessian `|E|^2 / |W|^2`.
-        notes: what a report should know: damping, retries, dead columns, rows where rounding to nearest was kept, sparsity.
-    """
-
-    weight: CompressedWeight
-    error: float
-    notes: dict[str, Any] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -74,13 +59,13 @@ def solve_group(problem: Problem) -> list[LayerResult]:
         masks = [p.weight.mask for p in pruned if p.weight.mask is not None]
         problem = replace(problem, weights=[p.weight.values for p in pruned], masks=masks)
     if solve is not None:
-        solved = [Solved(weight, None, note) for weight, note in zip(solve(problem), notes, strict=True)]
+        solved = [LayerResult(weight, None, note) for weight, note in zip(solve(problem), notes, strict=True)]
     elif settings is not None:
         if pattern is not None:  # masks are chosen inside the loop
             settings = quantize.column_loop(prune.column_loop())
         solved = compensate(problem, settings, pattern)
     else:
-        solved = [Solved(nearest(problem, i), None, note) for i, note in enumerate(notes)]
+        solved = [LayerResult(nearest(problem, i), None, note) for i, note in enumerate(notes)]
     if apart:  # what rounding lost of weights that were pruned before says nothing of the original ones
         solved = [replace(one, lost=None) for one in solved]
     return [_result(weight, one, hessian) for weight, one in zip(original, solved, strict=True)]
@@ -91,7 +76,7 @@ def _on_grid(weight: torch.Tensor, constraint: WeightConstraint, problem: Proble
     grid = constraint.grid
     assert grid is not None
     found = _rounded(weight, constraint.mask, problem, lambda part, kept, rows: grid.rows(rows))
-    return _result(weight, Solved(found, None, {"held": True}), None)
+    return _result(weight, LayerResult(found, None, {"held": True}), None)
 
 
 def _ranked_masks(problem: Problem) -> list[torch.Tensor] | None:
@@ -150,7 +135,7 @@ def _rounded(
     return CompressedWeight.of(torch.cat([part.values for part in found]), parameters, mask, first.scheme, first.dtype)
 
 
-def _result(weight: torch.Tensor, solved: Solved, hessian: torch.Tensor | None) -> LayerResult:
+def _result(weight: torch.Tensor, solved: LayerResult, hessian: torch.Tensor | None) -> LayerResult:
     """With the relative output error, which is computed where the solver does not know it."""
     rows, lost, notes = rows_at_a_time(weight.shape[1]), solved.lost, solved.notes
     total = sum(float(row_errors(part.float(), hessian).sum()) for part in weight.split(rows))
@@ -159,4 +144,4 @@ def _result(weight: torch.Tensor, solved: Solved, hessian: torch.Tensor | None) 
         lost = sum(float(row_errors(a.float() - b.float(), hessian).sum()) for a, b in pairs)
     if solved.weight.mask is not None:
         notes = notes | {"sparsity": 1 - float(solved.weight.mask.float().mean())}
-    return LayerResult(solved.weight, lost / total if total > 0 else 0.0, notes)
+    return replace(solved, lost=lost, error=lost / total if total > 0 else 0.0, notes=notes)

@@ -97,7 +97,7 @@ def solve_layers(
         list(weights), statistics, task.prune, task.quantize, task.scheme, dtype, names, sparsity, settled
     )
     return [
-        _pack(name, tasks[name], layer, _activation_tensors(task.scheme, statistics, dtype), module)
+        _pack(name, task, layer, _activation_tensors(task.scheme, statistics, dtype), module)
         for name, layer, module in zip(names, solve_group(problem), modules, strict=True)
     ]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compress.core.file_matrix import panels
 from runtime.errors import RequestError
 from runtime.kv_cache.attend import hidden_states, unknown_argument
 from runtime.kv_cache.observation import Inputs
@@ -61,7 +62,7 @@ class AttentionCall:
     def full(self) -> torch.Tensor:
         """What the model itself computes, to the bit of its sdpa attention: `[batch, heads, n, value_size]`."""
         if self.softcap or self._module is None:
-            return torch.cat([self._slice(start) for start in range(0, self.query.shape[2], SLICE)], 2)
+            return torch.cat([self._slice(part) for part in panels(self.query.shape[2], SLICE)], 2)
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         output: torch.Tensor = sdpa_attention_forward(
@@ -74,27 +75,21 @@ class AttentionCall:
 
         Keys are gathered a slice of queries at a time, so that cost and memory grow with the window, not with the length squared.
         """
-        count, device = self.query.shape[2], self.query.device
-        parts = []
-        for start in range(0, count, SLICE):
-            stop = min(start + SLICE, count)
-            first = max(0, start - recent + 1)
+        numbers, parts = torch.arange(self.query.shape[2], device=self.query.device), []
+        for part in panels(len(numbers), SLICE):
+            first = max(0, part.start - recent + 1)
             sunk = min(sinks, first)  # those within the window are there already
-            places = torch.cat([torch.arange(sunk, device=device), torch.arange(first, stop, device=device)])
-            ages = torch.arange(start, stop, device=device)[:, None] - places
+            places = torch.cat([numbers[:sunk], numbers[first : part.stop]])
+            ages = numbers[part, None] - places
             seen = (ages >= 0) & ((ages < recent) | (places < sinks))
             keys, values = self.key[:, :, places], self.value[:, :, places]
-            parts.append(self._attend(self.query[:, :, start:stop], keys, values, seen))
+            parts.append(self._attend(self.query[:, :, part], keys, values, seen))
         return torch.cat(parts, 2)
 
-    def _slice(self, start: int) -> torch.Tensor:
-        stop = min(start + SLICE, self.query.shape[2])
-        if self.mask is None:
-            places = torch.arange(stop, device=self.query.device)
-            seen = places <= torch.arange(start, stop, device=self.query.device)[:, None]
-        else:
-            seen = self.mask[..., start:stop, :stop]
-        return self._attend(self.query[:, :, start:stop], self.key[:, :, :stop], self.value[:, :, :stop], seen)
+    def _slice(self, part: slice) -> torch.Tensor:
+        numbers, stop = torch.arange(part.stop, device=self.query.device), part.stop
+        seen = numbers <= numbers[part, None] if self.mask is None else self.mask[..., part, :stop]
+        return self._attend(self.query[:, :, part], self.key[:, :, :stop], self.value[:, :, :stop], seen)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         key, value = key.repeat_interleave(self.groups, 1), value.repeat_interleave(self.groups, 1)
@@ -107,42 +102,6 @@ class AttentionCall:
 
 #: Gives the attention of one layer, `[batch, heads, n, value_size]`.
 Watcher = Callable[[AttentionCall], torch.Tensor]
-
-
-@dataclass
-class _Watch:
-    """Attention function of transformers that asks a watcher, and counts how often."""
-
-    watcher: Watcher
-    layers: dict[int, int]
-    name: str
-    calls: int = 0
-
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """`[batch, heads, q, size]` in, `[batch, q, heads, size]` out."""
-        unknown = unknown_argument(kwargs)
-        if unknown is not None:
-            raise RequestError(f"{self.name}: attention has {unknown}, which compressed caches do not know")
-        index = getattr(module, "layer_idx", None)
-        if index is None:
-            raise RequestError(f"{self.name}: attention does not know which layer it is in, so it cannot be calibrated")
-        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        softcap = float(kwargs.get("softcap") or 0.0)
-        layer = self.layers.get(index, -1)
-        call = AttentionCall(layer, query, key, value, attention_mask, scale, softcap, module)
-        if layer < 0:  # a sliding window, whose cache stays as it is
-            return call.full().transpose(1, 2), None
-        self.calls += 1
-        return self.watcher(call).transpose(1, 2).contiguous(), None
 
 
 @contextmanager
@@ -159,13 +118,40 @@ def watching(model: PreTrainedModel, watcher: Watcher) -> Iterator[None]:
     layers = {index: number for number, index in enumerate(compressed_layers(config))}
     if not layers:
         raise RequestError(f"{name} has no layer with full attention, so there is no cache to calibrate")
-    watch, before = _Watch(watcher, layers, name), config._attn_implementation
-    AttentionInterface.register(NAME, watch)
+    calls = 0
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """`[batch, heads, q, size]` in, `[batch, q, heads, size]` out."""
+        nonlocal calls
+        unknown = unknown_argument(kwargs)
+        if unknown is not None:
+            raise RequestError(f"{name}: attention has {unknown}, which compressed caches do not know")
+        index = getattr(module, "layer_idx", None)
+        if index is None:
+            raise RequestError(f"{name}: attention does not know which layer it is in, so it cannot be calibrated")
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        softcap = float(kwargs.get("softcap") or 0.0)
+        call = AttentionCall(layers.get(index, -1), query, key, value, attention_mask, scale, softcap, module)
+        if call.layer < 0:  # a sliding window, whose cache stays as it is
+            return call.full().transpose(1, 2), None
+        calls += 1
+        return watcher(call).transpose(1, 2).contiguous(), None
+
+    before = config._attn_implementation
+    AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     try:
         model.set_attn_implementation(NAME)
         yield
     finally:
         model.set_attn_implementation(before)
-    if watch.calls == 0:
+    if calls == 0:
         raise RequestError(f"{name} computes attention by itself, so its cache cannot be calibrated")

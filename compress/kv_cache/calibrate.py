@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
 from compress.core.progress import Progress
-from compress.kv_cache import channels, gates, prefix
-from compress.kv_cache.channels import Rank
+from compress.kv_cache import gates
+from compress.kv_cache.attention import AttentionCall
 from compress.kv_cache.gates import GateOptions
+from compress.kv_cache.statistics import Observer
 from compress.kv_cache.view import CalibrationView, Found
 from runtime.api.load import load_tokenizer
 from runtime.checkpoint.artifact import Artifact
@@ -27,6 +30,171 @@ from runtime.kv_cache.policy.registries import SCORES, SELECTIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+# Double Sparsity: channels of each head that contribute most to attention scores.
+
+LEAST = 4
+Rank = Literal["product", "variance"]
+
+
+class HeavyChannels(Observer):
+    """Observes how much each channel c of a key head contributes to attention scores (Double Sparsity, arXiv 2408.07092).
+
+    By "product" that is the mean of |q_c k_c| over all pairs of a query and a key in a row, as the paper has it; query heads that share
+    a key head share its channels, and are averaged. By "variance" it is the mean of q_c^2 times the variance of k_c over the row: what
+    all keys have in common changes no order among them.
+
+    Attributes:
+        sums: float64 `[kv_heads, size]` of every layer.
+        rows: how many were seen.
+    """
+
+    def __init__(self, rank: Rank = "product") -> None:
+        self.rank = rank
+        self.sums: dict[int, torch.Tensor] = {}
+        self.rows = 0
+
+    def attention(self, call: AttentionCall) -> None:
+        batch, kv_heads, count, size = call.key.shape
+        query, key = call.query.float().view(batch, kv_heads, call.groups, count, size), call.key.float()
+        # The mean over pairs is the product of the means, so that no pair is ever made.
+        if self.rank == "product":
+            found = query.abs().mean((2, 3)) * key.abs().mean(2)
+        else:
+            found = query.square().mean((2, 3)) * key.var(2, correction=0)
+        self.sums[call.layer] = self.sums.get(call.layer, 0) + found.double().sum(0).cpu()
+
+    def batch_done(self, ids: torch.Tensor) -> None:
+        self.rows += len(ids)
+
+    def means(self) -> list[torch.Tensor]:
+        """float64 `[kv_heads, size]` of every layer."""
+        return [self.sums[layer] / max(1, self.rows) for layer in sorted(self.sums)]
+
+    def chosen(self, count: int | None = None) -> list[list[list[int]]]:
+        """`[layer][kv_head][count]`: the heaviest channels in ascending order; of equal ones the lower.
+
+        Args:
+            count: channels a head; None: an eighth of them, at least 4.
+
+        Raises:
+            RequestError: a head has not so many channels.
+        """
+        result = []
+        for layer, means in enumerate(self.means()):
+            size = means.shape[1]
+            wanted = min(size, max(LEAST, size // 8)) if count is None else count
+            if not 1 <= wanted <= size:
+                raise RequestError(f"channels must be 1 to {size}, the size of a head of layer {layer}, not {wanted}")
+            heaviest = means.argsort(dim=1, descending=True, stable=True)[:, :wanted]
+            result.append(heaviest.sort(1).values.tolist())
+        return result
+
+    def share(self, chosen: list[list[list[int]]]) -> list[float]:
+        """How much of the sum of all channels the chosen ones hold, layer by layer."""
+        shares = []
+        for means, heads in zip(self.means(), chosen, strict=True):
+            held = means.gather(1, torch.tensor(heads)).sum() / means.sum().clamp(min=1e-30)
+            shares.append(round(float(held), 4))
+        return shares
+
+
+def find_channels(view: CalibrationView) -> Found:
+    """Heavy channels of a `CalibrationView`."""
+    heavy = HeavyChannels(view.options.rank)
+    view.observe(heavy)
+    chosen = heavy.chosen(view.options.channels)
+    return {"channels": (chosen, {"rank": heavy.rank, "share": heavy.share(chosen)})}
+
+
+# PrefixQuant: tokens whose activations dwarf all others, to be put before every prompt, where the cache keeps them as floats.
+
+RATIO = 64.0
+SELDOM = 0.1  # a lone candidate in fewer rows than this share is chance
+
+
+@dataclass
+class OutlierTokens(Observer):
+    """Observes tokens whose largest activation exceeds `ratio` times the median of their row (PrefixQuant, arXiv 2410.05265).
+
+    Every block is looked at in two places: its input, and the input of its down projection, where the paper looks.
+    """
+
+    ratio: float = RATIO
+    counts: dict[str, int] = field(default_factory=dict)
+    found: Counter[int] = field(default_factory=Counter)
+    rows: int = 0
+    initial: int = 0
+    largest: float = 0.0
+    _batch: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def activations(self, site: str, maxima: torch.Tensor) -> None:
+        ratios = maxima / maxima.median(1, keepdim=True).values.clamp(min=1e-30)
+        self.largest = max(self.largest, float(ratios.max()))
+        self._batch[site] = (ratios > self.ratio).cpu()
+
+    def batch_done(self, ids: torch.Tensor) -> None:
+        anywhere = torch.zeros(ids.shape, dtype=torch.bool)
+        for site, outliers in self._batch.items():
+            self.counts[site] = self.counts.get(site, 0) + int(outliers.sum())
+            anywhere |= outliers
+        self.found.update(ids.cpu()[:, 1:][anywhere[:, 1:]].tolist())
+        self.initial += int(anywhere[:, 0].sum())
+        self.rows += len(ids)
+        self._batch = {}
+
+    def finish(self, start: int | None) -> tuple[list[int], dict[str, Any]]:
+        """The prefix of a model whose texts begin with token `start` (None: with any), and facts for the report.
+
+        As many of the most frequent outlier tokens as a row has outliers at most, rounded up, first tokens of rows not counted.
+
+        Returns:
+            Ids to put before prompts, BOS first; empty: none. Facts: "outliers", mean number of outlier tokens in a row, at the place of
+            the model with the most; "initial", share of the rows whose first token is one; "frequent", [id, times] of the other outlier
+            tokens, most frequent first (in however many blocks one is, it counts once); "largest", the largest ratio of a token's maximum
+            to the median of its row's; "reason", why the prefix is what it is.
+        """
+        rows = max(1, self.rows)
+        outliers, initial = max(self.counts.values(), default=0) / rows, self.initial / rows
+        # Sorted so that equal counts give the same prefix whatever was seen first.
+        frequent = sorted(self.found.items(), key=lambda pair: (-pair[1], pair[0]))
+        chosen = frequent[: math.ceil(outliers)]
+        if len(frequent) == 1 and frequent[0][1] < SELDOM * rows:
+            chosen = []
+        tokens = [token for token, _ in chosen if token != start]
+        reason = f"{outliers:.1f} outlier tokens a row"
+        if outliers == 0:
+            reason = f"no token's activations exceed {self.ratio:g} times the median (at most {self.largest:.1f} times)"
+        elif start is not None:
+            tokens = [start, *tokens]
+        elif tokens:
+            reason += "; the tokenizer has no token that texts begin with"
+        elif initial:
+            reason = "outlier tokens are first tokens only, and the tokenizer has none that texts begin with"
+        else:
+            reason = "the only outlier token is too rare"
+        return tokens, {
+            "outliers": round(outliers, 3),
+            "initial": round(initial, 3),
+            "frequent": [list(pair) for pair in frequent[:16]],
+            "largest": round(self.largest, 2),
+            "reason": reason,
+        }
+
+
+def find_prefix(view: CalibrationView) -> Found:
+    """Prefix tokens of a `CalibrationView`."""
+    outliers = OutlierTokens(view.options.ratio)
+    view.observe(outliers)
+    return {"prefix_tokens": outliers.finish(_start(view.tokenizer))}
+
+
+def _start(tokenizer: Any) -> int | None:
+    """The token that texts begin with; families without one have been trained to see their end-of-text token there."""
+    if tokenizer is None:
+        return None
+    bos: int | None = tokenizer.bos_token_id
+    return tokenizer.eos_token_id if bos is None else bos
 
 
 @dataclass(frozen=True)
@@ -43,14 +211,14 @@ class CalibrationOptions:
     gates: GateOptions | None = None
     channels: int | None = None
     rank: Rank = "product"
-    ratio: float = prefix.RATIO
+    ratio: float = RATIO
 
 
 #: Calibrations of this package's methods, by what they find. Methods of others have a static method `calibrate`.
 CALIBRATORS: dict[str, Callable[[CalibrationView], Found]] = {
     "gates": gates.calibrate,
-    "channels": channels.calibrate,
-    "prefix_tokens": prefix.calibrate,
+    "channels": find_channels,
+    "prefix_tokens": find_prefix,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +14,6 @@ from torch import nn
 
 from compress.core.progress import Progress
 from compress.kv_cache.attention import AttentionCall, watching
-from compress.kv_cache.passkeys import Passkeys
 from compress.kv_cache.statistics import hidden_states
 from compress.kv_cache.view import CalibrationView, Found
 from runtime.errors import RequestError
@@ -36,15 +35,14 @@ class _Straight(torch.autograd.Function):
     """`y = kernel(x)` with the gradient of `x W^T`; rounding of activations is passed straight through."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, module: CompressedLinear, run: Any) -> torch.Tensor:
+    def forward(ctx: Any, module: CompressedLinear, run: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         ctx.module = module
-        output: torch.Tensor = run(x)
-        return output
+        return run(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, torch.Tensor]:
         # One layer's weight at a time is dense, and only while it is used.
-        return gradients[0] @ ctx.module.dequantize().to(gradients[0]), None, None
+        return None, None, gradients[0] @ ctx.module.dequantize().to(gradients[0])
 
 
 @contextmanager
@@ -61,9 +59,8 @@ def _forwards(modules: Sequence[nn.Module], replaced: Callable[[Any], Callable[.
 
 def differentiable(model: nn.Module) -> AbstractContextManager[None]:
     """Within, gradients reach the inputs of the model's compressed layers."""
-    apply: Any = _Straight.apply
     layers = [module for module in model.modules() if isinstance(module, CompressedLinear)]
-    return _forwards(layers, lambda layer: partial(_forward, apply, layer, layer.forward))
+    return _forwards(layers, lambda layer: partial(_Straight.apply, layer, layer.forward))
 
 
 def recomputed(model: PreTrainedModel, tokens: int) -> AbstractContextManager[None]:
@@ -79,9 +76,88 @@ def recomputed(model: PreTrainedModel, tokens: int) -> AbstractContextManager[No
     return _forwards(list(find_blocks(model)[1]), lambda block: partial(anew, block.forward))
 
 
-def _forward(apply: Any, layer: CompressedLinear, run: Any, x: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = apply(x, layer, run)
-    return output
+# Synthetic sequences that cannot be continued without looking far back: random keys in a passage, asked for at its end.
+
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
+MOST_KEYS = len(_ORDINALS)
+
+
+@dataclass(frozen=True)
+class Passkeys:
+    """Draws rows `start passage-with-(label key)s (label key)...`, the second time in random order; all rows are equally long.
+
+    Attributes:
+        stream: int64 `[n]`, text that passages are cut from.
+        alphabet: int64 `[m]`, tokens that keys are drawn from.
+        length: of a row.
+        labels: what stands before each key; None: two random tokens, anew in every row.
+        keys: how many.
+        key_tokens: length of each.
+        start: tokens that every row begins with.
+    """
+
+    stream: torch.Tensor
+    alphabet: torch.Tensor
+    length: int
+    labels: tuple[tuple[int, ...], ...] | None
+    keys: int
+    key_tokens: int
+    start: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, tokenizer: Any, length: int) -> Passkeys:
+        """Rows of `length` tokens from calibration rows `[n, *]`; without a tokenizer (None) keys have random labels.
+
+        Raises:
+            RequestError: fewer than 16 different tokens in the rows.
+        """
+        special, labels, start = set(), None, ()
+        if tokenizer is not None:
+            special = set(tokenizer.all_special_ids)
+            texts = [f"\nThe {name} key is: " for name in _ORDINALS]
+            labels = tuple(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+            begins = tokenizer("x")["input_ids"][:1]
+            start = tuple(begins) if begins and begins[0] == tokenizer.bos_token_id else ()
+        ids: torch.Tensor = cast(Any, torch).unique(rows)
+        alphabet = ids[~torch.isin(ids, torch.tensor(sorted(special), dtype=torch.int64))]
+        if len(alphabet) < 16:
+            raise RequestError(f"calibration rows have {len(alphabet)} different tokens; gates need at least 16")
+        key_tokens = min(32, max(2, length // 32))
+        label = max(map(len, labels)) if labels else 2
+        if labels and length < 4 * (key_tokens + label):
+            labels, label = None, 2
+        keys = min(MOST_KEYS, max(1, length // (4 * (key_tokens + label))))
+        return cls(rows.reshape(-1), alphabet, length, labels, keys, key_tokens, start)
+
+    def draw(self, batch: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 ids and bool `[batch, length]`; True: the next token is one of a key that is asked for."""
+        drawn = [self._row(generator) for _ in range(batch)]
+        return torch.stack([ids for ids, _ in drawn]), torch.stack([asked for _, asked in drawn])
+
+    def _row(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        pairs = [self._pair(number, generator) for number in range(self.keys)]
+        again = [pairs[index] for index in torch.randperm(self.keys, generator=generator)]
+        fill = self.length - len(self.start) - 2 * sum(len(label) + len(key) for label, key in pairs)
+        stream = self.stream.repeat(-(-fill // len(self.stream)))
+        begin = int(torch.randint(len(stream) - fill + 1, (), generator=generator))
+        passage = stream[begin : begin + fill]
+        cuts = torch.randint(fill + 1, (self.keys,), generator=generator).sort().values.tolist()
+        parts = [torch.tensor(self.start, dtype=torch.int64)]
+        for (label, key), low, high in zip(pairs, [0, *cuts], cuts, strict=False):
+            parts += [passage[low:high], label, key]
+        parts.append(passage[cuts[-1] :])
+        asked = [torch.zeros(sum(map(len, parts)), dtype=torch.bool)]
+        for label, key in again:
+            parts += [label, key]
+            asked += [torch.zeros(len(label), dtype=torch.bool), torch.ones(len(key), dtype=torch.bool)]
+        return torch.cat(parts), torch.cat(asked).roll(-1)  # who sees a token predicts the next
+
+    def _pair(self, number: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        def some(count: int) -> torch.Tensor:
+            return self.alphabet[torch.randint(len(self.alphabet), (count,), generator=generator)]
+
+        label = some(2) if self.labels is None else torch.tensor(self.labels[number], dtype=torch.int64)
+        return label, some(self.key_tokens)
 
 
 POOL = 24  # batches that are gone through again and again: gates are few, and the full model runs once for each
@@ -118,45 +194,6 @@ class GateOptions:
     settled: float = 0.02
 
 
-@dataclass(frozen=True)
-class Gates:
-    """Trained gates.
-
-    Attributes:
-        values: `[layer][kv_head]` in [0, 1]; 1: a retrieval head.
-        losses: one a step: the distance to the full model's hidden states, 1 where all heads stream.
-        recall: share of the keys' tokens that are predicted by the "full" model, the one with "half" of its heads streaming (those
-            with the lowest gates), and the all-"streaming" one.
-        length: of the rows.
-        window: sinks and recent tokens that streaming heads saw in training.
-        seconds: all of it.
-    """
-
-    values: list[list[float]]
-    losses: list[float]
-    recall: dict[str, float]
-    length: int
-    window: tuple[int, int]
-    seconds: float
-
-    def histogram(self) -> list[int]:
-        """Gates in each tenth of [0, 1]."""
-        flat = [gate for row in self.values for gate in row]
-        return [sum(min(9, int(gate * 10)) == tenth for gate in flat) for tenth in range(10)]
-
-    def facts(self) -> dict[str, Any]:
-        """For the report, JSON-able."""
-        return {
-            "steps": len(self.losses),
-            "losses": [round(loss, 5) for loss in self.losses],
-            "histogram": self.histogram(),
-            "recall": {name: round(share, 4) for name, share in self.recall.items()},
-            "length": self.length,
-            "window": list(self.window),
-            "seconds": round(self.seconds, 2),
-        }
-
-
 @dataclass
 class GatedAttention:
     """g * full attention + (1 - g) * streaming attention, g by layer and key head.
@@ -178,14 +215,7 @@ class GatedAttention:
         return (gate * full + (1 - gate) * call.streaming(self.sinks, self.recent)).to(full.dtype)
 
 
-def train_gates(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    rows: torch.Tensor,
-    options: GateOptions | None = None,
-    progress: Progress | None = None,
-    seed: int = 0,
-) -> Gates:
+def calibrate(view: CalibrationView) -> Found:
     """Train gates on passkeys hidden in calibration text (DuoAttention, arXiv 2410.10819); the model is left as it is.
 
     Gates begin at 1 and are clipped to [0, 1] after every step. The loss is the squared distance between the final hidden states of
@@ -195,37 +225,37 @@ def train_gates(
     order in which they were closed.
 
     Args:
-        model: in eval mode, parameters frozen.
-        tokenizer: of the model, or None.
-        rows: int64 `[n, length]`, text for the passages.
-        options: None: the defaults.
-        progress: who is told.
-        seed: of the synthetic rows.
+        view: without options of gates, streaming heads see the window that the policy gives them, where it says so.
+
+    Returns:
+        {"gates": (`[layer][kv_head]` in [0, 1], 1: a retrieval head; facts)}. Facts: "steps"; "losses", one a step: the distance to the
+        full model's hidden states, 1 where all heads stream; "histogram": gates in each tenth of [0, 1]; "recall": share of the keys'
+        tokens that are predicted by the "full" model, the one with "half" of its heads streaming (those with the lowest gates), and the
+        all-"streaming" one; "length" of the rows; "window": sinks and recent tokens that streaming heads saw; "seconds".
 
     Raises:
         RequestError: rows of the length asked for do not fit the model, or tell no head from another.
     """
-    options, began = options or GateOptions(), time.perf_counter()
-    options, length = _fitting(model, options)
-    data = Passkeys.of(rows, tokenizer, length)
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    attention = GatedAttention(None, options.sinks, options.recent)
-    with watching(model, attention), recomputed(model, options.batch * length):
-        trainer = _Trainer(model, attention, data, options, generator, device)
-        gates, losses = trainer.train(progress)
-        recall = trainer.recall(gates)
-    window = (options.sinks, options.recent)
-    return Gates(gates.tolist(), losses, recall, length, window, time.perf_counter() - began)
-
-
-def calibrate(view: CalibrationView) -> Found:
-    """Gates of a `CalibrationView`, for the window that the policy's streaming heads see, where it says so."""
-    default = GateOptions()
+    began, default = time.perf_counter(), GateOptions()
     window = {key: int(getattr(view.method, key, getattr(default, key))) for key in ("sinks", "recent")}
-    options = view.options.gates or GateOptions(**window)
-    trained = train_gates(view.model, view.tokenizer, view.rows, options, view.progress, view.seed)
-    return {"gates": (trained.values, trained.facts())}
+    options, length = _fitting(view.model, view.options.gates or GateOptions(**window))
+    data = Passkeys.of(view.rows, view.tokenizer, length)
+    attention = GatedAttention(None, options.sinks, options.recent)
+    with watching(view.model, attention), recomputed(view.model, options.batch * length):
+        trainer = _Trainer(view.model, attention, data, options, torch.Generator().manual_seed(view.seed))
+        gates, losses = trainer.train(view.progress)
+        recall = trainer.recall(gates)
+    tenths = (gates.double() * 10).long().clamp(max=9).flatten()
+    facts = {
+        "steps": len(losses),
+        "losses": [round(loss, 5) for loss in losses],
+        "histogram": tenths.bincount(minlength=10).tolist(),
+        "recall": {name: round(share, 4) for name, share in recall.items()},
+        "length": length,
+        "window": [options.sinks, options.recent],
+        "seconds": round(time.perf_counter() - began, 2),
+    }
+    return {"gates": (gates.tolist(), facts)}
 
 
 def _fitting(model: PreTrainedModel, options: GateOptions) -> tuple[GateOptions, int]:
@@ -257,8 +287,10 @@ class _Trainer:
     data: Passkeys
     options: GateOptions
     generator: torch.Generator
-    device: torch.device
-    _pool: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.device = next(self.model.parameters()).device
+        self._pool: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def train(self, progress: Progress | None) -> tuple[torch.Tensor, list[float]]:
         """Gates `[layers, kv_heads]` on the CPU, and the distance of each step."""

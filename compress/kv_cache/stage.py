@@ -18,11 +18,10 @@ from runtime.errors import RequestError
 if TYPE_CHECKING:
     from compress.core.progress import Reporter
     from compress.model.context import Context
-    from runtime.kv_cache.policy.calibrated import Calibrated
     from runtime.kv_cache.policy.policy import Policy
 
-# Limits that hold for weights and cache together, and what they are called there.
-_OVERALL = {"max_perplexity": "max_perplexity_overall", "max_perplexity_increase": "max_perplexity_increase_overall"}
+# Limits that hold for weights and cache together, too: as NAME_overall.
+_OVERALL = ("max_perplexity", "max_perplexity_increase")
 
 
 @dataclass(frozen=True)
@@ -106,15 +105,13 @@ class CheckedCache(Job):
         config = context.recipe.evaluate
         if config is None or windows is None or "after" not in metrics:
             return metrics
-        limits = {name: limit for name, limit in config.limits().items() if name in _OVERALL}
+        limits = {f"{name}_overall": limit for name, limit in config.limits().items() if name in _OVERALL}
         artifact = Artifact(store.output)
         reason = reason_not_measured(context, artifact.checkpoint.total_bytes)
         if reason:
             if reason not in reporter.warnings:  # known before the run began
                 reporter.warn(reason)
-            failed = [
-                {"name": _OVERALL[name], "limit": limits[name], "value": None, "ok": False} for name in sorted(limits)
-            ]
+            failed = [{"name": name, "limit": limits[name], "value": None, "ok": False} for name in sorted(limits)]
             return metrics | {"kv_cache": {"warning": reason}, "limits": metrics["limits"] + failed}
         # The manifest is not there yet, so this is what `runtime.load` does after it has looked for one.
         blueprint = Blueprint(artifact, context.streamed.device, "auto", None, False)
@@ -127,10 +124,9 @@ class CheckedCache(Job):
             reporter.warn(found["kv_cache"]["warning"])
         factor = (1.0 + found["perplexity_increase_with_cache"]) ** metrics.get("tokens_each", 1.0)
         overall = (1.0 + metrics["perplexity_increase"]) * factor - 1.0
-        values = {"max_perplexity": metrics["after"]["perplexity"] * factor, "max_perplexity_increase": overall}
+        perplexity = metrics["after"]["perplexity"] * factor
         checked = held_to(
-            {_OVERALL[name]: value for name, value in values.items()},
-            {_OVERALL[name]: limit for name, limit in limits.items()},
+            dict(zip((f"{name}_overall" for name in _OVERALL), (perplexity, overall), strict=True)), limits
         )
         return metrics | found | {"perplexity_increase_overall": overall, "limits": metrics["limits"] + checked}
 
@@ -140,12 +136,19 @@ class CheckedCache(Job):
         return {"kv_cache": policy.resolved(), "kv_cache_bytes": self._facts(context, policy)["bytes"]}
 
     def _calibrated(self, record: Mapping[str, Any]) -> Policy:
-        """The policy with what `run` has found."""
+        """The policy with what `run` has found beside what it knew; what is of another model is of no use."""
         from runtime.kv_cache.policy.calibrated import Calibrated
 
         if not record:
             return self.policy
-        return self.policy.with_calibrated(_joined(self.policy.calibrated, Calibrated.parse(record, ("calibrated",))))
+        known, found = self.policy.calibrated, Calibrated.parse(record, ("calibrated",))
+        if known is None or not known.found:
+            return self.policy.with_calibrated(found)
+        if known.fingerprint != found.fingerprint:
+            what = ", ".join(sorted(known.found))
+            text = f"the policy's {what} are of a model of fingerprint {known.fingerprint}, the finished one has {found.fingerprint}"
+            raise RequestError(f"kv_cache.calibrated: {text}; leave them out, so that they are calibrated too")
+        return self.policy.with_calibrated(known.joined(found))
 
     def _facts(self, context: Context, policy: Policy) -> dict[str, Any]:
         """The policy in words and in full, and the bytes of one sequence's cache."""
@@ -228,17 +231,6 @@ def reason_not_measured(context: Context, size: int) -> str:
         f"the quality of the compressed cache is not measured, which takes the finished model as a whole: {words(size)}, "
         "more than is free; measure it on a larger machine with `compress eval`"
     )
-
-
-def _joined(known: Calibrated | None, found: Calibrated) -> Calibrated:
-    """What the policy knew and what was found beside it; of another model it is of no use."""
-    if known is None or not known.found:
-        return found
-    if known.fingerprint != found.fingerprint:
-        what = ", ".join(sorted(known.found))
-        text = f"the policy's {what} are of a model of fingerprint {known.fingerprint}, the finished one has {found.fingerprint}"
-        raise RequestError(f"kv_cache.calibrated: {text}; leave them out, so that they are calibrated too")
-    return known.joined(found)
 
 
 STAGE = KVCache()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from compress.core.progress import Progress
-from compress.kv_cache.statistics import Observer, observe
+from compress.kv_cache.attention import AttentionCall, watching
+from compress.kv_cache.statistics import Observer, activations_shown, hidden_states
+from runtime.kv_cache.attend import record_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+TOKENS = 2048  # of one forward
 #: {name of what is calibrated: (what was found, plain JSON; facts for the report)}
 Found = dict[str, tuple[Any, dict[str, Any]]]
 
@@ -39,6 +43,28 @@ class CalibrationView:
     progress: Progress | None = None
     seed: int = 0
 
+    @torch.no_grad()
     def observe(self, *observers: Observer) -> None:
-        """Run all rows through the model, a few at a time, and show each observer what it asks to see."""
-        observe(self.model, self.rows, observers, self.progress)
+        """Run all rows through the model, a few at a time, and show each observer what it asks to see, where the model is."""
+        device = next(self.model.parameters()).device
+        batches = self.rows.split(max(1, TOKENS // self.rows.shape[1]))
+        if self.progress is not None:
+            self.progress.phase("cache statistics", len(batches))
+
+        def watcher(call: AttentionCall) -> torch.Tensor:
+            for observer in observers:
+                observer.attention(call)
+            return call.full()
+
+        with ExitStack() as stack:
+            for handle in record_inputs(self.model):
+                stack.enter_context(handle)
+            stack.enter_context(activations_shown(self.model, observers))
+            stack.enter_context(watching(self.model, watcher))
+            for number, rows in enumerate(batches, 1):
+                ids = rows.to(device)
+                hidden_states(self.model, ids)
+                for observer in observers:
+                    observer.batch_done(ids)
+                if self.progress is not None:
+                    self.progress.step(f"batch {number}")

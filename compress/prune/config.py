@@ -31,12 +31,10 @@ class PruneConfig(BaseModel):
 
     @model_validator(mode="after")
     def _pattern_and_sparsity(self) -> PruneConfig:
-        pattern = self.parsed
-        if pattern.kind == "n:m":
-            if self.sparsity is not None and abs(self.sparsity - pattern.sparsity(None)) > 1e-6:
-                raise ValueError(
-                    f"pattern '{pattern}' means a sparsity of {pattern.sparsity(None):g}, not {self.sparsity:g}"
-                )
+        pattern, fixed = self.parsed, self.parsed.fixed_sparsity
+        if fixed is not None:
+            if self.sparsity is not None and abs(self.sparsity - fixed) > 1e-6:
+                raise ValueError(f"pattern '{pattern}' means a sparsity of {fixed:g}, not {self.sparsity:g}")
             if self.allocation != "uniform":
                 raise ValueError(f"pattern '{pattern}' has the same sparsity everywhere: allocation must be 'uniform'")
         elif self.sparsity is None:
@@ -51,7 +49,9 @@ class PruneConfig(BaseModel):
     @property
     def target_sparsity(self) -> float:
         """Fraction of zeros over all pruned weights."""
-        return self.parsed.sparsity(self.sparsity)
+        fixed = self.parsed.fixed_sparsity
+        assert fixed is not None or self.sparsity is not None
+        return self.sparsity if fixed is None else fixed  # type: ignore[return-value]
 
     def column_loop(self) -> ColumnLoop | None:
         """Settings of the column loop that makes up for the method's error in the weights that remain; None: nothing is made up for."""

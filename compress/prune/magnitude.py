@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from pydantic import Field
 
 from compress.core.method import Method
-from compress.core.statistics import Statistics
 from compress.prune.config import PruneConfig
 
 
@@ -18,15 +16,10 @@ class MagnitudeConfig(PruneConfig):
     method: Literal["magnitude"] = Field("magnitude", description="Name of the method.")
 
 
-def score(weight: torch.Tensor, statistics: Statistics | None) -> torch.Tensor:
-    """`|w|`, `[out, in]`."""
-    return weight.abs()
-
-
 METHOD = Method(
     name="magnitude",
     config=MagnitudeConfig,
     summary="removes the smallest weights, without calibration",
     paper="Han et al., Learning both Weights and Connections, 2015, arXiv 1506.02626",
-    score=score,
+    score=lambda weight, statistics: weight.abs(),
 )

@@ -26,34 +26,25 @@ class Pattern:
     columns: int = 1
 
     def __str__(self) -> str:
-        if self.kind == "n:m":
-            return f"{self.n}:{self.m}"
-        return "unstructured" if self.kind == "unstructured" else f"block:{self.rows}x{self.columns}"
+        return {"n:m": f"{self.n}:{self.m}", "block": f"block:{self.rows}x{self.columns}"}.get(self.kind, self.kind)
 
     @property
     def unit(self) -> int:
         """Consecutive columns that must stay together when columns are reordered."""
-        return {"unstructured": 1, "n:m": self.m, "block": self.columns}[self.kind]
+        return self.m if self.kind == "n:m" else self.columns
 
-    def sparsity(self, wanted: float | None) -> float:
-        """Fraction of zeros: fixed by N:M, asked for otherwise."""
-        if self.kind == "n:m":
-            return 1 - self.n / self.m
-        if wanted is None:
-            raise RequestError(f"pattern '{self}' needs 'sparsity', a number between 0 and 1")
-        return wanted
+    @property
+    def fixed_sparsity(self) -> float | None:
+        """Fraction of zeros that N:M means; None of other patterns."""
+        return 1 - self.n / self.m if self.kind == "n:m" else None
 
     def check(self, shape: tuple[int, int], name: str = "weight") -> None:
         """Raise `RequestError` when a weight of `shape` (out, in) cannot have this pattern."""
         out, columns = shape
-        if columns % self.unit:
-            raise RequestError(
-                f"{name}: pattern '{self}' needs a width divisible by {self.unit}, the weight is {out} x {columns}"
-            )
-        if self.kind == "block" and out % self.rows:
-            raise RequestError(
-                f"{name}: pattern '{self}' needs a height divisible by {self.rows}, the weight is {out} x {columns}"
-            )
+        for side, size, unit in (("width", columns, self.unit), ("height", out, self.rows)):
+            if size % unit:
+                text = f"needs a {side} divisible by {unit}, the weight is {out} x {columns}"
+                raise RequestError(f"{name}: pattern '{self}' {text}")
 
     def mask(self, score: torch.Tensor, sparsity: float, per_row: bool = False) -> torch.Tensor:
         """Keep the most important positions.
@@ -66,16 +57,24 @@ class Pattern:
         Returns:
             bool `[out, in]`, True = kept. Ties go to the later position, so the count is exact and the result deterministic.
         """
-        out, columns = score.shape
         if self.kind == "n:m":
-            return keep_largest(score.reshape(-1, self.m), self.n).reshape(out, columns)
-        if self.kind == "block":
-            pooled = score.reshape(out // self.rows, self.rows, columns // self.columns, self.columns).sum((1, 3))
-            kept = keep_largest(pooled.reshape(1, -1), pooled.numel() - round(sparsity * pooled.numel()))
-            return kept.reshape(pooled.shape).repeat_interleave(self.rows, 0).repeat_interleave(self.columns, 1)
-        if per_row:
-            return keep_largest(score, columns - round(sparsity * columns))
-        return keep_largest(score.reshape(1, -1), score.numel() - round(sparsity * score.numel())).reshape(out, columns)
+            return keep_largest(score.reshape(-1, self.m), self.n).reshape(score.shape)
+        if per_row and self.kind == "unstructured":
+            return keep_largest(score, score.shape[1] - round(sparsity * score.shape[1]))
+        return self.without(score, self.units(score.shape[0], score.shape[1], sparsity))
+
+    def units(self, out: int, columns: int, share: float) -> int:
+        """A share of the units (weights, or whole blocks) of a weight `[out, columns]`."""
+        return round(share * ((out // self.rows) * (columns // self.columns)))
+
+    def without(self, score: torch.Tensor, zeros: int) -> torch.Tensor:
+        """The mask without the `zeros` least important units, wherever they are (unstructured, block)."""
+        if self.kind == "unstructured":
+            return keep_largest(score.reshape(1, -1), score.numel() - zeros).reshape(score.shape)
+        out, columns = score.shape
+        pooled = score.reshape(out // self.rows, self.rows, columns // self.columns, self.columns).sum((1, 3))
+        kept = keep_largest(pooled.reshape(1, -1), pooled.numel() - zeros).reshape(pooled.shape)
+        return kept.repeat_interleave(self.rows, 0).repeat_interleave(self.columns, 1)
 
 
 def parse(text: str | None) -> Pattern:

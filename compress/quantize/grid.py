@@ -7,8 +7,10 @@ points the longer side at the larger extreme of the group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -39,10 +41,30 @@ class Grid:
     zero: torch.Tensor | None
     dim: int = 1
 
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Grid:
+        """The grid with both scales and zero points changed."""
+        return replace(self, scale=change(self.scale), zero=None if self.zero is None else change(self.zero))
+
+    def __getitem__(self, place: Any) -> Grid:
+        """Scales and zero points at some place."""
+        return self.map(lambda parameter: parameter[place])
+
+    @classmethod
+    def joined(cls, grids: Sequence[Grid], join: Callable[[list[torch.Tensor]], torch.Tensor]) -> Grid:
+        """One grid of several of one scheme; `join` puts their scales together, and their zero points."""
+        zeros = [grid.zero for grid in grids if grid.zero is not None]
+        return replace(grids[0], scale=join([grid.scale for grid in grids]), zero=join(zeros) if zeros else None)
+
+    def put(self, place: Any, other: Grid) -> None:
+        """Take over the scales and zero points of another grid at some place."""
+        self.scale[place] = other.scale
+        if self.zero is not None and other.zero is not None:
+            self.zero[place] = other.zero
+
     def expand(self, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scale and zero point of every column, or such as broadcast to them."""
-        zero = None if self.zero is None else self.scheme.spread(self.zero, columns, self.dim)
-        return self.scheme.spread(self.scale, columns, self.dim), zero
+        spread = self.map(lambda parameter: self.scheme.spread(parameter, columns, self.dim))
+        return spread.scale, spread.zero
 
     def codes(self, weight: torch.Tensor) -> torch.Tensor:
         """Nearest codes of `weight` as float32 (fp8 grids: the fp8 values)."""
@@ -56,8 +78,7 @@ class Grid:
         """The grid of some rows."""
         if self.dim == 1 and self.scheme.strategy == "tensor":
             return self
-        place = (index,) if self.dim == 1 else (slice(None), index)
-        return Grid(self.scheme, self.scale[place], None if self.zero is None else self.zero[place], self.dim)
+        return self[index] if self.dim == 1 else self[:, index]
 
     def group_of(self, columns: int) -> torch.Tensor:
         """Group of every column, `[in]`."""
@@ -74,9 +95,8 @@ class Grid:
             of_zero = torch.zeros((), device=codes.device) if of_zero is None else of_zero
             codes = torch.where(mask, codes, of_zero.to(codes.dtype))
         zero = None if self.zero is None else self.zero.reshape(shape).to(torch.int8)
-        return CompressedWeight(
-            codes.to(self.scheme.code_dtype), self.scale.reshape(shape).to(dtype), zero, mask, scheme, dtype
-        )
+        scale = self.scale.reshape(shape).to(dtype)
+        return CompressedWeight(codes.to(self.scheme.code_dtype), scale, zero, mask, scheme, dtype)
 
 
 def make_grid(
@@ -106,53 +126,39 @@ def make_grid(
     rows = max(1, (NATIVE_CHUNK if native.usable(weight.T if weight.stride(0) == 1 else weight) else CHUNK) // group)
     if scheme.strategy == "tensor":
         return _tensor_grid(weight, scheme, dtype, search, importance, mask, rows)
-    scale = torch.empty(out, scheme.groups(columns), device=weight.device)
-    zero = None if scheme.symmetric else torch.empty_like(scale)
-    for g in range(scale.shape[1]):
-        span = slice(g * group, min((g + 1) * group, columns))
+    found = []
+    for span in file_matrix.panels(columns, group):
         cost = None if importance is None else importance[span]
         if search == "hessian" and hessian is not None:
             cost = hessian[span, span].clone()
             file_matrix.let_go(hessian)
-        for start in range(0, out, rows):
-            part = weight[start : start + rows, span]
+        parts = []
+        for some in file_matrix.panels(out, rows):
+            part = weight[some, span]
             if mask is not None:  # A removed weight is zero, which every grid has: it adds no error.
-                part = part * mask[start : start + rows, span]
-            s, z = search_groups(part, scheme, dtype, search, cost)
-            scale[start : start + rows, g] = s
-            if zero is not None and z is not None:
-                zero[start : start + rows, g] = z
-    return Grid(scheme, scale, zero)
+                part = part * mask[some, span]
+            parts.append(search_groups(part, scheme, dtype, search, cost))
+        found.append(Grid.joined(parts, torch.cat))
+    return Grid.joined(found, partial(torch.stack, dim=1))
 
 
 def search_groups(
-    groups: torch.Tensor,
-    scheme: GridScheme,
-    dtype: torch.dtype,
-    search: Search = "mse",
-    cost: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    groups: torch.Tensor, scheme: GridScheme, dtype: torch.dtype, search: Search, cost: torch.Tensor | None
+) -> Grid:
     """Scale and zero point `[rows]` of groups `[rows, n]`; `cost`: weights `[n]` of the squared error, or its matrix `[n, n]`."""
-    scale, zero = candidate_grids(groups, scheme, dtype, search)
-    if scale.shape[0] == 1:
-        return scale[0], None if zero is None else zero[0]
+    tried = candidate_grids(groups, scheme, dtype, search)
+    if tried.scale.shape[0] == 1:
+        return tried[0]
     if (cost is None or cost.dim() == 1) and native.usable(groups.T if groups.stride(0) == 1 else groups):
-        columns = groups.T if groups.stride(0) == 1 else groups.T.contiguous()
-        best = native.search_grid(columns, cost, scale, zero, scheme.code_range)[None]
+        best = native.search_grid(groups.T, cost, tried.scale, tried.zero, scheme.code_range)[None]
     else:
-        best = search_candidates(groups, scheme, scale, zero, cost)[None]
-    return scale.gather(0, best)[0], None if zero is None else zero.gather(0, best)[0]
+        best = search_candidates(groups, tried, cost)[None]
+    return tried.map(lambda parameter: parameter.gather(0, best)[0])
 
 
-def search_candidates(
-    groups: torch.Tensor,
-    scheme: GridScheme,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    cost: torch.Tensor | None,
-) -> torch.Tensor:
+def search_candidates(groups: torch.Tensor, tried: Grid, cost: torch.Tensor | None) -> torch.Tensor:
     """Index `[rows]` of the candidate with the smallest error; the first of equals."""
-    low, high = scheme.code_range
+    (low, high), scales, zeros = tried.scheme.code_range, tried.scale, tried.zero
     groups = groups.contiguous()
     work, product = torch.empty_like(groups), torch.empty_like(groups)
     errors = torch.empty_like(scales)
@@ -171,9 +177,7 @@ def search_candidates(
     return errors.argmin(0)
 
 
-def candidate_grids(
-    groups: torch.Tensor, scheme: GridScheme, dtype: torch.dtype, search: str
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def candidate_grids(groups: torch.Tensor, scheme: GridScheme, dtype: torch.dtype, search: str) -> Grid:
     """The grids that are tried for groups `[rows, n]`: scales and zero points `[candidates, rows]`, the range-covering one first."""
     low, high = scheme.code_range
     least, most = torch.aminmax(groups, dim=-1)
@@ -181,7 +185,7 @@ def candidate_grids(
     least, most = least.clamp(max=0), most.clamp(min=0)
     extreme = torch.maximum(-least, most)
     if scheme.type == "float":
-        return storable(extreme[None] / FLOAT8_MAXIMUM, dtype), None
+        return Grid(scheme, storable(extreme[None] / FLOAT8_MAXIMUM, dtype), None)
     levels = 2**scheme.bits
     tried = torch.tensor(shrinks(scheme.bits) if search != "minmax" else [], device=groups.device)[:, None]
     if scheme.symmetric:
@@ -191,10 +195,10 @@ def candidate_grids(
         if search == "positive":
             longer, shorter = longer.abs(), shorter.abs()
         both = torch.stack([longer, shorter], dim=1).flatten(0, 1)
-        return storable(torch.cat([extreme[None] / ((levels - 1) / 2), both]), dtype), None
+        return Grid(scheme, storable(torch.cat([extreme[None] / ((levels - 1) / 2), both]), dtype), None)
     tried = torch.cat([torch.ones(1, 1, device=groups.device), tried])
     scale = storable((most - least) * (tried / (levels - 1)), dtype)
-    return scale, (low - least * tried / scale).round_().clamp_(low, high)
+    return Grid(scheme, scale, (low - least * tried / scale).round_().clamp_(low, high))
 
 
 def shrinks(bits: int) -> list[float]:
@@ -216,19 +220,19 @@ def _tensor_grid(weight, scheme, dtype, search, importance, mask, rows) -> Grid:
     """One scale for the whole weight: every candidate's error is summed over the rows."""
     kept = weight if mask is None else weight * mask
     extremes = torch.stack([kept.min(), kept.max()])[None]
-    scales, zeros = candidate_grids(extremes, scheme, dtype, search)
-    best = 0
-    if scales.shape[0] > 1:
-        errors = []
-        for i, scale in enumerate(scales):
-            grid, error = Grid(scheme, scale[:, None], None if zeros is None else zeros[i][:, None]), 0.0
-            for start in range(0, weight.shape[0], rows):
-                part = kept[start : start + rows]
-                square = (grid.values(grid.codes(part)) - part).square_()
-                error += float((square if importance is None else square * importance).sum())
-            errors.append(error)
-        best = errors.index(min(errors))
-    return Grid(scheme, scales[best][:, None], None if zeros is None else zeros[best][:, None])
+    candidates = candidate_grids(extremes, scheme, dtype, search)
+    tried = [candidates[i, :, None] for i in range(len(candidates.scale))]
+    if len(tried) == 1:
+        return tried[0]
+
+    def error(grid: Grid) -> float:
+        total = 0.0
+        for part in kept.split(rows):
+            square = (grid.values(grid.codes(part)) - part).square_()
+            total += float((square if importance is None else square * importance).sum())
+        return total
+
+    return min(tried, key=error)
 
 
 def nearest_values(

@@ -25,11 +25,10 @@ def column_errors(difference: torch.Tensor, hessian: torch.Tensor) -> torch.Tens
     errors = []
     for part in difference.split(ROWS, dim=1):
         total = torch.zeros(part.shape[1], device=part.device)
-        for start in range(0, columns, BLOCK):
-            span = slice(start, min(start + BLOCK, columns))
+        for span in file_matrix.panels(columns, BLOCK):
             product = hessian[span, span] @ part[span]
-            if start:
-                product.addmm_(hessian[span, :start], part[:start], alpha=2)
+            if span.start:
+                product.addmm_(hessian[span, : span.start], part[: span.start], alpha=2)
             file_matrix.let_go(hessian)
             total += product.mul_(part[span]).sum(0)
         errors.append(total)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from compress.quantize.config import QuantizeConfig
+from runtime.config.messages import did_you_mean
 from runtime.errors import RequestError
 from runtime.formats import representation
 from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Representation
 from runtime.formats.scheme import ActivationScheme, Scheme
 
-_TOKEN_INT8 = ActivationScheme(8, "int", True, True, "token")
-_TOKEN_FP8 = ActivationScheme(8, "float", True, True, "token")
-_STATIC_INT8 = ActivationScheme(8, "int", True, False, "tensor")
-_STATIC_FP8 = ActivationScheme(8, "float", True, False, "tensor")
+
+def _inputs(kind: Literal["int", "float"], static: bool = False) -> ActivationScheme:
+    """The grid of a layer's inputs: one scale a token at run time, or one in all from calibration."""
+    return ActivationScheme(8, kind, True, not static, "tensor" if static else "token")
 
 
 def _group(bits: int, symmetric: bool = True) -> GridScheme:
@@ -27,10 +27,10 @@ PRESETS: dict[str, Scheme] = {
     **{f"W{bits}A16": Scheme(_group(bits)) for bits in range(2, 8)},
     "W8A16": Scheme(GridScheme(8, "int", True, "channel")),
     "W4A16_ASYM": Scheme(_group(4, symmetric=False)),
-    "W8A8-INT8": Scheme(GridScheme(8, "int", True, "channel"), _TOKEN_INT8),
-    "W4A8": Scheme(_group(4), _TOKEN_INT8),
-    "FP8": Scheme(GridScheme(8, "float", True, "tensor"), _STATIC_FP8),
-    "FP8_DYNAMIC": Scheme(GridScheme(8, "float", True, "channel"), _TOKEN_FP8),
+    "W8A8-INT8": Scheme(GridScheme(8, "int", True, "channel"), _inputs("int")),
+    "W4A8": Scheme(_group(4), _inputs("int")),
+    "FP8": Scheme(GridScheme(8, "float", True, "tensor"), _inputs("float", static=True)),
+    "FP8_DYNAMIC": Scheme(GridScheme(8, "float", True, "channel"), _inputs("float")),
 }
 ALIASES = {"W8A8": "W8A8-INT8", "INT8": "W8A8-INT8", "W8A8_INT8": "W8A8-INT8", "W4": "W4A16", "W8": "W8A16"}
 
@@ -45,9 +45,7 @@ def preset(name: str) -> Scheme:
     names |= {alias: PRESETS[known] for alias, known in ALIASES.items()}
     if name.upper() in names:
         return names[name.upper()]
-    near = difflib.get_close_matches(name.upper(), names, n=1)
-    hint = f", did you mean '{near[0]}'?" if near else ""
-    raise RequestError(f"scheme '{name}' is unknown{hint} (known: {', '.join(PRESETS)})")
+    raise RequestError(f"scheme '{name}' is unknown (known: {', '.join(PRESETS)}){did_you_mean(name, names)}")
 
 
 def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -> Scheme:
@@ -100,7 +98,7 @@ def _activations(
     config: QuantizeConfig, activations: ActivationScheme | None, weights: GridScheme | None
 ) -> ActivationScheme | None:
     if config.activations is not None:
-        activations = _TOKEN_INT8 if config.activations == "int8" else _TOKEN_FP8
+        activations = _inputs("int" if config.activations == "int8" else "float")
         if weights is not None and (activations.type == "float") != (weights.type == "float"):
             other = "FP8 or FP8_DYNAMIC" if activations.type == "float" else "W8A8-INT8 or W4A8"
             raise RequestError(
@@ -111,10 +109,7 @@ def _activations(
             raise RequestError(
                 f"activation_mode '{config.activation_mode}' is given, but the activations are not quantized"
             )
-        if config.activation_mode == "static":
-            activations = _STATIC_INT8 if activations.type == "int" else _STATIC_FP8
-        else:
-            activations = _TOKEN_INT8 if activations.type == "int" else _TOKEN_FP8
+        activations = _inputs(activations.type, config.activation_mode == "static")
     return activations
 
 
@@ -132,15 +127,10 @@ def _with_group(weights: GridScheme, size: int | str) -> GridScheme:
 
 def check_fits(scheme: Scheme, shape: tuple[int, int], name: str = "weight") -> None:
     """Raise `RequestError` when a weight of `shape` (out, in) cannot have this scheme."""
-    weights = scheme.grid
-    if scheme.weights is not None and weights is None:
-        reason = scheme.weights.why_not(shape)
-        if reason is not None:
-            raise RequestError(f"{name}: {reason}")
-    if weights is not None and weights.strategy == "group":
-        assert weights.group_size is not None
-        if weights.group_size > shape[1]:
-            raise RequestError(
-                f"{name}: group_size {weights.group_size} is larger than the row of {shape[1]} weights; "
-                f"give at most {shape[1]} or 'channel'"
-            )
+    size = None if scheme.grid is None else scheme.grid.group_size
+    if size is not None and size > shape[1]:
+        text = f"group_size {size} is larger than the row of {shape[1]} weights; give at most {shape[1]} or 'channel'"
+        raise RequestError(f"{name}: {text}")
+    reason = None if scheme.weights is None else scheme.weights.why_not(shape)
+    if reason is not None:
+        raise RequestError(f"{name}: {reason}")

@@ -27,13 +27,12 @@ class WeightConstraint:
     Attributes:
         mask: bool `[out, in]`, True = kept; None: dense.
         scheme: of the compressed weight.
-        scale, zero: of its grid, float32, as of `compress.quantize.grid.Grid`; None: it is not quantized.
+        grid: its parameters float32; None: it is not quantized.
     """
 
     mask: torch.Tensor | None = None
     scheme: Scheme = field(default_factory=Scheme)
-    scale: torch.Tensor | None = None
-    zero: torch.Tensor | None = None
+    grid: Grid | None = None
 
     @classmethod
     def of(cls, weight: CompressedWeight) -> WeightConstraint:
@@ -46,24 +45,16 @@ class WeightConstraint:
         assert weight.scale is not None
         scale = weight.scale.float().reshape(-1, weight.scale.shape[-1])
         zero = None if weight.zero_point is None else weight.zero_point.float().reshape(scale.shape)
-        return cls(mask, weight.scheme, scale, zero)
-
-    @property
-    def grid(self) -> Grid | None:
-        """The grid, or None."""
-        if self.scale is None or self.scheme.grid is None:
-            return None
-        return Grid(self.scheme.grid, self.scale, self.zero)
+        return cls(mask, weight.scheme, Grid(weight.scheme.grid, scale, zero))
 
     def restricted(self, mask: bool, grid: bool) -> WeightConstraint:
         """Only the mask, only the grid, or both."""
-        found = self if mask else replace(self, mask=None)
-        return found if grid else replace(found, scale=None, zero=None)
+        return replace(self, mask=self.mask if mask else None, grid=self.grid if grid else None)
 
     def to(self, device: torch.device) -> WeightConstraint:
         """The same on a device."""
-        tensors = {key: getattr(self, key) for key in ("mask", "scale", "zero")}
-        return replace(self, **{key: value.to(device) for key, value in tensors.items() if value is not None})
+        mask = None if self.mask is None else self.mask.to(device)
+        return replace(self, mask=mask, grid=None if self.grid is None else self.grid.map(lambda p: p.to(device)))
 
 
 def save_constraints(file: Path, constraints: dict[str, WeightConstraint]) -> None:
@@ -73,9 +64,10 @@ def save_constraints(file: Path, constraints: dict[str, WeightConstraint]) -> No
         if own.mask is not None:
             tensors[f"{name}|mask"] = torch.from_numpy(np.packbits(own.mask.cpu().numpy().reshape(-1)))
             tensors[f"{name}|shape"] = torch.tensor(own.mask.shape)
-        for key, value in (("scale", own.scale), ("zero", own.zero)):
-            if value is not None:
-                tensors[f"{name}|{key}"] = value.cpu()
+        if own.grid is not None:
+            tensors[f"{name}|scale"] = own.grid.scale.cpu()
+        if own.grid is not None and own.grid.zero is not None:
+            tensors[f"{name}|zero"] = own.grid.zero.cpu()
     schemes = {name: own.scheme.to_config() for name, own in constraints.items()}
     with written_beside(file) as temporary:
         save_file(tensors, temporary, metadata={"schemes": json.dumps(schemes, sort_keys=True)})
@@ -93,11 +85,13 @@ def load_constraints(directory: Path) -> dict[str, WeightConstraint]:
     except Exception as error:  # safetensors raises its own type
         raise ArtifactError(f"{file} is damaged: {error}") from error
     found = {}
-    for name, scheme in schemes.items():
+    for name, config in schemes.items():
         mask, scale, zero = (tensors.get(f"{name}|{key}") for key in ("mask", "scale", "zero"))
         if mask is not None:
             rows, columns = tensors[f"{name}|shape"].tolist()
             bits = np.unpackbits(mask.numpy(), count=rows * columns)
             mask = torch.from_numpy(bits.astype(bool)).view(rows, columns)
-        found[name] = WeightConstraint(mask, Scheme.from_config(scheme), scale, zero)
+        scheme = Scheme.from_config(config)
+        grid = None if scheme.grid is None or scale is None else Grid(scheme.grid, scale, zero)
+        found[name] = WeightConstraint(mask, scheme, grid)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -72,12 +73,11 @@ def _narrow(recipe: Recipe, modules: Sequence[ModuleInfo], chosen: dict[str, dic
             continue
         with recipe.origin.located((*quantize.path, "group_size")):
             grid = resolve_scheme(quantize.config, None).grid
-        if grid is not None and grid.strategy == "group" and (grid.group_size or 0) > module.shape[1]:
-            left.append(
-                Uncompressed(module.name, f"rows of {module.shape[1]} weights, and groups of {grid.group_size}")
-            )
-            weights += module.shape[0] * module.shape[1]
-    meant = sum(module.shape[0] * module.shape[1] for module in modules if chosen[module.name])
+        group = None if grid is None else grid.group_size
+        if group is not None and group > module.shape[1]:
+            left.append(Uncompressed(module.name, f"rows of {module.shape[1]} weights, and groups of {group}"))
+            weights += math.prod(module.shape)
+    meant = sum(math.prod(module.shape) for module in modules if chosen[module.name])
     return left if weights <= MOST_NARROW * meant else []
 
 
@@ -97,9 +97,8 @@ def _selected(recipe: Recipe, stage: Stage, modules: Sequence[ModuleInfo]) -> li
                 raise RequestError(_at(recipe, stage, (key, index), unmatched_message([pattern], [], modules)))
     found = select(modules, targets, ignore, ignore_is_default="ignore" not in given)
     if not found:
-        raise RequestError(
-            _at(recipe, stage, ("targets",) if "targets" in given else (), unmatched_message(targets, ignore, modules))
-        )
+        where = ("targets",) if "targets" in given else ()
+        raise RequestError(_at(recipe, stage, where, unmatched_message(targets, ignore, modules)))
     return found
 
 
@@ -125,8 +124,8 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
             text = f"recovery trains weights on a grid, and stage {quantize.index} stores {module.name} as {scheme.weights.describe()}"
             raise RequestError(_at(recipe, later, (), f"{text}; put the recover stage before it"))
     return LayerTask(
-        prune.config if prune else None, quantize.config if quantize else None, scheme, sorted(stage.index for stage in stages.values()),
-        prune.index if prune else None, quantize.index if quantize else None, _by_default(stages),
+        prune.config if prune else None, quantize.config if quantize else None, scheme, prune.index if prune else None,
+        quantize.index if quantize else None, _by_default(stages),
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,10 +18,8 @@ from compress.model.input_statistics import Forwards, InputGroup, find_groups
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.recipe import Recipe
 from compress.weights.layer_task import LayerTask
-from compress.weights.packed_layer import SolvedLayer, activation_tensors, pack_layer, simulate
+from compress.weights.packed_layer import SolvedLayer, simulate, solve_layers
 from compress.weights.scale_folding import find_folds, fold
-from compress.weights.solver.group import solve_group
-from runtime import formats
 from runtime.errors import CompressError
 from runtime.modeling.experts import expert_of
 from runtime.modeling.linear_modules import get_matrix, is_matrix
@@ -158,9 +156,8 @@ class BlockJob:
         if not wanted:
             return {}
         hessian = any("hessian" in self._needs(groups[i]) for i in wanted)
-        return dict(
-            zip(wanted, self._experts.collect([groups[i] for i in wanted], self.forwards, hessian), strict=True)
-        )
+        found = self._experts.collect([groups[i] for i in wanted], self.forwards, hessian)
+        return dict(zip(wanted, found, strict=True))
 
     def _transform(self, groups: list[InputGroup], all_groups: list[InputGroup]) -> dict[int, Statistics]:
         """Apply function-preserving scales where the recipe asks for them; returns the statistics that later solves may use."""
@@ -266,20 +263,10 @@ class BlockJob:
         return found
 
     def _solve(self, unit: _Unit) -> list[SolvedLayer]:
-        task = self._tasks[unit.names[0]]
-        modules = [self.block.get_submodule(n) for n in unit.names]
-        weights = [
-            self._scaled[n] if n in self._scaled else get_matrix(m) for n, m in zip(unit.names, modules, strict=True)
-        ]
-        names = [self.prefix + n for n in unit.names]
-        problem = task.problem(names, weights, unit.statistics, self.dtype, self.constraints)
-        if task.prune is not None:
-            problem.sparsity = [self._tasks[n].share for n in unit.names]
-        packed = []
-        for name, module, layer in zip(names, modules, solve_group(problem), strict=True):
-            inputs = activation_tensors(task.scheme, unit.statistics, self.dtype)  # tensors of its own for each layer
-            packed.append(pack_layer(name, task, layer, inputs, module))
-        return packed
+        tasks = {self.prefix + name: self._tasks[name] for name in unit.names}
+        modules = [self.block.get_submodule(name) for name in unit.names]
+        weights = [self._scaled.get(name, get_matrix(m)) for name, m in zip(unit.names, modules, strict=True)]
+        return solve_layers(tasks, modules, weights, unit.statistics, self.dtype, self.constraints)
 
     def _put(self, names: list[str], solved: list[SolvedLayer]) -> None:
         for name, layer in zip(names, solved, strict=True):
@@ -292,24 +279,12 @@ class BlockJob:
         Raises:
             CompressError: they could not be solved; in all processes alike.
         """
-        sent = [_without_dense(layer) for layer in solved] if isinstance(solved, list) else solved
+        sent = [layer.without_dense() for layer in solved] if isinstance(solved, list) else solved
         found: list[SolvedLayer] | str = self.team.exchange(sent, owner)  # type: ignore[assignment]
         if isinstance(found, str):
             raise CompressError(found)
         if isinstance(solved, list):
             return solved
-        layers = [_with_dense(layer) for layer in found]
+        layers = [layer.with_dense() for layer in found]
         self._put(names, layers)
         return layers
-
-
-def _without_dense(layer: SolvedLayer) -> SolvedLayer:
-    """On the CPU and without the dense weight, which its tensors unpack to."""
-    tensors = {key: value.cpu() for key, value in layer.tensors.items()}
-    return replace(layer, tensors=tensors, dense=torch.empty(0, dtype=layer.dense.dtype))
-
-
-def _with_dense(layer: SolvedLayer) -> SolvedLayer:
-    storage = formats.get(layer.entry.format)
-    weight = storage.unpack(layer.tensors, layer.entry.scheme, layer.shape, layer.dense.dtype)
-    return replace(layer, dense=weight.dequantize().contiguous())

@@ -26,10 +26,8 @@ from compress.model.input_statistics import forwards
 from compress.model.source import SourceCheckpoint
 from compress.model.streamed import Batch, StreamedModel
 from compress.weights.block import BlockJob, BlockResult
-from compress.weights.packed_layer import SolvedLayer, activation_tensors, pack_layer, weight_digest
+from compress.weights.packed_layer import SolvedLayer, solve_layers, weight_digest
 from compress.weights.plan import WeightPlan
-from compress.weights.solver.group import solve_group
-from runtime import formats
 from runtime.errors import CompressError
 from runtime.formats.quantization_config import entry_to_dict
 from runtime.modeling.linear_modules import get_matrix, is_matrix
@@ -120,8 +118,7 @@ def verify_part(path: Path, tensors: dict[str, torch.Tensor], layers: dict[str, 
             raise CompressError(f"{path} does not hold the tensors that were written to it")
         for name, layer in layers.items():
             stored = {key: file.get_tensor(f"{name}.{key}") for key in layer.tensors}
-            weight = formats.get(layer.entry.format).unpack(stored, layer.entry.scheme, layer.shape, layer.dense.dtype)
-            if weight_digest(weight.dequantize()) != layer.digest:
+            if weight_digest(layer.unpacked(stored)) != layer.digest:
                 raise CompressError(f"{path}: layer {name} read back from the disk is not the weight that was solved")
 
 
@@ -346,10 +343,10 @@ def _outside(job: BlockPass, result: BlockResult) -> dict[str, nn.Module]:
 def _solve_outside(
     job: BlockPass, name: str, module: nn.Module, statistics: Statistics | None, result: BlockResult
 ) -> None:
-    task, dtype = job.plan.tasks[name], job.streamed.dtype
-    (solved,) = solve_group(task.problem([name], [get_matrix(module)], statistics, dtype, job.plan.constraints))
-    result.layers[name] = pack_layer(name, task, solved, activation_tensors(task.scheme, statistics, dtype), module)
-    job.reporter.detail(f"{name}  error {solved.error:.3e}")
+    tasks, weights = {name: job.plan.tasks[name]}, [get_matrix(module)]
+    (layer,) = solve_layers(tasks, [module], weights, statistics, job.streamed.dtype, job.plan.constraints)
+    result.layers[name] = layer
+    job.reporter.detail(f"{name}  error {layer.record['error'] or 0.0:.3e}")
 
 
 def _head_statistics(job: BlockPass, module: nn.Module, states: HiddenStates) -> Statistics:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -46,11 +46,8 @@ def _other_modules(model: nn.Module) -> bool:
     then are linear layers, which the published tensors do not fit)."""
     from transformers.quantizers import base
 
-    other = {
-        kind
-        for kind, patch in getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {}).items()
-        if "compressed-tensors" in patch["quantization_methods"]
-    }
+    patched: dict[str, Any] = base.MODULES_TO_PATCH_FOR_QUANTIZATION
+    other = {kind for kind, patch in patched.items() if "compressed-tensors" in patch["quantization_methods"]}
     return any(type(module).__name__ in other for module in model.modules())
 
 
@@ -127,32 +124,21 @@ def _initialised_by_name(model: PreTrainedModel, entries: Mapping[str, ModuleEnt
 
 
 def _initialises(model: PreTrainedModel, home: str, without: Collection[str]) -> bool:
-    """Whether a copy of module `home` can be initialised whose layers `without` have no weight."""
+    """Whether a copy of module `home` can be initialised whose layers `without` have no weight.
+
+    The copy is over tensors without values, so that nothing of the model is touched. Experts, which transformers has in one, are left out.
+    """
+    module = model.get_submodule(home)
+    instead: dict[int, Any] = {id(m): nn.Module() for m in module.modules() if isinstance(m, Experts)}
+    for value in (*module.parameters(), *module.buffers()):
+        empty = torch.empty_like(value, device="meta")
+        instead[id(value)] = nn.Parameter(empty, False) if isinstance(value, nn.Parameter) else empty
     try:
-        probe = _on_meta(model.get_submodule(home), "", without)
+        probe = copy.deepcopy(module, instead)
+        for name in without:
+            del probe.get_submodule(name).weight
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             initialiser(model, home)._init_weights(probe)
     except Exception:  # models compute what they like there
         return False
     return True
-
-
-def _on_meta(module: nn.Module, name: str, without: Collection[str]) -> nn.Module:
-    """The same modules over tensors without values, so that nothing of the model is touched; experts, which transformers has in one, are
-    left out."""
-    if isinstance(module, Experts):
-        return nn.Module()
-    made = copy.copy(module)
-    made.__dict__["_modules"] = {
-        key: None if child is None else _on_meta(child, f"{name}.{key}" if name else key, without)
-        for key, child in module._modules.items()
-    }
-    made.__dict__["_parameters"] = {
-        key: None if value is None else nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
-        for key, value in module._parameters.items()
-        if key != "weight" or name not in without
-    }
-    made.__dict__["_buffers"] = {
-        key: None if value is None else torch.empty_like(value, device="meta") for key, value in module._buffers.items()
-    }
-    return made

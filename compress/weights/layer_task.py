@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from compress import prune, quantize
-from compress.core.method import Method, Problem
-from compress.core.statistics import Statistics
+from compress.core.method import Method
 from compress.prune.config import PruneConfig
 from compress.prune.magnitude import MagnitudeConfig
 from compress.quantize.config import QuantizeConfig
 from compress.quantize.rtn import RTNConfig
-from compress.quantize.weight_constraint import WeightConstraint
-from compress.weights.solver.group import compensates
 from runtime.formats.scheme import Scheme
 
 
@@ -27,7 +21,6 @@ class LayerTask:
     Attributes:
         prune, quantize: config of the stage that prunes and of the one that quantizes it; None where no stage does.
         scheme: of its compressed weight.
-        stages: indices of the stages that act on it, in recipe order.
         prune_stage, quantize_stage: index of the one that prunes it, and of the one that quantizes it.
         by_default: no stage names it; it is one of all linear layers.
         sparsity: its own share when the recipe spreads sparsity over layers, else None.
@@ -37,7 +30,6 @@ class LayerTask:
     prune: Any
     quantize: Any
     scheme: Scheme
-    stages: list[int]
     prune_stage: int | None = None
     quantize_stage: int | None = None
     by_default: bool = False
@@ -89,8 +81,11 @@ class LayerTask:
 
     @property
     def compensates(self) -> bool:
-        """Whether a solver compensates errors in later columns; it then sees the layers before it as compressed."""
-        return any(compensates(config, method) for config, method in self._active)
+        """Whether what is lost in some weights is made up for in others, by the column loop or in a method's own way.
+
+        The solver then sees the layers before it as compressed.
+        """
+        return any(config.column_loop() is not None or method.solve is not None for config, method in self._active)
 
     @property
     def transform(self) -> Any:
@@ -102,22 +97,6 @@ class LayerTask:
         cut = None if self.prune is None else MagnitudeConfig(**_shared(self.prune, PruneConfig))
         grid = None if self.quantize is None else RTNConfig(**_shared(self.quantize, QuantizeConfig))
         return replace(self, prune=cut, quantize=grid, sparsity=self.share or None)
-
-    def problem(
-        self,
-        names: list[str],
-        weights: list[torch.Tensor],
-        statistics: Statistics | None,
-        dtype: torch.dtype,
-        constraints: Mapping[str, WeightConstraint],
-    ) -> Problem:
-        """The solver's problem for layers with these settings; `constraints` are masks and grids of layers by name."""
-        sparsity = None if self.prune is None else [self.share] * len(names)
-        settled = None
-        if self.pruned or self.quantized:
-            found = [constraints[name] for name in names if name in constraints]
-            settled = [one.restricted(mask=self.pruned, grid=self.quantized) for one in found]
-        return Problem(weights, statistics, self.prune, self.quantize, self.scheme, dtype, names, sparsity, settled)
 
     def same_settings(self, other: LayerTask) -> bool:
         """Whether both can be solved together."""

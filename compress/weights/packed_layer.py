@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from compress.core.method import Problem
 from compress.core.statistics import Statistics
+from compress.quantize.weight_constraint import WeightConstraint
 from compress.weights.layer_task import LayerTask
-from compress.weights.solver.group import LayerResult
+from compress.weights.solver.compensate import LayerResult
+from compress.weights.solver.group import solve_group
 from runtime import formats
 from runtime.errors import CompressError
 from runtime.formats.float8 import FLOAT8_MAXIMUM
@@ -42,6 +46,21 @@ class SolvedLayer:
     digest: str
     record: dict[str, Any] = field(default_factory=dict)
 
+    def without_dense(self) -> SolvedLayer:
+        """On the CPU and without the dense weight, which its tensors unpack to."""
+        tensors = {key: value.cpu() for key, value in self.tensors.items()}
+        return replace(self, tensors=tensors, dense=torch.empty(0, dtype=self.dense.dtype))
+
+    def with_dense(self) -> SolvedLayer:
+        """The layer that was sent without its dense weight."""
+        return replace(self, dense=self.unpacked(self.tensors))
+
+    def unpacked(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The dense weight that stored tensors unpack to, contiguous."""
+        storage = formats.get(self.entry.format)
+        weight = storage.unpack(tensors, self.entry.scheme, self.shape, self.dense.dtype)
+        return weight.dequantize().contiguous()
+
 
 def weight_digest(dense: torch.Tensor) -> str:
     """SHA-256 over the bytes of a dense weight (any dtype); both zeros count as one."""
@@ -51,7 +70,39 @@ def weight_digest(dense: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def pack_layer(
+def solve_layers(
+    tasks: Mapping[str, LayerTask],
+    modules: Sequence[nn.Module],
+    weights: Sequence[torch.Tensor],
+    statistics: Statistics | None,
+    dtype: torch.dtype,
+    constraints: Mapping[str, WeightConstraint],
+) -> list[SolvedLayer]:
+    """Solve and pack layers that share an input.
+
+    Args:
+        tasks: by qualified name, of the same settings.
+        modules: of each, in their order. weights: `[out_i, in]` of each.
+        statistics: of the input; None where no method needs any.
+        dtype: of the model.
+        constraints: masks and grids of layers, by name.
+    """
+    names, task = list(tasks), next(iter(tasks.values()))
+    sparsity = None if task.prune is None else [own.share for own in tasks.values()]
+    settled = None
+    if task.pruned or task.quantized:
+        found = [constraints[name] for name in names if name in constraints]
+        settled = [one.restricted(mask=task.pruned, grid=task.quantized) for one in found]
+    problem = Problem(
+        list(weights), statistics, task.prune, task.quantize, task.scheme, dtype, names, sparsity, settled
+    )
+    return [
+        _pack(name, task, layer, _activation_tensors(task.scheme, statistics, dtype), module)
+        for name, layer, module in zip(names, solve_group(problem), modules, strict=True)
+    ]
+
+
+def _pack(
     name: str, task: LayerTask, solved: LayerResult, inputs: dict[str, torch.Tensor], module: nn.Module
 ) -> SolvedLayer:
     """Pack through the layer's format; that the stored tensors unpack to the same weight is proven once the shard is written."""
@@ -78,7 +129,7 @@ def pack_layer(
     )
 
 
-def activation_tensors(scheme: Scheme, statistics: Statistics | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _activation_tensors(scheme: Scheme, statistics: Statistics | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """`input_scale` `[1]` in `dtype` (and `input_zero_point`) of a static per-tensor activation grid, from the calibrated range."""
     activations = scheme.activations
     if activations is None or activations.dynamic:

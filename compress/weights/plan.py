@@ -96,19 +96,18 @@ def _check_reached(streamed: StreamedModel, tasks: dict[str, LayerTask], left: l
             )
         if streamed.is_inside(name) or module is head or embedding:
             continue
-        where = "in no block and is no output head"
-        by_default = inside and task.by_default
-        if task.needs and not by_default:
-            raise RequestError(
-                f"{name} is {where}, so calibration does not reach it; use method rtn for it, or name it in ignore"
-            )
+        by_default, why = inside and task.by_default, "is in no block and is no output head"
         if task.needs:
-            left.append(Uncompressed(name, f"it is {where}, so calibration does not reach it"))
-            del tasks[name]
+            why += ", so calibration does not reach it"
+            if not by_default:
+                raise RequestError(f"{name} {why}; use method rtn for it, or name it in ignore")
         elif beside and by_default:
             # What layers read beside hidden states is computed with it, before it is compressed.
-            left.append(Uncompressed(name, f"it is {where}, and what layers read beside hidden states depends on it"))
-            del tasks[name]
+            why += ", and what layers read beside hidden states depends on it"
+        else:
+            continue
+        left.append(Uncompressed(name, f"it {why}"))
+        del tasks[name]
 
 
 def check_settled(plan: WeightPlan, stage: Stage) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -51,8 +52,6 @@ class Fold:
 
     def expanded(self, scale: torch.Tensor) -> torch.Tensor:
         """`[producer channels]` -> `[in]`."""
-        if self.repeat == 1:
-            return scale
         return scale.view(-1, 1, self.width).expand(-1, self.repeat, self.width).reshape(-1)
 
 
@@ -89,58 +88,43 @@ def fold(block: nn.Module, place: Fold, scale: torch.Tensor, work: dict[str, tor
 
 
 def find_folds(
-    block: nn.Module,
-    groups: list[InputGroup],
-    all_groups: list[InputGroup],
-    run: Callable[[], torch.Tensor],
+    block: nn.Module, groups: list[InputGroup], all_groups: list[InputGroup], run: Callable[[], torch.Tensor]
 ) -> list[Fold]:
     """The folds that leave the block's function unchanged, for the inputs of `groups`.
+
+    A fold between the layers of one expert is tried on the expert alone: tokens of a small batch may never be sent to it, and then the
+    block would change by nothing whatever is done to it.
 
     Args:
         groups: inputs one wants to scale. `all_groups`: every linear layer's, since a producer's scale reaches all its readers.
         run: runs the block (in float32) over a small batch and returns its output.
     """
-    reference = run()
+    whole = run()
     places: list[Fold] = []
     for group in groups:
-        readers = next(g.members for g in all_groups if group.members[0] in g.members)
+        readers = tuple(next(g.members for g in all_groups if group.members[0] in g.members))
+        others, trial, reference = all_groups, run, whole
         expert = expert_of(block, group.members[0])
-        if expert is None:
-            candidates = _candidates(block, group, tuple(readers), all_groups)
-            found = next((c for c in candidates if _preserves(block, c, run, reference)), None)
-        else:
-            found = _inside_expert(block, group, tuple(readers), all_groups, *expert)
-        if found is not None:
-            places.append(found)
+        if expert is not None:
+            name, number = expert
+            prefix = f"{name}.{number}."
+            if not all(reader.startswith(prefix) for reader in readers):
+                continue
+            group = InputGroup(group.members, group.in_features)
+            others = [InputGroup([n for n in g.members if n.startswith(prefix)], g.in_features) for g in all_groups]
+            trial = _trial(block.get_submodule(name), number)
+            reference = trial()
+        candidates = _candidates(block, group, readers, others)
+        found = next((c for c in candidates if _preserves(block, c, trial, reference)), None)
+        places += [] if found is None else [found]
     return places
 
 
-def _inside_expert(
-    block: nn.Module,
-    group: InputGroup,
-    consumers: tuple[str, ...],
-    all_groups: list[InputGroup],
-    name: str,
-    number: int,
-) -> Fold | None:
-    """The fold between the layers of one expert. It is asked alone: tokens of a small batch may never be sent to it, and then the block
-    would change by nothing whatever is done to it."""
-    experts = block.get_submodule(name)
+def _trial(experts: nn.Module, number: int) -> Callable[[], torch.Tensor]:
+    """Runs one expert over random tokens."""
     assert isinstance(experts, Experts)
-    prefix = f"{name}.{number}."
-    own = [InputGroup([n for n in g.members if n.startswith(prefix)], g.in_features) for g in all_groups]
-    if not all(n.startswith(prefix) for n in consumers):
-        return None
-    generator = torch.Generator().manual_seed(0)
-    device = next(experts.parameters()).device
-    rows = torch.randn(16, experts.layout.hidden, generator=generator).to(device)
-
-    def run() -> torch.Tensor:
-        return experts.run(number, rows)
-
-    reference = run()
-    candidates = _candidates(block, InputGroup(group.members, group.in_features), consumers, own)
-    return next((c for c in candidates if _preserves(block, c, run, reference)), None)
+    rows = torch.randn(16, experts.layout.hidden, generator=torch.Generator().manual_seed(0))
+    return partial(experts.run, number, rows.to(next(experts.parameters()).device))
 
 
 def _candidates(
@@ -152,19 +136,16 @@ def _candidates(
         if not is_matrix(source) and isinstance(weight, torch.Tensor) and tuple(weight.shape) == (group.in_features,):
             return [Fold(group.source, consumers, offset) for offset in (0.0, 1.0)]
     found = []
-    for other in all_groups:
-        for name in other.members:
-            module = block.get_submodule(name)
-            shape = sides(module)
-            if name in consumers or shape is None:
-                continue
-            channels = shape[0]
-            if channels == group.in_features:
-                found.append(Fold(name, consumers))
-            elif group.in_features % channels == 0:
-                width = getattr(block.get_submodule(name.rpartition(".")[0]), "head_dim", None)
-                if isinstance(width, int) and channels % width == 0:
-                    found.append(Fold(name, consumers, 0.0, group.in_features // channels, width))
+    for name in (name for other in all_groups for name in other.members if name not in consumers):
+        shape = sides(block.get_submodule(name))
+        repeat, rest = (0, 1) if shape is None else divmod(group.in_features, shape[0])
+        if shape is None or rest:
+            continue
+        width = getattr(block.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+        if repeat == 1:
+            found.append(Fold(name, consumers))
+        elif isinstance(width, int) and shape[0] % width == 0:
+            found.append(Fold(name, consumers, 0.0, repeat, width))
     return found
 
 

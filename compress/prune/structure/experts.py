@@ -15,7 +15,7 @@ from compress.model.couplings import Slices
 from compress.model.module_hooks import hooks
 from compress.model.streamed import Batch, StreamedModel
 from compress.prune.structure.method import Routing
-from compress.prune.structure.removal import Cut, Lines, Pass, Plan, Removal, Tensors, check_finite
+from compress.prune.structure.removal import Cut, Lines, Pass, Plan, Removal, Tensors, best, check_finite
 from runtime.errors import CompressError, RequestError
 
 #: What a cut layer gives may differ (relative) from what the whole one gives with the same experts: sums in another order, in 16 bits.
@@ -94,47 +94,27 @@ def experts_of(model: nn.Module, slices: Sequence[Slices], prefix: str) -> tuple
     return (Experts(holders[0], own),)
 
 
-class RoutingCollector:
-    """Adds up what the experts of a layer are sent.
+def add_routing(found: Routing, module: nn.Module, call: Call, mask: torch.Tensor | None, outputs: bool) -> None:
+    """Add what the experts of a layer are sent in one call.
 
     Args:
-        count: experts. outputs: what they give is wanted too: each runs once more over its tokens.
+        mask: bool `[b, s]`, which of its tokens are no padding.
+        outputs: what they give is wanted too: each runs once more over its tokens.
     """
-
-    def __init__(self, count: int, outputs: bool) -> None:
-        self._outputs = outputs
-        self._found = Routing(0, torch.zeros(count), torch.zeros(count), torch.zeros(count))
-
-    def add(self, module: nn.Module, call: Call, mask: torch.Tensor | None) -> None:
-        """One call; `mask` (bool `[b, s]`) says which of its tokens are no padding."""
-        hidden, index, weights = call.hidden.reshape(-1, call.hidden.shape[-1]), call.index, call.weights.float()
-        if mask is not None:
-            real = mask.reshape(-1).to(hidden.device)
-            hidden, index, weights = hidden[real], index[real], weights[real]
-        found, count = self._found, len(self._found.used)
-        found.tokens += len(hidden)
-        found.used += torch.bincount(index.reshape(-1), minlength=count).float().cpu()
-        found.weight += torch.bincount(index.reshape(-1), weights.reshape(-1).double(), minlength=count).float().cpu()
-        for expert in index.unique().tolist() if self._outputs else ():
-            rows, places = torch.where(index == expert)
-            alone = torch.full((len(rows), 1), expert, dtype=index.dtype, device=index.device)
-            whole = torch.ones(len(rows), 1, dtype=call.weights.dtype, device=index.device)
-            given = module.forward(hidden[rows], alone, whole, *call.rest, **call.keywords)
-            found.output[expert] += float((weights[rows, places] * given.float().norm(dim=-1)).sum())
-
-    def finish(self) -> Routing:
-        """All that was added; CompressError where it holds NaN or Inf."""
-        for value in (self._found.weight, self._found.output):
-            if not bool(torch.isfinite(value).all()):
-                raise CompressError("routing weights or what experts give hold NaN or Inf")
-        return self._found
-
-
-def chosen(importance: torch.Tensor, kept: int, groups: int) -> torch.Tensor:
-    """The experts that stay, ascending, int64 `[kept]`: the most important, of each of `groups` as many."""
-    each = len(importance) // groups
-    order = importance.view(groups, each).argsort(dim=1, descending=True, stable=True)[:, : kept // groups]
-    return (order + torch.arange(groups)[:, None] * each).reshape(-1).sort().values
+    hidden, index, weights = call.hidden.reshape(-1, call.hidden.shape[-1]), call.index, call.weights.float()
+    if mask is not None:
+        real = mask.reshape(-1).to(hidden.device)
+        hidden, index, weights = hidden[real], index[real], weights[real]
+    count = len(found.used)
+    found.tokens += len(hidden)
+    found.used += torch.bincount(index.reshape(-1), minlength=count).float().cpu()
+    found.weight += torch.bincount(index.reshape(-1), weights.reshape(-1).double(), minlength=count).float().cpu()
+    for expert in index.unique().tolist() if outputs else ():
+        rows, places = torch.where(index == expert)
+        alone = torch.full((len(rows), 1), expert, dtype=index.dtype, device=index.device)
+        whole = torch.ones(len(rows), 1, dtype=call.weights.dtype, device=index.device)
+        given = module.forward(hidden[rows], alone, whole, *call.rest, **call.keywords)
+        found.output[expert] += float((weights[rows, places] * given.float().norm(dim=-1)).sum())
 
 
 class ExpertRemoval(Removal):
@@ -161,7 +141,7 @@ class ExpertRemoval(Removal):
         weights = (part.by_unit(self.loaded(part.name).float().cpu()) for part in experts.slices)
         what = f"the experts of {experts.module}"
         rank, _ = self.rank(what, job.size.count, job.kept, index, weights=weights, routing=routing)
-        kept = chosen(rank, job.kept, job.size.groups)
+        kept = best(rank, job.kept, job.size.groups)
         cut = Cut((part, kept) for part in experts.slices)
         block = self.cut_block(index, cut)
         self._check(index, experts, block, kept)
@@ -176,17 +156,19 @@ class ExpertRemoval(Removal):
 
     def _routing(self, index: int, experts: Experts) -> Routing:
         """What the whole block's router does over the calibration sequences."""
-        collector = RoutingCollector(self.job.size.count, "expert_outputs" in self.job.needs)
+        found, outputs = Routing.none(self.job.size.count), "expert_outputs" in self.job.needs
         mask: torch.Tensor | None = None
 
         def look(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            collector.add(module, Call.of(module, arguments, keywords), mask)
+            add_routing(found, module, Call.of(module, arguments, keywords), mask, outputs)
 
         with hooks({self.whole.model.get_submodule(experts.module): look}, before=True, keywords=True):
             for number, batch in enumerate(self.batches[:-1]):
                 mask = batch[1]
                 self.whole.run_block(index, self.states["hidden"].get(number), batch)
-        return collector.finish()
+        if not bool(torch.isfinite(torch.cat([found.weight, found.output])).all()):
+            raise CompressError("routing weights or what experts give hold NaN or Inf")
+        return found
 
     def _check(self, index: int, experts: Experts, block: nn.Module, kept: torch.Tensor) -> None:
         """The cut layer gives what the whole one gives when it is told to use the experts that the cut one's router chooses."""

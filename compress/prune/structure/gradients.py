@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from compress.core.file_matrix import panels
 from compress.core.progress import Reporter
 from compress.model.module_hooks import hooks
 from compress.model.streamed import Batch, StreamedModel
@@ -51,8 +52,7 @@ def sensitivities(
     count = 0
     with hooks({model.get_submodule(name): scaled(name, units) for name, units in readers.items()}, before=True):
         for ids, mask in batches:
-            for start in range(0, len(ids), ROWS):
-                part = slice(start, start + ROWS)
+            for part in panels(len(ids), ROWS):
                 batch = ids[part], mask[part] if mask is not None else None
                 rows = len(batch[0])
                 with torch.enable_grad():

@@ -50,6 +50,7 @@ class Comparison:
         self.whole, self.smaller, self.cut, self.batch = whole, smaller, cut, batch
         self._outside = [name for name in cut.norms if not whole.is_inside(name)]
         self._factors: dict[str, float] = {}  # of norms, for a head whose weight cannot take them
+        self._ran: list[str] = []  # norms, in the order in which they were run
 
     @torch.inference_mode()
     def settle_scales(self) -> None:
@@ -71,7 +72,6 @@ class Comparison:
 
     def _settle_head(self) -> None:
         """Scale the head's weight, or the norm before it, so that the head's outputs equal the whole model's."""
-        ran: list[str] = []
         heads = [model.model.get_output_embeddings() for model in (self.smaller, self.whole)]
         given: dict[nn.Module, torch.Tensor] = {}
 
@@ -81,15 +81,15 @@ class Comparison:
 
         # Hooks on the head itself: operations after it (Gemma's soft caps) are not linear.
         with hooks(dict.fromkeys(heads, look)):
-            self._leaving(ran)
+            self._leaving()
         factor, _ = _compared(*(given[head] for head in heads))
         if abs(factor - 1) <= _ONE:
             return
         names = self._same_as(heads[0])
         if not names & self._same_as(self.smaller.model.get_input_embeddings()):
             self.cut.scales |= dict.fromkeys(names, 1 / factor)
-        elif ran:
-            last = ran[-1]
+        elif self._ran:
+            last = self._ran[-1]
             self._factors[last] = 1 / factor
             self.cut.gains[last] = self.cut.gains.get(last, 1.0) / factor
             self.cut.scales[f"{last}.bias"] = 1 / factor
@@ -110,22 +110,23 @@ class Comparison:
     def _entering(self) -> tuple[float, float]:
         return self._compare(lambda model, _: _prelude(model, self.batch))[0]
 
-    def _leaving(self, ran: list[str] | None = None) -> tuple[float, float]:
-        """Factor and difference of the logits (of an encoder: hidden states). `ran` collects the norms in order of execution."""
+    def _leaving(self) -> tuple[float, float]:
+        """Factor and difference of the logits (of an encoder: hidden states)."""
         state, ids = _prelude(self.smaller, self.batch), self.batch[0]
         if len(self.smaller.stacks) == 2:
             last = self.smaller.stacks[1].first - 1
             found, state = self._compare(lambda model, given: model.hand_over(last, given, self.batch), state)
             self._require(found, "what enters the decoder")
         narrow = self.smaller.kind == "encoder"
-        return self._compare(lambda model, given: model.outputs(given, ids), state, narrow, ran)[0]
+        return self._compare(lambda model, given: model.outputs(given, ids), state, narrow)[0]
 
     def _compare(
-        self, run: Call, state: torch.Tensor | None = None, narrow: bool = True, ran: list[str] | None = None
+        self, run: Call, state: torch.Tensor | None = None, narrow: bool = True
     ) -> tuple[tuple[float, float], torch.Tensor]:
         """Factor and difference of both models' outputs, and the smaller one's output. `narrow`: the output is a hidden state."""
         found = run(self.smaller, state)
-        with self._normed(self.whole.model, self.smaller.model, self._outside, ran):
+        self._ran.clear()
+        with self._normed(self.whole.model, self.smaller.model, self._outside):
             wide = run(self.whole, None if state is None else self._wide(state))
         return _compared(found, self._narrow(wide) if narrow else wide), found
 
@@ -146,15 +147,12 @@ class Comparison:
     def _narrow(self, state: torch.Tensor) -> torch.Tensor:
         return state[..., self.cut.kept.to(state.device)]
 
-    def _normed(
-        self, whole: nn.Module, smaller: nn.Module, names: Iterable[str], ran: list[str] | None = None
-    ) -> AbstractContextManager[None]:
+    def _normed(self, whole: nn.Module, smaller: nn.Module, names: Iterable[str]) -> AbstractContextManager[None]:
         """While active, norms of the whole model return the smaller model's outputs, widened."""
 
         def replaced(name: str, norm: nn.Module) -> Callable[..., torch.Tensor]:
             def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-                if ran is not None:
-                    ran.append(name)
+                self._ran.append(name)
                 given = norm(self._narrow(args[0])) / self._factors.get(name, 1.0)
                 return self._wide(given.to(output.dtype))
 
@@ -216,7 +214,8 @@ class HiddenRemoval(Removal):
         job, whole, fitted = run.job, run.streamed, run.job.settings.reconstruct
         norms = find_norms(whole.model, job.slices)
         states, shares = measure(run, norms)
-        smaller = StreamedModel(zeros_of(run), whole.device, dtype=whole.dtype)
+        zeros(run.work / "outline", whole, job.config)  # the form of the smaller model
+        smaller = StreamedModel(Checkpoint(run.work / "outline"), whole.device, dtype=whole.dtype)
         followed = {"ours": smaller, **({"theirs": whole} if fitted else {})}
         batches = [*run.batches, run.probe] if fitted else [run.probe]
         super().__init__(run, followed, batches, beside=[] if fitted else [whole])
@@ -303,10 +302,3 @@ class HiddenRemoval(Removal):
         stored = (part for part in job.slices if checkpoint.has(part.name))
         norms = (part.by_unit(checkpoint.get(part.name).float()).norm(dim=1, keepdim=True) for part in stored)
         return self.rank("the dimensions", job.size.count, job.kept, 0, weights=norms, states=states)[0]
-
-
-def zeros_of(run: Pass) -> Checkpoint:
-    """A checkpoint of zeros with the form of the smaller model."""
-    directory = run.work / "outline"
-    zeros(directory, run.streamed, run.job.config)
-    return Checkpoint(directory)

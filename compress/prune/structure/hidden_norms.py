@@ -173,7 +173,7 @@ def _measure(run: Pass, norms: dict[str, Norm]) -> Tensors:
         prefix = streamed.block_prefix(index)
         inside = {name for name in norms if name.startswith(prefix)}
         # Norms outside of the blocks that have been seen would now run over other ids.
-        between = inside | (outside - watch.seen)
+        between = inside | (outside - watch.total.keys())
         runs = forwards(streamed, index, states, batches)
         reading = [name.removeprefix(prefix) for name in linear if name.startswith(prefix)]
         sizes.extend(_sizes(streamed.blocks[index], prefix, reading, runs))
@@ -181,7 +181,10 @@ def _measure(run: Pass, norms: dict[str, Norm]) -> Tensors:
             with watch.on(between, batch[1]):
                 states.put(number, streamed.advance(index, states.get(number), batch))
         if index + 1 == len(streamed.blocks):
-            last, tail = outside - watch.seen, streamed.outputs if streamed.kind == "encoder" else streamed.head_input
+            last, tail = (
+                outside - watch.total.keys(),
+                streamed.outputs if streamed.kind == "encoder" else streamed.head_input,
+            )
             for number, (ids, mask) in enumerate(batches):
                 with watch.on(last, mask):
                     tail(states.get(number).to(streamed.device), ids)
@@ -208,12 +211,11 @@ def _sizes(block: nn.Module, prefix: str, readers: Collection[str], runs: Any) -
 
 
 class _Watch:
-    """Collects the shares of norms. `seen`: norms that have run."""
+    """Collects the shares of norms, by name."""
 
     def __init__(self, model: nn.Module, norms: dict[str, Norm]) -> None:
         self._model, self._norms = model, norms
-        self.seen: set[str] = set()
-        self._total: dict[str, torch.Tensor] = {}
+        self.total: dict[str, torch.Tensor] = {}
         self._tokens: dict[str, int] = {}
 
     def on(self, names: Collection[str], mask: torch.Tensor | None) -> AbstractContextManager[None]:
@@ -225,16 +227,14 @@ class _Watch:
             x = args[0].detach().reshape(-1, args[0].shape[-1])
             if mask is not None and mask.numel() == len(x):
                 x = x[mask.reshape(-1).to(x.device)]
-            self.seen.add(name)
-            shares = self._norms[name].shares(x).cpu()
-            self._total[name] = self._total.get(name, torch.zeros(1)) + shares
+            self.total[name] = self.total.get(name, 0) + self._norms[name].shares(x).cpu()
             self._tokens[name] = self._tokens.get(name, 0) + len(x)
 
         return hook
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Means over tokens."""
-        found = {name: value / max(self._tokens[name], 1) for name, value in self._total.items()}
+        found = {name: value / max(self._tokens[name], 1) for name, value in self.total.items()}
         for name, value in found.items():
             if not bool(torch.isfinite(value).all()):
                 raise CompressError(f"{name}: its calibration inputs hold NaN or Inf")

@@ -45,28 +45,6 @@ _ROUNDS = 64  # removals one after the other, unless the recipe says how many go
 _ROUND = 1.5e-8  # seconds that bringing one number of the moments up to date takes in one of them
 
 
-def structure_footprint(job: CutPlan, rows: Rows, length: int, speed: Speed, device: torch.device) -> Footprint:
-    """Footprint of a job.
-
-    Args:
-        rows: batches of calibration text. length: tokens of a row of it.
-        device: where blocks run.
-    """
-    needs = _by_block(job, rows, speed, device)
-    return needs.after(_gradients(job, rows, length, speed, device)) if "gradients" in job.needs else needs
-
-
-def few_tokens(job: CutPlan, count: int) -> str:
-    """A warning where second moments of more inputs are needed than there are calibration tokens; else ""."""
-    inputs = _solved_inputs(job)
-    if count >= inputs:
-        return ""
-    return (
-        f"{count:,} tokens of calibration text are few for layers with {inputs:,} inputs, whose second moments stage {job.stage.index} "
-        f"({job.stage.kind}) needs; ask for more rows, or longer ones"
-    )
-
-
 def _inputs(job: CutPlan) -> int:
     """Inputs of the widest layer that reads removed units."""
     if job.settings.remove == "hidden":
@@ -189,14 +167,22 @@ class StructureJob(CutPlan):
         return Checkpoint(directory)
 
     def footprint(self, context: Context, rows: Rows, bounds: Bounds, speed: Speed) -> Footprint:
-        """See `structure_footprint`."""
-        length = context.recipe.calibration.sequence_length
-        return structure_footprint(self, rows, length, speed, context.streamed.device)
+        """Of the gradients, where the method needs any, and of the pass over the blocks."""
+        device, length = context.streamed.device, context.recipe.calibration.sequence_length
+        needs = _by_block(self, rows, speed, device)
+        gradients = "gradients" in self.needs
+        return needs.after(_gradients(self, rows, length, speed, device)) if gradients else needs
 
     def warnings(self, context: Context, size: int) -> list[str]:
         """Too few tokens for second moments; layers that cannot be cut."""
-        text = few_tokens(self, context.calibration.tokens) if self.needs else ""
-        found = [context.recipe.calibration.at("samples", text)] if text else []
+        found, inputs = list[str](), _solved_inputs(self) if self.needs else 0
+        count = context.calibration.tokens if inputs else 0
+        if count < inputs:
+            text = (
+                f"{count:,} tokens of calibration text are few for layers with {inputs:,} inputs, whose second moments stage "
+                f"{self.stage.index} ({self.stage.kind}) needs; ask for more rows, or longer ones"
+            )
+            found.append(context.recipe.calibration.at("samples", text))
         names = context.reference.predicting
         if names and self.slices:
             found.append(
@@ -206,12 +192,40 @@ class StructureJob(CutPlan):
         return found
 
     def run(self, context: Context, store: Store, reporter: Reporter) -> dict[str, Any]:
-        """Write the smaller checkpoint; see `remove_structure`."""
-        probe = (context.probe, None)
+        """Write the smaller checkpoint.
+
+        Returns:
+            What was done, JSON-able: "remove", "method", "before" and "after" (units), "parameters_before", "parameters_after", "measured"
+            (where time was), and what the removal says.
+
+        Raises:
+            RequestError: the model computes something else without these units than with zeros in their place. CompressError: weights or
+                inputs with NaN or Inf.
+        """
+        streamed, probe = context.streamed, (context.probe, None)
         batches = context.batches if self.needs else [probe]
-        return remove_structure(
-            Pass(self, context.streamed, batches, probe, store.output, store.work, store.spill, reporter)
-        )
+        run = Pass(self, streamed, batches, probe, store.output, store.work, store.spill, reporter)
+        _check_begun(run)
+        # Which layers an earlier stage would keep was not known when the job was made, nor what lists with an entry for each say.
+        job = replace(self, config=self.smaller(streamed.config))
+        if job.settings.allocation == "error":
+            job = job.of_widths(ChannelRemoval(replace(run, job=job)).widths(), streamed.config)
+        if job.slices:
+            streamed.checkpoint.dropped |= dict.fromkeys(streamed.predicting, PREDICTING)
+        removal = REMOVALS[job.settings.remove](replace(run, job=job))
+        found = removal.write()
+        shown, expected = removal.expected()
+        smaller = StreamedModel(Checkpoint(run.output), streamed.device, dtype=streamed.dtype)
+        difference = relative(run_blocks(smaller, [shown], None).get(0), expected)
+        if not difference <= TOLERANCE:
+            raise CompressError(
+                f"{run.output} computes something else than it was made to (relative {difference:.2e}); this is a bug"
+            )
+        return {
+            "remove": job.settings.remove, "method": job.stage.method, "before": job.size.count, "after": job.mean_width,
+            "unit": job.size.unit, "parameters_before": _parameters(streamed), "parameters_after": _parameters(smaller),
+            **({"widths": list(job.widths)} if job.widths else {}), **({"measured": job.measured} if job.measured else {}), **found,
+        }  # fmt: skip
 
 
 def prepare(context: Context, stage: Stage) -> StructureJob:
@@ -242,7 +256,8 @@ def prepare(context: Context, stage: Stage) -> StructureJob:
         job = StructureJob(stage, ModelSize.of(streamed), size, kept, smaller, measured=measured)
         job = removal.complete(job, streamed)
     if config.remove == "vocabulary":
-        return _with_tokens(job, context)
+        tokens = kept_tokens(recipe, stage, streamed, context.tokenizer, kept)
+        return replace(job, tokens=tokens, config=tokens.config(streamed.config, job.config))
     if config.allocation == "error":
         with recipe.origin.located((*path, "allocation")):
             # What comes after must bear layers that differ, in steps of `multiple`.
@@ -255,12 +270,6 @@ def prepare(context: Context, stage: Stage) -> StructureJob:
     return job
 
 
-def _with_tokens(job: StructureJob, context: Context) -> StructureJob:
-    """The job with its tokens; RequestError where they cannot be so few, or the tokenizer cannot be cut."""
-    tokens = kept_tokens(context.recipe, job.stage, context.streamed, context.tokenizer, job.kept)
-    return replace(job, tokens=tokens, config=tokens.config(context.streamed.config, job.config))
-
-
 def _uneven(job: StructureJob) -> list[int]:
     """Widths such as may be found: one layer keeps all, the others about what is left, in uneven multiples."""
     choices, depth = job.choices(), len(job.units)
@@ -270,38 +279,6 @@ def _uneven(job: StructureJob) -> list[int]:
 
 
 # ---------------------------------------------------------------- the run
-def remove_structure(run: Pass) -> dict[str, Any]:
-    """Write the smaller model.
-
-    Returns:
-        What was done, JSON-able: "remove", "method", "before" and "after" (units), "parameters_before", "parameters_after", "measured"
-        (where time was), and what the removal says.
-
-    Raises:
-        RequestError: the model computes something else without these units than with zeros in their place. CompressError: weights or
-            inputs with NaN or Inf.
-    """
-    job, streamed = run.job, run.streamed
-    _check_begun(run)
-    # Which layers an earlier stage would keep was not known when the job was made, nor what lists with an entry for each say.
-    job = replace(job, config=job.smaller(streamed.config))
-    if job.settings.allocation == "error":
-        job = job.of_widths(ChannelRemoval(replace(run, job=job)).widths(), streamed.config)
-    run = replace(run, job=job)
-    if job.slices:
-        streamed.checkpoint.dropped |= dict.fromkeys(streamed.predicting, PREDICTING)
-    removal = REMOVALS[job.settings.remove](run)
-    found = removal.write()
-    probe, expected = removal.expected()
-    smaller = StreamedModel(Checkpoint(run.output), streamed.device, dtype=streamed.dtype)
-    check_equal(run.output, run_blocks(smaller, [probe], None).get(0), expected)
-    return {
-        "remove": job.settings.remove, "method": job.stage.method, "before": job.size.count, "after": job.mean_width, "unit": job.size.unit,
-        "parameters_before": _parameters(streamed), "parameters_after": _parameters(smaller),
-        **({"widths": list(job.widths)} if job.widths else {}), **({"measured": job.measured} if job.measured else {}), **found,
-    }  # fmt: skip
-
-
 def _check_begun(run: Pass) -> None:
     """The model is the one that the job was made for, and a pass that goes on goes on to as many units.
 
@@ -332,12 +309,3 @@ def _parameters(streamed: StreamedModel) -> int:
     """Of a model, tied ones once: those that are read become tensors of their own."""
     named = streamed.model.named_parameters(remove_duplicate=False)
     return sum(value.numel() for name, value in named if name not in streamed.ties)
-
-
-def check_equal(path: Path, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """CompressError where a checkpoint computes something else than it should."""
-    difference = relative(found, expected)
-    if not difference <= TOLERANCE:
-        raise CompressError(
-            f"{path} computes something else than it was made to (relative {difference:.2e}); this is a bug"
-        )

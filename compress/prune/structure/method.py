@@ -32,6 +32,11 @@ class Routing:
     weight: torch.Tensor
     output: torch.Tensor
 
+    @classmethod
+    def none(cls, experts: int) -> Routing:
+        """Of no tokens yet."""
+        return cls(0, torch.zeros(experts), torch.zeros(experts), torch.zeros(experts))
+
 
 @dataclass
 class View:

@@ -335,6 +335,7 @@ def note_of(lines: Lines) -> str:
     return "cut" if worst is None else f"cut, error {worst:.2e}"
 
 
-def best(rank: torch.Tensor, count: int) -> torch.Tensor:
-    """Which units stay, ascending: int64 `[count]`; of equals the first."""
-    return rank.argsort(descending=True, stable=True)[:count].sort().values
+def best(rank: torch.Tensor, count: int, groups: int = 1) -> torch.Tensor:
+    """Which units stay, ascending: int64 `[count]`, of each group as many; of equals the first."""
+    order = rank.reshape(groups, -1).argsort(dim=1, descending=True, stable=True)[:, : count // groups]
+    return (order + torch.arange(groups)[:, None] * (len(rank) // groups)).reshape(-1).sort().values

@@ -5,8 +5,9 @@ A chunk has enough rows for efficient matrix products, and few enough that the w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
+from operator import methodcaller
 
 import torch
 
@@ -121,7 +122,6 @@ def stacked_grid(
         make_grid(w, scheme, dtype, search, energy, None if masks is None else masks[i], hessian)
         for i, w in enumerate(weights)
     ]
-    heights = [w.shape[0] for w in weights]
-    scale = torch.cat([g.scale.T.expand(-1, h) for g, h in zip(grids, heights, strict=True)], dim=1).contiguous()
-    zeros = [g.zero.T.expand(-1, h) for g, h in zip(grids, heights, strict=True) if g.zero is not None]
-    return Grid(scheme, scale, torch.cat(zeros, dim=1).contiguous() if zeros else None, dim=0)
+    rows = [methodcaller("expand", -1, w.shape[0]) for w in weights]
+    wide = [grid.map(torch.t).map(expand) for grid, expand in zip(grids, rows, strict=True)]
+    return replace(Grid.joined(wide, lambda parts: torch.cat(parts, dim=1).contiguous()), dim=0)

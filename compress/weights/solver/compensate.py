@@ -5,17 +5,19 @@ No row ends with a larger output error than rounding to nearest would have left 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from compress.core import file_matrix
-from compress.core.method import ColumnLoop
+from compress.core.method import ColumnLoop, Problem
 from compress.prune.patterns import Pattern
 from compress.quantize.grid import Grid
-from compress.quantize.objective import column_errors
+from compress.quantize.objective import column_errors, row_errors
 from compress.weights.solver import loop
 from compress.weights.solver.columns import Chunk, chunks, column_order, rows_are_independent, stacked_grid
 from compress.weights.solver.factor import Factor, factorize
@@ -33,23 +35,20 @@ SAFE = 0.6
 
 
 @dataclass
-class Constraint:
-    """What the weights must become. `masks`: fixed, one a weight; `pattern` and `sparsity`: masks are chosen in the loop."""
+class LayerResult:
+    """A solved layer.
 
-    scheme: Scheme
-    dtype: torch.dtype
-    masks: list[torch.Tensor] | None = None
-    pattern: Pattern | None = None
-    sparsity: tuple[float, ...] = ()
-
-
-@dataclass
-class Solved:
-    """A compressed weight, its output error `tr(E H E^T)` (None: not known), and what a report should know of it."""
+    Attributes:
+        weight: what is stored.
+        lost: output error `tr(E H E^T)`; None: not known.
+        notes: what a report should know: damping, retries, dead columns, rows where rounding to nearest was kept, sparsity.
+        error: `lost / tr(W H W^T)`, without a Hessian `|E|^2 / |W|^2`; NaN until the group is solved.
+    """
 
     weight: CompressedWeight
     lost: float | None
     notes: dict[str, Any]
+    error: float = math.nan
 
 
 def keep_float(weight: torch.Tensor, mask: torch.Tensor | None, scheme: Scheme, dtype: torch.dtype) -> CompressedWeight:
@@ -58,9 +57,7 @@ def keep_float(weight: torch.Tensor, mask: torch.Tensor | None, scheme: Scheme, 
     return CompressedWeight(values.to(dtype), None, None, mask, scheme, dtype)
 
 
-def compensate(
-    weights: list[torch.Tensor], hessian: torch.Tensor, constraint: Constraint, options: ColumnLoop, name: str
-) -> list[Solved]:
+def compensate(problem: Problem, options: ColumnLoop, pattern: Pattern | None = None) -> list[LayerResult]:
     """Solve weights `[out_i, in]` (any float dtype) with one input on one Hessian.
 
     Masks first (chosen by the column loop, or given), then the kept weights by least squares, then the column loop again on the
@@ -68,38 +65,51 @@ def compensate(
     them is rounding the target: both losses are compensated against the same output. Each pass goes over the rows in chunks,
     and only one factor of the Hessian is in memory at a time. Weights of another representation than a grid are solved one at a
     time, without masks.
+
+    Args:
+        problem: its masks are fixed, its sparsity is that of `pattern`.
+        pattern: of masks that are chosen in the loop; None: none are.
     """
-    pattern, scheme = constraint.pattern, constraint.scheme.weights
+    weights, masks, scheme = problem.weights, problem.masks, problem.scheme.weights
+    hessian = second_moments(problem)
     parts = chunks([w.shape[0] for w in weights], weights[0].shape[1], rows_are_independent(pattern, scheme))
     notes: dict[str, Any] = {}
     if dead := int((file_matrix.diagonal(hessian) <= 0).sum()):
         notes["dead_columns"] = dead
-    masks = constraint.masks
     goals: list[torch.Tensor] | None = None
     if pattern is not None:
-        goals, masks = _prune(weights, parts, hessian, constraint, options, name, notes)
+        goals, masks = _prune(problem, parts, options, pattern, notes)
     if scheme is None:
         assert goals is not None
         assert masks is not None
         return [
-            Solved(keep_float(goal, mask, constraint.scheme, constraint.dtype), None, dict(notes))
+            LayerResult(keep_float(goal, mask, problem.scheme, problem.dtype), None, dict(notes))
             for goal, mask in zip(goals, masks, strict=True)
         ]
-    if isinstance(scheme, GridScheme):
-        return _GridSolver(scheme, hessian, constraint, options, name).solve(weights, goals, masks, parts, notes)
     order = visiting_order(options.order, file_matrix.diagonal(hessian).clamp(min=0), scheme, None)
-    factor = factorize(hessian, order, options.damping, name)
+    factor = factorize(hessian, order, options.damping, problem.names[0])
     notes |= {"damping": factor.damping, "retries": factor.retries}
-    return [_represent(weight, scheme, factor, order, hessian, constraint, options, notes) for weight in weights]
+    if isinstance(scheme, GridScheme):
+        return _GridSolver(scheme, problem, options, pattern, order, factor).solve(goals, masks, parts, notes)
+    return [_represent(weight, scheme, factor, order, problem, options.block_size, notes) for weight in weights]
 
 
-def _prune(weights, parts: list[Chunk], hessian, constraint: Constraint, options: ColumnLoop, name: str, notes):
+def second_moments(problem: Problem) -> torch.Tensor:
+    """The Hessian of a problem whose methods have asked for it."""
+    assert problem.statistics is not None
+    assert problem.statistics.hessian is not None
+    return problem.statistics.hessian
+
+
+def _prune(
+    problem: Problem, parts: list[Chunk], options: ColumnLoop, pattern: Pattern, notes: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Choose masks and fit the kept weights: float32 values and masks, `[out, in]` each."""
-    pattern = constraint.pattern
-    assert pattern is not None
+    weights, hessian, sparsity = problem.weights, second_moments(problem), problem.sparsity
+    assert sparsity is not None
     order = visiting_order(options.order, file_matrix.diagonal(hessian), None, pattern)
     inverse = order.argsort()
-    factor = factorize(hessian, order, options.damping, name)
+    factor = factorize(hessian, order, options.damping, problem.names[0])
     notes |= {"damping": factor.damping, "retries": factor.retries}
     goals = [torch.empty(w.shape, device=w.device) for w in weights]
     masks = [torch.empty(w.shape, dtype=torch.bool, device=w.device) for w in weights]
@@ -109,7 +119,7 @@ def _prune(weights, parts: list[Chunk], hessian, constraint: Constraint, options
         if options.mask_search == "exact" and searchable(pattern):
             choose = exact_mask_chooser(pattern, factor)
         else:
-            shares = [constraint.sparsity[index] for index, _, _ in chunk.parts]
+            shares = [sparsity[index] for index, _, _ in chunk.parts]
             choose = mask_chooser(pattern, factor.diagonal.square().reciprocal(), chunk.heights, shares)
             if pattern.kind != "n:m":
                 unit *= max(1, options.block_size // unit)
@@ -130,11 +140,29 @@ def _prune(weights, parts: list[Chunk], hessian, constraint: Constraint, options
 
 @dataclass
 class Rounded:
-    """A solved chunk: codes `[in, rows]` (int8; fp8 grids: float32 values), their grid, and output error `[rows]`."""
+    """A solved chunk: codes `[in, rows]` (int8; fp8 grids: float32 values), their grid and mask, the output error `[rows]`, and which rows
+    (bool) were better rounded to nearest."""
 
     codes: torch.Tensor
     grid: Grid
+    mask: torch.Tensor | None
     lost: torch.Tensor
+    nearest: torch.Tensor
+
+    def put(self, rows: torch.Tensor, codes: torch.Tensor, grid: Grid, lost: torch.Tensor) -> None:
+        """Replace some rows (indices)."""
+        self.codes[:, rows] = codes.to(self.codes.dtype)
+        self.grid.put((slice(None), rows), grid)
+        self.lost[rows] = lost
+
+    def split(self, heights: list[int]) -> Iterator[Rounded]:
+        """The rows of each weight in it, codes in their final dtype."""
+        codes, start = self.codes.to(self.grid.scheme.code_dtype), 0
+        for height in heights:
+            here = slice(start, start + height)
+            mask = None if self.mask is None else self.mask[:, here]
+            yield Rounded(codes[:, here], self.grid.rows(here), mask, self.lost[here], self.nearest[here])
+            start += height
 
 
 @dataclass
@@ -145,35 +173,28 @@ class _GridSolver:
     """
 
     scheme: GridScheme
-    hessian: torch.Tensor
-    constraint: Constraint
+    problem: Problem
     options: ColumnLoop
-    name: str
+    pattern: Pattern | None
+    order: torch.Tensor
+    factor: Factor
 
     def __post_init__(self) -> None:
-        energy = file_matrix.diagonal(self.hessian).clamp(min=0)
-        self.order = visiting_order(self.options.order, energy, self.scheme, None)
-        self.factor = factorize(self.hessian, self.order, self.options.damping, self.name)
+        self.hessian, self.dtype = second_moments(self.problem), self.problem.dtype
         self._inverse, self._sketch = self.order.argsort(), None
         if self.hessian.shape[0] > 2 * SKETCH:  # else the exact product costs no more
             self._sketch = self.factor.sketch(SKETCH)[:, self._inverse]
 
     def solve(
         self,
-        weights: list[torch.Tensor],
         goals: list[torch.Tensor] | None,
         masks: list[torch.Tensor] | None,
         parts: list[Chunk],
         notes: dict[str, Any],
-    ) -> list[Solved]:
-        """Round `goals` (None: the weights) so that the output of `weights` is kept; masks may move if the loop chose them."""
-        scheme, hessian, options = self.scheme, self.hessian, self.options
-        notes = notes | {"damping": self.factor.damping, "retries": self.factor.retries}
-        groups = scheme.groups(hessian.shape[0])
-        codes = [torch.empty(w.shape, dtype=scheme.code_dtype, device=w.device) for w in weights]
-        scales = [torch.empty(w.shape[0], groups, device=w.device) for w in weights]
-        zeros = None if scheme.symmetric else [torch.empty_like(s) for s in scales]
-        lost, replaced = [0.0] * len(weights), [0] * len(weights)
+    ) -> list[LayerResult]:
+        """Round `goals` (None: the weights) so that the output of the weights is kept; masks may move if the loop chose them."""
+        hessian, options, weights = self.hessian, self.options, self.problem.weights
+        found: list[list[Rounded]] = [[] for _ in weights]
         for chunk in parts:
             target = chunk.stack(weights).float()
             mask = None if masks is None else chunk.stack(masks)
@@ -183,41 +204,35 @@ class _GridSolver:
                 goal = reconstruct(target, target * mask, mask, hessian, options.damping, options.reconstruction)
             else:
                 goal = target
-            rounded, worse = self._round(target, goal, mask, chunk.heights)
-            chunk.unstack(rounded.codes.to(scheme.code_dtype), codes)
-            chunk.unstack(rounded.grid.scale, scales)
-            if zeros is not None and rounded.grid.zero is not None:
-                chunk.unstack(rounded.grid.zero, zeros)
-            if masks is not None and mask is not None and self.constraint.pattern is not None:
-                chunk.unstack(mask, masks)
-            for (index, _, _), error, rows in zip(
-                chunk.parts, rounded.lost.split(chunk.heights), worse.split(chunk.heights), strict=True
-            ):
-                lost[index] += float(error.sum())
-                replaced[index] += int(rows.sum())
-        solved = []
-        for i, code in enumerate(codes):
-            rows = slice(0, 1) if scheme.strategy == "tensor" else slice(None)
-            grid = Grid(scheme, scales[i][rows], None if zeros is None else zeros[i][rows])
-            kept = None if masks is None else masks[i]
-            weight = grid.weight(code, kept, self.constraint.scheme, self.constraint.dtype)
-            solved.append(Solved(weight, lost[i], notes | {"rows_replaced": replaced[i]}))
-        return solved
+            rounded = self._round(target, goal, mask, chunk.heights)
+            for (index, _, _), part in zip(chunk.parts, rounded.split(chunk.heights), strict=True):
+                found[index].append(part)
+        return [self._join(rows, notes) for rows in found]
+
+    def _join(self, parts: list[Rounded], notes: dict[str, Any]) -> LayerResult:
+        """A weight of its parts."""
+        codes = torch.cat([part.codes.T for part in parts])
+        masks = [part.mask.T for part in parts if part.mask is not None]
+        grid = Grid.joined([part.grid.map(torch.t) for part in parts], torch.cat)
+        if self.scheme.strategy == "tensor":
+            grid = grid[:1]
+        mask = torch.cat(masks) if masks else None
+        weight = replace(grid, dim=1).weight(codes, mask, self.problem.scheme, self.dtype)
+        replaced = sum(int(part.nearest.sum()) for part in parts)
+        return LayerResult(weight, sum(float(part.lost.sum()) for part in parts), notes | {"rows_replaced": replaced})
 
     def _round(
         self, target: torch.Tensor, goal: torch.Tensor, mask: torch.Tensor | None, heights: list[int]
-    ) -> tuple[Rounded, torch.Tensor]:
-        """One chunk, `[in, rows]`: the column loop, refinement, and which rows (bool) were better rounded to nearest."""
-        scheme, dtype, order = self.scheme, self.constraint.dtype, self.order
-        options, pattern = self.options, self.constraint.pattern
+    ) -> Rounded:
+        """One chunk, `[in, rows]`: the column loop, then refinement."""
+        scheme, order, options, pattern = self.scheme, self.order, self.options, self.pattern
         whole = [g.T for g in goal.split(heights, dim=1)]
         kept = None if mask is None else [m.T for m in mask.split(heights, dim=1)]
-        static = stacked_grid(whole, scheme, dtype, options.scales, kept, self.hessian)
-        grid = self._column_grid(static)
+        static = stacked_grid(whole, scheme, self.dtype, options.scales, kept, self.hessian)
+        rounding = self._column_grid(static)
         ordered = None if mask is None else mask[order]
-        solution = loop.run(goal[order], self.factor, grid, ordered, block=options.block_size)
-        inverse = self._inverse
-        solved = Grid(scheme, grid.scale, grid.zero, dim=0)
+        solution = loop.run(goal[order], self.factor, rounding, ordered, block=options.block_size)
+        inverse, solved = self._inverse, rounding.grid
         error = solution.error[inverse]
         codes = solution.codes[inverse] if solution.codes is not None else solved.codes(goal - error)
         del solution
@@ -228,40 +243,32 @@ class _GridSolver:
             values = stored_values(codes, solved, mask, torch.float32)
             swap(target, codes, values, solved, mask, self.hessian, pattern, options.swaps)
             error = target - values
-        rounded = Rounded(codes, solved, self._polish(error, codes, solved, mask))
-        return rounded, self._keep_nearest(rounded, target, mask, static)
+        lost = self._polish(error, codes, solved, mask)
+        rounded = Rounded(codes, solved, mask, lost, torch.zeros_like(lost, dtype=torch.bool))
+        self._keep_nearest(rounded, target, static)
+        return rounded
 
-    def _keep_nearest(
-        self, rounded: Rounded, target: torch.Tensor, mask: torch.Tensor | None, static: Grid
-    ) -> torch.Tensor:
-        """Where rounding `target [in, rows]` to the nearest values of `static` is better, start again from those values, in place.
-
-        Returns which rows these are, bool `[rows]`.
-        """
-        dtype, replaced = self.constraint.dtype, torch.zeros_like(rounded.lost, dtype=torch.bool)
+    def _keep_nearest(self, rounded: Rounded, target: torch.Tensor, static: Grid) -> None:
+        """Where rounding `target [in, rows]` to the nearest values of `static` is better, start again from those values, in place."""
+        mask = rounded.mask
         nearest = static.codes(target)
-        difference = target - stored_values(nearest, static, mask, dtype)
+        difference = target - stored_values(nearest, static, mask, self.dtype)
         doubtful = self._doubtful(rounded.lost, difference)
         exact = column_errors(difference[:, doubtful], self.hessian)
         above = rounded.lost[doubtful] > exact
         worse, exact = doubtful[above], exact[above]
         if worse.numel() == 0:
-            return replaced
+            return
         del difference
-        grid, start = static.rows(worse), static.rows(worse)
-        codes = nearest[:, worse].to(rounded.codes.dtype)
+        grid, codes = static.rows(worse), nearest[:, worse].to(rounded.codes.dtype)
+        rounded.put(worse, codes, grid, exact)
+        rounded.nearest[worse] = True
         kept = None if mask is None else mask[:, worse]
         error = target[:, worse] - stored_values(codes, grid, kept, torch.float32)
         lost = self._polish(error, codes, grid, kept)
         # The dtype rounds after the last step of the polish, so that it may have gained nothing.
-        back = lost > exact
-        rounded.lost[worse] = torch.where(back, exact, lost)
-        rounded.codes[:, worse] = torch.where(back, nearest[:, worse].to(codes.dtype), codes)
-        rounded.grid.scale[:, worse] = torch.where(back, start.scale, grid.scale)
-        if rounded.grid.zero is not None and grid.zero is not None and start.zero is not None:
-            rounded.grid.zero[:, worse] = torch.where(back, start.zero, grid.zero)
-        replaced[worse] = True
-        return replaced
+        gained = (lost <= exact).nonzero()[:, 0]
+        rounded.put(worse[gained], codes[:, gained], grid.rows(gained), lost[gained])
 
     def _doubtful(self, lost: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
         """Indices of the rows for which the sketch does not settle it."""
@@ -273,7 +280,7 @@ class _GridSolver:
 
     def _polish(self, error: torch.Tensor, codes: torch.Tensor, grid: Grid, mask: torch.Tensor | None) -> torch.Tensor:
         """The output error of every row, after refinement where the recipe asks for it; `codes`, grid and mask may change."""
-        options, dtype = self.options, self.constraint.dtype
+        options, dtype = self.options, self.dtype
         refit = options.refit_scales and self.scheme.strategy != "tensor"
         if self.scheme.type == "int" and options.sweeps:
             return refine(error, codes, grid, mask, self.hessian, dtype, options.sweeps, refit)
@@ -290,9 +297,8 @@ class _GridSolver:
         choose = None
         grouped = scheme.strategy == "group" and scheme.type == "int"
         if grouped and not options.static_groups and runs == static.scale.shape[0]:
-            choose = scale_chooser(scheme, self.constraint.dtype, options.scales, self.order, self.hessian)
-        zero = None if static.zero is None else static.zero.clone()
-        return loop.ColumnGrid(scheme, static.scale.clone(), zero, group, choose)
+            choose = scale_chooser(scheme, self.dtype, options.scales, self.order, self.hessian)
+        return loop.ColumnGrid(static.map(torch.clone), group, choose)
 
 
 def _represent(
@@ -300,27 +306,26 @@ def _represent(
     scheme: Representation,
     factor: Factor,
     order: torch.Tensor,
-    hessian: torch.Tensor,
-    constraint: Constraint,
-    options: ColumnLoop,
+    problem: Problem,
+    block: int,
     notes: dict[str, Any],
-) -> Solved:
+) -> LayerResult:
     """The column loop with any other representation, whose parameters are fitted to the weight as it is."""
-    weight = weight.float()
-    parameters = scheme.fit(weight, constraint.dtype, file_matrix.diagonal(hessian).clamp(min=0))
+    weight, hessian, dtype = weight.float(), second_moments(problem), problem.dtype
+    parameters = scheme.fit(weight, dtype, file_matrix.diagonal(hessian).clamp(min=0))
     rounding = loop.VectorRounding(scheme, parameters, order)
-    loop.run(weight.T[order], factor, rounding, block=options.block_size)
+    loop.run(weight.T[order], factor, rounding, block=block)
 
     def lost(codes: torch.Tensor) -> torch.Tensor:
-        return column_errors((weight - scheme.dequantize(codes, parameters, constraint.dtype).float()).T, hessian)
+        return row_errors(weight - scheme.dequantize(codes, parameters, dtype).float(), hessian)
 
     codes, nearest = rounding.codes, scheme.round(weight, parameters)
     error, rounded = lost(codes), lost(nearest)
     worse = error > rounded
     codes = torch.where(worse[:, None], nearest, codes)
-    solved = CompressedWeight.of(codes, parameters, None, constraint.scheme, constraint.dtype)
+    solved = CompressedWeight.of(codes, parameters, None, problem.scheme, dtype)
     replaced = {"rows_replaced": int(worse.sum())}
-    return Solved(solved, float(torch.minimum(error, rounded).sum()), notes | replaced)
+    return LayerResult(solved, float(torch.minimum(error, rounded).sum()), notes | replaced)
 
 
 def visiting_order(

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from compress.core.method import Method, Problem
+from compress.core import file_matrix
+from compress.core.method import Problem
 from compress.prune import METHODS as PRUNE
 from compress.quantize import METHODS as QUANTIZE
 from compress.quantize.grid import Grid, make_grid
 from compress.quantize.objective import row_errors
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.weights.solver.columns import rows_at_a_time
-from compress.weights.solver.compensate import Constraint, Solved, compensate, keep_float
+from compress.weights.solver.compensate import LayerResult, compensate, keep_float
 from runtime.errors import CompressError
-from runtime.formats.scheme import CompressedWeight, Scheme
-
-
-@dataclass
-class LayerResult:
-    """A solved layer.
-
-    Attributes:
-        weight: what is stored.
-        error: relative output error `tr(E H E^T) / tr(W H W^T)`; without a Hessian `|E|^2 / |W|^2`.
-        notes: what a report should know: damping, retries, dead columns, rows where rounding to nearest was kept, sparsity.
-    """
-
-    weight: CompressedWeight
-    error: float
-    notes: dict[str, Any] = field(default_factory=dict)
+from runtime.formats.scheme import CompressedWeight
 
 
 @torch.no_grad()
@@ -47,22 +33,17 @@ def solve_group(problem: Problem) -> list[LayerResult]:
     """
     original = [weight.detach() for weight in problem.weights]
     names = problem.names or [f"weight {i}" for i in range(len(original))]
+    prune, quantize, settled = problem.prune, problem.quantize, list[WeightConstraint]()
     problem = replace(problem, weights=original, names=names)
-    prune, quantize, scheme = problem.prune, problem.quantize, problem.scheme
-    constraints: list[WeightConstraint] | None = None
     if problem.constraints is not None:
-        constraints = [own.to(weight.device) for own, weight in zip(problem.constraints, original, strict=False)]
         if len(problem.constraints) != len(original):
             raise CompressError(f"{names[0]}: what recovery has left of it is gone; run again without --resume")
-        if constraints[0].grid is not None:
-            return [_on_grid(weight, own, problem) for weight, own in zip(original, constraints, strict=True)]
-    fractions: tuple[float, ...] = ()
+        settled = [own.to(weight.device) for own, weight in zip(problem.constraints, original, strict=True)]
+        if settled[0].grid is not None:
+            return [_on_grid(weight, own, problem) for weight, own in zip(original, settled, strict=True)]
     if prune is not None:
-        fractions = tuple(problem.sparsity or (prune.target_sparsity,) * len(original))
-        if constraints is not None and constraints[0].mask is not None:
-            problem.masks = [own.mask for own in constraints if own.mask is not None]
-        else:
-            problem.masks = fixed_masks(problem, fractions)
+        problem.sparsity = problem.sparsity or [prune.target_sparsity] * len(original)
+        problem.masks = [own.mask for own in settled if own.mask is not None] or _ranked_masks(problem)
     pattern = prune.parsed if prune is not None and problem.masks is None else None
     hessian = problem.statistics.hessian if problem.statistics is not None else None
 
@@ -72,22 +53,19 @@ def solve_group(problem: Problem) -> list[LayerResult]:
     notes: list[dict[str, Any]] = [{} for _ in original]
     if pattern is not None and apart:
         # Pruning is a pass of its own; what follows rounds the pruned weights under its masks.
-        assert hessian is not None
-        floats = Constraint(Scheme(sparsity=scheme.sparsity), torch.float32, None, pattern, fractions)
-        pruned = compensate(original, hessian, floats, prune.column_loop(), names[0])
+        floats = replace(problem, scheme=replace(problem.scheme, weights=None), dtype=torch.float32)
+        pruned = compensate(floats, prune.column_loop(), pattern)
         notes, pattern = [p.notes for p in pruned], None
         masks = [p.weight.mask for p in pruned if p.weight.mask is not None]
         problem = replace(problem, weights=[p.weight.values for p in pruned], masks=masks)
     if solve is not None:
-        solved = [Solved(weight, None, note) for weight, note in zip(solve(problem), notes, strict=True)]
+        solved = [LayerResult(weight, None, note) for weight, note in zip(solve(problem), notes, strict=True)]
     elif settings is not None:
-        assert hessian is not None
-        constraint = Constraint(scheme, problem.dtype, problem.masks, pattern, fractions)
         if pattern is not None:  # masks are chosen inside the loop
             settings = quantize.column_loop(prune.column_loop())
-        solved = compensate(problem.weights, hessian, constraint, settings, names[0])
+        solved = compensate(problem, settings, pattern)
     else:
-        solved = [Solved(nearest(problem, i), None, note) for i, note in enumerate(notes)]
+        solved = [LayerResult(nearest(problem, i), None, note) for i, note in enumerate(notes)]
     if apart:  # what rounding lost of weights that were pruned before says nothing of the original ones
         solved = [replace(one, lost=None) for one in solved]
     return [_result(weight, one, hessian) for weight, one in zip(original, solved, strict=True)]
@@ -98,22 +76,17 @@ def _on_grid(weight: torch.Tensor, constraint: WeightConstraint, problem: Proble
     grid = constraint.grid
     assert grid is not None
     found = _rounded(weight, constraint.mask, problem, lambda part, kept, rows: grid.rows(rows))
-    return _result(weight, Solved(found, None, {"held": True}), None)
+    return _result(weight, LayerResult(found, None, {"held": True}), None)
 
 
-def compensates(config: Any, method: Method) -> bool:
-    """Whether what a method loses in some weights is made up for in others, by the column loop or in its own way."""
-    return config.column_loop() is not None or method.solve is not None
-
-
-def fixed_masks(problem: Problem, fractions: tuple[float, ...]) -> list[torch.Tensor] | None:
+def _ranked_masks(problem: Problem) -> list[torch.Tensor] | None:
     """Masks of a method that ranks the weights beforehand; None for one that chooses inside the column loop."""
-    prune, method = problem.prune, PRUNE[problem.prune.method]
+    pattern, method = problem.prune.parsed, PRUNE[problem.prune.method]
     if method.score is None:
         return None
     return [
-        prune.parsed.mask(method.score(weight.float(), problem.statistics), fraction, method.per_row)
-        for weight, fraction in zip(problem.weights, fractions, strict=True)
+        pattern.mask(method.score(weight.float(), problem.statistics), share, method.per_row)
+        for weight, share in zip(problem.weights, problem.sparsity or [], strict=True)
     ]
 
 
@@ -149,8 +122,7 @@ def _rounded(
     """Round some rows at a time; `grid_of(part, mask, rows)` is the grid of the float32 weights `part` of some rows."""
     step = 2 * rows_at_a_time(weight.shape[1])  # less is in memory at once than in a column loop
     found = []
-    for start in range(0, weight.shape[0], step):
-        rows = slice(start, start + step)
+    for rows in file_matrix.panels(weight.shape[0], step):
         part, kept = weight[rows].float(), None if mask is None else mask[rows]
         grid = grid_of(part, kept, rows)
         found.append(grid.weight(grid.codes(part), kept, problem.scheme, problem.dtype))
@@ -163,7 +135,7 @@ def _rounded(
     return CompressedWeight.of(torch.cat([part.values for part in found]), parameters, mask, first.scheme, first.dtype)
 
 
-def _result(weight: torch.Tensor, solved: Solved, hessian: torch.Tensor | None) -> LayerResult:
+def _result(weight: torch.Tensor, solved: LayerResult, hessian: torch.Tensor | None) -> LayerResult:
     """With the relative output error, which is computed where the solver does not know it."""
     rows, lost, notes = rows_at_a_time(weight.shape[1]), solved.lost, solved.notes
     total = sum(float(row_errors(part.float(), hessian).sum()) for part in weight.split(rows))
@@ -172,4 +144,4 @@ def _result(weight: torch.Tensor, solved: Solved, hessian: torch.Tensor | None) 
         lost = sum(float(row_errors(a.float() - b.float(), hessian).sum()) for a, b in pairs)
     if solved.weight.mask is not None:
         notes = notes | {"sparsity": 1 - float(solved.weight.mask.float().mean())}
-    return LayerResult(solved.weight, lost / total if total > 0 else 0.0, notes)
+    return replace(solved, lost=lost, error=lost / total if total > 0 else 0.0, notes=notes)

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from compress.core import native as columns_in_c
+from compress.quantize.grid import Grid
 from compress.weights.solver.factor import Factor
-from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Representation, Tensors
 
 LEAF = 16
@@ -29,32 +28,18 @@ LEAF = 16
 MaskChooser = Callable[[int, int, torch.Tensor, "torch.Tensor | None"], "tuple[torch.Tensor, torch.Tensor | None]"]
 #: `(first, last, adjusted, kept)` -> scale and zero point `[rows]` of the group of columns `first:last`, likewise; `kept` is the mask
 #: or None.
-ScaleChooser = Callable[[int, int, torch.Tensor, "torch.Tensor | None"], "tuple[torch.Tensor, torch.Tensor | None]"]
-
-
-class Rounding(Protocol):
-    """How the loop rounds columns; `vector` of them at a time."""
-
-    @property
-    def vector(self) -> int:
-        """Number of columns that are rounded together."""
-
-    def round(self, columns: torch.Tensor, first: int, out: torch.Tensor) -> None:
-        """Nearest values of `columns` `[vector, rows]` (`[rows]`: a single one) into `out`; they are number `first` and the next of the
-        visiting order."""
+ScaleChooser = Callable[[int, int, torch.Tensor, "torch.Tensor | None"], Grid]
 
 
 @dataclass
 class ColumnGrid:
-    """Grid of stacked rows: `scale` and `zero` are `[groups, rows]`; `group[j]` is the group of visited column j.
+    """Grid of stacked rows: its parameters are `[groups, rows]`; `group[j]` is the group of visited column j.
 
     `choose`: the scales of a group are set when the loop arrives at it (its columns must be visited one after the other);
     None: they are as given. `codes` `[in, rows]` int8, in visiting order, are set by the loop (int grids).
     """
 
-    scheme: GridScheme
-    scale: torch.Tensor
-    zero: torch.Tensor | None
+    grid: Grid
     group: list[int]
     choose: ScaleChooser | None = None
     codes: torch.Tensor | None = None
@@ -62,20 +47,11 @@ class ColumnGrid:
 
     def round(self, columns: torch.Tensor, first: int, out: torch.Tensor) -> None:
         """Nearest grid values of column `first` into `out`, both `[rows]`; integer codes are noted."""
-        group = self.group[first]
-        scale, zero = self.scale[group], None if self.zero is None else self.zero[group]
-        codes = self.scheme.codes(columns, scale, zero, out=out)
+        own = self.grid[self.group[first]]
+        codes = own.scheme.codes(columns, own.scale, own.zero, out=out)
         if self.codes is not None:
             self.codes[first] = codes
-        torch.mul(codes if zero is None else codes.sub_(zero), scale, out=out)
-
-    def fit_group(self, first: int, last: int, adjusted: torch.Tensor, kept: torch.Tensor | None) -> None:
-        """Choose the scale of the group that is the columns `first:last`."""
-        assert self.choose is not None
-        scale, zero = self.choose(first, last, adjusted, kept)
-        self.scale[self.group[first]] = scale
-        if self.zero is not None and zero is not None:
-            self.zero[self.group[first]] = zero
+        torch.mul(codes if own.zero is None else codes.sub_(own.zero), own.scale, out=out)
 
 
 class VectorRounding:
@@ -117,7 +93,7 @@ class Solution:
 def run(
     weight: torch.Tensor,
     factor: Factor,
-    rounding: Rounding | None = None,
+    rounding: ColumnGrid | VectorRounding | None = None,
     mask: torch.Tensor | None = None,
     choose_mask: MaskChooser | None = None,
     mask_columns: int = 1,
@@ -134,18 +110,19 @@ def run(
         block: columns that look back together at those before them; made a multiple of the units that are chosen together.
     """
     columns, rows = weight.shape
-    grid = rounding if isinstance(rounding, ColumnGrid) else None
+    stepwise = rounding if isinstance(rounding, ColumnGrid) else None
     vector = 1 if rounding is None else rounding.vector
     leaf, block = max(1, LEAF // vector) * vector, max(1, block // vector) * vector
-    groups = _starts(grid.group) if grid is not None and grid.choose is not None else {}
+    choose_scale = None if stepwise is None else stepwise.choose
+    groups = {} if stepwise is None or choose_scale is None else _starts(stepwise.group)
     masks = {}
     if choose_mask is not None:
         masks = {j: min(j + mask_columns, columns) for j in range(0, columns, mask_columns)}
         mask = torch.empty(columns, rows, dtype=torch.bool, device=weight.device)
-    codes = group = None
-    if grid is not None and grid.scheme.type == "int":
-        codes = grid.codes = torch.empty(columns, rows, dtype=torch.int8, device=weight.device)
-        group = torch.tensor(grid.group, device=weight.device)
+    codes = None
+    if stepwise is not None and stepwise.grid.scheme.type == "int":
+        codes = stepwise.codes = torch.empty(columns, rows, dtype=torch.int8, device=weight.device)
+        group, grid = torch.tensor(stepwise.group, device=weight.device), stepwise.grid
     values = torch.empty(vector, rows, device=weight.device)
     value = values[0]
     for start, end in _blocks(columns, block, masks, groups):
@@ -167,10 +144,11 @@ def run(
             # A leaf never reaches into a unit that is yet to be chosen: its columns must be up to date then.
             last = end if native else min(first + leaf, end)
             last = next((j for j in range(first + 1, last) if j in masks or j in groups), last)
-            if first in groups and grid is not None:
+            if first in groups and stepwise is not None and choose_scale is not None:
                 upto = groups[first]
                 ahead = work[first - start : upto - start] if upto <= end else _adjusted(weight, factor, first, upto)
-                grid.fit_group(first, upto, ahead, None if mask is None else mask[first:upto])
+                found = choose_scale(first, upto, ahead, None if mask is None else mask[first:upto])
+                stepwise.grid.put(stepwise.group[first], found)
             if first in masks and choose_mask is not None and mask is not None:
                 upto = masks[first]
                 here = slice(first - start, upto - start)
@@ -186,9 +164,7 @@ def run(
                     error[here] = torch.linalg.solve_triangular(upper[here, here].T, work[here] - better, upper=False)
                     work[here] = better
             if native:
-                assert grid is not None
                 assert codes is not None
-                assert group is not None
                 columns_in_c.round_block(
                     work, error, codes[start:end], None if mask is None else mask[start:end], first - start, last - start,
                     upper, inverse, grid.scale, grid.zero, group[start:end], grid.scheme.code_range,
@@ -217,11 +193,8 @@ def run(
                 work[rest].addmm_(upper[done, rest].T, error[done], alpha=-1)
             first = last
         weight[start:end] -= work
-    if codes is not None and mask is not None and grid is not None:
-        if grid.zero is None:
-            codes.mul_(mask)
-        else:
-            codes = torch.where(mask, codes, grid.zero[group].to(torch.int8))  # type: ignore[index]
+    if codes is not None and mask is not None:
+        codes = torch.where(mask, codes, codes.new_zeros(()) if grid.zero is None else grid.zero[group].to(torch.int8))
     return Solution(weight, codes, mask)
 
 

@@ -7,12 +7,14 @@ the best if it beats what it has. Block coordinate descent: the output error nev
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
+from math import comb
 
 import torch
 
 from compress.core import file_matrix
-from compress.prune.patterns import Pattern, keep_largest
+from compress.prune.patterns import Pattern
 from compress.quantize.grid import Grid, Search, search_groups
 from compress.weights.solver.factor import Factor
 from compress.weights.solver.loop import MaskChooser, ScaleChooser
@@ -30,22 +32,19 @@ def mask_chooser(pattern: Pattern, variance: torch.Tensor, heights: list[int], s
         heights: rows of each of the stacked weights.
         sparsity: of each of the stacked weights (not used by N:M).
     """
+    transposed = replace(pattern, rows=pattern.columns, columns=pattern.rows)
 
     def choose(
         first: int, last: int, adjusted: torch.Tensor, _corner: torch.Tensor | None
     ) -> tuple[torch.Tensor, None]:
         score = adjusted.square() / variance[first:last, None]
         if pattern.kind == "n:m":
-            columns, rows = score.shape
-            # [blocks, m, rows]: the weights of one block lie along the middle.
-            return keep_largest(score.T.reshape(-1, pattern.m), pattern.n).reshape(rows, columns).T, None
+            return pattern.mask(score.T, 0.0).T, None
         parts = []
-        for part, fraction in zip(score.split(heights, dim=1), sparsity, strict=True):
+        for part, rows, fraction in zip(score.split(heights, dim=1), heights, sparsity, strict=True):
             # The columns passed so far decide how many zeros are due, so that the rounding never adds up.
-            due = pattern_zeros(pattern, part.shape[1], last, fraction) - pattern_zeros(
-                pattern, part.shape[1], first, fraction
-            )
-            parts.append(_mask_part(pattern, part, due))
+            due = pattern.units(rows, last, fraction) - pattern.units(rows, first, fraction)
+            parts.append(transposed.without(part, due))
         return torch.cat(parts, dim=1), None
 
     return choose
@@ -58,12 +57,9 @@ def exact_mask_chooser(pattern: Pattern, factor: Factor) -> MaskChooser:
     yet: all of them, also the kept ones of the block, make up for the loss (the multi-weight form of Optimal Brain Surgeon).
     The kept weights of the block are moved accordingly.
     """
-    removed = list(combinations(range(pattern.m), pattern.m - pattern.n))
-    sets = torch.zeros(len(removed), pattern.m, dtype=torch.bool)
-    for i, chosen in enumerate(removed):
-        sets[i, list(chosen)] = True
     device = factor.reversed_upper.device
-    sets = sets.to(device)
+    removed = torch.tensor(list(combinations(range(pattern.m), pattern.m - pattern.n)), device=device)
+    sets = torch.zeros(len(removed), pattern.m, dtype=torch.bool, device=device).scatter_(1, removed, True)
 
     def choose(
         first: int, last: int, adjusted: torch.Tensor, corner: torch.Tensor | None
@@ -85,21 +81,6 @@ def exact_mask_chooser(pattern: Pattern, factor: Factor) -> MaskChooser:
     return choose
 
 
-def pattern_zeros(pattern: Pattern, rows: int, columns: int, sparsity: float) -> int:
-    """How many units (weights, or blocks) of the first `columns` columns are zero."""
-    units = (rows // pattern.rows) * (columns // pattern.columns) if pattern.kind == "block" else rows * columns
-    return round(sparsity * units)
-
-
-def _mask_part(pattern: Pattern, score: torch.Tensor, zeros: int) -> torch.Tensor:
-    if pattern.kind == "unstructured":
-        return keep_largest(score.reshape(1, -1), score.numel() - zeros).reshape(score.shape)
-    columns, rows = score.shape
-    pooled = score.reshape(columns // pattern.columns, pattern.columns, rows // pattern.rows, pattern.rows).sum((1, 3))
-    kept = keep_largest(pooled.reshape(1, -1), pooled.numel() - zeros).reshape(pooled.shape)
-    return kept.repeat_interleave(pattern.columns, 0).repeat_interleave(pattern.rows, 1)
-
-
 def scale_chooser(
     scheme: GridScheme, dtype: torch.dtype, search: Search, order: torch.Tensor, hessian: torch.Tensor
 ) -> ScaleChooser:
@@ -110,7 +91,7 @@ def scale_chooser(
 
     energy = file_matrix.diagonal(hessian).clamp(min=0)
 
-    def choose(first: int, last: int, adjusted: torch.Tensor, kept: torch.Tensor | None):
+    def choose(first: int, last: int, adjusted: torch.Tensor, kept: torch.Tensor | None) -> Grid:
         groups = adjusted.T if kept is None else adjusted.T * kept.T
         span = order[first:last]
         cost = energy[span]
@@ -197,18 +178,17 @@ def swap(
     columns, m = weight.shape[0], pattern.m
     choices = _Choices(hessian, pattern)
     gradient = file_matrix.product(hessian, weight - values)
-    group = grid.group_of(columns) if grid is not None else None
     step = max(m, BLOCK // m * m)
     for _ in range(sweeps):
-        for start in range(0, columns, step):
-            end = min(start + step, columns)
+        for here in file_matrix.panels(columns, step):
+            start, end = here.start, here.stop
             moved = torch.zeros(end - start, weight.shape[1], device=weight.device)
             for first in range(start, end, m):
                 span = slice(first, first + m)
                 own = None
-                if grid is not None and group is not None:
-                    zero = None if grid.zero is None else grid.zero[group[span]]
-                    own = Grid(grid.scheme, grid.scale[group[span]], zero)
+                if grid is not None:
+                    group = torch.arange(first, first + m, device=weight.device) // grid.scheme.width(columns)
+                    own = grid[group]
                 better, new, new_codes, kept = choices.best(first // m, values[span], gradient[span], own)
                 new = torch.where(better, new, values[span])
                 delta = torch.sub(values[span], new, out=moved[first - start : first - start + m])
@@ -228,11 +208,7 @@ def swap(
 
 def searchable(pattern: Pattern | None) -> bool:
     """Whether the pattern is N:M with few enough choices."""
-    return (
-        pattern is not None
-        and pattern.kind == "n:m"
-        and len(list(combinations(range(pattern.m), pattern.n))) <= MAX_SETS
-    )
+    return pattern is not None and pattern.kind == "n:m" and comb(pattern.m, pattern.n) <= MAX_SETS
 
 
 class _Choices:
@@ -282,10 +258,10 @@ class _Choices:
         found = None if grid is None else torch.empty_like(targets)
         if grid is not None and found is not None:
             for i in range(self.kept.shape[1]):
-                target, columns = targets[:, i], self.kept[:, i]
-                zero = None if grid.zero is None else grid.zero[columns]
-                code = grid.scheme.codes(target, grid.scale[columns], zero)
-                value = grid.scheme.values(code, grid.scale[columns], zero)
+                target = targets[:, i]
+                own = grid[self.kept[:, i]]
+                code = grid.scheme.codes(target, own.scale, own.zero)
+                value = grid.scheme.values(code, own.scale, own.zero)
                 found[:, i], results[:, i] = code, value
                 lost = (target - value) / upper[:, i, i, None]
                 costs += lost.square()

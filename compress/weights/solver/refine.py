@@ -48,14 +48,13 @@ def refine(
     columns = error.shape[0]
     group = grid.scheme.width(columns)
     step = group * max(1, BLOCK // group)
-    spans = [(start, min(start + step, columns)) for start in range(0, columns, step)]
     diagonal = file_matrix.diagonal(hessian)
     # A column without energy has no gradient either: any divisor will do.
     divisors = torch.where(diagonal > 0, 1 / diagonal.clamp(min=1e-30), 0.0)
     lost = torch.zeros(error.shape[1], device=error.device)
     for sweep in range(sweeps):
-        for start, end in spans:
-            here = slice(start, end)
+        for here in file_matrix.panels(columns, step):
+            start, end = here.start, here.stop
             before = hessian[here, :start] @ error[:start] if start else None
             gradient = hessian[here, start:] @ error[start:]
             if before is not None:
@@ -65,9 +64,7 @@ def refine(
                 divisors[start:end], error[here], dtype, sweep == sweeps - 1,
             )  # fmt: skip
             for first in range(start, end, group):
-                g = first // group
-                zero = None if grid.zero is None else grid.zero[g]
-                part.group(first - start, min(first + group, end) - start, grid, g, zero, refit)
+                part.group(first - start, min(first + group, end) - start, grid, first // group, refit)
             codes[here] = part.codes.to(torch.int8)
             if sweep == sweeps - 1:
                 # Every pair of columns once: with those before it, which do not move any more.
@@ -90,26 +87,25 @@ class _Part:
         self.divisors, self.error, self.dtype, self.last = divisors, error, dtype, last
         self.value = torch.empty_like(codes[0])
 
-    def group(self, start: int, end: int, grid: Grid, g: int, zero: torch.Tensor | None, refit: bool) -> None:
+    def group(self, start: int, end: int, grid: Grid, g: int, refit: bool) -> None:
         """All codes of one group, one column after the other, then its scale."""
-        scale = grid.scale[g]
-        old = self._values(start, end, scale, zero)
+        own = grid[g]  # views
+        old = self._values(start, end, own)
         for first in range(start, end, BLOCK):
-            self._block(first, min(first + BLOCK, end), start, old, scale, zero, grid.scheme)
+            self._block(first, min(first + BLOCK, end), start, old, own)
         if refit:
-            scale = self._refit(start, end, scale, zero)
-            grid.scale[g] = scale
-        values = self._values(start, end, scale, zero)
+            own.scale.copy_(self._refit(start, end, own))
+        values = self._values(start, end, own)
         # What the dtype rounds away is lost too, once the values are final; the groups to come make up for it.
         self.error[start:end] += old.sub_(values.to(self.dtype) if self.last else values)
 
-    def _values(self, start: int, end: int, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
-        values = (self.codes[start:end] if zero is None else self.codes[start:end] - zero) * scale
+    def _values(self, start: int, end: int, own: Grid) -> torch.Tensor:
+        values = own.scheme.values(self.codes[start:end], own.scale, own.zero)
         if self.mask is not None:
             values *= self.mask[start:end]
         return values
 
-    def _block(self, first, last, origin, old, scale, zero, scheme) -> None:
+    def _block(self, first: int, last: int, origin: int, old: torch.Tensor, own: Grid) -> None:
         """Coordinate descent over the columns `first:last` of the stretch; `old` are the values of the group, from `origin` on."""
         gradient, hessian, codes, value = self.gradient, self.hessian, self.codes, self.value
         moved = torch.empty(last - first, codes.shape[1], device=codes.device)
@@ -117,7 +113,7 @@ class _Part:
         if columns_in_c.usable(gradient, codes, self.mask):
             columns_in_c.descend_block(
                 gradient[here], old[first - origin : last - origin], codes[here], moved, None if self.mask is None else self.mask[here],
-                hessian[here, here], self.divisors[here], scale, zero, scheme.code_range,
+                hessian[here, here], self.divisors[here], own.scale, own.zero, own.scheme.code_range,
             )  # fmt: skip
             for rest in (slice(0, first), slice(last, gradient.shape[0])):
                 if rest.start < rest.stop:
@@ -128,10 +124,10 @@ class _Part:
             upto = min(leaf + LEAF, last)
             for j in range(leaf, upto):
                 torch.add(old[j - origin], gradient[j], alpha=inverse[j], out=value)
-                codes[j] = scheme.codes(value, scale, zero, out=value)
-                if zero is not None:
-                    value.sub_(zero)
-                value.mul_(scale)
+                codes[j] = own.scheme.codes(value, own.scale, own.zero, out=value)
+                if own.zero is not None:
+                    value.sub_(own.zero)
+                value.mul_(own.scale)
                 if self.mask is not None:
                     value.mul_(self.mask[j])
                 delta = torch.sub(old[j - origin], value, out=moved[j - first])
@@ -143,9 +139,10 @@ class _Part:
         gradient.addmm_(hessian[:, first:last], moved)
         gradient[first:last].addmm_(torch.tril(hessian[first:last, first:last], -1), moved, alpha=-1)
 
-    def _refit(self, start: int, end: int, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    def _refit(self, start: int, end: int, own: Grid) -> torch.Tensor:
         """The scale that suits the codes best, as the dtype holds it; the old one where that is no better."""
-        unit = self.codes[start:end] if zero is None else self.codes[start:end] - zero
+        scale = own.scale
+        unit = self.codes[start:end] if own.zero is None else self.codes[start:end] - own.zero
         if self.mask is not None:
             unit = unit * self.mask[start:end]
         along = (unit * self.gradient[start:end]).sum(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,14 +87,7 @@ def test_gates_are_trained_for_the_policys_window_and_beside_what_it_knows(
     from runtime.kv_cache.policy.calibrated import fingerprint
     from runtime.modeling.skeleton import read_config
 
-    windows = []
-
-    def trained(model, tokenizer, rows, options, *rest):
-        windows.append((options.sinks, options.recent))
-        return own(model, tokenizer, rows, replace(options, steps=2, length=32), *rest)
-
-    own = module.train_gates
-    monkeypatch.setattr(module, "train_gates", trained)
+    monkeypatch.setattr(module, "GateOptions", partial(module.GateOptions, steps=2, length=32))
     model = make_checkpoint(max_position_embeddings=1024)
     channels = [[[1], [2]]] * 3
     stage = {
@@ -102,8 +95,8 @@ def test_gates_are_trained_for_the_policys_window_and_beside_what_it_knows(
         "calibrated": {"fingerprint": fingerprint(read_config(model)), "channels": channels, "seconds": {"channels": 1.0}},
     }  # fmt: skip
     written = compress.apply(recipe(model, {"kv_cache": stage}), output=tmp_path / "out", quiet=True, device="cpu")
-    assert windows == [(2, 6)]
     known = Policy.parse(written.manifest["kv_cache"]).calibrated
+    assert known.notes["facts"]["gates"]["window"] == [2, 6]
     assert known.values["channels"] == (((1,), (2,)),) * 3, "not looked for again"
     assert len(known.values["gates"]) == 3
     assert set(known.notes["seconds"]) == {"channels", "gates"}

@@ -9,9 +9,9 @@ import torch
 from kv_models import llama, rows
 from transformers.models.llama import modeling_llama
 
-from compress.kv_cache import statistics
-from compress.kv_cache.channels import HeavyChannels
-from compress.kv_cache.statistics import observe
+from compress.kv_cache import view
+from compress.kv_cache.calibrate import HeavyChannels
+from compress.kv_cache.view import CalibrationView
 from runtime.errors import RequestError
 
 
@@ -38,9 +38,9 @@ def _brute_force(rank: str, query: torch.Tensor, key: torch.Tensor) -> torch.Ten
 @pytest.mark.parametrize("rank", ["product", "variance"])
 def test_channels_are_those_of_brute_force(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = llama(), rows(10, 24)
-    monkeypatch.setattr(statistics, "TOKENS", 100)  # several batches
+    monkeypatch.setattr(view, "TOKENS", 100)  # several batches
     heavy = HeavyChannels(rank)
-    observe(model, ids, [heavy])
+    CalibrationView(model, None, ids).observe(heavy)
     expected = [_brute_force(rank, *pair) for pair in _queries_and_keys(model, ids, monkeypatch)]
     for found, wanted in zip(heavy.means(), expected, strict=True):
         torch.testing.assert_close(found.float(), wanted, rtol=1e-4, atol=1e-5)
@@ -53,6 +53,6 @@ def test_channels_are_those_of_brute_force(rank: Any, monkeypatch: pytest.Monkey
 
 def test_more_channels_than_a_head_has_are_refused() -> None:
     heavy = HeavyChannels()
-    observe(llama(), rows(1), [heavy])
+    CalibrationView(llama(), None, rows(1)).observe(heavy)
     with pytest.raises(RequestError, match="channels"):
         heavy.chosen(17)

@@ -12,12 +12,19 @@ from kv_models import VOCABULARY, llama, rows
 from compress.kv_cache import attention
 from compress.kv_cache import gates as gradients
 from compress.kv_cache.attention import AttentionCall, watching
-from compress.kv_cache.gates import GatedAttention, GateOptions, train_gates
-from compress.kv_cache.passkeys import Passkeys
+from compress.kv_cache.calibrate import CalibrationOptions
+from compress.kv_cache.gates import GatedAttention, GateOptions, Passkeys
 from compress.kv_cache.statistics import hidden_states
+from compress.kv_cache.view import CalibrationView
 from runtime.errors import RequestError
 
 OPTIONS = GateOptions(sinks=2, recent=6, length=96, steps=40, rate=0.1, window=8)
+
+
+def _trained(model: Any, ids: torch.Tensor, options: GateOptions | None, seed: int = 0) -> tuple[Any, dict[str, Any]]:
+    """Gates `[layer][kv_head]`, and facts of their training."""
+    view = CalibrationView(model, None, ids, None, CalibrationOptions(options), seed=seed)
+    return gradients.calibrate(view)["gates"]
 
 
 def _states(model: Any, ids: torch.Tensor, gates: torch.Tensor | None, sinks: int = 2, recent: int = 6) -> torch.Tensor:
@@ -93,20 +100,20 @@ def test_layers_with_a_window_of_their_own_have_no_gates() -> None:
 def test_training_finds_the_head_that_looks_back() -> None:
     model = _one_head_looks_back()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    gates = train_gates(model, None, rows(), OPTIONS)
-    (retrieval, streaming), *others = gates.values
+    gates, facts = _trained(model, rows(), OPTIONS)
+    (retrieval, streaming), *others = gates
     assert not others
     assert all(0 <= gate <= 1 for gate in (retrieval, streaming))
     assert retrieval > 0.6
     assert streaming < 0.1
-    assert sum(gates.histogram()) == 2
-    assert gates.losses[-1] < 0.1  # 1 where all stream
-    assert gates.recall["half"] == gates.recall["full"]
+    assert sum(facts["histogram"]) == 2
+    assert facts["losses"][-1] < 0.1  # 1 where all stream
+    assert facts["recall"]["half"] == facts["recall"]["full"]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    again = train_gates(model, None, rows(), OPTIONS)
-    assert (again.values, again.losses) == (gates.values, gates.losses)
-    assert train_gates(model, None, rows(), OPTIONS, seed=1).losses != gates.losses
+    again, others = _trained(model, rows(), OPTIONS)
+    assert (again, others["losses"]) == (gates, facts["losses"])
+    assert _trained(model, rows(), OPTIONS, seed=1)[1]["losses"] != facts["losses"]
 
 
 def test_loss_falls_from_closed_gates() -> None:
@@ -128,15 +135,15 @@ def test_loss_falls_from_closed_gates() -> None:
 
 
 def test_models_of_few_positions_are_trained_with_a_smaller_window() -> None:
-    gates = train_gates(_one_head_looks_back(), None, rows(), GateOptions(steps=30, rate=0.1))
-    assert gates.length == 128
-    assert gates.window == (8, 24)
-    assert gates.values[0][0] > gates.values[0][1]
+    gates, facts = _trained(_one_head_looks_back(), rows(), GateOptions(steps=30, rate=0.1))
+    assert facts["length"] == 128
+    assert facts["window"] == [8, 24]
+    assert gates[0][0] > gates[0][1]
 
 
 def test_blocks_computed_anew_give_the_same_gates(monkeypatch: pytest.MonkeyPatch) -> None:
     model, short = llama(), replace(OPTIONS, steps=3)
-    expected = train_gates(model, None, rows(), short)
+    expected, _ = _trained(model, rows(), short)
     monkeypatch.setattr(gradients, "KEEP", 0)
     calls: list[bool] = []
     forward = type(model.model.layers[0]).forward
@@ -145,21 +152,21 @@ def test_blocks_computed_anew_give_the_same_gates(monkeypatch: pytest.MonkeyPatc
         "forward",
         lambda *a, **k: calls.append(torch.is_grad_enabled()) or forward(*a, **k),
     )
-    found = train_gates(model, None, rows(), short)
+    found, _ = _trained(model, rows(), short)
     assert sum(calls) == 2 * 3 * 2  # forward and again, steps, layers
-    torch.testing.assert_close(torch.tensor(found.values), torch.tensor(expected.values))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_rows_that_tell_nothing_are_refused() -> None:
     with pytest.raises(RequestError, match="rows of 128"):
-        train_gates(llama(), None, rows(), GateOptions(sinks=16, recent=64, length=128))
+        _trained(llama(), rows(), GateOptions(sinks=16, recent=64, length=128))
     with pytest.raises(RequestError, match="rows of 12"):
-        train_gates(llama(max_position_embeddings=12), None, rows())
+        _trained(llama(max_position_embeddings=12), rows(), None)
     with pytest.raises(RequestError, match="128"):
-        train_gates(llama(), None, rows(), GateOptions(sinks=2, recent=6, length=256))
+        _trained(llama(), rows(), GateOptions(sinks=2, recent=6, length=256))
     with pytest.raises(RequestError, match="16"):
-        train_gates(llama(), None, torch.ones(2, 64, dtype=torch.int64), OPTIONS)
+        _trained(llama(), torch.ones(2, 64, dtype=torch.int64), OPTIONS)
 
 
 def test_passkeys_are_asked_for_at_the_end() -> None:

@@ -10,6 +10,7 @@ from compress.core.statistics import Statistics, StatisticsCollector
 from compress.prune import METHODS as PRUNE
 from compress.quantize import METHODS as QUANTIZE
 from compress.quantize import resolve_scheme
+from compress.quantize.grid import Grid
 from compress.weights.solver import columns as chunks
 from compress.weights.solver import compensate, loop
 from compress.weights.solver.factor import factorize
@@ -151,13 +152,13 @@ def test_scales_set_on_arrival_see_the_whole_group(group: int) -> None:
     weight = torch.randn(columns, rows, generator=generator)
     seen: dict[int, torch.Tensor] = {}
 
-    def choose(first: int, last: int, adjusted: torch.Tensor, kept) -> tuple[torch.Tensor, None]:
+    def choose(first: int, last: int, adjusted: torch.Tensor, kept) -> Grid:
         seen[first] = adjusted.clone()
-        return adjusted.abs().amax(0) / 1.5, None
+        return Grid(GridScheme(2), adjusted.abs().amax(0) / 1.5, None)
 
     scheme = GridScheme(bits=2, type="int", symmetric=True, strategy="group", group_size=group)
     index = [j // group for j in range(columns)]
-    grid = loop.ColumnGrid(GridScheme(2), torch.ones(index[-1] + 1, rows), None, index, choose)
+    grid = loop.ColumnGrid(Grid(GridScheme(2), torch.ones(index[-1] + 1, rows), None), index, choose)
     order = torch.arange(columns)
     solution = loop.run(weight.clone(), factorize(statistics.hessian, order, 0.01), grid, block=16)
     assert scheme.group_size == group

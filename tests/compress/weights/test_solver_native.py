@@ -41,9 +41,7 @@ def problem(rows: int, columns: int, seed: int, zero: bool, masked: bool):
 
 
 def column_grid(grid: Grid, columns: int) -> loop.ColumnGrid:
-    group = grid.group_of(columns).tolist()
-    zero = None if grid.zero is None else grid.zero.clone()
-    return loop.ColumnGrid(grid.scheme, grid.scale.clone(), zero, group)
+    return loop.ColumnGrid(grid.map(torch.clone), grid.group_of(columns).tolist())
 
 
 @needs_c
@@ -90,7 +88,7 @@ def test_refinement_is_that_of_torch_and_says_the_error_it_leaves(rows, refit, z
     for kind in ("c", "torch"):
         if kind == "torch":
             monkeypatch.setattr(native, "usable", lambda *_: False)
-        here = Grid(grid.scheme, grid.scale.clone(), None if grid.zero is None else grid.zero.clone(), dim=0)
+        here = grid.map(torch.clone)
         codes = start.to(torch.int8)
         values = here.values(start) if mask is None else here.values(start) * mask
         error = weight - values
@@ -115,7 +113,8 @@ def test_the_grid_search_finds_the_smallest_error(rows: int, width: int, symmetr
     groups = torch.randn(rows, width, generator=generator)
     cost = torch.rand(width, generator=generator) if weighted else None
     scheme = GridScheme(bits=4, type="int", symmetric=symmetric, strategy="channel", group_size=None)
-    scales, zeros = grids.candidate_grids(groups, scheme, torch.bfloat16, "mse")
+    tried = grids.candidate_grids(groups, scheme, torch.bfloat16, "mse")
+    scales, zeros = tried.scale, tried.zero
     best = native.search_grid(groups.T.contiguous(), cost, scales, zeros, scheme.code_range)
     low, high = scheme.code_range
     errors = []
@@ -129,7 +128,7 @@ def test_the_grid_search_finds_the_smallest_error(rows: int, width: int, symmetr
     every = torch.stack(errors)
     chosen = every.gather(0, best[None])[0]
     assert (chosen <= every.amin(0) * (1 + 1e-5)).all()
-    plain = grids.search_candidates(groups, scheme, scales, zeros, cost)
+    plain = grids.search_candidates(groups, tried, cost)
     assert (every.gather(0, plain[None])[0] <= every.amin(0) * (1 + 1e-5)).all()
 
 

@@ -12,7 +12,8 @@ from compress.core.statistics import Statistics, StatisticsCollector
 from compress.prune import METHODS as PRUNE
 from compress.quantize import METHODS as QUANTIZE
 from compress.quantize import resolve_scheme
-from compress.weights.solver.group import LayerResult, solve_group
+from compress.weights.solver.compensate import LayerResult
+from compress.weights.solver.group import solve_group
 from runtime.errors import CompressError
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from pydantic import Field
 
 from compress.prune.structure.config import StructureConfig
-from compress.prune.structure.method import StructureMethod, View
+from compress.prune.structure.method import StructureMethod
 
 
 class ActivationConfig(StructureConfig):
@@ -18,14 +17,9 @@ class ActivationConfig(StructureConfig):
     remove: Literal["hidden"] = Field("hidden", description="What: dimensions of the hidden state.")
 
 
-def rank(view: View, config: ActivationConfig) -> torch.Tensor:
-    """`[dimensions]`."""
-    return view.states
-
-
 METHOD = StructureMethod(
     ActivationConfig,
-    rank,
+    lambda view, _: view.states,
     summary="removes the dimensions of the hidden state that are smallest",
     paper="Muralidharan et al., Compact Language Models via Pruning and Knowledge Distillation (Minitron), 2024, arXiv 2407.14679",
     removes={"hidden"},

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from pydantic import Field
 
 from compress.prune.structure.config import StructureConfig
-from compress.prune.structure.method import StructureMethod, View
+from compress.prune.structure.method import StructureMethod
 
 
 class BlockInfluenceConfig(StructureConfig):
@@ -18,14 +17,9 @@ class BlockInfluenceConfig(StructureConfig):
     remove: Literal["layers"] = Field("layers", description="What: layers.")
 
 
-def rank(view: View, config: BlockInfluenceConfig) -> torch.Tensor:
-    """`[layers]`."""
-    return view.influence
-
-
 METHOD = StructureMethod(
     BlockInfluenceConfig,
-    rank,
+    lambda view, _: view.influence,
     summary="removes the layers that change the hidden states least",
     paper="Men et al., ShortGPT: Layers in Large Language Models are More Redundant Than You Expect, 2024, arXiv 2403.03853",
     removes={"layers"},

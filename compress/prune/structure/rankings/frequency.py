@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from pydantic import Field
 
 from compress.prune.structure.config import StructureConfig
-from compress.prune.structure.method import StructureMethod, View
+from compress.prune.structure.method import StructureMethod
 
 
 class FrequencyConfig(StructureConfig):
@@ -22,14 +21,9 @@ class FrequencyConfig(StructureConfig):
     remove: Literal["vocabulary"] = Field("vocabulary", description="What: tokens of the vocabulary.")
 
 
-def rank(view: View, config: FrequencyConfig) -> torch.Tensor:
-    """`[tokens]`, how often each occurs."""
-    return view.occurrences.double()
-
-
 METHOD = StructureMethod(
     FrequencyConfig,
-    rank,
+    lambda view, _: view.occurrences.double(),
     summary="removes the tokens that occur least often in the calibration text",
     paper="Ushio et al., An Efficient Multilingual Language Model Compression through Vocabulary Trimming, 2023, arXiv 2305.15020",
     removes={"vocabulary"},

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 
 from compress.prune.structure.config import StructureConfig
-from compress.prune.structure.method import StructureMethod, View
+from compress.prune.structure.method import StructureMethod
 
 
 class MagnitudeConfig(StructureConfig):
@@ -17,14 +17,9 @@ class MagnitudeConfig(StructureConfig):
     method: Literal["magnitude"] = Field("magnitude", description="Name of the method.")
 
 
-def rank(view: View, config: MagnitudeConfig) -> torch.Tensor:
-    """`[units]`, the norm."""
-    return torch.stack([weights.square().sum(1) for weights in view.weights]).sum(0).sqrt()
-
-
 METHOD = StructureMethod(
     MagnitudeConfig,
-    rank,
+    lambda view, _: torch.stack([weights.square().sum(1) for weights in view.weights]).sum(0).sqrt(),
     summary="removes the units with the smallest weights",
     paper="Li et al., Pruning Filters for Efficient ConvNets, 2017, arXiv 1608.08710",
     removes={"ffn", "heads", "layers", "experts", "hidden"},

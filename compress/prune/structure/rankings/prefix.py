@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 
 from compress.prune.structure.config import StructureConfig
-from compress.prune.structure.method import StructureMethod, View
+from compress.prune.structure.method import StructureMethod
 
 
 class PrefixConfig(StructureConfig):
@@ -18,14 +18,9 @@ class PrefixConfig(StructureConfig):
     reconstruct: bool = Field(False, description="Fit the layer that reads the channels, by least squares.")
 
 
-def rank(view: View, config: PrefixConfig) -> torch.Tensor:
-    """`[units]`, falling."""
-    return -torch.arange(view.count, dtype=torch.float32)
-
-
 METHOD = StructureMethod(
     PrefixConfig,
-    rank,
+    lambda view, _: -torch.arange(view.count, dtype=torch.float32),
     summary="keeps the first units, of checkpoints that are trained for it",
     paper="Devvrit et al., MatFormer: Nested Transformer for Elastic Inference, 2023, arXiv 2310.07707",
     removes={"ffn", "heads"},

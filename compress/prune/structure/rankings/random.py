@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 
 from compress.prune.structure.config import StructureConfig
-from compress.prune.structure.method import StructureMethod, View
+from compress.prune.structure.method import StructureMethod
 
 
 class RandomConfig(StructureConfig):
@@ -17,14 +17,9 @@ class RandomConfig(StructureConfig):
     method: Literal["random"] = Field("random", description="Name of the method.")
 
 
-def rank(view: View, config: RandomConfig) -> torch.Tensor:
-    """`[units]`, uniform."""
-    return torch.rand(view.count, generator=view.generator)
-
-
 METHOD = StructureMethod(
     RandomConfig,
-    rank,
+    lambda view, _: torch.rand(view.count, generator=view.generator),
     summary="removes units at random, to compare with",
     paper="none: a baseline",
     removes={"ffn", "heads", "layers", "experts", "hidden"},

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from pydantic import Field
 
 from compress.prune.structure.config import StructureConfig
-from compress.prune.structure.method import StructureMethod, View
+from compress.prune.structure.method import StructureMethod
 
 
 class ReapConfig(StructureConfig):
@@ -18,14 +17,9 @@ class ReapConfig(StructureConfig):
     remove: Literal["experts"] = Field("experts", description="What: experts.")
 
 
-def rank(view: View, config: ReapConfig) -> torch.Tensor:
-    """`[experts]`; 0 of those that no token was sent."""
-    return view.routing.output / view.routing.used.clamp_min(1)
-
-
 METHOD = StructureMethod(
     ReapConfig,
-    rank,
+    lambda view, _: view.routing.output / view.routing.used.clamp_min(1),
     summary="removes the experts that add least to the tokens that they are sent",
     paper="Lasby et al., REAP the Experts: Why Pruning Prevails for One-Shot MoE Compression, 2025, arXiv 2510.13999",
     removes={"experts"},

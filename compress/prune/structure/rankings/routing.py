@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from pydantic import Field
 
 from compress.prune.structure.config import StructureConfig
-from compress.prune.structure.method import StructureMethod, View
+from compress.prune.structure.method import StructureMethod
 
 
 class RoutingConfig(StructureConfig):
@@ -21,14 +20,9 @@ class RoutingConfig(StructureConfig):
     remove: Literal["experts"] = Field("experts", description="What: experts.")
 
 
-def rank(view: View, config: RoutingConfig) -> torch.Tensor:
-    """`[experts]`, 0 to what a router gives in all."""
-    return view.routing.weight / max(view.routing.tokens, 1)
-
-
 METHOD = StructureMethod(
     RoutingConfig,
-    rank,
+    lambda view, _: view.routing.weight / max(view.routing.tokens, 1),
     summary="removes the experts that tokens are sent to least, by weight and number",
     paper="soft counting: Muzio et al., SEER-MoE: Sparse Expert Efficiency through Regularization for Mixture-of-Experts, 2024, "
     "arXiv 2404.05089; of removing experts: Lu et al., Not All Experts are Equal, 2024, arXiv 2402.14800",

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from pydantic import Field
 
 from compress.prune.structure.config import StructureConfig
-from compress.prune.structure.method import StructureMethod, View
+from compress.prune.structure.method import StructureMethod
 
 
 class TaylorConfig(StructureConfig):
@@ -21,14 +20,9 @@ class TaylorConfig(StructureConfig):
     method: Literal["taylor"] = Field("taylor", description="Name of the method.")
 
 
-def rank(view: View, config: TaylorConfig) -> torch.Tensor:
-    """`[units]`."""
-    return view.sensitivity
-
-
 METHOD = StructureMethod(
     TaylorConfig,
-    rank,
+    lambda view, _: view.sensitivity,
     summary="removes the units that the gradient of a loss says least of",
     paper="Molchanov et al., Importance Estimation for Neural Network Pruning, 2019, arXiv 1906.10771; of "
     "masks: Kwon et al., A Fast Post-Training Pruning Framework for Transformers, 2022, arXiv 2204.09656",

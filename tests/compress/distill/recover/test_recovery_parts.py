@@ -40,7 +40,7 @@ def on_grid(
     assert scheme.weights is not None
     grid = make_grid(weight, scheme.weights, torch.float32, "minmax", mask=mask)
     values = grid.values(grid.codes(weight))
-    return (values if mask is None else values * mask), WeightConstraint(mask, scheme, grid.scale, grid.zero)
+    return (values if mask is None else values * mask), WeightConstraint(mask, scheme, grid)
 
 
 def train(module: nn.Module, steps: int = 30, rate: float = 0.05) -> None:
@@ -135,8 +135,9 @@ def test_what_is_held_is_kept_on_disk(tmp_path: Path) -> None:
     assert found.keys() == given.keys()
     for name, own in given.items():
         assert found[name].scheme == own.scheme
+        assert (own.grid is None) == (found[name].grid is None)
         for part in ("mask", "scale", "zero"):
-            one, other = getattr(own, part), getattr(found[name], part)
+            one, other = (getattr(of if part == "mask" else of.grid, part, None) for of in (own, found[name]))
             assert (one is None) == (other is None)
             assert one is None or torch.equal(one, other)
     (tmp_path / "held.safetensors").write_bytes(b"nothing")

@@ -19,8 +19,8 @@ import compress
 from compress.evaluate import speed as token_time
 from compress.model.config_sizes import resized
 from compress.model.streamed import StreamedModel
-from compress.prune.structure import latency
-from compress.prune.structure.latency import Latency, depths, rising
+from compress.prune.structure import amount as latency
+from compress.prune.structure.amount import Latency, depths, rising
 from compress.recipe import load as load_recipe
 from compress.run.plan import make_plan
 from runtime.checkpoint.checkpoint import Checkpoint

@@ -12,8 +12,9 @@ from transformers import AutoConfig
 from compress.model.config_sizes import active_experts, resized, size_of
 from compress.model.couplings import Slices, changed
 from compress.prune.structure import METHODS
-from compress.prune.structure.experts import Call, RoutingCollector, chosen, experts_of
+from compress.prune.structure.experts import Call, add_routing, experts_of
 from compress.prune.structure.method import Routing, View
+from compress.prune.structure.removal import best
 from runtime.errors import CompressError, RequestError
 from runtime.modeling.skeleton import build_skeleton
 
@@ -41,11 +42,11 @@ def call() -> tuple[Experts, torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_what_experts_are_sent_and_give_is_added_up(call: Any, masked: bool) -> None:
     module, hidden, index, weights = call
     mask = torch.tensor([[True, True, False], [True, False, True]]) if masked else None
-    collector = RoutingCollector(4, outputs=True)
+    found = Routing.none(4)
     with torch.no_grad():
-        collector.add(module, Call.of(module, (hidden,), {"top_k_weights": weights, "top_k_index": index}), mask)
-        collector.add(module, Call.of(module, (hidden, index, weights), {"scale": 2.0}), mask)
-    found = collector.finish()
+        given = {"top_k_weights": weights, "top_k_index": index}
+        add_routing(found, module, Call.of(module, (hidden,), given), mask, outputs=True)
+        add_routing(found, module, Call.of(module, (hidden, index, weights), {"scale": 2.0}), mask, outputs=True)
     used, weight, output = torch.zeros(4), torch.zeros(4), torch.zeros(4)
     real = [0, 1, 3, 5] if masked else range(6)
     for token in real:
@@ -82,10 +83,10 @@ def test_rankings_are_what_they_say() -> None:
 
 def test_of_groups_as_many_stay_in_each() -> None:
     importance = torch.tensor([9.0, 8, 7, 6, 1, 2, 3, 4])
-    assert chosen(importance, 4, 1).tolist() == [0, 1, 2, 3]
-    assert chosen(importance, 4, 2).tolist() == [0, 1, 6, 7]
-    assert chosen(importance, 4, 4).tolist() == [0, 2, 5, 7]
-    assert chosen(torch.ones(6), 3, 1).tolist() == [0, 1, 2]
+    assert best(importance, 4, 1).tolist() == [0, 1, 2, 3]
+    assert best(importance, 4, 2).tolist() == [0, 1, 6, 7]
+    assert best(importance, 4, 4).tolist() == [0, 2, 5, 7]
+    assert best(torch.ones(6), 3, 1).tolist() == [0, 1, 2]
 
 
 SMALL = {

@@ -15,7 +15,7 @@ import yaml
 
 from compress.cli import main
 from compress.model.stage import row_of
-from compress.prune.structure.report import structure_section
+from compress.prune.structure.stage import STAGE
 from runtime.checkpoint.checkpoint import Checkpoint
 
 CUT = {
@@ -30,7 +30,7 @@ CUT = {
 
 def page(*passes: dict[str, Any]) -> str:
     facts: Any = SimpleNamespace(manifest={"passes": list(passes)})
-    return structure_section(facts.manifest)
+    return STAGE.report(facts.manifest)
 
 
 def rows(html: str) -> list[list[str]]:
@@ -48,7 +48,7 @@ def layer(name: str, error: float | None, **more: Any) -> dict[str, Any]:
 def test_nothing_removed_nothing_said() -> None:
     assert page() == page({"recover": "finetune", "steps": 10}) == ""
     facts: Any = SimpleNamespace(manifest={})
-    assert structure_section(facts.manifest) == ""
+    assert STAGE.report(facts.manifest) == ""
 
 
 def test_units_parameters_and_the_error_of_each_refitted_layer() -> None:

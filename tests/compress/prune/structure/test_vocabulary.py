@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from compress.prune.structure.vocabulary import Tokens, choose, closed, read_vocabulary
 from compress.prune.structure.vocabulary.config_ids import named, renumbered
-from compress.prune.structure.vocabulary.subword_models import BPE
+from compress.prune.structure.vocabulary.vocabulary import BPE
 from runtime.errors import RequestError
 
 TEXTS = [

@@ -130,13 +130,17 @@ class ExpertTensor:
     bias: bool
 
     @property
+    def home(self) -> str:
+        """The module that holds the experts."""
+        return self.whole.rpartition(".")[0]
+
+    @property
     def published(self) -> str:
         """What an artifact calls it: there is no published name, so it is named as other families name theirs."""
         home, _, leaf = self.source.name.rpartition(".")
-        whole_home, _, whole_leaf = self.whole.rpartition(".")
-        if leaf != whole_leaf:
+        if leaf != self.whole.rpartition(".")[2]:
             # A tensor that is published as a module's weight (Granite's output_linear.weight) says nothing of where experts are.
-            home = whole_home
+            home = self.home
         return f"{home}.{self.number}.{self.projection}.{'bias' if self.bias else 'weight'}"
 
     def read(self, files: Checkpoint) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -45,8 +45,7 @@ class Teacher:
     @classmethod
     def of(cls, model: Model) -> Teacher:
         """A teacher out of what `runtime.load` returned."""
-        artifact, engine, write = model.artifact, model.engine, partial(_continued, model)
-        assert isinstance(artifact, Artifact)
+        artifact, engine, write = cast(Artifact, model.artifact), model.engine, partial(_continued, model)
         fingerprint = artifact.checkpoint.fingerprint()
         return cls(model.logits, engine.vocab_size, fingerprint, model.eos_token_ids, engine.device, write, model)
 

@@ -50,7 +50,7 @@ class Comparison:
         base, ours = TokenMetrics(), TokenMetrics()
         with self.source.outside(), self.artifact.outside():
             for number, part, ids in self._parts(self.source, windows):
-                targets = self.source.labels(ids).reshape(-1)
+                targets = self.source.rows.labels(ids).reshape(-1)
                 reference = _logits(self.source, before, number, part, ids)
                 logits = _logits(self.artifact, after, number, part, ids)
                 scored = targets >= 0
@@ -115,7 +115,7 @@ class Comparison:
             metrics = self._scored(name, model, spans.ids)
             nll.append(metrics["nll"] * metrics["tokens"])
             tokens.append(metrics["tokens"])
-            characters.append(int(model.labels(spans.characters).sum()))
+            characters.append(int(model.rows.labels(spans.characters).sum()))
         each = characters[0] / tokens[0]
         before, after = (
             {"perplexity": perplexity(loss / count * each), "bits_per_character": loss / count / math.log(2)}
@@ -132,7 +132,7 @@ class Comparison:
         metrics = TokenMetrics()
         with model.outside():
             for number, part, ids in self._parts(model, windows):
-                metrics.add(_logits(model, states, number, part, ids), model.labels(ids).reshape(-1))
+                metrics.add(_logits(model, states, number, part, ids), model.rows.labels(ids).reshape(-1))
         states.drop()
         return metrics.result()
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from compress.model.module_hooks import hooks
+from compress.model.partial import StandIn
 from compress.model.streamed import StreamedModel
 from runtime.engines.torch.encoder import TorchEncoderEngine
 from runtime.engines.torch.engine import TorchEngine
@@ -46,9 +47,18 @@ def check_runs(streamed: StreamedModel, compressed: Collection[str] = ()) -> Non
     _check_weights_apart(streamed, name)
     rehearsed = _copy(streamed.model)
     run = _runner(streamed.kind, rehearsed)
-    layers = {own: rehearsed.get_submodule(own) for own in compressed if _is_layer(rehearsed, own)}
+    # Experts that something stands in for are no modules of the copy.
+    modules = dict(rehearsed.named_modules(remove_duplicate=False))
+    layers = {own: modules[own] for own in compressed if own in modules and is_matrix(modules[own])}
+    # The weights of layers that are not called are read by who has them (Mamba's dt_proj), and stay.
+    called: set[str] = set()
+
+    def note(own: str, *_: Any) -> None:
+        called.add(own)
+
+    watched = {layer: partial(note, own) for own, layer in layers.items()}
     try:
-        with _handing_on(rehearsed, name), _called(layers) as called, torch.inference_mode(), _META:
+        with _handing_on(rehearsed, name), hooks(watched), torch.inference_mode(), _META:
             run()
     except RequestError:
         raise
@@ -58,7 +68,9 @@ def check_runs(streamed: StreamedModel, compressed: Collection[str] = ()) -> Non
         raise RequestError(f"this runtime cannot run {name}: {first_line(error)}") from error
     except RuntimeError:  # NotImplementedError is one
         return
-    read = _without_weights(rehearsed, called)
+    read: list[str] = []  # layers whose weight was asked for
+    for own in called:
+        rehearsed.set_submodule(own, _Packed(own, layers[own], read))
     try:
         with torch.inference_mode(), _META:
             run()
@@ -91,15 +103,8 @@ def _shared(name: str, one: str, other: str) -> RequestError:
     )
 
 
-class _Stub(nn.Module):
+class _Stub(StandIn):
     """Stand-in for experts, which ask for values (the routing): returns an output of the input's shape."""
-
-    def __init__(self, held: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["_held"] = held  # not registered: nothing in it takes part in the dry run
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_held"], name)
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.empty_like(hidden_states)
@@ -113,16 +118,6 @@ def _copy(model: nn.Module) -> Any:
         if isinstance(module, Experts) or layout_of(module) is not None
     }
     return copy.deepcopy(model, dict(stubs)).to(_META)
-
-
-def _is_layer(model: nn.Module, name: str) -> bool:
-    """Whether a name is that of a linear layer in a copy, and not of one in experts that something stands in for."""
-    module: Any = model
-    for part in name.split("."):
-        module = module._modules.get(part)
-        if module is None:
-            return False
-    return is_matrix(module)
 
 
 def _runner(kind: str, model: Any) -> Callable[[], None]:
@@ -177,18 +172,6 @@ def _handing_on(model: Any, name: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _called(layers: dict[str, nn.Module]) -> Iterator[set[str]]:
-    """Names of the layers that are called inside: the weights of others are read by who has them (Mamba's dt_proj), and stay."""
-    called: set[str] = set()
-
-    def note(name: str, *_: Any) -> None:
-        called.add(name)
-
-    with hooks({layer: partial(note, name) for name, layer in layers.items()}):
-        yield called
-
-
 class _Packed(nn.Module):
     """Stand-in for a layer that will be compressed and so has no weight that others could read; `read` lists the weights asked for."""
 
@@ -207,14 +190,6 @@ class _Packed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(*x.shape[:-1], self.out_features)
-
-
-def _without_weights(model: nn.Module, names: Collection[str]) -> list[str]:
-    """Replace layers of a model by stand-ins without a weight, as in an artifact; the list of those whose weight is then asked for."""
-    read: list[str] = []
-    for name in names:
-        model.set_submodule(name, _Packed(name, model.get_submodule(name), read))
-    return read
 
 
 def _raised_by_model(error: BaseException, model: nn.Module) -> bool:

@@ -110,10 +110,6 @@ class Float8Checkpoint(Checkpoint):
             raise ArtifactError(f"{self.path}: tensor {self._scales[name]} holds NaN or Inf")
         return self._times(value, scale)
 
-    def get_item(self, name: str, index: int) -> torch.Tensor:
-        """As `Checkpoint.get_item`; float8 weights are matrices, so no item of one is asked for."""
-        return self._files.get_item(name, index)
-
     def _times(self, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Rows are multiplied block by block, so that no more than one of them is in float32."""
         rows, columns = self._block

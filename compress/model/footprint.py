@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from compress.core.tensors import has_bfloat16, products
 from compress.model.streamed import StreamedModel
@@ -99,7 +98,7 @@ class ModelSize:
             hidden=int(getattr(config, "hidden_size", 0)),
             heads=int(getattr(config, "num_attention_heads", 1)),
             vocabulary=int(getattr(config, "vocab_size", 0)),
-            linears=tuple(shape for module in streamed.blocks.modules() if (shape := _sides(module)) is not None),
+            linears=tuple((shape[1], shape[0]) for module in streamed.blocks.modules() if (shape := sides(module))),
             stored=sum(streamed.checkpoint.held_bytes(name) for name in streamed.checkpoint.names()),
             itemsize=streamed.dtype.itemsize,
             widened=cpu and streamed.dtype == torch.bfloat16 and not has_bfloat16(),
@@ -154,12 +153,6 @@ def tokens(rows: Rows) -> int:
 def one_row_at_a_time(rows: Rows) -> list[tuple[int, ...]]:
     """The batches as they would be with `batch_size: 1`."""
     return [(1, *shape[1:]) for shape in rows]
-
-
-def _sides(module: nn.Module) -> tuple[int, int] | None:
-    """Inputs and outputs of a linear layer; None of others."""
-    shape = sides(module)
-    return None if shape is None else (shape[1], shape[0])
 
 
 def _flops(dtype: torch.dtype, device: torch.device) -> float:

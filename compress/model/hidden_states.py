@@ -59,7 +59,9 @@ class HiddenStates:
                 _write(temporary, index, value)
         self._team.meet()
         if self._team.is_main:
-            self._check_all_there(temporary)
+            files = [temporary / batch_file(number) for number in range(self.count)]
+            if missing := next((file for file in files if not file.is_file()), None):
+                raise CompressError(f"{missing} is not seen by the main process: {SEEN_BY_ALL}")
             shutil.rmtree(target, ignore_errors=True)
             sync_directory(temporary, files=True)
             temporary.rename(target)
@@ -76,11 +78,6 @@ class HiddenStates:
         self._team.meet()
         if not directory.is_dir():
             raise CompressError(f"process {self._team.rank} does not see {directory}: {SEEN_BY_ALL}")
-
-    def _check_all_there(self, directory: Path) -> None:
-        missing = [number for number in range(self.count) if not (directory / batch_file(number)).is_file()]
-        if missing:
-            raise CompressError(f"{directory / batch_file(missing[0])} is not seen by the main process: {SEEN_BY_ALL}")
 
     @classmethod
     def load(

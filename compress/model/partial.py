@@ -62,7 +62,19 @@ class Handover:
         return any(value is not None for value in self.extras or ())
 
 
-class Recorder(nn.Module):
+class StandIn(nn.Module):
+    """Module in the place of another, which is not registered in it: it has no parameters of its own, and the attributes of the other."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_held"] = held
+
+    def __getattr__(self, name: str) -> Any:
+        # Decoders read facts off their blocks while looping (Gemma: `layer.attention_type`).
+        return getattr(self.__dict__["_held"], name)
+
+
+class Recorder(StandIn):
     """Stand-in for a block: passes its arguments to `sink`, and returns its hidden states (or `instead`) unchanged.
 
     Args:
@@ -78,20 +90,15 @@ class Recorder(nn.Module):
         instead: torch.Tensor | None = None,
         run: bool = False,
     ) -> None:
-        super().__init__()
-        # The block is not registered: the recorder must have no parameters of its own.
-        self.__dict__.update(_block=block, _sink=sink, _handover=handover, _instead=instead, _run=run)
-
-    def __getattr__(self, name: str) -> Any:
-        # Decoders read facts off their blocks while looping (Gemma: `layer.attention_type`).
-        return getattr(self.__dict__["_block"], name)
+        super().__init__(block)
+        self.__dict__.update(_sink=sink, _handover=handover, _instead=instead, _run=run)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Hand the block's inputs to the sink; return the replacement, or the hidden states unchanged, in the block's form."""
-        names = list(inspect.signature(self._block.forward).parameters)
+        names = list(inspect.signature(self._held.forward).parameters)
         if self._run:
             # A copy: a block may write into what it is given.
-            self._handover.learn(self._block(hidden_states.clone(), *args, **kwargs))
+            self._handover.learn(self._held(hidden_states.clone(), *args, **kwargs))
         self._sink(hidden_states, {**dict(zip(names[1:], args, strict=False)), **kwargs})
         value = hidden_states if self._instead is None else self._instead
         return value if self._handover.extras is None else (value, *self._handover.extras)

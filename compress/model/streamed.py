@@ -5,7 +5,7 @@ no architecture: the embedding part runs once with every block replaced by a rec
 enter block 0 and the keyword arguments (masks, rotary tables) that each block is called with.
 
 From block to block goes a state `[b, n, hidden]`: the hidden states, followed in the decoder of an encoder-decoder by the encoder's
-output. `compress.model.inputs` defines what a row of integers means to a model.
+output. What a row of integers means to a model, `TextRows`, `HalvedRows` and `SpeechRows` define.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from compress.core.tensors import products
+from compress.data import speech_rows
 from compress.model.hidden_states import HiddenStates
-from compress.model.inputs import HalvedRows, SpeechRows, TextRows
 from compress.model.partial import Handover, PartialModel, Recorder
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
@@ -29,9 +29,107 @@ from runtime.decoding.seq2seq import decoder_start
 from runtime.engines.torch.seq2seq import encoder_output
 from runtime.errors import CompressError
 from runtime.modeling.cache_argument import CACHE_ARGUMENTS
-from runtime.modeling.skeleton import reads_features
+from runtime.modeling.skeleton import FEATURES, reads_features
 
 Batch = tuple[torch.Tensor, torch.Tensor | None]  # rows [b, s] int64, mask [b, s] bool (None: all tokens are valid)
+
+
+class TextRows:
+    """Rows `[n, s]` of token ids, all of which the model reads.
+
+    Attributes:
+        name: what the (first) stack calls its input.
+    """
+
+    name = "input_ids"
+
+    def source(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the (first) stack reads."""
+        return rows
+
+    def target(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the decoder of an encoder-decoder reads, int64 `[n, t]`, beginning with the start token."""
+        raise NotImplementedError("a model of one stack has no target")
+
+    def labels(self, rows: torch.Tensor) -> torch.Tensor:
+        """The tokens that all but the last of a row's logits predict; negative where a logit is not scored."""
+        return rows[:, 1:]
+
+    def shape(self, rows: torch.Tensor) -> tuple[Any, ...]:
+        """Equal for rows on which blocks are called alike, but for the mask."""
+        return tuple(rows.shape)
+
+    def encoded(self, rows: torch.Tensor) -> int | None:
+        """Positions that the (first) stack gives for a row; None: only a run shows."""
+        return int(self.source(rows).shape[1])
+
+    def positions(self, rows: torch.Tensor) -> tuple[int, int]:
+        """Rows, and positions of the hidden states of one, at most."""
+        return len(rows), int(rows.shape[1])
+
+    def length(self, rows: torch.Tensor) -> int:
+        """Tokens of a row, in words of the user."""
+        return int(rows.shape[1])
+
+
+class HalvedRows(TextRows):
+    """Rows of token ids whose first half is the source of an encoder-decoder; its decoder reads the rest."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def source(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[:, : self._half(rows)]
+
+    def target(self, rows: torch.Tensor) -> torch.Tensor:
+        return _begun(self.start, self.labels(rows))
+
+    def labels(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[:, self._half(rows) :]
+
+    def _half(self, rows: torch.Tensor) -> int:
+        return max(1, rows.shape[1] // 2)
+
+
+class SpeechRows(TextRows):
+    """Rows that hold the features of a sound and its transcript (`compress.data.speech_rows`).
+
+    Args:
+        start: the token that a decoder begins with. window: positions of the encoder at most; None: as many as features.
+    """
+
+    name = FEATURES
+
+    def __init__(self, start: int, window: int | None) -> None:
+        self.start, self._window = start, window
+
+    def source(self, rows: torch.Tensor) -> torch.Tensor:
+        return speech_rows.features(rows)
+
+    def target(self, rows: torch.Tensor) -> torch.Tensor:
+        tokens = speech_rows.transcript(rows)
+        # A decoder looks back only, so what stands behind the last token does not matter.
+        return _begun(self.start, tokens.masked_fill(tokens == speech_rows.NOTHING, self.start))
+
+    def labels(self, rows: torch.Tensor) -> torch.Tensor:
+        return speech_rows.scored(rows)
+
+    def shape(self, rows: torch.Tensor) -> tuple[Any, ...]:
+        return (*rows.shape, *speech_rows.size(rows))
+
+    def encoded(self, rows: torch.Tensor) -> int | None:
+        return None
+
+    def positions(self, rows: torch.Tensor) -> tuple[int, int]:
+        frames = max(speech_rows.size(rows))
+        return len(rows), min(frames, self._window or frames) + self.length(rows) + 1
+
+    def length(self, rows: torch.Tensor) -> int:
+        return int(speech_rows.transcript(rows).shape[1])
+
+
+def _begun(start: int, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.full((len(tokens), 1), start, dtype=tokens.dtype), tokens], dim=1)
 
 
 class _PreludeDoneError(Exception):
@@ -58,21 +156,9 @@ class StreamedModel(PartialModel):
         self._kwargs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
 
     # ---------------------------------------------------------------- rows
-    def source(self, ids: torch.Tensor) -> torch.Tensor:
-        """What the (first) stack reads of rows `[b, s]`: all of them, the first half, or features of sounds `[b, x, y]`."""
-        return self.rows.source(ids)
-
-    def target_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """What the decoder of an encoder-decoder reads of rows `[b, s]`: the start token, then what the source leaves."""
-        return self.rows.target(ids)
-
-    def labels(self, ids: torch.Tensor) -> torch.Tensor:
-        """The tokens that all but the last of a row's logits predict; negative where a logit is not scored."""
-        return self.rows.labels(ids)
-
     def _entering(self, ids: torch.Tensor) -> torch.Tensor:
-        """`source`, as the model takes it."""
-        source = self.source(ids).to(self.device)
+        """What the (first) stack reads of rows, as the model takes it."""
+        source = self.rows.source(ids).to(self.device)
         return source.to(self.dtype) if source.is_floating_point() else source
 
     def call(self, module: Any, batch: Batch, **more: Any) -> Any:
@@ -84,7 +170,7 @@ class StreamedModel(PartialModel):
         if self.kind == "encoder":
             return module.base_model(**arguments, **more)
         if self.kind == "encoder-decoder":
-            arguments["decoder_input_ids"] = self.target_ids(ids).to(self.device)
+            arguments["decoder_input_ids"] = self.rows.target(ids).to(self.device)
         return module(**arguments, use_cache=False, **more)
 
     # ---------------------------------------------------------------- running
@@ -180,7 +266,7 @@ class StreamedModel(PartialModel):
         state = state.to(self.device)
         hidden, memory = state, None
         if number > 0:
-            length = self.target_ids(batch[0]).shape[1]
+            length = self.rows.target(batch[0]).shape[1]
             hidden, memory = state[:, :length], state[:, length:]
             kwargs = {**kwargs, **dict.fromkeys(self._memory_names, memory)}
         if dtype is not None:
@@ -193,7 +279,7 @@ class StreamedModel(PartialModel):
     def own_length(self, index: int, batch: Batch) -> int:
         """Positions of block `index`'s state that are its own: behind those of a decoder the encoder's follow."""
         if self._place(index)[0] > 0:
-            return int(self.target_ids(batch[0]).shape[1])
+            return int(self.rows.target(batch[0]).shape[1])
         known = self.rows.encoded(batch[0])
         if known is not None:
             return known
@@ -222,7 +308,7 @@ class StreamedModel(PartialModel):
         """The state that enters the decoder's first block, given the encoder's output `[b, s, hidden]`."""
         if batch[1] is not None:
             raise CompressError("encoder-decoders are compressed on rows without padding")
-        target = self.target_ids(batch[0]).to(self.device)
+        target = self.rows.target(batch[0]).to(self.device)
         hidden, calls = self._record(1, batch, lambda: self._decode(target, memory))
         self._memory_names = [name for name, value in calls[0].items() if value is memory]
         if not self._memory_names or hidden.shape[2] != memory.shape[2]:
@@ -257,20 +343,19 @@ class StreamedModel(PartialModel):
             raise _TailDoneError
 
         with self.model.get_output_embeddings().register_forward_pre_hook(hook), suppress(_TailDoneError):
-            self._run_tail(state, ids)
+            self.outputs(state, ids)
         return seen[0]
 
     @torch.inference_mode()
-    def outputs(self, state: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+    def outputs(self, state: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         """What users get, in the model's dtype, given the state after the last block: logits `[b, s, vocab]`, or of an encoder
-        hidden states `[b, s, hidden]`. `ids` are the rows `[b, s]` it belongs to; encoder-decoders need them."""
-        return self._run_tail(state, ids)
+        hidden states `[b, s, hidden]`. `rows` `[b, s]` are those it belongs to; encoder-decoders need them.
 
-    def _run_tail(self, state: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Run all that comes after the blocks, by letting blocks that only hand on hidden states stand in for them."""
+        All that comes after the blocks runs, with blocks that only hand on hidden states in their place.
+        """
         if self.kind == "encoder-decoder":
             assert rows is not None
-            length = self.target_ids(rows).shape[1]
+            length = self.rows.target(rows).shape[1]
             target = torch.zeros(len(state), length, dtype=torch.int64, device=self.device)
             with self._handing_on(1, state[:, :length], (rows, None)):
                 return self._decode(target, state[:, length:]).logits
@@ -286,8 +371,14 @@ def run_blocks(
     spill: Path | None,
     on_block: Callable[[int], None] | None = None,
     skipped: Collection[int] = (),
+    on_state: Callable[[int, int, torch.Tensor], None] | None = None,
 ) -> HiddenStates:
-    """Hidden states after the last block for every batch, with some blocks passed by. What is in no block is not in memory afterwards."""
+    """Hidden states after the last block for every batch, with some blocks passed by. What is in no block is not in memory afterwards.
+
+    Args:
+        spill: directory for the states; None: they are in memory.
+        on_block: is told each block that is done. on_state: is given each block that ran, the number of a batch, and the block's output.
+    """
     states = HiddenStates(len(batches), spill)
     # The output of an encoder goes through what is in no block on its way to the decoder, batch by batch.
     around = streamed.outside() if len(streamed.stacks) > 1 else nullcontext()
@@ -296,10 +387,14 @@ def run_blocks(
             streamed.prelude(batches, states)
         for index in range(len(streamed.blocks)):
             passed = index in skipped
-            step = streamed.hand_over if passed else streamed.advance
             with nullcontext() if passed else streamed.loaded_block(index):
                 for number, batch in enumerate(batches):
-                    states.put(number, step(index, states.get(number), batch))
+                    state = states.get(number)
+                    if not passed:
+                        state = streamed.run_block(index, state, batch)
+                    if on_state is not None and not passed:
+                        on_state(index, number, state)
+                    states.put(number, streamed.hand_over(index, state, batch))
             if on_block is not None:
                 on_block(index)
     return states

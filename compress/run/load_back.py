@@ -146,12 +146,12 @@ def _check_runtime(context: Context, path: Path, expected: torch.Tensor, reporte
 def _ask_engine(context: Context, path: Path, module: PreTrainedModel, blueprint: Blueprint) -> torch.Tensor:
     """The probe through the engine that `runtime.load` chooses."""
     streamed, device = context.streamed, blueprint.device
-    source = streamed.source(context.probe).to(device)
+    source = streamed.rows.source(context.probe).to(device)
     if blueprint.kind == "encoder":
         return TorchEncoderEngine(module, device).forward(source, None)
     if blueprint.kind == "encoder-decoder":
         engine = TorchSeq2SeqEngine(module, device)
-        return engine.decode(streamed.target_ids(context.probe).to(device), engine.encode(source, None), None, None)
+        return engine.decode(streamed.rows.target(context.probe).to(device), engine.encode(source, None), None, None)
     chosen = choose_engine(TorchEngine(module, device), blueprint)
     return Model(chosen, None, Artifact(path), frozenset()).logits(context.probe)
 

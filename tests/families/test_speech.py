@@ -210,12 +210,12 @@ def test_batches_are_sounds_with_transcripts_of_equal_length(said: Callable[...,
     assert {mask for _, mask in session.batches} == {None}
     lengths = [speech_rows.transcript(rows).shape[1] for rows, _ in session.batches]
     assert set(lengths) == {2 + len(" tone 0 here") + 1, 2 + len(" tone 1 here.") + 1}
-    written = session.tokenizer.batch_decode([session.streamed.target_ids(rows)[0, 3:] for rows, _ in session.batches])
+    written = session.tokenizer.batch_decode([session.streamed.rows.target(rows)[0, 3:] for rows, _ in session.batches])
     assert all(text.startswith(" tone ") and text.endswith("<eos>") for text in written)
     for rows, _ in session.batches:
-        assert (session.streamed.target_ids(rows)[:, :3] == torch.tensor([256, 31, 77])).all()
-        number = int(session.tokenizer.decode(session.streamed.target_ids(rows)[0, 3:]).split()[1])
-        assert session.streamed.source(rows)[0].equal(features(runtime.load(model), sounds, 10)[number])
+        assert (session.streamed.rows.target(rows)[:, :3] == torch.tensor([256, 31, 77])).all()
+        number = int(session.tokenizer.decode(session.streamed.rows.target(rows)[0, 3:]).split()[1])
+        assert session.streamed.rows.source(rows)[0].equal(features(runtime.load(model), sounds, 10)[number])
 
 
 def opened(data: dict[str, Any]) -> Context:
@@ -361,8 +361,8 @@ def test_the_language_of_transcripts_is_asked_for(said: Callable[..., Path], sou
         compress.plan(given)
     given["calibration"]["language"] = "de"
     session = opened(given)
-    assert session.streamed.target_ids(session.batches[0][0])[0, :4].tolist() == [256, 201, 210, 220]
-    assert session.streamed.labels(session.batches[0][0])[0, :3].tolist() == [-1, -1, -1]
+    assert session.streamed.rows.target(session.batches[0][0])[0, :4].tolist() == [256, 201, 210, 220]
+    assert session.streamed.rows.labels(session.batches[0][0])[0, :3].tolist() == [-1, -1, -1]
 
 
 def test_a_language_is_nothing_for_models_that_read(tmp_path: Path) -> None:

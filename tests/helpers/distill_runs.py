@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from random_models import random_llama
+from teachers import teacher_of
 
 from compress.distill.draft.cut import cut
 from compress.distill.draft.student import Student
@@ -14,7 +15,6 @@ from compress.distill.train.data import TextRows
 from compress.distill.train.loop import Trained, Training
 from compress.distill.train.losses import Objective
 from compress.distill.train.options import TrainOptions
-from compress.distill.train.teacher import Teacher
 
 VOCABULARY = 61
 
@@ -38,7 +38,7 @@ def student(model: Any, objective: Objective | None = None, kept: torch.Tensor |
 def run(
     who: Student, model: Any, options: TrainOptions, source: Any = None, teacher: Any = None, **arguments: Any
 ) -> Trained:
-    judge = Teacher.of(model, fingerprint="t")
+    judge = teacher_of(model, "t")
     source = source or rows()
     teacher = judge if teacher is None else teacher
     return Training(who, source, teacher, rows(5, seed=9), judge, options, **arguments).run()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from compress.distill.draft.features import Features
 from compress.distill.draft.heads import HeadStudent
 from compress.distill.draft.medusa import MedusaConfig, MedusaStudent
 from compress.distill.draft.mtp import MTPConfig, MTPStudent
+from compress.distill.draft.write import write_tensors
 
 KINDS = ("medusa", "mtp")
 
@@ -21,3 +24,10 @@ def head_student(
     if name == "medusa":
         return MedusaStudent(features, MedusaConfig(tokens=tokens, **fields), kept)
     return MTPStudent(features, MTPConfig(tokens=tokens, **fields), kept)
+
+
+def write_heads(
+    directory: Path, student: HeadStudent, content: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """The directory of heads as they are; `content` of draft.json, with "rates"."""
+    write_tensors(directory, student.file, student.tensors(), {**content, **student.content}, dtype)

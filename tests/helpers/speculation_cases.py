@@ -27,7 +27,8 @@ VOCABULARY = 400
 def model(speculation: Speculation | None = None, name: str = "grouped", **changes: Any) -> Model:
     """A tiny random Llama in C, with no tokenizer."""
     _, lean = engines(model_of(name, **changes))
-    return Model(lean, None, SimpleNamespace(path=Path("tiny")), frozenset([3]), speculation)  # type: ignore[arg-type]
+    artifact: Any = SimpleNamespace(path=Path("tiny"), checkpoint=SimpleNamespace(fingerprint=lambda: "tiny"))
+    return Model(lean, None, artifact, frozenset([3]), speculation)
 
 
 def prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:

@@ -88,19 +88,17 @@ def refused(key: str) -> Iterator[None]:
 def plain_head(model: PreTrainedModel) -> bool | None:
     """Whether a model's logits are what its head gives, neither capped nor scaled; None: that cannot be told without its weights.
 
-    Its class is run with a stand-in for all below the head and a head of a few tokens: no more memory than that.
+    Its class is run with a head of a few tokens and nothing below it: no more memory than that.
     """
     try:
         empty: Any = build_skeleton(model.config, torch.float32)
-        decoder, head = empty.get_decoder(), empty.get_output_embeddings()
-        place = next(name for name, module in empty.named_modules() if module is decoder)
-        generator = torch.Generator().manual_seed(0)
+        head, generator = empty.get_output_embeddings(), torch.Generator().manual_seed(0)
         # Logits of hundreds: what caps them shows.
         states = 100 * torch.randn(1, 2, head.in_features, generator=generator)
         small = nn.Linear(head.in_features, 4, bias=False)
         small.weight = nn.Parameter(torch.randn(4, head.in_features, generator=generator) / head.in_features**0.5)
-        parent, _, leaf = place.rpartition(".")
-        setattr(empty.get_submodule(parent), leaf, _Stand(states))
+        # Whatever the decoder reads, it gives these states, and nothing else that it may give.
+        empty.get_decoder().forward = lambda *_, **__: _Output(states)
         empty.set_output_embeddings(small)
         with torch.no_grad():
             found = empty(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
@@ -109,17 +107,6 @@ def plain_head(model: PreTrainedModel) -> bool | None:
         raise
     except Exception:  # what classes do beside the usual differs; the check on the loaded model remains
         return None
-
-
-class _Stand(nn.Module):
-    """Gives the same hidden states whatever it reads, and nothing else that a decoder may give."""
-
-    def __init__(self, states: torch.Tensor) -> None:
-        super().__init__()
-        self._states = states
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return _Output(self._states)
 
 
 class _Output:
@@ -138,9 +125,8 @@ class _Output:
 def check_trained(config: DraftConfig, target: Prospect) -> None:
     """Raise `RefusedError` where the fields that all trained drafts have do not go together, or do not fit the target."""
     check_lengths(config, target)
-    if config.divergence == "cross_entropy" and config.temperature != 1:
-        text = f"cross_entropy is that of the model as it is: its temperature is 1, not {config.temperature:g}"
-        raise RefusedError("temperature", text)
+    with refused("temperature"):
+        config.objective()
     if config.continuations != 1 and config.data == "given":
         text = "nothing is written with data given; leave continuations out, or set data: teacher, on_policy or mixed"
         raise RefusedError("continuations", text)

@@ -7,7 +7,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from compress.distill.train.losses import Objective
-from compress.distill.train.options import TrainOptions
 
 
 class DraftConfig(BaseModel):
@@ -52,13 +51,6 @@ class DraftConfig(BaseModel):
         """The loss of this config."""
         return Objective(self.divergence, self.temperature)
 
-    def options(self) -> TrainOptions:
-        """Options of the training loop; checkpoints are written as often as the draft is evaluated."""
-        return TrainOptions(
-            steps=self.steps, batch=self.batch_size, learning_rate=self.learning_rate, evaluate_every=self.evaluate_every,
-            patience=self.patience, checkpoint_every=self.evaluate_every, seed=self.seed,
-        )  # fmt: skip
-
 
 class CutConfig(DraftConfig):
     """A draft that is cut out of the artifact, or begins as a smaller checkpoint."""
@@ -87,12 +79,3 @@ class CutConfig(DraftConfig):
         if isinstance(fields, dict) and fields.get("model") is not None:
             return {"layers": None, **fields}
         return fields
-
-
-class ChainConfig(CutConfig):
-    """A draft that proposes token after token."""
-
-    accept_head: bool = Field(
-        False,
-        description="Also train a head that foresees what will be accepted and ends drafts by it (SpecDec++, 2405.19715).",
-    )

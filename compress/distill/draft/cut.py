@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from compress.model.config_sizes import with_layers
+from compress.model.couplings import stored_tensors
 from compress.model.hybrid_layers import attending, attends
 from runtime.errors import RequestError
 from runtime.layers.compressed_module import CompressedModule
@@ -25,35 +26,36 @@ if TYPE_CHECKING:
 _TIED_TO_PLACE = ("scale_attn_by_inverse_layer_idx", "num_kv_shared_layers")
 
 
-def cut(target: PreTrainedModel, layers: Sequence[int], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def cut(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """A smaller model of the target's class. Weights that are compressed in the target are dense in the draft, as the target computes.
 
     Args:
         target: a causal language model of transformers, its layers as they are or compressed
         (`runtime.layers.compressed_linear`). It is not changed.
         layers: their indices, ascending.
-        dtype: of the draft's weights; float32 is what can be trained.
 
     Returns:
-        The draft in eval mode, on the target's device; its parameters ask for gradients. Tied weights stay tied.
+        The draft in eval mode, float32, on the target's device; its parameters ask for gradients. Tied weights stay tied.
 
     Raises:
         RequestError: layers that the target does not have, or a target that is built in a way that cannot be cut.
     """
-    name, blocks = _blocks(target)
-    chosen = checked_layers(layers, len(blocks))
-    draft = empty_cut(target, chosen, dtype)
-    places = {f"{name}.{new}.": f"{name}.{old}." for new, old in enumerate(chosen)}
-    for path, module in list(draft.named_modules()):
-        prefix = next((new for new in places if f"{path}.".startswith(new)), None)
-        source = path if prefix is None else places[prefix] + f"{path}."[len(prefix) :]
-        _fill(draft, path, module, target, source.removesuffix("."), dtype)
-    draft.tie_weights()
-    _finish(draft, target)
+    draft, name = empty_cut(target, layers), find_blocks(target)[0]
+    places = {f"{name}.{new}.": f"{name}.{old}." for new, old in enumerate(layers)}
+    for own, place in stored_tensors(draft).items():
+        prefix = next((new for new in places if own.startswith(new)), None)
+        source = own if prefix is None else places[prefix] + own.removeprefix(prefix)
+        _fill(draft, own, place, target, source)
+    draft.requires_grad_().tie_weights()
+    device = next(draft.parameters()).device
+    for own, buffer in draft.named_buffers():
+        if buffer.device != device:
+            set_tensor(draft, own, buffer.to(device))
+    draft.generation_config = copy.deepcopy(target.generation_config)
     return draft
 
 
-def empty_cut(target: PreTrainedModel, layers: Sequence[int], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def empty_cut(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """As `cut`, without weights (on meta): whether it can be made is known before the target's weights are."""
     name, blocks = _blocks(target)
     chosen = checked_layers(layers, len(blocks))
@@ -63,7 +65,7 @@ def empty_cut(target: PreTrainedModel, layers: Sequence[int], dtype: torch.dtype
             f"a {type(target).__name__} cannot be cut so: of the layers {chosen} none would have attention, by which its cache counts "
             "tokens"
         )
-    draft = build_skeleton(smaller, dtype)
+    draft = build_skeleton(smaller, torch.float32)
     if type(draft) is not type(target):
         raise RequestError(f"a {type(target).__name__} cannot be cut: its config builds a {type(draft).__name__}")
     inner_name, inner = find_blocks(draft)
@@ -75,36 +77,30 @@ def empty_cut(target: PreTrainedModel, layers: Sequence[int], dtype: torch.dtype
 
 
 def cut_checkpoint(
-    path: str | Path,
-    layers: Sequence[int] | None,
-    dtype: torch.dtype = torch.float32,
-    *,
-    device: str | torch.device = "cpu",
-    trust_remote_code: bool = False,
+    path: str | Path, layers: Sequence[int] | None, device: str | torch.device = "cpu"
 ) -> PreTrainedModel:
     """As `cut`, of an artifact or a checkpoint directory, of which only the layers that are kept are read; None: all of them.
 
     Raises:
-        RequestError: as `cut`; it is no causal language model. ArtifactError: it cannot be used.
+        RequestError: as `cut`. ArtifactError: it cannot be used.
     """
     from runtime.checkpoint.artifact import Artifact
     from runtime.engines.torch.engine import Blueprint
     from runtime.modeling.weights import Filling
 
     where = torch.device(device)
-    blueprint = Blueprint(Artifact(path, trust_remote_code), where, "reference", None, trust_remote_code)
-    if blueprint.kind != "decoder":
-        raise RequestError(f"{path} is an {blueprint.kind}; a draft is cut out of a causal language model")
+    blueprint = Blueprint(Artifact(path), where, "reference", None, False)
     model = blueprint.module
     name, blocks = _blocks(model)
-    chosen = checked_layers(range(len(blocks)) if layers is None else layers, len(blocks))
-    left_out = {f"{name}.{index}." for index in set(range(len(blocks))) - set(chosen)}
+    every = range(len(blocks))
+    layers = every if layers is None else layers
+    left_out = {f"{name}.{index}." for index in set(every) - set(layers)}
     filling = Filling(model, blueprint.artifact.checkpoint, blueprint.dtype, where, blueprint.compressed)
     if filling.foreign:  # only transformers knows how to read it, and it reads all of it
-        return cut(blueprint.build_module(), chosen, dtype)
+        return cut(blueprint.build_module(), layers)
     filling.place(lambda tensor: not any(tensor.startswith(prefix) for prefix in left_out))
     filling.tie()
-    return cut(model, chosen, dtype)
+    return cut(model, layers)
 
 
 def spread(depth: int, count: int) -> list[int]:
@@ -182,59 +178,30 @@ def _blocks(target: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     return name, blocks
 
 
-def _fill(draft: nn.Module, path: str, module: nn.Module, target: nn.Module, source: str, dtype: torch.dtype) -> None:
-    """Give one module's own parameters and stored buffers the target's numbers."""
-    wanted = {key: value for key, value in module._parameters.items() if value is not None}
-    stored = {
-        key: value
-        for key, value in module._buffers.items()
-        if value is not None and key not in module._non_persistent_buffers_set
-    }
-    if not wanted and not stored:
-        return
+def _fill(draft: PreTrainedModel, name: str, place: torch.Tensor, target: PreTrainedModel, source: str) -> None:
+    """Give the draft's parameter or buffer `name` the numbers of the target's `source`."""
+    what, dtype = type(target).__name__, torch.float32 if place.is_floating_point() else place.dtype
+    home, _, key = source.rpartition(".")
     try:
-        origin = target.get_submodule(source)
+        origin = target.get_submodule(home)
     except AttributeError:
-        raise RequestError(f"a {type(target).__name__} cannot be cut: it has no module {source}") from None
-    for key, place in {**wanted, **stored}.items():
-        value = _value(origin, key, dtype)
-        if (
-            value is not None
-            and isinstance(origin, CompressedModule)
-            and type(module).__name__ == "Conv1D"
-            and value.dim() == 2
-        ):
-            value = value.T  # Conv1D holds the transposed of what compressed layers do
-        if value is None or value.shape != place.shape or value.device.type == "meta":
-            raise RequestError(
-                f"a {type(target).__name__} cannot be cut: its {source} has no {key} of {list(place.shape)}"
-            )
-        wide = dtype if place.is_floating_point() else place.dtype
-        set_tensor(draft, f"{path}.{key}".lstrip("."), value.detach().to(wide).clone().contiguous())
-        parameter = module._parameters.get(key)
-        if parameter is not None:
-            parameter.requires_grad_()
+        raise RequestError(f"a {what} cannot be cut: it has no module {home}") from None
+    value = _value(origin, key)
+    transposed = type(draft.get_submodule(name.rpartition(".")[0])).__name__ == "Conv1D"
+    if value is not None and value.dim() == 2 and transposed and isinstance(origin, CompressedModule):
+        value = value.T  # Conv1D holds the transposed of what compressed layers do
+    if value is None or value.shape != place.shape or value.device.type == "meta":
+        raise RequestError(f"a {what} cannot be cut: its {home} has no {key} of {list(place.shape)}")
+    set_tensor(draft, name, value.detach().to(dtype).clone().contiguous())
 
 
-def _value(origin: nn.Module, key: str, dtype: torch.dtype) -> torch.Tensor | None:
+def _value(origin: nn.Module, key: str) -> torch.Tensor | None:
     if isinstance(origin, CompressedModule) and key == "weight":
-        # In the draft's dtype: rounded to the target's, codes times scales would no longer be what its kernels compute with.
-        return replace(origin.compressed_weight(), dtype=dtype).dequantize()
+        # In float32: rounded to the target's, codes times scales would no longer be what its kernels compute with.
+        return replace(origin.compressed_weight(), dtype=torch.float32).dequantize()
     if isinstance(origin, Experts):
-        whole = origin.whole(key, lambda layer, leaf: _value(layer, leaf, dtype))
+        whole = origin.whole(key, _value)
         if whole is not None:
             return whole
     value = getattr(origin, key, None)
     return value if isinstance(value, torch.Tensor) else None
-
-
-def _finish(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    device = next(parameter for parameter in draft.parameters()).device
-    for module in draft.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
-    if getattr(target, "generation_config", None) is not None:
-        draft.generation_config = copy.deepcopy(target.generation_config)
-    if hasattr(draft.config, "quantization_config"):
-        del draft.config.quantization_config

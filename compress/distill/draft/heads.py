@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 from torch.nn import functional
 
-from compress.distill.draft.checks import Prospect, RefusedError, check_ahead, check_trained, plain_head
+from compress.distill.draft.checks import Prospect, RefusedError, check_ahead, plain_head
 from compress.distill.draft.config import DraftConfig
 from compress.distill.draft.features import Features
-from compress.distill.draft.student import Student, round_trained
+from compress.distill.draft.student import TensorStudent, round_trained
 from compress.distill.draft.training import DraftTraining
-from compress.distill.draft.write import write_tensors
 from compress.distill.train.checkpoint import trained_weights
 from compress.distill.train.data import Batch, TextRows
 from compress.distill.train.losses import Targets
@@ -34,6 +33,10 @@ _RANKS = 8  # guesses of each head whose rates are measured
 class HeadsConfig(DraftConfig):
     """Heads that read the artifact's own hidden states."""
 
+    data: Literal["given", "teacher"] = Field(
+        "teacher", description="What is trained on: the calibration text, or what the artifact writes after it."
+    )
+    quantize: Literal["none"] = Field("none", description="Heads are rounded where they run.")
     vocabulary: int | None = Field(
         None,
         ge=1,
@@ -46,7 +49,6 @@ class HeadsConfig(DraftConfig):
 
 def check_heads(config: HeadsConfig, target: Prospect) -> None:
     """See `DraftMethod.check`."""
-    check_trained(config, target)
     check_ahead(config)
     what = type(target.model).__name__
     if not hasattr(target.model.get_output_embeddings(), "in_features"):
@@ -64,7 +66,7 @@ def train_heads(
         student: the heads, of features of the target, the config and kept tokens. Its teacher reads the same features, computed once.
     """
     kept = training.kept(config.vocabulary)
-    features = Features.of(training.teacher.source)
+    features = Features(training.teacher.source.engine, training.teacher)
     return replace(training, teacher=features.teacher).run(config, student(features, config, kept))
 
 
@@ -81,7 +83,7 @@ class HeadModel(nn.Module):
         return next(self.parameters()).device
 
 
-class HeadStudent(Student):
+class HeadStudent(TensorStudent):
     """Heads that foretell `levels` tokens from each hidden state.
 
     Anchors are as of `Student.proposals`: at anchor a the tokens up to a are known, and the states up to a - 1. Anchor 0 has no state
@@ -93,6 +95,7 @@ class HeadStudent(Student):
         decay: weight of the loss of each further token ahead, of that of the one before.
     """
 
+    file = WEIGHTS
     head_weight: torch.Tensor
     head_bias: torch.Tensor | None
 
@@ -144,16 +147,17 @@ class HeadStudent(Student):
             yield str(ahead + 1), self.said(states), 1 + ahead
 
     def write(self, directory: Path, content: Mapping[str, Any], teacher: Teacher, held_out: TextRows) -> None:
-        """As `Student.write`; with the rates of guesses on what the target writes after held-out prompts, or on held-out text."""
+        """As `Student.write`; with the rates of guesses on what the target writes after held-out prompts."""
         round_trained(self)
-        rows = held_out
-        if teacher.writes:
-            prompt = max(1, held_out.length // 4)
-            rows = teacher_rows(teacher, held_out.ids[:, :prompt], held_out.length - prompt)
-        write_heads(directory, self, {**content, "rates": rank_rates(self, rows, _RANKS)})
+        prompt = max(1, held_out.length // 4)
+        rows = teacher_rows(teacher, held_out.ids[:, :prompt], held_out.length - prompt)
+        super().write(directory, {**content, "rates": rank_rates(self, rows, _RANKS)}, teacher, held_out)
 
-    def read_back(self, directory: Path) -> None:
-        """They were rounded when they were written."""
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """As `runtime.drafting.drafters.heads` describes and reads them."""
+        module: Any = self.draft.module
+        kept = {} if self.kept is None else {KEPT: self.kept.to(torch.int32)}
+        return {**module.state_dict(), **dict(module.named_parameters()), **kept}
 
     def bytes_read(self, directory: Path, artifact: Path) -> float:
         """Each weight, and each of the target's head, is 8 bits where it runs."""
@@ -165,7 +169,7 @@ class HeadStudent(Student):
 
 
 @torch.no_grad()
-def rank_rates(student: HeadStudent, rows: TextRows, width: int = 8, batch: int = 4) -> list[list[float]]:
+def rank_rates(student: HeadStudent, rows: TextRows, width: int) -> list[list[float]]:
     """How often the token that the target wrote was the r-th likeliest of those foretold, by depth and rank: `[levels][width]`.
 
     A depth counts where the tokens before it were among the `width` likeliest of theirs, as only then a tree gets there.
@@ -176,9 +180,8 @@ def rank_rates(student: HeadStudent, rows: TextRows, width: int = 8, batch: int 
     width = min(width, student.width)
     right = torch.zeros(student.levels, width, dtype=torch.float64)
     seen = torch.zeros(student.levels, dtype=torch.float64)
-    for start in range(0, len(rows), batch):
-        ids = rows.ids[start : start + batch].to(student.head_weight.device)
-        trained = rows.trained[start : start + batch].to(ids.device)
+    for part in rows.parts(4):
+        ids, trained = (value.to(student.head_weight.device) for value in part)
         alive = None
         for ahead, states in enumerate(student.states(ids, student.levels)):
             tokens = student.said(states).topk(width, -1).indices
@@ -192,19 +195,3 @@ def rank_rates(student: HeadStudent, rows: TextRows, width: int = 8, batch: int 
             alive = alive & hit.any(-1)
     rates: list[list[float]] = (right / seen.clamp_min(1)[:, None]).tolist()
     return rates
-
-
-def write_heads(
-    directory: Path, student: HeadStudent, content: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
-) -> None:
-    """Write heads as `runtime.drafting.drafters.heads` describes and reads them.
-
-    Args:
-        directory, dtype: as of `write_tensors`.
-        content: of draft.json: "method", "target", "facts", and "rates" of `rank_rates`.
-    """
-    module: Any = student.draft.module
-    tensors = {**module.state_dict(), **dict(module.named_parameters())}
-    if student.kept is not None:
-        tensors[KEPT] = student.kept.to(torch.int32)
-    write_tensors(directory, WEIGHTS, tensors, {**content, **student.content}, dtype)

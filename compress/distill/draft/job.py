@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,41 @@ if TYPE_CHECKING:
 
     from compress.distill.draft import DraftMethod
     from compress.model.context import Context
+
+
+@dataclass(frozen=True)
+class DraftRecord:
+    """What a manifest says of its draft.
+
+    Attributes:
+        method: that made it.
+        drafter: what `runtime.load` takes, paths relative to the artifact.
+        facts: what its training has found; see `compress.distill.draft.training.DraftTraining`.
+        identity: what decides, with the artifact, which draft comes out.
+        stage: the fields of its stage. text: "description" and "sha256" of the text that it was trained on.
+    """
+
+    method: str
+    drafter: dict[str, Any]
+    facts: dict[str, Any]
+    identity: dict[str, str] = field(default_factory=dict)
+    stage: dict[str, Any] = field(default_factory=dict)
+    text: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any]) -> DraftRecord | None:
+        """The draft of a manifest; None: it has none."""
+        made = manifest.get("draft")
+        return cls(**made) if made else None
+
+    @property
+    def directory(self) -> str | None:
+        """Name of its directory in the artifact; None: it needs none."""
+        return self.drafter.get("model")
+
+    def is_there(self, artifact: Path) -> bool:
+        """Whether the artifact still has its directory."""
+        return self.directory is None or (artifact / self.directory).is_dir()
 
 
 @dataclass(frozen=True)
@@ -73,11 +108,6 @@ class DraftJob(Job):
         found = {"draft": hashlib.sha256(text.encode()).hexdigest(), "text": self.data.sha256}
         return found if self.start is None else {**found, "model": Checkpoint(self.start).fingerprint()}
 
-    def facts(self) -> dict[str, Any]:
-        """For the manifest: of what recipe and text the draft is."""
-        text = {"description": self.data.description, "sha256": self.data.sha256}
-        return {"identity": self.identity, "stage": self.stage.resolved()[self.stage.kind], "text": text}
-
     def describe(self) -> str:
         """The method, and the steps or trials that it takes."""
         amounts = {"steps": "steps of training", "trials": "trials"}
@@ -94,14 +124,15 @@ class DraftJob(Job):
 
     def is_current(self, record: Mapping[str, Any], store: Store) -> bool:
         """Whether the recorded draft is of this stage and text, and still there."""
-        return record.get("identity") == self.identity and is_there(record, store.output / DRAFT)
+        made = DraftRecord(**record)
+        return made.identity == self.identity and made.is_there(store.output)
 
     def run(self, context: Context, store: Store, reporter: Reporter) -> dict[str, Any]:
         """Train the draft, in the directory `draft` of the artifact; see `train_draft`."""
         own = replace(store, output=store.output / DRAFT)
         shutil.rmtree(own.output, ignore_errors=True)
         try:
-            return train_draft(self, store.output, own, context.streamed.device, context.tokenizer, reporter)
+            return asdict(train_draft(self, store.output, own, context.streamed.device, context.tokenizer, reporter))
         except CompressError as error:
             raise CompressError(
                 f"the draft: {error}; the model is compressed and kept: change the recipe's draft section and go on with --resume"
@@ -111,11 +142,6 @@ class DraftJob(Job):
         """The draft's directory, where it has one."""
         output = store.output / DRAFT
         return [output] if output.is_dir() else []
-
-
-def is_there(draft: Mapping[str, Any], output: Path) -> bool:
-    """Whether a draft of a record still has its directory, if it has one."""
-    return "model" not in draft["drafter"] or output.is_dir()
 
 
 def prepare(
@@ -132,34 +158,29 @@ def prepare(
         RequestError: with file and line, where the draft cannot be made.
     """
     from compress.distill.draft import METHODS
-    from compress.distill.draft.checks import Prospect, RefusedError
+    from compress.distill.draft.checks import Prospect, RefusedError, check_trained
 
     origin, path = recipe.origin, stage.path
     kind = model_kind(model.config)
     if kind != "decoder":
         raise RequestError(origin.at(path, f"drafts are for causal language models, and this is an {kind}"))
-    start = _start(recipe, stage, checkpoint)
-    with _at(recipe, (*path, "model")):
-        own = None if start is None else build_skeleton(read_config(start), torch.float32)
+    name, start, own = getattr(stage.config, "model", None), None, None
+    if name is not None:
+        key = (*path, "model")
+        start = locate_checkpoint(name, origin, key)
+        with _at(recipe, key):
+            check_target({}, Artifact(start), Artifact(checkpoint.path))
+            own = build_skeleton(read_config(start), torch.float32)
     prospect = Prospect(model, end_of_sequence(Artifact(checkpoint.path), tokenizer), compressed, own)
+    method = METHODS[stage.method]
     try:
-        METHODS[stage.method].check(stage.config, prospect)
+        if method.trains:
+            check_trained(stage.config, prospect)
+        method.check(stage.config, prospect)
     except RefusedError as error:
         raise RequestError(origin.at((*path, error.key), str(error))) from None
     data, warnings = calibration.load_training(recipe, stage, tokenizer, prospect.vocabulary)
     return DraftJob(stage, data, start, tuple(warnings))
-
-
-def _start(recipe: Recipe, stage: Stage, checkpoint: Checkpoint) -> Path | None:
-    """The checkpoint that the draft begins as, whose tokens must mean what the target's do."""
-    name = getattr(stage.config, "model", None)
-    if name is None:
-        return None
-    key = (*stage.path, "model")
-    start = locate_checkpoint(name, recipe.origin, key)
-    with _at(recipe, key):
-        check_target({}, Artifact(start), Artifact(checkpoint.path))
-    return start
 
 
 @contextmanager
@@ -173,15 +194,12 @@ def _at(recipe: Recipe, key: tuple[str | int, ...]) -> Iterator[None]:
 
 def train_draft(
     job: DraftJob, path: Path, store: Store, device: torch.device, tokenizer: Any, reporter: Reporter
-) -> dict[str, Any]:
+) -> DraftRecord:
     """Train a draft.
 
     Args:
         path: the artifact, with or without its manifest.
         store: its `output` is the draft's directory, inside the artifact. In all processes but the main one this ends in `PartDone`.
-
-    Returns:
-        "method", "drafter" (what `runtime.load` takes, paths relative to the artifact), "facts", and what `DraftJob.facts` has.
     """
     from compress.data.samples import sample_rows
     from compress.distill.draft.training import DraftTraining
@@ -195,16 +213,13 @@ def train_draft(
     )
     training = DraftTraining(
         artifact=path,
-        fingerprint=artifact.checkpoint.fingerprint(),
         teacher=Teacher.of(model),
         rows=job.rows,
         kinds=sample_rows(tokenizer, job.config.sequence_length),
-        work=store.work,
-        output=store.output,
+        store=store,
         reporter=reporter,
-        apply=store.apply,
         start=job.start,
-        team=store.team,
     )
-    drafter = job.method.make(training, job.config)
-    return {"method": job.stage.method, "drafter": drafter, "facts": training.facts, **job.facts()}
+    drafter, stage = job.method.make(training, job.config), job.stage
+    text = {"description": job.data.description, "sha256": job.data.sha256}
+    return DraftRecord(stage.method, drafter, training.facts, job.identity, stage.resolved()[stage.kind], text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,24 +9,19 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from compress.distill.draft.checks import Prospect, RefusedError, check_in_c, check_trained
+from compress.distill.draft.checks import Prospect, RefusedError, check_in_c
 from compress.distill.draft.config import DraftConfig
 from compress.distill.draft.cut import cut_checkpoint, final_norm
-from compress.distill.draft.student import Student, read_bytes, round_trained
+from compress.distill.draft.student import TensorStudent, read_bytes
 from compress.distill.draft.training import DraftMethod, DraftTraining
-from compress.distill.draft.write import write_tensors
-from compress.distill.train.data import TextRows
 from compress.distill.train.losses import Objective
-from compress.distill.train.teacher import Teacher
 from runtime.checkpoint.checkpoint import Checkpoint
-from runtime.errors import RequestError
 from runtime.modeling.skeleton import find_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER = "adapter.safetensors"
-_PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 
 
 class KangarooConfig(DraftConfig):
@@ -49,35 +43,29 @@ class NoFeedForward(nn.Module):
         return torch.zeros_like(x)
 
 
-class KangarooStudent(Student):
+class KangarooStudent(TensorStudent):
     """The first layers of a target, frozen, an adapter above them, and the target's frozen head.
 
     Liu et al., Kangaroo: Lossless Self-Speculative Decoding via Double Early Exiting, arXiv 2404.18911. The adapter begins as the target's
     next layer, which reads what it will read.
 
     Args:
-        draft: the target's first layers and the one that becomes the adapter (`cut`), float32. It is changed: all but the adapter is
-            frozen.
+        draft: the target's first layers, at least one, and the one that becomes the adapter (`cut`), float32. It is changed: all but the
+            adapter is frozen.
         objective: None: the default, forward KL to the target's distribution.
         feed_forward: the adapter has a feed-forward half.
 
     Attributes:
         exit_layer: how many layers come before the adapter.
-
-    Raises:
-        RequestError: a model of another structure, or of one layer.
     """
+
+    file = ADAPTER
 
     def __init__(self, draft: PreTrainedModel, objective: Objective | None = None, feed_forward: bool = False) -> None:
         super().__init__(draft, objective)
         blocks = find_blocks(draft)[1]
         self.exit_layer, self.feed_forward = len(blocks) - 1, feed_forward
         self._block: Any = blocks[-1]
-        missing = [part for part in _PARTS if not hasattr(self._block, part)]
-        if missing:
-            raise RequestError(f"a {type(draft).__name__} has no adapter: its layers have no {missing[0]}")
-        if not self.exit_layer:
-            raise RequestError("an adapter needs at least one layer before it")
         draft.requires_grad_(False)
         trained = [self._block.self_attn, self._block.input_layernorm, final_norm(draft)]
         if feed_forward:
@@ -87,7 +75,7 @@ class KangarooStudent(Student):
         for module in trained:
             module.requires_grad_(True)
 
-    def adapter(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """What was trained, as `runtime.engines.native.sublayers.Adapter` names them."""
         trained = {name: value for name, value in self._block.named_parameters() if value.requires_grad}
         norm: Any = final_norm(self.draft)
@@ -97,14 +85,6 @@ class KangarooStudent(Student):
     def content(self) -> dict[str, Any]:
         return {"vocabulary": self.vocabulary, "exit_layer": self.exit_layer}
 
-    def write(self, directory: Path, content: Mapping[str, Any], teacher: Teacher, held_out: TextRows) -> None:
-        """As `Student.write`: what was trained. See `runtime.drafting.drafters.kangaroo.build`."""
-        round_trained(self)
-        write_tensors(directory, ADAPTER, self.adapter(), {**content, **self.content})
-
-    def read_back(self, directory: Path) -> None:
-        """It was rounded when it was written."""
-
     def bytes_read(self, directory: Path, artifact: Path) -> float:
         """Those of the artifact up to the exit and of its head, and the adapter's."""
         checkpoint, blocks = Checkpoint(artifact), find_blocks(self.draft)[0]
@@ -113,7 +93,7 @@ class KangarooStudent(Student):
             for name in checkpoint.names()
             if name.startswith(f"{blocks}.") and int(name[len(blocks) + 1 :].partition(".")[0]) >= self.exit_layer
         )
-        return read_bytes(artifact) - sum(later) + sum(2 * value.numel() for value in self.adapter().values())
+        return read_bytes(artifact) - sum(later) + sum(2 * value.numel() for value in self.tensors().values())
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | self.content | {"feed_forward": self.feed_forward}
@@ -128,7 +108,6 @@ def make(training: DraftTraining, config: KangarooConfig) -> dict[str, Any]:
 
 def check(config: KangarooConfig, target: Prospect) -> None:
     """See `DraftMethod.check`."""
-    check_trained(config, target)
     check_in_c(target, 2)
     if config.exit_layer >= target.depth:
         text = f"the model has {target.depth} layers; the draft must leave it before the last, not after {config.exit_layer}"

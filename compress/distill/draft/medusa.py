@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -10,9 +11,8 @@ from pydantic import Field
 
 from compress.distill.draft.features import Features
 from compress.distill.draft.heads import HeadsConfig, HeadStudent, check_heads, train_heads
-from compress.distill.draft.training import DraftMethod, DraftTraining
+from compress.distill.draft.training import DraftMethod
 from runtime.drafting.drafters.medusa import MedusaHeads
-from runtime.errors import RequestError
 
 
 class MedusaConfig(HeadsConfig):
@@ -22,12 +22,8 @@ class MedusaConfig(HeadsConfig):
     """
 
     method: Literal["medusa"] = Field("medusa", description="Name of the method.")
-    data: Literal["given", "teacher"] = Field(
-        "teacher", description="What is trained on: the calibration text, or what the artifact writes after it."
-    )
     tokens: int = Field(4, ge=1, le=16, description="Heads.")
     blocks: int = Field(1, ge=1, le=8, description="Residual blocks of each head.")
-    quantize: Literal["none"] = Field("none", description="Heads are rounded where they run.")
 
 
 class MedusaStudent(HeadStudent):
@@ -46,17 +42,10 @@ class MedusaStudent(HeadStudent):
         return {"count": self.levels, "blocks": self.blocks}
 
     def states(self, ids: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
-        if length > self.levels:
-            raise RequestError(f"there are {self.levels} heads; they cannot propose {length} tokens")
         hidden = self.features.hidden(ids)
         module: Any = self.draft.module
         for ahead, head in enumerate(module.heads[:length]):
             yield head(hidden[:, : hidden.shape[1] - 1 - ahead])
-
-
-def make(training: DraftTraining, config: MedusaConfig) -> dict[str, Any]:
-    """See `DraftMethod.make`."""
-    return train_heads(training, config, MedusaStudent)
 
 
 METHOD = DraftMethod(
@@ -64,6 +53,6 @@ METHOD = DraftMethod(
     config=MedusaConfig,
     summary="heads on the artifact that foretell several tokens at once",
     paper="Cai et al., Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads, 2024, arXiv 2401.10774",
-    make=make,
+    make=partial(train_heads, student=MedusaStudent),
     check=check_heads,
 )

@@ -8,6 +8,7 @@ what other anchors' recursions made (as EAGLE-3 trains, arXiv 2503.01840).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from compress.distill.draft.features import Features
 from compress.distill.draft.heads import HeadsConfig, HeadStudent, check_heads, train_heads
-from compress.distill.draft.training import DraftMethod, DraftTraining
+from compress.distill.draft.training import DraftMethod
 from runtime.drafting.drafters.mtp_block import BlockSizes, MTPBlock
 from runtime.modeling.layer_sizes import uniform
 
@@ -29,15 +30,11 @@ class MTPConfig(HeadsConfig):
     """
 
     method: Literal["mtp"] = Field("mtp", description="Name of the method.")
-    data: Literal["given", "teacher"] = Field(
-        "teacher", description="What is trained on: the calibration text, or what the artifact writes after it."
-    )
     tokens: int = Field(3, ge=1, le=16, description="Tokens ahead that are trained.")
     decay: float = Field(
         0.6, gt=0, le=1, description="Weight of the loss of each further token, of that of the one before."
     )
     intermediate: int | None = Field(None, ge=1, description="Width of the block's MLP; none: the artifact's.")
-    quantize: Literal["none"] = Field("none", description="Heads are rounded where they run.")
 
 
 class MTPStudent(HeadStudent):
@@ -141,16 +138,11 @@ def _frequencies(features: Features, dim: int) -> torch.Tensor:
     return _THETA ** (-torch.arange(0, dim, 2).float() / dim)
 
 
-def make(training: DraftTraining, config: MTPConfig) -> dict[str, Any]:
-    """See `DraftMethod.make`."""
-    return train_heads(training, config, MTPStudent)
-
-
 METHOD = DraftMethod(
     name="mtp",
     config=MTPConfig,
     summary="one small block on the artifact that foretells token after token",
     paper="Cai et al., FastMTP: Accelerating LLM Inference with Enhanced Multi-Token Prediction, 2025, arXiv 2509.18362",
-    make=make,
+    make=partial(train_heads, student=MTPStudent),
     check=check_heads,
 )

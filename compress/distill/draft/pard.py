@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import Field
 
-from compress.distill.draft.checks import Prospect, RefusedError, check_ahead, check_cut, check_trained
+from compress.distill.draft.checks import Prospect, RefusedError, check_ahead, check_cut
 from compress.distill.draft.config import CutConfig
 from compress.distill.draft.student import Student
 from compress.distill.draft.training import DraftMethod, DraftTraining
 from compress.distill.train.data import Batch, mix
 from compress.distill.train.losses import Targets
-from runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -125,12 +124,9 @@ class ParallelStudent(Student):
     """A draft that learns to propose several tokens in one pass.
 
     Args:
-        draft: as of `Student`; its layers must have full attention, computed by "sdpa" or "eager".
+        draft: as of `Student`; its layers have full attention, computed by "sdpa" or "eager" (`no_masks`).
         mask_token: id that stands for a token not known yet, one that sequences do not have; its embedding is trained.
         least: see `dropped`.
-
-    Raises:
-        RequestError: attention that cannot have such masks.
     """
 
     one_pass = True
@@ -144,9 +140,6 @@ class ParallelStudent(Student):
         least: float = 0.2,
     ) -> None:
         super().__init__(draft, config.objective(), kept)
-        reason = no_masks(draft)
-        if reason is not None:
-            raise RequestError(reason)
         text: Any = draft.config.get_text_config(decoder=True)
         self._attention = text._attn_implementation
         self.mask_token, self.levels, self.keep, self.least = mask_token, max(2, config.tokens), config.keep, least
@@ -154,8 +147,6 @@ class ParallelStudent(Student):
     def forward(self, batch: Batch, targets: Targets | None) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Student.forward`; every token ahead counts equally, however many of its masks were kept."""
         length = batch.ids.shape[1]
-        if length <= self.levels + 1:
-            raise RequestError(f"rows of {length} tokens are too short for a draft of {self.levels} tokens at once")
         anchors = dropped(length, self.levels, self.keep, self.least, batch.seeds.tolist())
         placed = layout(batch.ids, [part.to(batch.ids.device) for part in anchors], self.mask_token)
         logits = self._placed_logits(placed)
@@ -170,8 +161,6 @@ class ParallelStudent(Student):
 
     def proposals(self, ids: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
         """As `Student.proposals`, each anchor's tokens out of one pass; at most as many as it was trained for."""
-        if length > self.levels:
-            raise RequestError(f"the draft proposes {self.levels} tokens in a pass, not {length}")
         batch, size = ids.shape
         anchors = [torch.arange(size - ahead, device=ids.device).expand(batch, -1) for ahead in range(1, length)]
         placed = layout(ids, anchors, self.mask_token)
@@ -209,7 +198,6 @@ def make(training: DraftTraining, config: PardConfig) -> dict[str, Any]:
 
 def check(config: PardConfig, target: Prospect) -> None:
     """See `DraftMethod.check`."""
-    check_trained(config, target)
     check_ahead(config)
     draft = check_cut(config, target)
     if config.mask_token is not None and config.mask_token >= target.vocabulary:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from compress.core.files import disk_errors, listed, write_sealed
 from compress.core.processes import PartDone, Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import CHOICE, DRAFTS, LOG, MANIFEST, WORK, RunDirectory, remove
-from compress.distill.draft.job import DraftJob, is_there, prepare, train_draft
+from compress.distill.draft.job import DraftJob, DraftRecord, prepare, train_draft
 from compress.distill.draft.stage import STAGE
 from compress.model.context import choose_device
 from compress.model.stage import Apply, Store
@@ -72,10 +73,10 @@ def _redraft(path: Path, recipe: Recipe, apply: Apply, device: str, quiet: bool,
         tokenizer = load_tokenizer(artifact.path)
         job = _job(recipe, artifact, tokenizer, team)
     assert artifact.manifest is not None
-    old = artifact.manifest.get("draft") or {}
-    if old.get("identity") == job.identity and is_there(old, artifact.path / str(old["drafter"].get("model"))):
-        return old if team.is_main else None
-    used = old.get("drafter", {}).get("model")
+    old = DraftRecord.of(artifact.manifest)
+    if old is not None and old.identity == job.identity and old.is_there(artifact.path):
+        return asdict(old) if team.is_main else None
+    used = None if old is None else old.directory
     output = artifact.path / next(name for name in DRAFTS if name != used)
     if team.is_main:
         for leftover in [*artifact.path.glob(".draft*.tmp"), output]:
@@ -92,7 +93,7 @@ def _redraft(path: Path, recipe: Recipe, apply: Apply, device: str, quiet: bool,
             except PartDone:
                 return None
         exchange_draft(artifact, made)
-    return made
+    return asdict(made)
 
 
 def _finished(path: Path) -> Artifact:
@@ -129,7 +130,7 @@ def _job(recipe: Recipe, artifact: Artifact, tokenizer: Any, team: Team) -> Draf
     return job
 
 
-def exchange_draft(artifact: Artifact, made: dict[str, Any]) -> None:
+def exchange_draft(artifact: Artifact, made: DraftRecord) -> None:
     """Let the manifest name the new draft, then remove the old one."""
     path, manifest = artifact.path, artifact.manifest
     assert manifest is not None
@@ -137,9 +138,9 @@ def exchange_draft(artifact: Artifact, made: dict[str, Any]) -> None:
     remove(path / CHOICE)
     own = tuple(f"{name}/" for name in DRAFTS)
     kept = {name: facts for name, facts in manifest["files"].items() if name != CHOICE and not name.startswith(own)}
-    place = made["drafter"].get("model")
+    place = made.directory
     files = kept | listed(path, [] if place is None else sorted((path / place).iterdir()))
-    changed = {"schema_version": SCHEMA_VERSION, "draft": made, "files": dict(sorted(files.items()))}
+    changed = {"schema_version": SCHEMA_VERSION, "draft": asdict(made), "files": dict(sorted(files.items()))}
     write_sealed(path / MANIFEST, manifest | changed)
     for name in DRAFTS:
         if name != place:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import Field
 
-from compress.distill.draft.checks import Prospect, RefusedError, check_cut, check_trained, plain_head, refused
+from compress.distill.draft.checks import Prospect, RefusedError, check_cut, plain_head, refused
 from compress.distill.draft.config import CutConfig
 from compress.distill.draft.cut import decoder_of, final_norm
 from compress.distill.draft.student import Student
 from compress.distill.draft.training import DraftMethod, DraftTraining
 from compress.distill.train.data import Batch
-from compress.distill.train.hooks import block_outputs
 from compress.distill.train.losses import Objective, Targets
+from compress.model.module_hooks import block_outputs, evaluating
 from runtime.errors import RequestError
 from runtime.modeling.skeleton import find_blocks
 
@@ -46,7 +46,7 @@ class NestedStudent(Student):
         depths: ascending, the last is the draft's own number of layers.
 
     Raises:
-        RequestError: depths that it does not have, or a model whose final norm cannot be told.
+        RequestError: a model whose final norm cannot be told, or that does more to its logits.
     """
 
     def __init__(
@@ -57,12 +57,7 @@ class NestedStudent(Student):
         kept: torch.Tensor | None = None,
     ) -> None:
         super().__init__(draft, objective, kept)
-        layers = len(find_blocks(draft)[1])
         self.depths = list(depths)
-        if not depths or self.depths != sorted(set(self.depths)) or self.depths[0] < 1 or self.depths[-1] != layers:
-            raise RequestError(
-                f"depths of a nested draft: ascending, from 1, the last {layers} (all its layers), not {list(depths)}"
-            )
         _check_norm(self)
 
     def forward(self, batch: Batch, targets: Targets | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,12 +106,8 @@ class DepthStudent(Student):
 def _check_norm(student: NestedStudent) -> None:
     """Head and norm as we apply them must give the model's own logits (some families scale or cap them)."""
     ids = torch.arange(min(4, student.vocabulary), device=student.draft.device)[None]
-    training = student.draft.training
-    student.draft.eval()
-    try:
+    with evaluating(student.draft):
         ours, own = student.by_depth(ids, student.depths[-1:])[student.depths[-1]], student.logits(ids)
-    finally:
-        student.draft.train(training)
     if not torch.allclose(ours.float(), own.float(), atol=1e-3, rtol=1e-3):
         text = f"a {type(student.draft).__name__} does more to its logits than norm and head; it cannot be nested"
         raise RequestError(text)
@@ -133,7 +124,6 @@ def make(training: DraftTraining, config: S2DConfig) -> dict[str, Any]:
 
 def check(config: S2DConfig, target: Prospect) -> None:
     """See `DraftMethod.check`."""
-    check_trained(config, target)
     draft = check_cut(config, target)
     layers = len(find_blocks(draft)[1])
     if config.depths is not None and any(not 1 <= depth <= layers for depth in config.depths):

@@ -15,7 +15,6 @@ from compress.distill.draft.speedup import best_length, tokens_of, worth
 from compress.distill.draft.speedup import speedup as speedup_of
 from compress.distill.draft.subset_search import Search, Subset, search
 from compress.distill.draft.training import DraftMethod, DraftTraining
-from compress.distill.train.data import check_rows
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import LlamaEngine
 from runtime.engines.native.sublayers import View, parts_of
@@ -33,7 +32,7 @@ class DraftTrials:
     Args:
         engine: of the model.
         ids: int64 `[n, s]`, texts.
-        places: in each, evenly spread over its second half or, where they are too many for it, over all of it.
+        places: in each, 1 to s - 1, evenly spread over its second half or, where they are too many for it, over all of it.
         tokens: of a draft.
 
     Attributes:
@@ -41,10 +40,7 @@ class DraftTrials:
     """
 
     def __init__(self, engine: LlamaEngine, ids: torch.Tensor, places: int, tokens: int) -> None:
-        ids = check_rows(ids, "texts to draft after", 2)
         length = int(ids.shape[1])
-        if not 1 <= places < length or tokens < 1:
-            raise RequestError(f"drafts after rows of {length} tokens: 1 to {length - 1} places, not {places}")
         self.engine, self.tokens, self._size = engine, tokens, engine.page_size
         first = max(1, min(length // 2, length - places))
         starts = sorted({first + (length - first) * index // places - 1 for index in range(places)})
@@ -67,7 +63,11 @@ class DraftTrials:
                     tensor[mine[0]] = tensor[pages[full]]
                 self._pieces.append((start, pages[:full] + mine))
                 self._last.append(row[start])
-        self.written = self._write()
+        # Token by token; keys and values stay in the places' own pages until a draft overwrites them.
+        self.written = torch.zeros(len(self), tokens, dtype=torch.int64)
+        for step in range(tokens):
+            for group in self._groups(range(len(self))):
+                self.written[group, step] = engine.read(self._pool, self._step(group, step)).argmax(-1)
 
     def __len__(self) -> int:
         return len(self._last)
@@ -91,14 +91,6 @@ class DraftTrials:
         any."""
         found = by_position(self.accepted(view), self.tokens)
         return [rate for rate in found if rate is not None]
-
-    def _write(self) -> torch.Tensor:
-        """What the whole model writes, token by token; its keys and values stay in the places' own pages until a draft overwrites them."""
-        self.written = torch.zeros(len(self), self.tokens, dtype=torch.int64)
-        for step in range(self.tokens):
-            for group in self._groups(range(len(self))):
-                self.written[group, step] = self.engine.read(self._pool, self._step(group, step)).argmax(-1)
-        return self.written
 
     def _groups(self, indices: Sequence[int]) -> list[list[int]]:
         size = self.engine.most_rows
@@ -161,7 +153,6 @@ def by_position(counts: torch.Tensor, tokens: int) -> list[float | None]:
     return [float(reached[place + 1]) / reached[place] if reached[place] else None for place in range(tokens)]
 
 
-Told = Callable[[int, int], Any]  # trials done, trials in all
 _HELD_OUT = 3  # one row of so many
 
 
@@ -220,7 +211,9 @@ class Found:
         }  # fmt: skip
 
 
-def find_skips(engine: Any, ids: torch.Tensor, config: SkipConfig, told: Told | None = None) -> Found:
+def find_skips(
+    engine: LlamaEngine, ids: torch.Tensor, config: SkipConfig, told: Callable[[Search], None] | None = None
+) -> Found:
     """Search for the halves of layers to leave out: those whose absence makes drafting fastest.
 
     The value of a set is the speedup of the best draft length (`compress.distill.draft.speedup.best_length`) at the acceptance that is
@@ -228,19 +221,16 @@ def find_skips(engine: Any, ids: torch.Tensor, config: SkipConfig, told: Told | 
     seconds, so that the same rows give the same set on every machine.
 
     Args:
-        engine: the decoder in C of the model, all of it in memory.
+        engine: of the model, all of it in memory.
         ids: int64 `[n, s]`, texts; see `DraftTrials`.
-        told: is called with trials done and trials in all.
+        told: is called after each trial.
 
     Raises:
-        RequestError: an engine that does not compute with parts of a model.
+        RequestError: so few trials found nothing.
     """
-    fused = parts_of(engine)
-    if isinstance(fused, str):
-        raise RequestError(f"skipped halves cannot be searched for: {fused}")
-    layers = len(fused.parts.blocks)
-    runs = DraftTrials(fused, ids, config.places, config.tokens)
-    whole = View(fused, range(layers)).weight_bytes
+    layers = len(engine.parts.blocks)
+    runs = DraftTrials(engine, ids, config.places, config.tokens)
+    whole = View(engine, range(layers)).weight_bytes
 
     def halves(subset: Subset) -> tuple[list[int], list[int]]:
         """Layers without attention, and without feed-forward half."""
@@ -248,7 +238,7 @@ def find_skips(engine: Any, ids: torch.Tensor, config: SkipConfig, told: Told | 
 
     def measured(subset: Subset) -> tuple[list[float], float]:
         attention, mlp = halves(subset)
-        view = View(fused, range(layers), attention, mlp)
+        view = View(engine, range(layers), attention, mlp)
         return runs.rates(view), view.weight_bytes / whole
 
     def value(subset: Subset) -> float:
@@ -260,11 +250,7 @@ def find_skips(engine: Any, ids: torch.Tensor, config: SkipConfig, told: Told | 
             speedup_of(tokens_of(rates[:length]), length, cost, config.row_cost) for length in range(1, len(rates) + 1)
         )
 
-    def tell(found: Search) -> None:
-        if told is not None:
-            told(len(found.values), config.trials)
-
-    found = search(value, 2 * layers, config.trials, starts=_starts(layers), seed=config.seed, told=tell)
+    found = search(value, 2 * layers, config.trials, starts=_starts(layers), seed=config.seed, told=told)
     drafts = {subset: value for subset, value in found.values.items() if 0 < len(subset) < 2 * layers}
     if not drafts:
         raise RequestError(f"{config.trials} trials found no halves to leave out; allow more")
@@ -291,37 +277,41 @@ def make(training: DraftTraining, config: SkipConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
     engine, count = _engine(training), max(1, len(training.rows) // _HELD_OUT)
     training.reporter.phase("skips", config.trials)
-    found = find_skips(
-        engine, training.rows[:-count], config, lambda done, every: training.reporter.step(f"{done} of {every} sets")
-    )
+
+    def told(search: Search) -> None:
+        training.reporter.step(f"{len(search.values)} of {config.trials} sets")
+
+    found = find_skips(engine, training.rows[:-count], config, told)
     training.facts |= found.facts()
-    fused = cast("LlamaEngine", engine)  # the search has made sure
-    layers = range(len(fused.parts.blocks))
+    layers = range(len(engine.parts.blocks))
     even = [evenly(len(layers), len(skipped)) for skipped in (found.skip_attention, found.skip_mlp)]
     views = {
-        "before": View(fused, layers, *even),
-        "after": View(fused, layers, found.skip_attention, found.skip_mlp),
+        "before": View(engine, layers, *even),
+        "after": View(engine, layers, found.skip_attention, found.skip_mlp),
     }
     rows = {"held_out": training.rows[-count:], **training.kinds}
-    whole, training.facts["worth"] = View(fused, layers).weight_bytes, {}
+    whole, training.facts["worth"] = View(engine, layers).weight_bytes, {}
     training.facts["search"] |= {"evenly": {"skip_attention": even[0], "skip_mlp": even[1]}}
-    for when, measured in measure_views(fused, views, rows, config.places, config.tokens).items():
+    for when, measured in measure_views(engine, views, rows, config.places, config.tokens).items():
         training.facts[when] = measured
         training.facts["worth"][when] = worth(measured, views[when].weight_bytes / whole, row_cost=config.row_cost)
     return {"method": "skip", "skip_attention": found.skip_attention, "skip_mlp": found.skip_mlp}
 
 
-def _engine(training: DraftTraining) -> Any:
+def _engine(training: DraftTraining) -> LlamaEngine:
     """The decoder in C of the artifact: the teacher's own, unless that computes elsewhere or in another way."""
-    own = getattr(training.teacher.source, "engine", None)
-    if isinstance(parts_of(own), LlamaEngine):
+    own = parts_of(training.teacher.source.engine)
+    if isinstance(own, LlamaEngine):
         return own
     from runtime.checkpoint.artifact import Artifact
     from runtime.engines.choose import choose_engine
     from runtime.engines.torch.engine import Blueprint
 
     blueprint = Blueprint(Artifact(training.artifact), torch.device("cpu"), "auto", None, False)
-    return choose_engine(blueprint.build(), blueprint)
+    found = parts_of(choose_engine(blueprint.build(), blueprint))
+    if isinstance(found, str):
+        raise RequestError(f"skipped halves cannot be searched for: {found}")
+    return found
 
 
 def check(config: SkipConfig, target: Prospect) -> None:

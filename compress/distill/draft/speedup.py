@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 
 def tokens_of(by_position: Sequence[float]) -> float:
     """Tokens that one pass of the target yields, where each drafted one is accepted with its probability given all before it."""
-    total, reach = 1.0, 1.0
-    for acceptance in by_position:
-        reach *= acceptance
-        total += reach
-    return total
+    return sum(accumulate(by_position, mul), 1.0)
 
 
 def speedup(tokens: float, length: int, draft_cost: float, row_cost: float = 0.0) -> float:

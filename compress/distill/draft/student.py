@@ -10,21 +10,17 @@ import torch
 from torch import nn
 
 from compress.distill.draft.cut import cut_checkpoint
-from compress.distill.draft.vocab_trim import check_kept
-from compress.distill.draft.write import write_draft
+from compress.distill.draft.write import write_draft, write_tensors
 from compress.distill.train.checkpoint import trained_weights
-from compress.distill.train.data import Batch, TextRows, digest_of
-from compress.distill.train.loop import Goal, Sums, Training, add_sums
+from compress.distill.train.data import Batch, TextRows
+from compress.distill.train.loop import Goal, Sums, add_sums
 from compress.distill.train.losses import Objective, SparseTargets, Targets
 from compress.distill.train.teacher import Teacher
-from compress.distill.train.teacher_cache import TeacherCache, kept_digest
+from compress.distill.train.teacher_cache import kept_digest
 from runtime.checkpoint.checkpoint import Checkpoint
-from runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_ACCEPTANCE = Goal("acceptance", larger=True)
 
 
 class Student(nn.Module):
@@ -41,7 +37,7 @@ class Student(nn.Module):
     """
 
     phase = "draft"
-    goal = _ACCEPTANCE
+    goal = Goal("acceptance", larger=True)
     forgiving = False
     levels = 1
     one_pass = False
@@ -53,36 +49,12 @@ class Student(nn.Module):
         super().__init__()
         self.draft, self.objective = draft, objective or Objective()
         self.vocabulary = int(draft.config.get_text_config(decoder=True).vocab_size)
-        self.register_buffer("kept", None if kept is None else check_kept(kept, self.vocabulary), persistent=False)
+        self.register_buffer("kept", None if kept is None else kept.to(torch.int64), persistent=False)
 
     @property
     def width(self) -> int:
         """Tokens that it may propose."""
         return self.vocabulary if self.kept is None else len(self.kept)
-
-    def check(self, training: Training) -> None:
-        """Raise RequestError where rows or teachers do not fit the draft."""
-        teacher = training.teacher
-        if teacher is None and self.objective.needs_teacher:
-            raise RequestError(f"{self.objective.divergence} needs a teacher")
-        for who in (teacher, training.judge):
-            if isinstance(who, Teacher):
-                check_vocabulary(self, who)
-        if isinstance(teacher, TeacherCache):
-            sha256 = digest_of(training.source.ids) if isinstance(training.source, TextRows) else None
-            for key, value in {"sha256": sha256, "vocabulary": self.width, "kept": kept_digest(self.kept)}.items():
-                if teacher.facts[key] != value:
-                    text = f"{key} is {teacher.facts[key]!r}, and {value!r} is needed; rows that the draft writes need a live teacher"
-                    raise RequestError(f"the teacher's cache in {teacher.directory} is of other rows or tokens: {text}")
-        limit = getattr(self.draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        for what, rows in (("training rows", training.source), ("held-out rows", training.held_out)):
-            if limit is not None and rows.length > limit:
-                raise RequestError(f"{what} of {rows.length} tokens are more than the {limit} positions of the draft")
-            if rows.largest >= self.vocabulary:
-                text = f"{what} have token id {rows.largest}, outside the draft's vocabulary of {self.vocabulary}"
-                raise RequestError(text)
-        if not bool(training.held_out.trained.any()):
-            raise RequestError("held-out rows: no position of them counts")
 
     def forward(self, batch: Batch, targets: Targets | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss over a batch, and what to divide it by: the sum of weighted losses of the trained positions, the sum of weights.
@@ -154,7 +126,7 @@ class Student(nn.Module):
             content: of draft.json.
             teacher, held_out: for measures that the drafter reads when it runs.
         """
-        write_draft(directory, self.draft, {**content, **self.content}, None if self.kept is None else self.kept.cpu())
+        write_draft(directory, self.draft, {**content, **self.content}, self.kept)
 
     def read_back(self, directory: Path) -> None:
         """Take on the numbers that are stored, which have fewer bits: acceptance has to be measured on them."""
@@ -189,8 +161,8 @@ class Student(nn.Module):
         """Ids as a trimmed head counts them where the text itself is learned, and positions whose ids it has."""
         if self.kept is None or self.objective.needs_teacher:
             return ids, trained
-        index = torch.searchsorted(self.kept, ids.contiguous()).clamp_max(len(self.kept) - 1)
-        return index, trained & (self.kept[index] == ids)
+        columns, there = columns_of(ids, self.kept)
+        return columns, trained & there
 
     def restricted(self, targets: Targets) -> Targets:
         """The teacher's logits of the tokens that a trimmed head has."""
@@ -198,6 +170,36 @@ class Student(nn.Module):
 
     def _own(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self.kept is None else logits[..., self.kept]
+
+
+class TensorStudent(Student):
+    """A draft that is stored as some tensors in one file, in bfloat16.
+
+    Attributes:
+        file: name of the file.
+    """
+
+    file: str
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is stored, parameters and others, by name."""
+        raise NotImplementedError
+
+    def write(self, directory: Path, content: Mapping[str, Any], teacher: Teacher, held_out: TextRows) -> None:
+        """As `Student.write`: what was trained, which is rounded as it is stored."""
+        round_trained(self)
+        write_tensors(directory, self.file, self.tensors(), {**content, **self.content})
+
+    def read_back(self, directory: Path) -> None:
+        """They were rounded when they were written."""
+
+
+def columns_of(ids: torch.Tensor, kept: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns of ids `[...]` in a head trimmed to `kept` `[k]` (None: it is whole), int64, and whether it has them, bool."""
+    if kept is None:
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+    index = torch.searchsorted(kept, ids.contiguous()).clamp_max(len(kept) - 1)
+    return index, kept[index] == ids
 
 
 def overlaps(
@@ -220,13 +222,6 @@ def overlaps(
     accepted = torch.minimum(log_p, log_q).exp().sum(-1).clamp_max(1.0)  # without what softmaxes are rounded by
     count = float(counted.sum())
     return {"acceptance": (float(accepted.double().sum()), count), "agreement": (float(agree), count)}
-
-
-def check_vocabulary(student: Student, target: Teacher) -> None:
-    """RequestError unless a draft and its target have equally many tokens."""
-    if student.vocabulary != target.vocabulary:
-        text = f"the draft has a vocabulary of {student.vocabulary} and its target of {target.vocabulary}; both must have the same"
-        raise RequestError(text)
 
 
 @torch.no_grad()

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from runtime.errors import RequestError
-
 Subset = tuple[int, ...]  # ascending
 Objective = Callable[[Subset], float]
 
@@ -59,16 +57,11 @@ def search(
 
     Args:
         objective: deterministic.
-        trials: calls of it at most; it is called once for a subset.
+        members: at least 1. trials: calls of the objective at most, at least 1; it is called once for a subset.
         starts: tried first.
         seed: of what is random.
         told: is called after every trial.
-
-    Raises:
-        RequestError: no members or no trials.
     """
-    if members < 1 or trials < 1:
-        raise RequestError(f"a search needs at least 1 member and 1 trial, not {members} and {trials}")
     found, draw = Search(), np.random.default_rng(seed)
     trials = min(trials, 2**members)
 
@@ -193,10 +186,7 @@ def _unknown(found: Search, members: int, draw: np.random.Generator) -> Subset:
 
 
 def _rows(subsets: Sequence[Subset], members: int) -> np.ndarray:
-    rows = np.zeros((len(subsets), members), dtype=bool)
-    for row, subset in zip(rows, subsets, strict=True):
-        row[list(subset)] = True
-    return rows
+    return np.array([np.isin(np.arange(members), subset) for subset in subsets])
 
 
 def _subset(row: np.ndarray) -> Subset:
@@ -205,5 +195,4 @@ def _subset(row: np.ndarray) -> Subset:
 
 def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """In how many members rows differ, `[len(a), len(b)]`."""
-    left, right = a.astype(float), b.astype(float)
-    return left @ (1 - right).T + (1 - left) @ right.T
+    return (a[:, None] != b).sum(-1)  # type: ignore[no-any-return]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.core.files import intact, seal, write_json, written_beside
-from compress.core.processes import Team
 from compress.distill.draft import vocab_trim
 from compress.distill.draft.acceptance import Texts, measure_acceptance, target_texts
 from compress.distill.draft.checks import Prospect
@@ -22,14 +21,14 @@ from compress.distill.draft.cut import chosen_layers, cut_checkpoint
 from compress.distill.draft.speedup import worth
 from compress.distill.draft.student import Student, read_bytes
 from compress.distill.draft.write import KEPT, file_sums, note
-from compress.distill.train.data import MixedRows, OnPolicyRows, Source, TextRows, digest_of
+from compress.distill.train.data import MixedRows, OnPolicyRows, Source, TextRows, digest_of, split_rows
 from compress.distill.train.loop import Trained, Training
+from compress.distill.train.options import TrainOptions
 from compress.distill.train.teacher import Teacher, teacher_rows
 from compress.distill.train.teacher_cache import TeacherCache, cache_teacher
-from compress.model.stage import Apply
+from compress.model.stage import Apply, Store
 from runtime.checkpoint.checkpoint import Checkpoint, read_json
 from runtime.drafting.drafters.draft_model import DRAFT
-from runtime.errors import RequestError
 from runtime.modeling.skeleton import read_config
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
     from compress.core.progress import Reporter
 
-HELD_OUT, MOST_HELD_OUT = 8, 64  # an eighth of the rows, and at most so many
 _GROUP = 128  # of the schemes
 _NOT_OF_A_DRAFT = ("report.html", "compress.log", "recipe.yaml", "compress.json")
 _AFTERWARDS = {"quantize", "accept_head"}  # fields of a draft section that matter only when training is over
@@ -50,7 +48,8 @@ class DraftMethod:
     Attributes:
         name, config, summary, paper: as of `compress.core.method.Method`.
         make: trains the draft and writes it; returns what `drafter=` of `runtime.load` takes for it, "model" being its directory.
-        check: raises `compress.distill.draft.checks.RefusedError` where a draft with these fields cannot be made for a target.
+        check: raises `compress.distill.draft.checks.RefusedError` where a draft with these fields cannot be made for a target; those that
+            all trained drafts have are checked before (`check_trained`).
         trains: a training is part of it, which several processes can share.
     """
 
@@ -70,31 +69,23 @@ class DraftTraining:
 
     Attributes:
         artifact: directory of the target, finished but for its manifest.
-        fingerprint: of its weights.
         teacher: the same, loaded.
         rows: int64 `[n, s]`, calibration text.
-        kinds: {"text", "code", "chat": int64 `[m, s]`}, samples on which acceptance is reported; empty where there is no tokenizer.
-        work: for what an interrupted run goes on from.
-        output: the draft's directory, to be written.
+        kinds: {"text", "code", "chat": int64 `[m, s]`}, samples on which acceptance is reported.
+        store: its `output` is the draft's directory, to be written; its `apply` stores drafts in few bits.
         reporter: is told.
-        apply: runs a recipe, which is how drafts are stored in few bits.
         start: a checkpoint that becomes the draft; None: the draft is cut out of the artifact.
-        team: the processes that train.
         facts: for the manifest and the report, filled on the way.
         texts: what the target has written to be measured on, by the rows that it continued.
     """
 
     artifact: Path
-    fingerprint: str
     teacher: Teacher
     rows: torch.Tensor
     kinds: Mapping[str, torch.Tensor]
-    work: Path
-    output: Path
+    store: Store
     reporter: Reporter
-    apply: Apply
     start: Path | None = None
-    team: Team = field(default_factory=Team)
     facts: dict[str, Any] = field(default_factory=dict)
     texts: dict[str, Texts] = field(default_factory=dict)
 
@@ -104,16 +95,16 @@ class DraftTraining:
         student.to(self.teacher.device)
         self._measured("before", config, student, held_out)
         self.train(config, student, self.source(config, student, given), held_out)
-        self.store(config, student, held_out)
+        self.write(config, student, held_out)
         self._measured("after", config, student, held_out)
         self.settle(student)
-        return {"model": self.output.name}
+        return {"model": self.store.output.name}
 
     # ---------------------------------------------------------------- rows
     def split(self) -> tuple[torch.Tensor, TextRows]:
         """Rows to train on, and rows that are held out."""
-        count = min(MOST_HELD_OUT, max(1, len(self.rows) // HELD_OUT))
-        return self.rows[:-count], TextRows(self.rows[-count:])
+        given, apart = split_rows(self.rows)
+        return given, TextRows(apart)
 
     def source(self, config: DraftConfig, student: Student, given: torch.Tensor) -> Source:
         """What the student is trained on; what the teacher writes for it is kept in `work`."""
@@ -121,8 +112,6 @@ class DraftTraining:
             return TextRows(given)
         prompt = max(1, given.shape[1] // 4)
         tokens = int(given.shape[1]) - prompt
-        if not self.teacher.writes:
-            raise RequestError(f"data {config.data}: this teacher gives logits and writes no texts; use given")
         prompts = given[:, :prompt].repeat(config.continuations, 1)
         own = OnPolicyRows(student.draft, prompts, tokens, 1.0, self.teacher.ends, student.kept)
         if config.data == "on_policy":
@@ -132,9 +121,9 @@ class DraftTraining:
 
     def written(self, config: DraftConfig, prompts: torch.Tensor, tokens: int) -> TextRows:
         """What the teacher writes after prompts, once."""
-        decided_by = [self.fingerprint, prompts, tokens, config.seed]
-        file = part(self.work, "teacher_rows", decided_by, ".safetensors")
-        with self.team.in_turn():
+        decided_by = [self.teacher.fingerprint, prompts, tokens, config.seed]
+        file = part(self.store.work, "teacher_rows", decided_by, ".safetensors")
+        with self.store.team.in_turn():
             if intact(file):
                 return TextRows.load(file)
             self.reporter.phase("teacher writes", -(-len(prompts) // 16))
@@ -163,7 +152,7 @@ class DraftTraining:
         if most is None:
             return None
         counted = vocab_trim.expected_counts(self.teacher, TextRows(self.split()[0]))
-        kept = self.team.broadcast(vocab_trim.choose(counted, most, self.teacher.ends))
+        kept = self.store.team.broadcast(vocab_trim.choose(counted, most, self.teacher.ends))
         self.facts["vocabulary"] = {
             "tokens": len(kept), "of": self.teacher.vocabulary, "coverage": vocab_trim.coverage(counted, kept),
         }  # fmt: skip
@@ -172,17 +161,18 @@ class DraftTraining:
     # ---------------------------------------------------------------- training
     def train(self, config: DraftConfig, student: Student, source: Source, held_out: TextRows) -> Trained:
         """Train, or go on where an interrupted run stopped; how it went is in the facts."""
+        team = self.store.team
         teacher: Teacher | TeacherCache | None = self.teacher if student.objective.needs_teacher else None
         if config.teacher_top is not None and teacher is not None:
             assert isinstance(source, TextRows)  # `check_trained`
             teacher = self.cached(config.teacher_top, config, student, source)
-        with self.team.in_turn():
+        with team.in_turn():
             directory = self._checkpoints(config)
         trained = Training(
-            student, source, teacher, held_out, self.teacher, config.options(),
-            directory, True, self.team.accelerator, self.teacher.device, self.reporter,
+            student, source, teacher, held_out, self.teacher, TrainOptions.of(config), directory, team.accelerator, self.teacher.device,
+            self.reporter,
         ).run()  # fmt: skip
-        self.team.leave()
+        team.leave()
         # What it was worth before and is worth after is measured on what is stored; the curve alone is of the weights in training.
         self.facts["training"] = {key: v for key, v in trained.facts().items() if key not in ("before", "after")}
         return trained
@@ -190,8 +180,9 @@ class DraftTraining:
     def _checkpoints(self, config: DraftConfig) -> Path:
         """The directory of a training's checkpoints. Those of other settings are removed: they are several times as large as the draft."""
         fields = config.model_dump(mode="json", exclude=_AFTERWARDS)
-        own = part(self.work, "training", [fields, self.fingerprint, self.rows, self.facts.get("model")])
-        for other in self.work.glob("training-*"):
+        decided_by = [fields, self.teacher.fingerprint, self.rows, self.facts.get("model")]
+        own = part(self.store.work, "training", decided_by)
+        for other in self.store.work.glob("training-*"):
             if other != own:
                 shutil.rmtree(other, ignore_errors=True)
         return own
@@ -199,8 +190,9 @@ class DraftTraining:
     def cached(self, top: int, config: DraftConfig, student: Student, rows: TextRows) -> TeacherCache:
         """The teacher's likeliest tokens at the rows, computed once."""
         kept = None if student.kept is None else student.kept.cpu()
-        place = part(self.work, "teacher", [self.fingerprint, rows.ids, top, config.temperature, kept])
-        with self.team.in_turn():
+        decided_by = [self.teacher.fingerprint, rows.ids, top, config.temperature, kept]
+        place = part(self.store.work, "teacher", decided_by)
+        with self.store.team.in_turn():
             self.reporter.phase("teacher", -(-len(rows) // 8))
             return cache_teacher(
                 self.teacher, rows, place, k=min(top, student.width), temperature=config.temperature, kept=kept,
@@ -212,19 +204,13 @@ class DraftTraining:
         """Acceptance on held-out rows and on each kind of sample, of a student that is where the teacher is."""
         found = {}
         for kind, rows in {"held_out": held_out, **{kind: TextRows(ids) for kind, ids in self.kinds.items()}}.items():
+            name = digest_of(rows.ids)
+            if name not in self.texts:
+                self.texts[name] = target_texts(self.teacher, rows)
             # At most half of what is continued, so that there are steps to count.
             length = min(config.tokens, max(1, rows.length // 4))
-            found[kind] = measure_acceptance(student, self.teacher, rows, length=length, texts=self._texts(rows))
+            found[kind] = measure_acceptance(student, self.teacher, rows, self.texts[name], length)
         return found
-
-    def _texts(self, rows: TextRows) -> Texts | None:
-        """What the target writes after the beginnings of rows: once, for all that is measured on them."""
-        if not self.teacher.writes:
-            return None
-        name = digest_of(rows.ids)
-        if name not in self.texts:
-            self.texts[name] = target_texts(self.teacher, rows)
-        return self.texts[name]
 
     def _measured(self, when: str, config: DraftConfig, student: Student, held_out: TextRows) -> None:
         """`measure` into the facts; of a student with variants each by itself."""
@@ -235,20 +221,20 @@ class DraftTraining:
             self.facts[when] = self.measure(config, student, held_out)
 
     # ---------------------------------------------------------------- writing
-    def store(self, config: DraftConfig, student: Student, held_out: TextRows) -> None:
+    def write(self, config: DraftConfig, student: Student, held_out: TextRows) -> None:
         """The draft's directory, its weights stored as the config says; the student then has the numbers that are stored."""
-        plain = config.quantize == "none"
-        where = self.output if plain else self.work / "dense"
-        content = {"method": config.method, "target": self.fingerprint, "facts": dict(self.facts)}
+        plain, output = config.quantize == "none", self.store.output
+        where = output if plain else self.store.work / "dense"
+        content = {"method": config.method, "target": self.teacher.fingerprint, "facts": dict(self.facts)}
         student.write(where, content, self.teacher, held_out)
         if not plain:
-            compact(where, self.output, config.quantize, student.kept is not None, self.apply)
+            compact(where, output, config.quantize, student.kept is not None, self.store.apply)
             shutil.rmtree(where)
-        student.read_back(self.output)
+        student.read_back(output)
 
     def settle(self, student: Student) -> None:
         """What the written draft costs, and what it promised before training and promises now, into the facts and its directory."""
-        read = student.bytes_read(self.output, self.artifact)
+        read = student.bytes_read(self.store.output, self.artifact)
         cost = read / read_bytes(self.artifact)
         self.facts["cost"] = {
             "bytes": round(read), "of_target": cost, "tokens": student.levels if student.one_pass else 1,
@@ -256,7 +242,7 @@ class DraftTraining:
         self.facts["worth"] = {
             when: worth(self.facts[when], cost, one_pass=student.one_pass) for when in ("before", "after")
         }
-        note(self.output, facts=self.facts)
+        note(self.store.output, facts=self.facts)
 
 
 def compact(source: Path, output: Path, scheme: str, trimmed: bool, apply: Apply) -> None:

@@ -15,10 +15,10 @@ from compress.distill.train.teacher import Teacher
 from runtime.errors import RequestError
 
 
-def expected_counts(teacher: Teacher, rows: TextRows, batch: int = 8) -> torch.Tensor:
+def expected_counts(teacher: Teacher, rows: TextRows) -> torch.Tensor:
     """How often the target would emit each token at trained positions of rows, sums of its probabilities: float64 `[vocabulary]`."""
     total = torch.zeros(teacher.vocabulary, dtype=torch.float64)
-    for ids, trained in zip(rows.ids.split(batch), rows.trained.split(batch), strict=True):
+    for ids, trained in rows.parts(8):
         logits = teacher.logits(ids.to(teacher.device))[trained.to(teacher.device)]
         total += torch.softmax(logits, -1).double().sum(0).cpu()
     return total
@@ -36,14 +36,11 @@ def choose(frequencies: torch.Tensor, size: int, always: Collection[int] = ()) -
         int32 `[size]`, ascending.
 
     Raises:
-        RequestError: a size out of range, or ids that are none.
+        RequestError: ids that are none.
     """
-    vocabulary = len(frequencies)
-    if not max(1, len(set(always))) <= size <= vocabulary:
-        raise RequestError(f"tokens to keep: {max(1, len(set(always)))} to {vocabulary}, the vocabulary, not {size}")
-    wrong = next((token for token in always if not 0 <= token < vocabulary), None)
+    wrong = next((token for token in always if not 0 <= token < len(frequencies)), None)
     if wrong is not None:
-        raise RequestError(f"token {wrong} cannot be kept: ids are below {vocabulary}")
+        raise RequestError(f"token {wrong} cannot be kept: ids are below {len(frequencies)}")
     ranked = frequencies.double().clone()
     ranked[list(always)] = torch.inf
     return ranked.sort(descending=True, stable=True).indices[:size].sort().values.to(torch.int32)
@@ -53,12 +50,3 @@ def coverage(frequencies: torch.Tensor, kept: torch.Tensor) -> float:
     """Share of what was counted that the kept tokens are; no draft that proposes only them is accepted more often."""
     total = float(frequencies.double().sum())
     return float(frequencies.double()[kept.long()].sum()) / total if total else 0.0
-
-
-def check_kept(kept: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Kept tokens as int64; RequestError unless they are ascending ids of the vocabulary."""
-    ids = kept.to(torch.int64)
-    ascending = ids.dim() == 1 and len(ids) > 0 and bool((ids.diff() > 0).all())
-    if not ascending or int(ids[0]) < 0 or int(ids[-1]) >= vocabulary:
-        raise RequestError(f"kept tokens must be ascending ids below {vocabulary}, without repetition")
-    return ids

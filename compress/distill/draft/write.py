@@ -28,7 +28,6 @@ import torch
 from safetensors.torch import save_file
 
 from compress.core.files import directory_beside, disk_errors, sha256, write_json
-from compress.distill.draft.vocab_trim import check_kept
 from runtime.checkpoint.checkpoint import read_json
 from runtime.drafting.drafters.draft_model import DRAFT
 from runtime.errors import RequestError
@@ -76,16 +75,15 @@ def write_draft(
         directory: new, or an earlier draft's, which is replaced.
         model: the draft. It is not changed.
         content: of draft.json: "method", "target", "facts", ...
-        kept: its trimmed vocabulary; see above.
+        kept: its trimmed vocabulary, int `[k]`; see above.
         dtype: of the stored weights.
 
     Raises:
-        RequestError: the directory holds something else, or what is given does not fit the model.
+        RequestError: the directory holds something else, or there is no target.
     """
     config: Any = model.config.get_text_config(decoder=True)
     content = {"vocabulary": int(config.vocab_size), "layers": int(config.num_hidden_layers), **content}
     if kept is not None:
-        kept = check_kept(kept, int(config.vocab_size)).to(torch.int32).cpu()
         content["kept_tokens"] = KEPT
     with draft_directory(directory, content) as temporary:
         stored: Any = copy.deepcopy(model).to(dtype)  # type: ignore[arg-type]
@@ -93,7 +91,7 @@ def write_draft(
         with quiet_transformers():
             stored.save_pretrained(temporary)
         if kept is not None:
-            save_file({"kept_tokens": kept}, temporary / KEPT)
+            save_file({"kept_tokens": kept.to("cpu", torch.int32)}, temporary / KEPT)
 
 
 def write_tensors(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from compress.core.method import Method
 from compress.distill.recover import finetune, lora, matformer
-from compress.distill.recover.config import RecoverConfig, RecoverMethod
+from compress.distill.recover.config import RecoverConfig
 
 _MODULES = (finetune, lora, matformer)
-METHODS: dict[str, RecoverMethod] = {module.METHOD.name: module.METHOD for module in _MODULES}
+METHODS: dict[str, Method] = {module.METHOD.name: module.METHOD for module in _MODULES}
 
-__all__ = ["METHODS", "RecoverConfig", "RecoverMethod"]
+__all__ = ["METHODS", "RecoverConfig"]

@@ -1,21 +1,20 @@
-"""Fields of the stage `recover`, and what a method of it is."""
+"""Fields of the stage `recover`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from compress.distill.recover.constraints import Adapter
 from compress.distill.train.losses import Divergence
-from compress.distill.train.options import TrainOptions
 
 
 class RecoverConfig(BaseModel):
     """Train what earlier stages have made of the model, so that it gives again what the model gave before."""
 
     model_config = ConfigDict(extra="forbid")
+    nested: ClassVar[bool] = False  # prefixes of the model are trained with it
 
     method: str = Field(description="Name of the method, see `compress methods`.")
     cross_entropy: float = Field(0.0, ge=0, description="Weight of the loss on the tokens of the text.")
@@ -73,27 +72,3 @@ class RecoverConfig(BaseModel):
     def adapter(self) -> Adapter | None:
         """The low-rank change that is trained in the place of weights; None: weights are."""
         return None
-
-    def options(self) -> TrainOptions:
-        """Options of the training loop; checkpoints are written as often as the model is evaluated."""
-        return TrainOptions(
-            steps=self.steps, batch=self.batch_size, micro_batch=self.micro_batch, learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay, precision=self.precision, evaluate_every=self.evaluate_every, patience=self.patience,
-            checkpoint_every=self.evaluate_every, seed=self.seed,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RecoverMethod:
-    """One method of `compress.distill.recover.METHODS`; attributes as of `compress.core.method.Method`.
-
-    Attributes:
-        nested: prefixes of the model are trained with it.
-    """
-
-    name: str
-    config: type[RecoverConfig]
-    summary: str
-    paper: str
-    needs: frozenset[str] = frozenset()
-    nested: bool = False

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from compress.distill.recover.config import RecoverConfig, RecoverMethod
+from compress.core.method import Method
+from compress.distill.recover.config import RecoverConfig
 
 
 class FinetuneConfig(RecoverConfig):
@@ -17,7 +18,7 @@ class FinetuneConfig(RecoverConfig):
     method: Literal["finetune"] = Field("finetune", description="Name of the method.")
 
 
-METHOD = RecoverMethod(
+METHOD = Method(
     name="finetune",
     config=FinetuneConfig,
     summary="trains all weights that are left, towards the model's own outputs and hidden states",

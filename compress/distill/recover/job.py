@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from compress.core.processes import launched
-from compress.distill.recover import METHODS, RecoverConfig, RecoverMethod
+from compress.distill.recover import RecoverConfig
 from compress.distill.recover.nested import feed_forward
-from compress.distill.recover.recovery import Recovery, held_out, recover, rows
+from compress.distill.recover.recovery import Recovery, recover, rows
 from compress.distill.recover.teachers import cached_bytes
+from compress.distill.train.data import held_out
 from compress.distill.train.losses import Objective
 from compress.model.check_model import check_fits_model, check_streams
 from compress.model.footprint import Footprint, ModelSize, Speed
@@ -57,11 +58,6 @@ class RecoverJob(Job):
         return found
 
     @property
-    def method(self) -> RecoverMethod:
-        """The stage's method."""
-        return METHODS[self.stage.method]
-
-    @property
     def taught(self) -> bool:
         """Whether the teacher's outputs are needed."""
         return bool(self.settings.kl or self.settings.squarehead)
@@ -92,19 +88,15 @@ class RecoverJob(Job):
     def run(self, context: Context, store: Store, reporter: Reporter) -> dict[str, Any]:
         """Train, all processes together, and write an ordinary checkpoint; see `recover`."""
         before = context.path if store.compressed is None else store.compressed.path
-        tokens = context.source_ids(torch.arange(context.vocabulary)) if context.kept_tokens else None
         paths = (context.path, context.original.path, before, store.output, store.work)
         task = {
             "stage": self.stage.index,
             "paths": [str(path.absolute()) for path in paths],
-            "passes": list(context.records),
-            "tokens": tokens,
+            "passes": context.records,
+            "kept_tokens": context.kept_tokens,
         }
         store.ask(self.stage.kind, task)
-        passes = context.records
-        found = recover(
-            Recovery(self.stage, before, context, passes, tokens, store.output, store.work, reporter, store.team)
-        )
+        found = recover(Recovery(self.stage, before, context, store.output, store.work, reporter, store.team))
         if store.compressed is not None:  # the artifact will say how far its layers are from what was trained: nothing
             names = ("name", "method", "error")
             layers = [layer for layer in store.compressed.layers if layer["error"] is not None]
@@ -138,7 +130,7 @@ def prepare(context: Context, stage: Stage) -> RecoverJob:
         if not config.squarehead:
             raise refuse("squarehead", "an encoder learns by squarehead alone, and it is 0")
     changed = any(KINDS[other.kind].changes(other) for other in before)
-    if not changed and not METHODS[stage.method].nested and not config.cross_entropy:
+    if not changed and not config.nested and not config.cross_entropy:
         text = "no stage before it changes what the model says of its tokens, so there is nothing to teach; put it after one that does"
         raise refuse("method", f"{text} ({listing(_CHANGING)}), or set cross_entropy: 1 to learn from the text itself")
     if config.batch_size % launched():
@@ -154,7 +146,7 @@ def prepare(context: Context, stage: Stage) -> RecoverJob:
     rank = getattr(config, "rank", None)
     if rank is not None and rank > (ours := int(streamed.config.get_text_config().hidden_size)):
         raise refuse("rank", f"a change of rank {rank} is no low-rank one in a model of hidden size {ours}")
-    if METHODS[stage.method].nested:
+    if config.nested:
         if layered:
             text = f"nested widths are trained before layers are compressed, and stage {layered[0].index} is before it"
             raise refuse("method", text)
@@ -251,7 +243,7 @@ def _advice(job: RecoverJob, total: int, taught: int, activations: int, weights:
         found.append("set gradient_checkpointing: true")
     if taught > total // _SHARE:
         found.append("set teacher: cached")
-    if settings.adapter is None and not job.method.nested and weights > total // _SHARE:
+    if settings.adapter is None and not settings.nested and weights > total // _SHARE:
         found.append("use method lora")
     return ", ".join([*found, "or use a machine with more"] if found else ["use a machine with more"])
 

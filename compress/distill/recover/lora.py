@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from compress.distill.recover.config import RecoverConfig, RecoverMethod
+from compress.core.method import Method
+from compress.distill.recover.config import RecoverConfig
 from compress.distill.recover.constraints import Adapter
 
 
@@ -24,7 +25,7 @@ class LoraConfig(RecoverConfig):
         return Adapter(self.rank, self.alpha / self.rank)
 
 
-METHOD = RecoverMethod(
+METHOD = Method(
     name="lora",
     config=LoraConfig,
     summary="trains low-rank changes of the linear layers and merges them",

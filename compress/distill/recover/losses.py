@@ -11,7 +11,7 @@ from torch import nn
 from compress.distill.recover.config import RecoverConfig
 from compress.distill.recover.outputs import Outputs, Reader, said
 from compress.distill.train.data import Batch
-from compress.distill.train.loop import Goal, Sums, Training
+from compress.distill.train.loop import Goal, Sums
 from compress.distill.train.losses import Objective
 from compress.model.streamed import StreamedModel
 
@@ -56,9 +56,6 @@ class Recovering(nn.Module):
         self.layers = list(layers) if config.squarehead else []
         self._held = (Reader(model, streamed, self.layers), streamed)  # a tuple: neither is a part of this module
         self.objective = Objective(config.divergence, config.temperature)
-
-    def check(self, training: Training) -> None:
-        """See `Learner.check`: `compress.distill.recover.job.prepare` has checked all."""
 
     def forward(self, batch: Batch, targets: Outputs | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss over a batch times its positions, and their number."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from compress.core.method import Method
 from compress.core.percent import fraction
-from compress.distill.recover.config import RecoverConfig, RecoverMethod
+from compress.distill.recover.config import RecoverConfig
 
 Share = Annotated[float, BeforeValidator(fraction), Field(gt=0, le=1)]
 
@@ -18,6 +19,7 @@ class MatFormerConfig(RecoverConfig):
     What comes of it is one checkpoint; `structure: {method: prefix, keep: N}` makes any of the smaller ones of it, without training.
     """
 
+    nested: ClassVar[bool] = True
     method: Literal["matformer"] = Field("matformer", description="Name of the method.")
     widths: list[Share] = Field(
         [0.25, 0.5, 0.75, 1.0],
@@ -36,10 +38,9 @@ class MatFormerConfig(RecoverConfig):
         return self
 
 
-METHOD = RecoverMethod(
+METHOD = Method(
     name="matformer",
     config=MatFormerConfig,
     summary="trains nested widths: the first channels of every feed-forward network are smaller models",
     paper="Devvrit et al., MatFormer: Nested Transformer for Elastic Inference, 2023, arXiv 2310.07707",
-    nested=True,
 )

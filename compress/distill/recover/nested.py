@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ class Nested(Recovering):
         self.width = count
         # They stay, as activations may be computed again after a forward pass, and must be what they were.
         for channels in self._channels[0]:
-            model.get_submodule(channels.consumer).register_forward_pre_hook(self._narrow(channels.columns.each))
+            narrow = partial(self._narrow, channels.columns.each)
+            model.get_submodule(channels.consumer).register_forward_pre_hook(narrow)
 
     def forward(self, batch: Batch, targets: Outputs | None) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Recovering.forward`, at one width."""
@@ -57,16 +59,12 @@ class Nested(Recovering):
             sums |= {f"{name}_{width}": value for name, value in found.items()}
         return sums
 
-    def _narrow(self, each: int) -> Callable[..., Any]:
+    def _narrow(self, each: int, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Nothing reads the channels after the first `self.width`."""
-
-        def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            value, columns = args[0], self.width * each
-            if columns >= value.shape[-1]:
-                return args
-            return (nn.functional.pad(value[..., :columns], (0, value.shape[-1] - columns)), *args[1:])
-
-        return hook
+        value, columns = args[0], self.width * each
+        if columns >= value.shape[-1]:
+            return args
+        return (nn.functional.pad(value[..., :columns], (0, value.shape[-1] - columns)), *args[1:])
 
     def describe(self) -> dict[str, Any]:
         """See `Learner.describe`."""
@@ -114,13 +112,10 @@ def order(model: Any, streamed: StreamedModel, channels: Sequence[Channels], ids
     expected = given()
     squares: dict[str, torch.Tensor] = {}
 
-    def watch(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            squares[name] = squares.get(name, torch.zeros(())) + args[0].float().square().flatten(0, -2).sum(0).cpu()
+    def watch(name: str, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        squares[name] = squares.get(name, torch.zeros(())) + args[0].float().square().flatten(0, -2).sum(0).cpu()
 
-        return hook
-
-    with hooks({model.get_submodule(own.consumer): watch(own.consumer) for own in channels}, before=True):
+    with hooks({model.get_submodule(own.consumer): partial(watch, own.consumer) for own in channels}, before=True):
         for rows in ids.split(4):
             streamed.call(model, (rows.to(streamed.device), None))
     for own in channels:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-from compress.distill.train.hooks import block_outputs
 from compress.distill.train.losses import Targets
+from compress.model.module_hooks import block_outputs
 from compress.model.streamed import StreamedModel
 from runtime.modeling.skeleton import find_stacks
 
@@ -60,10 +61,6 @@ class Reader:
 def said(streamed: StreamedModel, ids: torch.Tensor, trained: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Which positions of the logits count, bool `[b, s']`, and the tokens that follow, int64 `[b, s']` (0 where none does)."""
     if streamed.kind == "encoder-decoder":
-        labels = streamed.labels(ids)
-        rows = torch.zeros(len(ids), labels.shape[1] + 1, dtype=labels.dtype, device=ids.device)
-        rows[:, :-1] = labels
-        counted = torch.ones_like(rows, dtype=torch.bool)
-        counted[:, -1] = False
-        return counted, rows
+        labels = streamed.rows.labels(ids)
+        return pad(torch.ones_like(labels, dtype=torch.bool), (0, 1)), pad(labels, (0, 1))
     return trained, ids.roll(-1, 1)

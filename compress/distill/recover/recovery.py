@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,14 +15,15 @@ from torch import nn
 from compress import data
 from compress.core.processes import PartDone, Team
 from compress.core.progress import Reporter
-from compress.distill.recover import METHODS, RecoverConfig
+from compress.distill.recover import RecoverConfig
 from compress.distill.recover.alignment import Alignment
 from compress.distill.recover.constraints import between_codes, constrain, settle
 from compress.distill.recover.losses import Recovering
 from compress.distill.recover.nested import Nested, feed_forward, order
 from compress.distill.recover.teachers import Cached, InMemory, cache_outputs
-from compress.distill.train.data import TextRows, digest_of
-from compress.distill.train.loop import Guide, Trained, Training
+from compress.distill.train.data import TextRows, digest_of, split_rows
+from compress.distill.train.loop import Guide, Training
+from compress.distill.train.options import TrainOptions
 from compress.model.checkpoint_writer import PlainWriter
 from compress.model.context import Context
 from compress.model.float8_source import open_checkpoint
@@ -37,7 +38,6 @@ from runtime.modeling.experts import Experts, expert_of
 from runtime.modeling.skeleton import find_stacks
 
 _RANKED = 64  # rows of text that channels are ranked by
-_HELD_OUT, _MOST_HELD_OUT = 8, 64  # an eighth of the rows, and at most so many
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ class Recovery:
         stage: of the recipe.
         before: the model as it is, a checkpoint or an artifact.
         context: of the same model uncompressed; gives text and how rows are read. Its `reference` is the teacher.
-        passes: what earlier stages have done. tokens: int64 `[vocab]`, the ids of the model's tokens before that; None: as they are.
         output: for the checkpoint. work: state for resuming an interrupted call.
         reporter: of progress.
         team: the processes that share the training.
@@ -57,8 +56,6 @@ class Recovery:
     stage: Stage
     before: Path
     context: Context
-    passes: Sequence[Mapping[str, Any]]
-    tokens: torch.Tensor | None
     output: Path
     work: Path
     reporter: Reporter
@@ -71,31 +68,17 @@ class Recovery:
         return found
 
     @property
-    def nested(self) -> bool:
-        """Whether prefixes of the model are trained with it."""
-        return METHODS[self.stage.method].nested
-
-    @property
     def alignment(self) -> Alignment:
         """What of the teacher is compared."""
-        stacks = [len(stack.blocks) for stack in self.context.reference.stacks]
-        found = Alignment.of(stacks, self.passes, self.tokens)
+        context = self.context
+        tokens = context.source_ids(torch.arange(context.vocabulary)) if context.kept_tokens else None
+        found = Alignment.of([len(stack.blocks) for stack in context.reference.stacks], context.records, tokens)
         return found if self.settings.squarehead else replace(found, layers=())
 
     @property
     def device(self) -> torch.device:
         """Where one process alone computes."""
         return self.context.streamed.device
-
-
-@dataclass(frozen=True)
-class _Text:
-    """Training and held-out rows of ids `[n, s]`, and the teacher of each; None: the loss needs none."""
-
-    given: torch.Tensor
-    apart: torch.Tensor
-    teacher: Guide | None
-    judge: Guide | None
 
 
 def recover(recovery: Recovery) -> dict[str, Any]:
@@ -110,14 +93,15 @@ def recover(recovery: Recovery) -> dict[str, Any]:
         recovery.settings.kl = recovery.settings.cross_entropy = 0.0
     context, device, team, settings = recovery.context, recovery.device, recovery.team, recovery.settings
     ids, _ = rows(context, recovery.stage)
+    given, apart = split_rows(ids)
     alignment = recovery.alignment
     with team.in_turn():
-        text = _text(recovery, ids, alignment)
+        teacher, judge = _teachers(recovery, ids, alignment)
     model, constraints = whole(recovery.before, device)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point() and settings.adapter is None)
-    if recovery.nested and getattr(settings, "order", False):
-        order(model, context.streamed, feed_forward(context.streamed), text.given[:_RANKED])
+    if getattr(settings, "order", False):
+        order(model, context.streamed, feed_forward(context.streamed), given[:_RANKED])
     grids = {name: own.grid for name, own in constraints.items() if settings.adapter is None and own.grid is not None}
     for name, grid in grids.items():
         if (original := original_weight(model, context, name)) is not None:
@@ -126,8 +110,13 @@ def recover(recovery: Recovery) -> dict[str, Any]:
     constrain(model, constraints, settings.adapter, _targets(model), settings.seed)
     if settings.gradient_checkpointing:
         checkpoint_activations(model)
-    kind = Nested if recovery.nested else Recovering
-    trained = _train(recovery, kind(model, context.streamed, settings, range(len(alignment.layers))), text)
+    kind = Nested if settings.nested else Recovering
+    training = Training(
+        kind(model, context.streamed, settings, range(len(alignment.layers))), TextRows(given), teacher, TextRows(apart), judge,
+        TrainOptions.of(settings), recovery.work / "training", team.accelerator, team.device(device), recovery.reporter,
+    )  # fmt: skip
+    trained = training.run()
+    training.accelerator.free_memory()  # it holds on to models and optimizers, and another stage may train after this one
     team.leave()
     if trained.ended == "diverged":
         recovery.reporter.warn(
@@ -141,16 +130,27 @@ def recover(recovery: Recovery) -> dict[str, Any]:
     settle(model)
     write(model, context.streamed, recovery.output)
     save_constraints(recovery.output / CONSTRAINTS, constraints)
-    return _facts(recovery, trained, text, digest_of(ids))
+    facts = trained.facts()
+    perplexities = {
+        f"perplexity_{when}": math.exp(min(facts[when]["cross_entropy"], 700))
+        for when in ("before", "after")
+        if "cross_entropy" in facts[when]
+    }
+    return {
+        "recover": recovery.stage.method, "text": digest_of(ids), "divergence": settings.divergence,
+        "rows": {"trained": len(given), "held_out": len(apart), "length": int(ids.shape[1])},
+        "most_steps": settings.steps, "batch_size": settings.batch_size, **facts, **perplexities,
+    }  # fmt: skip
 
 
 def assist(recipe: Recipe, task: Mapping[str, Any], device: str, team: Team) -> None:
     """Another process's part in a recovery of the main one (`RecoverJob.run`)."""
     checkpoint, original, before, output, work = map(Path, task["paths"])
-    context = Context.open(recipe, open_checkpoint(checkpoint), device, open_checkpoint(original))
+    known = {"records": task["passes"], "kept_tokens": task["kept_tokens"]}
+    context = Context.open(recipe, open_checkpoint(checkpoint), device, open_checkpoint(original), **known)
     stage = next(stage for stage in recipe.stages if stage.index == task["stage"])
     with Reporter(None, quiet=True) as reporter, suppress(PartDone):
-        recover(Recovery(stage, before, context, task["passes"], task["tokens"], output, work, reporter, team))
+        recover(Recovery(stage, before, context, output, work, reporter, team))
 
 
 def whole(before: Path, device: torch.device) -> tuple[Any, dict[str, WeightConstraint]]:
@@ -166,8 +166,7 @@ def whole(before: Path, device: torch.device) -> tuple[Any, dict[str, WeightCons
         dense.weight = nn.Parameter(weight.dequantize().float().to(device))
         if module.bias is not None:
             dense.bias = nn.Parameter(module.bias.data.float())
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, dense)
+        model.set_submodule(name, dense)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model.float(), constraints
@@ -215,29 +214,17 @@ def write(model: Any, streamed: StreamedModel, output: Path) -> None:
     writer.finish(source.path, source.config)
 
 
-def _train(recovery: Recovery, learner: Recovering, text: _Text) -> Trained:
-    training = Training(
-        learner, TextRows(text.given), text.teacher, TextRows(text.apart), text.judge, recovery.settings.options(),
-        recovery.work / "training", True, recovery.team.accelerator, recovery.team.device(recovery.device), recovery.reporter,
-    )  # fmt: skip
-    trained = training.run()
-    training.accelerator.free_memory()  # it holds on to models and optimizers, and another stage may train after this one
-    return trained
-
-
-def _text(recovery: Recovery, ids: torch.Tensor, alignment: Alignment) -> _Text:
-    """The rows with whoever teaches them: the whole model's outputs and hidden states, so far as they can be compared."""
+def _teachers(recovery: Recovery, ids: torch.Tensor, alignment: Alignment) -> tuple[Guide | None, Guide | None]:
+    """Teacher and judge, of training and held-out rows: the whole model's outputs and hidden states, so far as they can be compared."""
     settings, streamed = recovery.settings, recovery.context.reference
-    given, apart = split(ids)
     if not settings.kl and not settings.squarehead:
-        return _Text(given, apart, None, None)
+        return None, None
     if settings.teacher == "memory":
         teacher = InMemory(streamed, alignment, recovery.device)
-        return _Text(given, apart, teacher, teacher)
-    rows = torch.cat([given, apart])
+        return teacher, teacher
     place, top, temperature = recovery.work / "teacher", settings.teacher_top, settings.temperature
-    cached = cache_outputs(streamed, rows, alignment, place, top, temperature, recovery.reporter)
-    return _Text(given, apart, cached, Cached(cached.directory, len(given)))
+    cached = cache_outputs(streamed, ids, alignment, place, top, temperature, recovery.reporter)
+    return cached, Cached(cached.directory, len(split_rows(ids)[0]))
 
 
 def checkpoint_activations(model: Any) -> None:
@@ -255,19 +242,6 @@ def _targets(model: Any) -> frozenset[str]:
     return frozenset(name for name, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) in inside)
 
 
-def _facts(recovery: Recovery, trained: Trained, text: _Text, digest: str) -> dict[str, Any]:
-    facts, settings = trained.facts(), recovery.settings
-    found = {
-        "recover": recovery.stage.method, "text": digest, "divergence": settings.divergence,
-        "rows": {"trained": len(text.given), "held_out": len(text.apart), "length": int(text.given.shape[1])},
-        "most_steps": settings.steps, "batch_size": settings.batch_size, **facts,
-    }  # fmt: skip
-    for when in ("before", "after"):
-        if "cross_entropy" in facts[when]:
-            found[f"perplexity_{when}"] = math.exp(min(facts[when]["cross_entropy"], 700))
-    return found
-
-
 # ------------------------------------------------------------ the text
 def rows(context: Context, stage: Stage) -> tuple[torch.Tensor, list[str]]:
     """The stage's rows of calibration text, int64 `[n, s]`, and warnings.
@@ -278,14 +252,3 @@ def rows(context: Context, stage: Stage) -> tuple[torch.Tensor, list[str]]:
     with context.recipe.origin.located((*stage.path, "sequence_length")):
         found, warnings = data.load_training(context.recipe, stage, context.tokenizer, context.vocabulary)
     return context.framed(torch.cat([ids for ids, _ in found.batches])), warnings
-
-
-def split(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows to train on, and rows that are held out."""
-    count = held_out(len(ids))
-    return ids[:-count], ids[-count:]
-
-
-def held_out(rows: int) -> int:
-    """How many of the rows are not trained on."""
-    return min(_MOST_HELD_OUT, max(1, rows // _HELD_OUT))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,9 +14,8 @@ from compress.distill.recover.alignment import Alignment
 from compress.distill.recover.outputs import Outputs, Reader
 from compress.distill.train.data import Batch, digest_of
 from compress.distill.train.teacher_cache import TeacherCache, Tensors, likeliest_tensors
-from compress.model.hidden_states import HiddenStates
 from compress.model.streamed import Batch as Rows
-from compress.model.streamed import StreamedModel
+from compress.model.streamed import StreamedModel, run_blocks
 from runtime.checkpoint.artifact import Artifact
 from runtime.engines.torch.engine import Blueprint
 
@@ -62,7 +60,7 @@ def cache_outputs(
     directory: Path,
     top: int,
     temperature: float,
-    progress: Reporter | None = None,
+    progress: Reporter,
 ) -> Cached:
     """Compute a teacher's outputs of rows, one block in memory at a time, or take what an earlier call has written.
 
@@ -108,40 +106,36 @@ def _streamed_outputs(
     directory: Path,
     top: int,
     temperature: float,
-    progress: Reporter | None,
+    progress: Reporter,
 ) -> Iterable[Tensors]:
     """Outputs of each of some parts of the rows; states of all are on disk until the last block is done."""
-    layers = list(alignment.layers)
     batches: list[Rows] = [(rows, None) for rows in parts]
-    states = HiddenStates(len(batches), directory / "hidden")
-    if progress is not None:
-        progress.phase("teacher", len(streamed.blocks))
-    streamed.load_outside()
-    streamed.prelude(batches, states)
 
     def place(layer: int, number: int) -> Path:
         return directory / f"block-{layer:05d}-{number:05d}.safetensors"
 
-    for index in range(len(streamed.blocks)):
-        with streamed.loaded_block(index):
-            for number, batch in enumerate(batches):
-                own = streamed.run_block(index, states.get(number).to(streamed.device), batch)
-                if index in layers:
-                    kept = alignment.states(own[:, : streamed.own_length(index, batch)])
-                    with written_beside(place(index, number)) as temporary:
-                        save_file({"states": kept.contiguous().cpu()}, temporary)
-                states.put(number, streamed.hand_over(index, own, batch))
-        if progress is not None:
-            progress.step(f"teacher: block {index}")
-    for number, rows in enumerate(parts):
-        given: Any = streamed.outputs(states.get(number).to(streamed.device), rows)
-        found = {f"states-{at}": load_file(place(layer, number))["states"] for at, layer in enumerate(layers)}
-        if streamed.kind == "encoder":
-            found["last"] = alignment.states(given)
-        else:
-            given = alignment.logits(given)
-            found |= likeliest_tensors(given, min(top, given.shape[-1]), temperature)
-        yield found
-        for layer in layers:
-            place(layer, number).unlink()
+    def keep(layer: int, number: int, state: torch.Tensor) -> None:
+        if layer in alignment.layers:
+            kept = alignment.states(state[:, : streamed.own_length(layer, batches[number])])
+            with written_beside(place(layer, number)) as temporary:
+                save_file({"states": kept.contiguous().cpu()}, temporary)
+
+    progress.phase("teacher", len(streamed.blocks))
+    hidden = directory / "hidden"
+    states = run_blocks(
+        streamed, batches, hidden, lambda index: progress.step(f"teacher: block {index}"), on_state=keep
+    )
+    with streamed.outside():
+        for number, rows in enumerate(parts):
+            given = streamed.outputs(states.get(number).to(streamed.device), rows)
+            files = [place(layer, number) for layer in alignment.layers]
+            found = {f"states-{at}": load_file(file)["states"] for at, file in enumerate(files)}
+            if streamed.kind == "encoder":
+                found["last"] = alignment.states(given)
+            else:
+                given = alignment.logits(given)
+                found |= likeliest_tensors(given, min(top, given.shape[-1]), temperature)
+            yield found
+            for file in files:
+                file.unlink()
     states.drop()

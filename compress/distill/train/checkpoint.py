@@ -95,11 +95,6 @@ def latest(directory: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], d
     return None
 
 
-def is_begun(directory: Path) -> bool:
-    """Whether a run has left a checkpoint there."""
-    return bool(_found(directory))
-
-
 def _found(directory: Path) -> list[tuple[int, Path]]:
     if not directory.is_dir():
         return []

@@ -1,20 +1,18 @@
-"""Training tokens of a draft: given text, continuations by the teacher or by the draft, or a mixture."""
+"""Rows of token ids that are trained on: given text, continuations by the teacher or by the draft, or a mixture."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from compress.core.files import written_beside
-from compress.distill.train.sampling import continuations
-from runtime.errors import RequestError
-
-# Rows of token ids that are trained on together, and what all that make rows need: seeds, digests, masks.
+from compress.model.module_hooks import evaluating
 
 
 @dataclass(frozen=True)
@@ -67,28 +65,22 @@ def written_mask(prompt: int, lengths: torch.Tensor, tokens: int) -> torch.Tenso
     return (place >= prompt - 1) & (place < prompt - 1 + lengths[:, None])
 
 
-def check_rows(ids: torch.Tensor, what: str, least: int) -> torch.Tensor:
-    """The rows on the CPU; RequestError unless they are int64 `[n, at least least]`."""
-    if ids.dim() != 2 or ids.dtype != torch.int64 or not len(ids) or ids.shape[1] < least:
-        raise RequestError(
-            f"{what} must be int64 [n, at least {least}], not {str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}"
-        )
-    return ids.cpu()
-
-
 Told = Callable[[int, int], Any]  # rows done, rows in all
 
 
+def split_rows(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `[n, s]` to train on, and rows that are held out."""
+    count = held_out(len(ids))
+    return ids[:-count], ids[-count:]
+
+
+def held_out(rows: int) -> int:
+    """How many of so many rows are not trained on: an eighth, 64 at most."""
+    return min(64, max(1, rows // 8))
+
+
 class Source(Protocol):
-    """A source of batches.
-
-    Attributes:
-        length: tokens of a row.
-        largest: the largest id that is given (what a draft writes is its own).
-    """
-
-    length: int
-    largest: int
+    """A source of batches."""
 
     def __len__(self) -> int:
         """Rows of an epoch."""
@@ -107,18 +99,12 @@ class TextRows:
         ids: int64 `[n, s]`, s at least 2.
         trained: bool `[n, s]`; None: all positions. The last one, after which nothing follows, is never trained.
         kind: for `describe`.
-
-    Raises:
-        RequestError: of another shape or dtype.
     """
 
     def __init__(self, ids: torch.Tensor, trained: torch.Tensor | None = None, kind: str = "given") -> None:
-        self.ids = check_rows(ids, "training rows", 2)
+        self.ids, self.kind, self.length = ids, kind, int(ids.shape[1])
         self.trained = torch.ones_like(ids, dtype=torch.bool) if trained is None else trained.clone()
-        if self.trained.shape != ids.shape or self.trained.dtype != torch.bool:
-            raise RequestError(f"the mask of training rows must be bool {list(ids.shape)}")
         self.trained[:, -1] = False
-        self.kind, self.length, self.largest = kind, int(ids.shape[1]), int(ids.max())
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -128,36 +114,31 @@ class TextRows:
         index = torch.tensor(rows)
         return Batch(self.ids[index], self.trained[index], index, torch.tensor(seeds))
 
+    def parts(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Ids and trained positions, at most `size` rows at a time."""
+        return zip(self.ids.split(size), self.trained.split(size), strict=True)
+
     def describe(self) -> dict[str, Any]:
         """Kind, shape and SHA-256 of the rows, JSON-able."""
         return {"data": self.kind, "rows": list(self.ids.shape), "sha256": digest_of(self.ids, self.trained)}
 
     def save(self, file: Path) -> None:
-        """Write them as safetensors: generated rows take longer to make than to keep."""
-        from safetensors.torch import save_file
-
+        """Write a teacher's rows as safetensors: they take longer to make than to keep."""
         with written_beside(file) as temporary:
-            tensors = {"ids": self.ids.to(torch.int32), "trained": self.trained}
-            save_file(tensors, temporary, metadata={"kind": self.kind})
+            save_file({"ids": self.ids.to(torch.int32), "trained": self.trained}, temporary)
 
     @classmethod
     def load(cls, file: Path) -> TextRows:
-        """What `save` wrote; ArtifactError when the file is damaged."""
-        from runtime.checkpoint.headers import read_header
-
-        header = read_header(file)
-        if set(header.tensors) != {"ids", "trained"}:
-            raise RequestError(f"{file} holds no training rows")
-        from safetensors.torch import load_file
-
+        """What `save` wrote."""
         tensors = load_file(file)
-        return cls(tensors["ids"].long(), tensors["trained"].bool(), header.metadata.get("kind", "given"))
+        return cls(tensors["ids"].long(), tensors["trained"], "teacher")
 
 
+@dataclass(eq=False)
 class OnPolicyRows:
     """Prompts that the draft itself continues, as it is when a batch is asked for; the teacher then says what it should have said.
 
-    Args:
+    Attributes:
         draft: the model being trained.
         prompts: int64 `[n, p]`.
         tokens: written after each.
@@ -166,20 +147,12 @@ class OnPolicyRows:
         kept: the draft proposes only these ids (`vocab_trim`); None: all.
     """
 
-    def __init__(
-        self,
-        draft: Any,
-        prompts: torch.Tensor,
-        tokens: int,
-        temperature: float = 1.0,
-        ends: frozenset[int] = frozenset(),
-        kept: torch.Tensor | None = None,
-    ) -> None:
-        self.prompts = check_rows(prompts, "prompts", 1)
-        if tokens < 1:
-            raise RequestError(f"tokens to write must be at least 1, not {tokens}")
-        self.draft, self.tokens, self.temperature, self.ends, self.kept = draft, tokens, temperature, ends, kept
-        self.length, self.largest = int(prompts.shape[1]) + tokens, int(prompts.max())
+    draft: Any
+    prompts: torch.Tensor
+    tokens: int
+    temperature: float = 1.0
+    ends: frozenset[int] = frozenset()
+    kept: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -199,25 +172,19 @@ class OnPolicyRows:
         }  # fmt: skip
 
 
+@dataclass(eq=False)
 class MixedRows:
     """A share of on-policy rows among fixed ones (DistillSpec's mixed data).
 
-    Args:
+    Attributes:
         fixed: given text or the teacher's.
         on_policy: as many prompts, whose rows are as long.
         share: of rows that are generated, in [0, 1]; which ones is decided by their seeds.
     """
 
-    def __init__(self, fixed: TextRows, on_policy: OnPolicyRows, share: float = 0.5) -> None:
-        if (len(fixed), fixed.length) != (len(on_policy), on_policy.length):
-            raise RequestError(
-                f"mixed rows: {len(fixed)} fixed ones of {fixed.length} tokens, {len(on_policy)} generated ones of {on_policy.length}; "
-                "both must be equal"
-            )
-        if not 0 <= share <= 1:
-            raise RequestError(f"the share of on-policy rows must be 0 to 1, not {share}")
-        self.fixed, self.on_policy, self.share = fixed, on_policy, share
-        self.length, self.largest = fixed.length, max(fixed.largest, on_policy.largest)
+    fixed: TextRows
+    on_policy: OnPolicyRows
+    share: float = 0.5
 
     def __len__(self) -> int:
         return len(self.fixed)
@@ -240,3 +207,70 @@ class MixedRows:
     def describe(self) -> dict[str, Any]:
         """The share of on-policy rows and the descriptions of both sources, JSON-able."""
         return {"data": "mixed", "share": self.share, "fixed": self.fixed.describe(), "made": self.on_policy.describe()}
+
+
+@torch.no_grad()
+def continuations(
+    model: Any,
+    prompts: torch.Tensor,
+    tokens: int,
+    temperature: float,
+    seeds: Sequence[int],
+    ends: frozenset[int] = frozenset(),
+    kept: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Continue prompts as the model would.
+
+    Args:
+        model: of transformers, on any device; a training mode (dropout) is set aside.
+        prompts: int64 `[b, p]`, no padding.
+        tokens: to write.
+        temperature: 0: the likeliest tokens; above: drawn from the logits divided by it.
+        seeds: one a row. A row's draws are its own, so that what shares its batch changes nothing but rounding.
+        ends: ids after which a row is done.
+        kept: int `[k]`, the only ids that are written; None: all.
+
+    Returns:
+        int64 `[b, p + tokens]` on the CPU, a row's own first end token repeated after it, and int64 `[b]`, the tokens up to and with it.
+    """
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    device, name = next(model.parameters()).device, cache_argument(model)
+    with evaluating(model):
+        ids, cache = prompts.to(device), None
+        step, written = ids, list[torch.Tensor]()
+        done = torch.zeros(len(ids), dtype=torch.bool, device=device)
+        ending = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
+        lengths = torch.full((len(ids),), tokens, device=device)
+        for number in range(tokens):
+            output = model(input_ids=step, use_cache=True, **{name: cache})
+            cache = output[name]
+            chosen = _choose(output.logits[:, -1].float(), temperature, generators, kept)
+            if number:
+                chosen = torch.where(done, written[-1], chosen)
+            ended = torch.isin(chosen, ending) & ~done
+            lengths[ended] = number + 1
+            done |= ended
+            written.append(chosen)
+            step = chosen[:, None]
+            if bool(done.all()):
+                written += [chosen] * (tokens - number - 1)
+                break
+    return torch.cat([ids, torch.stack(written, 1)], 1).cpu(), lengths.cpu()
+
+
+def _choose(
+    logits: torch.Tensor, temperature: float, generators: list[torch.Generator], kept: torch.Tensor | None
+) -> torch.Tensor:
+    names = None if kept is None else kept.to(logits.device, torch.int64)
+    if names is not None:
+        logits = logits[:, names]
+    if temperature == 0:
+        picked = logits.argmax(-1)
+    else:
+        # In float64: the sum over a large vocabulary must not swallow its unlikely end.
+        sums = torch.softmax(logits.double() / temperature, -1).cumsum(-1)
+        drawn = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators]).to(logits.device)
+        picked = torch.searchsorted(sums, (drawn * sums[:, -1])[:, None], right=True)[:, 0].clamp_max(
+            logits.shape[-1] - 1
+        )
+    return picked if names is None else names[picked]

@@ -7,7 +7,6 @@ the loss is a mean over the trained positions of the whole step, so that results
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -67,9 +66,6 @@ class Learner(Protocol):
     phase: str
     goal: Goal
     forgiving: bool
-
-    def check(self, training: Training) -> None:
-        """Raise RequestError where data or teacher do not fit the student."""
 
     def __call__(self, batch: Batch, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of weighted losses, and of the weights; targets as the teacher gives them, None without one."""
@@ -164,15 +160,14 @@ class Training:
         teacher: gives targets; None: the loss has none.
         held_out: rows that are not trained on; the student's goal on them decides what is best and when to stop.
         judge: gives the targets of `Learner.measure`; the teacher, as a rule.
-        directory: for checkpoints, of this run alone; None: none are written.
-        resume: go on from the newest checkpoint in `directory`, if there is one; on one CPU the result is then that of a run that was
-            never interrupted, to the bit.
+        directory: for checkpoints, of this run alone; None: none are written. The run goes on from the newest that it finds there; on
+            one CPU the result is then that of a run that was never interrupted, to the bit.
         accelerator: an `accelerate.Accelerator`; None: a new one, on `device` or on a GPU if there is one.
         device: torch.device where a single process trains; None: the accelerator's. Several have the devices that they were launched for.
         progress: who is told; a `compress.core.progress.Reporter` will do.
 
     Raises:
-        RequestError: arguments that do not go together. CompressError: the loss is no longer finite.
+        RequestError: what cannot be trained, or a checkpoint of another run. CompressError: the loss is no longer finite.
     """
 
     student: Any
@@ -182,7 +177,6 @@ class Training:
     judge: Guide | None
     options: TrainOptions = field(default_factory=TrainOptions)
     directory: Path | None = None
-    resume: bool = False
     accelerator: Any = None
     device: Any = None
     progress: Reporter | None = None
@@ -206,12 +200,9 @@ class Training:
 
     def _check(self) -> None:
         """RequestError where anything could not be trained."""
-        kind, count = str(self.accelerator.distributed_type.value), self.accelerator.num_processes
+        kind = str(self.accelerator.distributed_type.value)
         if kind in _SHARDED:
             raise RequestError(f"models are trained whole in every process; {kind} shards them, launch without it")
-        if self.options.batch % count:
-            text = f"a batch of {self.options.batch} rows cannot be shared by {count} processes; make it a multiple"
-            raise RequestError(text)
         weights = checkpoint.trained_weights(self.student)
         if not weights:
             raise RequestError("no weight asks for a gradient: all are frozen")
@@ -219,14 +210,9 @@ class Training:
         if odd is not None:
             dtype = str(weights[odd].dtype).removeprefix("torch.")
             raise RequestError(f"weight {odd} is {dtype}; what is trained is float32")
-        if self.resume and self.directory is None:
-            raise RequestError("nothing to resume: no directory for checkpoints is given")
-        if self.directory is not None and not self.resume and checkpoint.is_begun(self.directory):
-            raise RequestError(f"{self.directory} holds an unfinished training; resume it or remove it")
-        self.student.check(self)
 
     def _begin(self, accelerator: Accelerator) -> None:
-        """Place the student, make the optimizer and go on from the newest checkpoint if asked."""
+        """Place the student, make the optimizer and go on from the newest checkpoint."""
         options, self.student = self.options, self.student.to(self.device)
         self.settings = {
             "options": options.describe(), "student": self.student.describe(), "source": self.source.describe(),
@@ -246,9 +232,8 @@ class Training:
         self.student = accelerator.unwrap_model(self.wrapped)
         self.weights: dict[str, nn.Parameter] = checkpoint.trained_weights(self.student)
         self.best: checkpoint.State = {}
-        self.order = Order(len(self.source), options)
         self.at = Progression()
-        found = checkpoint.latest(self.directory, self.settings) if self.resume and self.directory else None
+        found = checkpoint.latest(self.directory, self.settings) if self.directory else None
         if found is None:
             return
         facts, tensors = found
@@ -343,11 +328,14 @@ class Training:
 
     def _rows(self, step: int) -> Batch:
         """This process's rows of a step."""
-        share = self.options.batch // self.accelerator.num_processes
+        options, count = self.options, len(self.source)
+        share = options.batch // self.accelerator.num_processes
         first = self.accelerator.process_index * share
         slots = range(first, first + share)
-        seeds = [mix(self.options.seed, step, slot, 1) for slot in slots]
-        return self.source.batch(self.order.rows(step, slots), seeds).to(self.device)
+        places = (divmod(step * options.batch + slot, count) for slot in slots)
+        rows = [int(permutation(count, options.seed, epoch)[place]) for epoch, place in places]
+        seeds = [mix(options.seed, step, slot, 1) for slot in slots]
+        return self.source.batch(rows, seeds).to(self.device)
 
     def _look(self) -> None:
         """Measure the held-out rows; keep the weights where they are the best so far."""
@@ -405,18 +393,7 @@ def add_sums(sums: Sums, found: Sums) -> None:
         sums[name] = (before[0] + value, before[1] + count)
 
 
-class Order:
-    """Rows of each step: every epoch all of them, in an order of its own."""
-
-    def __init__(self, rows: int, options: TrainOptions) -> None:
-        self.count, self.batch, self.seed = rows, options.batch, options.seed
-        self._permutation = lru_cache(maxsize=1)(self._permuted)
-
-    def rows(self, step: int, slots: Sequence[int]) -> list[int]:
-        """The rows in some slots of a step's batch."""
-        places = (divmod(step * self.batch + slot, self.count) for slot in slots)
-        return [int(self._permutation(epoch)[place]) for epoch, place in places]
-
-    def _permuted(self, epoch: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(mix(self.seed, epoch, 2))
-        return torch.randperm(self.count, generator=generator)
+@lru_cache(maxsize=1)
+def permutation(rows: int, seed: int, epoch: int) -> torch.Tensor:
+    """The rows of an epoch, every one once, in an order of its own: int64 `[rows]`."""
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(mix(seed, epoch, 2)))

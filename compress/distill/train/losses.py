@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -31,33 +31,24 @@ class SparseTargets:
         ids: int64 `[..., k]`, distinct at each position.
         log_probs: float32 `[..., k]`, natural logarithms.
         rest: float32 `[...]`, the probability of all other ids together.
-        temperature: that the teacher's logits were divided by.
     """
 
     ids: torch.Tensor
     log_probs: torch.Tensor
     rest: torch.Tensor
-    temperature: float = 1.0
 
     @classmethod
     def of(cls, logits: torch.Tensor, k: int, temperature: float = 1.0) -> SparseTargets:
-        """The `k` likeliest of logits `[..., vocab]`; RequestError unless k is 1 to vocab."""
-        vocabulary = logits.shape[-1]
-        if not 1 <= k <= vocabulary:
-            raise RequestError(f"a teacher's k likeliest tokens: k must be 1 to {vocabulary}, its vocabulary, not {k}")
+        """The `k` likeliest of logits `[..., vocab]`, which are divided by the temperature."""
         log_probs = torch.log_softmax(_wide(logits) / temperature, -1)
         top = log_probs.topk(k, -1)
         # Summed over the others, not taken from 1: next to a mass of nearly 1 the difference would be rounding.
         rest = log_probs.exp().scatter(-1, top.indices, 0.0).sum(-1)
-        return cls(top.indices, top.values, rest, temperature)
+        return cls(top.indices, top.values, rest)
 
     def __getitem__(self, index: Any) -> SparseTargets:
         """Some of the positions."""
-        return SparseTargets(self.ids[index], self.log_probs[index], self.rest[index], self.temperature)
-
-    def to(self, device: torch.device) -> SparseTargets:
-        """A copy with all tensors on `device`."""
-        return SparseTargets(self.ids.to(device), self.log_probs.to(device), self.rest.to(device), self.temperature)
+        return SparseTargets(self.ids[index], self.log_probs[index], self.rest[index])
 
 
 Targets = torch.Tensor | SparseTargets
@@ -77,7 +68,7 @@ class Objective:
         beta: of "js", above 0 and below 1; towards 0 js / beta becomes the forward KL, towards 1 js / (1 - beta) the reverse one.
 
     Raises:
-        RequestError: a value that is not allowed.
+        RequestError: a cross-entropy at another temperature than 1.
     """
 
     divergence: Divergence = "forward_kl"
@@ -85,16 +76,9 @@ class Objective:
     beta: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.divergence not in get_args(Divergence):
-            raise RequestError(
-                f"divergence {self.divergence!r} is unknown; allowed are {', '.join(get_args(Divergence))}"
-            )
-        if not 0 < self.temperature < math.inf:
-            raise RequestError(f"the temperature of a divergence must be above 0, not {self.temperature}")
-        if not 0 < self.beta < 1:
-            raise RequestError(f"beta of js must be above 0 and below 1, not {self.beta}")
         if self.divergence == "cross_entropy" and self.temperature != 1:
-            raise RequestError("cross_entropy is that of the model as it is: its temperature must be 1")
+            text = f"cross_entropy is that of the model as it is: its temperature is 1, not {self.temperature:g}"
+            raise RequestError(text)
 
     @property
     def needs_teacher(self) -> bool:
@@ -108,18 +92,16 @@ class Objective:
 
         Args:
             student: logits `[..., vocab]`.
-            targets: the teacher's logits `[..., vocab]` or its `SparseTargets`; "cross_entropy" needs none.
+            targets: the teacher's logits `[..., vocab]` or its `SparseTargets` at this temperature; "cross_entropy" needs none.
             labels: int64 `[...]`, the token that follows; only "cross_entropy" needs it.
 
         Raises:
-            RequestError: targets of another vocabulary or temperature, or what is needed is not given.
+            RequestError: targets of another vocabulary.
         """
         if not self.needs_teacher:
-            if labels is None:
-                raise RequestError("cross_entropy needs the tokens that follow")
+            assert labels is not None
             return -torch.log_softmax(_wide(student), -1).gather(-1, labels[..., None])[..., 0]
-        if targets is None:
-            raise RequestError(f"{self.divergence} needs a teacher's targets")
+        assert targets is not None
         log_p, log_q = self._pair(student, targets)
         return _FUNCTIONS[self.divergence](log_p, log_q, self.beta)
 
@@ -136,10 +118,6 @@ class Objective:
                     f"the teacher's logits are {list(targets.shape)} and the student's {list(student.shape)}; both need one vocabulary"
                 )
             return torch.log_softmax(targets.detach().to(log_q.dtype) / self.temperature, -1), log_q
-        if targets.temperature != self.temperature:
-            raise RequestError(
-                f"the teacher's probabilities were taken at temperature {targets.temperature:g}, the loss has {self.temperature:g}"
-            )
         log_p = targets.log_probs.detach().to(log_q.dtype)
         chosen = log_q.gather(-1, targets.ids)
         if targets.ids.shape[-1] == student.shape[-1]:

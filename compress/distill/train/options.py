@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from runtime.errors import RequestError
+from pydantic import BaseModel, ConfigDict, Field
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -31,38 +29,31 @@ class TrainOptions(BaseModel):
         gain: of the goal (`compress.distill.train.loop.Goal`).
         checkpoint_every: steps between checkpoints, where there is a directory for them.
         seed: of the order of rows and of all that is random.
-
-    Raises:
-        RequestError: a value out of range.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    steps: int = Field(400, ge=1)
-    batch: int = Field(8, ge=1)
-    micro_batch: int | None = Field(None, ge=1)
-    learning_rate: float = Field(1e-3, gt=0)
-    warmup: float = Field(0.05, ge=0, le=1)
-    final_rate: float = Field(0.0, ge=0, le=1)
-    weight_decay: float = Field(0.01, ge=0)
+    steps: int = Field(default=400, ge=1)
+    batch: int = Field(default=8, ge=1)
+    micro_batch: int | None = Field(default=None, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    warmup: float = Field(default=0.05, ge=0, le=1)
+    final_rate: float = Field(default=0.0, ge=0, le=1)
+    weight_decay: float = Field(default=0.01, ge=0)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    clip: float = Field(1.0, gt=0)
+    clip: float = Field(default=1.0, gt=0)
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    evaluate_every: int = Field(50, ge=1)
-    patience: int | None = Field(5, ge=1)
-    gain: float = Field(0.001, ge=0)
-    checkpoint_every: int = Field(100, ge=1)
-    seed: int = Field(0, ge=0, lt=2**63)
+    evaluate_every: int = Field(default=50, ge=1)
+    patience: int | None = Field(default=5, ge=1)
+    gain: float = Field(default=0.001, ge=0)
+    checkpoint_every: int = Field(default=100, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**63)
 
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(map(str, first["loc"]))
-            raise RequestError(
-                f"{name} of training must be otherwise: {first['msg']}, not {first['input']!r}"
-            ) from None
+    @classmethod
+    def of(cls, config: Any) -> TrainOptions:
+        """Those of a stage's fields, the others by default; checkpoints are written as often as the student is evaluated."""
+        known = {name: getattr(config, name) for name in cls.model_fields if hasattr(config, name)}
+        return cls(**known, batch=config.batch_size, checkpoint_every=config.evaluate_every)
 
     def rate(self, step: int) -> float:
         """The learning rate of step 0, 1, ... as a share of its height."""

@@ -24,7 +24,7 @@ from runtime.checkpoint.checkpoint import read_json
 from runtime.errors import CompressError, RequestError
 
 MANIFEST = "manifest.json"
-SHARD_BYTES = 64 * 2**20
+SHARD_BYTES = 64 * 2**20  # at most
 SPARE_BYTES = 64 * 2**20  # left free on the disk
 SMALLEST = float(torch.finfo(torch.float16).min)
 Tensors = dict[str, torch.Tensor]
@@ -103,7 +103,7 @@ class TeacherCache:
         # float16 has rounded them one by one.
         total = torch.logsumexp(torch.cat([log_probs, rest[..., None].log()], -1), -1)
         rescaled = (log_probs - total[..., None], rest * (-total).exp())
-        return SparseTargets(tensors["ids"].to(torch.int64), *rescaled, self.facts["temperature"])
+        return SparseTargets(tensors["ids"].to(torch.int64), *rescaled)
 
     def targets(self, batch: Batch) -> Any:
         """What the teacher says next at each position of a batch's rows."""
@@ -130,29 +130,22 @@ def cache_teacher(
     k: int = 64,
     temperature: float = 1.0,
     kept: torch.Tensor | None = None,
-    shard_rows: int | None = None,
     told: Told | None = None,
 ) -> TeacherCache:
     """The teacher's `k` likeliest tokens at every position of the rows; what is missing of them is computed.
 
     Args:
-        teacher: one with a fingerprint.
         rows: `[n, s]`.
         k: at most the vocabulary.
         temperature: that logits are divided by, above 0.
         kept: int `[v]`: a trimmed draft's tokens (`vocab_trim`); distributions are then over these alone, ids their indices.
-        shard_rows: rows of a file; None: as many as make 64 MiB.
         told: is called with rows done and rows in all.
 
     Raises:
-        RequestError: a teacher without a fingerprint, or a `k` out of range. CompressError: the disk has no room.
+        CompressError: the disk has no room.
     """
-    if not teacher.fingerprint:
-        raise RequestError(
-            "a teacher without a fingerprint cannot be cached: nothing would say whose outputs these are"
-        )
     vocabulary, length = teacher.vocabulary if kept is None else len(kept), rows.length
-    shard_rows = shard_rows or max(1, SHARD_BYTES // likeliest_bytes(length, k, vocabulary))
+    shard_rows = max(1, SHARD_BYTES // likeliest_bytes(length, k, vocabulary))
     facts: dict[str, Any] = {
         "teacher": teacher.fingerprint, "sha256": digest_of(rows.ids), "rows": len(rows), "length": length, "vocabulary": vocabulary,
         "kept": kept_digest(kept), "k": k, "temperature": float(temperature), "shard_rows": min(shard_rows, len(rows)),

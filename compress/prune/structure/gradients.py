@@ -81,7 +81,7 @@ def _loss(streamed: StreamedModel, model: Any, batch: Batch, generator: torch.Ge
             noise = noise * mask.to(states.device)[..., None]
         return (states * noise).sum()
     logits = output.logits[:, :-1].float()
-    labels = streamed.labels(ids).to(logits.device)
+    labels = streamed.rows.labels(ids).to(logits.device)
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
     if mask is not None:
         losses = losses * mask[:, 1:].to(losses.device)

@@ -6,7 +6,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-from compress.distill.draft.report import draft_section
+from compress.distill.draft.stage import draft_section
 
 WAYS = ("greedy", "sampling")
 

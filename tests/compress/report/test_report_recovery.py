@@ -14,8 +14,8 @@ import pytest
 from encoder_models import bert, save
 
 import compress
-from compress.distill.draft.report import training_chart
-from compress.distill.recover.report import recovery_sections
+from compress.distill.draft.stage import training_chart
+from compress.distill.recover.stage import recovery_sections
 
 Points = list[tuple[float, float]]
 TRAIN = [(10, 0.9, 2e-4), (20, 0.7, 1e-4), (30, 0.65, 0.0)]

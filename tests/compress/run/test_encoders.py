@@ -191,10 +191,10 @@ def test_streamed_stacks_are_the_whole_model(seq2seq):
     batches = [(ids[:2], None), (ids[2:], None)]
     states = run_blocks(streamed, batches, None)
     for number, (rows, _) in enumerate(batches):
-        source, target = streamed.source(rows), streamed.target_ids(rows)
+        source, target = streamed.rows.source(rows), streamed.rows.target(rows)
         expected = reference(input_ids=source, decoder_input_ids=target).logits
         torch.testing.assert_close(streamed.outputs(states.get(number), rows), expected, atol=1e-3, rtol=1e-3)
-        assert torch.equal(streamed.labels(rows), target[:, 1:])
+        assert torch.equal(streamed.rows.labels(rows), target[:, 1:])
 
 
 @pytest.mark.parametrize("name", ["rtn", "gptq", "smoothquant", "sparse"])

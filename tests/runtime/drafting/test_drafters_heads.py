@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 from distribution_cases import accepted_in_drawn_texts
-from head_students import KINDS, head_student
+from head_students import KINDS, head_student, write_heads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llama_engines import engines, model_of
 from safetensors.torch import load_file, save_file
 from speculation_cases import VOCABULARY, answers, model, prompts, speculation
+from teachers import features_of
 
-from compress.distill.draft.features import Features
-from compress.distill.draft.heads import HeadStudent, rank_rates, write_heads
+from compress.distill.draft.heads import HeadStudent, rank_rates
 from compress.distill.draft.medusa import MedusaStudent
 from compress.distill.train.data import TextRows
 from runtime.api.model import Model
@@ -83,7 +83,7 @@ def students(plain: Any, texts: list[list[int]]) -> dict[str, HeadStudent]:
     rows = TextRows(torch.tensor([[*text, *new] for text, new in (*truth.items(), *((START, new) for new in drawn))]))
     found: dict[str, HeadStudent] = {}
     for name in KINDS:
-        features = Features.of(plain)
+        features = features_of(plain)
         features.teacher.fingerprint = "tiny"
         found[name] = head_student(name, features, 3, divergence="cross_entropy")
         fit(found[name], rows, 60)
@@ -561,7 +561,7 @@ def test_directories_that_do_not_fit_are_refused(directories: Any, name: str, tm
 def test_only_kept_tokens_are_proposed(plain: Any, texts: Any, tmp_path: Path) -> None:
     kept = torch.arange(0, VOCABULARY, 3, dtype=torch.int32)
     for name in KINDS:
-        features = Features.of(plain)
+        features = features_of(plain)
         features.teacher.fingerprint = "tiny"
         student = head_student(name, features, 2, kept=kept)
         path = tmp_path / name

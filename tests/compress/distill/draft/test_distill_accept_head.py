@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from random_models import random_llama
+from safetensors.torch import save_file
+from teachers import logits_teacher, teacher_of
 
-from compress.distill.draft import accept_head
-from compress.distill.draft.accept_head import fit_accept_head, gather_examples, losses, save_accept_head, thinned
+from compress.distill.draft import distillspec
 from compress.distill.draft.cut import cut
+from compress.distill.draft.distillspec import fit_accept_head, gather_examples, losses, thinned
 from compress.distill.draft.student import Student
 from compress.distill.train.data import TextRows
 from compress.distill.train.teacher import Teacher
@@ -25,7 +27,7 @@ def rows(count: int, seed: int) -> TextRows:
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Student, Teacher]:
-    return Student(cut(random_llama(0, vocab_size=61, num_hidden_layers=2), range(1))), Teacher.of(
+    return Student(cut(random_llama(0, vocab_size=61, num_hidden_layers=2), range(1))), teacher_of(
         random_llama(0, vocab_size=61, num_hidden_layers=2)
     )
 
@@ -50,7 +52,7 @@ def test_the_head_learns_what_the_draft_does_not_know(pair: Any) -> None:
     strange = (
         12 * torch.randn(61, 61, generator=torch.Generator().manual_seed(3)) * (torch.arange(61) % 3 == 0)[:, None]
     )
-    teacher = Teacher(lambda ids: student.draft(ids).logits + strange[ids], 61)
+    teacher = logits_teacher(lambda ids: student.draft(ids).logits + strange[ids], 61)
     found, facts = fit_accept_head(student, teacher, rows(400, 1), rows(24, 2))
     for name in ("greedy", "sampling"):
         assert facts[name]["head"] < 0.9 * facts[name]["constant"]
@@ -69,7 +71,7 @@ def test_where_there_is_nothing_to_learn_it_is_a_constant(pair: Any) -> None:
 def test_the_head_that_runs_is_the_one_that_was_trained(pair: Any, tmp_path: Path) -> None:
     student, teacher = pair
     tensors, _ = fit_accept_head(student, teacher, rows(8, 1), rows(4, 2))
-    save_accept_head(tmp_path, tensors)
+    save_file({name: value.half() for name, value in tensors.items()}, tmp_path / FILE)
     width = tensors["mix"].shape[0]
     head = AcceptHead.load(tmp_path, width)
     states, log_chance, entropy = torch.randn(5, width), -torch.rand(5), torch.rand(5)
@@ -92,16 +94,16 @@ def test_no_more_states_are_held_than_are_needed(pair: Any, monkeypatch: pytest.
     at = [int((text.ids == row).all(1).nonzero()[0, 0]) for row in few.ids]
     assert bool((whole[at] | ~few.trained).all())
     assert thinned(text, int(whole.sum()), torch.Generator()) is text
-    monkeypatch.setattr(accept_head, "MOST", 20)
+    monkeypatch.setattr(distillspec, "MOST", 20)
     held: list[int] = []
-    examples = accept_head.gather_examples
+    examples = distillspec.gather_examples
 
     def counting(*arguments: Any) -> Any:
         found = examples(*arguments)
         held.append(len(found["states"]))
         return found
 
-    monkeypatch.setattr(accept_head, "gather_examples", counting)
+    monkeypatch.setattr(distillspec, "gather_examples", counting)
     _, facts = fit_accept_head(student, teacher, text, rows(2, 6))
     assert held == [20, 20]
     assert facts["positions"] == 20

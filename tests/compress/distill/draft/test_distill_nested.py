@@ -7,8 +7,8 @@ from typing import Any
 import distill_runs as runs
 import pytest
 import torch
+from teachers import acceptance_of
 
-from compress.distill.draft.acceptance import measure_acceptance
 from compress.distill.draft.cut import cut, final_norm
 from compress.distill.draft.s2d import NestedStudent
 from compress.distill.draft.student import Student
@@ -64,17 +64,10 @@ def test_all_depths_gain_by_training() -> None:
     both = (found.after["acceptance_depth_1"] + found.after["acceptance_depth_2"]) / 2
     assert found.after["acceptance"] == pytest.approx(both)
     held = runs.rows(5, seed=9)
-    one = measure_acceptance(Student(cut(nested.draft, range(1))), model, held, length=1)["text"]
-    again = measure_acceptance(nested.variants()["1"], model, held, length=1)["text"]
+    one = acceptance_of(Student(cut(nested.draft, range(1))), model, held, length=1)["text"]
+    again = acceptance_of(nested.variants()["1"], model, held, length=1)["text"]
     assert one["sampling"]["accepted"] == pytest.approx(again["sampling"]["accepted"], abs=1e-6)
     assert one["sampling"]["acceptance"] == pytest.approx(found.after["acceptance_depth_1"], abs=1e-5)
-
-
-def test_what_is_no_nested_draft_is_refused() -> None:
-    draft = cut(runs.target(), range(2))
-    for depths in ([], [1], [2, 1], [0, 2], [1, 2, 3], [1, 1, 2]):
-        with pytest.raises(RequestError, match=r"the last 2 \(all its layers\)"):
-            NestedStudent(draft, depths)
 
 
 def test_heads_that_do_more_are_refused() -> None:

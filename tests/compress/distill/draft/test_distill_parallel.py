@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from random_models import random_llama
+from teachers import logits_teacher
 
 from compress.distill.draft.cut import cut
-from compress.distill.draft.pard import ParallelStudent, PardConfig, dropped, layout
+from compress.distill.draft.pard import ParallelStudent, PardConfig, dropped, layout, no_masks
 from compress.distill.train.losses import SparseTargets
 from compress.distill.train.options import TrainOptions
-from runtime.errors import RequestError
 
 MASK = 0
 
@@ -144,8 +144,6 @@ def test_proposals_are_of_one_pass_each() -> None:
             for anchor in range(8 - ahead):
                 expected = naive(draft, ids[1].tolist(), anchor, ahead)
                 torch.testing.assert_close(logits[1, anchor], expected, atol=2e-5, rtol=1e-4)
-    with pytest.raises(RequestError, match=r"4 tokens.* 5"):
-        list(student.proposals(ids, 5))
 
 
 def test_a_parallel_draft_learns_to_look_ahead() -> None:
@@ -154,7 +152,7 @@ def test_a_parallel_draft_learns_to_look_ahead() -> None:
     start = torch.randint(1, 31, (48, 1), generator=torch.Generator().manual_seed(0))
     text = (start + torch.arange(14) - 1) % 30 + 1
     source, held = runs.TextRows(text[:40]), runs.TextRows(text[40:])
-    judge = runs.Teacher(lambda ids: 20.0 * torch.nn.functional.one_hot(ids % 30 + 1, 31).float(), 31)
+    judge = logits_teacher(lambda ids: 20.0 * torch.nn.functional.one_hot(ids % 30 + 1, 31).float(), 31)
     student = ParallelStudent(copy.deepcopy(model), MASK, PardConfig(tokens=3))
     options = TrainOptions(steps=60, batch=8, evaluate_every=30, learning_rate=1e-2)
     found = runs.Training(student, source, None, held, judge, options).run()
@@ -178,8 +176,5 @@ def test_attention_that_cannot_have_such_masks_is_refused() -> None:
     sizes: Any = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
                   "num_key_value_heads": 2, "vocab_size": 31, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
     windowed = Qwen2ForCausalLM(Qwen2Config(**sizes, use_sliding_window=True, sliding_window=4, max_window_layers=1))
-    with pytest.raises(RequestError, match="full attention"):
-        ParallelStudent(windowed, 0, PardConfig())
-    student = ParallelStudent(runs.target(), 0, PardConfig(tokens=8))
-    with pytest.raises(RequestError, match=r"9 tokens.* 8"):
-        student(runs.rows(2, 9).batch([0, 1], [0, 1]), None)
+    assert "full attention" in str(no_masks(windowed))
+    assert no_masks(runs.target()) is None

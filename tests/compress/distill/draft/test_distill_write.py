@@ -12,13 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from teachers import teacher_of
 
 import runtime
 from compress.core.files import sha256
 from compress.distill.draft import vocab_trim
 from compress.distill.draft.cut import cut
 from compress.distill.draft.write import write_draft
-from compress.distill.train.teacher import Teacher, teacher_rows
+from compress.distill.train.teacher import teacher_rows
 from runtime.errors import RequestError
 
 CONTENT = {"method": "cut", "target": "x", "facts": {}}
@@ -26,7 +27,7 @@ CONTENT = {"method": "cut", "target": "x", "facts": {}}
 
 def test_expected_counts_are_sums_of_probabilities() -> None:
     model, rows = runs.target(), runs.rows(7)
-    found = vocab_trim.expected_counts(Teacher.of(model), rows, batch=3)
+    found = vocab_trim.expected_counts(teacher_of(model), rows)
     with torch.no_grad():
         expected = torch.softmax(model(input_ids=rows.ids).logits.double(), -1)[rows.trained].sum(0)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
@@ -48,8 +49,8 @@ def test_the_most_frequent_tokens_are_kept(frequencies: list[int], data: st.Data
 
 @pytest.mark.parametrize(
     ("size", "always", "message"),
-    [(0, (), "1 to 4"), (5, (), "1 to 4"), (1, (0, 1), "2 to 4"), (2, (4,), "token 4 cannot be kept"), (2, (-1,), "token -1")],
-)  # fmt: skip
+    [(2, (4,), "token 4 cannot be kept"), (2, (-1,), "token -1")],
+)
 def test_what_cannot_be_kept_is_refused(size: int, always: tuple[int, ...], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         vocab_trim.choose(torch.tensor([1, 2, 3, 4]), size, always)
@@ -58,7 +59,7 @@ def test_what_cannot_be_kept_is_refused(size: int, always: tuple[int, ...], mess
 def test_counts_of_the_targets_own_texts_cover_more() -> None:
     """What the paper finds: a target's own texts say better than others what it will emit."""
     model = runs.target()
-    teacher = Teacher.of(model)
+    teacher = teacher_of(model)
     prompts = runs.rows(40, 4, seed=1).ids
     counted = (
         teacher_rows(teacher, prompts, 12, seed=0),
@@ -128,8 +129,6 @@ def test_only_drafts_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         write_draft(tmp_path / "mine", draft, CONTENT)
     with pytest.raises(RequestError, match="fingerprint"):
         write_draft(tmp_path / "new", draft, CONTENT | {"target": ""})
-    with pytest.raises(RequestError, match="ascending ids below 61"):
-        write_draft(tmp_path / "new", draft, CONTENT, torch.tensor([61]))
 
     def failing(*arguments: Any, **named: Any) -> None:
         raise KeyboardInterrupt

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from teachers import acceptance_of, features_of
 
 import runtime
+from compress.core.run_directory import RunDirectory
 from compress.distill.draft import METHODS
-from compress.distill.draft.acceptance import measure_acceptance
-from compress.distill.draft.features import Features
 from compress.distill.draft.pard import ParallelStudent
 from compress.distill.draft.speedup import worth
 from compress.distill.draft.student import Student
 from compress.distill.draft.training import DraftTraining
 from compress.distill.train.data import TextRows
 from compress.distill.train.teacher import Teacher
+from compress.model.stage import Store
 from compress.run.run import apply_recipe
 
 SHORT = {"data": "given", "steps": 4, "batch_size": 4, "evaluate_every": 2, "learning_rate": 1e-2}
@@ -40,9 +42,8 @@ def make(loaded: Any, tmp_path: Path) -> Callable[..., DraftTraining]:
     def build(**changes: Any) -> DraftTraining:
         told = SimpleNamespace(phase=lambda *_: None, step=lambda *_: None)
         fields = {
-            "artifact": loaded.artifact.path, "fingerprint": loaded.artifact.checkpoint.fingerprint(), "teacher": Teacher.of(loaded),
-            "rows": random_rows(16, 24), "kinds": {}, "work": tmp_path / "work", "output": tmp_path / "draft", "reporter": told,
-            "apply": apply_recipe,
+            "artifact": loaded.artifact.path, "teacher": Teacher.of(loaded), "rows": random_rows(16, 24), "kinds": {},
+            "store": Store(tmp_path / "draft", tmp_path / "work", RunDirectory(tmp_path), apply_recipe), "reporter": told,
         }  # fmt: skip
         return DraftTraining(**{**fields, **changes})
 
@@ -57,18 +58,18 @@ def config(method: str, **changes: Any) -> Any:
 def test_what_is_measured_is_what_was_stored(make: Any, monkeypatch: pytest.MonkeyPatch, quantize: str) -> None:
     """Against the directory as the runtime reads it."""
     training, trained = make(), []
-    store = DraftTraining.store
+    write = DraftTraining.write
 
-    def storing(self: DraftTraining, fields: Any, student: Student, held_out: TextRows) -> None:
+    def writing(self: DraftTraining, fields: Any, student: Student, held_out: TextRows) -> None:
         trained.append(self.measure(fields, student, held_out))
-        store(self, fields, student, held_out)
+        write(self, fields, student, held_out)
 
-    monkeypatch.setattr(DraftTraining, "store", storing)
+    monkeypatch.setattr(DraftTraining, "write", writing)
     fields = config("distillspec", quantize=quantize, layers=2)
     METHODS["distillspec"].make(training, fields)
-    stored = runtime.load(training.output, dtype="float32", kernels="reference", device="cpu", drafter=False)
+    stored = runtime.load(training.store.output, dtype="float32", kernels="reference", device="cpu", drafter=False)
     held_out = training.split()[1]
-    found = measure_acceptance(stored.engine.module, training.teacher, held_out, length=3)
+    found = acceptance_of(stored.engine.module, training.teacher, held_out, length=3)
     after = training.facts["after"]["held_out"]
     for way in ("greedy", "sampling"):
         for part in ("text", "continuations"):
@@ -77,7 +78,9 @@ def test_what_is_measured_is_what_was_stored(make: Any, monkeypatch: pytest.Monk
     assert abs(after["text"]["sampling"]["acceptance"] - in_training) > 1e-7
     # Nothing but the curve is of the weights that were not stored.
     assert not {"before", "after"} & training.facts["training"].keys()
-    assert json.loads((training.output / "draft.json").read_text())["facts"] == json.loads(json.dumps(training.facts))
+    assert json.loads((training.store.output / "draft.json").read_text())["facts"] == json.loads(
+        json.dumps(training.facts)
+    )
 
 
 @pytest.mark.parametrize("method", ["medusa", "kangaroo"])
@@ -112,7 +115,7 @@ def test_the_accept_head_reads_the_stored_draft(make: Any, monkeypatch: pytest.M
     training = make()
     METHODS["distillspec"].make(training, config("distillspec", layers=1, quantize="W4A16", accept_head=True))
     assert int((seen[0][0].unique()).numel()) <= 16  # of one scale a row
-    assert (training.output / "accept_head.safetensors").is_file()
+    assert (training.store.output / "accept_head.safetensors").is_file()
 
 
 def test_a_parallel_draft_is_the_same_drafter_before_and_after(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,14 +167,15 @@ def test_long_drafts_are_measured_as_far_as_texts_go(make: Any) -> None:
 
 def test_the_target_writes_once_for_all_that_is_measured(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    continuations = Teacher.continuations
+    training = make(kinds={"text": random_rows(3, 16)})
+    continuations = training.teacher.continuations
 
-    def counting(self: Teacher, prompts: torch.Tensor, *arguments: Any) -> Any:
+    def counting(prompts: torch.Tensor, *arguments: Any) -> Any:
         calls.append(len(prompts))
-        return continuations(self, prompts, *arguments)
+        return continuations(prompts, *arguments)
 
-    monkeypatch.setattr(Teacher, "continuations", counting)
-    METHODS["s2d"].make(make(kinds={"text": random_rows(3, 16)}), config("s2d", layers=2))
+    monkeypatch.setattr(training.teacher, "continuations", counting)
+    METHODS["s2d"].make(training, config("s2d", layers=2))
     assert calls == [2, 2, 3, 3]  # held-out rows and samples, greedily and by sampling
 
 
@@ -182,7 +186,7 @@ def test_a_target_that_ends_at_once_leaves_nothing_to_measure(make: Any, loaded:
         written, _ = own.continuations(prompts, tokens, temperature, seeds)
         return written, torch.ones(len(prompts), dtype=torch.int64)
 
-    short = Teacher(own.logits, own.vocabulary, write=write, device=own.device)
+    short = replace(own, continuations=write)
     training = make(teacher=short, kinds={"text": random_rows(2, 16)})
     from compress.distill.draft.cut import cut_checkpoint
 
@@ -214,7 +218,7 @@ def test_heads_go_to_where_the_target_is_before_they_are_measured(
 
 
 def test_the_target_is_loaded_once(make: Any, loaded: Any) -> None:
-    features = Features.of(make().teacher.source)
+    features = features_of(make().teacher.source)
     assert features.module is loaded.engine.module
     assert features.teacher.source is loaded
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import compress
 import runtime
 from compress.distill.recover import recovery
+from compress.distill.train.data import split_rows
 from compress.model.context import Context
 from compress.model.streamed import StreamedModel
 from compress.recipe import load as load_recipe
@@ -75,7 +76,7 @@ def test_what_experts_learn_is_written(make_checkpoint: Any, recipe: Any, tmp_pa
         assert not bool(weight[one[name] == 0].any()), name
     # What was measured in training is what the artifact gives on the same rows: an expert that was not written would show.
     loaded = load_recipe(request)
-    _, ids = recovery.split(recovery.rows(Context.open(loaded, Checkpoint(source), "cpu"), loaded.stages[-1])[0])
+    _, ids = split_rows(recovery.rows(Context.open(loaded, Checkpoint(source), "cpu"), loaded.stages[-1])[0])
     for path, when in ((before.path, "before"), (made.path, "after")):
         logits = runtime.load(path, kernels="reference").logits(ids).float()
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())

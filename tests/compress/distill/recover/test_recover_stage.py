@@ -23,6 +23,7 @@ import compress
 import runtime
 from compress.distill.recover import recovery
 from compress.distill.train import loop
+from compress.distill.train.data import split_rows
 from compress.model.context import Context
 from compress.recipe import load as load_recipe
 from compress.run.plan import make_plan
@@ -181,7 +182,7 @@ def test_other_kinds_of_models(
     # On rows that it was not trained on it is nearer to the whole model after every layer.
     loaded = load_recipe(request)
     ids, _ = recovery.rows(Context.open(loaded, Checkpoint(source), "cpu"), loaded.stages[-1])
-    _, ids = recovery.split(ids)
+    _, ids = split_rows(ids)
     whole, lost, won = (states(tmp_path / name, ids)[1:] for name in ("model", "lost", "won"))
     apart = [((own - whole).square().sum((2, 3)) / whole.square().sum((2, 3))).mean(1) for own in (lost, won)]
     assert bool((apart[1] < torch.tensor(shares) * apart[0]).all()), apart

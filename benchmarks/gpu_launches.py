@@ -134,7 +134,7 @@ def cache_call(
 
     rows = 8
     region = Region(rows, sizes, held or dtype, torch.device("meta"), keys, values, bias)
-    region.pages.table, region.pages.longest = meta(rows, tokens // PAGE), tokens
+    region.table, region.longest = meta(rows, tokens // PAGE), tokens
     query = torch.empty(rows, queries, sizes[0], dtype=dtype, device="meta")
     limit = meta(rows, queries) if visible else None
     chosen = Chosen(meta(rows, 1024 // unit), meta(rows), unit) if unit else None

@@ -147,7 +147,7 @@ def attention(arguments: argparse.Namespace, length: int, batch: int) -> dict[st
             counts = torch.zeros_like(pages)
             counts[part] = pages[part]
             pieces = [states[part].reshape(-1, PAGE, size) for states in (keys, values)]
-            region.append_pages(*pieces, counts)
+            region.append_pages(region.encoded(*pieces), counts)
         grouped = query.view(rows, heads // kv_heads, size)
         runs[name] = lambda r=region, q=grouped: attend_region(q, r, scale)
     seconds = in_turn(runs, arguments.rounds, arguments.device)

@@ -231,8 +231,7 @@ def prompt_attention(
             # In the dtype of the store: a result must not depend on whether padding, or an earlier chunk, had them read back from it.
             key, value = (states.to(layer.storage.floats).to(query.dtype) for states in (key, value))
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    assert layer.store is not None
-    keys, values, used, bias = layer.store.everything()
+    keys, values, used, bias = layer.store.states()
     batch, heads = layer.shape
     shape = (batch, heads, keys.shape[1])
     keys, values, used = keys.view(*shape, -1), values.view(*shape, -1), used.view(shape)
@@ -274,7 +273,6 @@ def step_attention(layer: LayerState, query: torch.Tensor, valid: torch.Tensor |
     Raises:
         ValueError: the tokens of the layer do not go with its selection.
     """
-    assert layer.store is not None
     batch, heads = layer.shape
     scale, softcap = layer.scale, layer.softcap
     count, size = query.shape[2:]
@@ -302,17 +300,12 @@ def step_attention(layer: LayerState, query: torch.Tensor, valid: torch.Tensor |
 
 def _fetched(layer: LayerState, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
     """The regions where attention can read what was chosen of them; the next layer's are on their way from now on."""
-    if layer.elsewhere is None or layer.store is None:
+    if layer.elsewhere is None:
         return regions
-    far = [number for number, region in enumerate(regions) if any(region is tier for tier in layer.store.tiers)]
-    result = list(regions)
-    wanted = [chosen[number] for number in far]
-    fetched = layer.elsewhere.fetched([regions[number] for number in far], wanted)
-    for number, region in zip(far, fetched, strict=True):
-        result[number] = region
-    layer.reads_all = all(some is None for some in wanted)
-    following = layer.following
+    wanted = {region: some for region, some in zip(regions, chosen, strict=True) if region in layer.store.tiers}
+    fetched = dict(zip(wanted, layer.elsewhere.fetched(list(wanted), list(wanted.values())), strict=True))
+    layer.reads_all = all(some is None for some in wanted.values())
     # What a layer will choose is not known before its turn; where it chose the last time, nothing is fetched in advance.
-    if following not in (None, layer) and following.store is not None and following.reads_all:
-        layer.elsewhere.fetch(following.store.tiers)
-    return result
+    if layer.following not in (None, layer) and layer.following.reads_all:
+        layer.elsewhere.fetch(layer.following.store.tiers)
+    return [fetched.get(region, region) for region in regions]

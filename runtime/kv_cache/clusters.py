@@ -12,15 +12,6 @@ from runtime.kv_cache.pages import PAGE
 
 
 @dataclass(frozen=True)
-class Merged:
-    """Centroids: keys and values `[chunks, kept, size]`, and how many tokens each stands for, float32 `[chunks, kept]`."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    counts: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Clusters:
     """Alternating soft matching within chunks (KV cache clustering).
 
@@ -51,15 +42,19 @@ class Clusters:
                 f"clusters.ratio {self.ratio} does not leave whole pages of {PAGE} of {self.chunk} tokens: allowed are {steps}"
             )
 
-    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> Merged:
-        """Merge chunks, `[chunks, chunk, size]` each."""
+    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Merge chunks, `[chunks, chunk, size]` each.
+
+        Returns:
+            Centroids: keys and values `[chunks, kept, size]`, and how many tokens each stands for, float32 `[chunks, kept]`.
+        """
         sums_k, sums_v = keys.float(), values.float()
         counts = torch.ones(keys.shape[:2], device=keys.device)
         while counts.shape[1] > self.kept:
             remove = min(counts.shape[1] - self.kept, counts.shape[1] // 2)
             sums_k, sums_v, counts = _round(sums_k, sums_v, counts, remove)
         wide = counts.unsqueeze(-1)
-        return Merged((sums_k / wide).to(keys.dtype), (sums_v / wide).to(values.dtype), counts)
+        return (sums_k / wide).to(keys.dtype), (sums_v / wide).to(values.dtype), counts
 
 
 def _round(

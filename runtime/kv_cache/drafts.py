@@ -29,7 +29,7 @@ def room(cache: CompressedCache) -> int:
     """How many tokens after the next one can be verified with it, each as it would be alone."""
     least = STEP_TOKENS - 1
     for layer in cache.compressed:
-        if layer.store is not None:
+        if layer.is_initialized:
             least = min(least, _until_evicted(layer), _until_stored(layer))
     return max(0, least)
 
@@ -41,7 +41,6 @@ def _until_evicted(layer: CompressedLayer) -> int:
 
 def _until_stored(layer: CompressedLayer) -> int:
     storage, store = layer.storage, layer.store
-    assert store is not None
     if not store.tiers:
         return STEP_TOKENS
     left = storage.recent + storage.chunk - 1 - store.tail.longest

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.policy.policy import Policy
-from runtime.kv_cache.scores.duo import Duo
 from runtime.kv_cache.shape import LayerShape, Shape
 from runtime.kv_cache.storage.plan import Tier
 
@@ -180,11 +179,7 @@ class _Estimate:
         seen = read + new - whole
         left = rule.tokens if rule.ratio is None else round(rule.ratio * seen)
         assert left is not None
-        left = max(rule.least + storage.prefix, left)
-        if isinstance(rule.score, Duo):
-            # Streaming heads keep a constant number of tokens; the others share the budget.
-            ends = rule.score.sinks + rule.score.recent
-            left = round(left - rule.score.streaming * max(0, left - ends))
+        left = rule.score.average(max(rule.least + storage.prefix, left))
         if self.is_tiered and left > self.floats:  # the rest is whole chunks
             left = self.floats + storage.chunk * max(1, round((left - self.floats) / storage.chunk))
         return whole + min(left, seen)

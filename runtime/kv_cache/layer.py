@@ -72,7 +72,6 @@ class CompressedLayer(LayerState, CacheLayerMixin):
 
     def clear(self) -> None:
         super().clear()
-        self.is_initialized = False
         self._asked = False  # by update, and not yet by attention
         self._owed: _Owed | None = None
         if self.eviction is not None:
@@ -87,7 +86,6 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         """Allocate storage for states like these, `[batch, kv_heads, q, size]` each."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.begin(key_states, value_states, {} if self.eviction is None else self.eviction.plan.notes)
-        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -144,7 +142,7 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         count = -tokens_to_remove
         if count < 0:
             raise ValueError(f"crop takes minus the number of tokens to take back, not {tokens_to_remove}")
-        if count == 0 or self.store is None:
+        if count == 0 or not self.is_initialized:
             return
         if count > self.intact:
             raise ValueError(
@@ -187,7 +185,6 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         Returns:
             `[batch, heads, q, size]`, zeros at padding.
         """
-        assert self.store is not None
         self._asked, self.scale, self.softcap = False, scale, softcap
         if self._owed is not None:
             self._finish_all()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 
 import torch
 
-from runtime.kv_cache.pages import PAGE, Allocate, Pages, Part
+from runtime.kv_cache.pages import Allocate, Pages, PageTensor
 from runtime.kv_cache.storage.base import Codec
 from runtime.kv_cache.storage.plain import Plain
-
-_KEYS, _VALUES = "keys.", "values."
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Chosen:
     unit: int
 
 
-class Region:
-    """Keys and values of `rows` heads in pages of one storage.
+class Region(Pages):
+    """Pages with keys and values of `rows` heads, of one storage.
 
     Args:
         rows: `batch * kv_heads`.
@@ -43,7 +42,8 @@ class Region:
         allocate: where the pools are.
 
     Attributes:
-        pages: the pools "keys.codes", "keys.scale", ..., "values.codes", ..., and "bias" where there is one.
+        codecs: of "keys" and "values".
+        pools: "keys.codes", "keys.scale", ..., "values.codes", ..., and "bias" where there is one.
     """
 
     def __init__(
@@ -57,55 +57,33 @@ class Region:
         bias: bool = False,
         allocate: Allocate | None = None,
     ) -> None:
-        self.sizes, self.dtype, self.device = sizes, dtype, device
-        self.keys, self.values, self.has_bias = keys or Plain(), values or Plain(), bias
-        parts = {_KEYS + name: part for name, part in self.keys.parts(sizes[0], dtype).items()}
-        parts |= {_VALUES + name: part for name, part in self.values.parts(sizes[1], dtype).items()}
-        if bias:
-            parts["bias"] = Part(1, torch.float32)
-        self.pages = Pages(rows, parts, device, allocate)
+        self.sizes, self.dtype, self.has_bias = sizes, dtype, bias
+        self.codecs = {"keys": keys or Plain(), "values": values or Plain()}
+        parts = {"bias": PageTensor(1, torch.float32)} if bias else {}
+        for (side, codec), size in zip(self.codecs.items(), sizes, strict=True):
+            parts |= {f"{side}.{name}": part for name, part in codec.parts(size, dtype).items()}
+        super().__init__(rows, parts, device, allocate)
 
-    # ---------------------------------------------------------------- size
-    @property
-    def lengths(self) -> torch.Tensor:
-        """int64 `[rows]`: how many tokens there are."""
-        return self.pages.lengths
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
-        return self.pages.longest
-
-    @property
-    def nbytes(self) -> int:
-        """Memory as allocated."""
-        return self.pages.nbytes
-
-    # ---------------------------------------------------------------- writing
-    def append(self, keys: torch.Tensor, values: torch.Tensor, counts: torch.Tensor) -> None:
-        """The first `counts[row]` of `[rows, t, size]` each; regions of plain floats only."""
-        self.pages.append({"keys.codes": keys, "values.codes": values}, counts)
-
-    def append_one(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """One token for every row, `[rows, size]` each; regions of plain floats only."""
-        self.pages.append_one({"keys.codes": keys, "values.codes": values})
-
-    def append_pages(
-        self, keys: torch.Tensor, values: torch.Tensor, counts: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> None:
-        """Whole pages `[pages, PAGE, size]` in the model's dtype, those of row 0 first; `counts[row]` pages each.
+    def encoded(
+        self, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Tensors to append, of whole pages `[pages, PAGE, size]`; plain floats may be `[rows, t, size]` or `[rows, size]` as well.
 
         Args:
-            bias: float32 `[pages, PAGE]`; None: zeros, where the region has one.
+            bias: float32 `[pages, PAGE]`, where the region has one.
         """
-        parts = {_KEYS + name: tensor for name, tensor in self.keys.encode(keys).parts.items()}
-        parts |= {_VALUES + name: tensor for name, tensor in self.values.encode(values).parts.items()}
-        if self.has_bias:
-            shape = (*keys.shape[:2], 1)
-            parts["bias"] = torch.zeros(shape, device=self.device) if bias is None else bias.view(shape)
-        self.pages.append_pages(parts, counts)
+        found = {} if bias is None else {"bias": bias.unsqueeze(-1)}
+        for side, states in (("keys", keys), ("values", values)):
+            packed = self.codecs[side].encode(states)
+            found |= {f"{side}.{name}": tensor for name, tensor in packed.parts.items()}
+        return found
 
     # ---------------------------------------------------------------- reading
+    def pools_of(self, side: str) -> dict[str, torch.Tensor]:
+        """The pools of "keys" or "values", by their codec's names."""
+        prefix = f"{side}."
+        return {name.removeprefix(prefix): pool for name, pool in self.pools.items() if name.startswith(prefix)}
+
     def with_pools(self, pools: dict[str, torch.Tensor], table: torch.Tensor | None = None) -> Region:
         """The same tokens with other pools, for reading: copies of these somewhere else.
 
@@ -113,32 +91,28 @@ class Region:
             pools: of the same parts.
             table: int64 `[rows, most pages]`, where pages are in them; None: where they are in these.
         """
-        region, pages = copy(self), copy(self.pages)
-        pages.pools = pools
+        region = copy(self)
+        region.pools = pools
         if table is not None:
-            pages.table = table
-        region.pages = pages
+            region.table = table
         return region
 
     def states(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of keys and values `[rows, longest, size]` in the model's dtype, zeros past a row's length."""
-        keys = self._decoded(_KEYS, self.keys, self.sizes[0])
-        return keys, self._decoded(_VALUES, self.values, self.sizes[1])
+        keys, values = (self.spread(self._decoded(side, self.in_use)) for side in self.codecs)
+        return keys, values
 
     def bias(self) -> torch.Tensor | None:
         """float32 `[rows, longest]`, or None where tokens have none."""
-        return self.pages.dense("bias")[..., 0] if self.has_bias else None
+        return self.dense("bias")[..., 0] if self.has_bias else None
 
     def page_keys(self, ids: torch.Tensor) -> torch.Tensor:
         """Keys of `[n]` pages of the pools, `[n, PAGE, size]` in the model's dtype; slots not in use have arbitrary values."""
-        pools = {name[len(_KEYS) :]: pool for name, pool in self.pages.pools.items() if name.startswith(_KEYS)}
-        parts = {name: pool[ids.to(pool.device)].to(self.device) for name, pool in pools.items()}
-        return self.keys.decode(parts, self.sizes[0], self.dtype)
+        return self._decoded("keys", lambda pool: pool[ids.to(pool.device)].to(self.device))
 
-    def _decoded(self, prefix: str, codec: Codec, size: int) -> torch.Tensor:
-        pools = self.pages.pools
-        parts = {name[len(prefix) :]: self.pages.in_use(name) for name in pools if name.startswith(prefix)}
-        return self.pages.spread(codec.decode(parts, size, self.dtype))
+    def _decoded(self, side: str, read: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        parts = {name: read(pool) for name, pool in self.pools_of(side).items()}
+        return self.codecs[side].decode(parts, self.sizes[side == "values"], self.dtype)
 
 
 def region_attention(
@@ -170,7 +144,7 @@ def region_attention(
     bias = region.bias()
     if bias is not None:
         scores = scores + bias.unsqueeze(1)
-    seen = region.pages.used().unsqueeze(1).expand_as(scores)
+    seen = region.used().unsqueeze(1).expand_as(scores)
     if visible is not None:
         seen = seen & (torch.arange(keys.shape[1], device=keys.device) < visible.unsqueeze(-1))
     if chosen is not None:
@@ -200,6 +174,3 @@ def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     weights = (lse - lse.amax(0).nan_to_num(neginf=0.0)).exp()
     weights = weights / weights.sum(0).clamp(min=torch.finfo(torch.float32).tiny)
     return sum(part[0] * weight.unsqueeze(-1) for part, weight in zip(parts, weights, strict=True))  # type: ignore[return-value]
-
-
-__all__ = ["PAGE", "Chosen", "Region", "chosen_mask", "merge", "region_attention"]

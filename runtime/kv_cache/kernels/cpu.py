@@ -17,7 +17,7 @@ import torch
 from runtime.kernels.cpu import library as linear
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.region import Chosen, Region
-from runtime.kv_cache.storage.base import BLOCK, Codec
+from runtime.kv_cache.storage.base import BLOCK
 from runtime.kv_cache.storage.bitmap import Bitmap
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
@@ -95,11 +95,10 @@ def why_not(query: torch.Tensor, region: Region) -> str | None:
         return f"it takes queries in float32, bfloat16 or float16 on a CPU, not {query.dtype} on {query.device}"
     if query.requires_grad and torch.is_grad_enabled():
         return "it has no gradients"
-    for codec in (region.keys, region.values):
+    for codec in region.codecs.values():
         if type(codec) not in (Plain, Integer, Float8, Bitmap):
             return f"it does not know storage {codec.name}"
-    pages = region.pages
-    for tensor in (*pages.pools.values(), pages.table, pages.lengths):
+    for tensor in (*region.pools.values(), region.table, region.lengths):
         if not tensor.is_cpu or not tensor.is_contiguous():
             return "its pages are not contiguous in the CPU's memory"
     if region.dtype not in _KINDS:
@@ -125,11 +124,11 @@ def run(
     Raises:
         ValueError: tensors do not fit each other.
     """
-    library, pages = load(portable), region.pages
+    library = load(portable)
     assert library is not None
     rows, m, size = query.shape
-    if (rows, size) != (pages.rows, region.sizes[0]):
-        raise ValueError(f"queries {tuple(query.shape)} for {pages.rows} rows of size {region.sizes[0]}")
+    if (rows, size) != (region.rows, region.sizes[0]):
+        raise ValueError(f"queries {tuple(query.shape)} for {region.rows} rows of size {region.sizes[0]}")
     # Whatever is made here must live until the call is over: C gets addresses.
     query = query.detach().float().contiguous()
     seen = None if visible is None else _int64(visible, (rows, m), "visible")
@@ -142,22 +141,22 @@ def run(
     out = torch.empty(rows, m, region.sizes[1], dtype=torch.float32)
     lse = torch.empty(rows, m, dtype=torch.float32)
     request = Request(
-        key=_side(region.keys, "keys.", region, region.sizes[0]),
-        value=_side(region.values, "values.", region, region.sizes[1]),
+        key=_side(region, "keys"),
+        value=_side(region, "values"),
         rows=rows,
         queries=m,
-        columns=pages.table.shape[1],
+        columns=region.table.shape[1],
         most=0 if index is None else index.shape[1],
         unit=PAGE if chosen is None else chosen.unit,
         scale=scale,
         softcap=softcap,
         query=query.data_ptr(),
-        table=pages.table.data_ptr(),
-        lengths=pages.lengths.data_ptr(),
+        table=region.table.data_ptr(),
+        lengths=region.lengths.data_ptr(),
         visible=None if seen is None else seen.data_ptr(),
         index=None if index is None else _address(index),
         counts=None if counts is None else counts.data_ptr(),
-        bias=pages.pools["bias"].data_ptr() if region.has_bias else None,
+        bias=region.pools["bias"].data_ptr() if region.has_bias else None,
         out=out.data_ptr(),
         lse=lse.data_ptr(),
     )
@@ -180,18 +179,12 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() or 1
 
 
-def _side(codec: Codec, prefix: str, region: Region, size: int) -> Side:
-    """Keys or values of a region as the C code sees them."""
-    pools = region.pages.pools
-    codes = pools[prefix + "codes"]
-    side = Side(*_layout(cast(Hashable, codec), size, codes.dtype, codes.shape[-1]), codes=codes.data_ptr())
-    if isinstance(codec, Bitmap):
-        side.mask = pools[prefix + "mask"].data_ptr()
-    elif not isinstance(codec, Plain):
-        side.scale = pools[prefix + "scale"].data_ptr()
-        if isinstance(codec, Integer):
-            side.zero = pools[prefix + "zero"].data_ptr()
-    return side
+def _side(region: Region, side: str) -> Side:
+    """The "keys" or "values" of a region as the C code sees them; its pointers have the names of the codecs' parts."""
+    pools = region.pools_of(side)
+    codes, size = pools["codes"], region.sizes[side == "values"]
+    layout = _layout(cast(Hashable, region.codecs[side]), size, codes.dtype, codes.shape[-1])
+    return Side(*layout, **{name: pool.data_ptr() for name, pool in pools.items()})
 
 
 @lru_cache(maxsize=256)

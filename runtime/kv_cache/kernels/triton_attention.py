@@ -13,7 +13,6 @@ from runtime.kernels.triton.jit import INSTALLED, cdiv, entry, next_power_of_2, 
 from runtime.kv_cache.kernels.triton_split import split_kernel
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.region import Chosen, Region
-from runtime.kv_cache.storage.base import Codec
 from runtime.kv_cache.storage.bitmap import Bitmap
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
@@ -72,10 +71,10 @@ def why_not(query: torch.Tensor, region: Region) -> str | None:
         return f"it knows float32, float16 and bfloat16, not queries in {query.dtype} with floats in {region.dtype}"
     if max(region.sizes) > MOST_SIZE:
         return f"it takes heads of up to {MOST_SIZE} channels, not {max(region.sizes)}"
-    for codec in (region.keys, region.values):
+    for codec in region.codecs.values():
         if type(codec) not in (Plain, Bitmap, Float8, Integer):
             return f"it does not read {codec.name}"
-    if any(pool.device != query.device for pool in region.pages.pools.values()):
+    if any(pool.device != query.device for pool in region.pools.values()):
         return "the cache lies on another device than the queries"
     return None
 
@@ -103,7 +102,7 @@ def run(
         chosen: of unit PAGE or 1.
     """
     rows, queries = query.shape[:2]
-    pages, v_size = region.pages, region.sizes[1]
+    v_size = region.sizes[1]
     tiles = cdiv(region.longest, PAGE)
     if chosen is not None:
         most = chosen.index.shape[1]
@@ -127,14 +126,14 @@ def run(
     if count > 1:
         part = torch.empty(rows, count, queries, v_size, dtype=torch.float32, device=query.device)
         extent = torch.empty(rows, count, queries, 2, dtype=torch.float32, device=query.device)
-    lengths, table = pages.lengths, _dense(pages.table)
+    lengths, table = region.lengths, _dense(region.table)
     index, counts = (lengths, lengths) if chosen is None else (_dense(chosen.index), chosen.counts)
     limit = lengths if visible is None else _dense(visible)
     # Weights times scale could be too small for float16, whose values are restored as the model would have them.
     folded = values["GRID"] == "token" and query.dtype != torch.float16
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
         split_kernel[(rows, count, slices)](
-            query, *_pools(region, "keys"), *_pools(region, "values"), pages.pools["bias"] if region.has_bias else lse,
+            query, *_pools(region, "keys"), *_pools(region, "values"), region.pools["bias"] if region.has_bias else lse,
             table, lengths, limit, index, counts, out, lse, part, extent,
             query.stride(0), query.stride(1), table.stride(0), index.stride(0), limit.stride(0), queries,
             *_factors(scale, softcap), SPLITS=count, LEAST=LEAST_SHARE, PAGE=PAGE,
@@ -183,11 +182,10 @@ def _factors(scale: float, softcap: float) -> tuple[float, float]:
     return float(scale * _LOG2E), 0.0
 
 
-def _stored(region: Region, name: str) -> dict[str, Any]:
-    """The kernel's constants for keys or values."""
-    codec: Codec = region.keys if name == "keys" else region.values
-    size = region.sizes[name == "values"]
-    stored = region.pages.parts[f"{name}.codes"].width
+def _stored(region: Region, side: str) -> dict[str, Any]:
+    """The kernel's constants for "keys" or "values"."""
+    codec, size = region.codecs[side], region.sizes[side == "values"]
+    stored = region.parts[f"{side}.codes"].width
     found = {"SIZE": size, "STORED": stored, "KIND": codec.name, "BITS": 8, "GRID": "none", "GROUP": size}
     if isinstance(codec, Float8):
         found["GRID"] = "token"
@@ -198,17 +196,17 @@ def _stored(region: Region, name: str) -> dict[str, Any]:
     return found | {"WIDTH": max(16, next_power_of_2(elements))}
 
 
-def _pools(region: Region, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _pools(region: Region, side: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales (of bitmaps: masks) and zeros of keys or values; codes stand in where there are none.
 
     Float8 as its bits, which GPUs before compute capability 8.9 can load.
     """
-    pools = region.pages.pools
-    codes = pools[f"{name}.codes"]
+    pools = region.pools_of(side)
+    codes = pools["codes"]
     if codes.dtype == torch.float8_e4m3fn:
         codes = codes.view(torch.uint8)
-    scale = pools.get(f"{name}.mask", pools.get(f"{name}.scale", codes))
-    return codes, scale, pools.get(f"{name}.zero", codes)
+    scale = pools.get("mask", pools.get("scale", codes))
+    return codes, scale, pools.get("zero", codes)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ class Queries:
 
 
 @dataclass(frozen=True)
-class Picked:
+class PickedTokens:
     """Tokens of each row by their position in the order of arrival.
 
     Attributes:
@@ -101,14 +101,14 @@ class Picked:
         """Memory as allocated, bytes."""
         return self.index.untyped_storage().nbytes() + self.counts.untyped_storage().nbytes()
 
-    def before(self, ends: torch.Tensor) -> Picked:
+    def before(self, ends: torch.Tensor) -> PickedTokens:
         """Those before the positions `ends`, int64 `[rows]`."""
         counted = torch.arange(self.index.shape[1], device=ends.device) < self.counts[:, None]
-        return Picked(self.index, (counted & (self.index < ends[:, None])).sum(1))
+        return PickedTokens(self.index, (counted & (self.index < ends[:, None])).sum(1))
 
-    def per_head(self, heads: int) -> Picked:
+    def per_head(self, heads: int) -> PickedTokens:
         """Of sequences: the same for each of their key heads."""
-        return Picked(self.index.repeat_interleave(heads, 0), self.counts.repeat_interleave(heads, 0))
+        return PickedTokens(self.index.repeat_interleave(heads, 0), self.counts.repeat_interleave(heads, 0))
 
 
 class Layout:
@@ -145,22 +145,17 @@ class Layout:
         # The last column takes what is no token.
         result = exact.new_full((count, width, self.longest + 1), float("-inf"))
         step = max(1, SLICE_BYTES // (4 * max(1, count) * PAGE * size))
-        for start, region in zip(self.starts, self.regions, strict=True):
-            table, lengths, bias = region.pages.table, region.lengths, region.bias()
-            if rows is not None:
-                start, table, lengths, bias = (
-                    start[rows],
-                    table[rows],
-                    lengths[rows],
-                    bias if bias is None else bias[rows],
-                )
+        which = slice(None) if rows is None else rows
+        for begin, region in zip(self.starts, self.regions, strict=True):
+            start, table, lengths = (part[which] for part in (begin, region.table, region.lengths))
+            bias = region.bias()
             for first in range(0, -(-region.longest // PAGE), step):
                 ids = table[:, first : first + step]
                 keys = region.page_keys(ids.clamp(min=0).flatten()).view(count, -1, size).float()
                 scores = queries.scores(exact @ keys.transpose(1, 2))
                 places = torch.arange(first * PAGE, first * PAGE + keys.shape[1], device=keys.device)
                 if bias is not None:
-                    scores = scores + bias[:, None, places.clamp(max=bias.shape[1] - 1)]
+                    scores = scores + bias[which][:, None, places.clamp(max=bias.shape[1] - 1)]
                 columns = (start[:, None] + places).masked_fill(places >= lengths[:, None], self.longest)
                 result.scatter_(2, columns.unsqueeze(1).expand_as(scores), scores)
         return result[..., : self.longest]
@@ -174,7 +169,7 @@ class Layout:
             bias = region.bias()
             if bias is not None:
                 columns = start[:, None] + torch.arange(bias.shape[1], device=start.device)
-                result.scatter_(1, columns.masked_fill(~region.pages.used(), self.longest), bias)
+                result.scatter_(1, columns.masked_fill(~region.used(), self.longest), bias)
         return result[:, : self.longest]
 
     def since(self, known: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -185,7 +180,7 @@ class Layout:
             or one from before.
         """
         for start, region in zip(self.starts, self.regions, strict=True):
-            table, lengths = region.pages.table, region.lengths
+            table, lengths = region.table, region.lengths
             columns = PAGE * torch.arange(table.shape[1], device=table.device)
             wanted = (columns < lengths[:, None]) & (start[:, None] + columns + PAGE > known[:, None])
             rows, pages = wanted.nonzero(as_tuple=True)
@@ -196,7 +191,7 @@ class Layout:
                 new = (places >= known[row, None]) & (places < (start + lengths)[row, None])
                 yield region.page_keys(table[row, page]), row, places.masked_fill(~new, -1)
 
-    def chosen(self, picked: Picked) -> list[Chosen | None]:
+    def chosen(self, picked: PickedTokens) -> list[Chosen | None]:
         """The tokens of each region that were picked."""
         spans = [
             (start, start + region.lengths, region.longest)
@@ -229,7 +224,7 @@ def split(
 
 
 # ---------------------------------------------------------------- picking
-def best(scores: torch.Tensor, counts: torch.Tensor, most: int) -> Picked:
+def best(scores: torch.Tensor, counts: torch.Tensor, most: int) -> PickedTokens:
     """The `counts[row]` best positions of each row.
 
     Args:
@@ -240,7 +235,7 @@ def best(scores: torch.Tensor, counts: torch.Tensor, most: int) -> Picked:
     most = min(most, scores.shape[1])
     top = scores.topk(most).indices
     unwanted = torch.arange(most, device=top.device) >= counts[:, None]
-    return Picked(top.masked_fill(unwanted, _BEHIND).sort(-1).values, counts)
+    return PickedTokens(top.masked_fill(unwanted, _BEHIND).sort(-1).values, counts)
 
 
 def between(lengths: torch.Tensor, longest: int, sinks: int, recent: int) -> torch.Tensor:
@@ -249,7 +244,7 @@ def between(lengths: torch.Tensor, longest: int, sinks: int, recent: int) -> tor
     return (columns >= sinks) & (columns < (lengths - recent)[:, None])
 
 
-def with_ends(picked: Picked, lengths: torch.Tensor, sinks: int, recent: int) -> Picked:
+def with_ends(picked: PickedTokens, lengths: torch.Tensor, sinks: int, recent: int) -> PickedTokens:
     """What was picked, the first `sinks` and the newest `recent` tokens; none of them twice."""
     rows, most = picked.index.shape
     device = lengths.device
@@ -258,15 +253,9 @@ def with_ends(picked: Picked, lengths: torch.Tensor, sinks: int, recent: int) ->
     last = newest + torch.arange(recent, device=device)
     counted = torch.arange(most, device=device) < picked.counts[:, None]
     index = torch.cat([first, picked.index, last], 1)
-    wanted = torch.cat(
-        [
-            first < lengths[:, None],
-            counted & (picked.index >= sinks) & (picked.index < newest),
-            last < lengths[:, None],
-        ],
-        1,
-    )
-    return Picked(index.masked_fill(~wanted, _BEHIND).sort(-1).values, wanted.sum(1))
+    middle = counted & (picked.index >= sinks) & (picked.index < newest)
+    wanted = torch.cat([first < lengths[:, None], middle, last < lengths[:, None]], 1)
+    return PickedTokens(index.masked_fill(~wanted, _BEHIND).sort(-1).values, wanted.sum(1))
 
 
 # ---------------------------------------------------------------- what stays where it is
@@ -275,19 +264,22 @@ def in_order(layer: LayerState) -> bool:
     return len(layer.storage.tiers) < 2 and layer.storage.clusters is None
 
 
-class Watch:
+class PositionWatch:
     """Watch over positions in a layer's order of arrival: whether they are still those of the same tokens.
 
     Attributes:
-        stays: from the time before it was last asked, tokens before these places are where they were, int64 `[rows]`; None: all that
-            there were. Only where nothing was void.
+        moved: whether tokens left their positions between the last two times that it was asked.
+        taken: newest tokens of every row that were taken back between these.
+        stays: tokens before these places are where they were the time before, int64 `[rows]`; None: all that there were. Only where
+            nothing was void.
     """
 
     def __init__(self) -> None:
         self.stays: torch.Tensor | None = None
+        self.moved, self.taken = True, 0
         self._changes: int | None = None
         self._older: list[torch.Tensor] = []
-        self._taken = 0
+        self._taken_back = 0
         self._lengths: torch.Tensor | None = None
 
     def void(self, layer: LayerState, layout: Layout) -> bool:
@@ -295,28 +287,8 @@ class Watch:
         # Lengths are a new tensor whenever a region is written to, so that no number need be fetched from the device.
         older = [region.lengths for region in layout.regions[:-1]]
         stored = len(older) != len(self._older) or any(a is not b for a, b in zip(older, self._older, strict=True))
-        void = layer.changes != self._changes or (stored and not in_order(layer))
-        taken = layer.taken_back - self._taken
-        self.stays = None if self._lengths is None or not taken else (self._lengths - taken).clamp(min=0)
-        self._changes, self._older, self._taken, self._lengths = layer.changes, older, layer.taken_back, layout.lengths
-        return void
-
-
-def sequences(layer: LayerState, lengths: torch.Tensor, name: str) -> torch.Tensor:
-    """The lengths `[batch]` of sequences all of whose heads hold the same tokens.
-
-    Raises:
-        ValueError: heads hold different numbers of tokens, or in different orders.
-    """
-    heads = lengths.view(layer.shape)
-    if not in_order(layer):
-        raise ValueError(
-            f"{name} reads the same tokens in all heads, which several storages, or clusters, put into different orders: "
-            "store older tokens in one way"
-        )
-    if not bool((heads == heads[:, :1]).all()):
-        raise ValueError(
-            f"{name} reads the same tokens in all heads, but those of layer {layer.index} hold different numbers of them: "
-            "evict nothing, or the same tokens in all heads"
-        )
-    return heads[:, 0]
+        self.moved, self.taken = layer.changes != self._changes, layer.taken_back - self._taken_back
+        self.stays = None if self._lengths is None or not self.taken else (self._lengths - self.taken).clamp(min=0)
+        self._changes, self._taken_back = layer.changes, layer.taken_back
+        self._older, self._lengths = older, layout.lengths
+        return self.moved or (stored and not in_order(layer))

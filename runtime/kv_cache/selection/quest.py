@@ -10,7 +10,7 @@ import torch
 
 from runtime.config.settings import Natural
 from runtime.kv_cache.layer_state import LayerState
-from runtime.kv_cache.pages import PAGE, Pages, Part
+from runtime.kv_cache.pages import PAGE, Pages, PageTensor
 from runtime.kv_cache.region import Chosen, Region
 from runtime.kv_cache.selection.base import Budget, Selection
 from runtime.kv_cache.selection.layout import SLICE_BYTES, Layout, Queries, best, split
@@ -31,6 +31,9 @@ class Quest(Budget):
     skip_layers: Natural = 2
     recent: Natural = 32
 
+    def always(self) -> int:
+        return PAGE + super().always()
+
     def begin(self, layers: int) -> QuestSelection:
         return QuestSelection(self, layers)
 
@@ -50,16 +53,14 @@ class QuestSelection(Selection[Quest]):
 
     def __init__(self, options: Quest, layers: int) -> None:
         super().__init__(options, layers)
-        self._changes: list[int | None] = [None] * layers
-        self._taken = [0] * layers  # tokens taken back when a layer's bounds were last complete
         self._bounds: list[WeakKeyDictionary[Region, _Bounds]] = [WeakKeyDictionary() for _ in range(layers)]
 
     def nbytes(self, index: int) -> int:
-        return sum(bounds.pages.nbytes for bounds in self._bounds[index].values())
+        return sum(bounds.nbytes for bounds in self._bounds[index].values())
 
     def _choose(self, layer: LayerState, queries: Queries, layout: Layout) -> list[Chosen | None]:
         options, regions = self.options, layout.regions
-        bounds = self._known(layer, regions)
+        bounds = self._complete(layer, layout)
         recent = max(options.recent, queries.count)
         # A cap leaves pages in their order, and only makes many of the best equal, unless something is added to what it gives.
         capped = any(region.has_bias for region in regions)
@@ -92,15 +93,14 @@ class QuestSelection(Selection[Quest]):
         # What is read whatever the budget says: the first page, those not full, those that the newest tokens are spread over.
         return max(within, 1 + regions + recent // PAGE + 2 * regions)
 
-    def _known(self, layer: LayerState, regions: list[Region]) -> WeakKeyDictionary[Region, _Bounds]:
+    def _complete(self, layer: LayerState, layout: Layout) -> WeakKeyDictionary[Region, _Bounds]:
         """Bounds of the layer's regions, those of new pages added."""
-        bounds = self._bounds[layer.index]
-        if self._changes[layer.index] != layer.changes:
-            self._changes[layer.index] = layer.changes
+        bounds, regions, watch = self._bounds[layer.index], layout.regions, self._watches[layer.index]
+        watch.void(layer, layout)
+        if watch.moved:
             bounds.clear()
-        if regions[-1] in bounds and layer.taken_back != self._taken[layer.index]:
-            bounds[regions[-1]].take_back(layer.taken_back - self._taken[layer.index])
-        self._taken[layer.index] = layer.taken_back
+        if watch.taken and regions[-1] in bounds:
+            bounds[regions[-1]].take_back(watch.taken)
         # A tail in front of which there are storages is short, and its pages are others whenever some tokens leave it. (Into a prefix
         # alone tokens go before a page of them is full.)
         stay = regions[:-1] if layer.storage.tiers or layer.storage.clusters else regions
@@ -117,12 +117,12 @@ class QuestSelection(Selection[Quest]):
         columns = torch.arange(-(-region.longest // PAGE), device=region.device)
         kept = bounds.get(region)
         if kept is None:
-            ids = region.pages.table[:, : len(columns)].clamp(min=0)
+            ids = region.table[:, : len(columns)].clamp(min=0)
             low, high = region.page_keys(ids.flatten()).view(*ids.shape, PAGE, -1).aminmax(dim=2)
             known, bias = region.lengths // PAGE, None
         else:
-            low, high, bias = kept.dense(len(columns))
-            known = kept.pages.lengths
+            low, high, bias = kept.first(len(columns))
+            known = kept.lengths
         score = page_bound(queries.states, low, high)
         score = queries.scores(score) if capped else score * queries.scale
         if bias is not None:
@@ -130,7 +130,7 @@ class QuestSelection(Selection[Quest]):
         return queries.highest(score), columns < known[:, None]
 
 
-class _Bounds:
+class _Bounds(Pages):
     """Least and largest keys of a region's full pages, as "tokens" of pages of their own.
 
     Args:
@@ -138,9 +138,9 @@ class _Bounds:
     """
 
     def __init__(self, region: Region) -> None:
-        size = Part(region.sizes[0], region.dtype)
-        parts = {"low": size, "high": size} | ({"bias": Part(1, torch.float32)} if region.has_bias else {})
-        self.pages = Pages(region.pages.rows, parts, region.device)
+        size = PageTensor(region.sizes[0], region.dtype)
+        parts = {"low": size, "high": size} | ({"bias": PageTensor(1, torch.float32)} if region.has_bias else {})
+        super().__init__(region.rows, parts, region.device)
         self._seen: torch.Tensor | None = None  # the region's lengths when it was looked at
 
     def update(self, region: Region) -> None:
@@ -148,39 +148,38 @@ class _Bounds:
         if region.lengths is self._seen:
             return
         self._seen = region.lengths
-        counts = region.lengths // PAGE - self.pages.lengths
+        counts = region.lengths // PAGE - self.lengths
         most = int(counts.max())
         if not most:
             return
         rows, steps = (torch.arange(most, device=counts.device) < counts[:, None]).nonzero(as_tuple=True)
-        ids = region.pages.table[rows, self.pages.lengths[rows] + steps]
+        ids = region.table[rows, self.lengths[rows] + steps]
         new = {
             name: torch.zeros(len(counts), most, part.width, dtype=part.dtype, device=counts.device)
-            for name, part in self.pages.parts.items()
+            for name, part in self.parts.items()
         }
         step = max(1, SLICE_BYTES // (4 * PAGE * region.sizes[0]))
         for first in range(0, len(ids), step):
             part = slice(first, first + step)
-            new["low"][rows[part], steps[part]], new["high"][rows[part], steps[part]] = region.page_keys(
-                ids[part]
-            ).aminmax(dim=1)
+            at = rows[part], steps[part]
+            new["low"][at], new["high"][at] = region.page_keys(ids[part]).aminmax(dim=1)
         if region.has_bias:
-            pool = region.pages.pools["bias"]
+            pool = region.pools["bias"]
             new["bias"][rows, steps] = pool[ids.to(pool.device)].amax(1).to(counts.device)
-        self.pages.append(new, counts)
+        self.append(new, counts)
 
     def take_back(self, count: int) -> None:
         """Forget pages that the newest `count` tokens of when it was last looked at were in."""
         assert self._seen is not None
-        self.pages.crop((self._seen - count).clamp(min=0) // PAGE)
+        self.crop((self._seen - count).clamp(min=0) // PAGE)
 
-    def dense(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def first(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Copies of the first `count` pages' bounds, `[rows, count, size]`, and biases `[rows, count]`; whatever where none is known."""
-        table = self.pages.table.clamp(min=0)
+        table = self.table.clamp(min=0)
 
         def part(name: str) -> torch.Tensor:
-            found = self.pages.pools[name][table].flatten(1, 2)[:, :count]
+            found = self.pools[name][table].flatten(1, 2)[:, :count]
             return torch.nn.functional.pad(found, (0, 0, 0, count - found.shape[1]))
 
-        bias = part("bias")[..., 0] if "bias" in self.pages.parts else None
+        bias = part("bias")[..., 0] if "bias" in self.parts else None
         return part("low"), part("high"), bias

@@ -9,11 +9,11 @@ import torch
 from annotated_types import Gt, Lt
 
 from runtime.config.settings import Settings
-from runtime.kv_cache.storage.base import Packed, Part
+from runtime.kv_cache.storage.base import Codec, Packed
 
 
 @dataclass(frozen=True)
-class Bitmap(Settings):
+class Bitmap(Settings, Codec):
     """Of each token the largest channels by magnitude, as many of each (Mustafar, arXiv 2505.22913).
 
     Parts: `mask` uint8 `[pages, PAGE, ceil(size / 8)]`, bit c % 8 of byte c // 8 for channel c; `codes` `[pages, PAGE, kept]` in the
@@ -29,10 +29,6 @@ class Bitmap(Settings):
     def kept(self, size: int) -> int:
         """Channels of a token that are held."""
         return max(1, round(size * (1 - self.sparsity)))
-
-    def parts(self, size: int, dtype: torch.dtype) -> dict[str, Part]:
-        """Stored tensors for a head of `size` channels: a bit for each channel and the values left."""
-        return {"mask": Part(-(-size // 8), torch.uint8), "codes": Part(self.kept(size), dtype)}
 
     def encode(self, states: torch.Tensor) -> Packed:
         """The entries of largest magnitude of each token and the mask of where they are."""

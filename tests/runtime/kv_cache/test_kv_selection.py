@@ -21,7 +21,7 @@ from runtime.kv_cache.selection.base import Queries
 from runtime.kv_cache.selection.double_sparsity import DoubleSparsity, quantized
 from runtime.kv_cache.selection.layout import Layout
 from runtime.kv_cache.selection.quest import Quest, page_bound
-from runtime.kv_cache.selection.recycled import Recycled
+from runtime.kv_cache.selection.recycled_attention import RecycledAttention
 from runtime.kv_cache.selection.tidal import Tidal
 from runtime.kv_cache.selection.token_select import TokenSelect
 from runtime.kv_cache.storage.integer import Integer
@@ -416,7 +416,7 @@ def test_tidal_chooses_behind_the_full_layers_and_in_the_middle() -> None:
 
 @pytest.mark.parametrize(("storage", "budget", "softcap"), CASES + MIXED_CASES, ids=str)
 def test_recycled_reads_what_the_last_full_step_looked_at(storage: str, budget: dict[str, Any], softcap: float) -> None:
-    options = Recycled(**budget, stride=6)
+    options = RecycledAttention(**budget, stride=6)
     life = Life(options, (STORAGES | MIXED)[storage], layers=2, softcap=softcap)
     full: dict[int, Any] = {}
     count = [0] * 2
@@ -441,7 +441,7 @@ def test_recycled_reads_what_the_last_full_step_looked_at(storage: str, budget: 
 
 
 def test_recycled_attends_to_everything_at_its_stride() -> None:
-    life = Life(Recycled(tokens=60, stride=7, recent=10), STORAGES["int4"], layers=1)
+    life = Life(RecycledAttention(tokens=60, stride=7, recent=10), STORAGES["int4"], layers=1)
     life.prompt(0, 61, 12)
     for _ in range(22):
         life.attend(1)
@@ -483,7 +483,7 @@ def with_drafts(options: Any, storage: str) -> list[tuple[Life, list[dict[str, A
 def test_drafts_that_are_taken_back_change_no_later_choice(storage: str, name: str) -> None:
     options = next(one for one in every(tokens=90, recent=20) if one.name == name)
     if name == "recycled":
-        options = Recycled(tokens=90, recent=20, stride=7)
+        options = RecycledAttention(tokens=90, recent=20, stride=7)
     (plain, steps), (drafts, found) = with_drafts(options, storage)
     read_all = [n for n, step in enumerate(steps) if step["chosen"] == [None] * len(step["chosen"])]
     assert read_all == [n for n, step in enumerate(found) if step["chosen"] == [None] * len(step["chosen"])]
@@ -502,7 +502,7 @@ def test_drafts_that_are_taken_back_change_no_later_choice(storage: str, name: s
 
 
 def test_what_looked_is_looked_for_again_when_it_was_taken_back() -> None:
-    life = Life(Recycled(tokens=60, stride=1000, recent=10), StoragePlan(), layers=1)
+    life = Life(RecycledAttention(tokens=60, stride=1000, recent=10), StoragePlan(), layers=1)
     life.prompt(0, 61, 12)
     for _ in range(2):
         life.attend(4)
@@ -522,7 +522,7 @@ def every(recent: int = 8, **budget: Any) -> list[Any]:
         DoubleSparsity(**budget, channels=CHANNELS, skip_layers=0, recent=recent),
         TokenSelect(**budget, skip_layers=0, recent=recent),
         Tidal(**budget, full_layers=0, select_layers=(0,), recent=recent),
-        Recycled(**budget, stride=1000, recent=recent),
+        RecycledAttention(**budget, stride=1000, recent=recent),
     ]
 
 
@@ -630,7 +630,7 @@ def test_a_budget_is_one_of_two_numbers() -> None:
     with pytest.raises(ValueError, match="tokens"):
         Tidal(tokens=3, ratio=0.5)
     with pytest.raises(ValueError, match=r"recycled\.ratio"):
-        Recycled(ratio=1.5)
+        RecycledAttention(ratio=1.5)
     with pytest.raises(ValueError, match=r"token-select\.tokens"):
         TokenSelect(tokens=0)
 
@@ -670,7 +670,7 @@ def test_layers_that_hold_different_tokens_are_refused() -> None:
 
 
 def test_places_are_found_in_regions_of_ragged_rows() -> None:
-    life = Life(Recycled(tokens=60), STORAGES["int4 with a prefix"], layers=1)
+    life = Life(RecycledAttention(tokens=60), STORAGES["int4 with a prefix"], layers=1)
     life.prompt(0, 61, 130)
     store = life.layers[0].store
     assert store is not None

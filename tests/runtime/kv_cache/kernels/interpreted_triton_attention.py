@@ -32,7 +32,7 @@ def filled(
         total = int(part.sum())
         states = [torch.randn(total, PAGE, size, generator=generator) for size in sizes]
         numbers = 2 * torch.randn(total, PAGE, generator=generator) if bias else None
-        region.append_pages((states[0] + shift).to(dtype), states[1].to(dtype), part, numbers)
+        region.append_pages(region.encoded((states[0] + shift).to(dtype), states[1].to(dtype), numbers), part)
     return spoiled(region)
 
 
@@ -41,29 +41,28 @@ def ragged(lengths: list[int], sizes: tuple[int, int], dtype: torch.dtype) -> Re
     generator = torch.Generator().manual_seed(1)
     region = Region(len(lengths), sizes, dtype, CPU)
     states = [torch.randn(len(lengths), max(lengths), size, generator=generator).to(dtype) for size in sizes]
-    region.append(states[0], states[1], torch.tensor(lengths))
+    region.append(region.encoded(*states), torch.tensor(lengths))
     return spoiled(region)
 
 
 def spoiled(region: Region) -> Region:
     """Every slot that no token is in has bits that would be noticed."""
-    pages = region.pages
-    count = pages.pages
+    count = region.pages
     used = torch.zeros(count + 2, PAGE, dtype=torch.bool)
-    for row, length in enumerate(pages.lengths.tolist()):
+    for row, length in enumerate(region.lengths.tolist()):
         for place in range(length):
-            used[pages.table[row, place // PAGE] + 1, place % PAGE] = True
-    for name, pool in pages.pools.items():
+            used[region.table[row, place // PAGE] + 1, place % PAGE] = True
+    for name, pool in region.pools.items():
         grown = torch.full((count + 2, *pool.shape[1:]), 255, dtype=torch.uint8)
         if pool.is_floating_point():  # float8 with all bits set is not a number either
             grown = torch.full(grown.shape, float("nan")).to(pool.dtype)
-        there = used.any(1) if pages.parts[name].per_page else used
+        there = used.any(1) if region.parts[name].per_page else used
         grown[1:-1].view(torch.uint8).copy_(pool.view(torch.uint8))
         bad = (
             torch.full_like(grown, 255) if grown.dtype == torch.uint8 else torch.full_like(grown.float(), float("nan"))
         )
-        pages.pools[name] = torch.where(there.unsqueeze(-1), grown.float(), bad.float()).to(pool.dtype)
-    pages.table[pages.table >= 0] += 1
+        region.pools[name] = torch.where(there.unsqueeze(-1), grown.float(), bad.float()).to(pool.dtype)
+    region.table[region.table >= 0] += 1
     return region
 
 
@@ -77,7 +76,7 @@ def check(
 ) -> None:
     """Queries `of` another dtype than the region's floats are multiplied in float32."""
     generator = torch.Generator().manual_seed(2)
-    rows, size = region.pages.rows, region.sizes[0]
+    rows, size = region.rows, region.sizes[0]
     wide = torch.randn(rows, queries + 1, size + 3, generator=generator).to(of or region.dtype)
     query = wide[:, :queries, :size]  # rows and heads with something between them
     assert triton_attention.why_not(query, region) is None
@@ -200,7 +199,7 @@ def test_small_scales_in_float16() -> None:
     """Weights times scale would be subnormal numbers."""
     region = filled([2], (32, 32), FP16, Integer(4, "channel"), Integer(8, "token"))
     for name in ("values.scale", "values.zero"):
-        region.pages.pools[name] = region.pages.pools[name] / 4096
+        region.pools[name] = region.pools[name] / 4096
     query = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(4)).to(FP16)
     wanted, found = (f(query, region, 0.2)[0] for f in (region_attention, triton_attention.run))
     assert float((found - wanted).norm() / wanted.norm()) < 4e-3
@@ -211,9 +210,9 @@ def test_every_float8_comes_out() -> None:
     region = Region(1, (16, 16), FP32, CPU, Plain(), Float8())
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     codes = torch.where(codes.isnan(), torch.zeros(256), codes.float()).to(torch.float8_e4m3fn)
-    region.append_pages(torch.zeros(1, PAGE, 16), torch.zeros(1, PAGE, 16), torch.tensor([1]))
-    region.pages.pools["values.codes"][0, :16] = codes.view(16, 16)
-    region.pages.pools["values.scale"].fill_(0.5)
+    region.append_pages(region.encoded(*torch.zeros(2, 1, PAGE, 16)), torch.tensor([1]))
+    region.pools["values.codes"][0, :16] = codes.view(16, 16)
+    region.pools["values.scale"].fill_(0.5)
     for token in range(16):
         each = Chosen(torch.tensor([[token]]), torch.tensor([1]), 1)
         found = triton_attention.run(torch.zeros(1, 1, 16), region, 1.0, chosen=each)[0]

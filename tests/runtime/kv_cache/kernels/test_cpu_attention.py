@@ -61,18 +61,18 @@ def region_of(
     offset = torch.randn(sizes[0]) * 2  # keys have channels far from zero
     states = (torch.randn(count, PAGE, sizes[0]) + offset).to(dtype), torch.randn(count, PAGE, sizes[1]).to(dtype)
     order = torch.randperm(len(lengths))  # rows whose pages do not follow each other
-    region.append_pages(*states, pages, torch.randn(count, PAGE) if bias else None)
-    region.pages.select_rows(order)
-    region.pages.select_rows(order.argsort())
-    region.pages.crop(torch.tensor(lengths))
-    used = torch.zeros(region.pages.pages, PAGE, dtype=torch.bool)
+    region.append_pages(region.encoded(*states, torch.randn(count, PAGE) if bias else None), pages)
+    region.select_rows(order)
+    region.select_rows(order.argsort())
+    region.crop(torch.tensor(lengths))
+    used = torch.zeros(region.pages, PAGE, dtype=torch.bool)
     for row, length in enumerate(lengths):
         for column in range(-(-length // PAGE)):
-            used[region.pages.table[row, column], : min(PAGE, length - column * PAGE)] = True
-    for name, pool in region.pages.pools.items():
+            used[region.table[row, column], : min(PAGE, length - column * PAGE)] = True
+    for name, pool in region.pools.items():
         if name.endswith("mask"):  # the codec's own decoding reads those of a page's unused slots too
             continue
-        unused = ~used.any(1) if region.pages.parts[name].per_page else ~used
+        unused = ~used.any(1) if region.parts[name].per_page else ~used
         pool.view(torch.uint8)[unused] = 255  # a NaN of every float
     return region
 
@@ -86,10 +86,9 @@ def truth(
     chosen: Chosen | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """In float64, from states decoded to float32."""
-    pools = region.pages.pools
     states = []
-    for prefix, codec, size in (("keys.", region.keys, region.sizes[0]), ("values.", region.values, region.sizes[1])):
-        parts = {name[len(prefix) :]: pool for name, pool in pools.items() if name.startswith(prefix)}
+    for (side, codec), size in zip(region.codecs.items(), region.sizes, strict=True):
+        parts = {name.partition(".")[2]: pool for name, pool in region.pools.items() if name.startswith(side)}
         states.append(codec.decode(parts, size, torch.float32).double())
     out = torch.zeros(*query.shape[:2], region.sizes[1], dtype=torch.float64)
     lse = torch.full(query.shape[:2], float("-inf"), dtype=torch.float64)
@@ -102,7 +101,7 @@ def truth(
             seen = torch.tensor([p for p in taken if visible is None or p < visible[row, q]], dtype=torch.int64)
             if not len(seen):
                 continue
-            slots = region.pages.table[row, seen // PAGE] * PAGE + seen % PAGE
+            slots = region.table[row, seen // PAGE] * PAGE + seen % PAGE
             keys, values = (state.flatten(0, 1)[slots] for state in states)
             scores = keys @ query[row, q].double() * scale
             if softcap:
@@ -122,7 +121,7 @@ def check(found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, 
 
 
 def queries(region: Region, m: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(region.pages.rows, m, region.sizes[0]).to(dtype)
+    return torch.randn(region.rows, m, region.sizes[0]).to(dtype)
 
 
 @needs_compiler
@@ -225,9 +224,9 @@ def test_long_rows_and_threads(storage):
 @needs_compiler
 def test_scores_of_minus_infinity():
     region = region_of(Plain(), Plain(), [70, 40, 33], bias=True)
-    bias = region.pages.pools["bias"]
-    bias[region.pages.table[0]] = float("-inf")  # all of row 0, the first page of row 1
-    bias[region.pages.table[1, 0]] = float("-inf")
+    bias = region.pools["bias"]
+    bias[region.table[0]] = float("-inf")  # all of row 0, the first page of row 1
+    bias[region.table[1, 0]] = float("-inf")
     query = queries(region, 4)
     out, lse = cpu.run(query, region, 0.125)
     check((out, lse), truth(query, region, 0.125))
@@ -256,7 +255,7 @@ def test_a_nan_is_not_lost():
 def test_cells_that_rows_add_one_by_one():
     region = Region(3, (64, 64), torch.bfloat16, torch.device("cpu"))
     for _ in range(70):
-        region.append_one(*torch.randn(2, 3, 64).to(torch.bfloat16))
+        region.append_one(region.encoded(*torch.randn(2, 3, 64).to(torch.bfloat16)))
     query = queries(region, 4)
     check(attend_region(query, region, 0.125), truth(query, region, 0.125))
 
@@ -275,7 +274,7 @@ def test_what_it_does_not_take():
     query = queries(region, 2)
     assert "gradients" in cpu.why_not(query.clone().requires_grad_(), region)
     assert "float64" in cpu.why_not(query.double(), region)
-    region.pages.pools["keys.codes"] = region.pages.pools["keys.codes"].expand(2, -1, -1, -1)[:, :, :, ::2]
+    region.pools["keys.codes"] = region.pools["keys.codes"].expand(2, -1, -1, -1)[:, :, :, ::2]
     assert "contiguous" in cpu.why_not(query, region)
 
 
@@ -312,7 +311,7 @@ def test_the_log_says_once_why_plain_torch_computes(caplog, monkeypatch):
     kernels.warn_once.cache_clear()
     attend_region(queries(region, 2), region, 0.125)
     assert not caplog.records, "a kernel computed"
-    region.values = other
+    region.codecs["values"] = other
     for _ in range(3):
         attend_region(queries(region, 2), region, 0.125)
     (record,) = caplog.records

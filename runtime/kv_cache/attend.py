@@ -15,8 +15,7 @@ from torch.nn import functional
 from runtime.kv_cache.kernels import attend_region
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.reference import ragged_attention
-from runtime.kv_cache.region import Chosen, Region, merge
-from runtime.kv_cache.selection.base import Queries
+from runtime.kv_cache.region import Chosen, Queries, Region, merge
 
 NAME = "compress_kv"
 SLICE_BYTES = 32 << 20  # of the mask or the scores of a slice of queries
@@ -142,25 +141,24 @@ def _capped(
             seen = mask[:, :, start:stop]
         return ragged_attention(part, key, value, seen, scale, softcap)
 
-    return in_slices(query, value.shape[-1], query.shape[1] * key.shape[2], attend).transpose(1, 2)
+    return in_slices(query, value, attend).transpose(1, 2)
 
 
 def in_slices(
-    query: torch.Tensor, size: int, numbers: int, attend: Callable[[torch.Tensor, int], torch.Tensor]
+    query: torch.Tensor, value: torch.Tensor, attend: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> torch.Tensor:
     """Attention a slice of queries at a time, so that scores take bounded memory.
 
     Args:
         query: `[batch, heads, q, size]`.
-        size: channels of a value.
-        numbers: float32 scores of a query of every sequence.
+        value: `[batch, kv_heads, n, size]`, of all tokens that are attended to.
         attend: gives the output of a slice from its queries and the number of those before it.
 
     Returns:
         `[batch, heads, q, size]`.
     """
-    step = max(1, SLICE_BYTES // max(1, 4 * query.shape[0] * numbers))
-    result = query.new_empty(*query.shape[:3], size)
+    step = max(1, SLICE_BYTES // max(1, 4 * query.shape[0] * query.shape[1] * value.shape[2]))
+    result = query.new_empty(*query.shape[:3], value.shape[-1])
     for start in range(0, query.shape[2], step):
         part = query[:, :, start : start + step]
         result[:, :, start : start + step] = attend(part, start)
@@ -256,7 +254,7 @@ def prompt_attention(
         )
         return output.masked_fill_(~mask.any(-1, keepdim=True), 0.0)  # padding sees nothing, which is no number
 
-    return in_slices(query, values.shape[-1], query.shape[1] * shape[2], attend)
+    return in_slices(query, values, attend)
 
 
 # Attention of a few new tokens over the cache, region by region and as it is stored.
@@ -274,22 +272,22 @@ def step_attention(layer: LayerState, query: torch.Tensor, valid: torch.Tensor |
         ValueError: the tokens of the layer do not go with its selection.
     """
     batch, heads = layer.shape
-    scale, softcap = layer.scale, layer.softcap
     count, size = query.shape[2:]
     rows = query.reshape(batch * heads, -1, size)  # a key head's queries, head by head
     groups = rows.shape[1] // count
     counted = None if valid is None else valid.repeat_interleave(heads, 0).repeat(1, groups)
+    queries = Queries(rows, layer.scale, layer.softcap, count, counted)
     regions, tail = layer.store.regions, layer.store.tail
     chosen: list[Chosen | None] = [None] * len(regions)
     if layer.selection is not None:
-        chosen = layer.selection.choose(layer, Queries(rows, count, scale, softcap, counted), regions)
+        chosen = layer.selection.choose(layer, queries, regions)
     visible = None
     if count > 1:
         newer = torch.arange(count - 1, -1, -1, device=query.device).repeat(groups)
         # A row's new tokens are its tail's last; what padding would see is dropped in the end, and may be nothing.
         visible = (tail.lengths[:, None] - newer).clamp(min=0)
     parts = [
-        attend_region(rows, readable, scale, softcap, visible if region is tail else None, some)
+        attend_region(queries, readable, visible if region is tail else None, some)
         for region, readable, some in zip(regions, _fetched(layer, regions, chosen), chosen, strict=True)
     ]
     if layer.elsewhere is not None:

@@ -4,13 +4,83 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from runtime.kv_cache.pages import Allocate, Pages, PageTensor
 from runtime.kv_cache.storage.base import Codec
 from runtime.kv_cache.storage.plain import Plain
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The queries of one layer and step, and how attention makes scores of them.
+
+    Attributes:
+        states: `[batch * kv_heads, groups * count, size]`, query heads of a key head together.
+        scale: of the scores.
+        softcap: 0: none; else scores become softcap * tanh(scores / softcap), before any bias (Gemma 2).
+        count: new tokens of this step, whose keys are in the tail already.
+        counted: bool `[batch * kv_heads, groups * count]`, False where a query is padding (on the left of a row's new tokens); None:
+            none is.
+    """
+
+    states: torch.Tensor
+    scale: float
+    softcap: float = 0.0
+    count: int = 1
+    counted: torch.Tensor | None = None
+
+    @property
+    def later(self) -> torch.Tensor | int:
+        """How many tokens of this step came after its first, int64 `[batch * kv_heads]` where rows differ."""
+        if self.counted is None:
+            return self.count - 1
+        return (self.counted[:, : self.count].sum(1) - 1).clamp(min=0)
+
+    def first(self) -> Queries:
+        """Those of the step's first token alone: the only one that is no draft, and stays whatever is taken back of the step.
+
+        (Of a row that is all padding, those of the last.)
+        """
+        if self.count == 1:
+            return self
+        states = self.states.unflatten(1, (-1, self.count))
+        if self.counted is None:
+            return replace(self, states=states[:, :, 0], count=1)
+        place = (self.count - 1 - self.later)[:, None, None, None].expand(-1, states.shape[1], 1, states.shape[3])  # type: ignore[index]
+        return replace(self, states=states.gather(2, place)[:, :, 0], count=1, counted=None)
+
+    def votes(self, logits: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention of all queries of a row to each of its first `lengths` tokens, summed, float32 `[rows, n]`.
+
+        Args:
+            logits: `[rows, groups * count, n]`.
+            lengths: int64 `[rows]`; None: logits are minus infinity where there is no token.
+        """
+        if lengths is not None:
+            there = torch.arange(logits.shape[2], device=lengths.device) < lengths[:, None]
+            logits = logits.masked_fill(~there.unsqueeze(1), float("-inf"))
+        weights = logits.softmax(-1)
+        if self.counted is not None:
+            weights = weights.masked_fill(~self.counted.unsqueeze(-1), 0.0)
+        return weights.sum(1)
+
+    def highest(self, scores: torch.Tensor) -> torch.Tensor:
+        """The largest that any query of a row gives, `[rows, n]`; `scores` are `[rows, groups * count, n]`."""
+        if self.counted is not None:
+            scores = scores.masked_fill(~self.counted.unsqueeze(-1), float("-inf"))
+        return scores.amax(1)
+
+    def scores(self, products: torch.Tensor) -> torch.Tensor:
+        """What attention makes of products of queries and keys, any shape; biases come after."""
+        scores = products * self.scale
+        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
+
+    def rows(self, which: torch.Tensor) -> Queries:
+        """Those of the rows `which` (int64) alone."""
+        return replace(self, states=self.states[which], counted=None if self.counted is None else self.counted[which])
 
 
 @dataclass(frozen=True)
@@ -116,20 +186,13 @@ class Region(Pages):
 
 
 def region_attention(
-    query: torch.Tensor,
-    region: Region,
-    scale: float,
-    softcap: float = 0.0,
-    visible: torch.Tensor | None = None,
-    chosen: Chosen | None = None,
+    queries: Queries, region: Region, visible: torch.Tensor | None = None, chosen: Chosen | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of queries over one region, in plain torch: the reference that kernels are tested against.
 
     Args:
-        query: `[rows, m, size]`, all queries of a key head.
+        queries: m of each row.
         region: what is attended to.
-        scale: of the scores.
-        softcap: 0: none; else scores become softcap * tanh(scores / softcap), before any bias.
         visible: int64 `[rows, m]`: how many of a row's tokens, from the front, a query sees; None: all.
         chosen: what is read; None: all.
 
@@ -138,9 +201,7 @@ def region_attention(
         of the sum of exponentials of its scores, float32 `[rows, m]`, minus infinity there. `merge` puts regions together.
     """
     keys, values = region.states()
-    scores = query.float() @ keys.float().transpose(1, 2) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = queries.scores(queries.states.float() @ keys.float().transpose(1, 2))
     bias = region.bias()
     if bias is not None:
         scores = scores + bias.unsqueeze(1)
@@ -151,7 +212,8 @@ def region_attention(
         seen = seen & chosen_mask(chosen, keys.shape[1]).unsqueeze(1)
     scores = scores.masked_fill(~seen, float("-inf"))
     if not scores.shape[-1]:
-        return scores.new_zeros(*query.shape[:2], values.shape[-1]), scores.new_full(query.shape[:2], float("-inf"))
+        shape = scores.shape[:2]
+        return scores.new_zeros(*shape, values.shape[-1]), scores.new_full(shape, float("-inf"))
     lse = scores.logsumexp(-1)
     return scores.softmax(-1).nan_to_num(0.0) @ values.float(), lse
 

@@ -10,13 +10,13 @@ import hashlib
 from collections.abc import Hashable
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from runtime.kernels.cpu import library as linear
 from runtime.kv_cache.pages import PAGE
-from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.region import Chosen, Queries, Region
 from runtime.kv_cache.storage.base import BLOCK
 from runtime.kv_cache.storage.bitmap import Bitmap
 from runtime.kv_cache.storage.fp8 import Float8
@@ -32,7 +32,6 @@ _SHARED = (
     *sorted(linear.SOURCE.parent.glob("simd_*.h")),
     linear.SOURCE.parent / "pool.h",
 )
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FP8, _BITMAP, _INTEGERS = 3, 7, {2: 4, 4: 5, 8: 6}
 _NO_GRID, _CHANNEL, _TOKEN = 0, 1, 2
 _CHUNK = 16  # channels that the inner loops take at once
@@ -40,30 +39,25 @@ _CHUNK = 16  # channels that the inner loops take at once
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
-def _members(*groups: tuple[Any, ...]) -> list[tuple[str, Any]]:
-    """Fields of a structure from groups of a type and names, as C declares them."""
-    return [(name, kind) for kind, *names in groups for name in names]
-
-
 class Side(ctypes.Structure):
     """`Side` of region.h."""
 
-    _fields_ = _members(
-        (_i32, "kind", "type", "grid", "groups"),
-        (_i64, "group", "size", "wide", "stride", "mask_stride"),
-        (_i32, "tile", "chunks"),
-        (_p, "codes", "mask", "scale", "zero"),
+    _fields_ = (
+        *linear.fields(_i32, "kind", "type", "grid", "groups"),
+        *linear.fields(_i64, "group", "size", "wide", "stride", "mask_stride"),
+        *linear.fields(_i32, "tile", "chunks"),
+        *linear.fields(_p, "codes", "mask", "scale", "zero"),
     )
 
 
 class Request(ctypes.Structure):
     """`Request` of region.h."""
 
-    _fields_ = _members(
-        (Side, "key", "value"),
-        (_i64, "rows", "queries", "columns", "most", "unit"),
-        (_f32, "scale", "softcap"),
-        (_p, "query", "table", "lengths", "visible", "index", "counts", "bias", "out", "lse", "memory"),
+    _fields_ = (
+        *linear.fields(Side, "key", "value"),
+        *linear.fields(_i64, "rows", "queries", "columns", "most", "unit"),
+        *linear.fields(_f32, "scale", "softcap"),
+        *linear.fields(_p, "query", "table", "lengths", "visible", "index", "counts", "bias", "out", "lse", "memory"),
     )
 
 
@@ -91,7 +85,7 @@ def why_not(query: torch.Tensor, region: Region) -> str | None:
     """Why `run` cannot take them, or None."""
     if load() is None:
         return "there is no C compiler, or COMPRESS_NATIVE=0 is set"
-    if query.device.type != "cpu" or query.dtype not in _KINDS:
+    if query.device.type != "cpu" or query.dtype not in linear.TYPES:
         return f"it takes queries in float32, bfloat16 or float16 on a CPU, not {query.dtype} on {query.device}"
     if query.requires_grad and torch.is_grad_enabled():
         return "it has no gradients"
@@ -101,16 +95,14 @@ def why_not(query: torch.Tensor, region: Region) -> str | None:
     for tensor in (*region.pools.values(), region.table, region.lengths):
         if not tensor.is_cpu or not tensor.is_contiguous():
             return "its pages are not contiguous in the CPU's memory"
-    if region.dtype not in _KINDS:
+    if region.dtype not in linear.TYPES:
         return f"it does not know {region.dtype}"
     return None
 
 
 def run(
-    query: torch.Tensor,
+    queries: Queries,
     region: Region,
-    scale: float,
-    softcap: float = 0.0,
     visible: torch.Tensor | None = None,
     chosen: Chosen | None = None,
     portable: bool = False,
@@ -118,7 +110,7 @@ def run(
     """As `region_attention`, for what `why_not` has nothing against; a score that is NaN or infinite makes NaN.
 
     Args:
-        query: float32, bfloat16 or float16 `[rows, m, size]`.
+        queries: float32, bfloat16 or float16, m of each row.
         portable: by the library of plain C.
 
     Raises:
@@ -126,11 +118,11 @@ def run(
     """
     library = load(portable)
     assert library is not None
-    rows, m, size = query.shape
+    rows, m, size = queries.states.shape
     if (rows, size) != (region.rows, region.sizes[0]):
-        raise ValueError(f"queries {tuple(query.shape)} for {region.rows} rows of size {region.sizes[0]}")
+        raise ValueError(f"queries {tuple(queries.states.shape)} for {region.rows} rows of size {region.sizes[0]}")
     # Whatever is made here must live until the call is over: C gets addresses.
-    query = query.detach().float().contiguous()
+    query = queries.states.detach().float().contiguous()
     seen = None if visible is None else _int64(visible, (rows, m), "visible")
     index = counts = None
     if chosen is not None:
@@ -148,13 +140,13 @@ def run(
         columns=region.table.shape[1],
         most=0 if index is None else index.shape[1],
         unit=PAGE if chosen is None else chosen.unit,
-        scale=scale,
-        softcap=softcap,
+        scale=queries.scale,
+        softcap=queries.softcap,
         query=query.data_ptr(),
         table=region.table.data_ptr(),
         lengths=region.lengths.data_ptr(),
         visible=None if seen is None else seen.data_ptr(),
-        index=None if index is None else _address(index),
+        index=None if index is None else index.data_ptr() or 1,  # null would say that nothing is chosen from all
         counts=None if counts is None else counts.data_ptr(),
         bias=region.pools["bias"].data_ptr() if region.has_bias else None,
         out=out.data_ptr(),
@@ -172,11 +164,6 @@ def _int64(tensor: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Ten
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} is {tuple(tensor.shape)}, not {shape}")
     return tensor.to("cpu", torch.int64).contiguous()
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Of its numbers; not null where there are none: null means that nothing was chosen from all."""
-    return tensor.data_ptr() or 1
 
 
 def _side(region: Region, side: str) -> Side:
@@ -201,7 +188,7 @@ def _layout(codec: Hashable, size: int, dtype: torch.dtype, width: int) -> tuple
     elif isinstance(codec, Float8):
         kind, grid = _FP8, _TOKEN
     elif isinstance(codec, Bitmap):
-        kind, of, tile, mask = _BITMAP, _KINDS[dtype], True, -(-size // 8)
+        kind, of, tile, mask = _BITMAP, linear.TYPES[dtype], True, -(-size // 8)
     else:
-        kind = _KINDS[dtype]
+        kind = linear.TYPES[dtype]
     return kind, of, grid, groups, group, size, wide, width * dtype.itemsize, mask, int(tile), chunks

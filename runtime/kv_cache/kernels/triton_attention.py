@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any
 
 import torch
 
 from runtime.kernels.triton import gpu
 from runtime.kernels.triton.jit import INSTALLED, cdiv, entry, next_power_of_2, tl
+from runtime.kernels.triton.tuning import interpreted
 from runtime.kv_cache.kernels.triton_split import split_kernel
 from runtime.kv_cache.pages import PAGE
-from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.region import Chosen, Queries, Region
 from runtime.kv_cache.storage.bitmap import Bitmap
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
@@ -63,7 +63,7 @@ def why_not(query: torch.Tensor, region: Region) -> str | None:
     """Why `run` cannot compute this; None when it can. `query` is that of `run`."""
     if not INSTALLED:
         return "triton is not installed"
-    if query.device.type != "cuda" and not _interpreted():
+    if query.device.type != "cuda" and not interpreted():
         return "triton's kernels run on CUDA devices"
     if gpu.capability(query.device) < (8, 0):
         return "it needs a GPU of compute capability 8.0 or later"
@@ -80,12 +80,7 @@ def why_not(query: torch.Tensor, region: Region) -> str | None:
 
 
 def run(
-    query: torch.Tensor,
-    region: Region,
-    scale: float,
-    softcap: float = 0.0,
-    visible: torch.Tensor | None = None,
-    chosen: Chosen | None = None,
+    queries: Queries, region: Region, visible: torch.Tensor | None = None, chosen: Chosen | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `region_attention`, its reference, where `why_not` has no objection: float32 `[rows, m, value size]` and `[rows, m]`.
 
@@ -93,39 +88,37 @@ def run(
     is cut into shares depends on its length, on the longest and on the number of rows, and so do the last bits of the result.
 
     Args:
-        query: `[rows, m, size]`, the last dimension dense or copied. Of another dtype than the region's floats (a model in float32
-            whose cache is in bfloat16), it is multiplied in float32: states become that in registers, and nothing is rounded.
+        queries: m of each row, the last dimension dense or copied. Of another dtype than the region's floats (a model in float32
+            whose cache is in bfloat16), they are multiplied in float32: states become that in registers, and nothing is rounded.
         region: what is attended to.
-        scale: of the scores.
-        softcap: as in `region_attention`.
         visible: int64 `[rows, m]`.
         chosen: of unit PAGE or 1.
     """
-    rows, queries = query.shape[:2]
+    query, softcap = queries.states, queries.softcap
+    rows, m = query.shape[:2]
     v_size = region.sizes[1]
     tiles = cdiv(region.longest, PAGE)
     if chosen is not None:
         most = chosen.index.shape[1]
         tiles = min(tiles, most if chosen.unit == PAGE else cdiv(most, PAGE))
-    shape = (rows, queries)
-    if not rows or not queries or not tiles:
+    shape = (rows, m)
+    if not rows or not m or not tiles:
         out = torch.zeros(*shape, v_size, dtype=torch.float32, device=query.device)
         return out, torch.full(shape, float("-inf"), dtype=torch.float32, device=query.device)
     if query.dtype != region.dtype:
         query = query.float()
-    if query.stride(-1) != 1:
-        query = query.contiguous()
+    query = _dense(query)
     keys, values = _stored(region, "keys"), _stored(region, "values")
     kind = "all" if chosen is None else "pages" if chosen.unit == PAGE else "tokens"
     options = _options(query, max(s["WIDTH"] * 8 // s["BITS"] for s in (keys, values)), kind == "tokens")
-    slices = cdiv(queries, options["ROWS"])
+    slices = cdiv(m, options["ROWS"])
     count = splits(rows * slices, tiles, _multiprocessors(query.device))
     out = torch.empty(*shape, v_size, dtype=torch.float32, device=query.device)
     lse = torch.empty(shape, dtype=torch.float32, device=query.device)
     part, extent = out, lse
     if count > 1:
-        part = torch.empty(rows, count, queries, v_size, dtype=torch.float32, device=query.device)
-        extent = torch.empty(rows, count, queries, 2, dtype=torch.float32, device=query.device)
+        part = torch.empty(rows, count, m, v_size, dtype=torch.float32, device=query.device)
+        extent = torch.empty(rows, count, m, 2, dtype=torch.float32, device=query.device)
     lengths, table = region.lengths, _dense(region.table)
     index, counts = (lengths, lengths) if chosen is None else (_dense(chosen.index), chosen.counts)
     limit = lengths if visible is None else _dense(visible)
@@ -135,15 +128,15 @@ def run(
         split_kernel[(rows, count, slices)](
             query, *_pools(region, "keys"), *_pools(region, "values"), region.pools["bias"] if region.has_bias else lse,
             table, lengths, limit, index, counts, out, lse, part, extent,
-            query.stride(0), query.stride(1), table.stride(0), index.stride(0), limit.stride(0), queries,
-            *_factors(scale, softcap), SPLITS=count, LEAST=LEAST_SHARE, PAGE=PAGE,
+            query.stride(0), query.stride(1), table.stride(0), index.stride(0), limit.stride(0), m,
+            *_factors(queries.scale, softcap), SPLITS=count, LEAST=LEAST_SHARE, PAGE=PAGE,
             **{f"K_{name}": value for name, value in keys.items()},
             **{f"V_{name}": value for name, value in values.items()}, V_FOLDED=folded,
             HAS_BIAS=region.has_bias, HAS_VISIBLE=visible is not None, CHOSEN=kind, CAPPED=softcap != 0, **options,
         )  # fmt: skip
         if count > 1:
-            merge_kernel[(rows, queries)](
-                part, extent, out, lse, queries,
+            merge_kernel[(rows, m)](
+                part, extent, out, lse, m,
                 SIZE=v_size, WIDTH=next_power_of_2(v_size), SPLITS=count, CHUNK=min(count, 8), num_warps=2,
             )  # fmt: skip
     return out, lse
@@ -163,10 +156,6 @@ def _options(query: torch.Tensor, width: int, gathered: bool) -> dict[str, int]:
     heavy = 4 if wide else 2 if gathered else 1  # gathering takes an address a token
     warps = 2 * min(4, max(1, rows * width * heavy // 2048))
     return {"ROWS": rows, "STAGES": 3 if not wide else 2 if width <= 128 else 1, "num_warps": warps}
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 def _multiprocessors(device: torch.device) -> int:

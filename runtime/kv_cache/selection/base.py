@@ -11,8 +11,8 @@ import torch
 from runtime.config.settings import ConfigError, Count, Settings, Share
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE
-from runtime.kv_cache.region import Chosen, Region
-from runtime.kv_cache.selection.layout import Layout, PickedTokens, PositionWatch, Queries, best, between, in_order
+from runtime.kv_cache.region import Chosen, Queries, Region
+from runtime.kv_cache.selection.layout import Layout, PickedTokens, PositionWatch, best, between, in_order
 from runtime.kv_cache.shape import Shape
 
 

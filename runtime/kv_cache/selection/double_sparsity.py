@@ -10,9 +10,9 @@ import torch
 from runtime.config.settings import Natural, calibrated
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE, Pages, PageTensor
-from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.region import Chosen, Queries, Region
 from runtime.kv_cache.selection.base import Budget, Selection
-from runtime.kv_cache.selection.layout import Layout, Queries, with_ends
+from runtime.kv_cache.selection.layout import Layout, with_ends
 from runtime.kv_cache.shape import Shape
 
 _LEVELS = 127

@@ -3,85 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE
-from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.region import Chosen, Queries, Region
 
 SLICE_BYTES = 32 << 20  # of keys that are decoded at a time
 _BEHIND = 1 << 62  # sorts behind all positions
-
-
-@dataclass(frozen=True)
-class Queries:
-    """The queries of one layer and step, and how attention makes scores of them.
-
-    Attributes:
-        states: `[batch * kv_heads, groups * count, size]`, query heads of a key head together.
-        count: new tokens of this step, whose keys are in the tail already.
-        scale: of the scores.
-        softcap: 0: none; else scores become softcap * tanh(scores / softcap), before any bias (Gemma 2).
-        counted: bool `[batch * kv_heads, groups * count]`, False where a query is padding (on the left of a row's new tokens); None:
-            none is.
-    """
-
-    states: torch.Tensor
-    count: int
-    scale: float
-    softcap: float = 0.0
-    counted: torch.Tensor | None = None
-
-    @property
-    def later(self) -> torch.Tensor | int:
-        """How many tokens of this step came after its first, int64 `[batch * kv_heads]` where rows differ."""
-        if self.counted is None:
-            return self.count - 1
-        return (self.counted[:, : self.count].sum(1) - 1).clamp(min=0)
-
-    def first(self) -> Queries:
-        """Those of the step's first token alone: the only one that is no draft, and stays whatever is taken back of the step.
-
-        (Of a row that is all padding, those of the last.)
-        """
-        if self.count == 1:
-            return self
-        states = self.states.unflatten(1, (-1, self.count))
-        if self.counted is None:
-            return replace(self, states=states[:, :, 0], count=1)
-        place = (self.count - 1 - self.later)[:, None, None, None].expand(-1, states.shape[1], 1, states.shape[3])  # type: ignore[index]
-        return replace(self, states=states.gather(2, place)[:, :, 0], count=1, counted=None)
-
-    def votes(self, logits: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
-        """Attention of all queries of a row to each of its first `lengths` tokens, summed, float32 `[rows, n]`.
-
-        Args:
-            logits: `[rows, groups * count, n]`.
-            lengths: int64 `[rows]`; None: logits are minus infinity where there is no token.
-        """
-        if lengths is not None:
-            logits = logits.masked_fill(~between(lengths, logits.shape[2], 0, 0).unsqueeze(1), float("-inf"))
-        weights = logits.softmax(-1)
-        if self.counted is not None:
-            weights = weights.masked_fill(~self.counted.unsqueeze(-1), 0.0)
-        return weights.sum(1)
-
-    def highest(self, scores: torch.Tensor) -> torch.Tensor:
-        """The largest that any query of a row gives, `[rows, n]`; `scores` are `[rows, groups * count, n]`."""
-        if self.counted is not None:
-            scores = scores.masked_fill(~self.counted.unsqueeze(-1), float("-inf"))
-        return scores.amax(1)
-
-    def scores(self, products: torch.Tensor) -> torch.Tensor:
-        """What attention makes of products of queries and keys, any shape; biases come after."""
-        scores = products * self.scale
-        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
-
-    def rows(self, which: torch.Tensor) -> Queries:
-        """Those of the rows `which` (int64) alone."""
-        return replace(self, states=self.states[which], counted=None if self.counted is None else self.counted[which])
 
 
 @dataclass(frozen=True)

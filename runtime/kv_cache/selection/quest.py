@@ -11,9 +11,9 @@ import torch
 from runtime.config.settings import Natural
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE, Pages, PageTensor
-from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.region import Chosen, Queries, Region
 from runtime.kv_cache.selection.base import Budget, Selection
-from runtime.kv_cache.selection.layout import SLICE_BYTES, Layout, Queries, best, split
+from runtime.kv_cache.selection.layout import SLICE_BYTES, Layout, best, split
 
 
 @dataclass(frozen=True)

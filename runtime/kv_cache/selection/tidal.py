@@ -9,9 +9,9 @@ import torch
 
 from runtime.config.settings import Natural
 from runtime.kv_cache.layer_state import LayerState
-from runtime.kv_cache.region import Chosen
+from runtime.kv_cache.region import Chosen, Queries
 from runtime.kv_cache.selection.base import Budget, Selection
-from runtime.kv_cache.selection.layout import Layout, PickedTokens, Queries, with_ends
+from runtime.kv_cache.selection.layout import Layout, PickedTokens, with_ends
 from runtime.kv_cache.shape import Shape
 
 

@@ -15,9 +15,8 @@ from runtime.kv_cache.clusters import Clusters
 from runtime.kv_cache.layer import CompressedLayer
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.plan import CachePlan
-from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.region import Chosen, Queries, Region
 from runtime.kv_cache.scores.snapkv import SnapKV
-from runtime.kv_cache.selection.base import Queries
 from runtime.kv_cache.selection.double_sparsity import DoubleSparsity, quantized
 from runtime.kv_cache.selection.layout import Layout
 from runtime.kv_cache.selection.quest import Quest, page_bound
@@ -676,7 +675,7 @@ def test_places_are_found_in_regions_of_ragged_rows() -> None:
     assert store is not None
     layout = Layout(store.regions)
     assert layout.lengths.tolist() == store.lengths.tolist()
-    query = Queries(life.random(BATCH * HEADS, 3, SIZE), 3, SCALE)
+    query = Queries(life.random(BATCH * HEADS, 3, SIZE), SCALE, count=3)
     keys, _, _, _ = kept(store.regions)
     rows = torch.tensor([4, 1])
     logits, some = layout.logits(query), layout.logits(query.rows(rows), rows)

@@ -22,7 +22,7 @@ from runtime.kv_cache.eviction import EvictionPlan
 from runtime.kv_cache.offload import DiskOffload, HostOffload, OffloadPlan
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.plan import CachePlan
-from runtime.kv_cache.region import Chosen, Region, merge, region_attention
+from runtime.kv_cache.region import Chosen, Queries, Region, merge, region_attention
 from runtime.kv_cache.scores.duo import Duo
 from runtime.kv_cache.scores.h2o import H2O
 from runtime.kv_cache.scores.snapkv import SnapKV
@@ -134,8 +134,8 @@ def test_regions_together_are_attention_over_all() -> None:
     parts = [Region(3, (16, 8), torch.float32, CPU) for _ in range(3)]
     for region, (start, end) in zip(parts, [(0, 32), (32, 37), (37, 96)], strict=True):
         region.append(region.encoded(keys[:, start:end], values[:, start:end]), (counts - start).clamp(0, end - start))
-    expected, _ = region_attention(query, whole, 0.3)
-    torch.testing.assert_close(merge([region_attention(query, part, 0.3) for part in parts]), expected)
+    expected, _ = region_attention(Queries(query, 0.3), whole)
+    torch.testing.assert_close(merge([region_attention(Queries(query, 0.3), part) for part in parts]), expected)
     assert not expected[2].any()
     plain = ((query[1] @ keys[1, :40].T) * 0.3).softmax(-1) @ values[1, :40]
     torch.testing.assert_close(expected[1], plain)

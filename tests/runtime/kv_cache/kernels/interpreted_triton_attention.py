@@ -9,7 +9,7 @@ from triton_interpreter import repair
 from runtime.kv_cache import kernels
 from runtime.kv_cache.kernels import triton_attention
 from runtime.kv_cache.pages import PAGE
-from runtime.kv_cache.region import Chosen, Region, region_attention
+from runtime.kv_cache.region import Chosen, Queries, Region, region_attention
 from runtime.kv_cache.storage.base import Codec
 from runtime.kv_cache.storage.bitmap import Bitmap
 from runtime.kv_cache.storage.fp8 import Float8
@@ -80,11 +80,11 @@ def check(
     wide = torch.randn(rows, queries + 1, size + 3, generator=generator).to(of or region.dtype)
     query = wide[:, :queries, :size]  # rows and heads with something between them
     assert triton_attention.why_not(query, region) is None
-    found = triton_attention.run(query, region, size**-0.5, softcap, visible, chosen)
-    rounded = region_attention(query, region, size**-0.5, softcap, visible, chosen)
+    found = triton_attention.run(Queries(query, size**-0.5, softcap), region, visible, chosen)
+    rounded = region_attention(Queries(query, size**-0.5, softcap), region, visible, chosen)
     dtype, region.dtype = region.dtype, FP32
     computed = dtype if of in (None, dtype) else FP32
-    exact = region_attention(query, region, size**-0.5, softcap, visible, chosen)
+    exact = region_attention(Queries(query, size**-0.5, softcap), region, visible, chosen)
     largest = float(region.states()[1].abs().max())
     region.dtype = dtype
     for one, other, truth, unit in zip(found, rounded, exact, (largest, 1.0), strict=True):
@@ -137,7 +137,7 @@ def test_the_table_gives_them_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(kernels.KERNELS, "cpu", triton_attention.__name__)
     monkeypatch.setattr(kernels, "region_attention", None)  # what would compute instead
     query, region = torch.randn(2, 3, 32), ragged([40, 7], (32, 48), BF16)
-    found, wanted = (call(query, region, 0.2) for call in (kernels.attend_region, triton_attention.run))
+    found, wanted = (call(Queries(query, 0.2), region) for call in (kernels.attend_region, triton_attention.run))
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
@@ -201,7 +201,7 @@ def test_small_scales_in_float16() -> None:
     for name in ("values.scale", "values.zero"):
         region.pools[name] = region.pools[name] / 4096
     query = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(4)).to(FP16)
-    wanted, found = (f(query, region, 0.2)[0] for f in (region_attention, triton_attention.run))
+    wanted, found = (f(Queries(query, 0.2), region)[0] for f in (region_attention, triton_attention.run))
     assert float((found - wanted).norm() / wanted.norm()) < 4e-3
 
 
@@ -215,20 +215,24 @@ def test_every_float8_comes_out() -> None:
     region.pools["values.scale"].fill_(0.5)
     for token in range(16):
         each = Chosen(torch.tensor([[token]]), torch.tensor([1]), 1)
-        found = triton_attention.run(torch.zeros(1, 1, 16), region, 1.0, chosen=each)[0]
+        found = triton_attention.run(Queries(torch.zeros(1, 1, 16), 1.0), region, chosen=each)[0]
         assert torch.equal(found[0, 0], codes.view(16, 16)[token].float() / 2)
 
 
 def test_nothing_there() -> None:
     region = Region(2, (32, 48), FP32, CPU)
-    out, lse = triton_attention.run(torch.randn(2, 3, 32), region, 1.0)
+    out, lse = triton_attention.run(Queries(torch.randn(2, 3, 32), 1.0), region)
     assert torch.equal(out, torch.zeros(2, 3, 48))
     assert torch.equal(lse, torch.full((2, 3), float("-inf")))
     none = Chosen(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), PAGE)
     assert torch.equal(
-        triton_attention.run(torch.randn(2, 3, 32), ragged([3, 5], (32, 48), FP32), 1.0, chosen=none)[1], lse
+        triton_attention.run(Queries(torch.randn(2, 3, 32), 1.0), ragged([3, 5], (32, 48), FP32), chosen=none)[1], lse
     )
-    assert triton_attention.run(torch.randn(2, 0, 32), ragged([3, 5], (32, 48), FP32), 1.0)[0].shape == (2, 0, 48)
+    assert triton_attention.run(Queries(torch.randn(2, 0, 32), 1.0), ragged([3, 5], (32, 48), FP32))[0].shape == (
+        2,
+        0,
+        48,
+    )
 
 
 def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

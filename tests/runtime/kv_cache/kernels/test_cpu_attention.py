@@ -10,7 +10,7 @@ import torch
 from runtime.kv_cache import kernels
 from runtime.kv_cache.kernels import attend_region, cpu
 from runtime.kv_cache.pages import PAGE
-from runtime.kv_cache.region import Chosen, Region, region_attention
+from runtime.kv_cache.region import Chosen, Queries, Region, region_attention
 from runtime.kv_cache.storage.base import Codec
 from runtime.kv_cache.storage.bitmap import Bitmap
 from runtime.kv_cache.storage.fp8 import Float8
@@ -107,7 +107,7 @@ def truth(
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             if region.has_bias:
-                scores = scores + pools["bias"].view(-1)[slots].double()
+                scores = scores + region.pools["bias"].view(-1)[slots].double()
             lse[row, q] = scores.logsumexp(0)
             out[row, q] = scores.softmax(0).nan_to_num(0.0) @ values
     return out, lse
@@ -131,7 +131,7 @@ def test_every_pair_of_storages(keys, values):
     m, size = HEADS[pair % len(HEADS)], SIZES[pair // len(HEADS) % len(SIZES)]
     region = region_of(STORAGES[keys], STORAGES[values], [33, 0, 1, 150, 64], (size, size))
     query = queries(region, m)
-    check(cpu.run(query, region, size**-0.5), truth(query, region, size**-0.5))
+    check(cpu.run(Queries(query, size**-0.5), region), truth(query, region, size**-0.5))
 
 
 @needs_compiler
@@ -142,7 +142,7 @@ def test_every_size(storage, size, portable):
     region = region_of(STORAGES[storage], STORAGES[storage], [70, 32], (size, size))
     for m in range(1, 6):
         query = queries(region, m)
-        check(cpu.run(query, region, size**-0.5, portable=portable), truth(query, region, size**-0.5))
+        check(cpu.run(Queries(query, size**-0.5), region, portable=portable), truth(query, region, size**-0.5))
 
 
 @needs_compiler
@@ -152,7 +152,7 @@ def test_every_size(storage, size, portable):
 def test_dtypes_of_model_and_query(storage, dtype, m):
     region = region_of(STORAGES[storage], STORAGES[storage], [45, 200], (64, 80), dtype)
     query = queries(region, m, dtype)
-    check(cpu.run(query, region, 0.125), truth(query, region, 0.125))
+    check(cpu.run(Queries(query, 0.125), region), truth(query, region, 0.125))
 
 
 @needs_compiler
@@ -166,7 +166,7 @@ def test_softcap_bias_and_visible(storage, bias, softcap, m):
     visible = torch.randint(0, 310, (4, m))
     visible[3] = 0
     for seen in (None, visible):
-        check(cpu.run(query, region, 0.125, softcap, seen), truth(query, region, 0.125, softcap, seen))
+        check(cpu.run(Queries(query, 0.125, softcap), region, seen), truth(query, region, 0.125, softcap, seen))
 
 
 @needs_compiler
@@ -185,7 +185,7 @@ def test_chosen(storage, unit):
     for m in (1, 4, 7):
         query, visible = queries(region, m), torch.randint(0, 400, (5, m))
         for seen in (None, visible):
-            check(cpu.run(query, region, 0.125, 0.0, seen, chosen), truth(query, region, 0.125, 0.0, seen, chosen))
+            check(cpu.run(Queries(query, 0.125), region, seen, chosen), truth(query, region, 0.125, 0.0, seen, chosen))
 
 
 @needs_compiler
@@ -195,7 +195,7 @@ def test_chosen_may_be_none_at_all_or_named_twice(unit):
     query = queries(region, 4)
     for index in (torch.zeros(2, 0, dtype=torch.int64), torch.tensor([[0, 0, 2], [1, 1, 1]])):
         chosen = Chosen(index, torch.tensor([index.shape[1], 0]), unit)
-        check(cpu.run(query, region, 0.125, chosen=chosen), truth(query, region, 0.125, chosen=chosen))
+        check(cpu.run(Queries(query, 0.125), region, chosen=chosen), truth(query, region, 0.125, chosen=chosen))
 
 
 @needs_compiler
@@ -214,9 +214,9 @@ def test_long_rows_and_threads(storage):
             wanted = truth(query, region, 0.125, 0.0, seen, chosen)
             for threads in (1, 2, 3, 7):
                 torch.set_num_threads(threads)
-                found = cpu.run(query, region, 0.125, 0.0, seen, chosen)
+                found = cpu.run(Queries(query, 0.125), region, seen, chosen)
                 check(found, wanted)
-                again = cpu.run(query, region, 0.125, 0.0, seen, chosen)
+                again = cpu.run(Queries(query, 0.125), region, seen, chosen)
                 assert torch.equal(found[0], again[0])
                 assert torch.equal(found[1], again[1])
 
@@ -228,7 +228,7 @@ def test_scores_of_minus_infinity():
     bias[region.table[0]] = float("-inf")  # all of row 0, the first page of row 1
     bias[region.table[1, 0]] = float("-inf")
     query = queries(region, 4)
-    out, lse = cpu.run(query, region, 0.125)
+    out, lse = cpu.run(Queries(query, 0.125), region)
     check((out, lse), truth(query, region, 0.125))
     assert not out[0].any()
     assert bool((lse[0] == float("-inf")).all())
@@ -238,7 +238,9 @@ def test_scores_of_minus_infinity():
 def test_scores_far_apart():
     region = region_of(Plain(), Plain(), [500, 500])
     query = queries(region, 4) * 1000
-    check(cpu.run(query, region, 1.0), truth(query, region, 1.0), 1e-4)  # scores of 1e4 have errors of 1e-3 in float32
+    check(
+        cpu.run(Queries(query, 1.0), region), truth(query, region, 1.0), 1e-4
+    )  # scores of 1e4 have errors of 1e-3 in float32
 
 
 @needs_compiler
@@ -246,7 +248,7 @@ def test_a_nan_is_not_lost():
     region = region_of(Plain(), Plain(), [40])
     query = queries(region, 2)
     query[0, 1, 3] = float("nan")
-    out, lse = cpu.run(query, region, 0.125)
+    out, lse = cpu.run(Queries(query, 0.125), region)
     check((out[:, :1], lse[:, :1]), truth(query[:, :1], region, 0.125))
     assert bool(lse[0, 1].isnan())
 
@@ -257,7 +259,7 @@ def test_cells_that_rows_add_one_by_one():
     for _ in range(70):
         region.append_one(region.encoded(*torch.randn(2, 3, 64).to(torch.bfloat16)))
     query = queries(region, 4)
-    check(attend_region(query, region, 0.125), truth(query, region, 0.125))
+    check(attend_region(Queries(query, 0.125), region), truth(query, region, 0.125))
 
 
 @needs_compiler
@@ -265,7 +267,10 @@ def test_agrees_with_the_reference():
     region = region_of(STORAGES["int4 channel"], STORAGES["int2 groups"], [300, 40], (128, 128))
     query, visible = queries(region, 4), torch.randint(1, 300, (2, 4))
     assert cpu.why_not(query, region) is None
-    check(attend_region(query, region, 0.1, 20.0, visible), region_attention(query, region, 0.1, 20.0, visible))
+    check(
+        attend_region(Queries(query, 0.1, 20.0), region, visible),
+        region_attention(Queries(query, 0.1, 20.0), region, visible),
+    )
 
 
 @needs_compiler
@@ -284,14 +289,14 @@ def test_tensors_that_do_not_fit_are_refused():
     query = queries(region, 2)
     for wrong in (query[:1], query[..., :32]):
         with pytest.raises(ValueError, match="queries"):
-            cpu.run(wrong, region, 1.0)
+            cpu.run(Queries(wrong, 1.0), region)
     with pytest.raises(ValueError, match="visible"):
-        cpu.run(query, region, 1.0, visible=torch.ones(2, 3, dtype=torch.int64))
+        cpu.run(Queries(query, 1.0), region, visible=torch.ones(2, 3, dtype=torch.int64))
     ones = torch.ones(2, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="counts"):
-        cpu.run(query, region, 1.0, chosen=Chosen(ones, ones, 1))
+        cpu.run(Queries(query, 1.0), region, chosen=Chosen(ones, ones, 1))
     with pytest.raises(ValueError, match="unit"):
-        cpu.run(query, region, 1.0, chosen=Chosen(ones, ones[:, 0], 8))
+        cpu.run(Queries(query, 1.0), region, chosen=Chosen(ones, ones[:, 0], 8))
 
 
 def test_without_a_compiler_the_reference_is_used(monkeypatch):
@@ -300,8 +305,8 @@ def test_without_a_compiler_the_reference_is_used(monkeypatch):
     region = region_of(STORAGES["int4 channel"], STORAGES["int4 groups"], [100, 0, 7])
     query = queries(region, 4)
     assert "COMPRESS_NATIVE" in cpu.why_not(query, region)
-    out, lse = attend_region(query, region, 0.125)
-    wanted = region_attention(query, region, 0.125)
+    out, lse = attend_region(Queries(query, 0.125), region)
+    wanted = region_attention(Queries(query, 0.125), region)
     assert torch.equal(out, wanted[0])
     assert torch.equal(lse, wanted[1])
 
@@ -309,14 +314,14 @@ def test_without_a_compiler_the_reference_is_used(monkeypatch):
 def test_the_log_says_once_why_plain_torch_computes(caplog, monkeypatch):
     region, other = region_of(Plain(), Plain(), [5, 40]), type("Other", (Plain,), {"name": "other"})()
     kernels.warn_once.cache_clear()
-    attend_region(queries(region, 2), region, 0.125)
+    attend_region(Queries(queries(region, 2), 0.125), region)
     assert not caplog.records, "a kernel computed"
     region.codecs["values"] = other
     for _ in range(3):
-        attend_region(queries(region, 2), region, 0.125)
+        attend_region(Queries(queries(region, 2), 0.125), region)
     (record,) = caplog.records
     assert "plain torch computes" in record.message
     assert "it does not know storage other" in record.message
     monkeypatch.delitem(kernels.KERNELS, "cpu")
-    attend_region(queries(region, 2), region, 0.125)
+    attend_region(Queries(queries(region, 2), 0.125), region)
     assert "there is no kernel for it" in caplog.records[-1].message

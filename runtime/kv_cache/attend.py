@@ -45,10 +45,11 @@ def attention(
         ValueError: an argument that changes attention in a way compressed caches do not know.
     """
     attend: Callable[..., torch.Tensor] | None = getattr(key, _MARK, None)
+    scale, softcap = query.shape[-1] ** -0.5 if scaling is None else float(scaling), float(kwargs.get("softcap") or 0.0)
     if attend is None:
         attention_mask = _sdpa_mask(attention_mask)
-        if kwargs.get("softcap"):  # sliding layers of models whose scores are capped, which sdpa cannot do (Gemma 2)
-            return _capped(query, key, value, attention_mask, scaling, float(kwargs["softcap"])), None
+        if softcap:  # sliding layers of models whose scores are capped, which sdpa cannot do (Gemma 2)
+            return _capped(query, key, value, attention_mask, scale, softcap), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         output: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -62,10 +63,8 @@ def attention(
         raise ValueError("compressed caches take attention masks of shape [batch, tokens] only")
     if attention_mask is not None and not attention_mask.numel():
         attention_mask = None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    softcap = kwargs.get("softcap") or 0.0
     valid = None if attention_mask is None else _padding(attention_mask, query.shape[2])
-    return attend(query, key, value, valid, float(scale), float(softcap), module).transpose(1, 2), None
+    return attend(query, key, value, valid, scale, softcap, module).transpose(1, 2), None
 
 
 def unknown_argument(given: Mapping[str, Any]) -> str | None:
@@ -121,16 +120,10 @@ def _once(mask: torch.Tensor, name: str, compute: Callable[[], torch.Tensor | No
 
 
 def _capped(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    softcap: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
 ) -> torch.Tensor:
     """Attention with capped scores over an uncompressed cache; `mask` is sdpa's, None: causal."""
     past = key.shape[2] - query.shape[2]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     columns = torch.arange(key.shape[2], device=query.device)
 
     def attend(part: torch.Tensor, start: int) -> torch.Tensor:

@@ -114,10 +114,8 @@ class CompressedCache(Cache):
         values = [value for layer in others for value in vars(layer).values()]
         # Recurrent layers have their states in dictionaries.
         values += [state for value in values if isinstance(value, dict) for state in value.values()]
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        return sum(layer.nbytes for layer in self.compressed) + sum(
-            tensor.untyped_storage().nbytes() for tensor in tensors
-        )
+        beside = sum(value.untyped_storage().nbytes() for value in values if isinstance(value, torch.Tensor))
+        return beside + sum(layer.nbytes for layer in self.compressed)
 
 
 def prepare(model: PreTrainedModel) -> None:

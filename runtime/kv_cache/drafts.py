@@ -43,12 +43,8 @@ def _until_stored(layer: CompressedLayer) -> int:
     storage, store = layer.storage, layer.store
     if not store.tiers:
         return STEP_TOKENS
-    left = storage.recent + storage.chunk - 1 - store.tail.longest
-    if left >= 0:
-        return left
-    # Some are stored when the next pass begins. What is evicted then too is not known before.
-    if layer.eviction is not None and layer.eviction.plan.interval is not None:
+    # What was put off is stored when the next pass begins. What is evicted then too is not known before.
+    leaves = (store.tail.counts - storage.recent).clamp(min=0) // storage.chunk * storage.chunk
+    if bool(leaves.any()) and layer.eviction is not None and layer.eviction.plan.interval is not None:
         return 0
-    lengths = store.tail.lengths
-    stays = lengths - (lengths - storage.recent).clamp(min=0) // storage.chunk * storage.chunk
-    return storage.recent + storage.chunk - 1 - int(stays.max())
+    return storage.recent + storage.chunk - 1 - int((store.tail.counts - leaves).max())

@@ -61,7 +61,8 @@ class _Estimate:
 
     def __init__(self, shape: Shape, plan: CachePlan) -> None:
         self.plan, self.rule, self.storage = plan, plan.eviction, plan.storage
-        self.shape = shape.holding(plan.storage.floats)
+        layers = (replace(layer, floats=self.storage.floats) for layer in shape.layers)
+        self.shape = replace(shape, layers=tuple(layers))
         self.floats = self.storage.recent + self.storage.prefix  # tokens that always stay floats
         self.is_tiered = bool(self.storage.tiers) or plan.offload is not None
         self.moves = self.storage.moves or plan.offload is not None
@@ -118,9 +119,7 @@ class _Estimate:
         rule, layers = self.rule, self.shape.layers
         held = _SPARE * sum(self.layer_bytes(layer, read, new, PAGE) for layer in layers)
         decoded = self.floats + self.storage.chunk if self.moves else 0
-        asked = 0
         if rule is not None and rule.interval is not None:
-            asked = min(rule.interval, new) if rule.accumulates else rule.score.window(read + new)
             # What is evicted from is decoded, and of what is stored otherwise all is floats until it is stored anew.
             decoded = (2 if self.moves else 1) * self.held(read, new)
         if self.plan.offload is not None and self.plan.offload.to == "host":
@@ -128,6 +127,7 @@ class _Estimate:
             near = _Estimate(self.shape, replace(self.plan, offload=None))
             older = [[which.layer_bytes(layer, read, new, PAGE) for layer in layers] for which in (near, self)]
             held += 2 * max(inside - outside for inside, outside in zip(*older, strict=True))
+        asked = self.asked(read, new)
         return held + max(decoded * layer.token + asked * self.remembered(layer) for layer in layers)
 
     def layer_bytes(self, layer: LayerShape, read: int, new: int, spare: int) -> float:
@@ -137,11 +137,7 @@ class _Estimate:
         """
         storage, rule = self.storage, self.rule
         count = self.held(read, new)
-        beside = float(self.notes(layer) * count)
-        if rule is not None and rule.interval is not None:
-            # Queries of an accumulating score stay until they are added.
-            asked = min(rule.interval, new) if rule.accumulates else rule.score.window(read + new)
-            beside += asked * self.remembered(layer)
+        beside = float(self.notes(layer) * count + self.asked(read, new) * self.remembered(layer))
         if storage.saliency is not None:  # a prompt's window stays whole until as many steps have come
             window = storage.saliency.window(count)
             beside += (window + min(new, window)) * self.remembered(layer)
@@ -161,6 +157,13 @@ class _Estimate:
         labels = 0 if self.plan.selection is None else count * layer.token / 16
         pages = near + spare * (2 if storage.prefix else 1)  # a prefix has pages of its own
         return pages * layer.token + stored + beside + labels
+
+    def asked(self, read: int, new: int) -> int:
+        """Queries that are remembered from one eviction to the next; those of an accumulating score stay until they are added."""
+        rule = self.rule
+        if rule is None or rule.interval is None:
+            return 0
+        return min(rule.interval, new) if rule.accumulates else rule.score.window(read + new)
 
     def held(self, read: int, new: int) -> int:
         """Tokens that a head has on average just before it is evicted from, if it is."""

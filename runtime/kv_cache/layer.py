@@ -26,7 +26,7 @@ _DRAFTED = 4 * STEP_TOKENS
 
 
 @dataclass(frozen=True)
-class _Owed:
+class _PendingChunk:
     """What is still to be done after a chunk of a sequence: to evict and to store, once it is known which of its tokens stay.
 
     Attributes:
@@ -68,25 +68,16 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         self.eviction = eviction
         self.record_past = False
         self._sees_inputs = eviction is not None and "hidden" in eviction.plan.score.wants
-        super().__init__(index, storage, selection, elsewhere)
+        super().__init__(index, storage, selection, elsewhere, {} if eviction is None else eviction.plan.notes)
 
-    def clear(self) -> None:
-        super().clear()
+    def reset(self) -> None:
+        super().reset()
         self._asked = False  # by update, and not yet by attention
-        self._owed: _Owed | None = None
+        self._pending: _PendingChunk | None = None
         if self.eviction is not None:
             self.eviction.forget(self)
 
     # ---------------------------------------------------------------- transformers' interface
-    def reset(self) -> None:
-        """Empty the layer."""
-        self.clear()
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate storage for states like these, `[batch, kv_heads, q, size]` each."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.begin(key_states, value_states, {} if self.eviction is None else self.eviction.plan.notes)
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,9 +85,7 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self._asked:
-            raise ValueError(
-                "this model's attention does not read its cache in the way of transformers: it cannot be compressed"
-            )
+            raise ValueError("this model's attention reads its cache in a way of its own: it cannot be compressed")
         self._asked = True
         return attention.mark(key_states, self.attend), value_states
 
@@ -150,9 +139,9 @@ class CompressedLayer(LayerState, CacheLayerMixin):
                 "draft fewer tokens, or keep more recent ones"
             )
         counted = count
-        if self._owed is not None:
-            counted = max(0, count - self._owed.count)
-            self._owed = replace(self._owed, count=max(0, self._owed.count - count))
+        if self._pending is not None:
+            counted = max(0, count - self._pending.count)
+            self._pending = replace(self._pending, count=max(0, self._pending.count - count))
         if counted and self.eviction is not None:
             self.eviction.take_back(self, counted)
         self.take_back(count)
@@ -186,7 +175,7 @@ class CompressedLayer(LayerState, CacheLayerMixin):
             `[batch, heads, q, size]`, zeros at padding.
         """
         self._asked, self.scale, self.softcap = False, scale, softcap
-        if self._owed is not None:
+        if self._pending is not None:
             self._finish_all()
         count = query.shape[2]
         step = self.seen > 0 and count <= STEP_TOKENS
@@ -202,14 +191,14 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         self.generated = self.generated + count if step else 0
         # With padding the newest columns are not tokens of every row, so no more than this chunk's can be taken back.
         self.intact = self.intact + count if valid is None else int(valid.sum(1).min())
-        self._owed = _Owed(step, count)
+        self._pending = _PendingChunk(step, count)
         later = self.record_past or (step and count > 1)
-        self._watch(query, valid, step, min(count, _DRAFTED) if later else 0, module)
+        self._remember(query, valid, step, min(count, _DRAFTED) if later else 0, module)
         if not later:
             self._finish()
         return output
 
-    def _watch(
+    def _remember(
         self, query: torch.Tensor, valid: torch.Tensor | None, step: bool, drafted: int, module: nn.Module | None
     ) -> None:
         """Remember the queries that scores will ask for, even when the newest `drafted` of them are taken back."""
@@ -231,12 +220,12 @@ class CompressedLayer(LayerState, CacheLayerMixin):
 
     def _finish(self) -> None:
         """Evict and store after a chunk of a sequence."""
-        owed, self._owed = self._owed, None
-        if owed is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
         if self.eviction is not None:
-            if owed.step:
-                self.eviction.after_step(self, owed.count)
+            if pending.step:
+                self.eviction.after_step(self, pending.count)
             else:
                 self.eviction.after_prompt(self)
         if self.eviction is None or not self.eviction.waits(self):

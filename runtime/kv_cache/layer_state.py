@@ -20,20 +20,7 @@ class TokenNotes(Pages):
     """Numbers of each token that a score asks for, in pages that live as long as its keys and values.
 
     "mass": what the token has gathered; "place": its position in its sequence; "given": whether it came in a prompt.
-
-    Args:
-        shape: (batch, kv_heads).
-        parts: which of them, and how.
-        device: where.
     """
-
-    def __init__(self, shape: tuple[int, int], parts: Mapping[str, PageTensor], device: torch.device) -> None:
-        super().__init__(shape[0] * shape[1], parts, device)
-        self.heads = shape[1]
-
-    def of(self, name: str) -> torch.Tensor | None:
-        """A copy of one of them, `[batch, kv_heads, longest]`; None: it is not kept."""
-        return self.dense(name)[..., 0].unflatten(0, (-1, self.heads)) if name in self.parts else None
 
     def begin(self, first: torch.Tensor, added: torch.Tensor | None, count: int, given: bool) -> None:
         """Those of new tokens.
@@ -87,13 +74,10 @@ class QueryWindow:
 
     def _behind_padding(self, query: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """Padding of the new queries, as zeros, then the older queries, then the other new ones: `[batch, heads, older + q, size]`."""
-        older = torch.cat(self._chunks, 2)
-        joined = torch.cat([older, query.masked_fill(~valid[:, None, :, None], 0)], 2)
-        width, padding = older.shape[2], (~valid).sum(1, keepdim=True)
-        columns = torch.arange(joined.shape[2], device=query.device).expand(len(query), -1)
-        order = torch.where(columns < padding, columns + width, columns - padding)
-        order = torch.where(columns < padding + width, order, columns)
-        return joined.gather(2, order[:, None, :, None].expand_as(joined))
+        joined = torch.cat([*self._chunks, query.masked_fill(~valid[:, None, :, None], 0)], 2)
+        real = torch.nn.functional.pad(valid, (joined.shape[2] - valid.shape[1], 0), value=True)
+        order = real.to(torch.uint8).argsort(dim=1, stable=True)
+        return joined.take_along_dim(order[:, None, :, None], 2)
 
     def newest(self, window: int) -> torch.Tensor:
         """The newest `window`, at least 1, `[batch, heads, at most window, size]`; some must have been appended."""
@@ -122,6 +106,7 @@ class LayerState:
         storage: how older tokens are stored.
         selection: what a step reads; shared by all layers. None: everything.
         elsewhere: where older tokens lie; shared by all layers. None: in memory of the device.
+        noted: what is noted of each token beside keys and values.
 
     Attributes:
         seen: tokens of the longest row so far, padding and evicted ones included; what positions are counted from.
@@ -146,14 +131,20 @@ class LayerState:
     """
 
     def __init__(
-        self, index: int, storage: StoragePlan | None = None, selection: Any = None, elsewhere: Offload | None = None
+        self,
+        index: int,
+        storage: StoragePlan | None,
+        selection: Any,
+        elsewhere: Offload | None,
+        noted: Mapping[str, PageTensor],
     ) -> None:
         self.index, self.storage, self.selection, self.elsewhere = index, storage or StoragePlan(), selection, elsewhere
+        self._noted = noted
         self.following: Any = None
         self.changes = self.taken_back = 0
-        self.clear()
+        self.reset()
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Begin anew, without tokens."""
         self.seen, self.shape, self.scale, self.softcap = 0, (0, 0), 0.0, 0.0
         self.is_initialized = False
@@ -167,15 +158,15 @@ class LayerState:
         self.reads_all = True
         self.changes += 1
 
-    def begin(self, key: torch.Tensor, value: torch.Tensor, notes: Mapping[str, PageTensor]) -> None:
-        """Make room for tokens like these, `[batch, kv_heads, q, size]` each, and for `notes` on them."""
-        batch, heads = self.shape = (key.shape[0], key.shape[1])
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make room for states like these, `[batch, kv_heads, q, size]` each."""
+        self.is_initialized, self.dtype, self.device = True, key_states.dtype, key_states.device
+        batch, heads = self.shape = (key_states.shape[0], key_states.shape[1])
         allocate = None if self.elsewhere is None else self.elsewhere.allocate
-        sizes = key.shape[-1], value.shape[-1]
-        self.is_initialized = True
-        self.store = TokenStore(batch * heads, sizes, key.dtype, key.device, self.storage, allocate)
-        self.notes = TokenNotes(self.shape, notes, key.device) if notes else None
-        self.arrived = torch.zeros(batch, dtype=torch.int64, device=key.device)
+        sizes = key_states.shape[-1], value_states.shape[-1]
+        self.store = TokenStore(batch * heads, sizes, self.dtype, self.device, self.storage, allocate)
+        self.notes = TokenNotes(batch * heads, self._noted, self.device) if self._noted else None
+        self.arrived = torch.zeros(batch, dtype=torch.int64, device=self.device)
 
     @property
     def windows(self) -> tuple[QueryWindow, ...]:
@@ -292,8 +283,10 @@ class LayerState:
         return replace(seen, generated=self.generated, inputs=inputs, mass=self.note("mass"), positions=positions)
 
     def note(self, name: str) -> torch.Tensor | None:
-        """What is noted of every token, `[batch, kv_heads, longest]`; None: nothing of that name."""
-        return None if self.notes is None else self.notes.of(name)
+        """What is noted of every token, a copy `[batch, kv_heads, longest]`; None: nothing of that name."""
+        if self.notes is None or name not in self.notes.parts:
+            return None
+        return self.notes.dense(name)[..., 0].unflatten(0, self.shape)
 
     def forget_queries(self, window: int) -> None:
         """Drop all remembered queries but the newest `window`."""

@@ -90,13 +90,18 @@ class Pages:
             self.append_one({name: values[:, 0] for name, values in tensors.items()})
             return
         counts = torch.full_like(self.lengths, width) if counts is None else counts
+        there = torch.arange(width, device=counts.device) < counts[:, None]
+        self.append_flat({name: values[there] for name, values in tensors.items()}, counts)
+
+    def append_flat(self, tensors: Mapping[str, torch.Tensor], counts: torch.Tensor) -> None:
+        """As `append`, of `[n, width]` each: the `counts[row]` tokens of row 0, of row 1, ..."""
         self._reserve(self.lengths + counts)
-        steps = torch.arange(width, device=counts.device)
-        rows, columns = (steps[None] < counts[:, None]).nonzero(as_tuple=True)
-        slots = self._slots(rows, self.lengths[rows] + columns)
+        rows = torch.arange(self.rows, device=counts.device).repeat_interleave(counts)
+        before = counts.cumsum(0) - counts
+        slots = self._slots(rows, (self.lengths - before)[rows] + torch.arange(len(rows), device=counts.device))
         for name, values in tensors.items():
             pool = self.pools[name]
-            pool.view(-1, pool.shape[-1])[slots] = values[rows, columns].to(pool.dtype)
+            pool.view(-1, pool.shape[-1])[slots] = values.to(pool.dtype)
         self._set_lengths(self.lengths + counts)
 
     def append_one(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -167,7 +172,11 @@ class Pages:
 
     def in_use(self, pool: torch.Tensor) -> torch.Tensor:
         """A copy of a pool's pages in use, the pages of row 0 first: `[pages, PAGE, width]` or `[pages, width]`."""
-        return pool[self.table[self.table != _NONE].to(pool.device)].to(self.device)
+        return self.copy_of(pool, self.table[self.table != _NONE])
+
+    def copy_of(self, pool: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Copies of the pages `ids` (int64 `[n]`) of a pool, where the table is."""
+        return pool[ids.to(pool.device)].to(self.device)
 
     def spread(self, pages: torch.Tensor) -> torch.Tensor:
         """What lies in pages in the order of `in_use`, `[pages, PAGE, width]`, as `[rows, longest, width]`, zeros past the ends."""

@@ -178,7 +178,7 @@ class Region(Pages):
 
     def page_keys(self, ids: torch.Tensor) -> torch.Tensor:
         """Keys of `[n]` pages of the pools, `[n, PAGE, size]` in the model's dtype; slots not in use have arbitrary values."""
-        return self._decoded("keys", lambda pool: pool[ids.to(pool.device)].to(self.device))
+        return self._decoded("keys", lambda pool: self.copy_of(pool, ids))
 
     def _decoded(self, side: str, read: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         parts = {name: read(pool) for name, pool in self.pools_of(side).items()}

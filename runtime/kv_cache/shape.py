@@ -96,21 +96,12 @@ class Shape:
         kinds = getattr(text, "layer_types", None) or ()
         parts = layer_configs(text)
         layers = compressed_layers(text)
-        windows = [
-            index
-            for index, (kind, part) in enumerate(zip(kinds, parts, strict=False))
-            if kind in _WINDOWED and index not in layers
-        ]
         others = []
-        for index in windows:
-            part = parts[index]
-            window = getattr(part, "sliding_window", None) or getattr(part, "attention_chunk_size", None)
-            others.append(replace(_layer(part, dtype), window=window))
+        for index, (kind, part) in enumerate(zip(kinds, parts, strict=False)):
+            if kind in _WINDOWED and index not in layers:
+                window = getattr(part, "sliding_window", None) or getattr(part, "attention_chunk_size", None)
+                others.append(replace(_layer(part, dtype), window=window))
         return cls(tuple(_layer(parts[index], dtype) for index in layers), tuple(others))
-
-    def holding(self, floats: torch.dtype | None) -> Shape:
-        """The same with floats of compressed layers in another dtype."""
-        return replace(self, layers=tuple(replace(layer, floats=floats) for layer in self.layers))
 
 
 def _layer(config: Any, dtype: torch.dtype) -> LayerShape:

@@ -124,33 +124,21 @@ def run(
     # Whatever is made here must live until the call is over: C gets addresses.
     query = queries.states.detach().float().contiguous()
     seen = None if visible is None else _int64(visible, (rows, m), "visible")
-    index = counts = None
+    index, counts, most, unit = None, None, 0, PAGE
     if chosen is not None:
+        most, unit = chosen.index.shape[-1], chosen.unit
         if chosen.unit not in (1, PAGE):
             raise ValueError(f"chosen.unit is {chosen.unit}, not 1 or {PAGE}")
-        index = _int64(chosen.index, (rows, chosen.index.shape[-1]), "chosen.index")
+        index = _int64(chosen.index, (rows, most), "chosen.index")
         counts = _int64(chosen.counts, (rows,), "chosen.counts")
     out = torch.empty(rows, m, region.sizes[1], dtype=torch.float32)
     lse = torch.empty(rows, m, dtype=torch.float32)
+    tensors = query, region.table, region.lengths, seen, index, counts, region.pools.get("bias"), out, lse
     request = Request(
-        key=_side(region, "keys"),
-        value=_side(region, "values"),
-        rows=rows,
-        queries=m,
-        columns=region.table.shape[1],
-        most=0 if index is None else index.shape[1],
-        unit=PAGE if chosen is None else chosen.unit,
-        scale=queries.scale,
-        softcap=queries.softcap,
-        query=query.data_ptr(),
-        table=region.table.data_ptr(),
-        lengths=region.lengths.data_ptr(),
-        visible=None if seen is None else seen.data_ptr(),
-        index=None if index is None else index.data_ptr() or 1,  # null would say that nothing is chosen from all
-        counts=None if counts is None else counts.data_ptr(),
-        bias=region.pools["bias"].data_ptr() if region.has_bias else None,
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
+        *(_side(region, side) for side in region.codecs),
+        *(rows, m, region.table.shape[1], most, unit, queries.scale, queries.softcap),
+        # Not null where there are no numbers: null says that there is no tensor.
+        *(None if tensor is None else tensor.data_ptr() or 1 for tensor in tensors),
     )
     if out.numel() == 0 or lse.numel() == 0:
         return out, lse.fill_(float("-inf"))

@@ -103,12 +103,11 @@ class DoubleSparsitySelection(Selection[DoubleSparsity]):
         """int64 `[rows, heavy channels]`."""
         calibrated = self.options.channels[layer.index]
         batch, heads = layer.shape
+        what = f"{self.options.name}.channels of layer {layer.index}"
         if len(calibrated) != heads:
-            raise ValueError(
-                f"{self.options.name}.channels of layer {layer.index} are those of {len(calibrated)} heads, and it has {heads}"
-            )
+            raise ValueError(f"{what} are those of {len(calibrated)} heads, and it has {heads}")
         if max(map(max, calibrated)) >= query.shape[2] or min(map(min, calibrated)) < 0:
-            raise ValueError(f"{self.options.name}.channels of layer {layer.index} must be in [0, {query.shape[2]})")
+            raise ValueError(f"{what} must be in [0, {query.shape[2]})")
         return torch.tensor(calibrated, device=query.device).repeat(batch, 1)
 
     def _complete(self, layer: LayerState, layout: Layout, queries: Queries) -> _Labels:

@@ -13,6 +13,7 @@ from runtime.kv_cache.region import Chosen, Queries, Region
 
 SLICE_BYTES = 32 << 20  # of keys that are decoded at a time
 _BEHIND = 1 << 62  # sorts behind all positions
+_Place = torch.Tensor | int
 
 
 @dataclass(frozen=True)
@@ -124,32 +125,32 @@ class Layout:
 
     def chosen(self, picked: PickedTokens) -> list[Chosen | None]:
         """The tokens of each region that were picked."""
-        spans = [
-            (start, start + region.lengths, region.longest)
-            for start, region in zip(self.starts, self.regions, strict=True)
-        ]
+        spans = []
+        for start, region in zip(self.starts, self.regions, strict=True):
+            spans.append((start[:, None], (start + region.lengths)[:, None], region.longest))
         return split(picked.index, picked.counts, spans, 1)
 
 
 def split(
-    index: torch.Tensor, counts: torch.Tensor, spans: Sequence[tuple[torch.Tensor, torch.Tensor, int]], unit: int
+    index: torch.Tensor, counts: torch.Tensor, spans: Sequence[tuple[_Place, _Place, int]], unit: int
 ) -> list[Chosen | None]:
     """What was picked of all regions together, region by region.
 
     Args:
         index: int64 `[rows, most]`, ascending.
         counts: int64 `[rows]`, how many of them count.
-        spans: for each region the number of its first place and the one behind its last, int64 `[rows]`, and the most a row has.
+        spans: for each region the number of its first place and the one behind its last, int64 `[rows, 1]` where rows differ, and the
+            most a row has.
         unit: of places.
     """
     columns = torch.arange(index.shape[1], device=index.device)
     counted = columns < counts[:, None]
     result: list[Chosen | None] = []
     for first, behind, longest in spans:
-        before = counted & (index < first[:, None])
-        inside = counted & ~before & (index < behind[:, None])
+        before = counted & (index < first)
+        inside = counted & ~before & (index < behind)
         own = columns[: min(len(columns), longest)] + before.sum(1, keepdim=True)
-        own = index.gather(1, own.clamp(max=len(columns) - 1)) - first[:, None]
+        own = index.gather(1, own.clamp(max=len(columns) - 1)) - first
         result.append(Chosen(own.clamp(0, max(0, longest - 1)), inside.sum(1), unit))
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -64,25 +65,21 @@ class QuestSelection(Selection[Quest]):
         recent = max(options.recent, queries.count)
         # A cap leaves pages in their order, and only makes many of the best equal, unless something is added to what it gives.
         capped = any(region.has_bias for region in regions)
-        scores, tokens, always = [], [], []
+        parts = []
         for start, region in zip(layout.starts, regions, strict=True):
             places = PAGE * torch.arange(-(-region.longest // PAGE), device=layout.lengths.device)
             held = (region.lengths[:, None] - places).clamp(0, PAGE)
             score, known = self._scores(bounds, queries, region, capped)
             begin = start[:, None] + places
             needed = (begin == 0) | (begin + held > (layout.lengths - recent)[:, None]) | ~known
-            scores.append(score)
-            tokens.append(held)
-            always.append(needed & (held > 0))
-        held, needed = torch.cat(tokens, 1), torch.cat(always, 1)
-        score = torch.cat(scores, 1).masked_fill(held == 0, float("-inf")).masked_fill(needed, float("inf"))
+            parts.append((score, held, needed & (held > 0)))
+        score, held, needed = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+        score = score.masked_fill(held == 0, float("-inf")).masked_fill(needed, float("inf"))
         left = (options.counts(layout.lengths) - (held * needed).sum(1)).clamp(min=0)
         counts = torch.minimum(needed.sum(1) + left // PAGE, (held > 0).sum(1))
         picked = best(score, counts, self._most(layout, recent))
-        spans, first = [], torch.zeros_like(counts)
-        for part in tokens:
-            spans.append((first, first + part.shape[1], part.shape[1]))
-            first = first + part.shape[1]
+        pages = [part.shape[1] for part, *_ in parts]
+        spans = [(end - count, end, count) for end, count in zip(accumulate(pages), pages, strict=True)]
         return split(picked.index, picked.counts, spans, PAGE)
 
     def _most(self, layout: Layout, recent: int) -> int:
@@ -149,24 +146,16 @@ class _Bounds(Pages):
             return
         self._seen = region.lengths
         counts = region.lengths // PAGE - self.lengths
-        most = int(counts.max())
-        if not most:
+        if not int(counts.max()):
             return
-        rows, steps = (torch.arange(most, device=counts.device) < counts[:, None]).nonzero(as_tuple=True)
-        ids = region.table[rows, self.lengths[rows] + steps]
-        new = {
-            name: torch.zeros(len(counts), most, part.width, dtype=part.dtype, device=counts.device)
-            for name, part in self.parts.items()
-        }
-        step = max(1, SLICE_BYTES // (4 * PAGE * region.sizes[0]))
-        for first in range(0, len(ids), step):
-            part = slice(first, first + step)
-            at = rows[part], steps[part]
-            new["low"][at], new["high"][at] = region.page_keys(ids[part]).aminmax(dim=1)
+        columns, first = torch.arange(region.table.shape[1], device=counts.device), self.lengths[:, None]
+        ids = region.table[(columns >= first) & (columns < first + counts[:, None])]
+        slices = ids.split(max(1, SLICE_BYTES // (4 * PAGE * region.sizes[0])))
+        bounds = [region.page_keys(part).aminmax(dim=1) for part in slices]
+        new = {"low": torch.cat([part.min for part in bounds]), "high": torch.cat([part.max for part in bounds])}
         if region.has_bias:
-            pool = region.pools["bias"]
-            new["bias"][rows, steps] = pool[ids.to(pool.device)].amax(1).to(counts.device)
-        self.append(new, counts)
+            new["bias"] = region.copy_of(region.pools["bias"], ids).amax(1)
+        self.append_flat(new, counts)
 
     def take_back(self, count: int) -> None:
         """Forget pages that the newest `count` tokens of when it was last looked at were in."""

@@ -50,15 +50,7 @@ class _FullStep:
 
 
 class RecycledAttentionSelection(Selection[RecycledAttention]):
-    """Tokens that the layers of one cache looked at last, and what steps read by them.
-
-    Attributes:
-        full: for each layer how many steps had full attention.
-    """
-
-    def __init__(self, options: RecycledAttention, layers: int) -> None:
-        super().__init__(options, layers)
-        self.full = [0] * layers
+    """Tokens that the layers of one cache looked at last, and what steps read by them."""
 
     def _choose(self, layer: LayerState, queries: Queries, layout: Layout) -> list[Chosen | None] | None:
         options = self.options
@@ -66,7 +58,6 @@ class RecycledAttentionSelection(Selection[RecycledAttention]):
         last: _FullStep | None = self._recall(layer, layout)
         # (With fewer tokens than then, the one that looked was taken back.)
         if last is None or not 0 < layer.seen - last.seen < options.stride:
-            self.full[layer.index] += 1
             looked = queries.counted is None or bool(queries.counted.any(1).all())
             # A row that had no token in this step has not looked: all do so again in the next.
             self._known[layer.index] = _FullStep(self._look(layout, queries, recent), layer.seen) if looked else None

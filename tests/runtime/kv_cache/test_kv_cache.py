@@ -399,7 +399,7 @@ def test_keyformer_keeps_the_same_of_a_text_in_any_batch(llama: Any) -> None:
         cache = CompressedCache(made, CachePlan(plan(Keyformer(recent=4), ratio=0.5, interval=2)))
         with torch.no_grad():
             made.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, past_key_values=cache)
-        return [(layer.store.lengths.view(layer.shape)[0], layer.notes.of("place")[0]) for layer in cache.layers]
+        return [(layer.store.lengths.view(layer.shape)[0], layer.note("place")[0]) for layer in cache.layers]
 
     for (lengths, places), (own, alone) in zip(held(ids, mask), held(ids[:1, 30:], mask[:1, 30:]), strict=True):
         assert torch.equal(lengths, own)

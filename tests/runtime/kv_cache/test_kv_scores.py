@@ -329,7 +329,7 @@ def test_prompts_stay_when_rows_leave_and_tokens_are_taken_back(llama: Any) -> N
         with torch.no_grad():
             llama(torch.ones(3, 1, dtype=torch.int64), attention_mask=seen, past_key_values=cache)
     assert [int(n) for n in cache.layers[0].store.lengths[::2]] == lengths
-    assert cache.layers[0].notes.of("given").sum(-1)[:, 0].tolist() == [20, 40, 40]
+    assert cache.layers[0].note("given").sum(-1)[:, 0].tolist() == [20, 40, 40]
 
 
 def test_scores_see_what_was_generated_and_nothing_else() -> None:

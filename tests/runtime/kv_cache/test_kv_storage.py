@@ -353,7 +353,7 @@ def test_heavy_hitters_by_sums_are_those_by_all_queries() -> None:
         with torch.no_grad():
             for piece in ids.split(pieces, 1):
                 model(piece, past_key_values=cache)
-        sums.append(cache.layers[0].notes.of("mass"))
+        sums.append(cache.layers[0].note("mass"))
     torch.testing.assert_close(*sums)
 
 

@@ -79,7 +79,7 @@ class _Estimate:
         # Keys and values are decoded, and either is copied twice more while its pages are put in order.
         decoded = 2 * layer.token
         if layer.held != layer.dtype:  # attention has them as they came
-            decoded = max(decoded, layer.token + layer.arriving)
+            decoded = max(decoded, layer.token + replace(layer, floats=None).token)
         left = self.left(read)
         if rule is not None and rule.layers.cascades:  # a layer may be given more than the mean
             left = min(read, left * 3 // 2)

@@ -97,13 +97,11 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         """Length and offset of the keys that a mask covers: all tokens seen and the new ones, from 0 on."""
         return self.seen + query_length, 0
 
-    def get_max_cache_shape(self) -> int:  # what transformers 5.10 calls the next one
-        """See `get_max_length`."""
-        return self.get_max_length()
-
     def get_max_length(self) -> int:
         """-1: the cache grows without a limit."""
         return -1
+
+    get_max_cache_shape = get_max_length  # as transformers 5.10 calls it
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Select rows for beam search, `beam_idx` int64 `[batch]`."""

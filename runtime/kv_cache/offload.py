@@ -189,9 +189,8 @@ class HostOffload(Offload):
     def _only(self, region: Region, chosen: Chosen) -> Region:
         """The region with copies of the pages that are read; others have some page of these, which attention passes over."""
         table = region.table
-        counted = torch.arange(chosen.index.shape[1], device=table.device) < chosen.counts[:, None]
-        rows = counted.nonzero()[:, 0]
-        columns = chosen.index[counted] // (PAGE // chosen.unit)
+        rows = chosen.counted.nonzero()[:, 0]
+        columns = chosen.index[chosen.counted] // (PAGE // chosen.unit)
         ids, places = table[rows, columns].unique(return_inverse=True)
         if not len(ids):
             ids = table.new_zeros(1)

@@ -85,17 +85,35 @@ class Queries:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What of a region a step reads.
+    """What a step reads of each row, in a region or in the order of arrival.
 
     Attributes:
-        index: int64 `[rows, most]`, ascending: columns of a row's table (`unit` PAGE) or its tokens (`unit` 1).
+        index: int64 `[rows, most]`, ascending: tokens (`unit` 1), or pages, in a region columns of a row's table (`unit` PAGE).
         counts: int64 `[rows]`, how many of them count.
         unit: PAGE or 1.
     """
 
     index: torch.Tensor
     counts: torch.Tensor
-    unit: int
+    unit: int = 1
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """bool `[rows, most]`: which of `index` count."""
+        return torch.arange(self.index.shape[1], device=self.index.device) < self.counts[:, None]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory as allocated, bytes."""
+        return self.index.untyped_storage().nbytes() + self.counts.untyped_storage().nbytes()
+
+    def before(self, ends: torch.Tensor) -> Chosen:
+        """Those before the positions `ends`, int64 `[rows]`."""
+        return replace(self, counts=(self.counted & (self.index < ends[:, None])).sum(1))
+
+    def per_head(self, heads: int) -> Chosen:
+        """Of sequences: the same for each of their key heads."""
+        return Chosen(self.index.repeat_interleave(heads, 0), self.counts.repeat_interleave(heads, 0), self.unit)
 
 
 class Region(Pages):
@@ -220,11 +238,9 @@ def region_attention(
 
 def chosen_mask(chosen: Chosen, longest: int) -> torch.Tensor:
     """bool `[rows, longest]`: tokens that are read."""
-    rows, most = chosen.index.shape
     columns = -(-longest // chosen.unit)
-    mask = torch.zeros(rows, columns + 1, dtype=torch.bool, device=chosen.index.device)
-    counted = torch.arange(most, device=mask.device) < chosen.counts[:, None]
-    mask.scatter_(1, chosen.index.masked_fill(~counted, columns), True)
+    mask = torch.zeros(len(chosen.index), columns + 1, dtype=torch.bool, device=chosen.index.device)
+    mask.scatter_(1, chosen.index.masked_fill(~chosen.counted, columns), True)
     return mask[:, :columns].repeat_interleave(chosen.unit, 1)[:, :longest]
 
 

@@ -63,11 +63,6 @@ class LayerShape:
         return self.heads * sum(self.sizes) * self.held.itemsize
 
     @property
-    def arriving(self) -> int:
-        """Bytes of a token as it comes."""
-        return self.heads * sum(self.sizes) * self.dtype.itemsize
-
-    @property
     def query(self) -> int:
         """Bytes of a token's queries."""
         return self.query_heads * self.sizes[0] * self.dtype.itemsize

@@ -12,7 +12,7 @@ from runtime.config.settings import ConfigError, Count, Settings, Share
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.region import Chosen, Queries, Region
-from runtime.kv_cache.selection.layout import Layout, PickedTokens, PositionWatch, best, between, in_order
+from runtime.kv_cache.selection.layout import Layout, PositionWatch, best, between, in_order
 from runtime.kv_cache.shape import Shape
 
 
@@ -61,7 +61,7 @@ class Budget(Settings, ABC):
             return min(self.tokens, longest)
         return round(longest * self.ratio)
 
-    def pick(self, votes: torch.Tensor, lengths: torch.Tensor, longest: int, sinks: int, recent: int) -> PickedTokens:
+    def pick(self, votes: torch.Tensor, lengths: torch.Tensor, longest: int, sinks: int, recent: int) -> Chosen:
         """The tokens with most votes that the budget has room for beside the first `sinks` and the newest `recent`.
 
         Args:
@@ -188,6 +188,5 @@ def tokens_of(region: Region, chosen: Chosen) -> torch.Tensor:
     """Tokens of each row that were chosen, int64 `[rows]`."""
     if chosen.unit == 1:
         return chosen.counts
-    counted = torch.arange(chosen.index.shape[1], device=chosen.index.device) < chosen.counts[:, None]
     tokens = (region.lengths[:, None] - PAGE * chosen.index).clamp(0, PAGE)
-    return (tokens * counted).sum(1)
+    return (tokens * chosen.counted).sum(1)

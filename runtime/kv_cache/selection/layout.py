@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -14,33 +13,6 @@ from runtime.kv_cache.region import Chosen, Queries, Region
 SLICE_BYTES = 32 << 20  # of keys that are decoded at a time
 _BEHIND = 1 << 62  # sorts behind all positions
 _Place = torch.Tensor | int
-
-
-@dataclass(frozen=True)
-class PickedTokens:
-    """Tokens of each row by their position in the order of arrival.
-
-    Attributes:
-        index: int64 `[rows, most]`, ascending.
-        counts: int64 `[rows]`, how many of them count.
-    """
-
-    index: torch.Tensor
-    counts: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Memory as allocated, bytes."""
-        return self.index.untyped_storage().nbytes() + self.counts.untyped_storage().nbytes()
-
-    def before(self, ends: torch.Tensor) -> PickedTokens:
-        """Those before the positions `ends`, int64 `[rows]`."""
-        counted = torch.arange(self.index.shape[1], device=ends.device) < self.counts[:, None]
-        return PickedTokens(self.index, (counted & (self.index < ends[:, None])).sum(1))
-
-    def per_head(self, heads: int) -> PickedTokens:
-        """Of sequences: the same for each of their key heads."""
-        return PickedTokens(self.index.repeat_interleave(heads, 0), self.counts.repeat_interleave(heads, 0))
 
 
 class Layout:
@@ -123,40 +95,36 @@ class Layout:
                 new = (places >= known[row, None]) & (places < (start + lengths)[row, None])
                 yield region.page_keys(table[row, page]), row, places.masked_fill(~new, -1)
 
-    def chosen(self, picked: PickedTokens) -> list[Chosen | None]:
+    def chosen(self, picked: Chosen) -> list[Chosen | None]:
         """The tokens of each region that were picked."""
         spans = []
         for start, region in zip(self.starts, self.regions, strict=True):
             spans.append((start[:, None], (start + region.lengths)[:, None], region.longest))
-        return split(picked.index, picked.counts, spans, 1)
+        return split(picked, spans)
 
 
-def split(
-    index: torch.Tensor, counts: torch.Tensor, spans: Sequence[tuple[_Place, _Place, int]], unit: int
-) -> list[Chosen | None]:
+def split(picked: Chosen, spans: Sequence[tuple[_Place, _Place, int]]) -> list[Chosen | None]:
     """What was picked of all regions together, region by region.
 
     Args:
-        index: int64 `[rows, most]`, ascending.
-        counts: int64 `[rows]`, how many of them count.
+        picked: in the order of arrival.
         spans: for each region the number of its first place and the one behind its last, int64 `[rows, 1]` where rows differ, and the
             most a row has.
-        unit: of places.
     """
+    index, counted = picked.index, picked.counted
     columns = torch.arange(index.shape[1], device=index.device)
-    counted = columns < counts[:, None]
     result: list[Chosen | None] = []
     for first, behind, longest in spans:
         before = counted & (index < first)
         inside = counted & ~before & (index < behind)
         own = columns[: min(len(columns), longest)] + before.sum(1, keepdim=True)
         own = index.gather(1, own.clamp(max=len(columns) - 1)) - first
-        result.append(Chosen(own.clamp(0, max(0, longest - 1)), inside.sum(1), unit))
+        result.append(Chosen(own.clamp(0, max(0, longest - 1)), inside.sum(1), picked.unit))
     return result
 
 
 # ---------------------------------------------------------------- picking
-def best(scores: torch.Tensor, counts: torch.Tensor, most: int) -> PickedTokens:
+def best(scores: torch.Tensor, counts: torch.Tensor, most: int) -> Chosen:
     """The `counts[row]` best positions of each row.
 
     Args:
@@ -167,7 +135,7 @@ def best(scores: torch.Tensor, counts: torch.Tensor, most: int) -> PickedTokens:
     most = min(most, scores.shape[1])
     top = scores.topk(most).indices
     unwanted = torch.arange(most, device=top.device) >= counts[:, None]
-    return PickedTokens(top.masked_fill(unwanted, _BEHIND).sort(-1).values, counts)
+    return Chosen(top.masked_fill(unwanted, _BEHIND).sort(-1).values, counts)
 
 
 def between(lengths: torch.Tensor, longest: int, sinks: int, recent: int) -> torch.Tensor:
@@ -176,18 +144,16 @@ def between(lengths: torch.Tensor, longest: int, sinks: int, recent: int) -> tor
     return (columns >= sinks) & (columns < (lengths - recent)[:, None])
 
 
-def with_ends(picked: PickedTokens, lengths: torch.Tensor, sinks: int, recent: int) -> PickedTokens:
+def with_ends(picked: Chosen, lengths: torch.Tensor, sinks: int, recent: int) -> Chosen:
     """What was picked, the first `sinks` and the newest `recent` tokens; none of them twice."""
-    rows, most = picked.index.shape
-    device = lengths.device
+    rows, device = len(lengths), lengths.device
     newest = (lengths - recent).clamp(min=sinks)[:, None]
     first = torch.arange(sinks, device=device).expand(rows, -1)
     last = newest + torch.arange(recent, device=device)
-    counted = torch.arange(most, device=device) < picked.counts[:, None]
     index = torch.cat([first, picked.index, last], 1)
-    middle = counted & (picked.index >= sinks) & (picked.index < newest)
+    middle = picked.counted & (picked.index >= sinks) & (picked.index < newest)
     wanted = torch.cat([first < lengths[:, None], middle, last < lengths[:, None]], 1)
-    return PickedTokens(index.masked_fill(~wanted, _BEHIND).sort(-1).values, wanted.sum(1))
+    return Chosen(index.masked_fill(~wanted, _BEHIND).sort(-1).values, wanted.sum(1))
 
 
 # ---------------------------------------------------------------- what stays where it is
@@ -209,18 +175,17 @@ class PositionWatch:
     def __init__(self) -> None:
         self.stays: torch.Tensor | None = None
         self.moved, self.taken = True, 0
-        self._changes: int | None = None
-        self._older: list[torch.Tensor] = []
-        self._taken_back = 0
-        self._lengths: torch.Tensor | None = None
+        self._last: tuple[int, int, list[torch.Tensor], torch.Tensor] | None = None
 
     def void(self, layer: LayerState, layout: Layout) -> bool:
         """Whether that happened to any but the newest tokens since it was last asked; True the first time."""
-        # Lengths are a new tensor whenever a region is written to, so that no number need be fetched from the device.
         older = [region.lengths for region in layout.regions[:-1]]
-        stored = len(older) != len(self._older) or any(a is not b for a, b in zip(older, self._older, strict=True))
-        self.moved, self.taken = layer.changes != self._changes, layer.taken_back - self._taken_back
-        self.stays = None if self._lengths is None or not self.taken else (self._lengths - self.taken).clamp(min=0)
-        self._changes, self._taken_back = layer.changes, layer.taken_back
-        self._older, self._lengths = older, layout.lengths
+        last, self._last = self._last, (layer.changes, layer.taken_back, older, layout.lengths)
+        if last is None:
+            return True
+        changes, taken_back, before, lengths = last
+        self.moved, self.taken = layer.changes != changes, layer.taken_back - taken_back
+        self.stays = (lengths - self.taken).clamp(min=0) if self.taken else None
+        # Lengths are a new tensor whenever a region is written to, so that no number need be fetched from the device.
+        stored = len(older) != len(before) or any(a is not b for a, b in zip(older, before, strict=True))
         return self.moved or (stored and not in_order(layer))

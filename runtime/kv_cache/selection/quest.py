@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar
 from weakref import WeakKeyDictionary
@@ -80,7 +80,7 @@ class QuestSelection(Selection[Quest]):
         picked = best(score, counts, self._most(layout, recent))
         pages = [part.shape[1] for part, *_ in parts]
         spans = [(end - count, end, count) for end, count in zip(accumulate(pages), pages, strict=True)]
-        return split(picked.index, picked.counts, spans, PAGE)
+        return split(replace(picked, unit=PAGE), spans)
 
     def _most(self, layout: Layout, recent: int) -> int:
         """No row reads more pages, counted without asking the device."""

@@ -11,7 +11,7 @@ from runtime.config.settings import Count, Natural
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.region import Chosen, Queries
 from runtime.kv_cache.selection.base import Budget, Selection
-from runtime.kv_cache.selection.layout import Layout, PickedTokens, best, between, with_ends
+from runtime.kv_cache.selection.layout import Layout, best, between, with_ends
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RecycledAttention(Budget):
 class _FullStep:
     """What one layer's heads looked at in a step with full attention, and how many tokens had come before that."""
 
-    picked: PickedTokens
+    picked: Chosen
     seen: int
 
     @property
@@ -64,7 +64,7 @@ class RecycledAttentionSelection(Selection[RecycledAttention]):
             return None
         return layout.chosen(with_ends(last.picked, layout.lengths, 0, recent))
 
-    def _look(self, layout: Layout, queries: Queries, recent: int) -> PickedTokens:
+    def _look(self, layout: Layout, queries: Queries, recent: int) -> Chosen:
         """Tokens with most attention, as many as are read beside the newest; they may be among these now, and are not later."""
         first, lengths = queries.first(), layout.lengths - queries.later
         votes = first.votes(layout.logits(first), lengths)

@@ -11,7 +11,7 @@ from runtime.config.settings import Natural
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.region import Chosen, Queries
 from runtime.kv_cache.selection.base import Budget, Selection
-from runtime.kv_cache.selection.layout import Layout, PickedTokens, with_ends
+from runtime.kv_cache.selection.layout import Layout, with_ends
 from runtime.kv_cache.shape import Shape
 
 
@@ -63,7 +63,7 @@ class TidalSelection(Selection[Tidal]):
     def __init__(self, options: Tidal, layers: int) -> None:
         super().__init__(options, layers)
         self.selecting = options.selecting(layers)
-        self._chosen: tuple[int, PickedTokens, torch.Tensor] | None = None  # by which layer; what; of how many tokens
+        self._chosen: tuple[int, Chosen, torch.Tensor] | None = None  # by which layer; what; of how many tokens
 
     def nbytes(self, index: int) -> int:
         return self._chosen[1].nbytes if self._chosen is not None and self._chosen[0] == index else 0
@@ -72,7 +72,11 @@ class TidalSelection(Selection[Tidal]):
         if not self.selecting or layer.index < self.selecting[0]:
             return None
         if layer.index in self.selecting:
-            self._select(layer, queries, layout)
+            # For the layers to come.
+            lengths, recent = self._sequences(layer, layout), max(self.options.recent, queries.count)
+            votes = queries.votes(layout.logits(queries)).view(*layer.shape, -1).sum(1)
+            picked = self.options.pick(votes, lengths, layout.longest, 0, recent)
+            self._chosen = layer.index, with_ends(picked, lengths, 0, recent), lengths
             return None
         if self._chosen is None:
             return None
@@ -83,12 +87,3 @@ class TidalSelection(Selection[Tidal]):
             text = f"{self.options.name} reads the same tokens in all layers, {text}"
             raise ValueError(f"{text}: evict nothing, or the same tokens in all layers")
         return layout.chosen(picked.per_head(layer.shape[1]))
-
-    def _select(self, layer: LayerState, queries: Queries, layout: Layout) -> None:
-        """Choose for the layers to come."""
-        options = self.options
-        lengths = self._sequences(layer, layout)
-        recent = max(options.recent, queries.count)
-        votes = queries.votes(layout.logits(queries)).view(*layer.shape, -1).sum(1)
-        picked = options.pick(votes, lengths, layout.longest, 0, recent)
-        self._chosen = layer.index, with_ends(picked, lengths, 0, recent), lengths

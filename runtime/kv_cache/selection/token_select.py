@@ -11,7 +11,7 @@ from runtime.config.settings import Natural, NonNegative
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.region import Chosen, Queries
 from runtime.kv_cache.selection.base import Budget, Selection
-from runtime.kv_cache.selection.layout import Layout, PickedTokens, with_ends
+from runtime.kv_cache.selection.layout import Layout, with_ends
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Vote:
     """What one layer's sequences read: the queries it was chosen for `[batch, heads * size]`, and the tokens, `[batch, ...]`."""
 
     queries: torch.Tensor
-    picked: PickedTokens
+    picked: Chosen
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +75,7 @@ class TokenSelectSelection(Selection[TokenSelect]):
         first = queries.first()
         own = first.states.reshape(batch, -1)
 
-        def elect(some: Queries, which: torch.Tensor, ends: torch.Tensor) -> PickedTokens:
+        def elect(some: Queries, which: torch.Tensor, ends: torch.Tensor) -> Chosen:
             """What the sequences `which` read of their first `ends` tokens, but for those that they need not choose."""
             rows = (which[:, None] * heads + torch.arange(heads, device=which.device)).flatten()
             voters = some.rows(rows)
@@ -121,7 +121,7 @@ class TokenSelectSelection(Selection[TokenSelect]):
         return tokens.any(1), first
 
 
-def _updated(picked: PickedTokens | None, which: torch.Tensor, fresh: PickedTokens) -> PickedTokens:
+def _updated(picked: Chosen | None, which: torch.Tensor, fresh: Chosen) -> Chosen:
     """`picked` with what is fresh for the sequences `which` (int64); all of them where nothing was picked before."""
     if picked is None or len(which) == len(picked.counts):
         return fresh
@@ -132,4 +132,4 @@ def _updated(picked: PickedTokens | None, which: torch.Tensor, fresh: PickedToke
 
     counts, index = picked.counts.clone(), wide(picked.index).clone()
     counts[which], index[which] = fresh.counts, wide(fresh.index)
-    return PickedTokens(index, counts)
+    return Chosen(index, counts)

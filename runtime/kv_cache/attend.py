@@ -223,11 +223,9 @@ def prompt_attention(
             key, value = (states.to(layer.storage.floats).to(query.dtype) for states in (key, value))
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     keys, values, used, bias = layer.store.states()
-    batch, heads = layer.shape
-    shape = (batch, heads, keys.shape[1])
-    keys, values, used = keys.view(*shape, -1), values.view(*shape, -1), used.view(shape)
+    keys, values, used = (states.unflatten(0, layer.shape) for states in (keys, values, used))
     new = used.sum(-1) - before
-    columns = torch.arange(shape[2], device=keys.device)
+    columns = torch.arange(keys.shape[2], device=keys.device)
     fused = not softcap and bias is None
     if fused:
         keys, values = keys.to(query.dtype), values.to(query.dtype)
@@ -239,9 +237,9 @@ def prompt_attention(
         last = torch.where(own >= 0, before[..., None] + own, -1)
         seen = columns <= last.unsqueeze(-1)  # [batch, kv_heads, slice, tokens]
         if not fused:
-            wide = None if bias is None else bias.view(shape)
+            wide = None if bias is None else bias.unflatten(0, layer.shape)
             return ragged_attention(part, keys, values, seen, scale, softcap, wide)
-        mask = seen.repeat_interleave(query.shape[1] // heads, 1)
+        mask = seen.repeat_interleave(query.shape[1] // keys.shape[1], 1)
         output = functional.scaled_dot_product_attention(
             part, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
         )

@@ -83,9 +83,7 @@ class _Estimate:
         left = self.left(read)
         if rule is not None and rule.layers.cascades:  # a layer may be given more than the mean
             left = min(read, left * 3 // 2)
-        return max(
-            _pool(layer, read) + decoded * read + beside, _pool(layer, left) + self.storing(layer, left) + beside
-        )
+        return max(_pool(layer, read) + decoded * read, _pool(layer, left) + self.storing(layer, left)) + beside
 
     def storing(self, layer: LayerShape, count: int) -> float:
         """Of what is copied while older ones of `count` tokens are stored otherwise."""
@@ -96,13 +94,9 @@ class _Estimate:
         wide = 4 * layer.heads * max(layer.sizes)
         if storage.clusters is not None:
             return (count + older) * layer.token + _MERGED * older * wide
-        encoded = [
-            tier.share * _ENCODED.get(codec.name, _LEAST)
-            for tier in storage.tiers
-            for codec in (tier.keys, tier.values)
-            if codec.name != "plain"
-        ]
-        return (count + older) * layer.token + max(encoded, default=0.0) * older * wide
+        stored = [(tier.share, codec.name) for tier in storage.tiers for codec in (tier.keys, tier.values)]
+        copies = [share * _ENCODED.get(name, _LEAST) for share, name in stored if name != "plain"]
+        return (count + older) * layer.token + max(copies, default=0.0) * older * wide
 
     def waiting(self, read: int, stored: list[float]) -> float:
         """Of all layers but the one that reads; `stored` is what each of them will take."""
@@ -190,7 +184,7 @@ class _Estimate:
     def remembered(self, layer: LayerShape) -> int:
         """Bytes of a token that a score remembers: its queries, and what they were made of where the score sees that."""
         sees = self.rule is not None and "hidden" in self.rule.score.wants
-        return layer.query + (layer.hidden * layer.dtype.itemsize if sees else 0)
+        return (layer.query_heads * layer.sizes[0] + (layer.hidden if sees else 0)) * layer.dtype.itemsize
 
     def notes(self, layer: LayerShape) -> int:
         """Bytes a token of what eviction notes beside keys and values."""

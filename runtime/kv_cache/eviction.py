@@ -141,7 +141,8 @@ class Eviction:
         plan = self.plan
         if layer.index == 0:  # a new chunk; of one that was broken off, nothing is waited for
             self._prompt = {}
-            self._cuts = not layer.is_final
+            # Tokens before it may be such that cannot be told apart any more.
+            self._cuts = not (layer.storage.is_final and layer.chunks > 1)
         if not self._cuts:
             return
         if plan.keeps_prompt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,19 +22,6 @@ if TYPE_CHECKING:
 STEP_TOKENS = 16
 #: Of so many drafted tokens at most queries are remembered beside those that scores ask for, until it is known which tokens stay.
 _DRAFTED = 4 * STEP_TOKENS
-
-
-@dataclass(frozen=True)
-class _PendingChunk:
-    """What is still to be done after a chunk of a sequence: to evict and to store, once it is known which of its tokens stay.
-
-    Attributes:
-        step: whether it was a step, not a chunk of a prompt.
-        count: tokens of it that have not been taken back.
-    """
-
-    step: bool
-    count: int
 
 
 class CompressedLayer(LayerState, CacheLayerMixin):
@@ -68,12 +54,15 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         self.eviction = eviction
         self.record_past = False
         self._sees_inputs = eviction is not None and "hidden" in eviction.plan.score.wants
-        super().__init__(index, storage, selection, elsewhere, {} if eviction is None else eviction.plan.notes)
+        self.noted = {} if eviction is None else eviction.plan.notes
+        super().__init__(index, storage or StoragePlan(), selection, elsewhere)
 
     def reset(self) -> None:
         super().reset()
         self._asked = False  # by update, and not yet by attention
-        self._pending: _PendingChunk | None = None
+        # What is still to be evicted and stored after a chunk, once it is known which of its tokens stay: whether it was a step, not a
+        # chunk of a prompt, and its tokens that have not been taken back.
+        self._pending: tuple[bool, int] | None = None
         if self.eviction is not None:
             self.eviction.forget(self)
 
@@ -107,9 +96,7 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         """Select rows for beam search, `beam_idx` int64 `[batch]`."""
         self.select_rows(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only these sequences, in that order; one may come several times."""
-        self.select_rows(indices)
+    batch_select_indices = LayerState.select_rows
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times, copies side by side."""
@@ -138,8 +125,8 @@ class CompressedLayer(LayerState, CacheLayerMixin):
             )
         counted = count
         if self._pending is not None:
-            counted = max(0, count - self._pending.count)
-            self._pending = replace(self._pending, count=max(0, self._pending.count - count))
+            step, last = self._pending
+            counted, self._pending = max(0, count - last), (step, max(0, last - count))
         if counted and self.eviction is not None:
             self.eviction.take_back(self, counted)
         self.take_back(count)
@@ -189,7 +176,7 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         self.generated = self.generated + count if step else 0
         # With padding the newest columns are not tokens of every row, so no more than this chunk's can be taken back.
         self.intact = self.intact + count if valid is None else int(valid.sum(1).min())
-        self._pending = _PendingChunk(step, count)
+        self._pending = step, count
         later = self.record_past or (step and count > 1)
         self._remember(query, valid, step, min(count, _DRAFTED) if later else 0, module)
         if not later:
@@ -222,8 +209,9 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         if pending is None:
             return
         if self.eviction is not None:
-            if pending.step:
-                self.eviction.after_step(self, pending.count)
+            step, count = pending
+            if step:
+                self.eviction.after_step(self, count)
             else:
                 self.eviction.after_prompt(self)
         if self.eviction is None or not self.eviction.waits(self):

@@ -106,9 +106,9 @@ class LayerState:
         storage: how older tokens are stored.
         selection: what a step reads; shared by all layers. None: everything.
         elsewhere: where older tokens lie; shared by all layers. None: in memory of the device.
-        noted: what is noted of each token beside keys and values.
 
     Attributes:
+        noted: what is noted of each token beside keys and values.
         seen: tokens of the longest row so far, padding and evicted ones included; what positions are counted from.
         store: the tokens; of no rows before the first one.
         notes: what a score keeps of each token beside keys and values; None: nothing.
@@ -122,6 +122,7 @@ class LayerState:
         queries: those since the last eviction, as many as the score will ask for.
         hidden: inputs of the attention module for the same tokens, where the score sees them; of `module`.
         newest: queries by which storages are told apart.
+        windows: these three.
         intact: newest tokens of every row that are in the tail as they came.
         reads_all: whether the last step read all of its older tokens, chosen none of them.
         following: layer whose tokens are fetched while this one computes.
@@ -130,16 +131,10 @@ class LayerState:
             stays right.
     """
 
-    def __init__(
-        self,
-        index: int,
-        storage: StoragePlan | None,
-        selection: Any,
-        elsewhere: Offload | None,
-        noted: Mapping[str, PageTensor],
-    ) -> None:
-        self.index, self.storage, self.selection, self.elsewhere = index, storage or StoragePlan(), selection, elsewhere
-        self._noted = noted
+    noted: Mapping[str, PageTensor] = {}
+
+    def __init__(self, index: int, storage: StoragePlan, selection: Any, elsewhere: Offload | None) -> None:
+        self.index, self.storage, self.selection, self.elsewhere = index, storage, selection, elsewhere
         self.following: Any = None
         self.changes = self.taken_back = 0
         self.reset()
@@ -152,7 +147,7 @@ class LayerState:
         self.notes: TokenNotes | None = None
         self.share: torch.Tensor | None = None
         self.arrived = torch.zeros(0, dtype=torch.int64)
-        self.queries, self.hidden, self.newest = QueryWindow(), QueryWindow(), QueryWindow()
+        self.windows = self.queries, self.hidden, self.newest = QueryWindow(), QueryWindow(), QueryWindow()
         self.module: nn.Module | None = None
         self.chunks = self.generated = self.intact = 0
         self.reads_all = True
@@ -165,13 +160,8 @@ class LayerState:
         allocate = None if self.elsewhere is None else self.elsewhere.allocate
         sizes = key_states.shape[-1], value_states.shape[-1]
         self.store = TokenStore(batch * heads, sizes, self.dtype, self.device, self.storage, allocate)
-        self.notes = TokenNotes(batch * heads, self._noted, self.device) if self._noted else None
+        self.notes = TokenNotes(batch * heads, self.noted, self.device) if self.noted else None
         self.arrived = torch.zeros(batch, dtype=torch.int64, device=self.device)
-
-    @property
-    def windows(self) -> tuple[QueryWindow, ...]:
-        """The windows of recent queries, hidden states and newest tokens."""
-        return self.queries, self.hidden, self.newest
 
     @property
     def offloaded_bytes(self) -> int:
@@ -185,11 +175,6 @@ class LayerState:
         own += 0 if self.notes is None else self.notes.nbytes
         own += 0 if self.selection is None else self.selection.nbytes(self.index)
         return own + sum(window.nbytes for window in self.windows)
-
-    @property
-    def is_final(self) -> bool:
-        """Whether there are tokens before this chunk of a sequence that cannot be told apart any more."""
-        return self.storage.is_final and self.chunks > 1
 
     # ---------------------------------------------------------------- tokens
     def append(self, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, prompt: bool) -> None:

@@ -229,11 +229,7 @@ def region_attention(
     if chosen is not None:
         seen = seen & chosen_mask(chosen, keys.shape[1]).unsqueeze(1)
     scores = scores.masked_fill(~seen, float("-inf"))
-    if not scores.shape[-1]:
-        shape = scores.shape[:2]
-        return scores.new_zeros(*shape, values.shape[-1]), scores.new_full(shape, float("-inf"))
-    lse = scores.logsumexp(-1)
-    return scores.softmax(-1).nan_to_num(0.0) @ values.float(), lse
+    return scores.softmax(-1).nan_to_num(0.0) @ values.float(), scores.logsumexp(-1)
 
 
 def chosen_mask(chosen: Chosen, longest: int) -> torch.Tensor:

@@ -62,11 +62,6 @@ class LayerShape:
         """Bytes of a token as floats."""
         return self.heads * sum(self.sizes) * self.held.itemsize
 
-    @property
-    def query(self) -> int:
-        """Bytes of a token's queries."""
-        return self.query_heads * self.sizes[0] * self.dtype.itemsize
-
     def whole(self, tokens: int) -> int:
         """Bytes of so many tokens in an uncompressed cache."""
         return self.token * (tokens if self.window is None else min(tokens, self.window))

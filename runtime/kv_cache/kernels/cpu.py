@@ -27,11 +27,7 @@ from runtime.system import native
 NAME = "kv-cpu"
 SOURCE = Path(__file__).parent / "c" / "attention.c"
 #: Headers that these kernels share with those of linear layers.
-_SHARED = (
-    linear.SOURCE.parent / "simd.h",
-    *sorted(linear.SOURCE.parent.glob("simd_*.h")),
-    linear.SOURCE.parent / "pool.h",
-)
+_SHARED = (*sorted(linear.SOURCE.parent.glob("simd*.h")), linear.SOURCE.parent / "pool.h")
 _FP8, _BITMAP, _INTEGERS = 3, 7, {2: 4, 4: 5, 8: 6}
 _NO_GRID, _CHANNEL, _TOKEN = 0, 1, 2
 _CHUNK = 16  # channels that the inner loops take at once
@@ -71,10 +67,8 @@ def load(portable: bool = False) -> ctypes.CDLL | None:
     if library is None:
         return None
     library.attention_prepare()
-    library.attention_memory.restype = _i64
-    library.attention_memory.argtypes = [_p, _i32]
-    library.attention_run.restype = None
-    library.attention_run.argtypes = [_p, _i32]
+    for function, result in ((library.attention_memory, _i64), (library.attention_run, None)):
+        function.restype, function.argtypes = result, [_p, _i32]
     functions = linear.openmp()
     if functions is not None:
         library.set_pool(*functions)

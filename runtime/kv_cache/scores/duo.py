@@ -63,7 +63,5 @@ class Duo(Score):
             score = self.inner(seen)
         streams = torch.tensor(self.streams()[seen.layer], device=score.device)
         stays = (seen.ages < self.recent) | first
-        streaming = (
-            torch.full_like(score, NEVER).masked_fill(stays, float("inf")).masked_fill(~seen.held, float("-inf"))
-        )
-        return torch.where(streams[:, None], streaming, score)
+        streaming = torch.full_like(score, NEVER).masked_fill(stays, float("inf"))
+        return torch.where(streams[:, None], streaming, score).masked_fill(~seen.held, float("-inf"))

@@ -12,7 +12,7 @@ from runtime.config.settings import ConfigError, Count, Settings, Share
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.region import Chosen, Queries, Region
-from runtime.kv_cache.selection.layout import Layout, PositionWatch, best, between, in_order
+from runtime.kv_cache.selection.layout import Layout, PositionWatch, best, between
 from runtime.kv_cache.shape import Shape
 
 
@@ -147,7 +147,7 @@ class Selection(ABC, Generic[Options]):
         heads = layout.lengths.view(layer.shape)
         if self._aligned[layer.index] != layer.changes:
             alike = f"{self.options.name} reads the same tokens in all heads"
-            if not in_order(layer):
+            if layer.storage.is_final:
                 text = "which several storages, or clusters, put into different orders: store older tokens in one way"
                 raise ValueError(f"{alike}, {text}")
             if not bool((heads == heads[:, :1]).all()):

@@ -130,11 +130,8 @@ class DoubleSparsitySelection(Selection[DoubleSparsity]):
         codes = torch.zeros(len(counts), most, channels.shape[1], dtype=torch.int8, device=counts.device)
         scales = torch.zeros(len(counts), most, 1, dtype=_SCALE, device=counts.device)
         for keys, rows, places in layout.since(labels.lengths):
-            found = keys.take_along_dim(channels[rows].unsqueeze(1), 2)
-            page, slot = (places >= 0).nonzero(as_tuple=True)
-            row = rows[page]
-            place = places[page, slot] - labels.lengths[row]
-            codes[row, place], scales[row, place] = quantized(found[page, slot])
+            at = rows, places - labels.lengths[rows]
+            codes[at], scales[at] = quantized(keys.gather(1, channels[rows]))
         labels.append({"codes": codes, "scale": scales}, counts)
         return labels
 

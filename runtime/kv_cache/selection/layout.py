@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -29,10 +30,8 @@ class Layout:
 
     def __init__(self, regions: list[Region]) -> None:
         self.regions = regions
-        self.starts = [torch.zeros_like(regions[0].lengths)]
-        for region in regions:
-            self.starts.append(self.starts[-1] + region.lengths)
-        self.lengths = self.starts.pop()
+        lengths = [region.lengths for region in regions]
+        *self.starts, self.lengths = accumulate(lengths, initial=torch.zeros_like(lengths[0]))
         self.longest = sum(region.longest for region in regions)
 
     def logits(self, queries: Queries, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -80,8 +79,7 @@ class Layout:
         """Keys of the tokens of each row from place `known[row]` on, in slices of pages.
 
         Yields:
-            Keys `[n, PAGE, size]`, the row of each page `[n]`, and its tokens' positions `[n, PAGE]`, negative where a slot has no token
-            or one from before.
+            Keys `[n, size]`, the row of each `[n]`, and its position `[n]`.
         """
         for start, region in zip(self.starts, self.regions, strict=True):
             table, lengths = region.table, region.lengths
@@ -93,7 +91,7 @@ class Layout:
                 row, page = rows[part : part + step], pages[part : part + step]
                 places = (start[row] + PAGE * page)[:, None] + torch.arange(PAGE, device=row.device)
                 new = (places >= known[row, None]) & (places < (start + lengths)[row, None])
-                yield region.page_keys(table[row, page]), row, places.masked_fill(~new, -1)
+                yield region.page_keys(table[row, page])[new], row[:, None].expand_as(new)[new], places[new]
 
     def chosen(self, picked: Chosen) -> list[Chosen | None]:
         """The tokens of each region that were picked."""
@@ -157,11 +155,6 @@ def with_ends(picked: Chosen, lengths: torch.Tensor, sinks: int, recent: int) ->
 
 
 # ---------------------------------------------------------------- what stays where it is
-def in_order(layer: LayerState) -> bool:
-    """Whether tokens keep their order of arrival when they are stored: several storages, or clusters, mix them."""
-    return len(layer.storage.tiers) < 2 and layer.storage.clusters is None
-
-
 class PositionWatch:
     """Watch over positions in a layer's order of arrival: whether they are still those of the same tokens.
 
@@ -188,4 +181,4 @@ class PositionWatch:
         self.stays = (lengths - self.taken).clamp(min=0) if self.taken else None
         # Lengths are a new tensor whenever a region is written to, so that no number need be fetched from the device.
         stored = len(older) != len(before) or any(a is not b for a, b in zip(older, before, strict=True))
-        return self.moved or (stored and not in_order(layer))
+        return self.moved or (stored and layer.storage.is_final)

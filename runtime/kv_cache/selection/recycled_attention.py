@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
-
-import torch
 
 from runtime.config.settings import Count, Natural
 from runtime.kv_cache.layer_state import LayerState
@@ -34,35 +32,24 @@ class RecycledAttention(Budget):
         return RecycledAttentionSelection(self, layers)
 
 
-@dataclass(frozen=True)
-class _FullStep:
-    """What one layer's heads looked at in a step with full attention, and how many tokens had come before that."""
-
-    picked: Chosen
-    seen: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.picked.nbytes
-
-    def before(self, ends: torch.Tensor) -> _FullStep:
-        return replace(self, picked=self.picked.before(ends))
-
-
 class RecycledAttentionSelection(Selection[RecycledAttention]):
     """Tokens that the layers of one cache looked at last, and what steps read by them."""
 
+    def __init__(self, options: RecycledAttention, layers: int) -> None:
+        super().__init__(options, layers)
+        self._seen = [0] * layers  # tokens that had come when a layer last looked
+
     def _choose(self, layer: LayerState, queries: Queries, layout: Layout) -> list[Chosen | None] | None:
-        options = self.options
-        recent = max(options.recent, queries.count)
-        last: _FullStep | None = self._recall(layer, layout)
+        recent = max(self.options.recent, queries.count)
+        picked: Chosen | None = self._recall(layer, layout)
         # (With fewer tokens than then, the one that looked was taken back.)
-        if last is None or not 0 < layer.seen - last.seen < options.stride:
+        if picked is None or not 0 < layer.seen - self._seen[layer.index] < self.options.stride:
+            self._seen[layer.index] = layer.seen
             looked = queries.counted is None or bool(queries.counted.any(1).all())
             # A row that had no token in this step has not looked: all do so again in the next.
-            self._known[layer.index] = _FullStep(self._look(layout, queries, recent), layer.seen) if looked else None
+            self._known[layer.index] = self._look(layout, queries, recent) if looked else None
             return None
-        return layout.chosen(with_ends(last.picked, layout.lengths, 0, recent))
+        return layout.chosen(with_ends(picked, layout.lengths, 0, recent))
 
     def _look(self, layout: Layout, queries: Queries, recent: int) -> Chosen:
         """Tokens with most attention, as many as are read beside the newest; they may be among these now, and are not later."""

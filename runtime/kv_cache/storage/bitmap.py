@@ -42,9 +42,8 @@ class Bitmap(Settings, Codec):
     def decode(self, parts: dict[str, torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
         """Dense states `[..., size]`, zero where nothing was stored."""
         mask = parts["mask"]
-        bits = (mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1).flatten(-2)[
-            ..., :size
-        ]
+        bits = mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
+        bits = bits.flatten(-2)[..., :size]
         # The n-th set bit of a token takes its n-th code.
         places = (bits.cumsum(-1) - 1).clamp(min=0)
         return (parts["codes"].gather(-1, places) * bits).to(dtype)

@@ -143,7 +143,7 @@ class LayerState:
         """Begin anew, without tokens."""
         self.seen, self.shape, self.scale, self.softcap = 0, (0, 0), 0.0, 0.0
         self.is_initialized = False
-        self.store = TokenStore(0, (1, 1), torch.float32, torch.device("cpu"), self.storage)
+        self.store = TokenStore(0, (1, 1), torch.float32, torch.device("cpu"), StoragePlan())
         self.notes: TokenNotes | None = None
         self.share: torch.Tensor | None = None
         self.arrived = torch.zeros(0, dtype=torch.int64)
@@ -185,8 +185,8 @@ class LayerState:
             prompt: they come in a prompt.
         """
         heads, count, tail = self.shape[1], key.shape[2], self.store.tail
-        before, added = self.arrived.repeat_interleave(heads), None
-        self.arrived = self.arrived + (count if valid is None else valid.sum(1))
+        before, added = self.arrived, None
+        self.arrived = before + (count if valid is None else valid.sum(1))
         if valid is not None:
             if bool((valid[:, :-1] & ~valid[:, 1:]).any()):
                 raise ValueError("compressed caches take padding on the left only: set tokenizer.padding_side = 'left'")
@@ -197,7 +197,7 @@ class LayerState:
             added = counts.repeat_interleave(heads)
         tail.append(tail.encoded(key.flatten(0, 1), value.flatten(0, 1)), added)
         if self.notes is not None:
-            self.notes.begin(before, added, count, prompt)
+            self.notes.begin(before.repeat_interleave(heads), added, count, prompt)
 
     def keep(self, score: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Keep the `counts[batch, kv_heads]` best tokens of each head by `score`, in the order of arrival.

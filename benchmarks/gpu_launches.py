@@ -127,18 +127,18 @@ def cache_call(
     """
     from runtime.kv_cache.kernels import triton_attention
     from runtime.kv_cache.pages import PAGE
-    from runtime.kv_cache.region import Chosen, Region
+    from runtime.kv_cache.region import Chosen, Queries, Region
 
     def meta(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=torch.int64, device="meta")
 
     rows = 8
     region = Region(rows, sizes, held or dtype, torch.device("meta"), keys, values, bias)
-    region.pages.table, region.pages.longest = meta(rows, tokens // PAGE), tokens
+    region.table, region.longest = meta(rows, tokens // PAGE), tokens
     query = torch.empty(rows, queries, sizes[0], dtype=dtype, device="meta")
     limit = meta(rows, queries) if visible else None
     chosen = Chosen(meta(rows, 1024 // unit), meta(rows), unit) if unit else None
-    return partial(triton_attention.run, query, region, sizes[0] ** -0.5, softcap, limit, chosen)
+    return partial(triton_attention.run, Queries(query, sizes[0] ** -0.5, softcap), region, limit, chosen)
 
 
 def report(name: str, call: Callable[[], Any], capability: int) -> dict[str, dict[str, Any]]:

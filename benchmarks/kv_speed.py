@@ -114,7 +114,7 @@ def attention(arguments: argparse.Namespace, length: int, batch: int) -> dict[st
     from runtime.kv_cache.kernels import attend_region
     from runtime.kv_cache.pages import PAGE
     from runtime.kv_cache.policy.policy import Policy
-    from runtime.kv_cache.region import Region
+    from runtime.kv_cache.region import Queries, Region
 
     heads, kv_heads, size = 32, 8, 128
     dtype, device = torch.bfloat16, torch.device(arguments.device)
@@ -147,9 +147,9 @@ def attention(arguments: argparse.Namespace, length: int, batch: int) -> dict[st
             counts = torch.zeros_like(pages)
             counts[part] = pages[part]
             pieces = [states[part].reshape(-1, PAGE, size) for states in (keys, values)]
-            region.append_pages(*pieces, counts)
+            region.append_pages(region.encoded(*pieces), counts)
         grouped = query.view(rows, heads // kv_heads, size)
-        runs[name] = lambda r=region, q=grouped: attend_region(q, r, scale)
+        runs[name] = lambda r=region, q=grouped: attend_region(Queries(q, scale), r)
     seconds = in_turn(runs, arguments.rounds, arguments.device)
     return {
         "milliseconds": {name: round(1e3 * statistics.median(s), 3) for name, s in seconds.items()},

@@ -15,8 +15,7 @@ from torch.nn import functional
 from runtime.kv_cache.kernels import attend_region
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.reference import ragged_attention
-from runtime.kv_cache.region import Chosen, Region, merge
-from runtime.kv_cache.selection.base import Queries
+from runtime.kv_cache.region import Chosen, Queries, Region, merge
 
 NAME = "compress_kv"
 SLICE_BYTES = 32 << 20  # of the mask or the scores of a slice of queries
@@ -46,10 +45,11 @@ def attention(
         ValueError: an argument that changes attention in a way compressed caches do not know.
     """
     attend: Callable[..., torch.Tensor] | None = getattr(key, _MARK, None)
+    scale, softcap = query.shape[-1] ** -0.5 if scaling is None else float(scaling), float(kwargs.get("softcap") or 0.0)
     if attend is None:
         attention_mask = _sdpa_mask(attention_mask)
-        if kwargs.get("softcap"):  # sliding layers of models whose scores are capped, which sdpa cannot do (Gemma 2)
-            return _capped(query, key, value, attention_mask, scaling, float(kwargs["softcap"])), None
+        if softcap:  # sliding layers of models whose scores are capped, which sdpa cannot do (Gemma 2)
+            return _capped(query, key, value, attention_mask, scale, softcap), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         output: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -63,10 +63,8 @@ def attention(
         raise ValueError("compressed caches take attention masks of shape [batch, tokens] only")
     if attention_mask is not None and not attention_mask.numel():
         attention_mask = None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    softcap = kwargs.get("softcap") or 0.0
     valid = None if attention_mask is None else _padding(attention_mask, query.shape[2])
-    return attend(query, key, value, valid, float(scale), float(softcap), module).transpose(1, 2), None
+    return attend(query, key, value, valid, scale, softcap, module).transpose(1, 2), None
 
 
 def unknown_argument(given: Mapping[str, Any]) -> str | None:
@@ -122,16 +120,10 @@ def _once(mask: torch.Tensor, name: str, compute: Callable[[], torch.Tensor | No
 
 
 def _capped(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    softcap: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
 ) -> torch.Tensor:
     """Attention with capped scores over an uncompressed cache; `mask` is sdpa's, None: causal."""
     past = key.shape[2] - query.shape[2]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     columns = torch.arange(key.shape[2], device=query.device)
 
     def attend(part: torch.Tensor, start: int) -> torch.Tensor:
@@ -142,25 +134,24 @@ def _capped(
             seen = mask[:, :, start:stop]
         return ragged_attention(part, key, value, seen, scale, softcap)
 
-    return in_slices(query, value.shape[-1], query.shape[1] * key.shape[2], attend).transpose(1, 2)
+    return in_slices(query, value, attend).transpose(1, 2)
 
 
 def in_slices(
-    query: torch.Tensor, size: int, numbers: int, attend: Callable[[torch.Tensor, int], torch.Tensor]
+    query: torch.Tensor, value: torch.Tensor, attend: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> torch.Tensor:
     """Attention a slice of queries at a time, so that scores take bounded memory.
 
     Args:
         query: `[batch, heads, q, size]`.
-        size: channels of a value.
-        numbers: float32 scores of a query of every sequence.
+        value: `[batch, kv_heads, n, size]`, of all tokens that are attended to.
         attend: gives the output of a slice from its queries and the number of those before it.
 
     Returns:
         `[batch, heads, q, size]`.
     """
-    step = max(1, SLICE_BYTES // max(1, 4 * query.shape[0] * numbers))
-    result = query.new_empty(*query.shape[:3], size)
+    step = max(1, SLICE_BYTES // max(1, 4 * query.shape[0] * query.shape[1] * value.shape[2]))
+    result = query.new_empty(*query.shape[:3], value.shape[-1])
     for start in range(0, query.shape[2], step):
         part = query[:, :, start : start + step]
         result[:, :, start : start + step] = attend(part, start)
@@ -231,13 +222,10 @@ def prompt_attention(
             # In the dtype of the store: a result must not depend on whether padding, or an earlier chunk, had them read back from it.
             key, value = (states.to(layer.storage.floats).to(query.dtype) for states in (key, value))
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    assert layer.store is not None
-    keys, values, used, bias = layer.store.everything()
-    batch, heads = layer.shape
-    shape = (batch, heads, keys.shape[1])
-    keys, values, used = keys.view(*shape, -1), values.view(*shape, -1), used.view(shape)
+    keys, values, used, bias = layer.store.states()
+    keys, values, used = (states.unflatten(0, layer.shape) for states in (keys, values, used))
     new = used.sum(-1) - before
-    columns = torch.arange(shape[2], device=keys.device)
+    columns = torch.arange(keys.shape[2], device=keys.device)
     fused = not softcap and bias is None
     if fused:
         keys, values = keys.to(query.dtype), values.to(query.dtype)
@@ -249,15 +237,15 @@ def prompt_attention(
         last = torch.where(own >= 0, before[..., None] + own, -1)
         seen = columns <= last.unsqueeze(-1)  # [batch, kv_heads, slice, tokens]
         if not fused:
-            wide = None if bias is None else bias.view(shape)
+            wide = None if bias is None else bias.unflatten(0, layer.shape)
             return ragged_attention(part, keys, values, seen, scale, softcap, wide)
-        mask = seen.repeat_interleave(query.shape[1] // heads, 1)
+        mask = seen.repeat_interleave(query.shape[1] // keys.shape[1], 1)
         output = functional.scaled_dot_product_attention(
             part, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
         )
         return output.masked_fill_(~mask.any(-1, keepdim=True), 0.0)  # padding sees nothing, which is no number
 
-    return in_slices(query, values.shape[-1], query.shape[1] * shape[2], attend)
+    return in_slices(query, values, attend)
 
 
 # Attention of a few new tokens over the cache, region by region and as it is stored.
@@ -274,24 +262,23 @@ def step_attention(layer: LayerState, query: torch.Tensor, valid: torch.Tensor |
     Raises:
         ValueError: the tokens of the layer do not go with its selection.
     """
-    assert layer.store is not None
     batch, heads = layer.shape
-    scale, softcap = layer.scale, layer.softcap
     count, size = query.shape[2:]
     rows = query.reshape(batch * heads, -1, size)  # a key head's queries, head by head
     groups = rows.shape[1] // count
     counted = None if valid is None else valid.repeat_interleave(heads, 0).repeat(1, groups)
+    queries = Queries(rows, layer.scale, layer.softcap, count, counted)
     regions, tail = layer.store.regions, layer.store.tail
     chosen: list[Chosen | None] = [None] * len(regions)
     if layer.selection is not None:
-        chosen = layer.selection.choose(layer, Queries(rows, count, scale, softcap, counted), regions)
+        chosen = layer.selection.choose(layer, queries, regions)
     visible = None
     if count > 1:
         newer = torch.arange(count - 1, -1, -1, device=query.device).repeat(groups)
         # A row's new tokens are its tail's last; what padding would see is dropped in the end, and may be nothing.
         visible = (tail.lengths[:, None] - newer).clamp(min=0)
     parts = [
-        attend_region(rows, readable, scale, softcap, visible if region is tail else None, some)
+        attend_region(queries, readable, visible if region is tail else None, some)
         for region, readable, some in zip(regions, _fetched(layer, regions, chosen), chosen, strict=True)
     ]
     if layer.elsewhere is not None:
@@ -302,17 +289,12 @@ def step_attention(layer: LayerState, query: torch.Tensor, valid: torch.Tensor |
 
 def _fetched(layer: LayerState, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
     """The regions where attention can read what was chosen of them; the next layer's are on their way from now on."""
-    if layer.elsewhere is None or layer.store is None:
+    if layer.elsewhere is None:
         return regions
-    far = [number for number, region in enumerate(regions) if any(region is tier for tier in layer.store.tiers)]
-    result = list(regions)
-    wanted = [chosen[number] for number in far]
-    fetched = layer.elsewhere.fetched([regions[number] for number in far], wanted)
-    for number, region in zip(far, fetched, strict=True):
-        result[number] = region
-    layer.reads_all = all(some is None for some in wanted)
-    following = layer.following
+    wanted = {region: some for region, some in zip(regions, chosen, strict=True) if region in layer.store.tiers}
+    fetched = dict(zip(wanted, layer.elsewhere.fetched(list(wanted), list(wanted.values())), strict=True))
+    layer.reads_all = all(some is None for some in wanted.values())
     # What a layer will choose is not known before its turn; where it chose the last time, nothing is fetched in advance.
-    if following not in (None, layer) and following.store is not None and following.reads_all:
-        layer.elsewhere.fetch(following.store.tiers)
-    return result
+    if layer.following not in (None, layer) and layer.following.reads_all:
+        layer.elsewhere.fetch(layer.following.store.tiers)
+    return [fetched.get(region, region) for region in regions]

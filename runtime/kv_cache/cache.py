@@ -55,18 +55,17 @@ class CompressedCache(Cache):
         if isinstance(plan, (str, Mapping)):
             plan = Policy.parse(plan)
         config = model.config.get_text_config(decoder=True)
+        name = type(model).__name__
         if getattr(config, "_attn_implementation", None) != attend.NAME:
             raise ValueError(
-                f"{type(model).__name__} computes attention with {config._attn_implementation!r}, which reads no compressed cache; "
+                f"{name} computes attention with {config._attn_implementation!r}, which reads no compressed cache; "
                 "call runtime.kv_cache.prepare(model) first"
             )
         plan = _checked(plan, model) if isinstance(plan, Policy) else plan or CachePlan()
         layers: list[Any] = list(DynamicCache(config=config).layers)
         compressed = compressed_layers(config)
         if not compressed:
-            raise ValueError(
-                f"{type(model).__name__} has no layer with full attention, so there is no cache to compress"
-            )
+            raise ValueError(f"{name} has no layer with full attention, so there is no cache to compress")
         eviction = None if plan.eviction is None else Eviction(plan.eviction, len(compressed))
         if eviction is not None and "hidden" in eviction.plan.score.wants and not getattr(model, _RECORDED, False):
             attend.record_inputs(model)
@@ -115,10 +114,8 @@ class CompressedCache(Cache):
         values = [value for layer in others for value in vars(layer).values()]
         # Recurrent layers have their states in dictionaries.
         values += [state for value in values if isinstance(value, dict) for state in value.values()]
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        return sum(layer.nbytes for layer in self.compressed) + sum(
-            tensor.untyped_storage().nbytes() for tensor in tensors
-        )
+        beside = sum(value.untyped_storage().nbytes() for value in values if isinstance(value, torch.Tensor))
+        return beside + sum(layer.nbytes for layer in self.compressed)
 
 
 def prepare(model: PreTrainedModel) -> None:

@@ -12,15 +12,6 @@ from runtime.kv_cache.pages import PAGE
 
 
 @dataclass(frozen=True)
-class Merged:
-    """Centroids: keys and values `[chunks, kept, size]`, and how many tokens each stands for, float32 `[chunks, kept]`."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    counts: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Clusters:
     """Alternating soft matching within chunks (KV cache clustering).
 
@@ -51,33 +42,31 @@ class Clusters:
                 f"clusters.ratio {self.ratio} does not leave whole pages of {PAGE} of {self.chunk} tokens: allowed are {steps}"
             )
 
-    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> Merged:
-        """Merge chunks, `[chunks, chunk, size]` each."""
-        sums_k, sums_v = keys.float(), values.float()
-        counts = torch.ones(keys.shape[:2], device=keys.device)
-        while counts.shape[1] > self.kept:
-            remove = min(counts.shape[1] - self.kept, counts.shape[1] // 2)
-            sums_k, sums_v, counts = _round(sums_k, sums_v, counts, remove)
-        wide = counts.unsqueeze(-1)
-        return Merged((sums_k / wide).to(keys.dtype), (sums_v / wide).to(values.dtype), counts)
+    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Merge chunks, `[chunks, chunk, size]` each.
+
+        Returns:
+            Centroids: keys and values `[chunks, kept, size]`, and how many tokens each stands for, float32 `[chunks, kept]`.
+        """
+        sums = torch.cat([keys.float(), values.float(), keys.new_ones(*keys.shape[:2], 1, dtype=torch.float32)], -1)
+        while sums.shape[1] > self.kept:
+            sums = _round(sums, keys.shape[-1], min(sums.shape[1] - self.kept, sums.shape[1] // 2))
+        of_keys, of_values, counts = sums.split((keys.shape[-1], values.shape[-1], 1), -1)
+        return (of_keys / counts).to(keys.dtype), (of_values / counts).to(values.dtype), counts[..., 0]
 
 
-def _round(
-    keys: torch.Tensor, values: torch.Tensor, counts: torch.Tensor, remove: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Merge `remove` tokens at even positions into their nearest at odd ones; states are sums over a cluster's tokens."""
-    means = keys / counts.unsqueeze(-1)
-    normed = torch.nn.functional.normalize(means, dim=-1)
+def _round(sums: torch.Tensor, size: int, remove: int) -> torch.Tensor:
+    """Merge `remove` tokens at even positions into their nearest at odd ones.
+
+    Args:
+        sums: over the tokens of each cluster, their keys of `size` channels, their values, and 1.
+    """
+    normed = torch.nn.functional.normalize(sums[..., :size] / sums[..., -1:], dim=-1)
     similarity, nearest = (normed[:, 0::2] @ normed[:, 1::2].transpose(1, 2)).max(-1)
+    del normed
     order = similarity.argsort(dim=-1, descending=True, stable=True)
     gone, stay = order[:, :remove], order[:, remove:].sort(-1).values
-    target = nearest.gather(1, gone)
-
-    def merged(tensor: torch.Tensor) -> torch.Tensor:
-        even, odd = tensor[:, 0::2], tensor[:, 1::2].clone()
-        wide = (-1, -1, *tensor.shape[2:])
-        pick = (lambda index: index.unsqueeze(-1).expand(wide)) if tensor.dim() == 3 else (lambda index: index)
-        odd.scatter_add_(1, pick(target), even.gather(1, pick(gone)))
-        return torch.cat([even.gather(1, pick(stay)), odd], 1)
-
-    return merged(keys), merged(values), merged(counts)
+    target = nearest.gather(1, gone).unsqueeze(-1).expand(-1, -1, sums.shape[-1])
+    even, odd = sums[:, 0::2], sums[:, 1::2]
+    odd = odd.scatter_add(1, target, even.take_along_dim(gone.unsqueeze(-1), 1))
+    return torch.cat([even.take_along_dim(stay.unsqueeze(-1), 1), odd], 1)

@@ -29,7 +29,7 @@ def room(cache: CompressedCache) -> int:
     """How many tokens after the next one can be verified with it, each as it would be alone."""
     least = STEP_TOKENS - 1
     for layer in cache.compressed:
-        if layer.store is not None:
+        if layer.is_initialized:
             least = min(least, _until_evicted(layer), _until_stored(layer))
     return max(0, least)
 
@@ -41,15 +41,10 @@ def _until_evicted(layer: CompressedLayer) -> int:
 
 def _until_stored(layer: CompressedLayer) -> int:
     storage, store = layer.storage, layer.store
-    assert store is not None
     if not store.tiers:
         return STEP_TOKENS
-    left = storage.recent + storage.chunk - 1 - store.tail.longest
-    if left >= 0:
-        return left
-    # Some are stored when the next pass begins. What is evicted then too is not known before.
-    if layer.eviction is not None and layer.eviction.plan.interval is not None:
+    # What was put off is stored when the next pass begins. What is evicted then too is not known before.
+    leaves = (store.tail.counts - storage.recent).clamp(min=0) // storage.chunk * storage.chunk
+    if bool(leaves.any()) and layer.eviction is not None and layer.eviction.plan.interval is not None:
         return 0
-    lengths = store.tail.lengths
-    stays = lengths - (lengths - storage.recent).clamp(min=0) // storage.chunk * storage.chunk
-    return storage.recent + storage.chunk - 1 - int(stays.max())
+    return storage.recent + storage.chunk - 1 - int((store.tail.counts - leaves).max())

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.policy.policy import Policy
-from runtime.kv_cache.scores.duo import Duo
 from runtime.kv_cache.shape import LayerShape, Shape
 from runtime.kv_cache.storage.plan import Tier
 
@@ -62,7 +61,8 @@ class _Estimate:
 
     def __init__(self, shape: Shape, plan: CachePlan) -> None:
         self.plan, self.rule, self.storage = plan, plan.eviction, plan.storage
-        self.shape = shape.holding(plan.storage.floats)
+        layers = (replace(layer, floats=self.storage.floats) for layer in shape.layers)
+        self.shape = replace(shape, layers=tuple(layers))
         self.floats = self.storage.recent + self.storage.prefix  # tokens that always stay floats
         self.is_tiered = bool(self.storage.tiers) or plan.offload is not None
         self.moves = self.storage.moves or plan.offload is not None
@@ -79,13 +79,11 @@ class _Estimate:
         # Keys and values are decoded, and either is copied twice more while its pages are put in order.
         decoded = 2 * layer.token
         if layer.held != layer.dtype:  # attention has them as they came
-            decoded = max(decoded, layer.token + layer.arriving)
+            decoded = max(decoded, layer.token + replace(layer, floats=None).token)
         left = self.left(read)
         if rule is not None and rule.layers.cascades:  # a layer may be given more than the mean
             left = min(read, left * 3 // 2)
-        return max(
-            _pool(layer, read) + decoded * read + beside, _pool(layer, left) + self.storing(layer, left) + beside
-        )
+        return max(_pool(layer, read) + decoded * read, _pool(layer, left) + self.storing(layer, left)) + beside
 
     def storing(self, layer: LayerShape, count: int) -> float:
         """Of what is copied while older ones of `count` tokens are stored otherwise."""
@@ -96,13 +94,9 @@ class _Estimate:
         wide = 4 * layer.heads * max(layer.sizes)
         if storage.clusters is not None:
             return (count + older) * layer.token + _MERGED * older * wide
-        encoded = [
-            tier.share * _ENCODED.get(codec.name, _LEAST)
-            for tier in storage.tiers
-            for codec in (tier.keys, tier.values)
-            if codec.name != "plain"
-        ]
-        return (count + older) * layer.token + max(encoded, default=0.0) * older * wide
+        stored = [(tier.share, codec.name) for tier in storage.tiers for codec in (tier.keys, tier.values)]
+        copies = [share * _ENCODED.get(name, _LEAST) for share, name in stored if name != "plain"]
+        return (count + older) * layer.token + max(copies, default=0.0) * older * wide
 
     def waiting(self, read: int, stored: list[float]) -> float:
         """Of all layers but the one that reads; `stored` is what each of them will take."""
@@ -119,9 +113,7 @@ class _Estimate:
         rule, layers = self.rule, self.shape.layers
         held = _SPARE * sum(self.layer_bytes(layer, read, new, PAGE) for layer in layers)
         decoded = self.floats + self.storage.chunk if self.moves else 0
-        asked = 0
         if rule is not None and rule.interval is not None:
-            asked = min(rule.interval, new) if rule.accumulates else rule.score.window(read + new)
             # What is evicted from is decoded, and of what is stored otherwise all is floats until it is stored anew.
             decoded = (2 if self.moves else 1) * self.held(read, new)
         if self.plan.offload is not None and self.plan.offload.to == "host":
@@ -129,6 +121,7 @@ class _Estimate:
             near = _Estimate(self.shape, replace(self.plan, offload=None))
             older = [[which.layer_bytes(layer, read, new, PAGE) for layer in layers] for which in (near, self)]
             held += 2 * max(inside - outside for inside, outside in zip(*older, strict=True))
+        asked = self.asked(read, new)
         return held + max(decoded * layer.token + asked * self.remembered(layer) for layer in layers)
 
     def layer_bytes(self, layer: LayerShape, read: int, new: int, spare: int) -> float:
@@ -138,11 +131,7 @@ class _Estimate:
         """
         storage, rule = self.storage, self.rule
         count = self.held(read, new)
-        beside = float(self.notes(layer) * count)
-        if rule is not None and rule.interval is not None:
-            # Queries of an accumulating score stay until they are added.
-            asked = min(rule.interval, new) if rule.accumulates else rule.score.window(read + new)
-            beside += asked * self.remembered(layer)
+        beside = float(self.notes(layer) * count + self.asked(read, new) * self.remembered(layer))
         if storage.saliency is not None:  # a prompt's window stays whole until as many steps have come
             window = storage.saliency.window(count)
             beside += (window + min(new, window)) * self.remembered(layer)
@@ -163,6 +152,13 @@ class _Estimate:
         pages = near + spare * (2 if storage.prefix else 1)  # a prefix has pages of its own
         return pages * layer.token + stored + beside + labels
 
+    def asked(self, read: int, new: int) -> int:
+        """Queries that are remembered from one eviction to the next; those of an accumulating score stay until they are added."""
+        rule = self.rule
+        if rule is None or rule.interval is None:
+            return 0
+        return min(rule.interval, new) if rule.accumulates else rule.score.window(read + new)
+
     def held(self, read: int, new: int) -> int:
         """Tokens that a head has on average just before it is evicted from, if it is."""
         rule, count = self.rule, read + new
@@ -180,11 +176,7 @@ class _Estimate:
         seen = read + new - whole
         left = rule.tokens if rule.ratio is None else round(rule.ratio * seen)
         assert left is not None
-        left = max(rule.least + storage.prefix, left)
-        if isinstance(rule.score, Duo):
-            # Streaming heads keep a constant number of tokens; the others share the budget.
-            ends = rule.score.sinks + rule.score.recent
-            left = round(left - rule.score.streaming * max(0, left - ends))
+        left = rule.score.average(max(rule.least + storage.prefix, left))
         if self.is_tiered and left > self.floats:  # the rest is whole chunks
             left = self.floats + storage.chunk * max(1, round((left - self.floats) / storage.chunk))
         return whole + min(left, seen)
@@ -192,7 +184,7 @@ class _Estimate:
     def remembered(self, layer: LayerShape) -> int:
         """Bytes of a token that a score remembers: its queries, and what they were made of where the score sees that."""
         sees = self.rule is not None and "hidden" in self.rule.score.wants
-        return layer.query + (layer.hidden * layer.dtype.itemsize if sees else 0)
+        return (layer.query_heads * layer.sizes[0] + (layer.hidden if sees else 0)) * layer.dtype.itemsize
 
     def notes(self, layer: LayerShape) -> int:
         """Bytes a token of what eviction notes beside keys and values."""

@@ -8,18 +8,17 @@ from typing import Literal
 import torch
 
 from runtime.config.settings import ConfigError, Count, Settings, Share
-from runtime.kv_cache.budgets.base import HeadBudget, LayerBudget, LayerFacts
-from runtime.kv_cache.budgets.uniform import UniformLayers
+from runtime.kv_cache.budgets.base import HeadBudget, LayerBudget, LayerFacts, UniformLayers
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.observation import Observation
-from runtime.kv_cache.pages import Part
+from runtime.kv_cache.pages import PageTensor
 from runtime.kv_cache.scores.base import Accumulating, Score
 
 # The part of an observation that scores may choose from where prompts stay whole: what was generated.
 
 
 @dataclass(frozen=True)
-class Generated:
+class GeneratedTokens:
     """Tokens of an observation without those that came in prompts.
 
     Attributes:
@@ -33,21 +32,17 @@ class Generated:
     beside: torch.Tensor
 
     @classmethod
-    def of(cls, whole: Observation, given: torch.Tensor) -> Generated:
+    def of(cls, whole: Observation, given: torch.Tensor) -> GeneratedTokens:
         """Leave out the tokens that are `given`, bool `[batch, kv_heads, n]`, and those that are pinned."""
         first = torch.arange(given.shape[-1], device=given.device) < whole.pinned
         wanted = whole.held & ~given & ~first
         counts = wanted.sum(-1, keepdim=True)
         longest = max(1, int(counts.max()))
         places = (~wanted).to(torch.uint8).argsort(dim=-1, stable=True)[..., :longest]
-
-        def taken(states: torch.Tensor) -> torch.Tensor:
-            return states.gather(2, places.unsqueeze(-1).expand(-1, -1, -1, states.shape[-1]))
-
         seen = replace(
             whole,
-            keys=taken(whole.keys),
-            values=taken(whole.values),
+            keys=whole.keys.take_along_dim(places.unsqueeze(-1), 2),
+            values=whole.values.take_along_dim(places.unsqueeze(-1), 2),
             ages=whole.ages.gather(-1, places).masked_fill(torch.arange(longest, device=given.device) >= counts, -1),
             mass=None if whole.mass is None else whole.mass.gather(-1, places),
             positions=None if whole.positions is None else whole.positions.gather(-1, places),
@@ -113,12 +108,12 @@ class EvictionPlan(Settings):
         return self.interval is not None and isinstance(self.score, Accumulating)
 
     @property
-    def notes(self) -> dict[str, Part]:
+    def notes(self) -> dict[str, PageTensor]:
         """What layers must keep of each token: "mass", what it has gathered for the score; "place", where in its sequence it was; "given",
         whether it came in a prompt."""
-        parts = {"mass": Part(1, torch.float32)} if self.accumulates else {}
-        parts |= {"given": Part(1, torch.bool)} if self.keeps_prompt else {}
-        return parts | ({"place": Part(1, torch.int32)} if "positions" in self.score.wants else {})
+        parts = {"mass": PageTensor(1, torch.float32)} if self.accumulates else {}
+        parts |= {"given": PageTensor(1, torch.bool)} if self.keeps_prompt else {}
+        return parts | ({"place": PageTensor(1, torch.int32)} if "positions" in self.score.wants else {})
 
 
 class Eviction:
@@ -146,7 +141,8 @@ class Eviction:
         plan = self.plan
         if layer.index == 0:  # a new chunk; of one that was broken off, nothing is waited for
             self._prompt = {}
-            self._cuts = not layer.is_final
+            # Tokens before it may be such that cannot be told apart any more.
+            self._cuts = not (layer.storage.is_final and layer.chunks > 1)
         if not self._cuts:
             return
         if plan.keeps_prompt:
@@ -206,26 +202,24 @@ class Eviction:
     def _observe(self, layer: LayerState) -> Observation:
         return self._gather(layer, layer.observe(self.window(layer.seen, False)))
 
-    def _gather(self, layer: LayerState, seen: Observation, part: Generated | None = None) -> Observation:
+    def _gather(self, layer: LayerState, seen: Observation, part: GeneratedTokens | None = None) -> Observation:
         """What a score sees, its sums with what these queries add; with `part` of these tokens alone."""
         score, whole = self.plan.score, seen.mass
         seen = seen if part is None else part.seen
         if isinstance(score, Accumulating):
             added = score.added(seen)
-            seen = replace(seen, mass=added if seen.mass is None else seen.mass + added)
-            if self.plan.accumulates:
-                assert seen.mass is not None
-                assert whole is not None
-                assert layer.notes is not None
-                layer.notes.set_mass(seen.mass if part is None else part.spread(seen.mass, whole))
+            mass = added if seen.mass is None else seen.mass + added
+            if layer.notes is not None and whole is not None:
+                layer.notes.set_mass(mass if part is None else part.spread(mass, whole))
+            seen = replace(seen, mass=mass)
         return seen
 
     def _cut_generated(self, layer: LayerState, cuts: bool = True) -> None:
         """Evict from what was generated, and nothing that came in prompts; `cuts` False: only sums are brought up to date."""
         seen = layer.observe(self.window(layer.seen, False))
-        given = None if layer.notes is None else layer.notes.of("given")
+        given = layer.note("given")
         assert given is not None
-        part = Generated.of(seen, given)
+        part = GeneratedTokens.of(seen, given)
         near = self._gather(layer, seen, part)
         if not cuts:
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,19 +22,6 @@ if TYPE_CHECKING:
 STEP_TOKENS = 16
 #: Of so many drafted tokens at most queries are remembered beside those that scores ask for, until it is known which tokens stay.
 _DRAFTED = 4 * STEP_TOKENS
-
-
-@dataclass(frozen=True)
-class _Owed:
-    """What is still to be done after a chunk of a sequence: to evict and to store, once it is known which of its tokens stay.
-
-    Attributes:
-        step: whether it was a step, not a chunk of a prompt.
-        count: tokens of it that have not been taken back.
-    """
-
-    step: bool
-    count: int
 
 
 class CompressedLayer(LayerState, CacheLayerMixin):
@@ -68,27 +54,19 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         self.eviction = eviction
         self.record_past = False
         self._sees_inputs = eviction is not None and "hidden" in eviction.plan.score.wants
-        super().__init__(index, storage, selection, elsewhere)
+        self.noted = {} if eviction is None else eviction.plan.notes
+        super().__init__(index, storage or StoragePlan(), selection, elsewhere)
 
-    def clear(self) -> None:
-        super().clear()
-        self.is_initialized = False
+    def reset(self) -> None:
+        super().reset()
         self._asked = False  # by update, and not yet by attention
-        self._owed: _Owed | None = None
+        # What is still to be evicted and stored after a chunk, once it is known which of its tokens stay: whether it was a step, not a
+        # chunk of a prompt, and its tokens that have not been taken back.
+        self._pending: tuple[bool, int] | None = None
         if self.eviction is not None:
             self.eviction.forget(self)
 
     # ---------------------------------------------------------------- transformers' interface
-    def reset(self) -> None:
-        """Empty the layer."""
-        self.clear()
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate storage for states like these, `[batch, kv_heads, q, size]` each."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.begin(key_states, value_states, {} if self.eviction is None else self.eviction.plan.notes)
-        self.is_initialized = True
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,9 +74,7 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self._asked:
-            raise ValueError(
-                "this model's attention does not read its cache in the way of transformers: it cannot be compressed"
-            )
+            raise ValueError("this model's attention reads its cache in a way of its own: it cannot be compressed")
         self._asked = True
         return attention.mark(key_states, self.attend), value_states
 
@@ -110,21 +86,17 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         """Length and offset of the keys that a mask covers: all tokens seen and the new ones, from 0 on."""
         return self.seen + query_length, 0
 
-    def get_max_cache_shape(self) -> int:  # what transformers 5.10 calls the next one
-        """See `get_max_length`."""
-        return self.get_max_length()
-
     def get_max_length(self) -> int:
         """-1: the cache grows without a limit."""
         return -1
+
+    get_max_cache_shape = get_max_length  # as transformers 5.10 calls it
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Select rows for beam search, `beam_idx` int64 `[batch]`."""
         self.select_rows(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only these sequences, in that order; one may come several times."""
-        self.select_rows(indices)
+    batch_select_indices = LayerState.select_rows
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times, copies side by side."""
@@ -144,7 +116,7 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         count = -tokens_to_remove
         if count < 0:
             raise ValueError(f"crop takes minus the number of tokens to take back, not {tokens_to_remove}")
-        if count == 0 or self.store is None:
+        if count == 0 or not self.is_initialized:
             return
         if count > self.intact:
             raise ValueError(
@@ -152,9 +124,9 @@ class CompressedLayer(LayerState, CacheLayerMixin):
                 "draft fewer tokens, or keep more recent ones"
             )
         counted = count
-        if self._owed is not None:
-            counted = max(0, count - self._owed.count)
-            self._owed = replace(self._owed, count=max(0, self._owed.count - count))
+        if self._pending is not None:
+            step, last = self._pending
+            counted, self._pending = max(0, count - last), (step, max(0, last - count))
         if counted and self.eviction is not None:
             self.eviction.take_back(self, counted)
         self.take_back(count)
@@ -187,9 +159,8 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         Returns:
             `[batch, heads, q, size]`, zeros at padding.
         """
-        assert self.store is not None
         self._asked, self.scale, self.softcap = False, scale, softcap
-        if self._owed is not None:
+        if self._pending is not None:
             self._finish_all()
         count = query.shape[2]
         step = self.seen > 0 and count <= STEP_TOKENS
@@ -205,14 +176,14 @@ class CompressedLayer(LayerState, CacheLayerMixin):
         self.generated = self.generated + count if step else 0
         # With padding the newest columns are not tokens of every row, so no more than this chunk's can be taken back.
         self.intact = self.intact + count if valid is None else int(valid.sum(1).min())
-        self._owed = _Owed(step, count)
+        self._pending = step, count
         later = self.record_past or (step and count > 1)
-        self._watch(query, valid, step, min(count, _DRAFTED) if later else 0, module)
+        self._remember(query, valid, step, min(count, _DRAFTED) if later else 0, module)
         if not later:
             self._finish()
         return output
 
-    def _watch(
+    def _remember(
         self, query: torch.Tensor, valid: torch.Tensor | None, step: bool, drafted: int, module: nn.Module | None
     ) -> None:
         """Remember the queries that scores will ask for, even when the newest `drafted` of them are taken back."""
@@ -234,12 +205,13 @@ class CompressedLayer(LayerState, CacheLayerMixin):
 
     def _finish(self) -> None:
         """Evict and store after a chunk of a sequence."""
-        owed, self._owed = self._owed, None
-        if owed is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
         if self.eviction is not None:
-            if owed.step:
-                self.eviction.after_step(self, owed.count)
+            step, count = pending
+            if step:
+                self.eviction.after_step(self, count)
             else:
                 self.eviction.after_prompt(self)
         if self.eviction is None or not self.eviction.waits(self):

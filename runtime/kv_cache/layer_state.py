@@ -11,39 +11,25 @@ from torch import nn
 
 from runtime.kv_cache.observation import Inputs, Observation
 from runtime.kv_cache.offload import Offload
-from runtime.kv_cache.pages import Pages, Part
+from runtime.kv_cache.pages import Pages, PageTensor
 from runtime.kv_cache.storage.plan import StoragePlan
-from runtime.kv_cache.store import Store
+from runtime.kv_cache.token_store import TokenStore
 
 
-class Notes(Pages):
+class TokenNotes(Pages):
     """Numbers of each token that a score asks for, in pages that live as long as its keys and values.
 
     "mass": what the token has gathered; "place": its position in its sequence; "given": whether it came in a prompt.
-
-    Args:
-        shape: (batch, kv_heads).
-        parts: which of them, and how.
-        device: where.
     """
 
-    def __init__(self, shape: tuple[int, int], parts: Mapping[str, Part], device: torch.device) -> None:
-        super().__init__(shape[0] * shape[1], parts, device)
-        self.heads = shape[1]
-
-    def of(self, name: str) -> torch.Tensor | None:
-        """A copy of one of them, `[batch, kv_heads, longest]`; None: it is not kept."""
-        return self.dense(name)[..., 0].unflatten(0, (-1, self.heads)) if name in self.parts else None
-
-    def begin(self, first: torch.Tensor, added: torch.Tensor, count: int, given: bool, one: bool) -> None:
+    def begin(self, first: torch.Tensor, added: torch.Tensor | None, count: int, given: bool) -> None:
         """Those of new tokens.
 
         Args:
             first: int64 `[rows]`, position of each row's first new one.
-            added: int64 `[rows]`, how many of each row are new.
+            added: int64 `[rows]`, how many of each row are new; None: `count`.
             count: at most so many.
             given: they come in a prompt.
-            one: each row has exactly one.
         """
         rows, device = self.rows, self.device
         fresh = {
@@ -51,17 +37,12 @@ class Notes(Pages):
             "place": (first[:, None] + torch.arange(count, device=device)).unsqueeze(-1),
             "given": torch.full((rows, count, 1), given, device=device),
         }
-        if one:
-            self.append_one({name: fresh[name][:, 0] for name in self.parts})
-        else:
-            self.append({name: fresh[name] for name in self.parts}, added)
+        self.append({name: fresh[name] for name in self.parts}, added)
 
     def set_mass(self, mass: torch.Tensor) -> None:
         """What has been gathered of every token by now, float32 `[batch, kv_heads, longest]`."""
-        lengths = self.lengths
-        others = {name: self.dense(name) for name in self.parts if name != "mass"}
-        self.crop(torch.zeros_like(lengths))
-        self.append({"mass": mass.flatten(0, 1).unsqueeze(-1), **others}, lengths)
+        rows, places = self.used().nonzero(as_tuple=True)
+        self.pools["mass"].view(-1)[self._slots(rows, places)] = mass.flatten(0, 1)[rows, places]
 
 
 class QueryWindow:
@@ -93,13 +74,10 @@ class QueryWindow:
 
     def _behind_padding(self, query: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """Padding of the new queries, as zeros, then the older queries, then the other new ones: `[batch, heads, older + q, size]`."""
-        older = torch.cat(self._chunks, 2)
-        joined = torch.cat([older, query.masked_fill(~valid[:, None, :, None], 0)], 2)
-        width, padding = older.shape[2], (~valid).sum(1, keepdim=True)
-        columns = torch.arange(joined.shape[2], device=query.device).expand(len(query), -1)
-        order = torch.where(columns < padding, columns + width, columns - padding)
-        order = torch.where(columns < padding + width, order, columns)
-        return joined.gather(2, order[:, None, :, None].expand_as(joined))
+        joined = torch.cat([*self._chunks, query.masked_fill(~valid[:, None, :, None], 0)], 2)
+        real = torch.nn.functional.pad(valid, (joined.shape[2] - valid.shape[1], 0), value=True)
+        order = real.to(torch.uint8).argsort(dim=1, stable=True)
+        return joined.take_along_dim(order[:, None, :, None], 2)
 
     def newest(self, window: int) -> torch.Tensor:
         """The newest `window`, at least 1, `[batch, heads, at most window, size]`; some must have been appended."""
@@ -130,8 +108,9 @@ class LayerState:
         elsewhere: where older tokens lie; shared by all layers. None: in memory of the device.
 
     Attributes:
+        noted: what is noted of each token beside keys and values.
         seen: tokens of the longest row so far, padding and evicted ones included; what positions are counted from.
-        store: the tokens; None before the first one.
+        store: the tokens; of no rows before the first one.
         notes: what a score keeps of each token beside keys and values; None: nothing.
         share: of the mean budget of a layer, `[batch]`, as the last prompt left it; None: the mean.
         arrived: int64 `[batch]`, tokens that each sequence has had, evicted ones too and padding not.
@@ -143,6 +122,7 @@ class LayerState:
         queries: those since the last eviction, as many as the score will ask for.
         hidden: inputs of the attention module for the same tokens, where the score sees them; of `module`.
         newest: queries by which storages are told apart.
+        windows: these three.
         intact: newest tokens of every row that are in the tail as they came.
         reads_all: whether the last step read all of its older tokens, chosen none of them.
         following: layer whose tokens are fetched while this one computes.
@@ -151,58 +131,50 @@ class LayerState:
             stays right.
     """
 
-    def __init__(
-        self, index: int, storage: StoragePlan | None = None, selection: Any = None, elsewhere: Offload | None = None
-    ) -> None:
-        self.index, self.storage, self.selection, self.elsewhere = index, storage or StoragePlan(), selection, elsewhere
+    noted: Mapping[str, PageTensor] = {}
+
+    def __init__(self, index: int, storage: StoragePlan, selection: Any, elsewhere: Offload | None) -> None:
+        self.index, self.storage, self.selection, self.elsewhere = index, storage, selection, elsewhere
         self.following: Any = None
         self.changes = self.taken_back = 0
-        self.clear()
+        self.reset()
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Begin anew, without tokens."""
         self.seen, self.shape, self.scale, self.softcap = 0, (0, 0), 0.0, 0.0
-        self.store: Store | None = None
-        self.notes: Notes | None = None
+        self.is_initialized = False
+        self.store = TokenStore(0, (1, 1), torch.float32, torch.device("cpu"), StoragePlan())
+        self.notes: TokenNotes | None = None
         self.share: torch.Tensor | None = None
         self.arrived = torch.zeros(0, dtype=torch.int64)
-        self.queries, self.hidden, self.newest = QueryWindow(), QueryWindow(), QueryWindow()
+        self.windows = self.queries, self.hidden, self.newest = QueryWindow(), QueryWindow(), QueryWindow()
         self.module: nn.Module | None = None
         self.chunks = self.generated = self.intact = 0
         self.reads_all = True
         self.changes += 1
 
-    def begin(self, key: torch.Tensor, value: torch.Tensor, notes: Mapping[str, Part]) -> None:
-        """Make room for tokens like these, `[batch, kv_heads, q, size]` each, and for `notes` on them."""
-        batch, heads = self.shape = (key.shape[0], key.shape[1])
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make room for states like these, `[batch, kv_heads, q, size]` each."""
+        self.is_initialized, self.dtype, self.device = True, key_states.dtype, key_states.device
+        batch, heads = self.shape = (key_states.shape[0], key_states.shape[1])
         allocate = None if self.elsewhere is None else self.elsewhere.allocate
-        sizes = key.shape[-1], value.shape[-1]
-        self.store = Store(batch * heads, sizes, key.dtype, key.device, self.storage, allocate)
-        self.notes = Notes(self.shape, notes, key.device) if notes else None
-        self.arrived = torch.zeros(batch, dtype=torch.int64, device=key.device)
-
-    @property
-    def windows(self) -> tuple[QueryWindow, ...]:
-        """The windows of recent queries, hidden states and newest tokens."""
-        return self.queries, self.hidden, self.newest
+        sizes = key_states.shape[-1], value_states.shape[-1]
+        self.store = TokenStore(batch * heads, sizes, self.dtype, self.device, self.storage, allocate)
+        self.notes = TokenNotes(batch * heads, self.noted, self.device) if self.noted else None
+        self.arrived = torch.zeros(batch, dtype=torch.int64, device=self.device)
 
     @property
     def offloaded_bytes(self) -> int:
         """Memory of older tokens that lie elsewhere, as allocated there."""
-        return 0 if self.store is None or self.elsewhere is None else self.store.tier_bytes
+        return 0 if self.elsewhere is None else self.store.tier_bytes
 
     @property
     def nbytes(self) -> int:
         """Memory as allocated, what scores and selections need included; what is offloaded is counted apart."""
-        own = 0 if self.store is None else self.store.nbytes - self.offloaded_bytes
+        own = self.store.nbytes - self.offloaded_bytes
         own += 0 if self.notes is None else self.notes.nbytes
         own += 0 if self.selection is None else self.selection.nbytes(self.index)
         return own + sum(window.nbytes for window in self.windows)
-
-    @property
-    def is_final(self) -> bool:
-        """Whether there are tokens before this chunk of a sequence that cannot be told apart any more."""
-        return self.storage.is_final and self.chunks > 1
 
     # ---------------------------------------------------------------- tokens
     def append(self, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, prompt: bool) -> None:
@@ -212,30 +184,20 @@ class LayerState:
             valid: bool `[batch, q]`, False at padding on the left; None: there is none.
             prompt: they come in a prompt.
         """
-        assert self.store is not None
         heads, count, tail = self.shape[1], key.shape[2], self.store.tail
-        before = None if self.notes is None else self.store.lengths
-        one = count == 1 and valid is None and not prompt
-        if one:
-            tail.append_one(key.flatten(0, 2), value.flatten(0, 2))
-            self.arrived = self.arrived + 1
-        else:
-            counts = torch.full(self.shape[:1], count, dtype=torch.int64, device=key.device)
-            if valid is not None:
-                if bool((valid[:, :-1] & ~valid[:, 1:]).any()):
-                    raise ValueError(
-                        "compressed caches take padding on the left only: set tokenizer.padding_side = 'left'"
-                    )
-                counts = valid.sum(1)
-                # Padding is on the left: a row's tokens move to the front, and what is behind is not stored.
-                order = (torch.arange(count, device=key.device)[None] + (count - counts)[:, None]) % count
-                order = order[:, None, :, None]
-                key, value = (states.gather(2, order.expand_as(states)) for states in (key, value))
-            tail.append(key.flatten(0, 1), value.flatten(0, 1), counts.repeat_interleave(heads))
-            self.arrived = self.arrived + counts
-        if self.notes is not None and before is not None:
-            added = (self.store.lengths - before).clamp(min=0)
-            self.notes.begin(self.arrived.repeat_interleave(heads) - added, added, count, prompt, one)
+        before, added = self.arrived, None
+        self.arrived = before + (count if valid is None else valid.sum(1))
+        if valid is not None:
+            if bool((valid[:, :-1] & ~valid[:, 1:]).any()):
+                raise ValueError("compressed caches take padding on the left only: set tokenizer.padding_side = 'left'")
+            counts = valid.sum(1)
+            # Padding is on the left: a row's tokens move to the front, and what is behind is not stored.
+            order = (torch.arange(count, device=key.device)[None] + (count - counts)[:, None]) % count
+            key, value = (states.take_along_dim(order[:, None, :, None], 2) for states in (key, value))
+            added = counts.repeat_interleave(heads)
+        tail.append(tail.encoded(key.flatten(0, 1), value.flatten(0, 1)), added)
+        if self.notes is not None:
+            self.notes.begin(before.repeat_interleave(heads), added, count, prompt)
 
     def keep(self, score: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Keep the `counts[batch, kv_heads]` best tokens of each head by `score`, in the order of arrival.
@@ -243,7 +205,6 @@ class LayerState:
         Returns:
             Their scores, `[batch, kv_heads, longest now]`, minus infinity behind a head's last token.
         """
-        assert self.store is not None
         if bool((counts >= (score > float("-inf")).sum(-1)).all()):
             return score
         places, wanted = best_places(score, counts)
@@ -256,9 +217,7 @@ class LayerState:
 
     def settle(self) -> None:
         """Store older tokens as the plan says."""
-        if self.store is None or not self.storage.moves:
-            return
-        if self.store.settle(self._saliency):
+        if self.storage.moves and self.store.settle(self._saliency):
             # Of a row that is shorter than the prefix, nothing is left in the tail.
             self.intact = min(self.intact, self.storage.recent, int(self.store.tail.lengths.min()))
 
@@ -266,13 +225,12 @@ class LayerState:
         """Importance of the tail's tokens, `[rows, longest]`."""
         score = self.storage.saliency
         assert score is not None
-        assert self.store is not None
         tail, newest = self.store.tail, self.newest.newest(max(1, score.window(self.seen)))
         return score(replace(self._observation(newest, *tail.states(), tail.lengths), pinned=0)).flatten(0, 1)
 
     def select_rows(self, indices: torch.Tensor) -> None:
         """Only these sequences (int64), in that order; one may come several times."""
-        if self.store is None:
+        if not self.is_initialized:
             return
         indices, heads = indices.to(self.arrived.device), self.shape[1]
         rows = (indices[:, None] * heads + torch.arange(heads, device=indices.device)).reshape(-1)
@@ -288,8 +246,7 @@ class LayerState:
 
     def take_back(self, count: int) -> None:
         """Drop the newest `count` tokens of every row, which are `intact`."""
-        assert self.store is not None
-        self.store.tail.pages.crop(self.store.tail.lengths - count)
+        self.store.tail.crop(self.store.tail.lengths - count)
         if self.notes is not None:
             self.notes.crop(self.notes.lengths - count)
         self.generated = max(0, self.generated - count)
@@ -303,16 +260,18 @@ class LayerState:
     # ---------------------------------------------------------------- what scores see
     def observe(self, window: int) -> Observation:
         """What the newest `window` queries see of the cache."""
-        assert self.store is not None
-        keys, values, _ = self.store.states()
+        keys, values, *_ = self.store.states()
         seen = self._observation(self.queries.newest(window), keys, values, self.store.lengths)
-        seen = replace(seen, generated=self.generated)
-        if self.module is not None:
-            seen = replace(seen, inputs=Inputs(self.module, self.hidden.newest(window)[:, 0]))
-        if self.notes is None:
-            return seen
-        places = self.notes.of("place")
-        return replace(seen, mass=self.notes.of("mass"), positions=None if places is None else places.long())
+        inputs = None if self.module is None else Inputs(self.module, self.hidden.newest(window)[:, 0])
+        places = self.note("place")
+        positions = None if places is None else places.long()
+        return replace(seen, generated=self.generated, inputs=inputs, mass=self.note("mass"), positions=positions)
+
+    def note(self, name: str) -> torch.Tensor | None:
+        """What is noted of every token, a copy `[batch, kv_heads, longest]`; None: nothing of that name."""
+        if self.notes is None or name not in self.notes.parts:
+            return None
+        return self.notes.dense(name)[..., 0].unflatten(0, self.shape)
 
     def forget_queries(self, window: int) -> None:
         """Drop all remembered queries but the newest `window`."""

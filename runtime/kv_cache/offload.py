@@ -11,11 +11,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 
 from runtime.config.settings import ConfigError, Text
-from runtime.kv_cache.pages import PAGE, Allocate
+from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.region import Chosen, Region
 
 _WILL_NEED, _DO_NOT_NEED = 3, 4  # of madvise
@@ -110,15 +111,10 @@ class DiskOffload(Offload):
             return torch.empty(shape, dtype=dtype)
         size = count * dtype.itemsize
         try:
-            handle, name = tempfile.mkstemp(prefix="compress-kv-", dir=self.directory)
-            try:
-                os.posix_fallocate(
-                    handle, 0, size
-                )  # a full disk is noticed here, not as a fault in the middle of a step
-                flat = torch.from_file(name, shared=True, size=count, dtype=dtype)
-            finally:
-                os.close(handle)
-                os.unlink(name)
+            with tempfile.NamedTemporaryFile(prefix="compress-kv-", dir=self.directory) as file:
+                # A full disk is noticed here, not as a fault in the middle of a step.
+                os.posix_fallocate(file.fileno(), 0, size)
+                flat = torch.from_file(file.name, shared=True, size=count, dtype=dtype)
         except OSError as error:
             raise ValueError(
                 f"offload: {self.directory} cannot hold {size / 1e6:.1f} MB of cache: {error.strerror}"
@@ -133,7 +129,7 @@ class DiskOffload(Offload):
 
     def _advise(self, regions: list[Region], advice: int) -> None:
         for region in regions:
-            for pool in region.pages.pools.values():
+            for pool in region.pools.values():
                 # Only whole pages of the machine; a pool of a mapped file begins at one.
                 length = pool.untyped_storage().nbytes() // mmap.PAGESIZE * mmap.PAGESIZE
                 if length:
@@ -142,18 +138,11 @@ class DiskOffload(Offload):
 
 @dataclass(frozen=True)
 class _Copy:
-    """A region's pools on the GPU, and what they were copied from."""
+    """A region's pools on the GPU, complete after the event, and its lengths then: whatever is written to a region makes new ones."""
 
-    pools: dict[str, torch.Tensor]
     lengths: torch.Tensor
-    copies: dict[str, torch.Tensor]
+    pools: dict[str, torch.Tensor]
     event: torch.cuda.Event
-
-    def is_of(self, region: Region) -> bool:
-        """Whether the region still is what was copied: whatever is written to it makes new lengths, new pools or both."""
-        pages = region.pages
-        same = all(pages.pools[name] is pool for name, pool in self.pools.items())
-        return same and pages.lengths is self.lengths
 
 
 class HostOffload(Offload):
@@ -168,7 +157,7 @@ class HostOffload(Offload):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
-        self._copies: dict[int, _Copy] = {}
+        self._copies: WeakKeyDictionary[Region, _Copy] = WeakKeyDictionary()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -176,46 +165,43 @@ class HostOffload(Offload):
     def fetch(self, regions: list[Region]) -> None:
         self._stream.wait_stream(self._current())
         for region in regions:
-            known = self._copies.get(id(region))
-            if known is None or not known.is_of(region):
-                pools = dict(region.pages.pools)
-                self._copies[id(region)] = _Copy(pools, region.pages.lengths, *self._copied(pools))
+            known = self._copies.get(region)
+            if known is None or known.lengths is not region.lengths:
+                self._copies[region] = _Copy(region.lengths, *self._copied(region.pools))
 
     def fetched(self, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
         self.fetch([region for region, some in zip(regions, chosen, strict=True) if some is None])
         result = []
         for region, some in zip(regions, chosen, strict=True):
-            found = self._copies.pop(id(region), None)
-            if found is None or not found.is_of(region):
+            found = self._copies.pop(region, None)
+            if found is None or found.lengths is not region.lengths:
                 assert some is not None, "whole regions have just been fetched"
                 result.append(self._only(region, some))
                 continue
             stream = self._current()
             stream.wait_event(found.event)
-            for copy in found.copies.values():
+            for copy in found.pools.values():
                 if copy.is_cuda:
                     copy.record_stream(stream)
-            result.append(region.with_pools(found.copies))
+            result.append(region.with_pools(found.pools))
         return result
 
     def _only(self, region: Region, chosen: Chosen) -> Region:
         """The region with copies of the pages that are read; others have some page of these, which attention passes over."""
-        table = region.pages.table
-        counted = torch.arange(chosen.index.shape[1], device=table.device) < chosen.counts[:, None]
-        rows = counted.nonzero()[:, 0]
-        columns = chosen.index[counted] // (PAGE // chosen.unit)
+        table = region.table
+        rows = chosen.counted.nonzero()[:, 0]
+        columns = chosen.index[chosen.counted] // (PAGE // chosen.unit)
         ids, places = table[rows, columns].unique(return_inverse=True)
         if not len(ids):
             ids = table.new_zeros(1)
-        staged_table = torch.zeros_like(table)
-        staged_table[rows, columns] = places
-        own = ids.cpu()
+        own, own_table = ids.cpu(), torch.zeros_like(table)
+        own_table[rows, columns] = places
         pools = {}
-        for name, pool in region.pages.pools.items():
-            staged = self.allocate((len(own), *pool.shape[1:]), pool.dtype)
-            torch.index_select(pool, 0, own, out=staged)
-            pools[name] = staged.to(self.device, non_blocking=True)
-        return region.with_pools(pools, staged_table)
+        for name, pool in region.pools.items():
+            pinned = self.allocate((len(own), *pool.shape[1:]), pool.dtype)
+            torch.index_select(pool, 0, own, out=pinned)
+            pools[name] = pinned.to(self.device, non_blocking=True)
+        return region.with_pools(pools, own_table)
 
     def _current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
@@ -224,9 +210,4 @@ class HostOffload(Offload):
         """Copies on the GPU, under way, and the event that says when they are there."""
         with torch.cuda.stream(self._stream):
             copies = {name: pool.to(self.device, non_blocking=True) for name, pool in pools.items()}
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return copies, event
-
-
-__all__ = ["Allocate", "DiskOffload", "HostOffload", "Offload", "OffloadPlan"]
+            return copies, self._stream.record_event()

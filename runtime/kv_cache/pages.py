@@ -20,7 +20,7 @@ Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class PageTensor:
     """One tensor of a page: `[PAGE, width]`, or `[width]` where the whole page shares it."""
 
     width: int
@@ -43,10 +43,12 @@ class Pages:
         pools: {name: `[pages, PAGE, width]` or `[pages, width]`}.
         table: int64 `[rows, most pages]`, -1 where a row has none.
         lengths: int64 `[rows]`, tokens held.
+        counts: the same on the host, so that a step need not ask the device.
+        longest: the largest of them.
     """
 
     def __init__(
-        self, rows: int, parts: Mapping[str, Part], device: torch.device, allocate: Allocate | None = None
+        self, rows: int, parts: Mapping[str, PageTensor], device: torch.device, allocate: Allocate | None = None
     ) -> None:
         self.parts, self.device = dict(parts), device
         self._allocate = allocate or (lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
@@ -54,9 +56,7 @@ class Pages:
         self.table = torch.full((rows, 0), _NONE, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self._free: list[int] = []
-        self._counts = torch.zeros(
-            rows, dtype=torch.int64
-        )  # lengths on the host, so that a step need not ask the device
+        self.counts = torch.zeros(rows, dtype=torch.int64)
         self._next: torch.Tensor | None = None  # slot of each row's next token, where it has a page for it
         self.longest = 0
 
@@ -78,21 +78,30 @@ class Pages:
         return next(iter(self.pools.values())).shape[0]
 
     # ---------------------------------------------------------------- writing
-    def append(self, tensors: Mapping[str, torch.Tensor], counts: torch.Tensor) -> None:
+    def append(self, tensors: Mapping[str, torch.Tensor], counts: torch.Tensor | None = None) -> None:
         """Put the first `counts[row]` of `tensors[name][row]` behind what the row holds; no part may be per page.
 
         Args:
             tensors: {name: `[rows, t, width]`}.
-            counts: int64 `[rows]`, at most t each.
+            counts: int64 `[rows]`, at most t each; None: t.
         """
-        self._reserve(self.lengths + counts)
         width = next(iter(tensors.values())).shape[1]
-        steps = torch.arange(width, device=counts.device)
-        rows, columns = (steps[None] < counts[:, None]).nonzero(as_tuple=True)
-        slots = self._slots(rows, self.lengths[rows] + columns)
+        if counts is None and width == 1:
+            self.append_one({name: values[:, 0] for name, values in tensors.items()})
+            return
+        counts = torch.full_like(self.lengths, width) if counts is None else counts
+        there = torch.arange(width, device=counts.device) < counts[:, None]
+        self.append_flat({name: values[there] for name, values in tensors.items()}, counts)
+
+    def append_flat(self, tensors: Mapping[str, torch.Tensor], counts: torch.Tensor) -> None:
+        """As `append`, of `[n, width]` each: the `counts[row]` tokens of row 0, of row 1, ..."""
+        self._reserve(self.lengths + counts)
+        rows = torch.arange(self.rows, device=counts.device).repeat_interleave(counts)
+        before = counts.cumsum(0) - counts
+        slots = self._slots(rows, (self.lengths - before)[rows] + torch.arange(len(rows), device=counts.device))
         for name, values in tensors.items():
             pool = self.pools[name]
-            pool.view(-1, pool.shape[-1])[slots] = values[rows, columns].to(pool.dtype)
+            pool.view(-1, pool.shape[-1])[slots] = values.to(pool.dtype)
         self._set_lengths(self.lengths + counts)
 
     def append_one(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -103,7 +112,7 @@ class Pages:
             pool.view(-1, pool.shape[-1]).index_copy_(0, following, values.to(pool.dtype))
         self._next = following + 1
         self.lengths = self.lengths + 1
-        self._counts += 1
+        self.counts += 1
         self.longest += 1
 
     def append_pages(self, tensors: Mapping[str, torch.Tensor], counts: torch.Tensor) -> None:
@@ -114,11 +123,8 @@ class Pages:
             counts: int64 `[rows]`, pages of each row.
         """
         self._reserve(self.lengths + PAGE * counts)
-        first = self.lengths // PAGE
-        rows = torch.arange(self.rows, device=counts.device).repeat_interleave(counts)
-        before = counts.cumsum(0) - counts
-        columns = torch.arange(len(rows), device=counts.device) - before[rows] + first[rows]
-        targets = self.table[rows, columns]
+        columns, first = torch.arange(self.table.shape[1], device=self.device), self.lengths[:, None] // PAGE
+        targets = self.table[(columns >= first) & (columns < first + counts[:, None])]
         for name, values in tensors.items():
             self.pools[name][targets.to(self.pools[name].device)] = values.to(self.pools[name].device)
         self._set_lengths(self.lengths + PAGE * counts)
@@ -146,12 +152,10 @@ class Pages:
         """Only these rows, in that order; a row may come several times (beams), each with tokens of its own."""
         rows = rows.to(self.device)
         fresh = Pages(len(rows), self.parts, self.device, self._allocate)
-        fresh._reserve(self.lengths[rows])
-        there = fresh.table != _NONE
-        sources = self.table[rows][:, : fresh.table.shape[1]][there]
-        for name, pool in self.pools.items():
-            target = fresh.pools[name]
-            target[fresh.table[there].to(pool.device)] = pool[sources.to(pool.device)]
+        there = self.table[rows] != _NONE
+        sources = self.table[rows][there]
+        copies = {name: pool[sources.to(pool.device)] for name, pool in self.pools.items()}
+        fresh.append_pages(copies, there.sum(1))
         fresh._set_lengths(self.lengths[rows])
         self.__dict__.update(fresh.__dict__)
 
@@ -164,11 +168,15 @@ class Pages:
     # ---------------------------------------------------------------- reading
     def dense(self, name: str) -> torch.Tensor:
         """A copy `[rows, longest, width]` of a part that every token has, zeros past a row's length."""
-        return self.spread(self.in_use(name))
+        return self.spread(self.in_use(self.pools[name]))
 
-    def in_use(self, name: str) -> torch.Tensor:
-        """A copy of the pages in use, the pages of row 0 first: `[pages, PAGE, width]` or `[pages, width]`."""
-        return self.pools[name][self.table[self.table != _NONE].to(self.pools[name].device)].to(self.device)
+    def in_use(self, pool: torch.Tensor) -> torch.Tensor:
+        """A copy of a pool's pages in use, the pages of row 0 first: `[pages, PAGE, width]` or `[pages, width]`."""
+        return self.copy_of(pool, self.table[self.table != _NONE])
+
+    def copy_of(self, pool: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Copies of the pages `ids` (int64 `[n]`) of a pool, where the table is."""
+        return pool[ids.to(pool.device)].to(self.device)
 
     def spread(self, pages: torch.Tensor) -> torch.Tensor:
         """What lies in pages in the order of `in_use`, `[pages, PAGE, width]`, as `[rows, longest, width]`, zeros past the ends."""
@@ -183,14 +191,14 @@ class Pages:
         return torch.arange(self.longest, device=self.device)[None] < self.lengths[:, None]
 
     # ---------------------------------------------------------------- pages
-    def _pool(self, part: Part, pages: int) -> torch.Tensor:
+    def _pool(self, part: PageTensor, pages: int) -> torch.Tensor:
         shape = (pages, part.width) if part.per_page else (pages, PAGE, part.width)
         return self._allocate(shape, part.dtype)
 
     def _set_lengths(self, lengths: torch.Tensor) -> None:
         self.lengths = lengths
-        self._counts = lengths.to("cpu", copy=True)
-        self.longest = int(self._counts.max()) if len(lengths) else 0
+        self.counts = lengths.to("cpu", copy=True)
+        self.longest = int(self.counts.max()) if len(lengths) else 0
         self._next = None
 
     def _slots(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -198,8 +206,8 @@ class Pages:
 
     def _following(self) -> torch.Tensor:
         """The slot of each row's next token, int64 `[rows]`; rows whose pages are full get one. Nothing is fetched from the device."""
-        full = (self._counts % PAGE == 0).nonzero()[:, 0]
-        columns = self._counts[full] // PAGE
+        full = (self.counts % PAGE == 0).nonzero()[:, 0]
+        columns = self.counts[full] // PAGE
         if len(full):
             self._widen(int(columns.max()) + 1)
         if self._next is None:

@@ -62,16 +62,6 @@ class LayerShape:
         """Bytes of a token as floats."""
         return self.heads * sum(self.sizes) * self.held.itemsize
 
-    @property
-    def arriving(self) -> int:
-        """Bytes of a token as it comes."""
-        return self.heads * sum(self.sizes) * self.dtype.itemsize
-
-    @property
-    def query(self) -> int:
-        """Bytes of a token's queries."""
-        return self.query_heads * self.sizes[0] * self.dtype.itemsize
-
     def whole(self, tokens: int) -> int:
         """Bytes of so many tokens in an uncompressed cache."""
         return self.token * (tokens if self.window is None else min(tokens, self.window))
@@ -96,21 +86,12 @@ class Shape:
         kinds = getattr(text, "layer_types", None) or ()
         parts = layer_configs(text)
         layers = compressed_layers(text)
-        windows = [
-            index
-            for index, (kind, part) in enumerate(zip(kinds, parts, strict=False))
-            if kind in _WINDOWED and index not in layers
-        ]
         others = []
-        for index in windows:
-            part = parts[index]
-            window = getattr(part, "sliding_window", None) or getattr(part, "attention_chunk_size", None)
-            others.append(replace(_layer(part, dtype), window=window))
+        for index, (kind, part) in enumerate(zip(kinds, parts, strict=False)):
+            if kind in _WINDOWED and index not in layers:
+                window = getattr(part, "sliding_window", None) or getattr(part, "attention_chunk_size", None)
+                others.append(replace(_layer(part, dtype), window=window))
         return cls(tuple(_layer(parts[index], dtype) for index in layers), tuple(others))
-
-    def holding(self, floats: torch.dtype | None) -> Shape:
-        """The same with floats of compressed layers in another dtype."""
-        return replace(self, layers=tuple(replace(layer, floats=floats) for layer in self.layers))
 
 
 def _layer(config: Any, dtype: torch.dtype) -> LayerShape:

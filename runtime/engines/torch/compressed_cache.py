@@ -19,7 +19,7 @@ from runtime.kv_cache.layer import CompressedLayer
 from runtime.kv_cache.policy.policy import Policy
 from runtime.kv_cache.shape import Shape
 from runtime.kv_cache.storage.base import StateError
-from runtime.kv_cache.store import Store
+from runtime.kv_cache.token_store import TokenStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,7 +74,7 @@ class CacheFactory:
                 query = torch.empty(
                     shape.heads, shape.query_heads // shape.heads, shape.sizes[0], dtype=shape.dtype, device=device
                 )
-                store = Store(shape.heads, shape.sizes, shape.dtype, device, layer.storage)
+                store = TokenStore(shape.heads, shape.sizes, shape.dtype, device, layer.storage)
                 ways = dict.fromkeys(explain(query, region) for region in store.every)
                 found[f"kv_cache.{index}"] = ", ".join(ways)
         return found

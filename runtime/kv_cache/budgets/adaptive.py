@@ -24,15 +24,11 @@ class AdaptiveHeads(HeadBudget):
     safeguard: Probability = 0.2
 
     def counts(self, score: torch.Tensor, mean: torch.Tensor, least: int) -> torch.Tensor:
-        batch, heads, count = score.shape
         there = score > NEVER
         safe = torch.minimum((mean * self.safeguard).long().clamp(min=least)[:, None], there.sum(-1))
         rank = score.argsort(-1, descending=True).argsort(-1)
         # Each head's safe tokens come before anything else; the total is then what the best of all heads make of it.
         ranked = score.masked_fill(rank < safe.unsqueeze(-1), float("inf")).masked_fill(~there, float("-inf"))
-        total = torch.minimum((mean.double().clamp(min=least) * heads).round().long(), there.sum((1, 2)))
-        order = ranked.reshape(batch, -1).argsort(-1, descending=True)
-        taken = torch.zeros(batch, heads * count, dtype=torch.bool, device=score.device)
-        best = torch.arange(heads * count, device=score.device)[None] < total[:, None]
-        taken.scatter_(1, order, best)
-        return taken.view(batch, heads, count).sum(-1)
+        total = torch.minimum((mean.double().clamp(min=least) * score.shape[1]).round().long(), there.sum((1, 2)))
+        among = ranked.flatten(1).argsort(-1, descending=True).argsort(-1)
+        return (among < total[:, None]).view_as(score).sum(-1)

@@ -1,4 +1,4 @@
-"""Budgets: how many tokens each head keeps, as a share of its layer times a share within the layer."""
+"""Budgets: how many tokens each head keeps, as a share of its layer times a share within the layer; by default all as many."""
 
 from __future__ import annotations
 
@@ -77,3 +77,24 @@ class HeadBudget(Settings, ABC):
             mean: float64 `[batch]`, tokens of a head on average.
             least: that every head gets if it has them.
         """
+
+
+@dataclass(frozen=True)
+class UniformLayers(LayerBudget):
+    """Every layer keeps as much."""
+
+    name: ClassVar[str] = "uniform"
+
+    def shares(self, facts: list[LayerFacts], layers: int, mean: torch.Tensor, least: int) -> list[torch.Tensor]:
+        return [fact.preference for fact in facts]
+
+
+@dataclass(frozen=True)
+class EqualHeads(HeadBudget):
+    """Every head of a layer keeps as much."""
+
+    name: ClassVar[str] = "equal"
+
+    def counts(self, score: torch.Tensor, mean: torch.Tensor, least: int) -> torch.Tensor:
+        there = (score > NEVER).sum(-1)
+        return torch.minimum(mean.round().long().clamp(min=least)[:, None].expand_as(there), there)

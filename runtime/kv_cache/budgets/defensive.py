@@ -53,7 +53,5 @@ class DefensiveLayers(LayerBudget):
         score = fact.score.flatten(1)
         there = score > NEVER
         score = (score / fact.total.clamp(min=1e-20)[:, None]).masked_fill(~there, float("-inf"))
-        order = score.argsort(dim=-1, descending=True, stable=True)
-        certain = torch.arange(score.shape[1], device=score.device) < safe[:, None]
-        best = torch.zeros_like(there).scatter_(1, order, certain)
-        return score.masked_fill(best & there, float("inf"))
+        rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+        return score.masked_fill((rank < safe[:, None]) & there, float("inf"))

@@ -1,7 +1,7 @@
 """Attention over regions of a compressed cache: for each type of device the kernel that reads pages as they are stored.
 
 A kernel is a module with a `NAME`, `why_not(query, region) -> str | None`, a reason in words why it cannot take them, and
-`run(query, region, scale, softcap, visible, chosen)`, which has the contract of `region_attention`. It is imported with the first
+`run(queries, region, visible, chosen)`, which has the contract of `region_attention`. It is imported with the first
 query on its device.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from runtime.kv_cache.region import Chosen, Region, region_attention
+from runtime.kv_cache.region import Chosen, Queries, Region, region_attention
 
 #: By type of device; where there is none, or it cannot, plain torch computes.
 KERNELS: dict[str, str] = {"cpu": "runtime.kv_cache.kernels.cpu", "cuda": "runtime.kv_cache.kernels.triton_attention"}
@@ -24,23 +24,18 @@ _log = logging.getLogger("compress.kernels")
 
 
 def attend_region(
-    query: torch.Tensor,
-    region: Region,
-    scale: float,
-    softcap: float = 0.0,
-    visible: torch.Tensor | None = None,
-    chosen: Chosen | None = None,
+    queries: Queries, region: Region, visible: torch.Tensor | None = None, chosen: Chosen | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`region_attention` by the kernel of the query's device if it can; where it cannot, the log says once why.
 
     Kernels compute with states as they are stored; the reference rounds decoded ones to the model's dtype first.
     """
-    kernel, reason = _find(query, region)
+    kernel, reason = _find(queries.states, region)
     if reason is None:
-        found: tuple[torch.Tensor, torch.Tensor] = kernel.run(query, region, scale, softcap, visible, chosen)
+        found: tuple[torch.Tensor, torch.Tensor] = kernel.run(queries, region, visible, chosen)
         return found
-    warn_once(query.device.type, reason)
-    return region_attention(query, region, scale, softcap, visible, chosen)
+    warn_once(queries.states.device.type, reason)
+    return region_attention(queries, region, visible, chosen)
 
 
 def explain(query: torch.Tensor, region: Region) -> str:

@@ -10,14 +10,14 @@ import hashlib
 from collections.abc import Hashable
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from runtime.kernels.cpu import library as linear
 from runtime.kv_cache.pages import PAGE
-from runtime.kv_cache.region import Chosen, Region
-from runtime.kv_cache.storage.base import BLOCK, Codec
+from runtime.kv_cache.region import Chosen, Queries, Region
+from runtime.kv_cache.storage.base import BLOCK
 from runtime.kv_cache.storage.bitmap import Bitmap
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
@@ -27,12 +27,7 @@ from runtime.system import native
 NAME = "kv-cpu"
 SOURCE = Path(__file__).parent / "c" / "attention.c"
 #: Headers that these kernels share with those of linear layers.
-_SHARED = (
-    linear.SOURCE.parent / "simd.h",
-    *sorted(linear.SOURCE.parent.glob("simd_*.h")),
-    linear.SOURCE.parent / "pool.h",
-)
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SHARED = (*sorted(linear.SOURCE.parent.glob("simd*.h")), linear.SOURCE.parent / "pool.h")
 _FP8, _BITMAP, _INTEGERS = 3, 7, {2: 4, 4: 5, 8: 6}
 _NO_GRID, _CHANNEL, _TOKEN = 0, 1, 2
 _CHUNK = 16  # channels that the inner loops take at once
@@ -40,30 +35,25 @@ _CHUNK = 16  # channels that the inner loops take at once
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
-def _members(*groups: tuple[Any, ...]) -> list[tuple[str, Any]]:
-    """Fields of a structure from groups of a type and names, as C declares them."""
-    return [(name, kind) for kind, *names in groups for name in names]
-
-
 class Side(ctypes.Structure):
     """`Side` of region.h."""
 
-    _fields_ = _members(
-        (_i32, "kind", "type", "grid", "groups"),
-        (_i64, "group", "size", "wide", "stride", "mask_stride"),
-        (_i32, "tile", "chunks"),
-        (_p, "codes", "mask", "scale", "zero"),
+    _fields_ = (
+        *linear.fields(_i32, "kind", "type", "grid", "groups"),
+        *linear.fields(_i64, "group", "size", "wide", "stride", "mask_stride"),
+        *linear.fields(_i32, "tile", "chunks"),
+        *linear.fields(_p, "codes", "mask", "scale", "zero"),
     )
 
 
 class Request(ctypes.Structure):
     """`Request` of region.h."""
 
-    _fields_ = _members(
-        (Side, "key", "value"),
-        (_i64, "rows", "queries", "columns", "most", "unit"),
-        (_f32, "scale", "softcap"),
-        (_p, "query", "table", "lengths", "visible", "index", "counts", "bias", "out", "lse", "memory"),
+    _fields_ = (
+        *linear.fields(Side, "key", "value"),
+        *linear.fields(_i64, "rows", "queries", "columns", "most", "unit"),
+        *linear.fields(_f32, "scale", "softcap"),
+        *linear.fields(_p, "query", "table", "lengths", "visible", "index", "counts", "bias", "out", "lse", "memory"),
     )
 
 
@@ -77,10 +67,8 @@ def load(portable: bool = False) -> ctypes.CDLL | None:
     if library is None:
         return None
     library.attention_prepare()
-    library.attention_memory.restype = _i64
-    library.attention_memory.argtypes = [_p, _i32]
-    library.attention_run.restype = None
-    library.attention_run.argtypes = [_p, _i32]
+    for function, result in ((library.attention_memory, _i64), (library.attention_run, None)):
+        function.restype, function.argtypes = result, [_p, _i32]
     functions = linear.openmp()
     if functions is not None:
         library.set_pool(*functions)
@@ -91,27 +79,24 @@ def why_not(query: torch.Tensor, region: Region) -> str | None:
     """Why `run` cannot take them, or None."""
     if load() is None:
         return "there is no C compiler, or COMPRESS_NATIVE=0 is set"
-    if query.device.type != "cpu" or query.dtype not in _KINDS:
+    if query.device.type != "cpu" or query.dtype not in linear.TYPES:
         return f"it takes queries in float32, bfloat16 or float16 on a CPU, not {query.dtype} on {query.device}"
     if query.requires_grad and torch.is_grad_enabled():
         return "it has no gradients"
-    for codec in (region.keys, region.values):
+    for codec in region.codecs.values():
         if type(codec) not in (Plain, Integer, Float8, Bitmap):
             return f"it does not know storage {codec.name}"
-    pages = region.pages
-    for tensor in (*pages.pools.values(), pages.table, pages.lengths):
+    for tensor in (*region.pools.values(), region.table, region.lengths):
         if not tensor.is_cpu or not tensor.is_contiguous():
             return "its pages are not contiguous in the CPU's memory"
-    if region.dtype not in _KINDS:
+    if region.dtype not in linear.TYPES:
         return f"it does not know {region.dtype}"
     return None
 
 
 def run(
-    query: torch.Tensor,
+    queries: Queries,
     region: Region,
-    scale: float,
-    softcap: float = 0.0,
     visible: torch.Tensor | None = None,
     chosen: Chosen | None = None,
     portable: bool = False,
@@ -119,47 +104,35 @@ def run(
     """As `region_attention`, for what `why_not` has nothing against; a score that is NaN or infinite makes NaN.
 
     Args:
-        query: float32, bfloat16 or float16 `[rows, m, size]`.
+        queries: float32, bfloat16 or float16, m of each row.
         portable: by the library of plain C.
 
     Raises:
         ValueError: tensors do not fit each other.
     """
-    library, pages = load(portable), region.pages
+    library = load(portable)
     assert library is not None
-    rows, m, size = query.shape
-    if (rows, size) != (pages.rows, region.sizes[0]):
-        raise ValueError(f"queries {tuple(query.shape)} for {pages.rows} rows of size {region.sizes[0]}")
+    rows, m, size = queries.states.shape
+    if (rows, size) != (region.rows, region.sizes[0]):
+        raise ValueError(f"queries {tuple(queries.states.shape)} for {region.rows} rows of size {region.sizes[0]}")
     # Whatever is made here must live until the call is over: C gets addresses.
-    query = query.detach().float().contiguous()
+    query = queries.states.detach().float().contiguous()
     seen = None if visible is None else _int64(visible, (rows, m), "visible")
-    index = counts = None
+    index, counts, most, unit = None, None, 0, PAGE
     if chosen is not None:
+        most, unit = chosen.index.shape[-1], chosen.unit
         if chosen.unit not in (1, PAGE):
             raise ValueError(f"chosen.unit is {chosen.unit}, not 1 or {PAGE}")
-        index = _int64(chosen.index, (rows, chosen.index.shape[-1]), "chosen.index")
+        index = _int64(chosen.index, (rows, most), "chosen.index")
         counts = _int64(chosen.counts, (rows,), "chosen.counts")
     out = torch.empty(rows, m, region.sizes[1], dtype=torch.float32)
     lse = torch.empty(rows, m, dtype=torch.float32)
+    tensors = query, region.table, region.lengths, seen, index, counts, region.pools.get("bias"), out, lse
     request = Request(
-        key=_side(region.keys, "keys.", region, region.sizes[0]),
-        value=_side(region.values, "values.", region, region.sizes[1]),
-        rows=rows,
-        queries=m,
-        columns=pages.table.shape[1],
-        most=0 if index is None else index.shape[1],
-        unit=PAGE if chosen is None else chosen.unit,
-        scale=scale,
-        softcap=softcap,
-        query=query.data_ptr(),
-        table=pages.table.data_ptr(),
-        lengths=pages.lengths.data_ptr(),
-        visible=None if seen is None else seen.data_ptr(),
-        index=None if index is None else _address(index),
-        counts=None if counts is None else counts.data_ptr(),
-        bias=pages.pools["bias"].data_ptr() if region.has_bias else None,
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
+        *(_side(region, side) for side in region.codecs),
+        *(rows, m, region.table.shape[1], most, unit, queries.scale, queries.softcap),
+        # Not null where there are no numbers: null says that there is no tensor.
+        *(None if tensor is None else tensor.data_ptr() or 1 for tensor in tensors),
     )
     if out.numel() == 0 or lse.numel() == 0:
         return out, lse.fill_(float("-inf"))
@@ -175,23 +148,12 @@ def _int64(tensor: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Ten
     return tensor.to("cpu", torch.int64).contiguous()
 
 
-def _address(tensor: torch.Tensor) -> int:
-    """Of its numbers; not null where there are none: null means that nothing was chosen from all."""
-    return tensor.data_ptr() or 1
-
-
-def _side(codec: Codec, prefix: str, region: Region, size: int) -> Side:
-    """Keys or values of a region as the C code sees them."""
-    pools = region.pages.pools
-    codes = pools[prefix + "codes"]
-    side = Side(*_layout(cast(Hashable, codec), size, codes.dtype, codes.shape[-1]), codes=codes.data_ptr())
-    if isinstance(codec, Bitmap):
-        side.mask = pools[prefix + "mask"].data_ptr()
-    elif not isinstance(codec, Plain):
-        side.scale = pools[prefix + "scale"].data_ptr()
-        if isinstance(codec, Integer):
-            side.zero = pools[prefix + "zero"].data_ptr()
-    return side
+def _side(region: Region, side: str) -> Side:
+    """The "keys" or "values" of a region as the C code sees them; its pointers have the names of the codecs' parts."""
+    pools = region.pools_of(side)
+    codes, size = pools["codes"], region.sizes[side == "values"]
+    layout = _layout(cast(Hashable, region.codecs[side]), size, codes.dtype, codes.shape[-1])
+    return Side(*layout, **{name: pool.data_ptr() for name, pool in pools.items()})
 
 
 @lru_cache(maxsize=256)
@@ -208,7 +170,7 @@ def _layout(codec: Hashable, size: int, dtype: torch.dtype, width: int) -> tuple
     elif isinstance(codec, Float8):
         kind, grid = _FP8, _TOKEN
     elif isinstance(codec, Bitmap):
-        kind, of, tile, mask = _BITMAP, _KINDS[dtype], True, -(-size // 8)
+        kind, of, tile, mask = _BITMAP, linear.TYPES[dtype], True, -(-size // 8)
     else:
-        kind = _KINDS[dtype]
+        kind = linear.TYPES[dtype]
     return kind, of, grid, groups, group, size, wide, width * dtype.itemsize, mask, int(tile), chunks

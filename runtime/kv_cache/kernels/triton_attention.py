@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any
 
 import torch
 
 from runtime.kernels.triton import gpu
 from runtime.kernels.triton.jit import INSTALLED, cdiv, entry, next_power_of_2, tl
+from runtime.kernels.triton.tuning import interpreted
 from runtime.kv_cache.kernels.triton_split import split_kernel
 from runtime.kv_cache.pages import PAGE
-from runtime.kv_cache.region import Chosen, Region
-from runtime.kv_cache.storage.base import Codec
+from runtime.kv_cache.region import Chosen, Queries, Region
 from runtime.kv_cache.storage.bitmap import Bitmap
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
@@ -64,7 +63,7 @@ def why_not(query: torch.Tensor, region: Region) -> str | None:
     """Why `run` cannot compute this; None when it can. `query` is that of `run`."""
     if not INSTALLED:
         return "triton is not installed"
-    if query.device.type != "cuda" and not _interpreted():
+    if query.device.type != "cuda" and not interpreted():
         return "triton's kernels run on CUDA devices"
     if gpu.capability(query.device) < (8, 0):
         return "it needs a GPU of compute capability 8.0 or later"
@@ -72,21 +71,16 @@ def why_not(query: torch.Tensor, region: Region) -> str | None:
         return f"it knows float32, float16 and bfloat16, not queries in {query.dtype} with floats in {region.dtype}"
     if max(region.sizes) > MOST_SIZE:
         return f"it takes heads of up to {MOST_SIZE} channels, not {max(region.sizes)}"
-    for codec in (region.keys, region.values):
+    for codec in region.codecs.values():
         if type(codec) not in (Plain, Bitmap, Float8, Integer):
             return f"it does not read {codec.name}"
-    if any(pool.device != query.device for pool in region.pages.pools.values()):
+    if any(pool.device != query.device for pool in region.pools.values()):
         return "the cache lies on another device than the queries"
     return None
 
 
 def run(
-    query: torch.Tensor,
-    region: Region,
-    scale: float,
-    softcap: float = 0.0,
-    visible: torch.Tensor | None = None,
-    chosen: Chosen | None = None,
+    queries: Queries, region: Region, visible: torch.Tensor | None = None, chosen: Chosen | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `region_attention`, its reference, where `why_not` has no objection: float32 `[rows, m, value size]` and `[rows, m]`.
 
@@ -94,57 +88,55 @@ def run(
     is cut into shares depends on its length, on the longest and on the number of rows, and so do the last bits of the result.
 
     Args:
-        query: `[rows, m, size]`, the last dimension dense or copied. Of another dtype than the region's floats (a model in float32
-            whose cache is in bfloat16), it is multiplied in float32: states become that in registers, and nothing is rounded.
+        queries: m of each row, the last dimension dense or copied. Of another dtype than the region's floats (a model in float32
+            whose cache is in bfloat16), they are multiplied in float32: states become that in registers, and nothing is rounded.
         region: what is attended to.
-        scale: of the scores.
-        softcap: as in `region_attention`.
         visible: int64 `[rows, m]`.
         chosen: of unit PAGE or 1.
     """
-    rows, queries = query.shape[:2]
-    pages, v_size = region.pages, region.sizes[1]
+    query, softcap = queries.states, queries.softcap
+    rows, m = query.shape[:2]
+    v_size = region.sizes[1]
     tiles = cdiv(region.longest, PAGE)
     if chosen is not None:
         most = chosen.index.shape[1]
         tiles = min(tiles, most if chosen.unit == PAGE else cdiv(most, PAGE))
-    shape = (rows, queries)
-    if not rows or not queries or not tiles:
+    shape = (rows, m)
+    if not rows or not m or not tiles:
         out = torch.zeros(*shape, v_size, dtype=torch.float32, device=query.device)
         return out, torch.full(shape, float("-inf"), dtype=torch.float32, device=query.device)
     if query.dtype != region.dtype:
         query = query.float()
-    if query.stride(-1) != 1:
-        query = query.contiguous()
+    query = _dense(query)
     keys, values = _stored(region, "keys"), _stored(region, "values")
     kind = "all" if chosen is None else "pages" if chosen.unit == PAGE else "tokens"
     options = _options(query, max(s["WIDTH"] * 8 // s["BITS"] for s in (keys, values)), kind == "tokens")
-    slices = cdiv(queries, options["ROWS"])
+    slices = cdiv(m, options["ROWS"])
     count = splits(rows * slices, tiles, _multiprocessors(query.device))
     out = torch.empty(*shape, v_size, dtype=torch.float32, device=query.device)
     lse = torch.empty(shape, dtype=torch.float32, device=query.device)
     part, extent = out, lse
     if count > 1:
-        part = torch.empty(rows, count, queries, v_size, dtype=torch.float32, device=query.device)
-        extent = torch.empty(rows, count, queries, 2, dtype=torch.float32, device=query.device)
-    lengths, table = pages.lengths, _dense(pages.table)
+        part = torch.empty(rows, count, m, v_size, dtype=torch.float32, device=query.device)
+        extent = torch.empty(rows, count, m, 2, dtype=torch.float32, device=query.device)
+    lengths, table = region.lengths, _dense(region.table)
     index, counts = (lengths, lengths) if chosen is None else (_dense(chosen.index), chosen.counts)
     limit = lengths if visible is None else _dense(visible)
     # Weights times scale could be too small for float16, whose values are restored as the model would have them.
     folded = values["GRID"] == "token" and query.dtype != torch.float16
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
         split_kernel[(rows, count, slices)](
-            query, *_pools(region, "keys"), *_pools(region, "values"), pages.pools["bias"] if region.has_bias else lse,
+            query, *_pools(region, "keys"), *_pools(region, "values"), region.pools["bias"] if region.has_bias else lse,
             table, lengths, limit, index, counts, out, lse, part, extent,
-            query.stride(0), query.stride(1), table.stride(0), index.stride(0), limit.stride(0), queries,
-            *_factors(scale, softcap), SPLITS=count, LEAST=LEAST_SHARE, PAGE=PAGE,
+            query.stride(0), query.stride(1), table.stride(0), index.stride(0), limit.stride(0), m,
+            *_factors(queries.scale, softcap), SPLITS=count, LEAST=LEAST_SHARE, PAGE=PAGE,
             **{f"K_{name}": value for name, value in keys.items()},
             **{f"V_{name}": value for name, value in values.items()}, V_FOLDED=folded,
             HAS_BIAS=region.has_bias, HAS_VISIBLE=visible is not None, CHOSEN=kind, CAPPED=softcap != 0, **options,
         )  # fmt: skip
         if count > 1:
-            merge_kernel[(rows, queries)](
-                part, extent, out, lse, queries,
+            merge_kernel[(rows, m)](
+                part, extent, out, lse, m,
                 SIZE=v_size, WIDTH=next_power_of_2(v_size), SPLITS=count, CHUNK=min(count, 8), num_warps=2,
             )  # fmt: skip
     return out, lse
@@ -166,10 +158,6 @@ def _options(query: torch.Tensor, width: int, gathered: bool) -> dict[str, int]:
     return {"ROWS": rows, "STAGES": 3 if not wide else 2 if width <= 128 else 1, "num_warps": warps}
 
 
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-
-
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return MULTIPROCESSORS
@@ -183,11 +171,10 @@ def _factors(scale: float, softcap: float) -> tuple[float, float]:
     return float(scale * _LOG2E), 0.0
 
 
-def _stored(region: Region, name: str) -> dict[str, Any]:
-    """The kernel's constants for keys or values."""
-    codec: Codec = region.keys if name == "keys" else region.values
-    size = region.sizes[name == "values"]
-    stored = region.pages.parts[f"{name}.codes"].width
+def _stored(region: Region, side: str) -> dict[str, Any]:
+    """The kernel's constants for "keys" or "values"."""
+    codec, size = region.codecs[side], region.sizes[side == "values"]
+    stored = region.parts[f"{side}.codes"].width
     found = {"SIZE": size, "STORED": stored, "KIND": codec.name, "BITS": 8, "GRID": "none", "GROUP": size}
     if isinstance(codec, Float8):
         found["GRID"] = "token"
@@ -198,17 +185,17 @@ def _stored(region: Region, name: str) -> dict[str, Any]:
     return found | {"WIDTH": max(16, next_power_of_2(elements))}
 
 
-def _pools(region: Region, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _pools(region: Region, side: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales (of bitmaps: masks) and zeros of keys or values; codes stand in where there are none.
 
     Float8 as its bits, which GPUs before compute capability 8.9 can load.
     """
-    pools = region.pages.pools
-    codes = pools[f"{name}.codes"]
+    pools = region.pools_of(side)
+    codes = pools["codes"]
     if codes.dtype == torch.float8_e4m3fn:
         codes = codes.view(torch.uint8)
-    scale = pools.get(f"{name}.mask", pools.get(f"{name}.scale", codes))
-    return codes, scale, pools.get(f"{name}.zero", codes)
+    scale = pools.get("mask", pools.get("scale", codes))
+    return codes, scale, pools.get("zero", codes)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -107,14 +107,9 @@ class Axes:
             eviction = dataclasses.replace(eviction, score=self.with_facts(eviction.score))
         if selection is not None:
             selection = self.with_facts(selection)
-        storage = StoragePlan(
-            self.tiers,
-            self.recent,
-            self.prefix if isinstance(self.prefix, int) else len(self.prefix_tokens),
-            self.saliency,
-            self.clusters,
-            None if self.floats is None else getattr(torch, self.floats),
-        )
+        prefix = self.first or len(self.prefix_tokens)
+        floats = None if self.floats is None else getattr(torch, self.floats)
+        storage = StoragePlan(self.tiers, self.recent, prefix, self.saliency, self.clusters, floats)
         return CachePlan(eviction, storage, selection, self.offload)
 
     def with_facts(self, method: Any) -> Any:

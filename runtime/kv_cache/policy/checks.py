@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from runtime.config.settings import ConfigError, calibrations_of
-from runtime.kv_cache.pages import PAGE
+from runtime.kv_cache.eviction import EvictionPlan
 from runtime.kv_cache.policy.axes import Axes
 from runtime.kv_cache.policy.calibrated import calibrations, fingerprint
 from runtime.kv_cache.policy.registries import PREFIX_TOKENS
 from runtime.kv_cache.scores.base import Accumulating
 from runtime.kv_cache.selection.base import Budget
-from runtime.kv_cache.shape import Shape, layer_configs
+from runtime.kv_cache.shape import Shape, compressed_layers, layer_configs
 from runtime.modeling.skeleton import model_kind
 
 if TYPE_CHECKING:
@@ -27,27 +27,43 @@ _ALIKE = ("streaming",)
 # ---------------------------------------------------------------- combinations
 def check_combination(policy: Axes) -> None:
     """ConfigError for the first combination that cannot be."""
-    _check_eviction(policy)
+    for key, plan, least, who, way in _floors(policy):
+        if plan.tokens is not None and plan.tokens <= least:
+            text = f"{plan.tokens} tokens are not more than the {least} that {who}"
+            raise ConfigError((key, "tokens"), f"{text}; raise tokens, or {way}")
+    _check_floats(policy)
     _check_tiers(policy)
-    _check_selection(policy)
+    if policy.select is not None and policy.select.needs_aligned:
+        _check_aligned(policy, policy.select.name)
 
 
-def _check_eviction(policy: Axes) -> None:
-    plan = policy.evict
-    if plan is None or plan.tokens is None:
+def _floors(policy: Axes) -> Iterator[tuple[str, EvictionPlan | Budget, int, str, str]]:
+    """For what is evicted and what is read: its key, its budget, tokens that no budget takes from a head, who takes them, and how to
+    have fewer of them."""
+    evict, select = policy.evict, policy.select
+    if evict is not None:
+        always = "and the prefix always keep" if policy.first else "always keeps"
+        least = evict.score.kept() + policy.first
+        yield "evict", evict, least, f"{evict.score.name} {always}", "shorten the window of the score"
+    if select is not None:
+        ends = " and ".join(name for name in ("recent", "sinks") if hasattr(select, name))
+        who = f"{select.name} always reads, so that it would choose none"
+        yield "select", select, select.always(), who, f"lower {ends}"
+
+
+def _moves(policy: Axes) -> bool:
+    """Whether older tokens are stored otherwise than the newest."""
+    return bool(policy.tiers) or policy.clusters is not None or policy.offload is not None
+
+
+def _check_floats(policy: Axes) -> None:
+    """Something must be left to be stored otherwise; of a prompt that stays, much is."""
+    plan, floats = policy.evict, policy.recent + policy.first
+    if plan is None or plan.tokens is None or plan.keeps_prompt or not _moves(policy) or plan.tokens > floats:
         return
-    least, who = _always_kept(policy)
-    if plan.tokens <= least:
-        text = f"{plan.tokens} tokens are not more than the {least} that {who}"
-        raise ConfigError(("evict", "tokens"), f"{text}; raise tokens, or shorten the window of the score")
-    moves = policy.tiers or policy.clusters is not None or policy.offload is not None
-    if not moves or plan.keeps_prompt:  # of a prompt that stays, much is stored in tiers
-        return
-    floats = policy.recent + policy.first
-    if plan.tokens <= floats:
-        which = f"{policy.recent} newest" + (f" and {policy.first} first" if policy.first else "")
-        text = f"{plan.tokens} tokens are not more than the {which} stored as floats, so no token would be compressed"
-        raise ConfigError(("evict", "tokens"), f"{text}; raise tokens above {floats}, or lower recent")
+    which = f"{policy.recent} newest" + (f" and {policy.first} first" if policy.first else "")
+    text = f"{plan.tokens} tokens are not more than the {which} stored as floats, so no token would be compressed"
+    raise ConfigError(("evict", "tokens"), f"{text}; raise tokens above {floats}, or lower recent")
 
 
 def _check_tiers(policy: Axes) -> None:
@@ -70,88 +86,28 @@ def _check_tiers(policy: Axes) -> None:
             raise ConfigError(("saliency",), f"{saliency.name} {why}; take snapkv, normalized, tova or streaming")
 
 
-def _check_selection(policy: Axes) -> None:
-    """A selection must have something to choose; some read the same positions in all heads or layers, which must have the same tokens."""
-    select = policy.select
-    if select is None:
-        return
-    tokens, read = select.tokens, _always_read(select)
-    if select.needs_aligned:
-        _check_aligned(policy, select.name)
-    if tokens is not None and tokens <= read:
-        ends = _ends(select) + (" and the first page" if select.name == "quest" else "")
-        text = f"{tokens} tokens are not more than the {read} that {select.name} always reads ({ends})"
-        raise ConfigError(
-            ("select", "tokens"), f"{text}, so it would choose none; raise tokens, or lower {_ends(select)}"
-        )
-
-
 def _check_aligned(policy: Axes, name: str) -> None:
     other = "tiers hold other tokens in each; give one" if len(policy.tiers) > 1 else ""
     other = "clusters differ from head to head" if policy.clusters is not None else other
     if other:
         raise ConfigError(("select",), f"{name} reads the same places in all heads, and {other}")
     plan = policy.evict
-    if plan is not None and (
-        plan.score.name not in _ALIKE or (plan.layers.name, plan.heads.name) != ("uniform", "equal")
-    ):
-        text = (
-            f"{name} reads the same places in all heads and layers, and {plan.score.name} leaves other tokens in each"
-        )
+    if plan is None:
+        return
+    if plan.score.name not in _ALIKE or (plan.layers.name, plan.heads.name) != ("uniform", "equal"):
+        text = f"{name} reads the same places in all heads and layers"
+        text = f"{text}, and {plan.score.name} leaves other tokens in each"
         raise ConfigError(("select",), f"{text}; evict by {' or '.join(_ALIKE)} with equal shares, or take quest")
-
-
-def _always_kept(policy: Axes) -> tuple[int, str]:
-    """Tokens that no budget takes from a head, the prefix included, and what to call them."""
-    assert policy.evict is not None
-    score, first = policy.evict.score, policy.first
-    who = f"{score.name} and the prefix always keep" if first else f"{score.name} always keeps"
-    return score.kept() + first, who
-
-
-def _always_read(select: Budget) -> int:
-    """Tokens that a selection reads whatever its budget."""
-    first = PAGE if select.name == "quest" else getattr(select, "sinks", 0)
-    return int(first + getattr(select, "recent", 0))
-
-
-def _ends(select: Budget) -> str:
-    """The settings that say how much a selection always reads."""
-    return " and ".join(name for name in ("recent", "sinks") if hasattr(select, name))
 
 
 # ---------------------------------------------------------------- models
 def check_model(policy: Axes, config: Any) -> None:
     """ConfigError where a model of this config has nothing to compress, or the policy was calibrated for another."""
-    name, kind = _name(config), model_kind(config)
-    if kind != "decoder":
-        raise ConfigError(
-            (), f"{name} is an {kind}; only causal language models have a cache that a policy can compress"
-        )
-    text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None):
-        raise ConfigError(
-            (), f"{name} caches latents that keys and values are made of, not these (multi-latent attention)"
-        )
-    if getattr(text, "num_kv_shared_layers", None) or "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):
-        raise ConfigError((), f"{name} has layers that share the cache of others, which compressed caches do not know")
-    parts = layer_configs(text)
-    shape = (
-        Shape.of(config, torch.float32)
-        if any(getattr(part, "num_attention_heads", None) for part in parts)
-        else Shape(())
-    )
-    if not shape.layers:
-        windowed = ["sliding_attention"] if any(getattr(part, "sliding_window", None) for part in parts) else []
-        kinds = sorted(set(getattr(text, "layer_types", None) or windowed))
-        if "hybrid" in kinds:
-            what = (
-                "layers of attention and a recurrent state side by side (hybrid), which compressed caches do not know"
-            )
-            raise ConfigError((), f"{name} has {what}")
-        what = f" (its layers: {', '.join(kinds)})" if kinds else ""
-        raise ConfigError((), f"{name} has no layer with full attention{what}, so there is no cache to compress")
-    positions = getattr(text, "max_position_embeddings", None)
+    name, reason = _name(config), _why_not(config)
+    if reason is not None:
+        raise ConfigError((), f"{name} {reason}")
+    shape = Shape.of(config, torch.float32)
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions:
         _check_positions(policy, int(positions), name)
     if policy.calibrated is not None:
@@ -163,6 +119,28 @@ def check_model(policy: Axes, config: Any) -> None:
             where, _, reason = str(error).removeprefix(f"{method.name}.").partition(" ")
             place = "calibrated" if where in calibrations_of(type(method)) else key
             raise ConfigError((place, where), f"{reason} ({name})") from error
+
+
+def _why_not(config: Any) -> str | None:
+    """Why a model of this config has no cache that a policy could be for; None: it has."""
+    kind, text = model_kind(config), config.get_text_config(decoder=True)
+    if kind != "decoder":
+        return f"is an {kind}; only causal language models have a cache that a policy can compress"
+    if getattr(text, "kv_lora_rank", None):
+        return "caches latents that keys and values are made of, not these (multi-latent attention)"
+    if getattr(text, "num_kv_shared_layers", None) or "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):
+        return "has layers that share the cache of others, which compressed caches do not know"
+    parts = layer_configs(text)
+    if any(getattr(part, "num_attention_heads", None) for part in parts) and compressed_layers(text):
+        return None
+    windowed = any(getattr(part, "sliding_window", None) for part in parts)
+    kinds = sorted(set(getattr(text, "layer_types", None) or (["sliding_attention"] if windowed else [])))
+    if "hybrid" in kinds:
+        return (
+            "has layers of attention and a recurrent state side by side (hybrid), which compressed caches do not know"
+        )
+    what = f" (its layers: {', '.join(kinds)})" if kinds else ""
+    return f"has no layer with full attention{what}, so there is no cache to compress"
 
 
 def _check_calibrated(policy: Axes, config: Any, shape: Shape) -> None:
@@ -189,20 +167,10 @@ def _check_calibrated(policy: Axes, config: Any, shape: Shape) -> None:
 
 def _check_positions(policy: Axes, positions: int, name: str) -> None:
     """ConfigError where a ratio of the longest sequence that the model reads is no more than what is kept or read anyway."""
-
-    def check(key: str, ratio: float | None, least: int, who: str, way: str) -> None:
-        if ratio is None or ratio * positions > least:
-            return
-        share = f"{ratio:.3g} of the {positions} positions of {name} are {ratio * positions:.4g} tokens"
-        raise ConfigError((key, "ratio"), f"{share}, not more than the {least} that {who}; {way}")
-
-    if policy.evict is not None:
-        least, who = _always_kept(policy)
-        check("evict", policy.evict.ratio, least, who, "raise ratio, or shorten the window of the score")
-    if policy.select is not None:
-        select = policy.select
-        who, way = f"{select.name} always reads", f"raise ratio, or lower {_ends(select)}"
-        check("select", select.ratio, _always_read(select), who, way)
+    for key, plan, least, who, way in _floors(policy):
+        if plan.ratio is not None and plan.ratio * positions <= least:
+            share = f"{plan.ratio:.3g} of the {positions} positions of {name} are {plan.ratio * positions:.4g} tokens"
+            raise ConfigError((key, "ratio"), f"{share}, not more than the {least} that {who}; raise ratio, or {way}")
 
 
 def check_module(module: PreTrainedModel) -> None:
@@ -226,8 +194,7 @@ def idle(policy: Axes, config: Any) -> list[str]:
     tokens = 0 if evict is None else evict.tokens or 0
     steps = evict.interval or 0 if evict is not None and evict.keeps_prompt else 0
     read = 0 if select is None else select.tokens or 0
-    moves = policy.tiers or policy.clusters is not None or policy.offload is not None
-    floats = policy.recent + policy.first if moves else 0
+    floats = policy.recent + policy.first if _moves(policy) else 0
     found = {
         f"evict.tokens: {tokens} are": (tokens, "nothing is ever evicted; lower tokens"),
         f"evict.interval: {steps} steps are": (steps, "nothing is ever evicted; lower interval"),

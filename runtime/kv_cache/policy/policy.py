@@ -102,7 +102,8 @@ def _read(value: Any) -> Policy:
         expected = f"expected a mapping ({', '.join(KEYS)}) or a published name ({', '.join(PRESETS)})"
         raise ConfigError((), f"{expected}, got {show(value)}")
     given = mapping((), value, KEYS)
-    preset = _preset(given.pop("method", None))
+    method = given.pop("method", None)
+    preset = None if method is None else _preset(read(Text, method, ("method",)), ("method",))
     settings = given if preset is None else _merged(preset, given)
     settings = {key: entry for key, entry in settings.items() if entry is not None}
     for key in ("keys", "values"):
@@ -135,18 +136,13 @@ def _from_text(value: str) -> Any:
         if not file.is_file():
             raise ConfigError((), f"there is no file {value}")
         return read_json(file)
-    preset = find_preset(value)
-    if preset is None:
-        raise unknown((), value, PRESETS, "method")
-    return {"method": preset.name}
+    return {"method": _preset(value, ()).name}
 
 
-def _preset(name: Any) -> Preset | None:
-    if name is None:
-        return None
-    preset = find_preset(read(Text, name, ("method",)))
+def _preset(name: str, path: Path) -> Preset:
+    preset = find_preset(name)
     if preset is None:
-        raise unknown(("method",), name, PRESETS, "method")
+        raise unknown(path, name, PRESETS, "method")
     return preset
 
 

@@ -28,7 +28,7 @@ SCORES = Registry(
 LAYER_BUDGETS = Registry(
     "budget of layers",
     _BUDGETS,
-    Method("uniform", f"{_HERE}.budgets.uniform:UniformLayers"),
+    Method("uniform", f"{_HERE}.budgets.base:UniformLayers"),
     Method("pyramid", f"{_HERE}.budgets.pyramid:Pyramid"),
     Method("cake", f"{_HERE}.budgets.cake:Cake"),
     Method("defensive", f"{_HERE}.budgets.defensive:DefensiveLayers"),
@@ -37,7 +37,7 @@ LAYER_BUDGETS = Registry(
 HEAD_BUDGETS = Registry(
     "budget of heads",
     _BUDGETS,
-    Method("equal", f"{_HERE}.budgets.uniform:EqualHeads"),
+    Method("equal", f"{_HERE}.budgets.base:EqualHeads"),
     Method("adaptive", f"{_HERE}.budgets.adaptive:AdaptiveHeads"),
     accepts=lambda budget: hasattr(budget, "counts"),
 )
@@ -56,7 +56,7 @@ SELECTIONS = Registry(
     Method("double-sparsity", f"{_HERE}.selection.double_sparsity:DoubleSparsity"),
     Method("token-select", f"{_HERE}.selection.token_select:TokenSelect"),
     Method("tidal", f"{_HERE}.selection.tidal:Tidal"),
-    Method("recycled", f"{_HERE}.selection.recycled:Recycled"),
+    Method("recycled", f"{_HERE}.selection.recycled_attention:RecycledAttention"),
 )
 
 #: {key of a policy: its registry}, for listings.

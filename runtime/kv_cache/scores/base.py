@@ -42,6 +42,10 @@ class Score(Settings, ABC):
         """Tokens that it keeps of a head whatever the budget, at most (the newest, the first); a budget must be larger."""
         return 1
 
+    def average(self, tokens: int) -> int:
+        """Tokens that a head keeps on average with a budget of `tokens`."""
+        return tokens
+
     @abstractmethod
     def __call__(self, seen: Observation) -> torch.Tensor:
         """Importance, float32 `[batch, kv_heads, n]`, higher is kept longer; infinity: always kept; minus infinity: no token there."""

@@ -49,6 +49,10 @@ class Duo(Score):
         ends = self.sinks + self.recent
         return ends if self.inner is None else max(ends, self.inner.kept())
 
+    def average(self, tokens: int) -> int:
+        # Streaming heads keep a constant number of tokens; the others share the budget.
+        return round(tokens - self.streaming * max(0, tokens - self.sinks - self.recent))
+
     def __call__(self, seen: Observation) -> torch.Tensor:
         oldest_first = torch.arange(seen.keys.shape[2], device=seen.keys.device)
         first = oldest_first < max(self.sinks, seen.pinned)
@@ -59,7 +63,5 @@ class Duo(Score):
             score = self.inner(seen)
         streams = torch.tensor(self.streams()[seen.layer], device=score.device)
         stays = (seen.ages < self.recent) | first
-        streaming = (
-            torch.full_like(score, NEVER).masked_fill(stays, float("inf")).masked_fill(~seen.held, float("-inf"))
-        )
-        return torch.where(streams[:, None], streaming, score)
+        streaming = torch.full_like(score, NEVER).masked_fill(stays, float("inf"))
+        return torch.where(streams[:, None], streaming, score).masked_fill(~seen.held, float("-inf"))

@@ -34,8 +34,7 @@ class ReasoningPath(Windowed):
         past = (seen.ages >= width)[:, :, None, None]
         score = torch.zeros(seen.keys.shape[:3], device=seen.keys.device)
         for _, logits in newest.logits():
-            weights = (
-                logits.masked_fill(~past, float("-inf")).softmax(-1).nan_to_num(0.0)
-            )  # 0 where there is nothing before
+            # 0 where there is nothing before.
+            weights = logits.masked_fill(~past, float("-inf")).softmax(-1).nan_to_num(0.0)
             score += weights.sum(3).mean(2) / width
         return seen.finish(self.pooled(seen.over_heads(score)), width)

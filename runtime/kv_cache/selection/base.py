@@ -11,8 +11,8 @@ import torch
 from runtime.config.settings import ConfigError, Count, Settings, Share
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE
-from runtime.kv_cache.region import Chosen, Region
-from runtime.kv_cache.selection.layout import Layout, Picked, Queries, Watch, best, between
+from runtime.kv_cache.region import Chosen, Queries, Region
+from runtime.kv_cache.selection.layout import Layout, PositionWatch, best, between
 from runtime.kv_cache.shape import Shape
 
 
@@ -44,6 +44,10 @@ class Budget(Settings, ABC):
     def check_shape(self, shape: Shape) -> None:
         """ValueError, "NAME.FIELD ..." in one sentence, where the settings do not fit a model of this shape."""
 
+    def always(self) -> int:
+        """Tokens that it reads whatever the budget, at most; a budget must be larger."""
+        return int(getattr(self, "sinks", 0) + getattr(self, "recent", 0))
+
     def counts(self, lengths: torch.Tensor) -> torch.Tensor:
         """Tokens that heads with `lengths` of them read, int64; never more than there are."""
         if self.ratio is None:
@@ -57,7 +61,7 @@ class Budget(Settings, ABC):
             return min(self.tokens, longest)
         return round(longest * self.ratio)
 
-    def pick(self, votes: torch.Tensor, lengths: torch.Tensor, longest: int, sinks: int, recent: int) -> Picked:
+    def pick(self, votes: torch.Tensor, lengths: torch.Tensor, longest: int, sinks: int, recent: int) -> Chosen:
         """The tokens with most votes that the budget has room for beside the first `sinks` and the newest `recent`.
 
         Args:
@@ -89,7 +93,9 @@ class Selection(ABC, Generic[Options]):
 
     def __init__(self, options: Options, layers: int) -> None:
         self.options, self.reads = options, ReadCounter(layers)
-        self._watches = [Watch() for _ in range(layers)]
+        self._watches = [PositionWatch() for _ in range(layers)]
+        self._known: list[Any] = [None] * layers  # by layer, with an `nbytes` and a `before` (see `_recall`)
+        self._aligned: list[int | None] = [None] * layers  # a layer's `changes` when its heads were last compared
 
     def choose(self, layer: LayerState, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
         """What this step reads of each region; None: all of it.
@@ -117,9 +123,38 @@ class Selection(ABC, Generic[Options]):
     def _choose(self, layer: LayerState, queries: Queries, layout: Layout) -> list[Chosen | None] | None:
         """As `choose`, for layers that the method does not skip, where the budget leaves out any token; None: everything is read."""
 
-    @abstractmethod
     def nbytes(self, index: int) -> int:
         """Memory of what the method has beside layer `index`'s cache, as allocated."""
+        known = self._known[index]
+        return 0 if known is None else int(known.nbytes)
+
+    def _recall(self, layer: LayerState, layout: Layout) -> Any:
+        """What is known of a layer's tokens, `before` those that were taken back; None: nothing, or other tokens are in their places."""
+        watch, known = self._watches[layer.index], self._known[layer.index]
+        if watch.void(layer, layout):
+            known = None
+        elif known is not None and watch.stays is not None:
+            known = known.before(watch.stays)
+        self._known[layer.index] = known
+        return known
+
+    def _sequences(self, layer: LayerState, layout: Layout) -> torch.Tensor:
+        """The lengths `[batch]` of sequences all of whose heads hold the same tokens; heads that are alike stay so until tokens leave.
+
+        Raises:
+            ValueError: heads hold different numbers of tokens, or in different orders.
+        """
+        heads = layout.lengths.view(layer.shape)
+        if self._aligned[layer.index] != layer.changes:
+            alike = f"{self.options.name} reads the same tokens in all heads"
+            if layer.storage.is_final:
+                text = "which several storages, or clusters, put into different orders: store older tokens in one way"
+                raise ValueError(f"{alike}, {text}")
+            if not bool((heads == heads[:, :1]).all()):
+                text = f"but those of layer {layer.index} hold different numbers of them"
+                raise ValueError(f"{alike}, {text}: evict nothing, or the same tokens in all heads")
+            self._aligned[layer.index] = layer.changes
+        return heads[:, 0]
 
 
 class ReadCounter:
@@ -130,32 +165,28 @@ class ReadCounter:
     """
 
     def __init__(self, layers: int) -> None:
-        self._read: list[torch.Tensor | int] = [0] * layers
-        self._stored: list[torch.Tensor | int] = [0] * layers
+        self._counts: list[tuple[torch.Tensor | int, torch.Tensor | int]] = [(0, 0)] * layers
 
     def add(self, layer: int, regions: list[Region], chosen: list[Chosen | None]) -> None:
         """One step of one layer."""
         for region, some in zip(regions, chosen, strict=True):
-            stored = region.lengths.sum()
-            self._stored[layer] = self._stored[layer] + stored
-            self._read[layer] = self._read[layer] + (stored if some is None else tokens_of(region, some).sum())
+            (read, stored), own = self._counts[layer], region.lengths.sum()
+            self._counts[layer] = read + (own if some is None else tokens_of(region, some).sum()), stored + own
 
     @property
     def totals(self) -> tuple[int, int]:
         """Tokens read and tokens there, of all layers and steps."""
-        return sum(map(int, self._read)), sum(map(int, self._stored))
+        return sum(int(read) for read, _ in self._counts), sum(int(stored) for _, stored in self._counts)
 
     def share(self, layer: int | None = None) -> float:
         """Share of the tokens that were read, of one layer or all (every layer's token counts the same); 1 before the first step."""
-        layers = range(len(self._stored)) if layer is None else [layer]
-        stored = sum(int(self._stored[index]) for index in layers)
-        return sum(int(self._read[index]) for index in layers) / stored if stored else 1.0
+        read, stored = self.totals if layer is None else map(int, self._counts[layer])
+        return read / stored if stored else 1.0
 
 
 def tokens_of(region: Region, chosen: Chosen) -> torch.Tensor:
     """Tokens of each row that were chosen, int64 `[rows]`."""
     if chosen.unit == 1:
         return chosen.counts
-    counted = torch.arange(chosen.index.shape[1], device=chosen.index.device) < chosen.counts[:, None]
     tokens = (region.lengths[:, None] - PAGE * chosen.index).clamp(0, PAGE)
-    return (tokens * counted).sum(1)
+    return (tokens * chosen.counted).sum(1)

@@ -9,10 +9,10 @@ import torch
 
 from runtime.config.settings import Natural, calibrated
 from runtime.kv_cache.layer_state import LayerState
-from runtime.kv_cache.pages import PAGE, Pages, Part
-from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.pages import PAGE, Pages, PageTensor
+from runtime.kv_cache.region import Chosen, Queries, Region
 from runtime.kv_cache.selection.base import Budget, Selection
-from runtime.kv_cache.selection.layout import Layout, Queries, with_ends
+from runtime.kv_cache.selection.layout import Layout, with_ends
 from runtime.kv_cache.shape import Shape
 
 _LEVELS = 127
@@ -61,25 +61,35 @@ class DoubleSparsity(Budget):
         return DoubleSparsitySelection(self, layers)
 
 
+class _Labels(Pages):
+    """Labels of one layer's tokens in the order of arrival.
+
+    Args:
+        channels: int64 `[rows, heavy channels]`.
+
+    Attributes:
+        seen: tokens of the layer, padding included, when they were last complete.
+    """
+
+    def __init__(self, channels: torch.Tensor) -> None:
+        parts = {"codes": PageTensor(channels.shape[1], torch.int8), "scale": PageTensor(1, _SCALE)}
+        super().__init__(len(channels), parts, channels.device)
+        self.channels, self.seen = channels, 0
+
+    def before(self, ends: torch.Tensor) -> _Labels:
+        """Those of tokens before the positions `ends`, int64 `[rows]`."""
+        self.crop(ends)
+        return self
+
+
 class DoubleSparsitySelection(Selection[DoubleSparsity]):
     """Labels of one cache's tokens, and what steps read by them."""
 
-    def __init__(self, options: DoubleSparsity, layers: int) -> None:
-        super().__init__(options, layers)
-        self._labels: list[Pages | None] = [None] * layers
-        self._rows: list[torch.Tensor | None] = [None] * layers
-        self._seen: list[int | None] = [None] * layers  # tokens of the layer when its labels were last complete
-
-    def nbytes(self, index: int) -> int:
-        labels = self._labels[index]
-        return 0 if labels is None else labels.nbytes
-
     def _choose(self, layer: LayerState, queries: Queries, layout: Layout) -> list[Chosen | None]:
         options, query = self.options, queries.states
-        channels = self._channels(layer, query)
-        labels = self._known(layer, layout, channels, queries)
+        labels = self._complete(layer, layout, queries)
         recent = max(options.recent, queries.count)
-        found = query.float().gather(2, channels.unsqueeze(1).expand(-1, query.shape[1], -1))
+        found = query.float().take_along_dim(labels.channels.unsqueeze(1), 2)
         table = labels.table.clamp(min=0)
         codes, scales = (labels.pools[name][table].flatten(1, 2)[:, : layout.longest] for name in ("codes", "scale"))
         logits = queries.scores(found @ codes.float().transpose(1, 2) * scales.float().transpose(1, 2))
@@ -90,39 +100,29 @@ class DoubleSparsitySelection(Selection[DoubleSparsity]):
         return layout.chosen(with_ends(picked, layout.lengths, 0, recent))
 
     def _channels(self, layer: LayerState, query: torch.Tensor) -> torch.Tensor:
-        """int64 `[rows, heavy channels]`, made once for a batch of one size."""
-        known = self._rows[layer.index]
-        if known is not None and known.shape[0] == len(query) and known.device == query.device:
-            return known
+        """int64 `[rows, heavy channels]`."""
         calibrated = self.options.channels[layer.index]
         batch, heads = layer.shape
+        what = f"{self.options.name}.channels of layer {layer.index}"
         if len(calibrated) != heads:
-            raise ValueError(
-                f"{self.options.name}.channels of layer {layer.index} are those of {len(calibrated)} heads, and it has {heads}"
-            )
+            raise ValueError(f"{what} are those of {len(calibrated)} heads, and it has {heads}")
         if max(map(max, calibrated)) >= query.shape[2] or min(map(min, calibrated)) < 0:
-            raise ValueError(f"{self.options.name}.channels of layer {layer.index} must be in [0, {query.shape[2]})")
-        made = torch.tensor(calibrated, device=query.device).repeat(batch, 1)
-        self._rows[layer.index] = made
-        return made
+            raise ValueError(f"{what} must be in [0, {query.shape[2]})")
+        return torch.tensor(calibrated, device=query.device).repeat(batch, 1)
 
-    def _known(self, layer: LayerState, layout: Layout, channels: torch.Tensor, queries: Queries) -> Pages:
-        """Labels of all tokens in the order of arrival, those of new ones added."""
-        labels, seen = self._labels[layer.index], self._seen[layer.index]
-        self._seen[layer.index] = layer.seen + queries.count
-        watch = self._watches[layer.index]
-        void = watch.void(layer, layout)
-        usual = queries.count == 1 and queries.counted is None and layer.seen == seen and watch.stays is None
-        if not void and labels is not None and usual:
+    def _complete(self, layer: LayerState, layout: Layout, queries: Queries) -> _Labels:
+        """Labels of all tokens, those of new ones added."""
+        labels: _Labels | None = self._recall(layer, layout)
+        usual = queries.count == 1 and queries.counted is None and not self._watches[layer.index].taken
+        usual = usual and labels is not None and layer.seen == labels.seen
+        if labels is None:
+            labels = self._known[layer.index] = _Labels(self._channels(layer, queries.states))
+        labels.seen, channels = layer.seen + queries.count, labels.channels
+        if usual:
             # The common step: one token more in every row, so that no number need be fetched from the device.
             codes, scales = quantized(_newest(layout.regions[-1]).gather(1, channels))
             labels.append_one({"codes": codes, "scale": scales})
             return labels
-        if void or labels is None:
-            parts = {"codes": Part(channels.shape[1], torch.int8), "scale": Part(1, _SCALE)}
-            labels = self._labels[layer.index] = Pages(len(channels), parts, channels.device)
-        elif watch.stays is not None:
-            labels.crop(watch.stays)
         counts = layout.lengths - labels.lengths
         most = int(counts.max())
         if not most:
@@ -130,11 +130,8 @@ class DoubleSparsitySelection(Selection[DoubleSparsity]):
         codes = torch.zeros(len(counts), most, channels.shape[1], dtype=torch.int8, device=counts.device)
         scales = torch.zeros(len(counts), most, 1, dtype=_SCALE, device=counts.device)
         for keys, rows, places in layout.since(labels.lengths):
-            found = keys.gather(2, channels[rows].unsqueeze(1).expand(-1, keys.shape[1], -1))
-            page, slot = (places >= 0).nonzero(as_tuple=True)
-            row = rows[page]
-            place = places[page, slot] - labels.lengths[row]
-            codes[row, place], scales[row, place] = quantized(found[page, slot])
+            at = rows, places - labels.lengths[rows]
+            codes[at], scales[at] = quantized(keys.gather(1, channels[rows]))
         labels.append({"codes": codes, "scale": scales}, counts)
         return labels
 
@@ -142,7 +139,7 @@ class DoubleSparsitySelection(Selection[DoubleSparsity]):
 def _newest(tail: Region) -> torch.Tensor:
     """The key of each row's newest token, `[rows, size]`."""
     rows, places = torch.arange(len(tail.lengths), device=tail.device), tail.lengths - 1
-    return tail.page_keys(tail.pages.table[rows, places // PAGE])[rows, places % PAGE]
+    return tail.page_keys(tail.table[rows, places // PAGE])[rows, places % PAGE]
 
 
 def quantized(label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,112 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE
-from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.region import Chosen, Queries, Region
 
 SLICE_BYTES = 32 << 20  # of keys that are decoded at a time
 _BEHIND = 1 << 62  # sorts behind all positions
-
-
-@dataclass(frozen=True)
-class Queries:
-    """The queries of one layer and step, and how attention makes scores of them.
-
-    Attributes:
-        states: `[batch * kv_heads, groups * count, size]`, query heads of a key head together.
-        count: new tokens of this step, whose keys are in the tail already.
-        scale: of the scores.
-        softcap: 0: none; else scores become softcap * tanh(scores / softcap), before any bias (Gemma 2).
-        counted: bool `[batch * kv_heads, groups * count]`, False where a query is padding (on the left of a row's new tokens); None:
-            none is.
-    """
-
-    states: torch.Tensor
-    count: int
-    scale: float
-    softcap: float = 0.0
-    counted: torch.Tensor | None = None
-
-    @property
-    def later(self) -> torch.Tensor | int:
-        """How many tokens of this step came after its first, int64 `[batch * kv_heads]` where rows differ."""
-        if self.counted is None:
-            return self.count - 1
-        return (self.counted[:, : self.count].sum(1) - 1).clamp(min=0)
-
-    def first(self) -> Queries:
-        """Those of the step's first token alone: the only one that is no draft, and stays whatever is taken back of the step.
-
-        (Of a row that is all padding, those of the last.)
-        """
-        if self.count == 1:
-            return self
-        states = self.states.unflatten(1, (-1, self.count))
-        if self.counted is None:
-            return replace(self, states=states[:, :, 0], count=1)
-        place = (self.count - 1 - self.later)[:, None, None, None].expand(-1, states.shape[1], 1, states.shape[3])  # type: ignore[index]
-        return replace(self, states=states.gather(2, place)[:, :, 0], count=1, counted=None)
-
-    def votes(self, logits: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
-        """Attention of all queries of a row to each of its first `lengths` tokens, summed, float32 `[rows, n]`.
-
-        Args:
-            logits: `[rows, groups * count, n]`.
-            lengths: int64 `[rows]`; None: logits are minus infinity where there is no token.
-        """
-        if lengths is not None:
-            logits = logits.masked_fill(~between(lengths, logits.shape[2], 0, 0).unsqueeze(1), float("-inf"))
-        weights = logits.softmax(-1)
-        if self.counted is not None:
-            weights = weights.masked_fill(~self.counted.unsqueeze(-1), 0.0)
-        return weights.sum(1)
-
-    def highest(self, scores: torch.Tensor) -> torch.Tensor:
-        """The largest that any query of a row gives, `[rows, n]`; `scores` are `[rows, groups * count, n]`."""
-        if self.counted is not None:
-            scores = scores.masked_fill(~self.counted.unsqueeze(-1), float("-inf"))
-        return scores.amax(1)
-
-    def scores(self, products: torch.Tensor) -> torch.Tensor:
-        """What attention makes of products of queries and keys, any shape; biases come after."""
-        scores = products * self.scale
-        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
-
-    def rows(self, which: torch.Tensor) -> Queries:
-        """Those of the rows `which` (int64) alone."""
-        return replace(self, states=self.states[which], counted=None if self.counted is None else self.counted[which])
-
-
-@dataclass(frozen=True)
-class Picked:
-    """Tokens of each row by their position in the order of arrival.
-
-    Attributes:
-        index: int64 `[rows, most]`, ascending.
-        counts: int64 `[rows]`, how many of them count.
-    """
-
-    index: torch.Tensor
-    counts: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Memory as allocated, bytes."""
-        return self.index.untyped_storage().nbytes() + self.counts.untyped_storage().nbytes()
-
-    def before(self, ends: torch.Tensor) -> Picked:
-        """Those before the positions `ends`, int64 `[rows]`."""
-        counted = torch.arange(self.index.shape[1], device=ends.device) < self.counts[:, None]
-        return Picked(self.index, (counted & (self.index < ends[:, None])).sum(1))
-
-    def per_head(self, heads: int) -> Picked:
-        """Of sequences: the same for each of their key heads."""
-        return Picked(self.index.repeat_interleave(heads, 0), self.counts.repeat_interleave(heads, 0))
+_Place = torch.Tensor | int
 
 
 class Layout:
@@ -125,10 +30,8 @@ class Layout:
 
     def __init__(self, regions: list[Region]) -> None:
         self.regions = regions
-        self.starts = [torch.zeros_like(regions[0].lengths)]
-        for region in regions:
-            self.starts.append(self.starts[-1] + region.lengths)
-        self.lengths = self.starts.pop()
+        lengths = [region.lengths for region in regions]
+        *self.starts, self.lengths = accumulate(lengths, initial=torch.zeros_like(lengths[0]))
         self.longest = sum(region.longest for region in regions)
 
     def logits(self, queries: Queries, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -145,22 +48,17 @@ class Layout:
         # The last column takes what is no token.
         result = exact.new_full((count, width, self.longest + 1), float("-inf"))
         step = max(1, SLICE_BYTES // (4 * max(1, count) * PAGE * size))
-        for start, region in zip(self.starts, self.regions, strict=True):
-            table, lengths, bias = region.pages.table, region.lengths, region.bias()
-            if rows is not None:
-                start, table, lengths, bias = (
-                    start[rows],
-                    table[rows],
-                    lengths[rows],
-                    bias if bias is None else bias[rows],
-                )
+        which = slice(None) if rows is None else rows
+        for begin, region in zip(self.starts, self.regions, strict=True):
+            start, table, lengths = (part[which] for part in (begin, region.table, region.lengths))
+            bias = region.bias()
             for first in range(0, -(-region.longest // PAGE), step):
                 ids = table[:, first : first + step]
                 keys = region.page_keys(ids.clamp(min=0).flatten()).view(count, -1, size).float()
                 scores = queries.scores(exact @ keys.transpose(1, 2))
                 places = torch.arange(first * PAGE, first * PAGE + keys.shape[1], device=keys.device)
                 if bias is not None:
-                    scores = scores + bias[:, None, places.clamp(max=bias.shape[1] - 1)]
+                    scores = scores + bias[which][:, None, places.clamp(max=bias.shape[1] - 1)]
                 columns = (start[:, None] + places).masked_fill(places >= lengths[:, None], self.longest)
                 result.scatter_(2, columns.unsqueeze(1).expand_as(scores), scores)
         return result[..., : self.longest]
@@ -174,18 +72,17 @@ class Layout:
             bias = region.bias()
             if bias is not None:
                 columns = start[:, None] + torch.arange(bias.shape[1], device=start.device)
-                result.scatter_(1, columns.masked_fill(~region.pages.used(), self.longest), bias)
+                result.scatter_(1, columns.masked_fill(~region.used(), self.longest), bias)
         return result[:, : self.longest]
 
     def since(self, known: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Keys of the tokens of each row from place `known[row]` on, in slices of pages.
 
         Yields:
-            Keys `[n, PAGE, size]`, the row of each page `[n]`, and its tokens' positions `[n, PAGE]`, negative where a slot has no token
-            or one from before.
+            Keys `[n, size]`, the row of each `[n]`, and its position `[n]`.
         """
         for start, region in zip(self.starts, self.regions, strict=True):
-            table, lengths = region.pages.table, region.lengths
+            table, lengths = region.table, region.lengths
             columns = PAGE * torch.arange(table.shape[1], device=table.device)
             wanted = (columns < lengths[:, None]) & (start[:, None] + columns + PAGE > known[:, None])
             rows, pages = wanted.nonzero(as_tuple=True)
@@ -194,42 +91,38 @@ class Layout:
                 row, page = rows[part : part + step], pages[part : part + step]
                 places = (start[row] + PAGE * page)[:, None] + torch.arange(PAGE, device=row.device)
                 new = (places >= known[row, None]) & (places < (start + lengths)[row, None])
-                yield region.page_keys(table[row, page]), row, places.masked_fill(~new, -1)
+                yield region.page_keys(table[row, page])[new], row[:, None].expand_as(new)[new], places[new]
 
-    def chosen(self, picked: Picked) -> list[Chosen | None]:
+    def chosen(self, picked: Chosen) -> list[Chosen | None]:
         """The tokens of each region that were picked."""
-        spans = [
-            (start, start + region.lengths, region.longest)
-            for start, region in zip(self.starts, self.regions, strict=True)
-        ]
-        return split(picked.index, picked.counts, spans, 1)
+        spans = []
+        for start, region in zip(self.starts, self.regions, strict=True):
+            spans.append((start[:, None], (start + region.lengths)[:, None], region.longest))
+        return split(picked, spans)
 
 
-def split(
-    index: torch.Tensor, counts: torch.Tensor, spans: Sequence[tuple[torch.Tensor, torch.Tensor, int]], unit: int
-) -> list[Chosen | None]:
+def split(picked: Chosen, spans: Sequence[tuple[_Place, _Place, int]]) -> list[Chosen | None]:
     """What was picked of all regions together, region by region.
 
     Args:
-        index: int64 `[rows, most]`, ascending.
-        counts: int64 `[rows]`, how many of them count.
-        spans: for each region the number of its first place and the one behind its last, int64 `[rows]`, and the most a row has.
-        unit: of places.
+        picked: in the order of arrival.
+        spans: for each region the number of its first place and the one behind its last, int64 `[rows, 1]` where rows differ, and the
+            most a row has.
     """
+    index, counted = picked.index, picked.counted
     columns = torch.arange(index.shape[1], device=index.device)
-    counted = columns < counts[:, None]
     result: list[Chosen | None] = []
     for first, behind, longest in spans:
-        before = counted & (index < first[:, None])
-        inside = counted & ~before & (index < behind[:, None])
+        before = counted & (index < first)
+        inside = counted & ~before & (index < behind)
         own = columns[: min(len(columns), longest)] + before.sum(1, keepdim=True)
-        own = index.gather(1, own.clamp(max=len(columns) - 1)) - first[:, None]
-        result.append(Chosen(own.clamp(0, max(0, longest - 1)), inside.sum(1), unit))
+        own = index.gather(1, own.clamp(max=len(columns) - 1)) - first
+        result.append(Chosen(own.clamp(0, max(0, longest - 1)), inside.sum(1), picked.unit))
     return result
 
 
 # ---------------------------------------------------------------- picking
-def best(scores: torch.Tensor, counts: torch.Tensor, most: int) -> Picked:
+def best(scores: torch.Tensor, counts: torch.Tensor, most: int) -> Chosen:
     """The `counts[row]` best positions of each row.
 
     Args:
@@ -240,7 +133,7 @@ def best(scores: torch.Tensor, counts: torch.Tensor, most: int) -> Picked:
     most = min(most, scores.shape[1])
     top = scores.topk(most).indices
     unwanted = torch.arange(most, device=top.device) >= counts[:, None]
-    return Picked(top.masked_fill(unwanted, _BEHIND).sort(-1).values, counts)
+    return Chosen(top.masked_fill(unwanted, _BEHIND).sort(-1).values, counts)
 
 
 def between(lengths: torch.Tensor, longest: int, sinks: int, recent: int) -> torch.Tensor:
@@ -249,74 +142,43 @@ def between(lengths: torch.Tensor, longest: int, sinks: int, recent: int) -> tor
     return (columns >= sinks) & (columns < (lengths - recent)[:, None])
 
 
-def with_ends(picked: Picked, lengths: torch.Tensor, sinks: int, recent: int) -> Picked:
+def with_ends(picked: Chosen, lengths: torch.Tensor, sinks: int, recent: int) -> Chosen:
     """What was picked, the first `sinks` and the newest `recent` tokens; none of them twice."""
-    rows, most = picked.index.shape
-    device = lengths.device
+    rows, device = len(lengths), lengths.device
     newest = (lengths - recent).clamp(min=sinks)[:, None]
     first = torch.arange(sinks, device=device).expand(rows, -1)
     last = newest + torch.arange(recent, device=device)
-    counted = torch.arange(most, device=device) < picked.counts[:, None]
     index = torch.cat([first, picked.index, last], 1)
-    wanted = torch.cat(
-        [
-            first < lengths[:, None],
-            counted & (picked.index >= sinks) & (picked.index < newest),
-            last < lengths[:, None],
-        ],
-        1,
-    )
-    return Picked(index.masked_fill(~wanted, _BEHIND).sort(-1).values, wanted.sum(1))
+    middle = picked.counted & (picked.index >= sinks) & (picked.index < newest)
+    wanted = torch.cat([first < lengths[:, None], middle, last < lengths[:, None]], 1)
+    return Chosen(index.masked_fill(~wanted, _BEHIND).sort(-1).values, wanted.sum(1))
 
 
 # ---------------------------------------------------------------- what stays where it is
-def in_order(layer: LayerState) -> bool:
-    """Whether tokens keep their order of arrival when they are stored: several storages, or clusters, mix them."""
-    return len(layer.storage.tiers) < 2 and layer.storage.clusters is None
-
-
-class Watch:
+class PositionWatch:
     """Watch over positions in a layer's order of arrival: whether they are still those of the same tokens.
 
     Attributes:
-        stays: from the time before it was last asked, tokens before these places are where they were, int64 `[rows]`; None: all that
-            there were. Only where nothing was void.
+        moved: whether tokens left their positions between the last two times that it was asked.
+        taken: newest tokens of every row that were taken back between these.
+        stays: tokens before these places are where they were the time before, int64 `[rows]`; None: all that there were. Only where
+            nothing was void.
     """
 
     def __init__(self) -> None:
         self.stays: torch.Tensor | None = None
-        self._changes: int | None = None
-        self._older: list[torch.Tensor] = []
-        self._taken = 0
-        self._lengths: torch.Tensor | None = None
+        self.moved, self.taken = True, 0
+        self._last: tuple[int, int, list[torch.Tensor], torch.Tensor] | None = None
 
     def void(self, layer: LayerState, layout: Layout) -> bool:
         """Whether that happened to any but the newest tokens since it was last asked; True the first time."""
-        # Lengths are a new tensor whenever a region is written to, so that no number need be fetched from the device.
         older = [region.lengths for region in layout.regions[:-1]]
-        stored = len(older) != len(self._older) or any(a is not b for a, b in zip(older, self._older, strict=True))
-        void = layer.changes != self._changes or (stored and not in_order(layer))
-        taken = layer.taken_back - self._taken
-        self.stays = None if self._lengths is None or not taken else (self._lengths - taken).clamp(min=0)
-        self._changes, self._older, self._taken, self._lengths = layer.changes, older, layer.taken_back, layout.lengths
-        return void
-
-
-def sequences(layer: LayerState, lengths: torch.Tensor, name: str) -> torch.Tensor:
-    """The lengths `[batch]` of sequences all of whose heads hold the same tokens.
-
-    Raises:
-        ValueError: heads hold different numbers of tokens, or in different orders.
-    """
-    heads = lengths.view(layer.shape)
-    if not in_order(layer):
-        raise ValueError(
-            f"{name} reads the same tokens in all heads, which several storages, or clusters, put into different orders: "
-            "store older tokens in one way"
-        )
-    if not bool((heads == heads[:, :1]).all()):
-        raise ValueError(
-            f"{name} reads the same tokens in all heads, but those of layer {layer.index} hold different numbers of them: "
-            "evict nothing, or the same tokens in all heads"
-        )
-    return heads[:, 0]
+        last, self._last = self._last, (layer.changes, layer.taken_back, older, layout.lengths)
+        if last is None:
+            return True
+        changes, taken_back, before, lengths = last
+        self.moved, self.taken = layer.changes != changes, layer.taken_back - taken_back
+        self.stays = (lengths - self.taken).clamp(min=0) if self.taken else None
+        # Lengths are a new tensor whenever a region is written to, so that no number need be fetched from the device.
+        stored = len(older) != len(before) or any(a is not b for a, b in zip(older, before, strict=True))
+        return self.moved or (stored and layer.storage.is_final)

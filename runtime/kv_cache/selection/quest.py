@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -10,10 +11,10 @@ import torch
 
 from runtime.config.settings import Natural
 from runtime.kv_cache.layer_state import LayerState
-from runtime.kv_cache.pages import PAGE, Pages, Part
-from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.pages import PAGE, Pages, PageTensor
+from runtime.kv_cache.region import Chosen, Queries, Region
 from runtime.kv_cache.selection.base import Budget, Selection
-from runtime.kv_cache.selection.layout import SLICE_BYTES, Layout, Queries, best, split
+from runtime.kv_cache.selection.layout import SLICE_BYTES, Layout, best, split
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class Quest(Budget):
     name: ClassVar[str] = "quest"
     skip_layers: Natural = 2
     recent: Natural = 32
+
+    def always(self) -> int:
+        return PAGE + super().always()
 
     def begin(self, layers: int) -> QuestSelection:
         return QuestSelection(self, layers)
@@ -50,39 +54,33 @@ class QuestSelection(Selection[Quest]):
 
     def __init__(self, options: Quest, layers: int) -> None:
         super().__init__(options, layers)
-        self._changes: list[int | None] = [None] * layers
-        self._taken = [0] * layers  # tokens taken back when a layer's bounds were last complete
         self._bounds: list[WeakKeyDictionary[Region, _Bounds]] = [WeakKeyDictionary() for _ in range(layers)]
 
     def nbytes(self, index: int) -> int:
-        return sum(bounds.pages.nbytes for bounds in self._bounds[index].values())
+        return sum(bounds.nbytes for bounds in self._bounds[index].values())
 
     def _choose(self, layer: LayerState, queries: Queries, layout: Layout) -> list[Chosen | None]:
         options, regions = self.options, layout.regions
-        bounds = self._known(layer, regions)
+        bounds = self._complete(layer, layout)
         recent = max(options.recent, queries.count)
         # A cap leaves pages in their order, and only makes many of the best equal, unless something is added to what it gives.
         capped = any(region.has_bias for region in regions)
-        scores, tokens, always = [], [], []
+        parts = []
         for start, region in zip(layout.starts, regions, strict=True):
             places = PAGE * torch.arange(-(-region.longest // PAGE), device=layout.lengths.device)
             held = (region.lengths[:, None] - places).clamp(0, PAGE)
             score, known = self._scores(bounds, queries, region, capped)
             begin = start[:, None] + places
             needed = (begin == 0) | (begin + held > (layout.lengths - recent)[:, None]) | ~known
-            scores.append(score)
-            tokens.append(held)
-            always.append(needed & (held > 0))
-        held, needed = torch.cat(tokens, 1), torch.cat(always, 1)
-        score = torch.cat(scores, 1).masked_fill(held == 0, float("-inf")).masked_fill(needed, float("inf"))
+            parts.append((score, held, needed & (held > 0)))
+        score, held, needed = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+        score = score.masked_fill(held == 0, float("-inf")).masked_fill(needed, float("inf"))
         left = (options.counts(layout.lengths) - (held * needed).sum(1)).clamp(min=0)
         counts = torch.minimum(needed.sum(1) + left // PAGE, (held > 0).sum(1))
         picked = best(score, counts, self._most(layout, recent))
-        spans, first = [], torch.zeros_like(counts)
-        for part in tokens:
-            spans.append((first, first + part.shape[1], part.shape[1]))
-            first = first + part.shape[1]
-        return split(picked.index, picked.counts, spans, PAGE)
+        pages = [part.shape[1] for part, *_ in parts]
+        spans = [(end - count, end, count) for end, count in zip(accumulate(pages), pages, strict=True)]
+        return split(replace(picked, unit=PAGE), spans)
 
     def _most(self, layout: Layout, recent: int) -> int:
         """No row reads more pages, counted without asking the device."""
@@ -92,15 +90,14 @@ class QuestSelection(Selection[Quest]):
         # What is read whatever the budget says: the first page, those not full, those that the newest tokens are spread over.
         return max(within, 1 + regions + recent // PAGE + 2 * regions)
 
-    def _known(self, layer: LayerState, regions: list[Region]) -> WeakKeyDictionary[Region, _Bounds]:
+    def _complete(self, layer: LayerState, layout: Layout) -> WeakKeyDictionary[Region, _Bounds]:
         """Bounds of the layer's regions, those of new pages added."""
-        bounds = self._bounds[layer.index]
-        if self._changes[layer.index] != layer.changes:
-            self._changes[layer.index] = layer.changes
+        bounds, regions, watch = self._bounds[layer.index], layout.regions, self._watches[layer.index]
+        watch.void(layer, layout)
+        if watch.moved:
             bounds.clear()
-        if regions[-1] in bounds and layer.taken_back != self._taken[layer.index]:
-            bounds[regions[-1]].take_back(layer.taken_back - self._taken[layer.index])
-        self._taken[layer.index] = layer.taken_back
+        if watch.taken and regions[-1] in bounds:
+            bounds[regions[-1]].take_back(watch.taken)
         # A tail in front of which there are storages is short, and its pages are others whenever some tokens leave it. (Into a prefix
         # alone tokens go before a page of them is full.)
         stay = regions[:-1] if layer.storage.tiers or layer.storage.clusters else regions
@@ -117,12 +114,12 @@ class QuestSelection(Selection[Quest]):
         columns = torch.arange(-(-region.longest // PAGE), device=region.device)
         kept = bounds.get(region)
         if kept is None:
-            ids = region.pages.table[:, : len(columns)].clamp(min=0)
+            ids = region.table[:, : len(columns)].clamp(min=0)
             low, high = region.page_keys(ids.flatten()).view(*ids.shape, PAGE, -1).aminmax(dim=2)
             known, bias = region.lengths // PAGE, None
         else:
-            low, high, bias = kept.dense(len(columns))
-            known = kept.pages.lengths
+            low, high, bias = kept.first(len(columns))
+            known = kept.lengths
         score = page_bound(queries.states, low, high)
         score = queries.scores(score) if capped else score * queries.scale
         if bias is not None:
@@ -130,7 +127,7 @@ class QuestSelection(Selection[Quest]):
         return queries.highest(score), columns < known[:, None]
 
 
-class _Bounds:
+class _Bounds(Pages):
     """Least and largest keys of a region's full pages, as "tokens" of pages of their own.
 
     Args:
@@ -138,9 +135,9 @@ class _Bounds:
     """
 
     def __init__(self, region: Region) -> None:
-        size = Part(region.sizes[0], region.dtype)
-        parts = {"low": size, "high": size} | ({"bias": Part(1, torch.float32)} if region.has_bias else {})
-        self.pages = Pages(region.pages.rows, parts, region.device)
+        size = PageTensor(region.sizes[0], region.dtype)
+        parts = {"low": size, "high": size} | ({"bias": PageTensor(1, torch.float32)} if region.has_bias else {})
+        super().__init__(region.rows, parts, region.device)
         self._seen: torch.Tensor | None = None  # the region's lengths when it was looked at
 
     def update(self, region: Region) -> None:
@@ -148,39 +145,30 @@ class _Bounds:
         if region.lengths is self._seen:
             return
         self._seen = region.lengths
-        counts = region.lengths // PAGE - self.pages.lengths
-        most = int(counts.max())
-        if not most:
+        counts = region.lengths // PAGE - self.lengths
+        if not int(counts.max()):
             return
-        rows, steps = (torch.arange(most, device=counts.device) < counts[:, None]).nonzero(as_tuple=True)
-        ids = region.pages.table[rows, self.pages.lengths[rows] + steps]
-        new = {
-            name: torch.zeros(len(counts), most, part.width, dtype=part.dtype, device=counts.device)
-            for name, part in self.pages.parts.items()
-        }
-        step = max(1, SLICE_BYTES // (4 * PAGE * region.sizes[0]))
-        for first in range(0, len(ids), step):
-            part = slice(first, first + step)
-            new["low"][rows[part], steps[part]], new["high"][rows[part], steps[part]] = region.page_keys(
-                ids[part]
-            ).aminmax(dim=1)
+        columns, first = torch.arange(region.table.shape[1], device=counts.device), self.lengths[:, None]
+        ids = region.table[(columns >= first) & (columns < first + counts[:, None])]
+        slices = ids.split(max(1, SLICE_BYTES // (4 * PAGE * region.sizes[0])))
+        bounds = [region.page_keys(part).aminmax(dim=1) for part in slices]
+        new = {"low": torch.cat([part.min for part in bounds]), "high": torch.cat([part.max for part in bounds])}
         if region.has_bias:
-            pool = region.pages.pools["bias"]
-            new["bias"][rows, steps] = pool[ids.to(pool.device)].amax(1).to(counts.device)
-        self.pages.append(new, counts)
+            new["bias"] = region.copy_of(region.pools["bias"], ids).amax(1)
+        self.append_flat(new, counts)
 
     def take_back(self, count: int) -> None:
         """Forget pages that the newest `count` tokens of when it was last looked at were in."""
         assert self._seen is not None
-        self.pages.crop((self._seen - count).clamp(min=0) // PAGE)
+        self.crop((self._seen - count).clamp(min=0) // PAGE)
 
-    def dense(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def first(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Copies of the first `count` pages' bounds, `[rows, count, size]`, and biases `[rows, count]`; whatever where none is known."""
-        table = self.pages.table.clamp(min=0)
+        table = self.table.clamp(min=0)
 
         def part(name: str) -> torch.Tensor:
-            found = self.pages.pools[name][table].flatten(1, 2)[:, :count]
+            found = self.pools[name][table].flatten(1, 2)[:, :count]
             return torch.nn.functional.pad(found, (0, 0, 0, count - found.shape[1]))
 
-        bias = part("bias")[..., 0] if "bias" in self.pages.parts else None
+        bias = part("bias")[..., 0] if "bias" in self.parts else None
         return part("low"), part("high"), bias

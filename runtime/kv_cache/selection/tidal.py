@@ -9,9 +9,9 @@ import torch
 
 from runtime.config.settings import Natural
 from runtime.kv_cache.layer_state import LayerState
-from runtime.kv_cache.region import Chosen
+from runtime.kv_cache.region import Chosen, Queries
 from runtime.kv_cache.selection.base import Budget, Selection
-from runtime.kv_cache.selection.layout import Layout, Picked, Queries, sequences, with_ends
+from runtime.kv_cache.selection.layout import Layout, with_ends
 from runtime.kv_cache.shape import Shape
 
 
@@ -63,8 +63,7 @@ class TidalSelection(Selection[Tidal]):
     def __init__(self, options: Tidal, layers: int) -> None:
         super().__init__(options, layers)
         self.selecting = options.selecting(layers)
-        self._checked: list[int | None] = [None] * layers  # a layer's `changes` when its tokens were last looked at
-        self._chosen: tuple[int, Picked, torch.Tensor] | None = None  # by which layer; what; of how many tokens
+        self._chosen: tuple[int, Chosen, torch.Tensor] | None = None  # by which layer; what; of how many tokens
 
     def nbytes(self, index: int) -> int:
         return self._chosen[1].nbytes if self._chosen is not None and self._chosen[0] == index else 0
@@ -73,29 +72,18 @@ class TidalSelection(Selection[Tidal]):
         if not self.selecting or layer.index < self.selecting[0]:
             return None
         if layer.index in self.selecting:
-            self._select(layer, queries, layout)
+            # For the layers to come.
+            lengths, recent = self._sequences(layer, layout), max(self.options.recent, queries.count)
+            votes = queries.votes(layout.logits(queries)).view(*layer.shape, -1).sum(1)
+            picked = self.options.pick(votes, lengths, layout.longest, 0, recent)
+            self._chosen = layer.index, with_ends(picked, lengths, 0, recent), lengths
             return None
         if self._chosen is None:
             return None
         by, picked, lengths = self._chosen
-        if self._checked[layer.index] != layer.changes:
-            if not torch.equal(sequences(layer, layout.lengths, self.options.name), lengths):
-                raise ValueError(
-                    f"{self.options.name} reads the same tokens in all layers, but layer {layer.index} holds other numbers of them "
-                    f"than layer {by}: evict nothing, or the same tokens in all layers"
-                )
-            self._checked[layer.index] = layer.changes
+        if self._aligned[layer.index] != layer.changes and not torch.equal(self._sequences(layer, layout), lengths):
+            self._aligned[layer.index] = None
+            text = f"but layer {layer.index} holds other numbers of them than layer {by}"
+            text = f"{self.options.name} reads the same tokens in all layers, {text}"
+            raise ValueError(f"{text}: evict nothing, or the same tokens in all layers")
         return layout.chosen(picked.per_head(layer.shape[1]))
-
-    def _select(self, layer: LayerState, queries: Queries, layout: Layout) -> None:
-        """Choose for the layers to come."""
-        options = self.options
-        batch, heads = layer.shape
-        if self._checked[layer.index] != layer.changes:
-            sequences(layer, layout.lengths, self.options.name)
-            self._checked[layer.index] = layer.changes
-        lengths = layout.lengths.view(batch, heads)[:, 0]
-        recent = max(options.recent, queries.count)
-        votes = queries.votes(layout.logits(queries)).view(batch, heads, -1).sum(1)
-        picked = options.pick(votes, lengths, layout.longest, 0, recent)
-        self._chosen = layer.index, with_ends(picked, lengths, 0, recent), lengths

@@ -9,9 +9,9 @@ import torch
 
 from runtime.config.settings import Natural, NonNegative
 from runtime.kv_cache.layer_state import LayerState
-from runtime.kv_cache.region import Chosen
+from runtime.kv_cache.region import Chosen, Queries
 from runtime.kv_cache.selection.base import Budget, Selection
-from runtime.kv_cache.selection.layout import Layout, Picked, Queries, sequences, with_ends
+from runtime.kv_cache.selection.layout import Layout, with_ends
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,19 @@ class TokenSelect(Budget):
         return TokenSelectSelection(self, layers)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Vote:
     """What one layer's sequences read: the queries it was chosen for `[batch, heads * size]`, and the tokens, `[batch, ...]`."""
 
     queries: torch.Tensor
-    picked: Picked
+    picked: Chosen
+
+    @property
+    def nbytes(self) -> int:
+        return self.queries.untyped_storage().nbytes() + self.picked.nbytes
+
+    def before(self, ends: torch.Tensor) -> _Vote:
+        return _Vote(self.queries, self.picked.before(ends.view(len(self.queries), -1)[:, 0]))
 
 
 class TokenSelectSelection(Selection[TokenSelect]):
@@ -58,28 +65,17 @@ class TokenSelectSelection(Selection[TokenSelect]):
     def __init__(self, options: TokenSelect, layers: int) -> None:
         super().__init__(options, layers)
         self.votes = [0] * layers
-        self._last: list[_Vote | None] = [None] * layers
-
-    def nbytes(self, index: int) -> int:
-        vote = self._last[index]
-        return 0 if vote is None else vote.queries.untyped_storage().nbytes() + vote.picked.nbytes
 
     def _choose(self, layer: LayerState, queries: Queries, layout: Layout) -> list[Chosen | None]:
         options = self.options
         batch, heads = layer.shape
-        watch = self._watches[layer.index]
-        vote = None if watch.void(layer, layout) else self._last[layer.index]
-        # What was aligned stays so until tokens leave.
-        stored = layout.lengths
-        lengths = sequences(layer, stored, options.name) if vote is None else stored.view(batch, heads)[:, 0]
-        if vote is not None and watch.stays is not None:
-            vote = _Vote(vote.queries, vote.picked.before(watch.stays.view(batch, heads)[:, 0]))
-            self._last[layer.index] = vote
+        vote: _Vote | None = self._recall(layer, layout)
+        lengths = self._sequences(layer, layout)
         recent = max(options.recent, queries.count)
         first = queries.first()
         own = first.states.reshape(batch, -1)
 
-        def elect(some: Queries, which: torch.Tensor, ends: torch.Tensor) -> Picked:
+        def elect(some: Queries, which: torch.Tensor, ends: torch.Tensor) -> Chosen:
             """What the sequences `which` read of their first `ends` tokens, but for those that they need not choose."""
             rows = (which[:, None] * heads + torch.arange(heads, device=which.device)).flatten()
             voters = some.rows(rows)
@@ -100,7 +96,7 @@ class TokenSelectSelection(Selection[TokenSelect]):
                     stays = _updated(before, which, elect(first, which, ends[which]))
                 voted = own.clone() if vote is None else vote.queries.clone()
                 voted[which] = own[which]
-                self._last[layer.index] = _Vote(voted, stays)
+                self._known[layer.index] = _Vote(voted, stays)
         assert picked is not None
         return layout.chosen(with_ends(picked, lengths, options.sinks, recent).per_head(heads))
 
@@ -125,7 +121,7 @@ class TokenSelectSelection(Selection[TokenSelect]):
         return tokens.any(1), first
 
 
-def _updated(picked: Picked | None, which: torch.Tensor, fresh: Picked) -> Picked:
+def _updated(picked: Chosen | None, which: torch.Tensor, fresh: Chosen) -> Chosen:
     """`picked` with what is fresh for the sequences `which` (int64); all of them where nothing was picked before."""
     if picked is None or len(which) == len(picked.counts):
         return fresh
@@ -136,4 +132,4 @@ def _updated(picked: Picked | None, which: torch.Tensor, fresh: Picked) -> Picke
 
     counts, index = picked.counts.clone(), wide(picked.index).clone()
     counts[which], index[which] = fresh.counts, wide(fresh.index)
-    return Picked(index, counts)
+    return Chosen(index, counts)

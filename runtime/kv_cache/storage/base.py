@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import cache
+from typing import Any, Literal, Protocol, cast
 
 import torch
 
-from runtime.kv_cache.pages import PAGE, Part
+from runtime.kv_cache.pages import PAGE, PageTensor
 
+Part = PageTensor  # as codecs of other packages know it
 Axis = Literal["token", "channel"]
 #: Codes of so many channels lie together; a head's size is padded to a multiple of it.
 BLOCK = 32
@@ -37,13 +40,20 @@ class Codec(Protocol):
         """In recipes ("int4", "fp8", ...)."""
 
     def parts(self, size: int, dtype: torch.dtype) -> dict[str, Part]:
-        """The tensors that pages of heads of `size` channels consist of; `dtype` is the model's."""
+        """The tensors that pages of heads of `size` channels consist of, as `encode` makes them; `dtype` is the model's."""
+        return _parts_of(cast(Hashable, self), size, dtype)
 
     def encode(self, states: torch.Tensor) -> Packed:
         """Whole pages, `[pages, PAGE, size]` in the model's dtype."""
 
     def decode(self, parts: dict[str, torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
         """What `encode` made of it, `[pages, PAGE, size]` in `dtype`: the reference that kernels are tested against."""
+
+
+@cache
+def _parts_of(codec: Any, size: int, dtype: torch.dtype) -> dict[str, Part]:
+    packed = codec.encode(torch.zeros(1, PAGE, size, dtype=dtype, device="cpu"))
+    return {name: Part(part.shape[-1], part.dtype, part.dim() == 2) for name, part in packed.parts.items()}
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:

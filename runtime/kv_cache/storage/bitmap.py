@@ -9,11 +9,11 @@ import torch
 from annotated_types import Gt, Lt
 
 from runtime.config.settings import Settings
-from runtime.kv_cache.storage.base import Packed, Part
+from runtime.kv_cache.storage.base import Codec, Packed
 
 
 @dataclass(frozen=True)
-class Bitmap(Settings):
+class Bitmap(Settings, Codec):
     """Of each token the largest channels by magnitude, as many of each (Mustafar, arXiv 2505.22913).
 
     Parts: `mask` uint8 `[pages, PAGE, ceil(size / 8)]`, bit c % 8 of byte c // 8 for channel c; `codes` `[pages, PAGE, kept]` in the
@@ -30,10 +30,6 @@ class Bitmap(Settings):
         """Channels of a token that are held."""
         return max(1, round(size * (1 - self.sparsity)))
 
-    def parts(self, size: int, dtype: torch.dtype) -> dict[str, Part]:
-        """Stored tensors for a head of `size` channels: a bit for each channel and the values left."""
-        return {"mask": Part(-(-size // 8), torch.uint8), "codes": Part(self.kept(size), dtype)}
-
     def encode(self, states: torch.Tensor) -> Packed:
         """The entries of largest magnitude of each token and the mask of where they are."""
         size = states.shape[-1]
@@ -46,9 +42,8 @@ class Bitmap(Settings):
     def decode(self, parts: dict[str, torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
         """Dense states `[..., size]`, zero where nothing was stored."""
         mask = parts["mask"]
-        bits = (mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1).flatten(-2)[
-            ..., :size
-        ]
+        bits = mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
+        bits = bits.flatten(-2)[..., :size]
         # The n-th set bit of a token takes its n-th code.
         places = (bits.cumsum(-1) - 1).clamp(min=0)
         return (parts["codes"].gather(-1, places) * bits).to(dtype)

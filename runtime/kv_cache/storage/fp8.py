@@ -7,21 +7,17 @@ from typing import ClassVar
 
 import torch
 
-from runtime.kv_cache.storage.base import Packed, Part, StateError
+from runtime.kv_cache.storage.base import Codec, Packed, StateError
 
 _KIND = torch.float8_e4m3fn
 _MOST = torch.finfo(_KIND).max
 
 
 @dataclass(frozen=True)
-class Float8:
+class Float8(Codec):
     """x = scale * code. Parts: `codes` float8_e4m3fn `[pages, PAGE, size]`, `scale` float32 `[pages, PAGE, 1]`."""
 
     name: ClassVar[str] = "fp8"
-
-    def parts(self, size: int, dtype: torch.dtype) -> dict[str, Part]:
-        """Stored tensors for a head of `size` channels: float8 codes and one float32 scale a token."""
-        return {"codes": Part(size, _KIND), "scale": Part(1, torch.float32)}
 
     def encode(self, states: torch.Tensor) -> Packed:
         """Raises StateError where a state is not finite."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.config.settings import Natural, Settings
-from runtime.kv_cache.storage.base import Axis, Packed, Part, StateError, pack_codes, unpack_codes
+from runtime.kv_cache.storage.base import Axis, Codec, Packed, StateError, pack_codes, unpack_codes
 
 #: Ranges that are tried, as shares of the whole one; narrower ones clip outliers and round the rest finer.
 _SHRINK = {2: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6), 4: (1.0, 0.95, 0.9, 0.85), 8: (1.0,)}
@@ -16,7 +16,7 @@ _LARGEST = torch.finfo(_SCALE).max
 
 
 @dataclass(frozen=True)
-class Integer(Settings):
+class Integer(Settings, Codec):
     """x = zero + scale * code, asymmetric, range chosen by squared error (KIVI, arXiv 2402.02750).
 
     Parts: `codes` uint8 (see `pack_codes`), `scale` and `zero` float16: axis "channel": `[pages, size]`, one grid a channel of a page;
@@ -47,15 +47,6 @@ class Integer(Settings):
     def groups(self, size: int) -> int:
         """Grids of a token (axis "token")."""
         return -(-size // self.group) if self.group else 1
-
-    def parts(self, size: int, dtype: torch.dtype) -> dict[str, Part]:
-        """Stored tensors for a head of `size` channels: packed codes, scales and zero points."""
-        codes = Part(-(-size // 32) * 4 * self.bits, torch.uint8)
-        if self.axis == "channel":
-            grid = Part(size, _SCALE, per_page=True)
-        else:
-            grid = Part(self.groups(size), _SCALE)
-        return {"codes": codes, "scale": grid, "zero": grid}
 
     def encode(self, states: torch.Tensor) -> Packed:
         """Raises StateError where a state is not finite or beyond float16's largest."""
@@ -96,7 +87,7 @@ class Integer(Settings):
     def _grid(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and zero `[..., 1]` in float16 of the range with the least squared error."""
         low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
-        best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        best = [torch.full_like(low, float("inf")), low.to(_SCALE), low.to(_SCALE)]
         for share in _SHRINK[self.bits]:
             cut = (high - low) * (1 - share) / 2
             zero = (low + cut).to(_SCALE)
@@ -105,14 +96,6 @@ class Integer(Settings):
             scale = ((high - low) * share / (2**self.bits - 1)).to(_SCALE)
             restored = self._round(rows, scale, zero) * scale.float() + zero.float()
             error = (restored - rows).square().sum(-1, keepdim=True)
-            if best is None:
-                best = error, scale, zero
-            else:
-                better = error < best[0]
-                best = (
-                    torch.where(better, error, best[0]),
-                    torch.where(better, scale, best[1]),
-                    torch.where(better, zero, best[2]),
-                )
-        assert best is not None
+            better = error < best[0]
+            best = [torch.where(better, new, old) for new, old in zip((error, scale, zero), best, strict=True)]
         return best[1], best[2]

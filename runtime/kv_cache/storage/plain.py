@@ -7,18 +7,14 @@ from typing import ClassVar
 
 import torch
 
-from runtime.kv_cache.storage.base import Packed, Part
+from runtime.kv_cache.storage.base import Codec, Packed
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(Codec):
     """The model's own dtype. Parts: `codes` `[pages, PAGE, size]`."""
 
     name: ClassVar[str] = "plain"
-
-    def parts(self, size: int, dtype: torch.dtype) -> dict[str, Part]:
-        """Stored tensors for a head of `size` channels: the states in the model's dtype."""
-        return {"codes": Part(size, dtype)}
 
     def encode(self, states: torch.Tensor) -> Packed:
         """The states as they are."""

@@ -12,14 +12,14 @@ from kv_observation import observation, weights
 from random_models import padded_rows, random_llama
 
 from runtime.kv_cache.budgets.adaptive import AdaptiveHeads
+from runtime.kv_cache.budgets.base import EqualHeads, UniformLayers
 from runtime.kv_cache.budgets.cake import Cake
 from runtime.kv_cache.budgets.defensive import DefensiveLayers
 from runtime.kv_cache.budgets.pyramid import Pyramid
-from runtime.kv_cache.budgets.uniform import EqualHeads, UniformLayers
 from runtime.kv_cache.cache import CompressedCache, prepare
 from runtime.kv_cache.eviction import EvictionPlan
 from runtime.kv_cache.observation import Observation
-from runtime.kv_cache.pages import PAGE, Pages, Part
+from runtime.kv_cache.pages import PAGE, Pages, PageTensor
 from runtime.kv_cache.plan import CachePlan
 from runtime.kv_cache.scores.cake import CakeIndicator
 from runtime.kv_cache.scores.defensive import Defensive
@@ -39,7 +39,9 @@ def test_pages_hold_what_lists_would(seed: int) -> None:
     """Appends of ragged lengths, evictions, rows that leave or are doubled, in any order."""
     generator = torch.Generator().manual_seed(seed)
     rows = 5
-    store = Pages(rows, {"keys": Part(3, torch.float32), "values": Part(2, torch.float32)}, torch.device("cpu"))
+    store = Pages(
+        rows, {"keys": PageTensor(3, torch.float32), "values": PageTensor(2, torch.float32)}, torch.device("cpu")
+    )
     truth: list[list[torch.Tensor]] = [[] for _ in range(rows)]
     for _ in range(25):
         action = int(torch.randint(0, 6, (1,), generator=generator))
@@ -82,7 +84,7 @@ def test_pages_hold_what_lists_would(seed: int) -> None:
 
 
 def test_what_is_evicted_is_freed() -> None:
-    store = Pages(2, {"keys": Part(64, torch.float32)}, torch.device("cpu"))
+    store = Pages(2, {"keys": PageTensor(64, torch.float32)}, torch.device("cpu"))
     store.append({"keys": torch.randn(2, 1000, 64)}, torch.tensor([1000, 1000]))
     before = store.nbytes
     places = torch.arange(1000).expand(2, -1)
@@ -397,7 +399,7 @@ def test_keyformer_keeps_the_same_of_a_text_in_any_batch(llama: Any) -> None:
         cache = CompressedCache(made, CachePlan(plan(Keyformer(recent=4), ratio=0.5, interval=2)))
         with torch.no_grad():
             made.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, past_key_values=cache)
-        return [(layer.store.lengths.view(layer.shape)[0], layer.notes.of("place")[0]) for layer in cache.layers]
+        return [(layer.store.lengths.view(layer.shape)[0], layer.note("place")[0]) for layer in cache.layers]
 
     for (lengths, places), (own, alone) in zip(held(ids, mask), held(ids[:1, 30:], mask[:1, 30:]), strict=True):
         assert torch.equal(lengths, own)

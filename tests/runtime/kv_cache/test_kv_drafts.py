@@ -8,7 +8,7 @@ import pytest
 import torch
 from random_models import padded_rows, random_llama
 
-from runtime.kv_cache.budgets.uniform import EqualHeads, UniformLayers
+from runtime.kv_cache.budgets.base import EqualHeads, UniformLayers
 from runtime.kv_cache.cache import CompressedCache, prepare
 from runtime.kv_cache.eviction import EvictionPlan
 from runtime.kv_cache.plan import CachePlan
@@ -17,7 +17,7 @@ from runtime.kv_cache.scores.snapkv import SnapKV
 from runtime.kv_cache.scores.tova import Tova
 from runtime.kv_cache.selection.double_sparsity import DoubleSparsity
 from runtime.kv_cache.selection.quest import Quest
-from runtime.kv_cache.selection.recycled import Recycled
+from runtime.kv_cache.selection.recycled_attention import RecycledAttention
 from runtime.kv_cache.selection.tidal import Tidal
 from runtime.kv_cache.selection.token_select import TokenSelect
 from runtime.kv_cache.storage.integer import Integer
@@ -237,7 +237,7 @@ RAGGED: dict[str, CachePlan] = {
         selection=DoubleSparsity(tokens=24, channels=CHANNELS, skip_layers=1, recent=12),
         storage=StoragePlan((INT4,), recent=8),
     ),
-    "recycled": CachePlan(selection=Recycled(tokens=24, stride=1000, recent=12)),
+    "recycled": CachePlan(selection=RecycledAttention(tokens=24, stride=1000, recent=12)),
     "token-select": CachePlan(selection=TokenSelect(tokens=24, similarity=1.1, skip_layers=1, recent=12)),
     "tidal": CachePlan(selection=Tidal(tokens=24, full_layers=1, select_layers=(1,), recent=12)),
 }

@@ -61,8 +61,8 @@ def test_explain_says_what_reads_the_cache(bundled: Path, monkeypatch: pytest.Mo
     why_not = cpu.why_not
 
     def no_integers(query: torch.Tensor, region: Any) -> str | None:
-        known = isinstance(region.keys, Plain)
-        assert known or isinstance(region.keys, Integer)
+        known = isinstance(region.codecs["keys"], Plain)
+        assert known or isinstance(region.codecs["keys"], Integer)
         return why_not(query, region) if known else "it does not know storage int4"
 
     monkeypatch.setattr(cpu, "why_not", no_integers)

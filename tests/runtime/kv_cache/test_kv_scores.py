@@ -15,13 +15,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from runtime.config.settings import built, settings_of
 from runtime.errors import RequestError
 from runtime.kv_cache.budgets.adaptive import AdaptiveHeads
-from runtime.kv_cache.budgets.base import LayerFacts
+from runtime.kv_cache.budgets.base import EqualHeads, LayerFacts, UniformLayers
 from runtime.kv_cache.budgets.cake import Cake
 from runtime.kv_cache.budgets.defensive import DefensiveLayers
 from runtime.kv_cache.budgets.pyramid import Pyramid
-from runtime.kv_cache.budgets.uniform import EqualHeads, UniformLayers
 from runtime.kv_cache.cache import CompressedCache, prepare
-from runtime.kv_cache.eviction import Eviction, EvictionPlan, Generated
+from runtime.kv_cache.eviction import Eviction, EvictionPlan, GeneratedTokens
 from runtime.kv_cache.layer import CompressedLayer
 from runtime.kv_cache.layer_state import best_places
 from runtime.kv_cache.observation import Observation
@@ -148,7 +147,7 @@ def fed(plan: EvictionPlan, storage: StoragePlan, pieces: list[int]) -> Compress
 
 def places(layer: CompressedLayer, head: int) -> list[int]:
     assert layer.store is not None
-    keys, _, used = layer.store.states()
+    keys, _, used, _ = layer.store.states()
     return keys[head, used[head], 0].round().long().tolist()
 
 
@@ -308,7 +307,7 @@ def test_a_prompt_stays_whole_and_what_is_generated_is_cut_to_the_budget(
             if layer.index:  # keys of later layers depend on what was evicted before them
                 continue
             for head in range(2):
-                keys, _, used = layer.store.states()
+                keys, _, used, _ = layer.store.states()
                 held = keys[2 * row + head, used[2 * row + head]]
                 true = full.store.states()[0][2 * row + head]
                 distance = torch.cdist(true[texts], held, compute_mode="donot_use_mm_for_euclid_dist").amin(1)
@@ -330,14 +329,14 @@ def test_prompts_stay_when_rows_leave_and_tokens_are_taken_back(llama: Any) -> N
         with torch.no_grad():
             llama(torch.ones(3, 1, dtype=torch.int64), attention_mask=seen, past_key_values=cache)
     assert [int(n) for n in cache.layers[0].store.lengths[::2]] == lengths
-    assert cache.layers[0].notes.of("given").sum(-1)[:, 0].tolist() == [20, 40, 40]
+    assert cache.layers[0].note("given").sum(-1)[:, 0].tolist() == [20, 40, 40]
 
 
 def test_scores_see_what_was_generated_and_nothing_else() -> None:
     seen = replace(observation(), mass=torch.rand(2, 2, 20), positions=torch.arange(20).expand(2, 2, -1), pinned=2)
     given = torch.zeros(2, 2, 20, dtype=torch.bool)
     given[..., :5] = given[..., 7:9] = True
-    part = Generated.of(seen, given)
+    part = GeneratedTokens.of(seen, given)
     for b, h, count in rows(seen):
         left = [n for n in range(count) if n >= 2 and not given[b, h, n]]
         assert int(part.beside[b, h]) == count - len(left)

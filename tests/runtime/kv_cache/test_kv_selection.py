@@ -15,13 +15,12 @@ from runtime.kv_cache.clusters import Clusters
 from runtime.kv_cache.layer import CompressedLayer
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.plan import CachePlan
-from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.region import Chosen, Queries, Region
 from runtime.kv_cache.scores.snapkv import SnapKV
-from runtime.kv_cache.selection.base import Queries
 from runtime.kv_cache.selection.double_sparsity import DoubleSparsity, quantized
 from runtime.kv_cache.selection.layout import Layout
 from runtime.kv_cache.selection.quest import Quest, page_bound
-from runtime.kv_cache.selection.recycled import Recycled
+from runtime.kv_cache.selection.recycled_attention import RecycledAttention
 from runtime.kv_cache.selection.tidal import Tidal
 from runtime.kv_cache.selection.token_select import TokenSelect
 from runtime.kv_cache.storage.integer import Integer
@@ -145,6 +144,11 @@ class Life:
             output = layer.attend(given, key, value, valid, SCALE, self.softcap)
             for step in self.recorder.steps[before:] if count > 1 or before % 5 == 0 else []:
                 torch.testing.assert_close(output, attention(step, batch, count), atol=1e-5, rtol=1e-4)
+
+    def full(self) -> list[int]:
+        """For each layer how many steps read everything."""
+        layers = [step["layer"] for step in self.recorder.steps if all(some is None for some in step["chosen"])]
+        return [layers.count(layer) for layer in range(len(self.layers))]
 
     def prompt(self, *padding: int, count: int = 150) -> None:
         self.attend(count, torch.arange(count) >= torch.tensor(padding)[:, None])
@@ -416,7 +420,7 @@ def test_tidal_chooses_behind_the_full_layers_and_in_the_middle() -> None:
 
 @pytest.mark.parametrize(("storage", "budget", "softcap"), CASES + MIXED_CASES, ids=str)
 def test_recycled_reads_what_the_last_full_step_looked_at(storage: str, budget: dict[str, Any], softcap: float) -> None:
-    options = Recycled(**budget, stride=6)
+    options = RecycledAttention(**budget, stride=6)
     life = Life(options, (STORAGES | MIXED)[storage], layers=2, softcap=softcap)
     full: dict[int, Any] = {}
     count = [0] * 2
@@ -437,11 +441,11 @@ def test_recycled_reads_what_the_last_full_step_looked_at(storage: str, budget: 
             assert_best(
                 first_weights(noted, row), range(before), wanted, read[:-recent], range(length - recent, length)
             )
-    assert life.selection.full == count
+    assert life.full() == count
 
 
 def test_recycled_attends_to_everything_at_its_stride() -> None:
-    life = Life(Recycled(tokens=60, stride=7, recent=10), STORAGES["int4"], layers=1)
+    life = Life(RecycledAttention(tokens=60, stride=7, recent=10), STORAGES["int4"], layers=1)
     life.prompt(0, 61, 12)
     for _ in range(22):
         life.attend(1)
@@ -483,7 +487,7 @@ def with_drafts(options: Any, storage: str) -> list[tuple[Life, list[dict[str, A
 def test_drafts_that_are_taken_back_change_no_later_choice(storage: str, name: str) -> None:
     options = next(one for one in every(tokens=90, recent=20) if one.name == name)
     if name == "recycled":
-        options = Recycled(tokens=90, recent=20, stride=7)
+        options = RecycledAttention(tokens=90, recent=20, stride=7)
     (plain, steps), (drafts, found) = with_drafts(options, storage)
     read_all = [n for n, step in enumerate(steps) if step["chosen"] == [None] * len(step["chosen"])]
     assert read_all == [n for n, step in enumerate(found) if step["chosen"] == [None] * len(step["chosen"])]
@@ -496,23 +500,23 @@ def test_drafts_that_are_taken_back_change_no_later_choice(storage: str, name: s
             for old, new, keys in zip(step["read"], drafted["read"], step["keys"], strict=True):
                 assert [i for i in old if i < len(keys) - 20] == [i for i in new if i < len(keys) - 20]
     if name == "recycled":
-        assert plain.selection.full == drafts.selection.full == [7] * LAYERS
+        assert plain.full() == drafts.full() == [7] * LAYERS
     if name == "token-select":
         assert plain.selection.votes == drafts.selection.votes == [2 * BATCH] * LAYERS
 
 
 def test_what_looked_is_looked_for_again_when_it_was_taken_back() -> None:
-    life = Life(Recycled(tokens=60, stride=1000, recent=10), StoragePlan(), layers=1)
+    life = Life(RecycledAttention(tokens=60, stride=1000, recent=10), StoragePlan(), layers=1)
     life.prompt(0, 61, 12)
     for _ in range(2):
         life.attend(4)
         life.layers[0].crop(-4)
     life.attend(1)
-    assert life.selection.full == [3]
+    assert life.full() == [3]
     life.attend(4)
     life.layers[0].crop(-4)
     life.attend(1)
-    assert life.selection.full == [3]
+    assert life.full() == [3]
 
 
 # ---------------------------------------------------------------- budgets, memory, refusals
@@ -522,7 +526,7 @@ def every(recent: int = 8, **budget: Any) -> list[Any]:
         DoubleSparsity(**budget, channels=CHANNELS, skip_layers=0, recent=recent),
         TokenSelect(**budget, skip_layers=0, recent=recent),
         Tidal(**budget, full_layers=0, select_layers=(0,), recent=recent),
-        Recycled(**budget, stride=1000, recent=recent),
+        RecycledAttention(**budget, stride=1000, recent=recent),
     ]
 
 
@@ -630,7 +634,7 @@ def test_a_budget_is_one_of_two_numbers() -> None:
     with pytest.raises(ValueError, match="tokens"):
         Tidal(tokens=3, ratio=0.5)
     with pytest.raises(ValueError, match=r"recycled\.ratio"):
-        Recycled(ratio=1.5)
+        RecycledAttention(ratio=1.5)
     with pytest.raises(ValueError, match=r"token-select\.tokens"):
         TokenSelect(tokens=0)
 
@@ -670,13 +674,13 @@ def test_layers_that_hold_different_tokens_are_refused() -> None:
 
 
 def test_places_are_found_in_regions_of_ragged_rows() -> None:
-    life = Life(Recycled(tokens=60), STORAGES["int4 with a prefix"], layers=1)
+    life = Life(RecycledAttention(tokens=60), STORAGES["int4 with a prefix"], layers=1)
     life.prompt(0, 61, 130)
     store = life.layers[0].store
     assert store is not None
     layout = Layout(store.regions)
     assert layout.lengths.tolist() == store.lengths.tolist()
-    query = Queries(life.random(BATCH * HEADS, 3, SIZE), 3, SCALE)
+    query = Queries(life.random(BATCH * HEADS, 3, SIZE), SCALE, count=3)
     keys, _, _, _ = kept(store.regions)
     rows = torch.tensor([4, 1])
     logits, some = layout.logits(query), layout.logits(query.rows(rows), rows)

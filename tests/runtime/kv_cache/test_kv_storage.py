@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from random_models import padded_rows, random_llama
 
 from runtime.kv_cache.budgets.adaptive import AdaptiveHeads
+from runtime.kv_cache.budgets.base import EqualHeads, UniformLayers
 from runtime.kv_cache.budgets.cake import Cake
 from runtime.kv_cache.budgets.defensive import DefensiveLayers
-from runtime.kv_cache.budgets.uniform import EqualHeads, UniformLayers
 from runtime.kv_cache.cache import CompressedCache, prepare
 from runtime.kv_cache.clusters import Clusters
 from runtime.kv_cache.eviction import EvictionPlan
 from runtime.kv_cache.offload import DiskOffload, HostOffload, OffloadPlan
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.plan import CachePlan
-from runtime.kv_cache.region import Chosen, Region, merge, region_attention
+from runtime.kv_cache.region import Chosen, Queries, Region, merge, region_attention
 from runtime.kv_cache.scores.duo import Duo
 from runtime.kv_cache.scores.h2o import H2O
 from runtime.kv_cache.scores.snapkv import SnapKV
@@ -30,14 +30,14 @@ from runtime.kv_cache.scores.streaming import Streaming
 from runtime.kv_cache.scores.zipcache import Normalized
 from runtime.kv_cache.selection.double_sparsity import DoubleSparsity
 from runtime.kv_cache.selection.quest import Quest
-from runtime.kv_cache.selection.recycled import Recycled
+from runtime.kv_cache.selection.recycled_attention import RecycledAttention
 from runtime.kv_cache.storage.base import Codec, pack_codes, unpack_codes
 from runtime.kv_cache.storage.bitmap import Bitmap
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
 from runtime.kv_cache.storage.plain import Plain
 from runtime.kv_cache.storage.plan import StoragePlan, Tier
-from runtime.kv_cache.store import Store
+from runtime.kv_cache.token_store import TokenStore
 
 CPU = torch.device("cpu")
 INTEGERS = [Integer(bits, "channel") for bits in (2, 4, 8)] + [Integer(4, "token", 32), Integer(8, "token")]
@@ -130,12 +130,12 @@ def test_regions_together_are_attention_over_all() -> None:
     counts = torch.tensor([96, 40, 0])
     query = torch.randn(3, 5, 16, generator=generator)
     whole = Region(3, (16, 8), torch.float32, CPU)
-    whole.append(keys, values, counts)
+    whole.append(whole.encoded(keys, values), counts)
     parts = [Region(3, (16, 8), torch.float32, CPU) for _ in range(3)]
     for region, (start, end) in zip(parts, [(0, 32), (32, 37), (37, 96)], strict=True):
-        region.append(keys[:, start:end], values[:, start:end], (counts - start).clamp(0, end - start))
-    expected, _ = region_attention(query, whole, 0.3)
-    torch.testing.assert_close(merge([region_attention(query, part, 0.3) for part in parts]), expected)
+        region.append(region.encoded(keys[:, start:end], values[:, start:end]), (counts - start).clamp(0, end - start))
+    expected, _ = region_attention(Queries(query, 0.3), whole)
+    torch.testing.assert_close(merge([region_attention(Queries(query, 0.3), part) for part in parts]), expected)
     assert not expected[2].any()
     plain = ((query[1] @ keys[1, :40].T) * 0.3).softmax(-1) @ values[1, :40]
     torch.testing.assert_close(expected[1], plain)
@@ -149,7 +149,7 @@ def test_a_store_holds_every_token_once_and_the_newest_as_they_are(prefix: int, 
     generator = torch.Generator().manual_seed(seed)
     plain = [Tier(Plain(), Plain(), 1 / tiers)] * tiers  # floats, so that tokens can be told apart
     plan = StoragePlan(tuple(plain), recent=40, prefix=prefix, saliency=H2O())
-    store = Store(3, (4, 4), torch.float32, CPU, plan)
+    store = TokenStore(3, (4, 4), torch.float32, CPU, plan)
     truth: list[list[torch.Tensor]] = [[], [], []]
 
     def saliency() -> torch.Tensor:
@@ -158,12 +158,12 @@ def test_a_store_holds_every_token_once_and_the_newest_as_they_are(prefix: int, 
     for _ in range(12):
         counts = torch.randint(0, 90, (3,), generator=generator)
         new = torch.randn(3, 90, 4, generator=generator)
-        store.tail.append(new, new, counts)
+        store.tail.append(store.tail.encoded(new, new), counts)
         for row, count in enumerate(counts.tolist()):
             truth[row] += list(new[row, :count])
         store.settle(saliency)
         assert store.tail.longest < 40 + plan.chunk + prefix
-        keys, values, used = store.states()
+        keys, values, used, _ = store.states()
         assert torch.equal(keys, values)
         for row, tokens in enumerate(truth):
             found = keys[row, used[row]]
@@ -182,18 +182,18 @@ def test_a_store_holds_every_token_once_and_the_newest_as_they_are(prefix: int, 
 
 def test_the_best_go_to_the_first_tier() -> None:
     plan = StoragePlan((Tier(Plain(), Plain(), 0.25), Tier(Plain(), Plain(), 0.75)), recent=32, saliency=H2O())
-    store = Store(1, (1, 1), torch.float32, CPU, plan)
+    store = TokenStore(1, (1, 1), torch.float32, CPU, plan)
     tokens = torch.randperm(32 + 256, generator=torch.Generator().manual_seed(0)).float()
-    store.tail.append(tokens.view(1, -1, 1), tokens.view(1, -1, 1), torch.tensor([len(tokens)]))
+    store.tail.append(store.tail.encoded(*tokens.view(1, -1, 1).expand(2, 1, -1, 1)), torch.tensor([len(tokens)]))
     store.settle(lambda: tokens.view(1, -1))
     best = store.tiers[0].states()[0].flatten().sort().values
     assert torch.equal(best, tokens[:256].sort().values[-64:])
 
 
 def test_memory_is_what_the_codecs_say() -> None:
-    store = Store(4, (64, 64), torch.bfloat16, CPU, StoragePlan((KIVI,), recent=32))
+    store = TokenStore(4, (64, 64), torch.bfloat16, CPU, StoragePlan((KIVI,), recent=32))
     states = torch.randn(4, 32 + 1024, 64, dtype=torch.bfloat16)
-    store.tail.append(states, states, torch.full((4,), 32 + 1024))
+    store.tail.append(store.tail.encoded(states, states), torch.full((4,), 32 + 1024))
     store.settle(lambda: states)
     full = 2 * states.numel() * 2
     # 4 bits and 16 + 16 bits of grid for 32 numbers, of 16.
@@ -209,12 +209,11 @@ def test_equal_keys_are_merged_without_loss() -> None:
     values = torch.randn(1, 128, 8, generator=generator)
     query = torch.randn(1, 3, 16, generator=generator)
     two = torch.cat([base[:, :1].expand(-1, 64, -1), base[:, 1:2].expand(-1, 64, -1)], 1)
-    small = clusters(two, values)
-    assert small.counts.sum() == 128
+    merged_keys, merged_values, counts = clusters(two, values)
+    assert counts.sum() == 128
     exact = (query @ two.transpose(1, 2)).softmax(-1) @ values
-    torch.testing.assert_close(
-        (query @ small.keys.transpose(1, 2) + small.counts.log()[:, None]).softmax(-1) @ small.values, exact
-    )
+    found = (query @ merged_keys.transpose(1, 2) + counts.log()[:, None]).softmax(-1) @ merged_values
+    torch.testing.assert_close(found, exact)
 
 
 @pytest.mark.parametrize(("ratio", "chunk"), [(0.3, 128), (0.5, 100), (1.0, 128), (0.0, 128)])
@@ -354,7 +353,7 @@ def test_heavy_hitters_by_sums_are_those_by_all_queries() -> None:
         with torch.no_grad():
             for piece in ids.split(pieces, 1):
                 model(piece, past_key_values=cache)
-        sums.append(cache.layers[0].notes.of("mass"))
+        sums.append(cache.layers[0].note("mass"))
     torch.testing.assert_close(*sums)
 
 
@@ -399,11 +398,11 @@ def test_later_pieces_of_a_text_do_not_evict_what_cannot_be_told_apart(llama: An
     with torch.no_grad():
         model(ids, past_key_values=cache)
         first = cache.layers[0].store
-        lengths, tokens = first.lengths.clone(), [tier.pages.pools["keys.codes"].clone() for tier in first.tiers]
+        lengths, tokens = first.lengths.clone(), [tier.pools["keys.codes"].clone() for tier in first.tiers]
         model(ids[:, :20], past_key_values=cache)
     assert torch.equal(first.lengths, lengths + 20)
     for before, tier in zip(tokens, first.tiers, strict=True):
-        assert torch.equal(tier.pages.pools["keys.codes"][: len(before)], before)
+        assert torch.equal(tier.pools["keys.codes"][: len(before)], before)
 
 
 def test_floats_may_be_held_in_fewer_bits(llama: Any) -> None:
@@ -439,8 +438,8 @@ def test_a_budget_in_whole_pages_never_costs_the_window() -> None:
         made(ids, past_key_values=cache)
         made(ids, past_key_values=plain)
     for layer, whole in zip(cache.layers, plain.layers, strict=True):
-        keys, _, used = layer.store.states()
-        every, _, _ = whole.store.states()
+        keys, _, used, _ = layer.store.states()
+        every, *_ = whole.store.states()
         for row in range(2):
             assert torch.equal(keys[row, used[row]][-200:], every[row, -200:])
 
@@ -497,7 +496,7 @@ def test_what_was_fetched_from_the_host_before_a_change_is_fetched_again(llama: 
 SELECTIONS = [
     Quest(tokens=64, skip_layers=1, recent=8),
     DoubleSparsity(tokens=12, channels=(((0, 3, 5, 9),) * 2,) * 3, skip_layers=1, recent=8),
-    Recycled(tokens=12, stride=4, recent=8),
+    RecycledAttention(tokens=12, stride=4, recent=8),
 ]
 
 
@@ -572,7 +571,7 @@ class _Copies:
             def fetched(self, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
                 result = super().fetched(regions, chosen)
                 for some, region, far in zip(chosen, result, regions, strict=True):
-                    copies.steps.append((some, region.pages.pages, far.pages.pages))
+                    copies.steps.append((some, region.pages, far.pages))
                 return result
 
             def _copied(self, pools: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Any]:
@@ -630,7 +629,7 @@ def test_reordered_rows_are_those_that_were_there(llama: Any, name: str) -> None
             cache.reorder_cache(order)
             picked = (order[:, None] * 2 + torch.arange(2)).flatten()
             for layer, states in zip(cache.layers, before, strict=True):
-                for one, other in zip(layer.store.states(), states, strict=True):
+                for one, other in zip(layer.store.states()[:3], states[:3], strict=True):
                     assert torch.equal(one, other[picked][:, : one.shape[1]])
         model(ids[total], attention_mask=mask[total], past_key_values=straight)
         for step in range(40):

@@ -9,7 +9,7 @@ from triton_interpreter import repair
 from runtime.kv_cache import kernels
 from runtime.kv_cache.kernels import triton_attention
 from runtime.kv_cache.pages import PAGE
-from runtime.kv_cache.region import Chosen, Region, region_attention
+from runtime.kv_cache.region import Chosen, Queries, Region, region_attention
 from runtime.kv_cache.storage.base import Codec
 from runtime.kv_cache.storage.bitmap import Bitmap
 from runtime.kv_cache.storage.fp8 import Float8
@@ -32,7 +32,7 @@ def filled(
         total = int(part.sum())
         states = [torch.randn(total, PAGE, size, generator=generator) for size in sizes]
         numbers = 2 * torch.randn(total, PAGE, generator=generator) if bias else None
-        region.append_pages((states[0] + shift).to(dtype), states[1].to(dtype), part, numbers)
+        region.append_pages(region.encoded((states[0] + shift).to(dtype), states[1].to(dtype), numbers), part)
     return spoiled(region)
 
 
@@ -41,29 +41,28 @@ def ragged(lengths: list[int], sizes: tuple[int, int], dtype: torch.dtype) -> Re
     generator = torch.Generator().manual_seed(1)
     region = Region(len(lengths), sizes, dtype, CPU)
     states = [torch.randn(len(lengths), max(lengths), size, generator=generator).to(dtype) for size in sizes]
-    region.append(states[0], states[1], torch.tensor(lengths))
+    region.append(region.encoded(*states), torch.tensor(lengths))
     return spoiled(region)
 
 
 def spoiled(region: Region) -> Region:
     """Every slot that no token is in has bits that would be noticed."""
-    pages = region.pages
-    count = pages.pages
+    count = region.pages
     used = torch.zeros(count + 2, PAGE, dtype=torch.bool)
-    for row, length in enumerate(pages.lengths.tolist()):
+    for row, length in enumerate(region.lengths.tolist()):
         for place in range(length):
-            used[pages.table[row, place // PAGE] + 1, place % PAGE] = True
-    for name, pool in pages.pools.items():
+            used[region.table[row, place // PAGE] + 1, place % PAGE] = True
+    for name, pool in region.pools.items():
         grown = torch.full((count + 2, *pool.shape[1:]), 255, dtype=torch.uint8)
         if pool.is_floating_point():  # float8 with all bits set is not a number either
             grown = torch.full(grown.shape, float("nan")).to(pool.dtype)
-        there = used.any(1) if pages.parts[name].per_page else used
+        there = used.any(1) if region.parts[name].per_page else used
         grown[1:-1].view(torch.uint8).copy_(pool.view(torch.uint8))
         bad = (
             torch.full_like(grown, 255) if grown.dtype == torch.uint8 else torch.full_like(grown.float(), float("nan"))
         )
-        pages.pools[name] = torch.where(there.unsqueeze(-1), grown.float(), bad.float()).to(pool.dtype)
-    pages.table[pages.table >= 0] += 1
+        region.pools[name] = torch.where(there.unsqueeze(-1), grown.float(), bad.float()).to(pool.dtype)
+    region.table[region.table >= 0] += 1
     return region
 
 
@@ -77,15 +76,15 @@ def check(
 ) -> None:
     """Queries `of` another dtype than the region's floats are multiplied in float32."""
     generator = torch.Generator().manual_seed(2)
-    rows, size = region.pages.rows, region.sizes[0]
+    rows, size = region.rows, region.sizes[0]
     wide = torch.randn(rows, queries + 1, size + 3, generator=generator).to(of or region.dtype)
     query = wide[:, :queries, :size]  # rows and heads with something between them
     assert triton_attention.why_not(query, region) is None
-    found = triton_attention.run(query, region, size**-0.5, softcap, visible, chosen)
-    rounded = region_attention(query, region, size**-0.5, softcap, visible, chosen)
+    found = triton_attention.run(Queries(query, size**-0.5, softcap), region, visible, chosen)
+    rounded = region_attention(Queries(query, size**-0.5, softcap), region, visible, chosen)
     dtype, region.dtype = region.dtype, FP32
     computed = dtype if of in (None, dtype) else FP32
-    exact = region_attention(query, region, size**-0.5, softcap, visible, chosen)
+    exact = region_attention(Queries(query, size**-0.5, softcap), region, visible, chosen)
     largest = float(region.states()[1].abs().max())
     region.dtype = dtype
     for one, other, truth, unit in zip(found, rounded, exact, (largest, 1.0), strict=True):
@@ -138,7 +137,7 @@ def test_the_table_gives_them_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(kernels.KERNELS, "cpu", triton_attention.__name__)
     monkeypatch.setattr(kernels, "region_attention", None)  # what would compute instead
     query, region = torch.randn(2, 3, 32), ragged([40, 7], (32, 48), BF16)
-    found, wanted = (call(query, region, 0.2) for call in (kernels.attend_region, triton_attention.run))
+    found, wanted = (call(Queries(query, 0.2), region) for call in (kernels.attend_region, triton_attention.run))
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
@@ -200,9 +199,9 @@ def test_small_scales_in_float16() -> None:
     """Weights times scale would be subnormal numbers."""
     region = filled([2], (32, 32), FP16, Integer(4, "channel"), Integer(8, "token"))
     for name in ("values.scale", "values.zero"):
-        region.pages.pools[name] = region.pages.pools[name] / 4096
+        region.pools[name] = region.pools[name] / 4096
     query = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(4)).to(FP16)
-    wanted, found = (f(query, region, 0.2)[0] for f in (region_attention, triton_attention.run))
+    wanted, found = (f(Queries(query, 0.2), region)[0] for f in (region_attention, triton_attention.run))
     assert float((found - wanted).norm() / wanted.norm()) < 4e-3
 
 
@@ -211,25 +210,29 @@ def test_every_float8_comes_out() -> None:
     region = Region(1, (16, 16), FP32, CPU, Plain(), Float8())
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     codes = torch.where(codes.isnan(), torch.zeros(256), codes.float()).to(torch.float8_e4m3fn)
-    region.append_pages(torch.zeros(1, PAGE, 16), torch.zeros(1, PAGE, 16), torch.tensor([1]))
-    region.pages.pools["values.codes"][0, :16] = codes.view(16, 16)
-    region.pages.pools["values.scale"].fill_(0.5)
+    region.append_pages(region.encoded(*torch.zeros(2, 1, PAGE, 16)), torch.tensor([1]))
+    region.pools["values.codes"][0, :16] = codes.view(16, 16)
+    region.pools["values.scale"].fill_(0.5)
     for token in range(16):
         each = Chosen(torch.tensor([[token]]), torch.tensor([1]), 1)
-        found = triton_attention.run(torch.zeros(1, 1, 16), region, 1.0, chosen=each)[0]
+        found = triton_attention.run(Queries(torch.zeros(1, 1, 16), 1.0), region, chosen=each)[0]
         assert torch.equal(found[0, 0], codes.view(16, 16)[token].float() / 2)
 
 
 def test_nothing_there() -> None:
     region = Region(2, (32, 48), FP32, CPU)
-    out, lse = triton_attention.run(torch.randn(2, 3, 32), region, 1.0)
+    out, lse = triton_attention.run(Queries(torch.randn(2, 3, 32), 1.0), region)
     assert torch.equal(out, torch.zeros(2, 3, 48))
     assert torch.equal(lse, torch.full((2, 3), float("-inf")))
     none = Chosen(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), PAGE)
     assert torch.equal(
-        triton_attention.run(torch.randn(2, 3, 32), ragged([3, 5], (32, 48), FP32), 1.0, chosen=none)[1], lse
+        triton_attention.run(Queries(torch.randn(2, 3, 32), 1.0), ragged([3, 5], (32, 48), FP32), chosen=none)[1], lse
     )
-    assert triton_attention.run(torch.randn(2, 0, 32), ragged([3, 5], (32, 48), FP32), 1.0)[0].shape == (2, 0, 48)
+    assert triton_attention.run(Queries(torch.randn(2, 0, 32), 1.0), ragged([3, 5], (32, 48), FP32))[0].shape == (
+        2,
+        0,
+        48,
+    )
 
 
 def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from runtime.kv_cache import kernels
 from runtime.kv_cache.kernels import attend_region, cpu
 from runtime.kv_cache.pages import PAGE
-from runtime.kv_cache.region import Chosen, Region, region_attention
+from runtime.kv_cache.region import Chosen, Queries, Region, region_attention
 from runtime.kv_cache.storage.base import Codec
 from runtime.kv_cache.storage.bitmap import Bitmap
 from runtime.kv_cache.storage.fp8 import Float8
@@ -61,18 +61,18 @@ def region_of(
     offset = torch.randn(sizes[0]) * 2  # keys have channels far from zero
     states = (torch.randn(count, PAGE, sizes[0]) + offset).to(dtype), torch.randn(count, PAGE, sizes[1]).to(dtype)
     order = torch.randperm(len(lengths))  # rows whose pages do not follow each other
-    region.append_pages(*states, pages, torch.randn(count, PAGE) if bias else None)
-    region.pages.select_rows(order)
-    region.pages.select_rows(order.argsort())
-    region.pages.crop(torch.tensor(lengths))
-    used = torch.zeros(region.pages.pages, PAGE, dtype=torch.bool)
+    region.append_pages(region.encoded(*states, torch.randn(count, PAGE) if bias else None), pages)
+    region.select_rows(order)
+    region.select_rows(order.argsort())
+    region.crop(torch.tensor(lengths))
+    used = torch.zeros(region.pages, PAGE, dtype=torch.bool)
     for row, length in enumerate(lengths):
         for column in range(-(-length // PAGE)):
-            used[region.pages.table[row, column], : min(PAGE, length - column * PAGE)] = True
-    for name, pool in region.pages.pools.items():
+            used[region.table[row, column], : min(PAGE, length - column * PAGE)] = True
+    for name, pool in region.pools.items():
         if name.endswith("mask"):  # the codec's own decoding reads those of a page's unused slots too
             continue
-        unused = ~used.any(1) if region.pages.parts[name].per_page else ~used
+        unused = ~used.any(1) if region.parts[name].per_page else ~used
         pool.view(torch.uint8)[unused] = 255  # a NaN of every float
     return region
 
@@ -86,10 +86,9 @@ def truth(
     chosen: Chosen | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """In float64, from states decoded to float32."""
-    pools = region.pages.pools
     states = []
-    for prefix, codec, size in (("keys.", region.keys, region.sizes[0]), ("values.", region.values, region.sizes[1])):
-        parts = {name[len(prefix) :]: pool for name, pool in pools.items() if name.startswith(prefix)}
+    for (side, codec), size in zip(region.codecs.items(), region.sizes, strict=True):
+        parts = {name.partition(".")[2]: pool for name, pool in region.pools.items() if name.startswith(side)}
         states.append(codec.decode(parts, size, torch.float32).double())
     out = torch.zeros(*query.shape[:2], region.sizes[1], dtype=torch.float64)
     lse = torch.full(query.shape[:2], float("-inf"), dtype=torch.float64)
@@ -102,13 +101,13 @@ def truth(
             seen = torch.tensor([p for p in taken if visible is None or p < visible[row, q]], dtype=torch.int64)
             if not len(seen):
                 continue
-            slots = region.pages.table[row, seen // PAGE] * PAGE + seen % PAGE
+            slots = region.table[row, seen // PAGE] * PAGE + seen % PAGE
             keys, values = (state.flatten(0, 1)[slots] for state in states)
             scores = keys @ query[row, q].double() * scale
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             if region.has_bias:
-                scores = scores + pools["bias"].view(-1)[slots].double()
+                scores = scores + region.pools["bias"].view(-1)[slots].double()
             lse[row, q] = scores.logsumexp(0)
             out[row, q] = scores.softmax(0).nan_to_num(0.0) @ values
     return out, lse
@@ -122,7 +121,7 @@ def check(found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, 
 
 
 def queries(region: Region, m: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(region.pages.rows, m, region.sizes[0]).to(dtype)
+    return torch.randn(region.rows, m, region.sizes[0]).to(dtype)
 
 
 @needs_compiler
@@ -132,7 +131,7 @@ def test_every_pair_of_storages(keys, values):
     m, size = HEADS[pair % len(HEADS)], SIZES[pair // len(HEADS) % len(SIZES)]
     region = region_of(STORAGES[keys], STORAGES[values], [33, 0, 1, 150, 64], (size, size))
     query = queries(region, m)
-    check(cpu.run(query, region, size**-0.5), truth(query, region, size**-0.5))
+    check(cpu.run(Queries(query, size**-0.5), region), truth(query, region, size**-0.5))
 
 
 @needs_compiler
@@ -143,7 +142,7 @@ def test_every_size(storage, size, portable):
     region = region_of(STORAGES[storage], STORAGES[storage], [70, 32], (size, size))
     for m in range(1, 6):
         query = queries(region, m)
-        check(cpu.run(query, region, size**-0.5, portable=portable), truth(query, region, size**-0.5))
+        check(cpu.run(Queries(query, size**-0.5), region, portable=portable), truth(query, region, size**-0.5))
 
 
 @needs_compiler
@@ -153,7 +152,7 @@ def test_every_size(storage, size, portable):
 def test_dtypes_of_model_and_query(storage, dtype, m):
     region = region_of(STORAGES[storage], STORAGES[storage], [45, 200], (64, 80), dtype)
     query = queries(region, m, dtype)
-    check(cpu.run(query, region, 0.125), truth(query, region, 0.125))
+    check(cpu.run(Queries(query, 0.125), region), truth(query, region, 0.125))
 
 
 @needs_compiler
@@ -167,7 +166,7 @@ def test_softcap_bias_and_visible(storage, bias, softcap, m):
     visible = torch.randint(0, 310, (4, m))
     visible[3] = 0
     for seen in (None, visible):
-        check(cpu.run(query, region, 0.125, softcap, seen), truth(query, region, 0.125, softcap, seen))
+        check(cpu.run(Queries(query, 0.125, softcap), region, seen), truth(query, region, 0.125, softcap, seen))
 
 
 @needs_compiler
@@ -186,7 +185,7 @@ def test_chosen(storage, unit):
     for m in (1, 4, 7):
         query, visible = queries(region, m), torch.randint(0, 400, (5, m))
         for seen in (None, visible):
-            check(cpu.run(query, region, 0.125, 0.0, seen, chosen), truth(query, region, 0.125, 0.0, seen, chosen))
+            check(cpu.run(Queries(query, 0.125), region, seen, chosen), truth(query, region, 0.125, 0.0, seen, chosen))
 
 
 @needs_compiler
@@ -196,7 +195,7 @@ def test_chosen_may_be_none_at_all_or_named_twice(unit):
     query = queries(region, 4)
     for index in (torch.zeros(2, 0, dtype=torch.int64), torch.tensor([[0, 0, 2], [1, 1, 1]])):
         chosen = Chosen(index, torch.tensor([index.shape[1], 0]), unit)
-        check(cpu.run(query, region, 0.125, chosen=chosen), truth(query, region, 0.125, chosen=chosen))
+        check(cpu.run(Queries(query, 0.125), region, chosen=chosen), truth(query, region, 0.125, chosen=chosen))
 
 
 @needs_compiler
@@ -215,9 +214,9 @@ def test_long_rows_and_threads(storage):
             wanted = truth(query, region, 0.125, 0.0, seen, chosen)
             for threads in (1, 2, 3, 7):
                 torch.set_num_threads(threads)
-                found = cpu.run(query, region, 0.125, 0.0, seen, chosen)
+                found = cpu.run(Queries(query, 0.125), region, seen, chosen)
                 check(found, wanted)
-                again = cpu.run(query, region, 0.125, 0.0, seen, chosen)
+                again = cpu.run(Queries(query, 0.125), region, seen, chosen)
                 assert torch.equal(found[0], again[0])
                 assert torch.equal(found[1], again[1])
 
@@ -225,11 +224,11 @@ def test_long_rows_and_threads(storage):
 @needs_compiler
 def test_scores_of_minus_infinity():
     region = region_of(Plain(), Plain(), [70, 40, 33], bias=True)
-    bias = region.pages.pools["bias"]
-    bias[region.pages.table[0]] = float("-inf")  # all of row 0, the first page of row 1
-    bias[region.pages.table[1, 0]] = float("-inf")
+    bias = region.pools["bias"]
+    bias[region.table[0]] = float("-inf")  # all of row 0, the first page of row 1
+    bias[region.table[1, 0]] = float("-inf")
     query = queries(region, 4)
-    out, lse = cpu.run(query, region, 0.125)
+    out, lse = cpu.run(Queries(query, 0.125), region)
     check((out, lse), truth(query, region, 0.125))
     assert not out[0].any()
     assert bool((lse[0] == float("-inf")).all())
@@ -239,7 +238,9 @@ def test_scores_of_minus_infinity():
 def test_scores_far_apart():
     region = region_of(Plain(), Plain(), [500, 500])
     query = queries(region, 4) * 1000
-    check(cpu.run(query, region, 1.0), truth(query, region, 1.0), 1e-4)  # scores of 1e4 have errors of 1e-3 in float32
+    check(
+        cpu.run(Queries(query, 1.0), region), truth(query, region, 1.0), 1e-4
+    )  # scores of 1e4 have errors of 1e-3 in float32
 
 
 @needs_compiler
@@ -247,7 +248,7 @@ def test_a_nan_is_not_lost():
     region = region_of(Plain(), Plain(), [40])
     query = queries(region, 2)
     query[0, 1, 3] = float("nan")
-    out, lse = cpu.run(query, region, 0.125)
+    out, lse = cpu.run(Queries(query, 0.125), region)
     check((out[:, :1], lse[:, :1]), truth(query[:, :1], region, 0.125))
     assert bool(lse[0, 1].isnan())
 
@@ -256,9 +257,9 @@ def test_a_nan_is_not_lost():
 def test_cells_that_rows_add_one_by_one():
     region = Region(3, (64, 64), torch.bfloat16, torch.device("cpu"))
     for _ in range(70):
-        region.append_one(*torch.randn(2, 3, 64).to(torch.bfloat16))
+        region.append_one(region.encoded(*torch.randn(2, 3, 64).to(torch.bfloat16)))
     query = queries(region, 4)
-    check(attend_region(query, region, 0.125), truth(query, region, 0.125))
+    check(attend_region(Queries(query, 0.125), region), truth(query, region, 0.125))
 
 
 @needs_compiler
@@ -266,7 +267,10 @@ def test_agrees_with_the_reference():
     region = region_of(STORAGES["int4 channel"], STORAGES["int2 groups"], [300, 40], (128, 128))
     query, visible = queries(region, 4), torch.randint(1, 300, (2, 4))
     assert cpu.why_not(query, region) is None
-    check(attend_region(query, region, 0.1, 20.0, visible), region_attention(query, region, 0.1, 20.0, visible))
+    check(
+        attend_region(Queries(query, 0.1, 20.0), region, visible),
+        region_attention(Queries(query, 0.1, 20.0), region, visible),
+    )
 
 
 @needs_compiler
@@ -275,7 +279,7 @@ def test_what_it_does_not_take():
     query = queries(region, 2)
     assert "gradients" in cpu.why_not(query.clone().requires_grad_(), region)
     assert "float64" in cpu.why_not(query.double(), region)
-    region.pages.pools["keys.codes"] = region.pages.pools["keys.codes"].expand(2, -1, -1, -1)[:, :, :, ::2]
+    region.pools["keys.codes"] = region.pools["keys.codes"].expand(2, -1, -1, -1)[:, :, :, ::2]
     assert "contiguous" in cpu.why_not(query, region)
 
 
@@ -285,14 +289,14 @@ def test_tensors_that_do_not_fit_are_refused():
     query = queries(region, 2)
     for wrong in (query[:1], query[..., :32]):
         with pytest.raises(ValueError, match="queries"):
-            cpu.run(wrong, region, 1.0)
+            cpu.run(Queries(wrong, 1.0), region)
     with pytest.raises(ValueError, match="visible"):
-        cpu.run(query, region, 1.0, visible=torch.ones(2, 3, dtype=torch.int64))
+        cpu.run(Queries(query, 1.0), region, visible=torch.ones(2, 3, dtype=torch.int64))
     ones = torch.ones(2, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="counts"):
-        cpu.run(query, region, 1.0, chosen=Chosen(ones, ones, 1))
+        cpu.run(Queries(query, 1.0), region, chosen=Chosen(ones, ones, 1))
     with pytest.raises(ValueError, match="unit"):
-        cpu.run(query, region, 1.0, chosen=Chosen(ones, ones[:, 0], 8))
+        cpu.run(Queries(query, 1.0), region, chosen=Chosen(ones, ones[:, 0], 8))
 
 
 def test_without_a_compiler_the_reference_is_used(monkeypatch):
@@ -301,8 +305,8 @@ def test_without_a_compiler_the_reference_is_used(monkeypatch):
     region = region_of(STORAGES["int4 channel"], STORAGES["int4 groups"], [100, 0, 7])
     query = queries(region, 4)
     assert "COMPRESS_NATIVE" in cpu.why_not(query, region)
-    out, lse = attend_region(query, region, 0.125)
-    wanted = region_attention(query, region, 0.125)
+    out, lse = attend_region(Queries(query, 0.125), region)
+    wanted = region_attention(Queries(query, 0.125), region)
     assert torch.equal(out, wanted[0])
     assert torch.equal(lse, wanted[1])
 
@@ -310,14 +314,14 @@ def test_without_a_compiler_the_reference_is_used(monkeypatch):
 def test_the_log_says_once_why_plain_torch_computes(caplog, monkeypatch):
     region, other = region_of(Plain(), Plain(), [5, 40]), type("Other", (Plain,), {"name": "other"})()
     kernels.warn_once.cache_clear()
-    attend_region(queries(region, 2), region, 0.125)
+    attend_region(Queries(queries(region, 2), 0.125), region)
     assert not caplog.records, "a kernel computed"
-    region.values = other
+    region.codecs["values"] = other
     for _ in range(3):
-        attend_region(queries(region, 2), region, 0.125)
+        attend_region(Queries(queries(region, 2), 0.125), region)
     (record,) = caplog.records
     assert "plain torch computes" in record.message
     assert "it does not know storage other" in record.message
     monkeypatch.delitem(kernels.KERNELS, "cpu")
-    attend_region(queries(region, 2), region, 0.125)
+    attend_region(Queries(queries(region, 2), 0.125), region)
     assert "there is no kernel for it" in caplog.records[-1].message

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from runtime.config.settings import Count, Natural
 from runtime.kv_cache.layer_state import LayerState
-from runtime.kv_cache.region import Chosen
+from runtime.kv_cache.region import Chosen, Queries
 from runtime.kv_cache.selection.base import Budget, Selection
-from runtime.kv_cache.selection.layout import Layout, Picked, Queries, best, between, with_ends
+from runtime.kv_cache.selection.layout import Layout, best, between, with_ends
 
 
 @dataclass(frozen=True)
-class Recycled(Budget):
+class RecycledAttention(Budget):
     """Full attention now and then; the steps between read the tokens that had most of it (Recycled Attention, arXiv 2411.05787).
 
     In a step of several tokens it is what the first looked at: the others may be drafts.
@@ -28,52 +28,30 @@ class Recycled(Budget):
     stride: Count = 50
     recent: Natural = 64
 
-    def begin(self, layers: int) -> RecycledSelection:
-        return RecycledSelection(self, layers)
+    def begin(self, layers: int) -> RecycledAttentionSelection:
+        return RecycledAttentionSelection(self, layers)
 
 
-@dataclass(frozen=True)
-class _Noted:
-    """What one layer's heads looked at in a step, and how many tokens had come before that."""
+class RecycledAttentionSelection(Selection[RecycledAttention]):
+    """Tokens that the layers of one cache looked at last, and what steps read by them."""
 
-    picked: Picked
-    seen: int
-
-
-class RecycledSelection(Selection[Recycled]):
-    """Tokens that the layers of one cache looked at last, and what steps read by them.
-
-    Attributes:
-        full: for each layer how many steps had full attention.
-    """
-
-    def __init__(self, options: Recycled, layers: int) -> None:
+    def __init__(self, options: RecycledAttention, layers: int) -> None:
         super().__init__(options, layers)
-        self.full = [0] * layers
-        self._noted: list[_Noted | None] = [None] * layers
-
-    def nbytes(self, index: int) -> int:
-        noted = self._noted[index]
-        return 0 if noted is None else noted.picked.nbytes
+        self._seen = [0] * layers  # tokens that had come when a layer last looked
 
     def _choose(self, layer: LayerState, queries: Queries, layout: Layout) -> list[Chosen | None] | None:
-        options = self.options
-        recent = max(options.recent, queries.count)
-        watch = self._watches[layer.index]
-        noted = None if watch.void(layer, layout) else self._noted[layer.index]
-        if noted is not None and watch.stays is not None:
-            noted = _Noted(noted.picked.before(watch.stays), noted.seen)
-            self._noted[layer.index] = noted
+        recent = max(self.options.recent, queries.count)
+        picked: Chosen | None = self._recall(layer, layout)
         # (With fewer tokens than then, the one that looked was taken back.)
-        if noted is None or layer.seen <= noted.seen or layer.seen - noted.seen >= options.stride:
-            self.full[layer.index] += 1
+        if picked is None or not 0 < layer.seen - self._seen[layer.index] < self.options.stride:
+            self._seen[layer.index] = layer.seen
             looked = queries.counted is None or bool(queries.counted.any(1).all())
             # A row that had no token in this step has not looked: all do so again in the next.
-            self._noted[layer.index] = _Noted(self._look(layout, queries, recent), layer.seen) if looked else None
+            self._known[layer.index] = self._look(layout, queries, recent) if looked else None
             return None
-        return layout.chosen(with_ends(noted.picked, layout.lengths, 0, recent))
+        return layout.chosen(with_ends(picked, layout.lengths, 0, recent))
 
-    def _look(self, layout: Layout, queries: Queries, recent: int) -> Picked:
+    def _look(self, layout: Layout, queries: Queries, recent: int) -> Chosen:
         """Tokens with most attention, as many as are read beside the newest; they may be among these now, and are not later."""
         first, lengths = queries.first(), layout.lengths - queries.later
         votes = first.votes(layout.logits(first), lengths)

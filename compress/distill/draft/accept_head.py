@@ -11,7 +11,7 @@ from compress.core.files import written_beside
 from compress.distill.draft.student import Student
 from compress.distill.train.data import TextRows
 from compress.distill.train.teacher import Teacher
-from runtime.drafting.drafters.confident import DRAWN, FILE, GREEDY, scores
+from runtime.drafting.drafters.confident import DRAWN, FILE, GREEDY, AcceptHead
 
 _EPOCHS, _BATCH, _RATE = 30, 256, 3e-3
 MOST = 50_000  # positions that are learned from: their hidden states are in memory all at once
@@ -80,7 +80,7 @@ def losses(tensors: dict[str, torch.Tensor], examples: dict[str, torch.Tensor]) 
     """Mean cross entropy to the labels, {"greedy", "sampling"}."""
     result = {}
     for name, output in (("greedy", GREEDY), ("sampling", DRAWN)):
-        logits = scores(tensors, examples["states"], examples[f"{name}_log_chance"], examples["entropy"])[:, output]
+        logits = AcceptHead(tensors)(examples["states"], examples[f"{name}_log_chance"], examples["entropy"])[:, output]
         result[name] = torch.nn.functional.binary_cross_entropy_with_logits(logits, examples[f"{name}_label"])
     return result
 

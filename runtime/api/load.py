@@ -152,7 +152,7 @@ def load(
     if bound is None or not (drafter is not None or brings):
         engine = load_engine(blueprint, checked, bound, policy)
     else:
-        from runtime.drafting.under_memory_bound import load_both
+        from runtime.drafting.memory_budget import load_both
 
         engine, drafts = load_both(blueprint, checked, bound, policy, drafter, trust_remote_code)
     speculation = None

@@ -18,8 +18,9 @@ import torch
 from runtime.decoding.pages import Pages
 from runtime.decoding.sequence import Sequence
 from runtime.decoding.turns import Caller
-from runtime.drafting.drafters.base import Place
+from runtime.drafting.drafters.base import Place, Verified
 from runtime.drafting.speculation import Speculation, Speculator
+from runtime.drafting.verify.target import TargetLogits
 from runtime.engines.base import Chunk, Engine
 from runtime.sampling.options import GenerationOptions
 from runtime.sampling.sampling import next_tokens, seen_tokens
@@ -75,9 +76,7 @@ class Scheduler:
         self._no_room = False  # for the next in line, until somebody ends
         self._speculator: Speculator | None = None
         if speculation is not None:
-            self._speculator = Speculator(
-                speculation, options, stats, engine.trees, engine.draft_rows, engine.vocab_size
-            )
+            self._speculator = Speculator(speculation, options, stats, engine)
 
     def run(self) -> Iterator[int]:
         """Fill the outputs until all are finished; yields after every step how many ended in it."""
@@ -201,7 +200,8 @@ class Scheduler:
         for sequence, tree, rows, tokens in ready:
             seen = self._seen(sequence, logits)
             mine = logits[rows]
-            verdict = speculator.accept(tree, mine, sequence.generator, seen, None if best is None else best[rows])
+            known = None if best is None else best[rows]
+            verdict = speculator.accept(tree, TargetLogits(mine, self._options, sequence.generator, seen, known))
             path = verdict.path
             if path:
                 # The last token was computed with the tree: its place is the one before the root's children.
@@ -210,9 +210,8 @@ class Scheduler:
             new = self._append(sequence, [*(tree.tokens[node] for node in path), verdict.token])
             sequence.advance(min(len(new), len(path)), self.pages)
             sequence.high = max(sequence.high, sequence.computed)
-            speculator.count(tree, path, len(new))
             states = None if hidden is None else hidden[tokens]
-            self._caller.run(speculator.learn, sequence, tree, path, new, mine, states)
+            self._caller.run(speculator.learn, Verified(sequence, tree, path, new, mine, states))
             ended += self._leave(sequence)
         self._forget(ended)
         return ended

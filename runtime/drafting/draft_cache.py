@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from runtime.engines.base import Chunk
+from runtime.engines.streaming import plan
 
 
 @dataclass(eq=False)
@@ -16,17 +17,15 @@ class Slot:
     """One sequence.
 
     Attributes:
-        tokens: ids that are in the cache, in order. notes: nodes of a tree that were read after them.
-        pages: that hold them (paged engines). cache: that holds them (others).
-        rejected: how many tokens after them an unpaged cache still holds.
+        tokens: ids that are in the cache, in order; removing the last ones takes them out of it.
+        pages: that hold them.
+        memory: what a drafter remembers of the sequence besides.
         place: of the sequence in the target's cache, for drafters inside the target (`Place`). length: tokens read there, drafted ones too.
     """
 
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
-    cache: Any = None
-    notes: list[int] = field(default_factory=list)
-    rejected: int = 0
+    memory: Any = None
     place: Any = None
     length: int = 0
 
@@ -42,19 +41,12 @@ class DraftCache:
         trees: whether `branch` works: the engine's chunks may have parents.
     """
 
-    most_rows: int
-    trees = False
-
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.most_rows = engine.most_rows
+        self.most_rows: int = engine.most_rows
         self.trees = bool(getattr(engine, "trees", False))
         self._memory: Any = None
         self._free: list[int] = []
-
-    def open(self) -> Slot:
-        """An empty slot."""
-        return Slot()
 
     def feed(self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Read more of each sequence; logits after the last token of each, float32 `[slots, vocab]`."""
@@ -64,7 +56,7 @@ class DraftCache:
         self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         """Read more of each sequence, at least one token, and tokens that may follow it: logits after the sequence and after each
-        of these, a float32 `[1 + more, vocab]` for each slot. `keep` says which stay; without it none does.
+        of these, a float32 `[1 + more, vocab]` for each slot. Those that are right may be added to the slot's tokens.
         """
         found = []
         for part in _passes([len(own) + len(extra) for own, extra in zip(tokens, more, strict=True)], self.most_rows):
@@ -73,15 +65,10 @@ class DraftCache:
                 if len(own) + len(extra) > self.most_rows:
                     self.feed([slot], [own[:-1]])
                     own = own[-1:]
-                self._reserve(slot, len(slot.tokens) + len(own) + len(extra))
-                chunks.append(Chunk([*own, *extra], len(slot.tokens), slot.pages, 1 + len(extra)))
+                chunks.append(self._chunk(slot, [*own, *extra], 1 + len(extra)))
                 slot.tokens += own
             found += self._verify(chunks)
         return found
-
-    def keep(self, slot: Slot, tokens: Sequence[int]) -> None:
-        """The first of the tokens that `ahead` read after the sequence belong to it."""
-        slot.tokens += tokens
 
     def branch(
         self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
@@ -89,17 +76,11 @@ class DraftCache:
         """Tokens of a tree after what each slot holds: the last `len(tokens)` of `parents`, the others were given before. Logits after
         each, a float32 `[tokens, vocab]` for each slot. The slots themselves do not grow. Of a slot there are at most `most_rows` tokens.
         """
-        chunks = []
-        for slot, new, above in zip(slots, tokens, parents, strict=True):
-            start = len(slot.tokens)
-            self._reserve(slot, start + len(above))
-            chunks.append(Chunk(new, start, slot.pages, len(new), above, len(above) - len(new)))
+        chunks = [
+            self._chunk(slot, new, len(new), above) for slot, new, above in zip(slots, tokens, parents, strict=True)
+        ]
         passes = _passes([len(new) for new in tokens], self.most_rows)
         return [logits for part in passes for logits in self._verify(chunks[part])]
-
-    def cut(self, slot: Slot, length: int) -> None:
-        """Forget all but the first `length` tokens."""
-        del slot.tokens[length:]
 
     def close(self, slot: Slot) -> None:
         """Give the slot's memory back."""
@@ -114,26 +95,21 @@ class DraftCache:
     # ---------------------------------------------------------------- passes and pages
     def _ends(self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """As `feed`: all that `_pass` gives, after the last token of each sequence."""
-        found: list[tuple[torch.Tensor, ...]] = [()] * len(slots)
-        waiting = [(index, list(each)) for index, each in enumerate(tokens)]
-        while waiting:
-            chunks, places, later, rows = [], [], [], self.most_rows
-            for index, rest in waiting:
-                now, after = rest[:rows], rest[rows:]
-                if now:
-                    slot = slots[index]
-                    self._reserve(slot, len(slot.tokens) + len(now))
-                    chunks.append(Chunk(now, len(slot.tokens), slot.pages))
-                    places.append((index, not after))
-                    slot.tokens += now
-                    rows -= len(now)
-                if after:
-                    later.append((index, after))
-            each = self._pass(chunks)
-            for row, (index, done) in enumerate(places):
-                if done:
-                    found[index] = tuple(tensor[row] for tensor in each)
-            waiting = later
+        most = self.most_rows
+        # All but the last part of a sequence fill a pass, so that no pass has two parts of one.
+        parts = [
+            (slot, each[start : start + most], start + most >= len(each))
+            for slot, each in zip(slots, tokens, strict=True)
+            for start in range(0, len(each), most)
+        ]
+        found = []
+        for together in _passes([len(new) for _, new, _ in parts], most):
+            chunks = []
+            for slot, new, _ in parts[together]:
+                chunks.append(self._chunk(slot, new))
+                slot.tokens += new
+            rows = zip(*self._pass(chunks), strict=True)
+            found += [row for row, (_, _, last) in zip(rows, parts[together], strict=True) if last]
         return [torch.stack(column) for column in zip(*found, strict=True)]
 
     def _pass(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, ...]:
@@ -144,6 +120,14 @@ class DraftCache:
         """Logits of the outputs of each chunk."""
         logits: torch.Tensor = self._engine.verify(self._memory, chunks)[0]
         return list(logits.split([chunk.outputs for chunk in chunks]))
+
+    def _chunk(
+        self, slot: Slot, tokens: Sequence[int], outputs: int = 1, parents: Sequence[int] | None = None
+    ) -> Chunk:
+        """Tokens after those of a slot, which gets pages for them; of a tree the last ones, which were not read yet."""
+        start, count = len(slot.tokens), len(tokens if parents is None else parents)
+        self._reserve(slot, start + count)
+        return Chunk(tokens, start, slot.pages, outputs, parents, count - len(tokens))
 
     def _reserve(self, slot: Slot, length: int) -> None:
         missing = -(-length // self._engine.page_size) - len(slot.pages)
@@ -173,7 +157,7 @@ def _passes(sizes: Sequence[int], most: int) -> Iterator[slice]:
 
 
 class ModuleDraftCache(DraftCache):
-    """Draft cache of an engine of transformers' modules: each slot has a cache of its own and is read by itself.
+    """Draft cache of an engine of transformers' modules: a slot has one page, which is a cache of its own, and is read by itself.
 
     Args:
         engine: of the draft model; all its layers must keep every token.
@@ -181,63 +165,44 @@ class ModuleDraftCache(DraftCache):
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.most_rows = 512
-        self._slots: dict[int, Slot] = {}
-
-    def open(self) -> Slot:
-        slot = Slot(cache=self._engine.new_cache())
-        self._slots[id(slot)] = slot
-        return slot
-
-    def feed(self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.cat([self._read(slot, each) for slot, each in zip(slots, tokens, strict=True)])
-
-    def ahead(
-        self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
-    ) -> list[torch.Tensor]:
-        found = []
-        for slot, own, extra in zip(slots, tokens, more, strict=True):
-            self._read(slot, own[:-1])
-            found.append(self._forward(slot, [*own[-1:], *extra])[0])
-            slot.tokens += own[-1:]
-            slot.rejected = len(extra)
-        return found
-
-    def keep(self, slot: Slot, tokens: Sequence[int]) -> None:
-        super().keep(slot, tokens)
-        slot.rejected -= len(tokens)
-
-    def cut(self, slot: Slot, length: int) -> None:
-        extra = max(0, len(slot.tokens) - length) + slot.rejected
-        if extra:
-            slot.cache.crop(-extra)
-            slot.rejected = 0
-            del slot.tokens[length:]
+        self.most_rows, self.trees = 512, False
+        self._caches: dict[int, Any] = {}  # by page
 
     def close(self, slot: Slot) -> None:
-        slot.cache, slot.tokens = None, []
-        self._slots.pop(id(slot), None)
+        for page in slot.pages:
+            del self._caches[page]
+        slot.pages, slot.tokens = [], []
 
     @property
     def nbytes(self) -> int:
-        return sum(self._engine.cache_bytes(slot.cache) for slot in self._slots.values())
+        return sum(map(self._engine.cache_bytes, self._caches.values()))
 
-    def _read(self, slot: Slot, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits after the last of the tokens, `[1, vocab]`."""
-        logits = torch.empty(0)
-        self.cut(slot, len(slot.tokens))
-        for start in range(0, len(tokens), self.most_rows):
-            part = list(tokens[start : start + self.most_rows])
-            logits = self._forward(slot, part, True)[:, -1]
-            slot.tokens += part
-        return logits
+    def _reserve(self, slot: Slot, length: int) -> None:
+        if not slot.pages:
+            slot.pages = [id(slot)]
+            self._caches[id(slot)] = self._engine.new_cache()
 
-    def _forward(self, slot: Slot, tokens: Sequence[int], *last_only: bool) -> torch.Tensor:
-        ids = torch.tensor([tokens], device=self._engine.device)
-        start = len(slot.tokens)
-        positions = torch.arange(start, start + len(tokens), device=self._engine.device)[None]
-        logits: torch.Tensor = self._engine.forward(ids, slot.cache, None, positions, *last_only)
-        return logits
+    def _pass(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, ...]:
+        return (torch.cat(self._verify(chunks)),)
+
+    def _verify(self, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
+        found = []
+        for chunk in chunks:
+            cache, end = self._caches[chunk.pages[0]], chunk.start + len(chunk.tokens)
+            cache.crop(chunk.start - cache.get_seq_length())
+            ids = torch.tensor([chunk.tokens], device=self._engine.device)
+            positions = torch.arange(chunk.start, end, device=self._engine.device)[None]
+            logits = self._engine.forward(ids, cache, None, positions, last_only=chunk.outputs == 1)
+            found.append(logits[0, -chunk.outputs :])
+        return found
+
+
+def position_bytes(engine: Any) -> int:
+    """Memory of the keys and values of one token, all layers together; 0 where the engine does not tell."""
+    module = getattr(engine, "module", None)
+    if not engine.lockstep or module is None:
+        return int(engine.page_bytes // engine.page_size)
+    return plan.position_bytes(module.config, module.dtype)
 
 
 def draft_cache_of(engine: Any) -> DraftCache:

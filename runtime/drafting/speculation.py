@@ -6,22 +6,24 @@ One `Speculation` a model; each call of generate or stream has a `Speculator` of
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
 from runtime.drafting.drafters.base import Ask, Drafter, Draw, Place, Text, Verified
-from runtime.drafting.guard import Watch
-from runtime.drafting.lengths.base import Costs, Lengths, Progress
-from runtime.drafting.lengths.belief import Belief
+from runtime.drafting.lengths.base import Belief, Costs, Lengths, Progress
 from runtime.drafting.lengths.goodput import Goodput
 from runtime.drafting.verify.base import Rule, Verdict
 from runtime.drafting.verify.exact import Exact
-from runtime.drafting.verify.target import Target
+from runtime.drafting.verify.target import TargetLogits
+from runtime.engines.base import Engine
 from runtime.sampling.options import GenerationOptions
 from runtime.sampling.sampling import greedy
 from runtime.sampling.stats import GenerationStats
@@ -31,6 +33,53 @@ _log = logging.getLogger("compress.speculation")
 _FADES = 0.99  # what catching up took, from draft to draft in which there was nothing to catch up with
 _SELDOM = 8  # of the steps in which drafting rests every eighth is timed: learning what a step takes is itself some per cent of a short one
 Result = TypeVar("Result")
+
+
+PATIENCE = 10.0  # seconds; a drafter that thinks longer than this over a few tokens is of no use
+
+
+class StalledError(Exception):
+    """A drafter did not answer in time."""
+
+
+class DrafterThread:
+    """Runs functions in a thread of its own, one after another, and stops waiting for one that takes too long.
+
+    A thread cannot be ended from outside: the one that hangs is left alone (it does not keep the process from ending), and nothing
+    runs here any more.
+
+    Args:
+        patience: seconds.
+    """
+
+    def __init__(self, patience: float = PATIENCE) -> None:
+        self.patience = patience
+        self._calls: queue.SimpleQueue[Any] | None = None
+
+    def run(self, what: Callable[..., Result], *arguments: Any) -> Result:
+        """What the function gives or raises.
+
+        Raises:
+            StalledError: it took too long.
+        """
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(self._calls,), name="drafter", daemon=True).start()
+        answer: Future[Result] = Future()
+        self._calls.put((answer, what, arguments))
+        if not wait([answer], self.patience).done:
+            self._calls = None
+            raise StalledError(f"it did not answer within {self.patience:g} seconds")
+        return answer.result()
+
+
+def _serve(calls: queue.SimpleQueue[Any]) -> None:
+    while True:
+        answer, what, arguments = calls.get()
+        try:
+            answer.set_result(what(*arguments))
+        except Exception as error:
+            answer.set_exception(error)
 
 
 @dataclass(eq=False)
@@ -47,9 +96,9 @@ class Speculation:
     drafter: Drafter
     rule: Rule = field(default_factory=Exact)
     lengths: Lengths = field(default_factory=Goodput)
-    costs: Costs = field(default_factory=Costs.unknown)
+    costs: Costs = field(default_factory=Costs)
     off: str | None = None
-    watch: Watch = field(default_factory=Watch)
+    thread: DrafterThread = field(default_factory=DrafterThread)
     left: deque[Any] = field(default_factory=deque)
 
     def settle(self) -> None:
@@ -60,7 +109,7 @@ class Speculation:
     def guarded(self, what: Callable[..., Result], *arguments: Any) -> Result | None:
         """Call a drafter's method; if it fails or exceeds its time limit, switch the drafter off and return None."""
         try:
-            return self.watch.run(what, *arguments) if self.drafter.watched else what(*arguments)
+            return self.thread.run(what, *arguments) if self.drafter.watched else what(*arguments)
         except Exception as error:
             text = str(error).strip().splitlines()
             self.switch_off(f"{type(error).__name__}: {text[0]}" if text else type(error).__name__)
@@ -99,9 +148,7 @@ class Speculator:
         speculation: the model's.
         options: of the call.
         stats: drafted and accepted tokens are counted there.
-        trees: whether the engine verifies more than chains.
-        most_rows: tokens of a step.
-        vocabulary: ids are below it.
+        engine: that verifies.
 
     Attributes:
         prompts: the drafter reads what the head reads of every token of prompts too.
@@ -109,25 +156,16 @@ class Speculator:
     """
 
     def __init__(
-        self,
-        speculation: Speculation,
-        options: GenerationOptions,
-        stats: GenerationStats,
-        trees: bool,
-        most_rows: int,
-        vocabulary: int,
+        self, speculation: Speculation, options: GenerationOptions, stats: GenerationStats, engine: Engine
     ) -> None:
-        self._speculation = speculation
-        self._options, self._stats = options, stats
-        self._trees, self._most_rows, self._vocabulary = trees, most_rows, vocabulary
+        self._speculation, self._options, self._stats, self._engine = speculation, options, stats, engine
         # A seed promises a text: where one is given, the target chooses every token itself, with the numbers of plain decoding.
         self._drawn = options.temperature > 0 and options.seed is None and speculation.drafter.draws
         self._tracks: dict[int, Track] = {}
         self.proposed = False
         self._promised = self._overhead = 0.0  # tokens a second of this step; seconds of reading in what drafting took
-        self._rest = self._slept = self._resting = (
-            0  # steps to come without a draft, gone by so, and for how many sequences
-        )
+        # Steps to come without a draft, those gone by so, and for how many sequences.
+        self._rest = self._slept = self._resting = 0
         drafter = speculation.drafter
         self._wants_hidden = "hidden" in drafter.wants
         # A drafter of somebody else's may have been written against the promise that it is told of every step.
@@ -149,9 +187,9 @@ class Speculator:
         """Whether what the step that is being computed says is to be learned from."""
         return self.proposed or (self._wants_steps and self._rest == 0)
 
-    def rests(self, texts: int) -> bool:
+    def rests(self, sequences: int) -> bool:
         """Whether drafting pays for none of so many sequences for now: the step is then one of plain decoding, and costs no more."""
-        if self._rest == 0 or texts != self._resting:
+        if self._rest == 0 or sequences != self._resting:
             return False
         self._rest -= 1
         self._slept += 1
@@ -161,7 +199,7 @@ class Speculator:
     # ---------------------------------------------------------------- before a step
     def propose(
         self,
-        texts: Sequence[Text],
+        sequences: Sequence[Text],
         rooms: Sequence[int],
         sources: Sequence[torch.Generator | None],
         rows: int,
@@ -170,7 +208,7 @@ class Speculator:
         """A tree for each sequence, maybe an empty one.
 
         Args:
-            texts: that decode in this step.
+            sequences: that decode in this step.
             rooms: of each, most tokens that may still follow besides the one that the target writes itself.
             sources: of each, its random numbers; None: greedy.
             rows: tokens of the step without any draft.
@@ -178,12 +216,12 @@ class Speculator:
         """
         began = time.perf_counter()
         speculation = self._speculation
-        nothing = [Tree() for _ in texts]
+        nothing = [Tree() for _ in sequences]
         self.proposed, self._rest, self._promised, self._overhead = False, 0, 0.0, 0.0
-        if not self.on or not texts:
+        if not self.on or not sequences:
             return nothing
         speculation.settle()
-        tracks = [self._track(text) for text in texts]
+        tracks = [self._track(sequence) for sequence in sequences]
         for track, room, source in zip(tracks, rooms, sources, strict=True):
             track.whole = Tree()
             track.progress.room, track.progress.drawn = room, self._drawn and source is not None
@@ -193,18 +231,18 @@ class Speculator:
         if self._slept:
             speculation.lengths.rested(progress, speculation.costs, self._slept)
         self._slept = 0
-        plans = speculation.lengths.plan(progress, speculation.costs, rows, self._most_rows)
+        plans = speculation.lengths.plan(progress, speculation.costs, rows, self._engine.draft_rows)
         asked = [index for index, plan in enumerate(plans) if plan.nodes > 0 and plan.depth > 0]
         if not asked:
             # The step before the next draft is learned from again: what a drafter reads of it must be there.
-            self._rest, self._resting = max(0, speculation.lengths.resting(progress) - 1), len(texts)
+            self._rest, self._resting = max(0, speculation.lengths.resting(progress) - 1), len(sequences)
             return nothing
         asks = []
         for index in asked:
             source, plan = sources[index], plans[index]
             draw = Draw(self._options, source) if self._drawn and source is not None else None
             place = places(index, plan.depth) if places is not None and speculation.drafter.inside else None
-            asks.append(Ask(tracks[index].state, texts[index], plan.nodes, plan.depth, draw, plan.least, place))
+            asks.append(Ask(tracks[index].state, sequences[index], plan.nodes, plan.depth, draw, plan.least, place))
         started = time.perf_counter()
         found = speculation.guarded(speculation.drafter.draft, asks)
         seconds = time.perf_counter() - started
@@ -237,16 +275,16 @@ class Speculator:
     def _checked(self, trees: Sequence[Tree], asks: Sequence[Ask]) -> list[Tree] | None:
         """The trees as the engine can verify them; a drafter whose trees are none is switched off."""
         if len(trees) != len(asks):
-            self._speculation.switch_off(f"it gave {len(trees)} trees for {len(asks)} texts")
+            self._speculation.switch_off(f"it gave {len(trees)} trees for {len(asks)} sequences")
             return None
         checked = []
         for tree, ask in zip(trees, asks, strict=True):
-            wrong = _wrong(tree, self._vocabulary)
+            wrong = _wrong(tree, self._engine.vocab_size)
             if wrong is not None:
                 self._speculation.switch_off(wrong)
                 return None
             tree = tree.first(ask.nodes, ask.depth)
-            checked.append(tree if self._trees or tree.is_chain else tree.main_chain())
+            checked.append(tree if self._engine.trees or tree.is_chain else tree.main_chain())
         return checked
 
     # ---------------------------------------------------------------- after it
@@ -267,48 +305,23 @@ class Speculator:
         tokens, broken = greedy(logits)
         return None if broken else tokens
 
-    def accept(
-        self,
-        tree: Tree,
-        logits: torch.Tensor,
-        source: torch.Generator | None,
-        seen: torch.Tensor | None,
-        best: Sequence[int] | None,
-    ) -> Verdict:
-        """Which nodes of a tree are accepted.
-
-        Args:
-            logits: float32 `[1 + nodes, vocab]`.
-            source: the sequence's random numbers.
-            seen: bool `[vocab]`, for the repetition penalty.
-            best: from `greedy`, for these rows.
-        """
+    def accept(self, tree: Tree, target: TargetLogits) -> Verdict:
+        """Which nodes of a tree are accepted."""
         rule = self._speculation.rule if len(tree) else Exact()
-        return rule.accept(tree, Target(logits, self._options, source, seen, best))
+        return rule.accept(tree, target)
 
-    def count(self, tree: Tree, path: Sequence[int], new: int) -> None:
-        """So many new tokens were added: those of `path`, and one more where the sequence did not end before."""
-        if len(tree):
-            self._stats.count_draft(tree, path, min(new, len(path)))
-
-    def learn(
-        self,
-        text: Text,
-        tree: Tree,
-        path: Sequence[int],
-        new: Sequence[int],
-        logits: torch.Tensor,
-        hidden: torch.Tensor | None,
-    ) -> None:
+    def learn(self, verified: Verified) -> None:
         """After the new tokens are at the sequence's end."""
+        tree, path, new = verified.tree, verified.path, verified.new
+        if len(tree):
+            self._stats.count_draft(tree, path, min(len(new), len(path)))
         if not self.on:
             return
-        track = self._track(text)
+        track = self._track(verified.text)
         if len(track.whole):
             track.progress.belief.observe(track.whole, new)
             self._speculation.costs.belief.observe(track.whole, new)
         if self.on:
-            verified = Verified(text, tree, path, new, logits, hidden)
             self._speculation.guarded(self._speculation.drafter.learn, track.state, verified)
 
     def read(self, text: Text, start: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:

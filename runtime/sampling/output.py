@@ -16,7 +16,16 @@ def reporting(progress: bool | Callable[[int, int], Any], total: int) -> Iterato
     if progress is False:
         yield lambda done: None
         return
-    last = -1
+    if progress is True:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+        columns = ("generate", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda done: bar.update(task, completed=done)
+        return
+    show, last = progress, 0
 
     def report(done: int) -> None:
         nonlocal last
@@ -24,23 +33,8 @@ def reporting(progress: bool | Callable[[int, int], Any], total: int) -> Iterato
             last = done
             show(done, total)
 
-    if callable(progress):
-        show = progress
-        report(0)
-        yield report
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = ("generate", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
-
-        def show(done: int, _: int) -> None:
-            bar.update(task, completed=done)
-
-        report(0)
-        yield report
+    show(0, total)
+    yield report
 
 
 FinishReason = Literal["length", "eos", "stop"]

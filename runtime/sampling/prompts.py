@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from runtime.errors import RequestError
 from runtime.system.describe import is_integer, show
@@ -139,12 +140,11 @@ def read_mask(attention_mask: Any, ids: torch.Tensor) -> torch.Tensor | None:
     return None if bool((mask == 1).all()) else mask.long()
 
 
-def pad_right(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
+def pad_right(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows of any lengths as ids and mask (1 = token; None when all are equally long), int64 `[rows, longest]`."""
-    longest = max(len(row) for row in rows)
-    ids = torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     lengths = torch.tensor([[len(row)] for row in rows])
-    mask = (torch.arange(longest)[None, :] < lengths).long()
+    mask = (torch.arange(ids.shape[1]) < lengths).long()
     return ids, None if bool(mask.all()) else mask
 
 

@@ -176,7 +176,12 @@ def draw(logits: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.T
     the batch it is in. float64 throughout: a float32 cumulative sum over a large vocabulary loses the unlikely tokens.
     """
     uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators]).to(logits.device)
-    cumulative = torch.softmax(logits.double(), dim=-1).cumsum(dim=-1)
+    return tokens_at(torch.softmax(logits.double(), dim=-1), uniform)
+
+
+def tokens_at(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Tokens, int64 `[batch]`, of distributions `[batch, vocab]` (float64, of any sum) at numbers `[batch]` in [0, 1)."""
+    cumulative = probabilities.cumsum(dim=-1)
     total = cumulative[:, -1:]
     # right=True finds the first entry above the target: a token of probability 0 adds nothing and is never that entry.
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))

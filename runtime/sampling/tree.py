@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -87,14 +87,16 @@ class Tree:
             indices = [index for index in indices if depths[index] <= depth]  # type: ignore[assignment]
         return self if len(indices) == len(self) else self.keep(indices)
 
-    def best(self, count: int) -> Tree:
-        """The `count` nodes that are most likely reached; only for trees of guesses (no `proposals`) with `chances`."""
-        if count >= len(self):
-            return self
-        reach = self.reach()
-        # A node is never likelier than its parent; of equals the earlier, so that parents stay.
-        order = sorted(range(len(self)), key=lambda index: (-reach[index], index))[:count]
-        return self.keep(sorted(order))
+    def best(self, count: int, worth: Sequence[float] | None = None) -> Tree:
+        """The `count` nodes of most worth, in falling order, so that its first ones are again the best.
+
+        Args:
+            worth: of each node, never more than its parent's; None: how likely it is reached, which is for trees of guesses (no
+                `proposals`) with `chances`.
+        """
+        worth = self.reach() if worth is None else worth
+        # Of equals the earlier, so that parents come first.
+        return self.keep(sorted(range(len(self)), key=lambda index: (-worth[index], index))[:count])
 
     def main_chain(self) -> Tree:
         """One branch, for engines that verify nothing else: at each node the likeliest of guesses, the first of what was drawn."""
@@ -117,25 +119,3 @@ class Tree:
             [self.chances[index] for index in indices] if self.chances else [],
             {place[node]: value for node, value in self.proposals.items() if place.get(node, -2) in used},
         )
-
-    def merged(self, other: Tree) -> Tree:
-        """Both trees; nodes of the same tokens become one. Only for trees of guesses."""
-        has_chances = bool(other.chances) and (bool(self.chances) or not self.tokens)
-        both = Tree(list(self.tokens), list(self.parents), list(self.chances) if has_chances else [])
-        known = {
-            (parent, token): index for index, (parent, token) in enumerate(zip(both.parents, both.tokens, strict=True))
-        }
-        place = {ROOT: ROOT}
-        for index, (token, parent) in enumerate(zip(other.tokens, other.parents, strict=True)):
-            key = (place[parent], token)
-            if key not in known:
-                known[key] = both.add(token, place[parent], other.chances[index] if has_chances else None)
-            place[index] = known[key]
-        return both
-
-    def branches(self) -> Iterator[list[int]]:
-        """The tokens of each path from the root to a leaf."""
-        inner = set(self.parents)
-        for index in range(len(self)):
-            if index not in inner:
-                yield [self.tokens[node] for node in self.path(index)]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from runtime.drafting.verify.base import Rule
-from runtime.drafting.verify.target import Target
+from runtime.drafting.verify.target import TargetLogits
 from runtime.sampling.options import GenerationOptions
 from runtime.sampling.sampling import process
 from runtime.sampling.tree import ROOT, Tree
@@ -58,7 +58,7 @@ def written(
         while len(text) <= length:
             tree = draft(text[-1], source)
             logits = target[torch.tensor([text[-1], *tree.tokens])]
-            verdict = rule.accept(tree, Target(logits, options, source))
+            verdict = rule.accept(tree, TargetLogits(logits, options, source))
             text += [*(tree.tokens[node] for node in verdict.path), verdict.token]
         found[tuple(text[1 : 1 + length])] += 1
     return found

@@ -13,8 +13,8 @@ from runtime.drafting.drafters.adaptive_ngram import AdaptiveNgram
 from runtime.drafting.drafters.base import Ask, Drafter, Verified
 from runtime.drafting.drafters.hierarchy import Hierarchy
 from runtime.drafting.drafters.lookup import Lookup
-from runtime.drafting.drafters.recycling import Recycling
 from runtime.drafting.drafters.suffix import Suffix
+from runtime.drafting.drafters.token_recycling import TokenRecycling
 from runtime.drafting.drafters.trie import Trie
 from runtime.sampling.tree import ROOT, Tree
 
@@ -23,7 +23,7 @@ FREE: dict[str, Callable[..., Drafter]] = {
     "lookup": Lookup,
     "suffix": Suffix,
     "trie": Trie,
-    "recycling": Recycling,
+    "recycling": TokenRecycling,
     "hierarchy": Hierarchy,
     "adaptive-ngram": AdaptiveNgram,
 }
@@ -109,6 +109,12 @@ def walk(tree: Tree, coming: Sequence[int]) -> tuple[list[int], list[int]]:
         node = right[0]
         path.append(node)
     return path, list(coming)
+
+
+def branches(tree: Tree) -> list[list[int]]:
+    """The tokens of each path from the root to a leaf."""
+    leaves = [node for node in range(len(tree)) if node not in set(tree.parents)]
+    return [[tree.tokens[node] for node in tree.path(leaf)] for leaf in leaves]
 
 
 def check_tree(tree: Tree, nodes: int, depth: int) -> None:

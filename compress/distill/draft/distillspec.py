@@ -18,7 +18,7 @@ from compress.distill.draft.write import note
 from compress.distill.train.data import TextRows
 from compress.distill.train.teacher import Teacher
 from compress.model.module_hooks import evaluating, hooks
-from runtime.drafting.drafters.confident import DRAWN, FILE, GREEDY, scores
+from runtime.drafting.drafters.confident import DRAWN, FILE, GREEDY, AcceptHead
 
 
 class DistillSpecConfig(CutConfig):
@@ -124,7 +124,7 @@ def losses(tensors: dict[str, torch.Tensor], examples: dict[str, torch.Tensor]) 
     """Mean cross entropy to the labels, {"greedy", "sampling"}."""
     result = {}
     for name, output in (("greedy", GREEDY), ("sampling", DRAWN)):
-        logits = scores(tensors, examples["states"], examples[f"{name}_log_chance"], examples["entropy"])[:, output]
+        logits = AcceptHead(tensors)(examples["states"], examples[f"{name}_log_chance"], examples["entropy"])[:, output]
         result[name] = torch.nn.functional.binary_cross_entropy_with_logits(logits, examples[f"{name}_label"])
     return result
 

@@ -8,6 +8,7 @@ what other anchors' recursions made (as EAGLE-3 trains, arXiv 2503.01840).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
@@ -54,7 +55,7 @@ class MTPStudent(HeadStudent):
     @property
     def sizes(self) -> dict[str, int]:
         module: Any = self.draft.module
-        return {**module.sizes.as_dict(), "steps": self.levels}
+        return {**asdict(module.sizes), "steps": self.levels}
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "window": self.window}

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from compress.core.files import written_beside
 from compress.model.module_hooks import evaluating
+from runtime.modeling.cache_argument import cache_argument
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,11 @@ SCHEMA_VERSION = 1
 _log = logging.getLogger("compress.speculation")
 
 
-class Choice(NamedTuple):
-    """What a directory says is fastest here.
-
-    Attributes:
-        value: what `runtime.load` takes; False: no drafter. file: that says it.
-    """
+class DirectoryDrafter(NamedTuple):
+    """What a directory is decoded with, as `drafter=` takes it (False: nothing is faster), and what messages call it."""
 
     value: Any
-    file: Path
+    where: str
 
 
 def choice_content(value: Any, artifact: Artifact, device: torch.device, measured: Any = None) -> dict[str, Any]:
@@ -61,7 +57,7 @@ def choice_content(value: Any, artifact: Artifact, device: torch.device, measure
     return {"schema_version": SCHEMA_VERSION, "drafter": value, **_facts(artifact, device), "measured": measured}
 
 
-def read_choice(artifact: Artifact, device: torch.device) -> Choice | None:
+def read_choice(artifact: Artifact, device: torch.device) -> DirectoryDrafter | None:
     """What was found to be fastest for a directory; None where it says nothing, or says it of other weights or another machine.
 
     Args:
@@ -87,7 +83,7 @@ def read_choice(artifact: Artifact, device: torch.device) -> Choice | None:
         _check(value)
     except ConfigError as error:
         raise error.at(str(file)) from None
-    return Choice(value if value is not None else False, file)
+    return DirectoryDrafter(value if value is not None else False, f"{file}: drafter")
 
 
 def _facts(artifact: Artifact, device: torch.device) -> dict[str, Any]:
@@ -119,13 +115,6 @@ def _check(value: Any) -> None:
     raise ConfigError((), f"expected names of drafters, true (the artifact's own) or {{of: [...]}}, got {show(value)}")
 
 
-class DirectoryDrafter(NamedTuple):
-    """What it is, as `drafter=` takes it (False: nothing is faster), and what messages call it."""
-
-    value: Any
-    where: str
-
-
 def directory_drafter(artifact: Artifact, device: torch.device) -> DirectoryDrafter | None:
     """What a directory says it is decoded with on a device; None: nothing.
 
@@ -134,7 +123,7 @@ def directory_drafter(artifact: Artifact, device: torch.device) -> DirectoryDraf
     """
     choice = read_choice(artifact, device)
     if choice is not None:
-        return DirectoryDrafter(choice.value, f"{choice.file}: drafter")
+        return choice
     own = own_draft(artifact)
     return None if own is None else DirectoryDrafter(own, place_of(artifact))
 
@@ -155,11 +144,8 @@ def own_draft(artifact: Artifact) -> dict[str, Any] | None:
     value = dict(written["drafter"])
     if "model" in value:
         path = Path(str(value["model"]))
-        if (
-            path.is_absolute()
-            or ".." in path.parts
-            or not (artifact.path / path).resolve().is_relative_to(artifact.path.resolve())
-        ):
+        inside = (artifact.path / path).resolve().is_relative_to(artifact.path.resolve())
+        if path.is_absolute() or ".." in path.parts or not inside:
             raise RequestError(
                 f"{place}: draft.drafter.model must be a directory inside the artifact, not {str(path)!r}"
             )

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from runtime.config.registry import Method
-from runtime.config.settings import ConfigError, Count, read
-from runtime.drafting.config.amounts import amounts_of, check_memory, inherited, lengths_of, rule_of, said
+from runtime.config.settings import ConfigError, Count, read, read_method
+from runtime.config.settings import Path as Place
 from runtime.drafting.config.artifact_draft import CHOICE, directory_drafter, own_draft, place_of
-from runtime.drafting.config.registry import DRAFTERS, drafters, find_drafter
-from runtime.drafting.config.request import Request, parse
+from runtime.drafting.config.registry import DRAFTERS, LENGTHS, RULES, drafters, find_drafter
+from runtime.drafting.config.request import AMOUNT, OF_THE_WHOLE, Request, parse
 from runtime.drafting.config.target import Target, UnfitError
+from runtime.drafting.draft_cache import position_bytes
 from runtime.drafting.drafters.base import Drafter
 from runtime.drafting.drafters.draft_model import draft_facts
+from runtime.drafting.lengths.base import Lengths
 from runtime.drafting.speculation import Speculation
+from runtime.drafting.verify.base import Rule
 from runtime.errors import RequestError
+from runtime.system import memory
 
 __all__ = ["CHOICE", "Target", "check_written", "choose_speculation", "is_none"]
 
@@ -102,6 +106,90 @@ def _made(value: Any, target: Target, where: str) -> Speculation:
         said_there = bool(error.path) and error.path[0] in own
         raise error.at(place_of(target.artifact) if said_there else where) from None
     return Speculation(drafter, rule, lengths)
+
+
+# ---------------------------------------------------------------- how much is drafted, and what is accepted
+def said(value: Any) -> dict[str, Any]:
+    """What a drafter's settings say of the whole."""
+    return {key: value[key] for key in OF_THE_WHOLE if key in value} if isinstance(value, Mapping) else {}
+
+
+def inherited(value: Any, target: Target) -> dict[str, Any]:
+    """What else is said of a composition with the artifact's own draft: of both what that does, where it says nothing itself."""
+    parts, given = value.get("of", ()) if isinstance(value, Mapping) else value, said(value)
+    own = (own_draft(target.artifact) or {}) if _names_own(parts) else {}
+    amount = any(key in given for key in AMOUNT)
+    return {key: own[key] for key in OF_THE_WHOLE if key in own and key not in given and not (amount and key in AMOUNT)}
+
+
+def _names_own(parts: Any) -> bool:
+    if isinstance(parts, Mapping):
+        return _names_own(parts.get("of"))
+    return parts is True or (isinstance(parts, (list, tuple)) and any(map(_names_own, parts)))
+
+
+def rule_of(settings: Mapping[str, Any]) -> Rule:
+    """How drafts are accepted; ConfigError where it cannot be so."""
+    rule: Rule = read_method(RULES, settings.get("acceptance", "exact"), ("acceptance",))
+    return rule
+
+
+def amounts_of(settings: Mapping[str, Any]) -> tuple[Lengths, Mapping[str, Place]]:
+    """How much is drafted, and where that was said: {"depth" or "nodes": its place}, without what nobody said.
+
+    Raises:
+        ConfigError: it cannot be so.
+    """
+    written = settings.get("lengths", "goodput")
+    if isinstance(written, str):
+        written = {written: {}}
+    places: dict[str, Place] = {key: (key,) for key in ("nodes", "depth") if key in settings}
+    if isinstance(written, Mapping) and len(written) == 1:
+        ((name, fields),) = written.items()
+        if isinstance(fields, Mapping) or fields is None:
+            twice = next((key for key in places if key in (fields or {})), None)
+            if twice is not None:
+                raise ConfigError((twice,), f"it is said twice, here and in lengths.{name}.{twice}; leave one out")
+            written = {name: {**{key: settings[key] for key in places}, **(fields or {})}}
+            places = {key: ("lengths", str(name), key) for key in (fields or {})} | places
+    try:
+        lengths: Lengths = read_method(LENGTHS, written, ("lengths",))
+    except ConfigError as error:
+        raise ConfigError(places.get(str(error.path[-1]), error.path), error.text) from None
+    return lengths, places
+
+
+def lengths_of(settings: Mapping[str, Any], target: Target) -> Lengths:
+    """How much is drafted; ConfigError where it cannot be so, UnfitError where it does not fit the engine."""
+    lengths, places = amounts_of(settings)
+    context, rows = target.engine.context_length, target.engine.draft_rows
+    depth, nodes = getattr(lengths, "depth", 1), getattr(lengths, "nodes", 1)
+    # What nobody said is cut to what fits, step by step.
+    if "depth" in places and context is not None and depth >= context:
+        raise UnfitError(places["depth"], f"{depth} drafted tokens do not fit the model's context of {context}")
+    if "nodes" in places and nodes >= rows:
+        raise UnfitError(
+            places["nodes"],
+            f"a tree of {nodes} tokens is larger than a step of this engine, which takes {rows} with the last token",
+        )
+    check_memory(lengths, target, places.get("nodes", ()))
+    return lengths
+
+
+def check_memory(lengths: Lengths, target: Target, place: Place) -> None:
+    """UnfitError where a tree's logits and keys do not fit the memory that is free, or that `max_memory` leaves.
+
+    Args:
+        place: where its size was said; empty where nobody did.
+    """
+    engine, nodes = target.engine, getattr(lengths, "nodes", 1)
+    free, left = memory.available_bytes(engine.device), engine.cache_budget
+    need = nodes * (4 * engine.vocab_size + position_bytes(engine))
+    takes = f"a tree of {nodes} tokens takes {need / 1e9:.3g} GB"
+    if need > free:
+        raise UnfitError(place, f"{takes}, and {free / 1e9:.3g} GB are free; draft fewer (nodes)")
+    if left is not None and need > left:
+        raise UnfitError(place, f"{takes}, and max_memory leaves {left / 1e9:.3g} GB: raise it, or draft fewer (nodes)")
 
 
 # ---------------------------------------------------------------- drafters

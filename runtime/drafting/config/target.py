@@ -36,10 +36,11 @@ class UnfitError(ConfigError):
     """A drafter with which nothing is wrong, but for the engine, the machine or the memory that it would have."""
 
 
-def other_target(path: Path, own: Any, target: Artifact) -> RequestError:
-    """What is said of a draft whose fingerprint of its target, `own`, is not that of this one."""
-    theirs, mine = str(own)[:SHOWN], target.checkpoint.fingerprint()[:SHOWN]
-    return RequestError(
-        f"drafter: {path} is a draft of another target: it was made for fingerprint {theirs}, and that of {target.path} is {mine}; "
-        "`compress draft` makes one for it"
-    )
+def check_fingerprint(path: Path, facts: Mapping[str, Any], target: Artifact) -> None:
+    """RequestError where a draft, whose draft.json holds these facts, was made for another target."""
+    own, mine = facts.get("target"), target.checkpoint.fingerprint()
+    if own != mine:
+        raise RequestError(
+            f"drafter: {path} is a draft of another target: it was made for fingerprint {str(own)[:SHOWN]}, and that of {target.path} is "
+            f"{mine[:SHOWN]}; `compress draft` makes one for it"
+        )

@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar
 from annotated_types import Interval
 
 from runtime.config.settings import Count
-from runtime.drafting.drafters.base import Ask, Text, Verified
+from runtime.drafting.drafters.base import Ask, Text
 from runtime.drafting.drafters.ngrams import GuessDrafter, Guessed
-from runtime.drafting.drafters.tables.odds import Guesses, Odds
+from runtime.drafting.drafters.tables.odds import Guesses
 from runtime.drafting.drafters.tables.token_trie import TokenTrie, blended
 from runtime.sampling.tree import ROOT
 
@@ -45,11 +45,10 @@ class AdaptiveNgram(GuessDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._counts = TokenTrie(3, self.capacity)
-        self._odds = Odds()
+        self._counts = self.trie = TokenTrie(3, self.capacity)
 
     def begin(self, text: Text) -> Guessed:
-        state = Guessed(odds=self._odds, seen=text.prompt)
+        state = super().begin(text)
         self._counts.read(state.reader, text.tokens[max(0, text.prompt - self.prompt) : text.prompt])
         return state
 
@@ -68,28 +67,6 @@ class AdaptiveNgram(GuessDrafter):
             if node is not None:
                 contexts.append(self._counts.followers(node))
         return [(token, chance) for token, chance, _ in blended(contexts, self.width)]
-
-    def chance(self, probability: float) -> tuple[float, int]:
-        """How likely a token is right that has this probability in the model, and the kind it is counted as."""
-        kind = min(int(probability * _KINDS), _KINDS - 1)
-        return self._odds.chance(kind, probability), kind
-
-    def learn(self, state: Guessed, verified: Verified) -> None:
-        super().learn(state, verified)
-        tokens = verified.text.tokens
-        self._counts.read(state.reader, tokens[state.seen :])
-        state.seen = len(tokens)
-
-    def forget(self) -> None:
-        self._counts.clear()
-
-    def reset(self) -> None:
-        self.forget()
-        self._odds.reset()
-
-    @property
-    def memory_bytes(self) -> int:
-        return self._counts.memory_bytes
 
 
 @dataclass(eq=False, slots=True)
@@ -155,8 +132,8 @@ class _Search:
         return [_Branch(last, token, p, at.reach, at.depth + 1) for token, p in self._model.following(last)]
 
     def _add(self, branch: _Branch, above: _Branch) -> None:
-        chance, kind = self._model.chance(branch.probability)
-        parent = above.node
+        kind, parent = min(int(branch.probability * _KINDS), _KINDS - 1), above.node
         assert parent is not None
+        chance = self._ask.state.odds.chance(kind, branch.probability)
         branch.node = self.guesses.add(branch.token, parent, chance, kind, branch.probability)
         branch.reach = above.reach * chance

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +12,8 @@ import torch
 from runtime.config.settings import ConfigError, Fraction, built
 from runtime.drafting.config.target import UnfitError
 from runtime.drafting.draft_cache import DraftCache
-from runtime.drafting.drafters.base import Ask, Drafter, Text
+from runtime.drafting.drafters.base import Ask, Drafter
+from runtime.drafting.drafters.composition import Composed
 from runtime.drafting.drafters.draft_model import DraftModel
 from runtime.drafting.drafters.model import Candidates, Chain, FromDraft, ModelDrafter
 from runtime.engines.base import Chunk
@@ -22,7 +23,7 @@ from runtime.system.describe import is_integer
 
 
 @dataclass(eq=False)
-class Cascade(FromDraft):
+class Cascade(FromDraft, Composed):
     """The first model drafts token after token; one that it gives less than `sure` is asked of the next model, and so on; the last one's
     word stands. Nested drafts (one model whose first layers are drafts too) are drafted with so: deeper where it is needed.
 
@@ -30,16 +31,15 @@ class Cascade(FromDraft):
     2407.01955, with a threshold for each of its sub-models.
 
     Attributes:
-        models: the cheapest first; each must propose the same ids.
+        drafters: the models, the cheapest first; each must propose the same ids. Weights that they share are counted with one of them.
         sure: probability of a token from which on no further model is asked.
     """
 
     name: ClassVar[str] = "nested"
     fact: ClassVar[str | None] = "depths"
 
-    models: Sequence[ModelDrafter] = built()
+    drafters: Sequence[ModelDrafter] = built()
     sure: Fraction = 0.6
-    asked: list[int] = field(default_factory=list, init=False)
 
     @classmethod
     def over(cls, draft: DraftModel, directory: Path, candidates: Candidates, **settings: Any) -> Drafter:
@@ -53,29 +53,15 @@ class Cascade(FromDraft):
         if isinstance(engine, str):
             raise UnfitError(("method",), f"nested: {engine}")
         shallow = [ModelDrafter(DraftCache(_Depth(engine, depth)), candidates) for depth in depths[:-1]]
-        return cls([*shallow, ModelDrafter(DraftCache(engine), candidates, weights=draft.weight_bytes)], **settings)
+        return cls(
+            [*shallow, ModelDrafter(DraftCache(engine), candidates, weights=draft.engine.weight_bytes)], **settings
+        )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.models) < 2:
-            raise ValueError("nested.models must be at least two")
-        self.vocabulary = self.models[0].vocabulary
-        self.asked = [0] * len(self.models)
-
-    def begin(self, text: Text) -> Any:
-        return [model.begin(text) for model in self.models]
-
-    def end(self, state: Any) -> None:
-        for model, own in zip(self.models, state, strict=True):
-            model.end(own)
-
-    @property
-    def memory_bytes(self) -> int:
-        # Views of one model share its weights, which are counted with the last.
-        return self.models[-1].weights + sum(model.cache.nbytes for model in self.models)
+    def describe(self) -> str:
+        return self.name
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
-        self.overhead = self.models[0].read_far([ask.state[0] for ask in asks], [ask.text.tokens for ask in asks])
+        self.overhead = self.drafters[0].read_far([ask.state[0] for ask in asks], [ask.text.tokens for ask in asks])
         return [self._chain(ask) for ask in asks]
 
     def _chain(self, ask: Ask) -> Tree:
@@ -87,12 +73,11 @@ class Cascade(FromDraft):
     def _next(self, chain: Chain) -> tuple[int, float]:
         """The next token and how likely it is. Which model answers is decided before anything is drawn."""
         tokens, found = [*chain.ask.text.tokens, *chain.tree.tokens], None
-        for place, (model, slot) in enumerate(zip(self.models, chain.ask.state, strict=True)):
+        for model, slot in zip(self.drafters, chain.ask.state, strict=True):
             self.overhead += model.read_far([slot], [tokens])
             model.catch_up([slot], [tokens[:-1]])
             (logits,) = model.cache.feed([slot], [tokens[-1:]])
-            self.asked[place] += 1
-            sure = self.sure if place < len(self.models) - 1 else 0.0
+            sure = 0.0 if model is self.drafters[-1] else self.sure
             found = model.candidates.next_if_sure(logits, chain, sure)
             if found is not None:
                 break

@@ -13,7 +13,7 @@ from runtime.config.settings import ConfigError, Share, built
 from runtime.drafting.config.target import UnfitError
 from runtime.drafting.draft_cache import DraftCache, Slot
 from runtime.drafting.drafters.base import Ask, Drafter
-from runtime.drafting.drafters.draft_model import DraftModel
+from runtime.drafting.drafters.draft_model import DraftModel, read_tensors
 from runtime.drafting.drafters.model import Candidates, Chain, ModelDrafter
 from runtime.engines.base import Chunk
 from runtime.errors import ArtifactError, RequestError
@@ -40,7 +40,6 @@ class AcceptHead:
         """The head on a device."""
         return AcceptHead({name: tensor.to(device) for name, tensor in self.tensors.items()})
 
-    @torch.inference_mode()
     def __call__(self, states: torch.Tensor, log_chance: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, 2]` of being accepted.
 
@@ -48,28 +47,19 @@ class AcceptHead:
             states: float `[rows, h]`, what the draft's head reads.
             log_chance: `[rows]`, log-probability of the proposed token. entropy: `[rows]`, of the distribution, in nats.
         """
-        return scores(self.tensors, states, log_chance, entropy)
+        tensors, states = self.tensors, states.float()
+        mixed = states + torch.nn.functional.silu(states @ tensors["mix"].T + tensors["mix_bias"])
+        features = torch.cat([mixed, log_chance[:, None].float(), entropy[:, None].float()], 1)
+        return features @ tensors["out"].T + tensors["out_bias"]
 
     @classmethod
     def load(cls, path: Path, hidden: int) -> AcceptHead:
         """From a draft's directory; ArtifactError where it does not fit a draft of this width."""
-        from safetensors.torch import load_file
-
-        tensors = load_file(path / FILE)
+        tensors = read_tensors(path / FILE)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if shapes.get("mix") != (hidden, hidden) or shapes.get("out") != (2, hidden + 2):
             raise ArtifactError(f"{path / FILE} is not a head for states of {hidden}")
         return cls(tensors)
-
-
-def scores(
-    tensors: dict[str, torch.Tensor], states: torch.Tensor, log_chance: torch.Tensor, entropy: torch.Tensor
-) -> torch.Tensor:
-    """What an `AcceptHead` computes, also where it is trained."""
-    states = states.float()
-    mixed = states + torch.nn.functional.silu(states @ tensors["mix"].T + tensors["mix_bias"])
-    features = torch.cat([mixed, log_chance[:, None].float(), entropy[:, None].float()], 1)
-    return features @ tensors["out"].T + tensors["out_bias"]
 
 
 class StateCache(DraftCache):
@@ -125,7 +115,7 @@ class Confident(ModelDrafter):
             text = f"confident needs the states of the draft, which {draft.engine.description} does not give"
             raise UnfitError(("method",), text)
         head = AcceptHead.load(directory, int(config.hidden_size))
-        return cls(StateCache(draft.engine), candidates, weights=draft.weight_bytes, head=head, **settings)
+        return cls(StateCache(draft.engine), candidates, weights=draft.engine.weight_bytes, head=head, **settings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,6 +126,7 @@ class Confident(ModelDrafter):
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
         return super().draft([replace(ask, least=max(ask.least, 1 - self.threshold)) for ask in asks])
 
+    @torch.inference_mode()
     def choose(self, chains: Sequence[Chain], logits: torch.Tensor) -> list[tuple[int, float]]:
         chosen = super().choose(chains, logits)
         states = cast(StateCache, self.cache).states

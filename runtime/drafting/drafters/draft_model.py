@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +12,10 @@ from torch import nn
 
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import read_json
+from runtime.checkpoint.headers import read_header
 from runtime.config.settings import ConfigError, read
-from runtime.drafting.config.target import UnfitError, other_target
+from runtime.drafting.config.target import UnfitError, check_fingerprint
+from runtime.engines.torch.drafts import columns
 from runtime.errors import ArtifactError, RequestError
 
 DRAFT = "draft.json"
@@ -29,40 +30,12 @@ class DraftModel:
         kept: int64 `[k]`, the target's id of each of its logits; None: they are the same.
         facts: the content of draft.json; empty without one.
         cache_bytes: that its keys and values may take; None: any number.
-        weight_bytes: as held in memory.
-        context_length: tokens of a sequence that it can read; None: any number.
-        page_size: positions that its cache grows by. position_bytes: keys and values of one.
     """
 
     engine: Any
     kept: torch.Tensor | None
     facts: Mapping[str, Any] = field(default_factory=dict)
     cache_bytes: int | None = None
-
-    @property
-    def weight_bytes(self) -> int:
-        """Memory of the draft's packed weights, bytes."""
-        return int(self.engine.weight_bytes)
-
-    @property
-    def context_length(self) -> int | None:
-        """Most positions that the draft was made for; None without a limit."""
-        found: int | None = self.engine.context_length
-        return found
-
-    @property
-    def page_size(self) -> int:
-        """Positions of a cache page; 1 where the engine has no pages."""
-        return int(getattr(self.engine, "page_size", 1))
-
-    @property
-    def position_bytes(self) -> int:
-        """Memory of one position of the draft cache, all layers together, bytes."""
-        if hasattr(self.engine, "page_bytes"):
-            return int(self.engine.page_bytes // self.engine.page_size)
-        from runtime.engines.streaming.plan import position_bytes
-
-        return max(1, position_bytes(self.engine.module.config, self.engine.module.dtype))
 
 
 def load_draft(path: Path, target: Artifact, device: torch.device, trust_remote_code: bool = False) -> DraftModel:
@@ -111,6 +84,14 @@ def read_fact(directory: Path, facts: Mapping[str, Any], kind: Any, *path: str) 
         raise ArtifactError(f"{directory / DRAFT}: {error}") from None
 
 
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a draft's file, by name; ArtifactError where it is damaged or not there."""
+    from safetensors.torch import load_file
+
+    read_header(file)  # says in a sentence what is wrong
+    return load_file(file)
+
+
 def fused_engine(engine: Any) -> Any:
     """The fused engine of the device where it computes the model, also one of uncompressed weights; else the engine itself."""
     if engine.device.type == "cuda":
@@ -126,26 +107,17 @@ def why_not_back(engine: Any) -> str | None:
     """Why an engine's cache takes no tokens back, which a draft does after every step; None: it does."""
     if hasattr(engine, "make_memory"):  # pages keep every token of every layer
         return None
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
-    config = engine.module.config.get_text_config(decoder=True)
-    named = set(getattr(config, "layer_types", None) or ())
-    if getattr(config, "attention_chunk_size", None) and not named:
-        named = {"chunked_attention"}
-    if named - {"full_attention"}:
-        kinds = ", ".join(sorted(named - {"full_attention"}))
-        return f"has layers of {kinds}, whose caches forget tokens and take none back"
-    for layer in DynamicCache(config=config).layers:
-        if type(layer) is not DynamicLayer:
-            return f"caches with {type(layer).__name__}, which forgets tokens and takes none back"
-    return None
+    found = columns(engine.module.config.get_text_config(decoder=True))
+    if isinstance(found, str):
+        return found
+    forgetful = next((each.kind for each in found if each.window), None)
+    return forgetful and f"has layers of {forgetful}, whose caches forget tokens and take none back"
 
 
 def check_target(facts: Mapping[str, Any], draft: Artifact, target: Artifact) -> None:
     """RequestError where a draft says that it is another target's, or where its tokens mean something else."""
-    own = facts.get("target")
-    if own is not None and own != target.checkpoint.fingerprint():
-        raise other_target(draft.path, own, target)
+    if facts.get("target") is not None:
+        check_fingerprint(draft.path, facts, target)
     mine, theirs = _vocabulary(draft), _vocabulary(target)
     if mine is not None and theirs is not None:
         if mine != theirs:
@@ -169,15 +141,12 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _vocabulary(artifact: Artifact) -> dict[str, int] | None:
     """{token: id} of a directory's fast tokenizer; None where it has none."""
+    from tokenizers import Tokenizer
+
     file = artifact.path / "tokenizer.json"
-    if not file.is_file():
-        return None
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        model = content["model"]["vocab"]
-        entries = model.items() if isinstance(model, dict) else [(entry[0], place) for place, entry in enumerate(model)]
-        return {**dict(entries), **{each["content"]: each["id"] for each in content.get("added_tokens", ())}}
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        return dict(Tokenizer.from_file(str(file)).get_vocab()) if file.is_file() else None
+    except Exception as error:  # whatever its parser raises
         raise ArtifactError(f"{file} cannot be read: {error}") from error
 
 
@@ -187,9 +156,7 @@ def _kept(path: Path, facts: Mapping[str, Any]) -> torch.Tensor | None:
         return None
     if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
         raise ArtifactError(f"{path / DRAFT}: kept_tokens must name a file beside it, not {name!r}")
-    from safetensors.torch import load_file
-
-    kept = load_file(path / name).get("kept_tokens")
+    kept = read_tensors(path / name).get("kept_tokens")
     if kept is None or kept.dtype != torch.int32 or kept.dim() != 1 or not len(kept):
         raise ArtifactError(f"{path / name} holds no int32 vector kept_tokens")
     return kept.long()

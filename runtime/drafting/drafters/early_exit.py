@@ -32,7 +32,7 @@ class ExitSlot(Slot):
 
     Attributes:
         rates: of the exits. wait: rounds until all exits are looked at. pause: rounds from the last look to that.
-        draw: how its tokens are drawn. chosen: the exit that drafts in this round. drafted: its tokens.
+        draw: how its tokens are drawn. chosen: the exit that drafts in this round.
         recorded: the states that the verification records, for this place; None: none.
     """
 
@@ -41,7 +41,6 @@ class ExitSlot(Slot):
     pause: int = 0
     draw: Draw | None = None
     chosen: int = 0
-    drafted: Sequence[int] = ()
     recorded: tuple[Recorder, Place] | None = None
 
 
@@ -128,7 +127,7 @@ class DynamicExit(EarlyExit):
         self._cache.view = self._views[chosen]
         found = []
         for ask, slot, limit in zip(asks, slots, limits, strict=True):
-            slot.chosen, slot.drafted, slot.draw, slot.recorded = chosen, (), ask.draw, None
+            slot.chosen, slot.draw, slot.recorded = chosen, ask.draw, None
             looks = slot.wait <= 0 < limit
             if looks:
                 pool = slot.place.pool
@@ -140,26 +139,23 @@ class DynamicExit(EarlyExit):
             found.append(min(limit, depth or int(looks)))
         return found
 
-    def draft(self, asks: Sequence[Ask]) -> list[Tree]:
-        trees = super().draft(asks)
-        for ask, tree in zip(asks, trees, strict=True):
-            ask.state.drafted = tree.tokens
-        return trees
-
     # ---------------------------------------------------------------- after it
     def learn(self, state: ExitSlot, verified: Verified) -> None:
         states = None
         if state.recorded is not None:
             recorder, place = state.recorded
             states, state.recorded = recorder.of(place.pages, place.start), None
-        tokens, state.drafted = state.drafted, ()
         if states is not None:
+            state.memory = None
             self._look(state, verified, states)
-        elif tokens and verified.tree.tokens == tokens[: len(verified.tree)]:
-            accepted = len(verified.path)
-            # What was accepted, and the one that was not, unless all of them were.
-            for right in [1.0] * accepted + [0.0] * (accepted < len(verified.tree)):
-                state.rates.add(state.chosen, right)
+        else:
+            super().learn(state, verified)
+
+    def judge(self, state: ExitSlot, drafted: Tree, verified: Verified) -> None:
+        accepted = len(verified.path)
+        # What was accepted, and the one that was not, unless all of them were.
+        for right in [1.0] * accepted + [0.0] * (accepted < len(verified.tree)):
+            state.rates.add(state.chosen, right)
 
     @torch.inference_mode()
     def _look(self, state: ExitSlot, verified: Verified, states: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Heads that were trained on a target: their directory, what they use of the target, and layers that are computed fast.
+"""Heads that were trained on a target: base of their drafters, their directory, and layers that are computed fast.
 
 draft.json:
     schema_version  1
@@ -17,9 +17,9 @@ heads.safetensors: the modules' weights by name, and, of heads that propose only
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import MinLen
@@ -27,10 +27,10 @@ from torch import nn
 
 from runtime import formats
 from runtime.checkpoint.artifact import Artifact
-from runtime.checkpoint.headers import read_header
-from runtime.config.settings import Count, Fraction
-from runtime.drafting.config.target import UnfitError, other_target
-from runtime.drafting.drafters.draft_model import DRAFT, linear_of, read_fact
+from runtime.config.settings import Count, Fraction, built
+from runtime.drafting.config.target import Target, UnfitError, check_fingerprint
+from runtime.drafting.drafters.base import Drafter, Verified
+from runtime.drafting.drafters.draft_model import DRAFT, linear_of, read_fact, read_tensors
 from runtime.drafting.drafters.model import Candidates
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.quantization_config import ModuleEntry
@@ -42,6 +42,54 @@ WEIGHTS = "heads.safetensors"
 KEPT = "kept_tokens"
 SCHEMA_VERSION = 1
 _Rates = tuple[Annotated[tuple[Fraction, ...], MinLen(1)], ...]
+
+
+@dataclass(eq=False)
+class HeadDrafter(Drafter):
+    """Drafter over modules that were trained on the target and are read with its head.
+
+    Attributes:
+        parts: of the target; its head is that of the tokens that are proposed.
+        module: as it was trained.
+        candidates: from its logits to tokens of the target.
+    """
+
+    source: ClassVar[str] = "heads"
+
+    parts: TargetParts = built()
+    module: nn.Module = built()
+    candidates: Candidates = built()
+
+    @classmethod
+    def build(cls, target: Target, directory: Path, facts: Mapping[str, Any], **settings: Any) -> Drafter:
+        parts = TargetParts.of(target.engine)
+        files = read_heads(directory, facts, cls.name, target.artifact, parts)
+        with torch.device("meta"):
+            module, trained = cls.skeleton(files, parts)
+        parts, module, candidates = files.install(module, parts)
+        return cls(parts, module, candidates, **trained, **settings)
+
+    @classmethod
+    def skeleton(cls, files: HeadFiles, parts: TargetParts) -> tuple[nn.Module, dict[str, Any]]:
+        """The module, empty, and other fields of the drafter that its directory says."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.vocabulary = self.candidates.vocabulary
+
+    def learn(self, state: Any, verified: Verified) -> None:
+        if verified.hidden is None:
+            raise RequestError("the engine gives no hidden states, which heads read")
+        self.note(state, verified, verified.hidden)
+
+    def note(self, state: Any, verified: Verified, hidden: torch.Tensor) -> None:
+        """As `learn`, with the hidden states; what is kept of them is copied, as a view would hold all of the step's."""
+        raise NotImplementedError
+
+    @property
+    def memory_bytes(self) -> int:
+        return nbytes(self.module) + (0 if self.candidates.kept is None else nbytes(self.parts.head))
 
 
 @dataclass
@@ -73,19 +121,12 @@ class HeadFiles:
             )
         return found
 
-    def install(self, module: nn.Module, parts: TargetParts) -> tuple[nn.Module | None, Candidates]:
-        """Fill a module (on meta) and round its linear layers.
+    def install(self, module: nn.Module, parts: TargetParts) -> tuple[TargetParts, nn.Module, Candidates]:
+        """Put the weights into a module (on meta), and round its linear layers; fields of a `HeadDrafter`.
 
-        Returns:
-            The head of the tokens that it proposes alone (None: the target's own), and the map from that head's logits to the target's ids.
+        Raises:
+            ArtifactError: weights are missing, or of other sizes than draft.json says.
         """
-        self.fill(module)
-        round_linears(module, parts.dtype, parts.device)
-        head = None if self.kept is None else parts.head_of(self.kept)
-        return head, Candidates(parts.vocabulary, self.kept)
-
-    def fill(self, module: nn.Module) -> None:
-        """Put the weights into a module (on meta) of the sizes that draft.json says; ArtifactError where they are others."""
         expected = module.state_dict()
         for name, value in expected.items():
             stored = self.weights.get(name)
@@ -97,6 +138,11 @@ class HeadFiles:
                 )
         module.load_state_dict({name: self.weights[name] for name in expected}, assign=True)
         module.requires_grad_(False)
+        round_linears(module, parts.dtype, parts.device)
+        if self.kept is not None:
+            head = rounded_linear(*parts.rows(self.kept), parts.dtype, parts.device)
+            parts = replace(parts, head=head)
+        return parts, module, Candidates(parts.vocabulary, self.kept)
 
 
 def read_heads(path: Path, facts: Mapping[str, Any], method: str, target: Artifact, parts: TargetParts) -> HeadFiles:
@@ -115,9 +161,7 @@ def read_heads(path: Path, facts: Mapping[str, Any], method: str, target: Artifa
             f"drafter: {path} holds {facts.get('method')!r} of schema version {facts.get('schema_version')!r}, expected {method!r} of "
             f"{SCHEMA_VERSION}"
         )
-    own = facts.get("target")
-    if own != target.checkpoint.fingerprint():
-        raise other_target(path, own, target)
+    check_fingerprint(path, facts, target)
     for name, size in (("vocabulary", parts.vocabulary), ("hidden", parts.hidden)):
         if facts.get(name) != size:
             raise RequestError(
@@ -125,10 +169,7 @@ def read_heads(path: Path, facts: Mapping[str, Any], method: str, target: Artifa
             )
     if not (path / WEIGHTS).is_file():
         raise ArtifactError(f"drafter: {path} has no {WEIGHTS}")
-    read_header(path / WEIGHTS)  # says in a sentence what is wrong with a damaged file
-    from safetensors.torch import load_file
-
-    weights = load_file(path / WEIGHTS)
+    weights = read_tensors(path / WEIGHTS)
     return HeadFiles(path, facts, weights, _kept(weights.pop(KEPT, None), path, parts.vocabulary))
 
 
@@ -146,7 +187,7 @@ class TargetParts:
     """Of a loaded target.
 
     Attributes:
-        embedding: ids to `[..., hidden]`. head: hidden states, after the final norm, to logits.
+        embedding: ids to `[..., hidden]`. head: hidden states, after the final norm, to logits, of all tokens or of some.
         hidden: width of the hidden states. vocabulary: ids are below it.
         device: where both are. dtype: that drafts are computed in.
     """
@@ -165,7 +206,8 @@ class TargetParts:
         head = None if module is None else module.get_output_embeddings()
         if head is None or not hasattr(head, "in_features"):
             raise UnfitError((), f"{engine.description} shows no head and no embedding, which heads need", where)
-        dtype = compute_dtype(engine.device, _dtype(head))
+        # Drafts are computed in float32 on CPUs, as the decoder in C does.
+        dtype = torch.float32 if engine.device.type == "cpu" else _dtype(head)
         return cls(module.get_input_embeddings(), head, head.in_features, engine.vocab_size, engine.device, dtype)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -174,7 +216,7 @@ class TargetParts:
         return found.to(self.dtype)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Float32 `[..., vocabulary]` of states `[..., hidden]`."""
+        """Float32 `[..., vocabulary]`, or of the head's tokens, of states `[..., hidden]`."""
         found: torch.Tensor = self.head(states.to(_dtype(self.head)))
         return found[..., : self.vocabulary].float()
 
@@ -185,26 +227,14 @@ class TargetParts:
         chosen = slice(self.vocabulary) if kept is None else kept.to(weight.device)
         return weight.detach()[chosen], None if head.bias is None else head.bias.detach()[chosen]
 
-    def head_of(self, kept: torch.Tensor) -> nn.Module:
-        """A layer of these tokens' rows alone, `[..., hidden]` in `dtype` to `[..., k]`."""
-        weight, bias = self.rows(kept)
-        return rounded_linear(weight, bias, self.dtype, self.device)
 
-
-def _dtype(layer: nn.Module) -> torch.dtype:
-    if isinstance(layer, CompressedLinear):
-        return layer.dtype
-    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-    return weight.dtype
+def _dtype(layer: Any) -> torch.dtype:
+    found: torch.dtype = layer.dtype if isinstance(layer, CompressedLinear) else layer.weight.dtype
+    return found
 
 
 _GRID = GridScheme(8, "int", True, "channel")
 _MOST = 127  # of the codes; symmetric, so that -128 is never used
-
-
-def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """What drafts are computed in: float32 on CPUs, as the decoder in C does, and the target's dtype elsewhere."""
-    return torch.float32 if device.type == "cpu" else stored
 
 
 def rounded_linear(
@@ -218,9 +248,17 @@ def rounded_linear(
     Args:
         weight: `[out, in]`. bias: `[out]`.
     """
-    if device.type == "cpu" and library.load() is not None:
-        return _rounded(weight, bias, dtype)
-    return linear_of(weight.to(device, dtype), None if bias is None else bias.to(device, dtype))
+    if device.type != "cpu" or library.load() is None:
+        return linear_of(weight.to(device, dtype), None if bias is None else bias.to(device, dtype))
+    dense = weight.detach().float()
+    scale = (dense.abs().amax(1, keepdim=True) / _MOST).clamp_min(torch.finfo(torch.float32).tiny)
+    scheme, shape = Scheme(_GRID), (dense.shape[0], dense.shape[1])
+    codes = (dense / scale).round().clamp(-_MOST, _MOST).to(torch.int8)
+    storage = formats.choose(scheme, shape)
+    tensors = storage.pack(CompressedWeight(codes, scale.to(dtype), None, None, scheme, dtype))
+    layer = CompressedLinear.from_tensors(ModuleEntry(scheme, storage.name), shape, tensors, bias, dtype)
+    layer.prepare()
+    return layer
 
 
 def round_linears(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -241,15 +279,3 @@ def round_linears(module: nn.Module, dtype: torch.dtype, device: torch.device) -
 def nbytes(module: nn.Module) -> int:
     """Memory of all parameters and buffers."""
     return sum(each.numel() * each.element_size() for each in (*module.parameters(), *module.buffers()))
-
-
-def _rounded(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> CompressedLinear:
-    dense = weight.detach().float()
-    scale = (dense.abs().amax(1, keepdim=True) / _MOST).clamp_min(torch.finfo(torch.float32).tiny)
-    scheme, shape = Scheme(_GRID), (dense.shape[0], dense.shape[1])
-    codes = (dense / scale).round().clamp(-_MOST, _MOST).to(torch.int8)
-    storage = formats.choose(scheme, shape)
-    tensors = storage.pack(CompressedWeight(codes, scale.to(dtype), None, None, scheme, dtype))
-    layer = CompressedLinear.from_tensors(ModuleEntry(scheme, storage.name), shape, tensors, bias, dtype)
-    layer.prepare()
-    return layer

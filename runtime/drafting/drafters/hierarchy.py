@@ -13,7 +13,7 @@ from annotated_types import Interval
 from runtime.config.settings import Count
 from runtime.drafting.drafters.base import Ask
 from runtime.drafting.drafters.ngrams import Lookups, NgramDrafter
-from runtime.drafting.drafters.tables.continuations import OTHER, OWN, continuations, indexed
+from runtime.drafting.drafters.tables.continuations import continuations, indexed
 from runtime.drafting.drafters.tables.growth import grow, join
 from runtime.drafting.drafters.tables.occurrences import BORDER, Match, Occurrences
 from runtime.drafting.drafters.tables.odds import Guesses
@@ -88,7 +88,6 @@ class Hierarchy(NgramDrafter):
         corpus = [] if self.statistics is None else token_ids(self.statistics, "hierarchy.statistics", _MOST_STATISTICS)
         self.vocabulary = max(corpus, default=-1) + 1 or None
         self._corpus = Occurrences(corpus, self._lengths)
-        self._corpus.catch_up()
         self._earlier = self.remember(self.history)
 
     def guess(self, state: Lookups, ask: Ask) -> Guesses:
@@ -97,8 +96,7 @@ class Hierarchy(NgramDrafter):
         for store, (tokens, match) in enumerate(self._matches(state.index)):
             if match.length < self.shortest:
                 continue
-            slope = OTHER if store else OWN
-            followers = continuations(tokens, match, state.odds, store, slope, self.width)
+            followers = continuations(tokens, match, state.odds, store, self.width)
             more = grow(match.places, followers, wanted, ask.depth, ask.least)
             for node, part in join(found.tree, more.tree, wanted):
                 found.kinds.append(more.kinds[node])
@@ -111,7 +109,7 @@ class Hierarchy(NgramDrafter):
         """Of each store its tokens and the longest match, the store that is nearest first."""
         yield index.tokens, index.match(_PLACES)
         for other in (self._earlier.index, self._corpus):
-            yield other.tokens, other.match(_PLACES, index.suffix())
+            yield other.tokens, other.match(_PLACES, index)
 
     @property
     def memory_bytes(self) -> int:

@@ -9,14 +9,12 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Interval
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from runtime.config.settings import Probability
-from runtime.drafting.config.target import Target, other_target
+from runtime.drafting.config.target import Target, check_fingerprint
 from runtime.drafting.draft_cache import DraftCache, Slot
 from runtime.drafting.drafters.base import Place
-from runtime.drafting.drafters.draft_model import DRAFT, read_fact
+from runtime.drafting.drafters.draft_model import DRAFT, read_fact, read_tensors
 from runtime.drafting.drafters.model import Candidates
 from runtime.drafting.drafters.sublayers import SublayerDrafter, engine_of
 from runtime.engines.base import Chunk
@@ -75,27 +73,14 @@ class Kangaroo(SublayerDrafter):
             exit_layer      how many layers of it come before the adapter
         adapter.safetensors: see `runtime.engines.native.sublayers.Adapter`.
         """
-        engine = engine_of(target, cls.name)
-        layer = _exit_layer(directory, facts, target, len(engine.parts.blocks))
-        file = directory / ADAPTER
-        try:
-            tensors = load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise ArtifactError(f"{file} cannot be read: {error}") from error
-        adapter = Adapter(engine, tensors, layer, str(file))
+        engine, version = engine_of(target, cls.name), facts.get("schema_version")
+        if version != SCHEMA_VERSION:
+            text = f"{directory / DRAFT} has schema_version {version!r}; this version reads {SCHEMA_VERSION}"
+            raise ArtifactError(text)
+        check_fingerprint(directory, facts, target.artifact)
+        kind = Annotated[int, Interval(ge=1, lt=len(engine.parts.blocks))]
+        layer: int = read_fact(directory, facts, kind, "exit_layer")
+        adapter = Adapter(engine, read_tensors(directory / ADAPTER), layer, str(directory / ADAPTER))
         cache = AdapterCache(View(engine, range(layer)), adapter)
         candidates = Candidates(engine.vocab_size)
         return cls(cache=cache, candidates=candidates, weights=adapter.weight_bytes, **settings)
-
-
-def _exit_layer(path: Path, facts: Mapping[str, Any], target: Target, layers: int) -> int:
-    """The layer that an adapter goes on from."""
-    file = path / DRAFT
-    version = facts.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise ArtifactError(f"{file} has schema_version {version!r}; this version reads {SCHEMA_VERSION}")
-    own = facts.get("target")
-    if own != target.artifact.checkpoint.fingerprint():
-        raise other_target(path, own, target.artifact)
-    layer: int = read_fact(path, facts, Annotated[int, Interval(ge=1, lt=layers)], "exit_layer")
-    return layer

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -13,14 +12,11 @@ from torch import nn
 from torch.nn import functional
 
 from runtime.config.settings import Count, Natural, built
-from runtime.drafting.config.target import Target
-from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
-from runtime.drafting.drafters.heads import TargetParts, nbytes, read_heads
-from runtime.drafting.drafters.model import Candidates
+from runtime.drafting.drafters.base import Ask, Text, Verified
+from runtime.drafting.drafters.heads import HeadDrafter, HeadFiles, TargetParts
 from runtime.drafting.drafters.tables.growth import Candidate, Shapes, grow_levels
 from runtime.drafting.drafters.tables.odds import Guesses, Odds
 from runtime.drafting.rates import Rates
-from runtime.errors import RequestError
 from runtime.sampling.tree import Tree
 
 
@@ -78,7 +74,7 @@ _MOST_LOGITS = 1 << 24  # in memory at once; more sequences are drafted for one 
 
 
 @dataclass(eq=False)
-class Medusa(Drafter):
+class Medusa(HeadDrafter):
     """From the hidden state that chose the last token, head k guesses the token k places after it. The likeliest guesses of each
     head are combined into a tree: every path is a candidate, as heads do not know of each other. Guesses are what the tree holds under
     sampling too; they are exact then as well.
@@ -86,9 +82,6 @@ class Medusa(Drafter):
     Source: Cai et al., Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads, arXiv 2401.10774.
 
     Attributes:
-        parts: of the target. heads: as they were trained.
-        head: of the tokens that are proposed alone; None: the target's own.
-        candidates: from its logits to tokens of the target.
         start: how often guesses are right by depth and rank, as measured after training.
         width: guesses of each head.
         shape: which of the combinations a tree holds: "fitted", those whose ranks were right most often, the paper's fixed tree (made anew
@@ -97,34 +90,25 @@ class Medusa(Drafter):
     """
 
     name: ClassVar[str] = "medusa"
-    source: ClassVar[str] = "heads"
     wants = frozenset(["hidden"])
 
-    parts: TargetParts = built()
-    heads: MedusaHeads = built()
-    head: nn.Module | None = built()
-    candidates: Candidates = built()
     start: Sequence[Sequence[float]] = built()
     width: Annotated[int, Interval(ge=1, le=64)] = 8
     shape: Literal["likeliest", "fitted"] = "likeliest"
     refit: Count = 64
 
     @classmethod
-    def build(cls, target: Target, directory: Path, facts: Mapping[str, Any], **settings: Any) -> Medusa:
-        parts = TargetParts.of(target.engine)
-        files = read_heads(directory, facts, cls.name, target.artifact, parts)
+    def skeleton(cls, files: HeadFiles, parts: TargetParts) -> tuple[nn.Module, dict[str, Any]]:
         count = files.size("count")
-        with torch.device("meta"):
-            heads = MedusaHeads(parts.hidden, count, files.size("blocks", Natural))
-        head, candidates = files.install(heads, parts)
-        return cls(parts, heads, head, candidates, files.rates(count), **settings)
+        heads = MedusaHeads(parts.hidden, count, files.size("blocks", Natural))
+        return heads, {"start": files.rates(count)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.vocabulary = self.candidates.vocabulary
         self._rates = Rates(_WEIGHT, memory=_MEMORY)
         self._odds = Odds()
-        self._shapes = Shapes(self.refit, self._levels)
+        depths = len(self.start)
+        self._shapes = Shapes(self.refit, self._odds, self.width, depths, lambda count: self.rates()[:count])
 
     def reset(self) -> None:
         self._rates.reset()
@@ -151,9 +135,8 @@ class Medusa(Drafter):
     def _guess(self, states: Sequence[_State], depth: int) -> None:
         """The likeliest tokens of every head, for all sequences in one pass."""
         hidden = torch.stack([state.hidden for state in states]).to(self.parts.device, self.parts.dtype)
-        ahead = self.heads(hidden, depth).flatten(0, 1)
-        logits = self.parts.logits(ahead) if self.head is None else self.head(ahead).float()
-        tokens, chances = self.candidates.best(logits, self.width)
+        ahead = self.module(hidden, depth).flatten(0, 1)
+        tokens, chances = self.candidates.best(self.parts.logits(ahead), self.width)
         for place, state in enumerate(states):
             state.tokens = tokens[place :: len(states)]
             state.chances = chances[place :: len(states)]
@@ -161,28 +144,22 @@ class Medusa(Drafter):
 
     def _tree(self, ask: Ask) -> Tree:
         state: _State = ask.state
-        levels = [
-            [self._candidate(state, depth, rank) for rank in range(len(tokens))]
-            for depth, tokens in enumerate(state.tokens)
-        ]
+        guesses = [list(zip(*each, strict=True)) for each in zip(state.tokens, state.chances, strict=True)]
         if self.shape == "likeliest":
+            levels: list[list[Candidate[None]]] = [
+                [
+                    (token, self._odds.chance(kind, chance), kind, chance, None)
+                    for kind, (token, chance) in enumerate(ranks, depth * self.width)
+                ]
+                for depth, ranks in enumerate(guesses)
+            ]
             return grow_levels(levels, ask.nodes, ask.depth, ask.least).tree
 
-        def choose(_found: Guesses, _above: int, rank: int, kind: int) -> Candidate[None] | None:
-            ranks = levels[kind // self.width]
+        def choose(_found: Guesses, _above: int, rank: int, kind: int) -> tuple[int, float] | None:
+            ranks = guesses[kind // self.width]
             return ranks[rank] if rank < len(ranks) else None
 
         return self._shapes.fill(ask.nodes, ask.depth, ask.least, choose).tree
-
-    def _candidate(self, state: _State, depth: int, rank: int) -> Candidate[None]:
-        kind, chance = depth * self.width + rank, state.chances[depth][rank]
-        return state.tokens[depth][rank], self._odds.chance(kind, chance), kind, chance, None
-
-    def _levels(self, depth: int) -> list[list[Candidate[None]]]:
-        return [
-            [(rank, rate, level * self.width + rank, rate, None) for rank, rate in enumerate(rates) if rate > 0]
-            for level, rates in enumerate(self.rates()[:depth])
-        ]
 
     def rates(self) -> list[list[float]]:
         """How often guesses are right by depth and rank, `width` of each depth."""
@@ -192,13 +169,11 @@ class Medusa(Drafter):
         ]
 
     # ---------------------------------------------------------------- what became of them
-    def learn(self, state: _State, verified: Verified) -> None:
-        if verified.hidden is None:
-            raise RequestError("the engine gives no hidden states, which heads read")
+    def note(self, state: _State, verified: Verified, hidden: torch.Tensor) -> None:
         text = verified.text.tokens
         if state.guessed == len(text) - len(verified.new):
             self._settle(state, verified.new)
-        state.hidden = verified.hidden[verified.row].clone()  # not a view, which would hold all of the step's
+        state.hidden = hidden[verified.row].clone()
         state.length, state.guessed = len(text), -1
 
     def _settle(self, state: _State, new: Sequence[int]) -> None:
@@ -210,10 +185,6 @@ class Medusa(Drafter):
             if token not in tokens:
                 break
         self._shapes.step()
-
-    @property
-    def memory_bytes(self) -> int:
-        return nbytes(self.heads) + (0 if self.head is None else nbytes(self.head))
 
     def describe(self) -> str:
         return f"{self.name} ({len(self.start)} heads)"

@@ -15,10 +15,10 @@ from runtime.config.settings import ConfigError, Count, Natural, Probability, bu
 from runtime.drafting.config.target import Target, UnfitError
 from runtime.drafting.draft_cache import DraftCache, Slot, draft_cache_of
 from runtime.drafting.drafters.base import Ask, Drafter, Draw, Text
+from runtime.drafting.drafters.composition import within
 from runtime.drafting.drafters.draft_model import DraftModel, load_draft, read_fact
-from runtime.drafting.guard import within
 from runtime.sampling.sampling import process, seen_tokens
-from runtime.sampling.tree import Tree
+from runtime.sampling.tree import ROOT, Tree
 
 _log = logging.getLogger("compress.speculation")
 
@@ -33,15 +33,15 @@ class Candidates:
     """
 
     def __init__(self, vocabulary: int, kept: torch.Tensor | None = None) -> None:
-        self.vocabulary, self._kept = vocabulary, kept
+        self.vocabulary, self.kept = vocabulary, kept
 
     def best(self, logits: torch.Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
         """The `count` likeliest tokens of each row of float32 `[rows, draft's vocabulary]`, and their probabilities."""
-        logits = logits[:, : self.vocabulary] if self._kept is None else logits
+        logits = logits[:, : self.vocabulary] if self.kept is None else logits
         values, ids = torch.topk(logits, min(count, logits.shape[1]), dim=-1)
         chances = torch.exp(values - torch.logsumexp(logits, -1, keepdim=True))
-        if self._kept is not None:
-            ids = self._kept[ids.cpu()]
+        if self.kept is not None:
+            ids = self.kept[ids.cpu()]
         return ids.tolist(), chances.tolist()
 
     def distribution(self, logits: torch.Tensor, draw: Draw, before: Sequence[int]) -> torch.Tensor:
@@ -50,17 +50,10 @@ class Candidates:
         Args:
             before: tokens of the sequence and of the branch, for the repetition penalty.
         """
-        row = logits.float().cpu()
-        if self._kept is not None:
-            whole = row.new_full((self.vocabulary,), float("-inf"))
-            whole[self._kept] = row
-            row = whole
-        elif row.shape[0] < self.vocabulary:
-            row = torch.cat([row, row.new_full((self.vocabulary - row.shape[0],), float("-inf"))])
-        row = row[: self.vocabulary][None]
-        seen = None
-        if draw.options.repetition_penalty != 1.0:
-            seen = seen_tokens(before, row)[None]
+        own = logits.float().cpu()[: self.vocabulary]
+        row = own.new_full((1, self.vocabulary), float("-inf"))
+        row[0, slice(len(own)) if self.kept is None else self.kept] = own
+        seen = None if draw.options.repetition_penalty == 1.0 else seen_tokens(before, row)[None]
         return torch.softmax(process(row, seen, draw.options)[0], -1)
 
     def next(self, logits: torch.Tensor, chain: Chain) -> tuple[int, float]:
@@ -79,7 +72,7 @@ class Candidates:
         if sure and float(q.max()) < sure:
             return None
         (token,) = self.draw(q, ask.draw)
-        tree.proposals[len(tree) - 1] = q
+        tree.proposals[chain.last] = q
         return token, float(q[token])
 
     @staticmethod
@@ -95,20 +88,24 @@ class Chain:
 
     Attributes:
         reach: how likely all of its tokens are right.
+        last: node at which it goes on. length: tokens of it.
     """
 
     ask: Ask
     tree: Tree = field(default_factory=Tree)
     reach: float = 1.0
+    last: int = ROOT
+    length: int = 0
 
     @property
     def room(self) -> int:
         """Tokens that may still be added."""
-        return min(self.ask.nodes, self.ask.depth) - len(self.tree)
+        return min(self.ask.nodes, self.ask.depth) - self.length
 
     def add(self, token: int, chance: float, confidence: float = 0.0) -> bool:
         """Add a token of this probability; whether the chain goes on after it."""
-        self.tree.add(token, len(self.tree) - 1, chance)
+        self.last = self.tree.add(token, self.last, chance)
+        self.length += 1
         self.reach *= chance
         return chance >= confidence and self.reach >= self.ask.least and self.room > 0
 
@@ -141,7 +138,9 @@ class FromDraft(Drafter):
     @classmethod
     def over(cls, draft: DraftModel, directory: Path, candidates: Candidates, **settings: Any) -> Drafter:
         """The drafter over a loaded draft model; see `build` for what it raises."""
-        return cls(cache=draft_cache_of(draft.engine), candidates=candidates, weights=draft.weight_bytes, **settings)  # type: ignore[call-arg]
+        return cls(
+            cache=draft_cache_of(draft.engine), candidates=candidates, weights=draft.engine.weight_bytes, **settings
+        )  # type: ignore[call-arg]
 
 
 @dataclass(eq=False)
@@ -170,7 +169,7 @@ class ModelDrafter(FromDraft):
         self.vocabulary = self.candidates.vocabulary
 
     def begin(self, text: Text) -> Slot:
-        return self.cache.open()
+        return Slot()
 
     def end(self, state: Slot) -> None:
         self.cache.close(state)
@@ -207,7 +206,7 @@ class ModelDrafter(FromDraft):
         self.overhead = self.read_far([ask.state for ask in asks], [ask.text.tokens for ask in asks])
         missing = []
         for ask in asks:
-            self.cache.cut(ask.state, _common(ask.state.tokens, ask.text.tokens[:-1]))
+            del ask.state.tokens[_common(ask.state.tokens, ask.text.tokens[:-1]) :]
             missing.append(ask.text.tokens[len(ask.state.tokens) :])
         return missing
 
@@ -227,7 +226,7 @@ class ModelDrafter(FromDraft):
         """Let each slot hold exactly its sequence."""
         behind = []
         for slot, tokens in zip(slots, sequences, strict=True):
-            self.cache.cut(slot, _common(slot.tokens, tokens))
+            del slot.tokens[_common(slot.tokens, tokens) :]
             if len(tokens) > len(slot.tokens):
                 behind.append((slot, tokens[len(slot.tokens) :]))
         if behind:

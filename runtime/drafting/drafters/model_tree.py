@@ -24,7 +24,7 @@ _KEEP = 0.998
 _RANKS = 3  # first child, second, further ones
 
 
-class Tried:
+class Tried(Rates):
     """Rates of acceptance of a node's children, each given that those before it were not accepted.
 
     They start from the draft's own probabilities, which are not the rates: a guess is right more often than its probability says where
@@ -33,7 +33,7 @@ class Tried:
     """
 
     def __init__(self) -> None:
-        self._rates = Rates(_PRIOR, _KEEP)
+        super().__init__(_PRIOR, _KEEP)
 
     def rates(self, chances: Sequence[float], drawn: bool) -> list[float]:
         """Of a node's children in their order.
@@ -42,7 +42,7 @@ class Tried:
             chances: that the draft gives them. drawn: from its distribution; else they are guesses.
         """
         given = enumerate(_given(chances))
-        return [self._rates.rate(_kind(drawn, rank, chance), chance) for rank, chance in given]
+        return [self.rate(_kind(drawn, rank, chance), chance) for rank, chance in given]
 
     def observe(self, tree: Tree, path: Sequence[int]) -> None:
         """What the target made of a tree: the nodes that it accepted, from the root down."""
@@ -51,7 +51,7 @@ class Tried:
             options = children.get(node, ())
             accepted = path[depth] if depth < len(path) else None
             for rank, chance in enumerate(_given([tree.chances[each] for each in options])):
-                self._rates.add(_kind(node in tree.proposals, rank, chance), options[rank] == accepted)
+                self.add(_kind(node in tree.proposals, rank, chance), options[rank] == accepted)
                 if options[rank] == accepted:
                     break
 
@@ -119,8 +119,7 @@ class Growing:
 
     def best(self) -> Tree:
         """The nodes of most worth, in that order: its first ones are again the best."""
-        order = sorted(range(len(self.tree)), key=lambda node: (-self._worth[node], node))
-        return self.tree.keep(order[: self.ask.nodes])
+        return self.tree.best(self.ask.nodes, self._worth)
 
 
 @dataclass(eq=False)
@@ -155,12 +154,11 @@ class DynamicTree(ModelDrafter):
         self._tried.observe(verified.tree, verified.path)
 
     def reset(self) -> None:
-        super().reset()
-        self._tried = Tried()
+        self._tried.reset()
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
         for ask in asks:
-            ask.state.notes = []
+            ask.state.memory = []  # nodes that were read after the sequence
         growing = [Growing(ask, self._tried) for ask in asks]
         level = min(self.level, self.cache.most_rows)
         reading, rows = [(each, [ROOT]) for each in growing], list(self.start(asks).split(1))
@@ -193,11 +191,11 @@ class DynamicTree(ModelDrafter):
         slots, tokens, parents = [], [], []
         for growing, nodes in wanted:
             slot, tree = growing.ask.state, growing.tree
-            slot.notes += nodes
-            place = {ROOT: ROOT} | {node: index for index, node in enumerate(slot.notes)}
+            slot.memory += nodes
+            place = {ROOT: ROOT} | {node: index for index, node in enumerate(slot.memory)}
             slots.append(slot)
             tokens.append([tree.tokens[node] for node in nodes])
-            parents.append([place[tree.parents[node]] for node in slot.notes])
+            parents.append([place[tree.parents[node]] for node in slot.memory])
         return self.cache.branch(slots, tokens, parents)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -29,10 +29,6 @@ class BlockSizes:
     kv_heads: int
     head_dim: int
     rotary: int
-
-    def as_dict(self) -> dict[str, int]:
-        """All fields by name."""
-        return asdict(self)
 
 
 class MTPBlock(nn.Module):

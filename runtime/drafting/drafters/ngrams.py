@@ -9,7 +9,7 @@ from typing import Any
 from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
 from runtime.drafting.drafters.tables.occurrences import History, Occurrences
 from runtime.drafting.drafters.tables.odds import Guesses, Odds
-from runtime.drafting.drafters.tables.token_trie import Reader
+from runtime.drafting.drafters.tables.token_trie import Reader, TokenTrie
 from runtime.sampling.tree import Tree
 
 
@@ -19,7 +19,7 @@ class Guessed:
 
     Attributes:
         odds: of guesses for it. guesses: what was proposed last.
-        seen: how much of it is counted elsewhere, which `reader` reads on.
+        seen: how much of it is in a trie of outputs, where `reader` reads on.
     """
 
     odds: Odds
@@ -29,7 +29,20 @@ class Guessed:
 
 
 class GuessDrafter(Drafter):
-    """A drafter that learns how often each kind of its guesses is right."""
+    """A drafter that learns how often each kind of its guesses is right, and maybe what was written.
+
+    Attributes:
+        trie: n-grams of all that is written, as soon as it is; None: it keeps none.
+    """
+
+    trie: TokenTrie | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._odds = Odds()
+
+    def begin(self, text: Text) -> Guessed:
+        return Guessed(odds=self._odds, seen=text.prompt)
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
         for ask in asks:
@@ -43,6 +56,21 @@ class GuessDrafter(Drafter):
 
     def learn(self, state: Any, verified: Verified) -> None:
         state.guesses.settle(state.odds, len(verified.text.tokens) - len(verified.new), verified.new)
+        if self.trie is not None:
+            self.trie.read(state.reader, verified.text.tokens[state.seen :])
+            state.seen = len(verified.text.tokens)
+
+    def forget(self) -> None:
+        if self.trie is not None:
+            self.trie.clear()
+
+    def reset(self) -> None:
+        self.forget()
+        self._odds.reset()
+
+    @property
+    def memory_bytes(self) -> int:
+        return 0 if self.trie is None else self.trie.memory_bytes
 
 
 @dataclass(eq=False, kw_only=True)
@@ -70,7 +98,6 @@ class NgramDrafter(GuessDrafter):
             weight, memory: of a sequence's own odds (`Odds`).
         """
         self._lengths, self._weight, self._memory = tuple(lengths), weight, memory
-        self._odds = Odds()
         self._sequences: dict[int, Lookups] = {}
 
     def remember(self, window: int) -> History:
@@ -80,7 +107,6 @@ class NgramDrafter(GuessDrafter):
 
     def begin(self, text: Text) -> Lookups:
         index = Occurrences(text.tokens, self._lengths)
-        index.catch_up()
         odds = Odds(self._weight, self._memory, self._odds)
         state = Lookups(odds=odds, text=text, index=index, seen=text.prompt)
         self._sequences[id(state)] = state
@@ -100,14 +126,11 @@ class NgramDrafter(GuessDrafter):
             self._history.add(state.text.tokens[state.text.prompt :])
 
     def forget(self) -> None:
+        super().forget()
         if self._history is not None:
             self._history.clear()
 
-    def reset(self) -> None:
-        self.forget()
-        self._odds.reset()
-
     @property
     def memory_bytes(self) -> int:
-        earlier = 0 if self._history is None else self._history.memory_bytes
-        return earlier + sum(state.index.memory_bytes for state in self._sequences.values())
+        kept = super().memory_bytes + (0 if self._history is None else self._history.memory_bytes)
+        return kept + sum(state.index.memory_bytes for state in self._sequences.values())

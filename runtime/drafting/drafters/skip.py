@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from runtime.config.settings import ConfigError, Natural, Probability, Share
 from runtime.drafting.config.target import Target
 from runtime.drafting.draft_cache import Slot
-from runtime.drafting.drafters.base import Ask, Verified
+from runtime.drafting.drafters.base import Verified
 from runtime.drafting.drafters.model import Candidates
 from runtime.drafting.drafters.sublayers import ViewCache, ViewDrafter, engine_of
 from runtime.engines.native.sublayers import View
@@ -62,30 +62,14 @@ class Skip(ViewDrafter):
 
     def reset(self) -> None:
         self.confidence, self._rate = self._first, self.accepted
-        self._ended: dict[Slot, tuple[list[int], bool]] = {}
 
-    def draft(self, asks: Sequence[Ask]) -> list[Tree]:
-        trees = super().draft(asks)
-        for ask, tree in zip(asks, trees, strict=True):
-            if len(tree):
-                self._ended[ask.state] = (tree.tokens, tree.chances[-1] < self.confidence)
-        return trees
-
-    def learn(self, state: Any, verified: Verified) -> None:
-        tokens, unsure = self._ended.pop(state, ([], False))
-        count = len(verified.tree)
-        if not count or verified.tree.tokens != tokens[:count]:  # others may have proposed it
-            return
-        self._rate = self.memory * self._rate + (1 - self.memory) * len(verified.path) / count
+    def judge(self, state: Slot, drafted: Tree, verified: Verified) -> None:
+        self._rate = self.memory * self._rate + (1 - self.memory) * len(verified.path) / len(verified.tree)
         if self._rate <= self.accepted:
             wanted = self.confidence + self.change
         else:  # a draft that was as long as it might be would not be longer for less confidence
-            wanted = self.confidence - (self.change if unsure else 0.0)
+            wanted = self.confidence - (self.change if drafted.chances[-1] < self.confidence else 0.0)
         self.confidence = min(max(self.inertia * self.confidence + (1 - self.inertia) * wanted, 0.0), 1 - self.change)
-
-    def end(self, state: Any) -> None:
-        self._ended.pop(state, None)
-        super().end(state)
 
     def describe(self) -> str:
         return f"{self.name} of {len(self.skip_attention)} attention and {len(self.skip_mlp)} feed-forward halves"

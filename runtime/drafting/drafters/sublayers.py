@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from runtime.drafting.config.target import Target, UnfitError
 from runtime.drafting.draft_cache import DraftCache, Slot
-from runtime.drafting.drafters.base import Ask, drafted_where
+from runtime.drafting.drafters.base import Ask, Verified, drafted_where
 from runtime.drafting.drafters.model import ModelDrafter
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import LlamaEngine
@@ -53,7 +53,19 @@ class SublayerDrafter(ModelDrafter):
             # Each drafted token is verified at a place of its own, after that of the last one.
             limited.append(replace(ask, depth=min(ask.depth, ask.place.room - 1)))
         limited = [replace(ask, depth=limit) for ask, limit in zip(limited, self.limits(limited), strict=True)]
-        return drafted_where(limited, lambda ask: ask.depth > 0, super().draft)
+        trees = drafted_where(limited, lambda ask: ask.depth > 0, super().draft)
+        for ask, tree in zip(asks, trees, strict=True):
+            ask.state.memory = tree
+        return trees
+
+    def learn(self, state: Any, verified: Verified) -> None:
+        drafted, state.memory = state.memory or Tree(), None
+        count = len(verified.tree)
+        if count and verified.tree.tokens == drafted.tokens[:count]:  # others may have proposed it
+            self.judge(state, drafted, verified)
+
+    def judge(self, state: Any, drafted: Tree, verified: Verified) -> None:
+        """What became of a draft of its own, of which the first nodes were verified."""
 
     def limits(self, asks: Sequence[Ask]) -> list[int]:
         """Most tokens to draft for each."""

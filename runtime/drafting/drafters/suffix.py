@@ -11,12 +11,10 @@ from annotated_types import Interval
 from runtime.config.settings import Count
 from runtime.drafting.drafters.base import Ask
 from runtime.drafting.drafters.ngrams import Lookups, NgramDrafter
-from runtime.drafting.drafters.tables.continuations import OTHER, OWN, continuations, indexed
+from runtime.drafting.drafters.tables.continuations import continuations, indexed
 from runtime.drafting.drafters.tables.growth import grow
 from runtime.drafting.drafters.tables.occurrences import Match
 from runtime.drafting.drafters.tables.odds import Guesses
-
-_OWN, _EARLIER = 0, 1
 
 
 @dataclass(eq=False)
@@ -53,22 +51,24 @@ class Suffix(NgramDrafter):
 
     def guess(self, state: Lookups, ask: Ask) -> Guesses:
         best, most = Guesses(), 0.0
-        for store, match in self._matches(state):
-            guesses = self._grow(state, store, match, ask)
+        for store, tokens, match in self._matches(state):
+            nodes = min(ask.nodes, int(self.factor * match.length + self.offset))
+            followers = continuations(tokens, match, state.odds, store)
+            guesses = grow(match.places, followers, nodes, ask.depth, ask.least)
             score = sum(guesses.tree.reach())
             if score > most:
                 best, most = guesses, score
         return best
 
-    def _matches(self, state: Lookups) -> Iterator[tuple[int, Match]]:
-        """Of each store the longest match, then those of shorter indexed lengths that occur more often."""
-        for store, index, end in ((_OWN, state.index, None), (_EARLIER, self._earlier.index, state.index.suffix())):
+    def _matches(self, state: Lookups) -> Iterator[tuple[int, list[int], Match]]:
+        """Of each store its tokens and the longest match, then those of shorter indexed lengths that occur more often."""
+        for store, index, end in ((0, state.index, None), (1, self._earlier.index, state.index)):
             match = index.match(self.occurrences, end)
             level = len([length for length in self._lengths if length < match.length])
             for _ in range(self.patterns):
                 if not match.places:
                     break
-                yield store, match
+                yield store, index.tokens, match
                 count = len(match.places)
                 if count == self.occurrences:
                     break
@@ -77,8 +77,3 @@ class Suffix(NgramDrafter):
                     match = Match(self._lengths[level], index.places(level, self.occurrences, end))
                 if len(match.places) <= count:
                     break
-
-    def _grow(self, state: Lookups, store: int, match: Match, ask: Ask) -> Guesses:
-        tokens, slope = (state.index.tokens, OWN) if store == _OWN else (self._earlier.index.tokens, OTHER)
-        nodes = min(ask.nodes, int(self.factor * match.length + self.offset))
-        return grow(match.places, continuations(tokens, match, state.odds, store, slope), nodes, ask.depth, ask.least)

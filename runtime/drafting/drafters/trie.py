@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from annotated_types import Interval
 
 from runtime.config.settings import Count
-from runtime.drafting.drafters.base import Ask, Verified
+from runtime.drafting.drafters.base import Ask
 from runtime.drafting.drafters.ngrams import Lookups, NgramDrafter
 from runtime.drafting.drafters.tables.continuations import following
 from runtime.drafting.drafters.tables.growth import Candidate, grow
@@ -45,7 +45,7 @@ class Trie(NgramDrafter):
         super().__post_init__()
         if self.prefix >= self.branch:
             raise ValueError(f"trie.prefix must be below trie.branch, which is {self.branch}, not {self.prefix}")
-        self._outputs = TokenTrie(self.branch, self.capacity)
+        self._outputs = self.trie = TokenTrie(self.branch, self.capacity)
         self.index(range(1, self.prefix + 1))
 
     def guess(self, state: Lookups, ask: Ask) -> Guesses:
@@ -77,16 +77,3 @@ class Trie(NgramDrafter):
             if contexts and not longest:
                 longest = length
         return contexts, longest
-
-    def learn(self, state: Lookups, verified: Verified) -> None:
-        super().learn(state, verified)
-        tokens = verified.text.tokens
-        self._outputs.read(state.reader, tokens[state.seen :])
-        state.seen = len(tokens)
-
-    def forget(self) -> None:
-        self._outputs.clear()
-
-    @property
-    def memory_bytes(self) -> int:
-        return self._outputs.memory_bytes + super().memory_bytes

@@ -7,11 +7,13 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 from runtime.config.settings import Settings
-from runtime.drafting.lengths.belief import Belief
-from runtime.sampling.tree import Tree
+from runtime.drafting.rates import Rates
+from runtime.sampling.tree import ROOT, Tree
 
 # Seconds as a function of a whole number, learned while it is used.
 
@@ -33,43 +35,28 @@ class Curve:
     def __init__(self, slope: float) -> None:
         self._slope = slope
         self._samples: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
         self._places: list[int] = []
-        self._medians: list[float] = []
         self._values: list[float] = []
         self._ratios: deque[float] = deque(maxlen=_LATE)
         self._speed = 1.0
 
-    @property
-    def known(self) -> bool:
-        """Whether anything was measured."""
-        return bool(self._places)
-
     def add(self, n: int, seconds: float) -> None:
         """One more measurement."""
-        samples = self._samples.get(n)
-        place = bisect.bisect_left(self._places, n)
-        if samples is None:
-            samples = self._samples[n] = deque(maxlen=_KEPT)
-            self._places.insert(place, n)
-            self._medians.insert(place, seconds)
-        elif self._medians[place] > 0:
-            self._ratios.append(seconds / self._medians[place])
+        if n not in self._samples:
+            self._samples[n] = deque(maxlen=_KEPT)
+            bisect.insort(self._places, n)
+        elif self._medians[n] > 0:
+            self._ratios.append(seconds / self._medians[n])
             self._speed = statistics.median(self._ratios)
-        samples.append(seconds / self._speed if self._speed > 0 else seconds)
-        self._medians[place] = statistics.median(samples)
-        least, self._values = float("inf"), [0.0] * len(self._medians)
-        for index in range(len(self._medians) - 1, -1, -1):
-            least = min(least, self._medians[index])
-            self._values[index] = least
+        self._samples[n].append(seconds / self._speed if self._speed > 0 else seconds)
+        self._medians[n] = statistics.median(self._samples[n])
+        self._values = list(accumulate((self._medians[place] for place in reversed(self._places)), min))[::-1]
 
     @property
     def last(self) -> int:
         """The largest number of which there are samples; 0: of none."""
         return self._places[-1] if self._places else 0
-
-    def count(self, n: int) -> int:
-        """How many samples of this number there are, at most as many as are kept."""
-        return len(self._samples.get(n, ()))
 
     def __call__(self, n: int) -> float:
         """Seconds that `n` take; 0 where nothing is known."""
@@ -97,6 +84,75 @@ class Curve:
         if first == last:
             return guess
         return max((self._values[-1] - self._values[0]) / (last - first), 0.1 * guess)
+
+
+# How far a drafter's confidence is to be believed.
+
+_BINS = 12
+_PRIOR_CHANCE = 4.0  # tokens that a drafter's own confidence counts as
+_KEEP = 0.99
+_DEPTHS = 64
+_FIRST_CHANCE = 0.6  # how likely a token is right of a drafter that states no confidence
+
+
+class Belief:
+    """Rates of acceptance: of nodes by the drafter's confidence in them, and of any child by depth.
+
+    Args:
+        parent: where a new sequence starts from; None: from the drafter's own confidence.
+    """
+
+    def __init__(self, parent: Belief | None = None) -> None:
+        self._parent = parent
+        self._nodes = Rates(_PRIOR_CHANCE, _KEEP)
+        self._depths = Rates(_PRIOR_CHANCE, _KEEP)
+
+    def chance(self, said: float) -> float:
+        """How likely a node is right of which the drafter says so."""
+        return self._nodes.rate(_bin(said), said if self._parent is None else self._parent.chance(said))
+
+    def rate(self, depth: int) -> float:
+        """How likely some token of this depth (1: the first) is right where those before it are."""
+        depth = min(depth, _DEPTHS)
+        before = self.rate(depth - 1) if depth > 1 else _FIRST_CHANCE
+        if self._parent is None:
+            expected = before
+        elif depth == 1:
+            expected = self._parent.rate(depth)
+        else:
+            # Other sequences may have been hopeless at this depth; the depth before, which this one tries too, speaks for it.
+            expected = 0.5 * (self._parent.rate(depth) + before)
+        return self._depths.rate(depth, expected)
+
+    def reach(self, tree: Tree) -> list[float]:
+        """Of each node, how likely it and all before it are right."""
+        if tree.chances:
+            known = {said: self.chance(said) for said in set(tree.chances)}
+            chances = [known[said] for said in tree.chances]
+        else:
+            # Of siblings without confidence the first gets all of what is left.
+            first = {options[0] for options in tree.children().values()}
+            chances = [self.rate(depth) if node in first else 0.0 for node, depth in enumerate(tree.depths())]
+        return Tree(tree.tokens, tree.parents, chances).reach()
+
+    def observe(self, tree: Tree, new: Sequence[int]) -> None:
+        """What followed: nodes on the way are right, their siblings wrong, what comes after a wrong one is not known."""
+        children, node = tree.children(), ROOT
+        for depth, token in enumerate(new):
+            options = children.get(node, ())
+            right = [option for option in options if tree.tokens[option] == token]
+            for option in options if tree.chances else ():
+                self._nodes.add(_bin(tree.chances[option]), option in right)
+            if options:
+                self._depths.add(min(depth + 1, _DEPTHS), bool(right))
+            if not right:
+                return
+            node = right[-1]
+
+
+def _bin(said: float) -> int:
+    """Finer towards 1, where a small difference changes long branches most."""
+    return min(int(_BINS * said * said), _BINS - 1) if said > 0 else 0
 
 
 # How far what was promised of drafting came true.
@@ -186,21 +242,16 @@ class Costs:
         drawn: how likely the likeliest nodes of drawn trees were reached, in that order, on average of late.
     """
 
-    step: Curve
-    draft: Curve
-    belief: Belief
+    # A row of a memory-bound model is nearly free, of a compute-bound one not at all; what is measured soon takes over.
+    step: Curve = field(default_factory=partial(Curve, 0.3))
+    draft: Curve = field(default_factory=partial(Curve, 1.0))
+    belief: Belief = field(default_factory=Belief)
     idle: float = 0.0
     pause: int = 0
     reading: float = 0.0
     promised: float = 0.0
     trust: Trust = field(default_factory=Trust)
     drawn: list[float] = field(default_factory=list)
-
-    @classmethod
-    def unknown(cls) -> Costs:
-        """Costs before any measurement."""
-        # A row of a memory-bound model is nearly free, of a compute-bound one not at all; what is measured soon takes over.
-        return cls(Curve(0.3), Curve(1.0), Belief())
 
     def kept(self, promised: float, tokens: float, seconds: float) -> None:
         """A step of which so many tokens a second were promised (0: nothing was) took so long, and wrote so many tokens."""
@@ -234,7 +285,7 @@ class Lengths(Settings):
 
     name: ClassVar[str]
 
-    def plan(self, texts: Sequence[Progress], costs: Costs, rows: int, most_rows: int) -> list[Plan]:
+    def plan(self, sequences: Sequence[Progress], costs: Costs, rows: int, most_rows: int) -> list[Plan]:
         """What to ask the drafter for, for each sequence.
 
         Args:
@@ -245,7 +296,7 @@ class Lengths(Settings):
         raise NotImplementedError
 
     def trim(
-        self, texts: Sequence[Progress], trees: Sequence[Tree], costs: Costs, rows: int, drafted: float
+        self, sequences: Sequence[Progress], trees: Sequence[Tree], costs: Costs, rows: int, drafted: float
     ) -> list[Tree]:
         """Of what was drafted, what is worth being verified. Drawn trees (`Tree.proposals`) must not be changed by what is in them.
 
@@ -254,11 +305,11 @@ class Lengths(Settings):
         """
         return list(trees)
 
-    def resting(self, texts: Sequence[Progress]) -> int:
+    def resting(self, sequences: Sequence[Progress]) -> int:
         """For how many steps from now on nothing will be asked for any of these sequences, whatever happens."""
         return 0
 
-    def rested(self, texts: Sequence[Progress], costs: Costs, steps: int) -> None:
+    def rested(self, sequences: Sequence[Progress], costs: Costs, steps: int) -> None:
         """So many steps went by in which `plan` was not called."""
 
     def describe(self) -> str:

@@ -25,6 +25,6 @@ class Fixed(Lengths):
     nodes: Count = NODES
     confidence: Probability = 0.0
 
-    def plan(self, texts: Sequence[Progress], costs: Costs, rows: int, most_rows: int) -> list[Plan]:
-        share = max(0, most_rows - rows) // max(1, len(texts))
-        return [Plan(min(self.nodes, share), min(self.depth, text.room), self.confidence) for text in texts]
+    def plan(self, sequences: Sequence[Progress], costs: Costs, rows: int, most_rows: int) -> list[Plan]:
+        share = max(0, most_rows - rows) // max(1, len(sequences))
+        return [Plan(min(self.nodes, share), min(self.depth, sequence.room), self.confidence) for sequence in sequences]

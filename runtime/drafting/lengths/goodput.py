@@ -22,22 +22,22 @@ class Gains:
     others take their places; where rows are expensive it counts as no more. Where rows are cheap it counts in full: sequences end earlier.
 
     Args:
-        texts: how many, at least one. rows: of the step without drafts.
+        sequences: how many, at least one. rows: of the step without drafts.
     """
 
-    def __init__(self, texts: int, costs: Costs, rows: int) -> None:
+    def __init__(self, sequences: int, costs: Costs, rows: int) -> None:
         step = costs.step(rows)
         # Of more rows, which were measured: fewer than there are sequences seldom are.
-        row = (costs.step(rows + 1) - step) * texts / step if texts > 1 and step > 0 else 1.0
+        row = (costs.step(rows + 1) - step) * sequences / step if sequences > 1 and step > 0 else 1.0
         self._uneven = min(1.0, row) if row > _EXPENSIVE else 1.0
-        self._more = [0.0] * texts
+        self._more = [0.0] * sequences
         self._least = self._total = 0.0
-        self._lowest = texts  # how many have no more than the least
+        self._lowest = sequences  # how many have no more than the least
 
-    def add(self, text: int, tokens: float) -> None:
+    def add(self, sequence: int, tokens: float) -> None:
         """A sequence is expected to get so many tokens more."""
-        before = self._more[text]
-        self._more[text] = before + tokens
+        before = self._more[sequence]
+        self._more[sequence] = before + tokens
         self._total += tokens
         if before <= self._least and tokens > 0:
             self._lowest -= 1
@@ -111,7 +111,7 @@ class Goodput(Lengths):
     gains nothing is drafted, but for a token now and then to see whether it would.
 
     Source: Liu et al., Optimizing Speculative Decoding for Serving Large Language Models Using Goodput, arXiv 2406.14066; over several
-    texts: Wu et al., TETRIS, arXiv 2502.15197.
+    sequences: Wu et al., TETRIS, arXiv 2502.15197.
 
     Attributes:
         depth: most tokens of a branch.
@@ -122,111 +122,108 @@ class Goodput(Lengths):
     depth: Count = DEPTH
     nodes: Count = NODES
 
-    def plan(self, texts: Sequence[Progress], costs: Costs, rows: int, most_rows: int) -> list[Plan]:
-        share = max(0, most_rows - rows) // max(1, len(texts))
+    def plan(self, sequences: Sequence[Progress], costs: Costs, rows: int, most_rows: int) -> list[Plan]:
+        share = max(0, most_rows - rows) // max(1, len(sequences))
         nodes, plain = min(self.nodes, share), costs.step(rows)
-        unknown = not plain or not costs.draft.known
+        unknown = not plain or not costs.draft.last
         cheap = unknown or costs.draft(min(self.depth, costs.draft.last)) <= _CHEAP * plain
         costs.pause = max(0, costs.pause - 1)
         if unknown:  # one step, as large for many sequences as for one, says what the next may cost
-            depth, rate = max(1, self.depth // max(1, len(texts))), 0.0
+            depth, rate = max(1, self.depth // max(1, len(sequences))), 0.0
         else:
-            depth, rate = (self.depth, 0.0) if cheap else self._depth(texts, costs, rows)
+            depth, rate = (self.depth, 0.0) if cheap else self._depth(sequences, costs, rows)
         costs.promised = rate / costs.trust.value if depth else 0.0
         least = 0.0
-        drawn = any(text.drawn for text in texts)
+        drawn = any(sequence.drawn for sequence in sequences)
         if depth and drawn:
-            nodes = min(nodes, max(depth, self._drawn_nodes(len(texts), costs, rows, depth)))
+            nodes = min(nodes, max(depth, self._drawn_nodes(len(sequences), costs, rows, depth)))
         elif depth and not cheap:
             # What one more token of one sequence takes; the sequences share the passes of a draft.
-            more = (costs.draft(depth) - costs.draft(depth - 1)) / len(texts) + costs.step(rows + 1) - plain
+            more = (costs.draft(depth) - costs.draft(depth - 1)) / len(sequences) + costs.step(rows + 1) - plain
             least = min(0.9, max(0.0, more * rate))
         plans, probed = [], False
-        for text in texts:
-            if text.memory is None:  # what other sequences have shown is not tried again at once
-                text.memory = Pause(costs.pause)
-            pause: Pause = text.memory
+        for sequence in sequences:
+            if sequence.memory is None:  # what other sequences have shown is not tried again at once
+                sequence.memory = Pause(costs.pause)
+            pause: Pause = sequence.memory
             pause.probing = False
             if depth and not cheap:
                 pause.promising(costs)
-            if text.room <= 0:
-                plans.append(Plan(0, 0))
-            elif pause.left:
+            plan = Plan(0, 0)
+            if pause.left and sequence.room > 0:
                 pause.left -= 1
-                plans.append(Plan(0, 0))
-            elif depth:
-                plans.append(Plan(nodes, min(depth, text.room), least))
-            elif text.room < self.depth:  # its end is near: that nothing pays there says nothing of other places
-                plans.append(Plan(0, 0))
+            elif depth and sequence.room > 0:
+                plan = Plan(nodes, min(depth, sequence.room), least)
+            elif sequence.room < self.depth:
+                pass  # its end is near: that nothing pays there says nothing of other places
             elif pause.steady:  # what came of it until now says more than a probe
                 pause.begin(costs)
-                plans.append(Plan(0, 0))
             elif probed:  # one sequence at a time says as much as all of them
                 pause.left = costs.pause
-                plans.append(Plan(0, 0))
             else:
                 probe = costs.reading + costs.draft(_PROBE) + costs.step(rows + _PROBE) - plain
                 pause.begin(costs, round(probe / plain / _WORTH))
                 costs.trust.recover()
                 pause.probing = probed = True
-                plans.append(Plan(min(nodes, _PROBE), min(_PROBE, text.room)))
+                plan = Plan(min(nodes, _PROBE), min(_PROBE, sequence.room))
+            plans.append(plan)
         return plans
 
-    def resting(self, texts: Sequence[Progress]) -> int:
-        return min((text.memory.left if text.memory is not None else 0 for text in texts), default=0)
+    def resting(self, sequences: Sequence[Progress]) -> int:
+        return min((sequence.memory.left if sequence.memory is not None else 0 for sequence in sequences), default=0)
 
-    def rested(self, texts: Sequence[Progress], costs: Costs, steps: int) -> None:
+    def rested(self, sequences: Sequence[Progress], costs: Costs, steps: int) -> None:
         costs.pause = max(0, costs.pause - steps)
-        for text in texts:
-            if text.memory is not None:
-                text.memory.left = max(0, text.memory.left - steps)
+        for sequence in sequences:
+            if sequence.memory is not None:
+                sequence.memory.left = max(0, sequence.memory.left - steps)
 
-    def _depth(self, texts: Sequence[Progress], costs: Costs, rows: int) -> tuple[int, float]:
+    def _depth(self, sequences: Sequence[Progress], costs: Costs, rows: int) -> tuple[int, float]:
         """The number of tokens to draft for each sequence, and the tokens a second that it promises."""
-        best, rate = 0, len(texts) / costs.step(rows) * _MARGIN
-        trust, gains = costs.trust.value, Gains(len(texts), costs, rows)
-        reach = [1.0] * len(texts)
+        best, rate = 0, len(sequences) / costs.step(rows) * _MARGIN
+        trust, gains = costs.trust.value, Gains(len(sequences), costs, rows)
+        reach = [1.0] * len(sequences)
         for depth in range(1, self.depth + 1):
-            for index, text in enumerate(texts):
-                reach[index] *= text.belief.rate(depth) if depth <= text.room else 0.0
+            for index, sequence in enumerate(sequences):
+                reach[index] *= sequence.belief.rate(depth) if depth <= sequence.room else 0.0
                 gains.add(index, reach[index])
             expected = gains.worth
-            seconds = costs.draft(depth) + costs.step(rows + depth * len(texts))
+            seconds = costs.draft(depth) + costs.step(rows + depth * len(sequences))
             # Rates are of what was drafted, of which not all is verified: how much of such promises came true says what they are worth.
             found = expected / seconds * trust
             if found > rate:
                 best, rate = depth, found
         return best, rate
 
-    def _drawn_nodes(self, texts: int, costs: Costs, rows: int, depth: int) -> int:
+    def _drawn_nodes(self, sequences: int, costs: Costs, rows: int, depth: int) -> int:
         """How many nodes of a drawn tree pay, as earlier ones were reached: what is in the tree itself must not decide that."""
         known = costs.drawn
         if not known:
             return self.nodes
-        seconds, expected = costs.draft(depth), float(texts)
+        seconds, expected = costs.draft(depth), float(sequences)
         best, rate = 0, 0.0
         for count in range(1, min(self.nodes, len(known) + _TRY) + 1):
-            expected += texts * known[min(count, len(known)) - 1]
-            found = expected / (seconds + costs.step(rows + texts * count))
+            expected += sequences * known[min(count, len(known)) - 1]
+            found = expected / (seconds + costs.step(rows + sequences * count))
             if found > rate:
                 best, rate = count, found
         return best
 
     def trim(
-        self, texts: Sequence[Progress], trees: Sequence[Tree], costs: Costs, rows: int, drafted: float
+        self, sequences: Sequence[Progress], trees: Sequence[Tree], costs: Costs, rows: int, drafted: float
     ) -> list[Tree]:
-        reach = [text.belief.reach(tree) for text, tree in zip(texts, trees, strict=True)]
+        reach = [sequence.belief.reach(tree) for sequence, tree in zip(sequences, trees, strict=True)]
         if any(tree.proposals for tree in trees):
             for each in reach:
                 _average(costs.drawn, sorted(each, reverse=True))
             return list(trees)
-        if not costs.step.known:
+        if not costs.step.last:
             return list(trees)
         # A node is never likelier than its parent, so that in this order parents come first.
         order = sorted(
             ((-chance, node, index) for index, each in enumerate(reach) for node, chance in enumerate(each)),
         )
-        gains = Gains(len(texts), costs, rows)
+        gains = Gains(len(sequences), costs, rows)
         best, rate = 0, gains.worth / (drafted + costs.step(rows))
         plain = rate * _MARGIN
         for count, (chance, _, index) in enumerate(order, 1):
@@ -234,7 +231,7 @@ class Goodput(Lengths):
             found = gains.worth / (drafted + costs.step(rows + count))
             if found > max(rate, plain):
                 best, rate = count, found
-        probing = any(text.memory is not None and text.memory.probing for text in texts)
+        probing = any(sequence.memory is not None and sequence.memory.probing for sequence in sequences)
         refused = False
         if best and not probing and not costs.promised:  # nobody had to promise anything to be asked
             refused = not costs.trust.allows(rate, plain)
@@ -243,8 +240,8 @@ class Goodput(Lengths):
         for _, node, index in order[:best]:
             kept[index].append(node)
         result = []
-        for text, tree, nodes in zip(texts, trees, kept, strict=True):
-            pause: Pause = text.memory or Pause()
+        for sequence, tree, nodes in zip(sequences, trees, kept, strict=True):
+            pause: Pause = sequence.memory or Pause()
             if pause.probing:
                 result.append(tree)
                 continue
@@ -258,7 +255,7 @@ class Goodput(Lengths):
             if pause.vain >= _VAIN and share > 1:
                 pause.begin(costs, round(_VAIN * share))
                 if refused:
-                    costs.trust.wait(pause.left // len(texts))
+                    costs.trust.wait(pause.left // len(sequences))
         return result
 
 

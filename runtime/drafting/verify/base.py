@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 from runtime.config.settings import Settings
-from runtime.drafting.verify.target import Target
+from runtime.drafting.verify.target import TargetLogits
 from runtime.sampling.tree import ROOT, Tree
 
 
@@ -28,7 +28,7 @@ class Rule(Settings):
     name: ClassVar[str]
     lossless: ClassVar[bool] = False
 
-    def accept(self, tree: Tree, target: Target) -> Verdict:
+    def accept(self, tree: Tree, target: TargetLogits) -> Verdict:
         """Walk down from the root while a child is accepted."""
         children, node = tree.children(), ROOT
         path: list[int] = []
@@ -42,7 +42,7 @@ class Rule(Settings):
             node = chosen
 
     def step(
-        self, tree: Tree, node: int, options: Sequence[int], branch: Sequence[int], target: Target
+        self, tree: Tree, node: int, options: Sequence[int], branch: Sequence[int], target: TargetLogits
     ) -> tuple[int | None, int]:
         """The child that is accepted, or None, and the token that is written in either case.
 

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 
 from runtime.drafting.verify.base import Rule
-from runtime.drafting.verify.target import Target
+from runtime.drafting.verify.target import TargetLogits
+from runtime.sampling.sampling import tokens_at
 from runtime.sampling.tree import Tree
 
 
@@ -26,7 +27,7 @@ class Exact(Rule):
     lossless: ClassVar[bool] = True
 
     def step(
-        self, tree: Tree, node: int, options: Sequence[int], branch: Sequence[int], target: Target
+        self, tree: Tree, node: int, options: Sequence[int], branch: Sequence[int], target: TargetLogits
     ) -> tuple[int | None, int]:
         proposal = tree.proposals.get(node) if target.draws and options else None
         if proposal is None:
@@ -35,7 +36,12 @@ class Exact(Rule):
 
 
 def tried(
-    tree: Tree, options: Sequence[int], p: torch.Tensor, proposal: torch.Tensor, target: Target, factor: float = 1.0
+    tree: Tree,
+    options: Sequence[int],
+    p: torch.Tensor,
+    proposal: torch.Tensor,
+    target: TargetLogits,
+    factor: float = 1.0,
 ) -> tuple[int | None, int]:
     """The first of the children drawn from a proposal that is accepted, with probability min(1, p / (factor * q)); if none is, None and
     a token of what is left of p."""
@@ -45,7 +51,7 @@ def tried(
         if target.uniform() * factor * q[token] < p[token]:
             return child, token
         p, q = rejected(p, q * factor, token)
-    return None, drawn(p, target)
+    return None, int(tokens_at(p[None], torch.tensor([target.uniform()], dtype=torch.float64)))
 
 
 def found(tree: Tree, options: Sequence[int], token: int) -> tuple[int | None, int]:
@@ -68,11 +74,3 @@ def normalized(q: torch.Tensor) -> torch.Tensor:
     """`q` divided by its sum; as it is where the sum is zero."""
     total = q.sum()
     return q / total if total > 0 else q
-
-
-def drawn(p: torch.Tensor, target: Target) -> int:
-    """A token of the distribution, by inverting its cumulative sum."""
-    cumulative = p.cumsum(0)
-    total = cumulative[-1]
-    point = torch.minimum(total * target.uniform(), torch.nextafter(total, total.new_zeros(())))
-    return int(torch.searchsorted(cumulative, point, right=True))

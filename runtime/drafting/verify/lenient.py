@@ -9,7 +9,7 @@ from typing import ClassVar
 from runtime.config.settings import Share
 from runtime.drafting.verify.base import Rule
 from runtime.drafting.verify.exact import found, tried
-from runtime.drafting.verify.target import Target
+from runtime.drafting.verify.target import TargetLogits
 from runtime.sampling.tree import Tree
 
 
@@ -29,7 +29,7 @@ class Lenient(Rule):
     factor: Share = 0.5
 
     def step(
-        self, tree: Tree, node: int, options: Sequence[int], branch: Sequence[int], target: Target
+        self, tree: Tree, node: int, options: Sequence[int], branch: Sequence[int], target: TargetLogits
     ) -> tuple[int | None, int]:
         if not options:
             return None, target.choose(node, branch)

@@ -10,7 +10,7 @@ from typing import ClassVar
 from runtime.config.settings import Positive, Probability
 from runtime.drafting.verify.base import Rule
 from runtime.drafting.verify.exact import found
-from runtime.drafting.verify.target import Target
+from runtime.drafting.verify.target import TargetLogits
 from runtime.sampling.tree import Tree
 
 
@@ -33,7 +33,7 @@ class Rollback(Rule):
     fallback: Probability = 0.5
 
     def step(
-        self, tree: Tree, node: int, options: Sequence[int], branch: Sequence[int], target: Target
+        self, tree: Tree, node: int, options: Sequence[int], branch: Sequence[int], target: TargetLogits
     ) -> tuple[int | None, int]:
         if options and self._unsure(tree, node, options):
             # What was drafted after the target's token, where that is one of them, is as good as after any other.

@@ -1,4 +1,4 @@
-"""Target distributions at the nodes of one tree, with the options of the call applied."""
+"""TargetLogits distributions at the nodes of one tree, with the options of the call applied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.sampling.sampling import check_numbers, next_tokens, process
 from runtime.sampling.tree import ROOT
 
 
-class Target:
+class TargetLogits:
     """The target's logits after a sequence and after each node of a tree that may follow it.
 
     Args:

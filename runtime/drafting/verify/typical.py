@@ -10,7 +10,7 @@ import torch
 from runtime.config.settings import Share
 from runtime.drafting.verify.base import Rule, Verdict
 from runtime.drafting.verify.exact import Exact
-from runtime.drafting.verify.target import Target
+from runtime.drafting.verify.target import TargetLogits
 from runtime.sampling.tree import ROOT, Tree
 
 
@@ -31,7 +31,7 @@ class Typical(Rule):
     epsilon: Share = 0.09
     delta: Share = 0.3
 
-    def accept(self, tree: Tree, target: Target) -> Verdict:
+    def accept(self, tree: Tree, target: TargetLogits) -> Verdict:
         if not target.draws:
             return Exact().accept(tree, target)
         children = tree.children()

@@ -14,7 +14,7 @@ from runtime.drafting.verify.base import Rule
 from runtime.drafting.verify.exact import Exact, rejected
 from runtime.drafting.verify.lenient import Lenient
 from runtime.drafting.verify.rollback import Rollback
-from runtime.drafting.verify.target import Target
+from runtime.drafting.verify.target import TargetLogits
 from runtime.drafting.verify.typical import Typical
 from runtime.errors import RequestError
 from runtime.sampling.options import GenerationOptions
@@ -100,7 +100,7 @@ def test_the_rate_of_acceptance_is_the_overlap(seed: int) -> None:
     source = torch.Generator().manual_seed(seed)
     logits, q = torch.randn(1, 50, generator=source) * 2, torch.softmax(torch.randn(50, generator=source) * 2, -1)
     options = GenerationOptions(temperature=1.0)
-    target = Target(logits.expand(2, -1), options, source)
+    target = TargetLogits(logits.expand(2, -1), options, source)
     p = target.distribution(ROOT)
     right, count = 0, 1500
     for token in torch.multinomial(q, count, replacement=True, generator=source).tolist():
@@ -119,7 +119,7 @@ def test_greedy_takes_the_longest_right_branch() -> None:
     logits[2, 6] = 3.0  # after node 1 (token 4) comes 6, node 2; then 7, node 3
     logits[3, 7] = 3.0
     logits[4, 1] = 3.0  # after node 3 comes 1, which is not node 4
-    assert Exact().accept(tree, Target(logits, GenerationOptions())) == ([1, 2, 3], 1)
+    assert Exact().accept(tree, TargetLogits(logits, GenerationOptions())) == ([1, 2, 3], 1)
 
 
 def test_equal_distributions_accept_everything() -> None:
@@ -131,7 +131,7 @@ def test_equal_distributions_accept_everything() -> None:
         tokens = torch.multinomial(q, 3, replacement=True, generator=source).tolist()
         tree = Tree.chain(tokens)
         tree.proposals = dict.fromkeys((-1, 0, 1), q)
-        assert len(Exact().accept(tree, Target(logits, options, source)).path) == 3
+        assert len(Exact().accept(tree, TargetLogits(logits, options, source)).path) == 3
 
 
 def test_impossible_proposals_are_never_written() -> None:
@@ -145,7 +145,7 @@ def test_impossible_proposals_are_never_written() -> None:
     source = torch.Generator().manual_seed(0)
     for _ in range(100):
         tree = Tree([outside[0], outside[1], 5], [ROOT, ROOT, ROOT], [], {ROOT: q})
-        path, token = Exact().accept(tree, Target(logits, options, source))
+        path, token = Exact().accept(tree, TargetLogits(logits, options, source))
         assert (tree.tokens[path[0]] if path else token) in allowed
 
 
@@ -162,16 +162,16 @@ def test_typical_acceptance_follows_its_formula() -> None:
             if float(p[row, token]) <= min(0.09, 0.3 * 2.718281828459045**-entropy):
                 break
             count += 1
-        verdict = Typical().accept(Tree.chain(tokens), Target(logits, options, generator))
+        verdict = Typical().accept(Tree.chain(tokens), TargetLogits(logits, options, generator))
         assert len(verdict.path) == count
-    greedy = Target(logits, GenerationOptions())
+    greedy = TargetLogits(logits, GenerationOptions())
     assert Typical().accept(Tree.chain(tokens), greedy) == Exact().accept(Tree.chain(tokens), greedy)
 
 
 def test_typical_acceptance_takes_the_longest_branch() -> None:
     logits = torch.zeros(5, 4)  # everything is plausible
     tree = Tree([0, 1, 2, 3], [ROOT, ROOT, 1, 2])
-    assert Typical().accept(tree, Target(logits, GenerationOptions(temperature=1.0), torch.Generator())).path == [
+    assert Typical().accept(tree, TargetLogits(logits, GenerationOptions(temperature=1.0), torch.Generator())).path == [
         1,
         2,
         3,
@@ -184,9 +184,9 @@ def test_rollback_begins_where_the_target_finds_a_token_unlikely(draws: bool) ->
     options = GenerationOptions(temperature=1.0) if draws else GenerationOptions()
     source = torch.Generator() if draws else None
     tree = Tree.chain([2, 1])
-    assert Rollback(threshold=2.0).accept(tree, Target(logits, options, source)).path == [0]  # -log 0.08 = 2.5
-    assert Rollback(threshold=3.0).accept(tree, Target(logits, options, source)).path == [0, 1]
-    assert Rollback(threshold=1.0).accept(tree, Target(logits, options, source)).path == []
+    assert Rollback(threshold=2.0).accept(tree, TargetLogits(logits, options, source)).path == [0]  # -log 0.08 = 2.5
+    assert Rollback(threshold=3.0).accept(tree, TargetLogits(logits, options, source)).path == [0, 1]
+    assert Rollback(threshold=1.0).accept(tree, TargetLogits(logits, options, source)).path == []
 
 
 @pytest.mark.parametrize("draws", [False, True])
@@ -202,7 +202,7 @@ def test_the_target_writes_where_the_small_model_is_not_sure(draws: bool) -> Non
         written = []
         for seed in range(40 if draws else 1):
             source = torch.Generator().manual_seed(seed) if draws else None
-            verdict = Rollback(threshold=3.0, fallback=0.6).accept(tree, Target(logits, options, source))
+            verdict = Rollback(threshold=3.0, fallback=0.6).accept(tree, TargetLogits(logits, options, source))
             assert verdict.path[: len(path)] == path
             if (
                 len(path) == 1
@@ -214,19 +214,19 @@ def test_the_target_writes_where_the_small_model_is_not_sure(draws: bool) -> Non
     # Without fallback, and from drafters that say nothing of their chances, only the target's word counts.
     for tree in (Tree.chain([1, 0], [0.9, 0.1]), Tree.chain([1, 0])):
         fallback = 0.0 if tree.chances else 0.6
-        assert Rollback(3.0, fallback).accept(tree, Target(logits, GenerationOptions())).path == [0, 1]
+        assert Rollback(3.0, fallback).accept(tree, TargetLogits(logits, GenerationOptions())).path == [0, 1]
     assert Rollback().fallback == 0.5
 
 
 def test_lenience_forgives_a_factor() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]))
     for factor, path in ((1.0, []), (0.61, []), (0.59, [0])):
-        assert Lenient(factor).accept(Tree.chain([1]), Target(logits, GenerationOptions())).path == path
+        assert Lenient(factor).accept(Tree.chain([1]), TargetLogits(logits, GenerationOptions())).path == path
     # A token that the draft draws with certainty is accepted with probability p / factor.
     q = torch.tensor([0.0, 0.0, 1.0])
     source, options = torch.Generator().manual_seed(0), GenerationOptions(temperature=1.0)
     tree = Tree([2], [ROOT], [], {ROOT: q})
-    right = sum(bool(Lenient(0.5).accept(tree, Target(logits, options, source)).path) for _ in range(4000))
+    right = sum(bool(Lenient(0.5).accept(tree, TargetLogits(logits, options, source)).path) for _ in range(4000))
     assert abs(right / 4000 - 0.4) < 0.035
 
 

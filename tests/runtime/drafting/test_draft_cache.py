@@ -11,7 +11,7 @@ from draft_models import draft_model
 from llama_engines import engines
 from speculation_cases import accept_head, prompts
 
-from runtime.drafting.draft_cache import DraftCache
+from runtime.drafting.draft_cache import DraftCache, Slot
 from runtime.drafting.drafters.confident import Confident, StateCache
 from runtime.drafting.drafters.model import Candidates
 from runtime.kernels.cpu import library
@@ -24,18 +24,18 @@ def test_slots_grow_and_share_memory() -> None:
     lean = engines(draft_model())[1]
     cache = DraftCache(lean)
     texts = prompts(20, 150, seed=3)
-    opened = [cache.open() for _ in texts]
+    opened = [Slot() for _ in texts]
     found = cache.feed(opened, texts)
     for row, text in zip(found, texts, strict=True):
         assert torch.equal(row, lean.logits(torch.tensor([text]))[0, -1])
-    cache.cut(opened[0], 1)
+    del opened[0].tokens[1:]
     again = cache.feed([opened[0]], [texts[0][1:] or [9]])
     if len(texts[0]) > 1:
         assert torch.equal(again[0], found[0])
     for slot in opened:
         cache.close(slot)
     before = cache.nbytes
-    cache.feed([cache.open() for _ in texts], texts)
+    cache.feed([Slot() for _ in texts], texts)
     assert cache.nbytes == before
 
 
@@ -43,12 +43,12 @@ def test_states_are_those_of_the_logits_in_however_many_passes() -> None:
     lean = engines(draft_model())[1]
     cache = StateCache(lean)
     texts = prompts(6, 20, seed=4)
-    whole = cache.feed([cache.open() for _ in texts], texts)
+    whole = cache.feed([Slot() for _ in texts], texts)
     states = cache.states
     assert states.shape == (6, lean.module.config.hidden_size)
     for most in (1, 8, 21):
         cache.most_rows = most
-        assert torch.equal(cache.feed([cache.open() for _ in texts], texts), whole)
+        assert torch.equal(cache.feed([Slot() for _ in texts], texts), whole)
         assert torch.equal(cache.states, states)
     torch.testing.assert_close(lean.module.get_output_embeddings()(states), whole, rtol=1e-3, atol=1e-3)
 
@@ -57,12 +57,12 @@ def test_more_than_a_pass_takes_goes_in_several() -> None:
     lean = engines(draft_model())[1]
     cache = DraftCache(lean)
     texts = [text[:4] for text in prompts(6, 40, seed=4)]
-    opened = [cache.open() for _ in texts]
+    opened = [Slot() for _ in texts]
     cache.feed(opened, texts)
     branches, parents = [[5, 6, 7]] * 6, [[ROOT, 0, ROOT]] * 6
     whole = cache.branch(opened, branches, parents)
     more = [[8, 9], [], [8], [8, 9, 10], [1], [2]]
-    ahead = cache.ahead([cache.open() for _ in texts], texts, more)
+    ahead = cache.ahead([Slot() for _ in texts], texts, more)
     verify, rows = lean.verify, []
 
     def counted(pool: Any, pieces: Any, hidden: bool = False) -> Any:
@@ -75,7 +75,7 @@ def test_more_than_a_pass_takes_goes_in_several() -> None:
         assert torch.equal(found, wanted)
     assert rows == [12, 6]
     rows.clear()
-    for found, wanted in zip(cache.ahead([cache.open() for _ in texts], texts, more), ahead, strict=True):
+    for found, wanted in zip(cache.ahead([Slot() for _ in texts], texts, more), ahead, strict=True):
         assert torch.equal(found, wanted)
     assert len(rows) < 6
     assert max(rows) <= 13
@@ -90,7 +90,7 @@ def test_a_head_of_acceptance_is_where_the_states_are() -> None:
 def test_branches_of_a_slot_are_computed_level_by_level() -> None:
     lean = engines(draft_model())[1]
     cache = DraftCache(lean)
-    slot, text = cache.open(), [7, 8, 9]
+    slot, text = Slot(), [7, 8, 9]
     cache.feed([slot], [text])
     (first,) = cache.branch([slot], [[1, 2]], [[ROOT, ROOT]])
     (second,) = cache.branch([slot], [[3, 4]], [[ROOT, ROOT, 1, 0]])

@@ -17,7 +17,7 @@ from runtime.checkpoint.artifact import Artifact
 from runtime.drafting.config import artifact_draft as measured_choice
 from runtime.drafting.config.artifact_draft import CHOICE, read_choice
 from runtime.drafting.config.build import Target, choose_speculation
-from runtime.drafting.drafters.first_of import FirstOf
+from runtime.drafting.drafters.composition import Fallback
 from runtime.drafting.drafters.lookup import Lookup
 from runtime.drafting.drafters.model import ModelDrafter
 from runtime.errors import ArtifactError, RequestError
@@ -42,7 +42,7 @@ def test_the_choice_of_the_bench_is_used(target: Target) -> None:
     assert sorted(each.name for each in path.iterdir() if each.name.startswith((".", "drafter"))) == [CHOICE]
     found = choose_speculation(None, target)
     assert found is not None
-    assert isinstance(found.drafter, FirstOf)
+    assert isinstance(found.drafter, Fallback)
     assert json.loads(file.read_text())["measured"] == [{"name": "lookup", "overall": 1.2}]
     write_choice(path, False, target.artifact, CPU)
     assert choose_speculation(None, target) is None

@@ -20,7 +20,7 @@ from runtime.checkpoint.artifact import Artifact
 from runtime.drafting.config.build import Target, choose_speculation
 from runtime.drafting.config.registry import drafters
 from runtime.drafting.drafters.base import Ask, Drafter
-from runtime.drafting.drafters.first_of import FirstOf, Merged
+from runtime.drafting.drafters.composition import Fallback, Merged
 from runtime.drafting.drafters.lookup import Lookup
 from runtime.drafting.drafters.model import ModelDrafter, Parallel
 from runtime.drafting.drafters.model_tree import DynamicTree
@@ -89,7 +89,7 @@ def test_settings(target: Target) -> None:
 def test_lists_and_compositions(target: Target, draft: Path) -> None:
     first = choose_speculation(["lookup", str(draft)], target)
     assert first is not None
-    assert isinstance(first.drafter, FirstOf)
+    assert isinstance(first.drafter, Fallback)
     assert isinstance(first.drafter.drafters[1], ModelDrafter)
     merged = choose_speculation({"method": "merged", "of": ["lookup", "suffix"], "depth": 4}, target)
     assert merged is not None

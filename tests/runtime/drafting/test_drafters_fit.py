@@ -22,10 +22,10 @@ from runtime.drafting.draft_cache import ModuleDraftCache
 from runtime.drafting.drafters import draft_model
 from runtime.drafting.drafters.base import Ask
 from runtime.drafting.drafters.cascade import Cascade
+from runtime.drafting.drafters.composition import Limited
 from runtime.drafting.drafters.confident import Confident
 from runtime.drafting.drafters.hierarchy import Hierarchy
 from runtime.drafting.drafters.model import Candidates, ModelDrafter
-from runtime.drafting.guard import Limited
 from runtime.drafting.lengths.fixed import Fixed
 from runtime.drafting.lengths.goodput import Goodput
 from runtime.drafting.speculation import Speculation

@@ -9,7 +9,7 @@ from drafter_cases import FREE
 from speculation_cases import model, prompts, speculation
 
 from compress.evaluate.drafters import add, decode
-from runtime.drafting.drafters.first_of import FirstOf
+from runtime.drafting.drafters.composition import Fallback
 from runtime.kernels.cpu import library
 from runtime.sampling.stats import GenerationStats
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compil
 
 @pytest.mark.parametrize("name", ["suffix", "trie", "hierarchy", "recycling", "adaptive-ngram", "composed"])
 def test_a_second_pass_knows_nothing_of_the_first(name: str) -> None:
-    drafter: Any = FirstOf([FREE["suffix"](), FREE["trie"]()]) if name == "composed" else FREE[name]()
+    drafter: Any = Fallback([FREE["suffix"](), FREE["trie"]()]) if name == "composed" else FREE[name]()
     drafting = model(speculation(drafter))
     texts = prompts(3, 30)
     steps = [decode(drafting, texts, 48, 1)[1].steps for _ in range(3)]

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_cases import FREE, VOCABULARY, Words, Writing, check_tree, random_text
+from drafter_cases import FREE, VOCABULARY, Words, Writing, branches, check_tree, random_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.config.settings import check_numbers
 from runtime.drafting.drafters.base import Ask, Drafter, Verified
-from runtime.drafting.drafters.first_of import FirstOf, Merged
+from runtime.drafting.drafters.composition import Fallback, Merged
 from runtime.drafting.drafters.lookup import Lookup
 from runtime.drafting.drafters.trie import Trie
 from runtime.sampling.tree import Tree
@@ -23,7 +23,7 @@ from runtime.sampling.tree import Tree
 ALL = {
     **FREE,
     "copyspec": lambda: Lookup(longest=3, shortest=3),
-    "first_of": lambda: FirstOf([Lookup(), Trie()]),
+    "first": lambda: Fallback([Lookup(), Trie()]),
     "merged": lambda: Merged([FREE["suffix"](), FREE["recycling"]()]),
 }
 EVERY = pytest.mark.parametrize("name", ALL)
@@ -151,7 +151,7 @@ def test_it_learns_though_it_was_not_asked_and_another_tree_was_verified(name: s
         logits[0, token] = 1.0
         drafter.learn(writing.state, Verified(writing.text, stranger, [], [token], logits))
     tree = writing.step()
-    found = [branch for branch in tree.branches() if branch[:3] == [1, 2, 3]]
+    found = [branch for branch in branches(tree) if branch[:3] == [1, 2, 3]]
     assert found
 
 
@@ -193,7 +193,7 @@ def test_unlikely_branches_do_not_go_on_where_that_is_asked(name: str) -> None:
         writing.step()
     (tree,) = writing.drafter.draft([Ask(writing.state, writing.text, 64, 16, least=0.3)])
     reach = tree.reach()
-    if name not in ("first_of", "merged"):  # whose trees are of several
+    if name not in ("first", "merged"):  # whose trees are of several
         assert all(parent < 0 or reach[parent] >= 0.3 for parent in tree.parents)
     check_tree(tree, 64, 16)
 

@@ -97,8 +97,8 @@ def drafter(student: HeadStudent, **given: Any) -> Any:
     round_linears(module, torch.float32, CPU)
     if isinstance(student, MedusaStudent):
         rates = [[0.3, 0.1]] * student.levels
-        return Medusa(parts, module, None, Candidates(VOCABULARY), rates, **given)
-    return MTP(parts, module, None, Candidates(VOCABULARY), **given)
+        return Medusa(parts, module, Candidates(VOCABULARY), rates, **given)
+    return MTP(parts, module, Candidates(VOCABULARY), **given)
 
 
 # ---------------------------------------------------------------- texts
@@ -255,7 +255,7 @@ def ready(own: Any, tokens: list[int], start: int = 0, draw: Any = None, nodes: 
 
 def test_heads_guess_what_their_states_say(students: Any, texts: list[list[int]]) -> None:
     own, student = drafter(students["medusa"], width=3), students["medusa"]
-    own.heads = copy.deepcopy(student.draft.module)  # not rounded
+    own.module = copy.deepcopy(student.draft.module)  # not rounded
     asks = [ready(own, text) for text in texts[:4] if len(text) > 3]
     together = own.draft(asks)
     for ask, tree in zip(asks, together, strict=True):
@@ -320,7 +320,7 @@ def naive_chain(
 def test_a_cache_that_grows_is_one_computed_anew(students: Any, start: int, window: int) -> None:
     student, tokens = students["mtp"], prompts(1, 400, seed=1)[0][:40]
     own = drafter(student, width=1, window=window)
-    own.block = copy.deepcopy(student.draft.module)  # not rounded
+    own.module = copy.deepcopy(student.draft.module)  # not rounded
     tree = own.draft([ready(own, tokens, start, nodes=6, depth=6)])[0]
     with torch.no_grad():
         expected = naive_chain(student, tokens, start, window, 6)
@@ -342,7 +342,7 @@ def test_drafts_do_not_depend_on_what_was_drafted_before(plain: Any, students: A
             return trees
 
     made = drafter(students["mtp"], window=window)
-    own = Spy(made.parts, copy.deepcopy(students["mtp"].draft.module), None, made.candidates, 2, window)
+    own = Spy(made.parts, copy.deepcopy(students["mtp"].draft.module), made.candidates, 2, window)
     own.seen = []
     drafting = model(speculation(own, Fixed(depth=3, nodes=5)))
     drafting.generate(prompts(3, 80, seed=4), max_new_tokens=25, ignore_eos=True, prefill_chunk=16)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafter_cases import Words, Writing, random_text
+from drafter_cases import Words, Writing, branches, random_text
 
 from runtime.drafting.drafters.base import Ask
 from runtime.drafting.drafters.hierarchy import Hierarchy
@@ -33,9 +33,9 @@ def full(**options: int) -> Hierarchy:
 
 
 def test_stores_are_asked_in_the_order_of_their_locality() -> None:
-    assert list(draft(full(), [*CONTEXT, 7, 1, 2]).branches()) == [[10, 11, 12], [20, 21, 22], [30, 31, 32]]
-    assert list(draft(full(), [8, 9, 7, 1, 2]).branches()) == [[20, 21, 22], [30, 31, 32]]
-    assert list(draft(Hierarchy(statistics=CORPUS), [7, 1, 2]).branches()) == [[30, 31, 32]]
+    assert branches(draft(full(), [*CONTEXT, 7, 1, 2])) == [[10, 11, 12], [20, 21, 22], [30, 31, 32]]
+    assert branches(draft(full(), [8, 9, 7, 1, 2])) == [[20, 21, 22], [30, 31, 32]]
+    assert branches(draft(Hierarchy(statistics=CORPUS), [7, 1, 2])) == [[30, 31, 32]]
     assert not len(draft(Hierarchy(), [7, 1, 2]))
 
 
@@ -74,7 +74,7 @@ def test_what_two_stores_say_is_said_once_and_chances_stay_chances() -> None:
     state = drafter.begin(text)
     (tree,) = drafter.draft([Ask(state, text, 16, 3)])
     assert state.guesses.estimates == pytest.approx(tree.chances)  # nothing was learned yet
-    assert sorted(tree.branches()) == [[10, 11, 12], [10, 50, 1], [60]]
+    assert sorted(branches(tree)) == [[10, 11, 12], [10, 50, 1], [60]]
     assert len(set(zip(tree.parents, tree.tokens, strict=True))) == len(tree)
     for parent in {ROOT, *tree.parents}:
         assert sum(tree.chances[node] for node, above in enumerate(tree.parents) if above == parent) <= 1 + 1e-9

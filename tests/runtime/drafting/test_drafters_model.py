@@ -16,12 +16,12 @@ from speculation_cases import VOCABULARY, accept_head, answers, model, prompts, 
 from runtime.drafting.draft_cache import draft_cache_of
 from runtime.drafting.drafters.base import Ask, Draw, Verified
 from runtime.drafting.drafters.cascade import Cascade
+from runtime.drafting.drafters.composition import Fallback, Merged
 from runtime.drafting.drafters.confident import Confident, StateCache
 from runtime.drafting.drafters.draft_model import DraftModel
-from runtime.drafting.drafters.first_of import FirstOf, Merged
 from runtime.drafting.drafters.model import Candidates, ModelDrafter, Parallel
 from runtime.drafting.drafters.model_tree import DynamicTree, LargeTree
-from runtime.drafting.drafters.staged import Staged
+from runtime.drafting.drafters.staged_speculation import StagedSpeculation
 from runtime.drafting.lengths.fixed import Fixed
 from runtime.drafting.lengths.goodput import Goodput
 from runtime.kernels.cpu import library
@@ -30,7 +30,7 @@ from runtime.sampling.tree import Tree
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 KINDS: dict[str, Any] = {
-    "chain": ModelDrafter, "dynamic-tree": DynamicTree, "large-tree": LargeTree, "staged": Staged, "parallel": Parallel,
+    "chain": ModelDrafter, "dynamic-tree": DynamicTree, "large-tree": LargeTree, "staged": StagedSpeculation, "parallel": Parallel,
     "confident": Confident, "cascade": None, "nested": None, "first": None, "merged": None,
 }  # fmt: skip
 
@@ -39,7 +39,7 @@ def drafter(kind: str = "chain", slots: str = "paged", noise: float = 0.01, **se
     if kind == "cascade":
         return Cascade([drafter("chain", slots, 5 * noise), drafter("chain", slots, noise)], **settings)
     if kind == "first":  # guesses where they promise enough, draws otherwise
-        return FirstOf([drafter("large-tree", slots, 5 * noise), drafter("chain", slots, noise)], least=1.0)
+        return Fallback([drafter("large-tree", slots, 5 * noise), drafter("chain", slots, noise)], least=1.0)
     if kind == "merged":
         return Merged([drafter("dynamic-tree", slots, 5 * noise), drafter("chain", slots, noise)])
     plain, lean = engines(draft_model(noise))
@@ -116,7 +116,7 @@ def test_little_memory_and_many_texts_keep_the_drafts_cache_in_step(plain: Any) 
 @pytest.mark.parametrize("kind", ["chain", "dynamic-tree", "staged", "cascade"])
 def test_prompts_are_read_for_texts_that_are_drafted_for_alone_and_in_one_pass(plain: Any, kind: str) -> None:
     own = drafter(kind)
-    models = own.models if kind == "cascade" else [own]
+    models = own.drafters if kind == "cascade" else [own]
     texts = [SimpleNamespace(tokens=ids) for ids in prompts(4, 60)]
     states = [own.begin(text) for text in texts]
     fed: list[list[int]] = []
@@ -259,12 +259,25 @@ def test_a_parallel_draft_reads_masks_once(slots: str) -> None:
     assert slot.tokens[: len(text) - 3] == text[:-3]
 
 
+def counting(counts: list[int], place: int, real: Any) -> Any:
+    """A function that counts its calls."""
+
+    def counted(*arguments: Any) -> Any:
+        counts[place] += 1
+        return real(*arguments)
+
+    return counted
+
+
 def test_a_cascade_asks_the_next_only_where_it_is_unsure() -> None:
     text = prompts(1, 30)[0]
     state = SimpleNamespace(tokens=text, prompt=len(text))
     for sure, expected in ((0.0, [8, 0]), (1.0, [8, 8])):
         own = drafter("cascade", sure=sure)
+        asked = [0, 0]
+        for place, each in enumerate(own.drafters):
+            each.candidates.next_if_sure = counting(asked, place, each.candidates.next_if_sure)
         tree = own.draft([Ask(own.begin(state), state, 8, 8)])[0]
-        assert own.asked == expected
-        best = own.models[expected.index(8) if sure == 0 else 1]
+        assert asked == expected
+        best = own.drafters[expected.index(8) if sure == 0 else 1]
         assert tree.tokens == best.draft([Ask(best.begin(state), state, 8, 8)])[0].tokens

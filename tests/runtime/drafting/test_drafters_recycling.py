@@ -8,12 +8,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from drafter_cases import Words, Writing, check_tree
+from drafter_cases import Words, Writing, branches, check_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.drafting.drafters.base import Ask, Verified
-from runtime.drafting.drafters.recycling import Recycling, likeliest
+from runtime.drafting.drafters.token_recycling import TokenRecycling, likeliest
 from runtime.sampling.tree import ROOT, Tree
 
 
@@ -40,7 +40,7 @@ def test_the_likeliest_in_the_columns_beyond_whole_chunks_are_found() -> None:
 @settings(max_examples=25, deadline=None)
 def test_the_matrix_is_a_plain_one(seed: int, count: int) -> None:
     source, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
-    drafter, plain = Recycling(candidates=count), {}
+    drafter, plain = TokenRecycling(candidates=count), {}
     text = Words([source.randrange(12)], 1)
     state = drafter.begin(text)
     for _ in range(6):
@@ -66,7 +66,7 @@ def test_the_matrix_is_a_plain_one(seed: int, count: int) -> None:
 
 
 def test_trees_are_filled_from_the_matrix_along_their_branches() -> None:
-    drafter = Recycling(candidates=3)
+    drafter = TokenRecycling(candidates=3)
     drafter._matrix = np.array([[1, 2, 3], [2, 3, -1], [-1, -1, -1], [0, 1, 2]], dtype=np.int32)
     text = Words([0], 1)
     (tree,) = drafter.draft([Ask(drafter.begin(text), text, 64, 3)])
@@ -91,7 +91,7 @@ def test_trees_are_filled_from_the_matrix_along_their_branches() -> None:
 
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 1), (5, 2), (13, 3), (30, 3), (500, 3)])
 def test_the_shape_is_the_tree_that_is_most_likely_reached(nodes: int, depth: int) -> None:
-    drafter = Recycling(candidates=4)
+    drafter = TokenRecycling(candidates=4)
     source = random.Random(0)
     for _ in range(300):  # ranks that do not fall with the rank
         drafter._odds.count(source.choice([1, 6, 9]), 0.2, True)
@@ -110,7 +110,7 @@ def test_the_shape_is_the_tree_that_is_most_likely_reached(nodes: int, depth: in
 
 def test_chances_of_ranks_are_learned_and_the_shape_follows() -> None:
     """A target that always writes the second of its candidates."""
-    drafter, source = Recycling(candidates=4, refit=16), random.Random(0)
+    drafter, source = TokenRecycling(candidates=4, refit=16), random.Random(0)
     text = Words([0], 1)
     state = drafter.begin(text)
     order = {token: source.sample(range(30), 4) for token in range(30)}
@@ -135,13 +135,13 @@ def test_chances_of_ranks_are_learned_and_the_shape_follows() -> None:
     chain = [text.tokens[-1]]
     for _ in range(4):
         chain.append(order[chain[-1]][1])
-    assert chain[1:] in list(tree.branches())
+    assert chain[1:] in branches(tree)
     assert tree.chances[0] > 0.9
     assert tree.tokens[0] == chain[1]
 
 
 def test_it_starts_hot_and_takes_the_memory_that_was_promised() -> None:
-    drafter = Recycling()
+    drafter = TokenRecycling()
     assert drafter.memory_bytes == 0
     text = Words([5, 6], 1)
     state = drafter.begin(text)
@@ -155,7 +155,7 @@ def test_it_starts_hot_and_takes_the_memory_that_was_promised() -> None:
 
 
 def test_logits_that_are_not_on_the_cpu_or_are_broken_do_no_harm() -> None:
-    drafter, text = Recycling(), Words([5, 6], 1)
+    drafter, text = TokenRecycling(), Words([5, 6], 1)
     state = drafter.begin(text)
     drafter.learn(state, Verified(text, Tree(), [], [6], torch.full((1, 20_000), float("nan"))))
     (tree,) = drafter.draft([Ask(state, Words([5], 1), 8, 2)])
@@ -164,7 +164,7 @@ def test_logits_that_are_not_on_the_cpu_or_are_broken_do_no_harm() -> None:
 
 def test_what_the_target_wrote_is_proposed_when_its_token_comes_again() -> None:
     rest = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 2
-    writing = Writing(Recycling(), [0], rest)
+    writing = Writing(TokenRecycling(), [0], rest)
     while not writing.done:
         writing.step()
     assert writing.steps <= 9 + 5

@@ -66,10 +66,10 @@ def test_matches_of_another_text_are_those_of_a_plain_scan(text: list[int], othe
     index, ending = Occurrences(text, lengths), Occurrences(other, lengths)
     index.catch_up()
     ending.catch_up()
-    assert tuple(index.match(1000, ending.suffix())) == longest_match(text, other, 8, 1, own=False)
+    assert tuple(index.match(1000, ending)) == longest_match(text, other, 8, 1, own=False)
     for level, size in enumerate(lengths):
         wanted = occurrences(text, other[-size:]) if size <= len(other) else []
-        assert index.places(level, 1000, ending.suffix()) == wanted
+        assert index.places(level, 1000, ending) == wanted
 
 
 def test_reading_at_once_is_reading_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_reading_at_once_is_reading_one_by_one(monkeypatch: pytest.MonkeyPatch) 
         single.catch_up()
     assert whole._links == single._links
     assert whole._heads == single._heads
-    assert whole.suffix() == single.suffix()
+    assert whole._hashes == single._hashes
     for level in range(5):
         assert whole.places(level, 10**6) == single.places(level, 10**6)
     assert len(single._links[0]) == single.seen == len(text)
@@ -94,7 +94,7 @@ def test_reading_at_once_is_reading_one_by_one(monkeypatch: pytest.MonkeyPatch) 
         pieces.catch_up()
     assert pieces._links == whole._links
     assert pieces._heads == whole._heads
-    assert pieces.suffix() == whole.suffix()
+    assert pieces._hashes == whole._hashes
 
 
 def test_tables_grow_with_the_text_and_a_token_costs_a_bounded_number_of_bytes() -> None:
@@ -137,11 +137,11 @@ def test_history_finds_across_outputs_but_nothing_over_a_border() -> None:
     history.add([1, 2, 3])
     history.add([9, 1])
     history.add([2, 8])
-    found = history.index.match(10, text.suffix())
+    found = history.index.match(10, text)
     assert found.length == 2  # [1, 2], not across [9, 1] and [2, 8]
     assert len(found.places) == 1
     assert [token for token, _, _ in following(history.index.tokens, found.places)] == [3]
-    ends = history.index.places(0, 10, text.suffix())
+    ends = history.index.places(0, 10, text)
     assert [token for token, _, _ in following(history.index.tokens, ends)] == [8, 3]
 
 
@@ -163,9 +163,7 @@ def test_history_is_bounded_and_keeps_the_newest(window: int, outputs: list[list
 
 
 def _suffix(tokens: list[int]) -> Any:
-    index = Occurrences(tokens, (1,))
-    index.catch_up()
-    return index.suffix()
+    return Occurrences(tokens, (1,))
 
 
 # ---------------------------------------------------------------- odds

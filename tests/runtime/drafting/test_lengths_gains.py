@@ -12,7 +12,7 @@ from runtime.drafting.lengths.goodput import Gains
 
 @pytest.mark.parametrize(("fixed", "row", "worth"), [(0.001, 0.0016, 8 * 0.0016 / 0.0138), (0.012, 0.0001, 1.0)])
 def test_what_the_slowest_gains_counts_whole_and_the_rest_as_its_rows(fixed: float, row: float, worth: float) -> None:
-    costs, numbers = Costs.unknown(), random.Random(2)
+    costs, numbers = Costs(), random.Random(2)
     for rows in range(8, 12):  # fewer were never measured
         costs.step.add(rows, fixed + row * rows)
     for _ in range(20):
@@ -26,7 +26,7 @@ def test_what_the_slowest_gains_counts_whole_and_the_rest_as_its_rows(fixed: flo
 
 
 def test_a_text_by_itself_gains_all_it_gets() -> None:
-    costs = Costs.unknown()
+    costs = Costs()
     costs.step.add(1, 0.01)
     gains = Gains(1, costs, 1)
     gains.add(0, 0.5)

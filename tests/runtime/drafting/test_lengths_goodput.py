@@ -6,15 +6,14 @@ import random
 
 import pytest
 
-from runtime.drafting.lengths.base import Costs, Progress, Trust
-from runtime.drafting.lengths.belief import Belief
+from runtime.drafting.lengths.base import Belief, Costs, Progress, Trust
 from runtime.drafting.lengths.goodput import Goodput
 from runtime.sampling.tree import Tree
 
 
 def measured(fixed: float, row: float, draft: float, rows: int = 12) -> Costs:
     """Steps that take so many seconds and as many more for each row, drafts that take so many for each token."""
-    costs = Costs.unknown()
+    costs = Costs()
     for count in range(1, rows):
         costs.step.add(count, fixed + row * count)
         costs.draft.add(count, draft * count)
@@ -23,14 +22,14 @@ def measured(fixed: float, row: float, draft: float, rows: int = 12) -> Costs:
 
 @pytest.mark.parametrize(("texts", "depth"), [(1, 8), (2, 4), (5, 1), (8, 1), (20, 1)])
 def test_the_first_step_is_as_large_for_many_texts_as_for_one(texts: int, depth: int) -> None:
-    plans = Goodput().plan([Progress(Belief(), room=100) for _ in range(texts)], Costs.unknown(), texts, 256)
+    plans = Goodput().plan([Progress(Belief(), room=100) for _ in range(texts)], Costs(), texts, 256)
     assert [plan.depth for plan in plans] == [depth] * texts
 
 
 def test_asking_in_vain_rests_as_long_as_it_costs() -> None:
     pauses = []
     for idle in (0.00001, 0.001, 0.01):
-        costs = Costs.unknown()
+        costs = Costs()
         costs.step.add(1, 0.010)
         costs.draft.add(1, 0.0)
         costs.idle = idle
@@ -44,7 +43,7 @@ def test_asking_in_vain_rests_as_long_as_it_costs() -> None:
 
 
 def test_a_machine_that_stopped_for_a_moment_stops_no_drafting() -> None:
-    costs, texts = Costs.unknown(), [Progress(Belief(), room=1000) for _ in range(8)]
+    costs, texts = Costs(), [Progress(Belief(), room=1000) for _ in range(8)]
     costs.step.add(8, 0.010)
     costs.draft.add(1, 0.0)
     lengths = Goodput()

@@ -12,9 +12,9 @@ from speculation_cases import Scripted, answers, model, model_over, prompts, spe
 from tiny_models import llama, tokenizer
 
 from runtime.drafting.drafters.base import Drafter
-from runtime.drafting.guard import Watch
 from runtime.drafting.lengths.fixed import Fixed
 from runtime.drafting.lengths.goodput import Goodput
+from runtime.drafting.speculation import DrafterThread
 from runtime.kernels.cpu import library
 from runtime.sampling.tree import Tree
 
@@ -145,7 +145,7 @@ class Broken(Scripted):
         ("raises", "ZeroDivisionError: by zero"),
         ("raises late", "KeyError"),
         ("stalls", "did not answer within 0.2 seconds"),
-        ("forgets one", "it gave 2 trees for 3 texts"),
+        ("forgets one", "it gave 2 trees for 3 sequences"),
         ("invents tokens", "token 400 of a vocabulary of 400"),
         ("turns parents round", "comes before its parent"),
         ("repeats itself", "same token twice"),
@@ -156,7 +156,7 @@ def test_a_drafter_that_fails_is_switched_off(plain: Any, what: str, said: str, 
     truth = answers(plain, texts, max_new_tokens=40, ignore_eos=True)
     drafter: Drafter = Broken(truth, what)
     together = speculation(drafter)
-    together.watch = Watch(0.2)
+    together.thread = DrafterThread(0.2)
     drafting = model(together)
     assert drafting.generate(texts, max_new_tokens=40, ignore_eos=True) == list(truth.values())
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from speculation_cases import Scripted, answers, model, prompts, speculation
 
-from runtime.drafting.drafters.recycling import Recycling
+from runtime.drafting.drafters.token_recycling import TokenRecycling
 from runtime.drafting.lengths.fixed import Fixed
 from runtime.drafting.lengths.goodput import Goodput
-from runtime.drafting.verify.target import Target
+from runtime.drafting.verify.target import TargetLogits
 from runtime.errors import CompressError
 from runtime.kernels.cpu import library
 from runtime.sampling.options import GenerationOptions
@@ -138,7 +138,7 @@ def test_tokens_after_the_end_are_not_counted(plain: Any) -> None:
 def test_recycling_learns_where_it_proposed_nothing(plain: Any) -> None:
     texts = prompts(4, 30)
     truth = answers(plain, texts, max_new_tokens=60, ignore_eos=True)
-    drafting = model(speculation(Recycling(), Fixed(depth=4, nodes=12)))
+    drafting = model(speculation(TokenRecycling(), Fixed(depth=4, nodes=12)))
     assert drafting.generate(texts, max_new_tokens=60, ignore_eos=True) == list(truth.values())
     assert drafting.stats["drafted_tokens"] > 100
 
@@ -146,7 +146,7 @@ def test_recycling_learns_where_it_proposed_nothing(plain: Any) -> None:
 def test_numbers_that_are_none_are_an_error() -> None:
     logits = torch.zeros(2, 9)
     logits[1, 4] = torch.nan
-    target = Target(logits, GenerationOptions(temperature=1.0), torch.Generator())
+    target = TargetLogits(logits, GenerationOptions(temperature=1.0), torch.Generator())
     assert target.distribution(-1).sum() == pytest.approx(1.0)
     with pytest.raises(CompressError, match="NaN logits"):
         target.distribution(0)

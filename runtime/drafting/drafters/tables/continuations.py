@@ -14,7 +14,7 @@ _AGAIN = (1, 2, 4)
 #: Kinds of guesses out of one list of tokens, by how many tokens agree and how often that occurred.
 KINDS = BUCKETS * len(_AGAIN)
 #: Of `likely`: what follows in the sequence itself, and in another.
-OWN, OTHER = 0.4, 0.2
+_OWN, _OTHER = 0.4, 0.2
 
 
 def following(tokens: list[int], places: list[int]) -> list[tuple[int, float, list[int]]]:
@@ -31,15 +31,16 @@ def following(tokens: list[int], places: list[int]) -> list[tuple[int, float, li
 
 
 def continuations(
-    tokens: list[int], match: Match, odds: Odds, store: int, slope: float, most: int | None = None
+    tokens: list[int], match: Match, odds: Odds, store: int, most: int | None = None
 ) -> Callable[[list[int], int], list[Candidate[list[int]]]]:
     """For `grow`, from the places of a match: a token's estimate is its share of all that followed, times how likely any of it
     follows again after so long a match.
 
     Args:
-        store: 0, 1, ...: guesses from each list of tokens are counted on their own, as `KINDS` kinds.
+        store: 0: the sequence itself; 1, ...: others. Guesses from each are counted on their own, as `KINDS` kinds.
         most: candidates, the most frequent ones, of equals those that occurred last.
     """
+    slope = _OTHER if store else _OWN
 
     def followers(places: list[int], depth: int) -> list[Candidate[list[int]]]:
         agreeing = match.length + depth

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import TypeVar
 
-from runtime.drafting.drafters.tables.odds import Guesses
+from runtime.drafting.drafters.tables.odds import Guesses, Odds
 from runtime.sampling.tree import ROOT, Tree
 
 Context = TypeVar("Context")
@@ -58,12 +58,19 @@ class Shapes:
 
     Args:
         refit: steps after which they are grown anew.
-        levels: candidates of each depth below a number of depths, ranks in the place of tokens.
+        odds: of candidates, whose kind is `width` times the depth and the rank; depths from the last of `depths` on are one.
+        rates: for a number of depths, how likely the candidates of each rank are right.
     """
 
-    def __init__(self, refit: int, levels: Callable[[int], Sequence[Sequence[Candidate[None]]]]) -> None:
-        self._refit, self._levels = refit, levels
+    def __init__(
+        self, refit: int, odds: Odds, width: int, depths: int, rates: Callable[[int], Sequence[Sequence[float]]]
+    ) -> None:
+        self._refit, self._odds, self._width, self._depths, self._rates = refit, odds, width, depths, rates
         self.reset()
+
+    def kind(self, depth: int, rank: int) -> int:
+        """Kind of the candidate of a rank at a depth, both from 0."""
+        return min(depth, self._depths - 1) * self._width + rank
 
     def reset(self) -> None:
         """Grow all of them anew."""
@@ -77,13 +84,13 @@ class Shapes:
             self._known.clear()
 
     def fill(
-        self, nodes: int, depth: int, least: float, choose: Callable[[Guesses, int, int, int], Candidate[None] | None]
+        self, nodes: int, depth: int, least: float, choose: Callable[[Guesses, int, int, int], tuple[int, float] | None]
     ) -> Guesses:
         """The tree of a shape.
 
         Args:
             least: branches do not go on from nodes that are reached less likely.
-            choose: the candidate for (the tree so far, the node above, rank, kind); None: none.
+            choose: token and estimate for (the tree so far, the node above, rank, kind); None: there is none.
         """
         shape, found = self.of(nodes, depth), Guesses()
         place, reach = {ROOT: ROOT}, {ROOT: 1.0}
@@ -93,31 +100,36 @@ class Shapes:
                 continue
             candidate = choose(found, above, rank, shape.kinds[node])
             if candidate is not None:
-                token, chance, kind, estimate, _ = candidate
-                place[node] = new = found.add(token, above, chance, kind, estimate)
+                token, estimate = candidate
+                chance = self._odds.chance(shape.kinds[node], estimate)
+                place[node] = new = found.add(token, above, chance, shape.kinds[node], estimate)
                 reach[new] = reach[above] * chance
         return found
 
     def of(self, nodes: int, depth: int) -> Guesses:
         """The shape of at most so many nodes that is most likely reached."""
         if (nodes, depth) not in self._known:
-            self._known[nodes, depth] = grow_levels(self._levels(depth), nodes, depth)
+            levels = [
+                [(rank, rate, self.kind(level, rank), rate, None) for rank, rate in enumerate(rates) if rate > 0]
+                for level, rates in enumerate(self._rates(depth))
+            ]
+            self._known[nodes, depth] = grow_levels(levels, nodes, depth)
         return self._known[nodes, depth]
 
 
 def join(first: Tree, more: Tree, nodes: int) -> list[tuple[int, float]]:
-    """Add to `first` what of `more` it does not have, up to so many nodes in all. Both have chances.
+    """Add to `first` what of `more` it does not have, up to so many nodes in all. Both have chances, or `first` has none.
 
     What comes beside other tokens can only be right where they are not: its chance is the part of its own that they leave.
 
     Returns:
         Of each node that was added, in order, its index in `more` and that part.
     """
-    known = {}
+    tells, known = bool(first.chances or not first.tokens), {}
     left: dict[int, float] = {}
     for node, (parent, token) in enumerate(zip(first.parents, first.tokens, strict=True)):
         known[parent, token] = node
-        left[parent] = left.get(parent, 1.0) - first.chances[node]
+        left[parent] = left.get(parent, 1.0) - (first.chances[node] if tells else 0.0)
     place = {ROOT: ROOT}
     added = []
     for node, (parent, token) in enumerate(zip(more.parents, more.tokens, strict=True)):
@@ -128,6 +140,6 @@ def join(first: Tree, more: Tree, nodes: int) -> list[tuple[int, float]]:
             place[node] = known[above, token]
         elif len(first) < nodes:
             part = max(0.0, left.get(above, 1.0))
-            place[node] = first.add(token, above, part * more.chances[node])
+            place[node] = first.add(token, above, part * more.chances[node] if tells else None)
             added.append((node, part))
     return added

@@ -23,13 +23,6 @@ class Match(NamedTuple):
     places: list[int]
 
 
-class Suffix(NamedTuple):
-    """The end of a sequence, to be looked up in other lists: its last tokens, and of each indexed length the hash."""
-
-    tokens: list[int]
-    hashes: list[int]
-
-
 class Occurrences:
     """Of each position and each of some lengths, where the n-gram that ends there occurred last before.
 
@@ -46,16 +39,17 @@ class Occurrences:
     def __init__(self, tokens: list[int], lengths: Sequence[int]) -> None:
         self.tokens = tokens
         self.lengths = tuple(lengths)
-        self.seen = 0
-        self._hashes = [0] * len(self.lengths)
         # What the token that leaves a window of each length weighs in its hash.
         self._leaving = [_SPREAD * pow(_BASE, length, 1 << 64) & _MASK for length in self.lengths]
-        self._links = [array("i") for _ in self.lengths]
-        self._bits = _FIRST_BITS
-        self._heads = [self._empty() for _ in self.lengths]
+        self._begin(_FIRST_BITS)
+        self.catch_up()
 
-    def _empty(self) -> array[int]:
-        return array("i", b"\xff" * (4 << self._bits))
+    def _begin(self, bits: int) -> None:
+        """Read from the start, with tables of 2^bits heads."""
+        self.seen, self._bits = 0, bits
+        self._hashes = [0] * len(self.lengths)
+        self._links = [array("i") for _ in self.lengths]
+        self._heads = [array("i", b"\xff" * (4 << bits)) for _ in self.lengths]
 
     @property
     def memory_bytes(self) -> int:
@@ -70,17 +64,10 @@ class Occurrences:
 
     def catch_up(self) -> None:
         """Index the tokens that were added."""
-        new = len(self.tokens) - self.seen
-        if not new:
-            return
         if len(self.tokens) > 1 << self._bits:
             # As many heads as tokens at least, so that chains are about as long as n-grams are frequent.
-            self._bits = len(self.tokens).bit_length() + 1
-            self._heads = [self._empty() for _ in self.lengths]
-            self._links = [array("i") for _ in self.lengths]
-            self._hashes = [0] * len(self.lengths)
-            self.seen = 0
-            new = len(self.tokens)
+            self._begin(len(self.tokens).bit_length() + 1)
+        new = len(self.tokens) - self.seen
         if new >= _BULK:
             self._read_many()
         else:
@@ -143,36 +130,32 @@ class Occurrences:
         heads[slots[last]] = places[last] + begin
 
     # ---------------------------------------------------------------- looking up
-    def suffix(self) -> Suffix:
-        """The end of this list, for others with the same lengths; read after `catch_up`."""
-        return Suffix(self.tokens[-self.lengths[-1] :], self._hashes)
-
-    def match(self, most: int, suffix: Suffix | None = None) -> Match:
+    def match(self, most: int, ending: Occurrences | None = None) -> Match:
         """The longest end of this list that occurred before in it, of lengths from the first to the last of `lengths`.
 
         Args:
             most: occurrences that are looked at of an n-gram, the latest ones. Where there are more of one of the indexed lengths, and
                 none of the next, an older one may agree for longer.
-            suffix: the end of another list, to be found in this one.
+            ending: another list, of the same lengths, whose end is to be found in this one.
         """
         for level in range(len(self.lengths) - 1, -1, -1):
-            found = self._walk(level, most, suffix)
+            found = self._walk(level, most, ending)
             if found.places:
                 return found
         return Match(0, [])
 
-    def places(self, level: int, most: int, suffix: Suffix | None = None) -> list[int]:
-        """The latest occurrences of the last `lengths[level]` tokens, but for these themselves; `suffix` as of `match`."""
-        length, ending = self.lengths[level], self.tokens if suffix is None else suffix.tokens
-        if length > len(ending):
+    def places(self, level: int, most: int, ending: Occurrences | None = None) -> list[int]:
+        """The latest occurrences of the last `lengths[level]` tokens, but for these themselves; `ending` as of `match`."""
+        length, tail = self.lengths[level], (ending or self).tokens
+        if length > len(tail):
             return []
-        if suffix is None:
+        if ending is None:
             place = self._links[level][-1]
         else:
-            place = self._heads[level][suffix.hashes[level] >> (64 - self._bits)]
+            place = self._heads[level][ending._hashes[level] >> (64 - self._bits)]
         if place < 0:
             return []
-        links, tokens, wanted = self._links[level], self.tokens, ending[-length:]
+        links, tokens, wanted = self._links[level], self.tokens, tail[-length:]
         places: list[int] = []
         # Chains of hashes that collide are short; the bound is for sequences made to collide.
         for _ in range(4 * most):
@@ -191,12 +174,12 @@ class Occurrences:
             count += 1
         return count
 
-    def _walk(self, level: int, most: int, suffix: Suffix | None) -> Match:
+    def _walk(self, level: int, most: int, ending: Occurrences | None) -> Match:
         """The longest match from this indexed length to below the next."""
-        length, places = self.lengths[level], self.places(level, most, suffix)
+        length, places = self.lengths[level], self.places(level, most, ending)
         if not places or level + 1 == len(self.lengths):
             return Match(length, places)
-        tail = self.tokens if suffix is None else suffix.tokens
+        tail = (ending or self).tokens
         # None agrees over the next indexed length, but some may over one in between.
         for longer in range(length + 1, min(self.lengths[level + 1], len(tail) + 1)):
             token, back = tail[-longer], longer - 1

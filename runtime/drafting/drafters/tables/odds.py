@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -71,11 +72,10 @@ class Guesses:
 
 def bucket(length: int) -> int:
     """Which of `BUCKETS` kinds a match of this many tokens is: each of its own at first, then coarser."""
-    return _BUCKETS[length] if length < len(_BUCKETS) else BUCKETS - 1
+    return bisect_right(_EDGES, length) - 1
 
 
 _EDGES = [*range(9), 10, 12, 16, 20, 24, 32, 48, 64]
-_BUCKETS = [max(i for i, edge in enumerate(_EDGES) if edge <= length) for length in range(_EDGES[-1] + 1)]
 BUCKETS = len(_EDGES)
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeVar
 
 ROOT_NODE = 0
-_NONE = 0  # the root is nobody's child and nobody's sibling
-_ENTRY_BYTES = 64  # the key and the number that an entry of the dictionary points to
+_NODE_BYTES = 256  # a dictionary of few children, the key and the number of an entry of it, weight and token
 _LOOKED_AT = 16  # children, the latest that occurred, where the most frequent are wanted
 
 
 class TokenTrie:
     """All n-grams of up to `depth` tokens of the sequences that were read, and how often each occurred.
 
-    Nodes are numbers, what is known of them is in arrays, and children are found in one dictionary: a million small objects would
-    make every collection of garbage slow. Children of a node are also a list, the latest that occurred first.
+    Nodes are numbers. Each has a dictionary of its children, the latest that occurred last: of numbers alone, so that no collection of
+    garbage looks at it.
 
     Args:
         depth: most tokens of a branch.
@@ -31,84 +31,60 @@ class TokenTrie:
 
     def clear(self) -> None:
         """Forget all."""
-        self._kids: dict[int, int] = {}  # node and token: node
         self.weight = array("f", [0.0])
         self.token = array("i", [-1])
-        self._first = array("i", [_NONE])
-        self._next = array("i", [_NONE])
-        self._previous = array("i", [_NONE])
+        self._kids: list[dict[int, int]] = [{}]  # of each node, by token
         self._free: list[int] = []
         self._turn: list[int] = []  # first tokens that are to be pruned next
         self.prunings = getattr(self, "prunings", 0) + 1
 
     def __len__(self) -> int:
         """Nodes, without the root."""
-        return len(self._kids)
+        return len(self.weight) - 1 - len(self._free)
 
     @property
     def memory_bytes(self) -> int:
         """Estimated memory of the trie, bytes."""
-        parts = (self.weight, self.token, self._first, self._next, self._previous, self._free, self._kids)
-        return sum(map(sys.getsizeof, parts)) + _ENTRY_BYTES * len(self)
+        return _NODE_BYTES * len(self.weight)
 
     # ---------------------------------------------------------------- reading
     def read(self, reader: Reader, tokens: Sequence[int]) -> None:
         """Tokens that follow those which this reader brought before."""
-        kids, weight, first = self._kids, self.weight, self._first
+        kids, weight = self._kids, self.weight
         for token in tokens:
             if reader.prunings != self.prunings:
                 # What the reader holds may be other nodes by now.
                 reader.ends, reader.prunings = [], self.prunings
             ends = []
             for node in (ROOT_NODE, *reader.ends[: self.depth - 1]):
-                kid = kids.get(node << 32 | token)
+                siblings = kids[node]
+                kid = siblings.pop(token, None)
                 if kid is None:
-                    kid = self._add(node, token)
+                    kid = self._new(token)
                 else:
                     weight[kid] += 1.0
-                    if first[node] != kid:
-                        self._unlink(node, kid)
-                        self._link(node, kid)
+                siblings[token] = kid
                 ends.append(kid)
             reader.ends = ends
-            if len(kids) > self.limit:
+            if len(self) > self.limit:
                 self._prune()
 
-    def _add(self, node: int, token: int) -> int:
+    def _new(self, token: int) -> int:
+        """A node that occurred once."""
         if self._free:
-            kid = self._free.pop()
-            self.weight[kid], self.token[kid], self._first[kid] = 1.0, token, _NONE
-        else:
-            kid = len(self.weight)
-            self.weight.append(1.0)
-            self.token.append(token)
-            for links in (self._first, self._next, self._previous):
-                links.append(_NONE)
-        self._kids[node << 32 | token] = kid
-        self._link(node, kid)
-        return kid
-
-    def _link(self, node: int, kid: int) -> None:
-        """As the first of the node's children."""
-        after = self._first[node]
-        self._next[kid], self._previous[kid], self._first[node] = after, _NONE, kid
-        if after:
-            self._previous[after] = kid
-
-    def _unlink(self, node: int, kid: int) -> None:
-        before, after = self._previous[kid], self._next[kid]
-        if before:
-            self._next[before] = after
-        else:
-            self._first[node] = after
-        if after:
-            self._previous[after] = before
+            node = self._free.pop()
+            self.weight[node], self.token[node] = 1.0, token
+            return node
+        self.weight.append(1.0)
+        self.token.append(token)
+        self._kids.append({})
+        return len(self.token) - 1
 
     # ---------------------------------------------------------------- asking
     def find(self, tokens: Sequence[int], node: int = ROOT_NODE) -> int | None:
         """The node of an n-gram, below another node."""
         for token in tokens:
-            found = self._kids.get(node << 32 | token)
+            found = self._kids[node].get(token)
             if found is None:
                 return None
             node = found
@@ -116,24 +92,17 @@ class TokenTrie:
 
     def kids(self, node: int) -> Iterator[int]:
         """What occurred after an n-gram, the latest first."""
-        kid = self._first[node]
-        while kid:
-            yield kid
-            kid = self._next[kid]
+        return reversed(self._kids[node].values())
 
     def followers(self, node: int) -> list[tuple[int, float, int]]:
         """Of what occurred after an n-gram, the latest: token, weight, and node."""
-        found: list[tuple[int, float, int]] = []
-        kid, tokens, weight, following = self._first[node], self.token, self.weight, self._next
-        while kid and len(found) < _LOOKED_AT:
-            found.append((tokens[kid], weight[kid], kid))
-            kid = following[kid]
-        return found
+        weight = self.weight
+        return [(token, weight[kid], kid) for token, kid in islice(reversed(self._kids[node].items()), _LOOKED_AT)]
 
     # ---------------------------------------------------------------- pruning
     def _prune(self) -> None:
         self.prunings += 1
-        while len(self._kids) > self.limit:
+        while len(self) > self.limit:
             if not self._turn:
                 self._turn = list(self.kids(ROOT_NODE))
             top = self._turn.pop()
@@ -154,23 +123,21 @@ class TokenTrie:
 
     def _drop(self, node: int, top: int) -> None:
         """Take a child of a node away, with all that is under it."""
-        self._unlink(node, top)
-        waiting = [(node, top)]
+        del self._kids[node][self.token[top]]
+        waiting = [top]
         while waiting:
-            above, kid = waiting.pop()
-            waiting += [(kid, below) for below in self.kids(kid)]
-            del self._kids[above << 32 | self.token[kid]]
+            kid = waiting.pop()
+            waiting += self.kids(kid)
+            self._kids[kid] = {}
             self._free.append(kid)
 
 
+@dataclass(slots=True)
 class Reader:
     """The position of a sequence in a trie: the nodes of its last 1, 2, ... tokens. Each has its own, so that sequences may take turns."""
 
-    __slots__ = ("ends", "prunings")
-
-    def __init__(self) -> None:
-        self.ends: list[int] = []
-        self.prunings = 0
+    ends: list[int] = field(default_factory=list)
+    prunings: int = 0
 
 
 After = TypeVar("After")

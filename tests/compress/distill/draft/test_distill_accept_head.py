@@ -17,7 +17,7 @@ from compress.distill.draft.distillspec import fit_accept_head, gather_examples,
 from compress.distill.draft.student import Student
 from compress.distill.train.data import TextRows
 from compress.distill.train.teacher import Teacher
-from runtime.drafting.drafters.confident import FILE, AcceptHead, scores
+from runtime.drafting.drafters.confident import FILE, AcceptHead
 from runtime.errors import ArtifactError
 
 
@@ -76,7 +76,7 @@ def test_the_head_that_runs_is_the_one_that_was_trained(pair: Any, tmp_path: Pat
     head = AcceptHead.load(tmp_path, width)
     states, log_chance, entropy = torch.randn(5, width), -torch.rand(5), torch.rand(5)
     torch.testing.assert_close(
-        head(states, log_chance, entropy), scores(tensors, states, log_chance, entropy), atol=2e-2, rtol=2e-2
+        head(states, log_chance, entropy), AcceptHead(tensors)(states, log_chance, entropy), atol=2e-2, rtol=2e-2
     )
     with pytest.raises(ArtifactError, match="states of"):
         AcceptHead.load(tmp_path, width + 1)

@@ -12,18 +12,23 @@ from cuda_models import build, engine
 from fake_graph import Fake
 from speculation_cases import VOCABULARY, accept_head, answers, model_over, prompts, speculation
 
-from runtime.drafting.draft_cache import draft_cache_of
+from runtime.drafting.draft_cache import Slot, draft_cache_of
 from runtime.drafting.drafters.base import Ask
 from runtime.drafting.drafters.cascade import Cascade
 from runtime.drafting.drafters.confident import Confident, StateCache
 from runtime.drafting.drafters.model import Candidates, ModelDrafter, Parallel
-from runtime.drafting.drafters.staged import Staged
+from runtime.drafting.drafters.staged_speculation import StagedSpeculation
 from runtime.drafting.lengths.fixed import Fixed
 from runtime.engines.base import Chunk
 from runtime.engines.cuda import take_over
 from runtime.engines.torch.engine import TorchEngine
 
-KINDS: dict[str, Any] = {"chain": ModelDrafter, "staged": Staged, "parallel": Parallel, "confident": Confident}
+KINDS: dict[str, Any] = {
+    "chain": ModelDrafter,
+    "staged": StagedSpeculation,
+    "parallel": Parallel,
+    "confident": Confident,
+}
 SHAPE = {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
 
 
@@ -83,7 +88,7 @@ def test_lanes_read_what_their_engine_reads(most: int) -> None:
     slots = StateCache(which)
     slots.most_rows = most
     texts = prompts(20, 30, seed=3)
-    opened = [slots.open() for _ in texts]
+    opened = [Slot() for _ in texts]
     first, last = [text[:-1] or [9] for text in texts], [[text[-1]] for text in texts]
     slots.feed(opened[:3], first[:3])
     before = slots.nbytes

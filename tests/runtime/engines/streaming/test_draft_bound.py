@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import llama, save
+from tiny_models import gpt2, llama, save
 
 import runtime
 from runtime.checkpoint.artifact import Artifact
-from runtime.drafting.guard import GROWTH, Limited
-from runtime.drafting.under_memory_bound import read_drafts
+from runtime.drafting.drafters.composition import GROWTH, Limited
+from runtime.drafting.memory_budget import read_drafts
 from runtime.engines.streaming.plan import CACHE
 from runtime.errors import RequestError
 from runtime.kernels.cpu import library
@@ -77,6 +77,21 @@ def test_many_texts_take_no_more_than_the_draft_may(artifacts: dict[str, Path], 
     assert model.stats["drafted_tokens"] > 0
     assert drafter._taken == 0
     assert len(drafter.drafter.cache._free) <= 16  # pages that its memory began with
+
+
+def test_a_draft_on_an_engine_without_pages_is_limited_too(
+    artifacts: dict[str, Path], tmp_path: Path, least: int
+) -> None:
+    draft = save(gpt2(), tmp_path / "gpt2")
+    model = runtime.load(artifacts["llama"], max_memory=least + 64 * MIB, drafter=str(draft))
+    drafter: Any = model.speculation.drafter
+    assert isinstance(drafter, Limited)
+    assert drafter._page == 1
+    assert drafter._positions >= 2048
+    plain = runtime.load(artifacts["llama"])
+    assert model.generate([5, 6, 7], max_new_tokens=30) == plain.generate([5, 6, 7], max_new_tokens=30)
+    assert model.speculation.off is None
+    assert model.stats["drafted_tokens"] > 0
 
 
 def test_what_does_not_fit_is_refused_or_left_out(

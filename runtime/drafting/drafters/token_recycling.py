@@ -10,10 +10,10 @@ import torch
 from annotated_types import Interval
 
 from runtime.config.settings import Count
-from runtime.drafting.drafters.base import Ask, Text, Verified
+from runtime.drafting.drafters.base import Ask, Verified
 from runtime.drafting.drafters.ngrams import GuessDrafter, Guessed
-from runtime.drafting.drafters.tables.growth import Candidate, Shapes
-from runtime.drafting.drafters.tables.odds import Guesses, Odds
+from runtime.drafting.drafters.tables.growth import Shapes
+from runtime.drafting.drafters.tables.odds import Guesses
 from runtime.sampling.tree import ROOT
 
 _FIRST = 0.4  # chance of the first candidate as long as nothing is known; those after it by a power of their rank
@@ -24,7 +24,7 @@ _CHUNK = 64  # columns
 
 
 @dataclass(eq=False)
-class Recycling(GuessDrafter):
+class TokenRecycling(GuessDrafter):
     """A matrix holds of every token the target's likeliest next ones, from the last time its logits after the token were seen: of
     verified tokens, of rejected ones, and of those in the sequence. A tree of a fixed shape is filled from it, level by level (Token
     Recycling: Luo et al., arXiv 2408.08696). The matrix is of all sequences, so that a new one starts hot.
@@ -45,44 +45,33 @@ class Recycling(GuessDrafter):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._estimates = [_FIRST / (rank + 1) ** _FALL for rank in range(self.candidates)]
-        self._odds = Odds()
-        self.shapes = Shapes(self.refit, self._levels)
+        self.shapes = Shapes(self.refit, self._odds, self.candidates, _DEPTHS, self._rates)
         self.forget()
 
     def forget(self) -> None:
         self._matrix = np.empty((0, self.candidates), dtype=np.int32)
 
     def reset(self) -> None:
-        self.forget()
-        self._odds.reset()
+        super().reset()
         self.shapes.reset()
-
-    def begin(self, text: Text) -> Guessed:
-        return Guessed(odds=self._odds)
 
     def guess(self, state: Guessed, ask: Ask) -> Guesses:
         rows: dict[int, list[int]] = {}
 
-        def choose(found: Guesses, above: int, rank: int, kind: int) -> Candidate[None] | None:
+        def choose(found: Guesses, above: int, rank: int, kind: int) -> tuple[int, float] | None:
             if above not in rows:
                 rows[above] = self._row(ask.text.tokens[-1] if above == ROOT else found.tree.tokens[above])
-            estimate, token = self._estimates[rank], rows[above][rank]
-            return None if token == _NONE else (token, self._odds.chance(kind, estimate), kind, estimate, None)
+            token = rows[above][rank]
+            return None if token == _NONE else (token, self._estimates[rank])
 
         return self.shapes.fill(ask.nodes, ask.depth, ask.least, choose)
 
     def _row(self, token: int) -> list[int]:
         return self._matrix[token].tolist() if token < len(self._matrix) else [_NONE] * self.candidates
 
-    def _levels(self, depth: int) -> list[list[Candidate[None]]]:
-        return [
-            [self._candidate(min(level, _DEPTHS - 1), rank) for rank in range(self.candidates)]
-            for level in range(depth)
-        ]
-
-    def _candidate(self, level: int, rank: int) -> Candidate[None]:
-        kind, estimate = level * self.candidates + rank, self._estimates[rank]
-        return rank, self._odds.chance(kind, estimate), kind, estimate, None
+    def _rates(self, depths: int) -> list[list[float]]:
+        odds, kind, estimates = self._odds, self.shapes.kind, list(enumerate(self._estimates))
+        return [[odds.chance(kind(depth, rank), each) for rank, each in estimates] for depth in range(depths)]
 
     def learn(self, state: Guessed, verified: Verified) -> None:
         super().learn(state, verified)

@@ -11,7 +11,7 @@ import torch
 from drafter_cases import FREE, Words, Writing, check_tree, random_text
 
 from runtime.drafting.drafters.base import Ask, Drafter, Draw, Text, Verified
-from runtime.drafting.drafters.first_of import FirstOf, Merged, both, expected
+from runtime.drafting.drafters.composition import Fallback, Merged, both, expected
 from runtime.drafting.drafters.lookup import Lookup
 from runtime.sampling.options import GenerationOptions
 from runtime.sampling.tree import ROOT, Tree
@@ -67,18 +67,18 @@ def ask(drafter: Drafter, draw: Draw | None = None, nodes: int = 8) -> Ask:
 
 def test_the_first_that_expects_enough_is_taken_and_others_are_not_asked() -> None:
     first, second, third = Says(WEAK), Says(STRONG), Says(STRONG)
-    drafter = FirstOf([first, second, third], least=2.0)
+    drafter = Fallback([first, second, third], least=2.0)
     assert drafter.draft([ask(drafter)]) == [STRONG]
     assert ["draft 1" in each.told for each in (first, second, third)] == [True, True, False]
-    cheap = FirstOf([first, second], least=0.7)
+    cheap = Fallback([first, second], least=0.7)
     assert cheap.draft([ask(cheap)]) == [WEAK]
 
 
 def test_the_best_is_taken_where_none_expects_enough() -> None:
     for trees in ([WEAK, STRONG, Tree()], [STRONG, WEAK], [Tree(), STRONG]):
-        drafter = FirstOf([Says(tree) for tree in trees], least=10.0)
+        drafter = Fallback([Says(tree) for tree in trees], least=10.0)
         assert drafter.draft([ask(drafter)]) == [STRONG]
-    drafter = FirstOf([Says(Tree()), Says(Tree())])
+    drafter = Fallback([Says(Tree()), Says(Tree())])
     assert drafter.draft([ask(drafter)]) == [Tree()]
 
 
@@ -89,7 +89,7 @@ def test_each_text_of_a_call_is_decided_on_its_own() -> None:
             return [STRONG if each.text.tokens[-1] % 2 else WEAK for each in asks]
 
     first, second = Sometimes(Tree()), Says(Tree.chain([8, 8, 8], [1.0, 1.0, 1.0]))
-    drafter = FirstOf([first, second])
+    drafter = Fallback([first, second])
     texts = [Words([number], 1) for number in range(4)]
     trees = drafter.draft([Ask(drafter.begin(text), text, 8, 8) for text in texts])
     assert [tree.tokens[0] for tree in trees] == [8, 3, 8, 3]
@@ -98,14 +98,14 @@ def test_each_text_of_a_call_is_decided_on_its_own() -> None:
 
 def test_a_tree_that_says_nothing_of_its_chances_is_enough() -> None:
     silent = Tree.chain([7])
-    drafter = FirstOf([Says(WEAK), Says(silent), Says(STRONG)], least=100.0)
+    drafter = Fallback([Says(WEAK), Says(silent), Says(STRONG)], least=100.0)
     assert drafter.draft([ask(drafter)]) == [silent]
 
 
 def test_what_was_drawn_is_taken_whatever_it_holds() -> None:
     """Taking it only if its tokens are likely would change what is sampled."""
     drawn = Tree([6], [ROOT], [0.001], {ROOT: torch.full((10,), 0.1)})
-    drafter = FirstOf([Says(WEAK), Says(drawn, draws=True), Says(STRONG)], least=1.0)
+    drafter = Fallback([Says(WEAK), Says(drawn, draws=True), Says(STRONG)], least=1.0)
     assert drafter.draws
     draw = Draw(GenerationOptions(temperature=1.0), torch.Generator())
     asked = ask(drafter, draw)
@@ -113,7 +113,7 @@ def test_what_was_drawn_is_taken_whatever_it_holds() -> None:
     assert drafter.drafters[1].draws_asked == [draw]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", [FirstOf, Merged])
+@pytest.mark.parametrize("kind", [Fallback, Merged])
 def test_all_are_told_everything_whoever_proposed(kind: Any) -> None:
     parts = [Says(STRONG), Says(WEAK)]
     drafter = kind(parts)
@@ -130,7 +130,7 @@ def test_all_are_told_everything_whoever_proposed(kind: Any) -> None:
     assert drafter.memory_bytes == 200
 
 
-@pytest.mark.parametrize("kind", [FirstOf, Merged])
+@pytest.mark.parametrize("kind", [Fallback, Merged])
 def test_a_composition_wants_what_its_parts_want(kind: Any) -> None:
     parts = [
         Says(WEAK, wants=frozenset({"hidden"}), overhead=0.25),
@@ -149,12 +149,12 @@ def test_a_composition_wants_what_its_parts_want(kind: Any) -> None:
     assert drafter.describe() == f"{drafter.name}(says, says, says)"
 
 
-@pytest.mark.parametrize("kind", [FirstOf, Merged])
+@pytest.mark.parametrize("kind", [Fallback, Merged])
 def test_a_composition_of_nothing_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match="at least one"):
         kind([])
     with pytest.raises(ValueError, match=r"first\.least must be .*at least 0"):
-        FirstOf([Lookup()], least=-1.0)
+        Fallback([Lookup()], least=-1.0)
 
 
 # ---------------------------------------------------------------- merged
@@ -196,7 +196,7 @@ def test_what_is_expected_of_a_tree() -> None:
     assert expected(Tree.chain([1])) == float("inf")
 
 
-@pytest.mark.parametrize("kind", [FirstOf, Merged])
+@pytest.mark.parametrize("kind", [Fallback, Merged])
 def test_real_drafters_together_are_at_least_about_as_good_as_the_best_alone(kind: Any) -> None:
     text = random_text(5, 600, 5)
     parts = ["lookup", "suffix", "adaptive-ngram", "recycling"]
@@ -209,7 +209,7 @@ def test_real_drafters_together_are_at_least_about_as_good_as_the_best_alone(kin
 
 def test_a_merged_drafter_can_be_a_part_of_another() -> None:
     text = random_text(6, 200)
-    drafter = FirstOf([Lookup(), Merged([FREE["trie"](), FREE["recycling"]()])], least=3.0)
+    drafter = Fallback([Lookup(), Merged([FREE["trie"](), FREE["recycling"]()])], least=3.0)
     writing = Writing(drafter, text[:80], text[80:]).finish()
     assert writing.text.tokens == text
     assert drafter.describe() == "first(lookup, merged(trie, recycling))"

@@ -14,10 +14,11 @@ from runtime.checkpoint.headers import read_header
 from runtime.drafting.config.artifact_draft import directory_drafter, own_draft
 from runtime.drafting.config.registry import find_drafter
 from runtime.drafting.config.target import UnfitError
+from runtime.drafting.draft_cache import position_bytes
 from runtime.drafting.drafters.base import Drafter
+from runtime.drafting.drafters.composition import GROWTH
 from runtime.drafting.drafters.draft_model import DraftModel, draft_facts, load_draft
 from runtime.drafting.drafters.heads import KEPT
-from runtime.drafting.guard import GROWTH
 from runtime.drafting.speculation import Speculation
 from runtime.engines.base import Engine
 from runtime.engines.choose import load_engine
@@ -101,7 +102,7 @@ def read_drafts(drafter: Any, blueprint: Blueprint, max_memory: int, trust_remot
                 raise
             draft.cache_bytes = _cache_bytes(draft, facts, max_memory)
             found.models[str(each)] = draft
-            found.bytes += draft.weight_bytes + draft.cache_bytes
+            found.bytes += draft.engine.weight_bytes + draft.cache_bytes
     return found
 
 
@@ -127,7 +128,7 @@ def _cache_bytes(draft: DraftModel, facts: Mapping[str, Any], max_memory: int) -
     """For the keys and values of a draft: some positions, or a share of the bound where that is more, but no more than it could use."""
     depths = facts.get("depths")
     caches = len(depths) if isinstance(depths, list) and depths else 1
-    room = GROWTH * caches * draft.position_bytes * _POSITIONS
+    room = GROWTH * caches * position_bytes(draft.engine) * _POSITIONS
     return max(room, min(max_memory // _SHARE, 32 * room))
 
 

@@ -9,35 +9,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.api.encoder import EncoderModel
-    from runtime.api.load import load
-    from runtime.api.model import Model
-    from runtime.api.seq2seq import Seq2SeqModel
-    from runtime.api.speech import SpeechModel
-    from runtime.errors import ArtifactError, CompressError, RequestError
-
-__all__ = [
-    "ArtifactError",
-    "CompressError",
-    "EncoderModel",
-    "Model",
-    "RequestError",
-    "Seq2SeqModel",
-    "SpeechModel",
-    "__version__",
-    "load",
-]
+    from runtime.api.encoder import EncoderModel as EncoderModel
+    from runtime.api.load import load as load
+    from runtime.api.model import Model as Model
+    from runtime.api.seq2seq import Seq2SeqModel as Seq2SeqModel
+    from runtime.api.speech import SpeechModel as SpeechModel
+    from runtime.errors import ArtifactError as ArtifactError
+    from runtime.errors import CompressError as CompressError
+    from runtime.errors import RequestError as RequestError
 
 _HOMES = {
     "ArtifactError": "runtime.errors",
     "CompressError": "runtime.errors",
     "EncoderModel": "runtime.api.encoder",
+    "Model": "runtime.api.model",
     "RequestError": "runtime.errors",
     "Seq2SeqModel": "runtime.api.seq2seq",
     "SpeechModel": "runtime.api.speech",
-    "Model": "runtime.api.model",
     "load": "runtime.api.load",
 }
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -42,6 +42,16 @@ class Usage(NamedTuple):
     held_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """What `runtime.load` was asked for, for engines of exports; defaults: nothing. `max_memory` is in bytes."""
+
+    kernels: str = "auto"
+    threads: int | None = None
+    dtype: torch.dtype | None = None
+    max_memory: int | None = None
+
+
 class Engine(ABC):
     """A loaded causal language model, whose KV cache is a pool of pages.
 

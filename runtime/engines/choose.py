@@ -11,7 +11,7 @@ import torch
 
 from runtime.checkpoint.export_directory import MANIFEST, Export
 from runtime.config.plugins import entries
-from runtime.engines.base import Engine
+from runtime.engines.base import Engine, EngineOptions
 from runtime.engines.streaming.cache import SMALLEST
 from runtime.engines.torch.engine import Blueprint, TorchEngine
 from runtime.errors import ArtifactError, RequestError
@@ -34,12 +34,12 @@ class EngineMethod:
     Attributes:
         take_over: from the engine of transformers' modules to one that computes the same model faster, or None where it does not
             fit; asked before the fused engines of this package, unless the cache is compressed or a kernel was named.
-        load_export: from an export, a device and `runtime.load`'s options (kernels, threads, dtype, max_memory) to the engine that
-            runs it; asked where the export's target is the name of the entry point.
+        load_export: from an export, a device and `runtime.load`'s options to the engine that runs it; asked where the export's target
+            is the name of the entry point.
     """
 
     take_over: Callable[[TorchEngine], Engine | None] | None = None
-    load_export: Callable[[Export, torch.device, dict[str, Any]], Any] | None = None
+    load_export: Callable[[Export, torch.device, EngineOptions], Any] | None = None
 
 
 def load_engine(
@@ -103,11 +103,8 @@ def choose_engine(engine: TorchEngine, blueprint: Blueprint, policy: Policy | No
     return take_over_native(engine) or engine
 
 
-def load_export(export: Export, device: torch.device, options: dict[str, Any]) -> Any:
+def load_export(export: Export, device: torch.device, options: EngineOptions) -> Any:
     """The engine that runs an export.
-
-    Args:
-        options: `runtime.load`'s remaining keywords: kernels, threads, dtype, max_memory.
 
     Raises:
         RequestError: nothing here runs the target; the message says what does.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runtime.engines.cuda.parts import Parts
+from runtime.engines.llama_structure import Program
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Memory:
         steps: `runtime.engines.cuda.steps.Steps` over this memory, whose graphs hold its addresses; made on first use.
     """
 
-    def __init__(self, parts: Parts, page_size: int, count: int, device: torch.device) -> None:
-        shape = (count + 1, page_size, parts.kv_heads, parts.head_dim)
+    def __init__(self, program: Program, page_size: int, count: int, device: torch.device) -> None:
+        shape = (count + 1, page_size, program.kv_heads, program.head_dim)
         # Zeros: the plain attention multiplies what it masks, and memory that was never written may hold NaN.
-        make = [torch.zeros(shape, dtype=parts.dtype, device=device) for _ in range(2 * len(parts.blocks))]
+        make = [torch.zeros(shape, dtype=program.dtype, device=device) for _ in range(2 * len(program.blocks))]
         self.keys, self.values = make[0::2], make[1::2]
         self.layers = [CacheLayer(*layer) for layer in zip(self.keys, self.values, strict=True)]
         self.count = count

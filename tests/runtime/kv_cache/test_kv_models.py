@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, Li
 
 import runtime.kv_cache
 from runtime.config.settings import ConfigError
-from runtime.engines.torch.compressed_cache import CacheFactory
+from runtime.engines.torch.engine import CacheFactory
 from runtime.kv_cache import CompressedCache, Policy, prepare
 from runtime.kv_cache.estimate import held_bytes, needed_bytes
 from runtime.kv_cache.layer import CompressedLayer

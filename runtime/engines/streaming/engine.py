@@ -149,7 +149,7 @@ def _settle(model: Any, file: PreparedFile, groups: list[Group], device: torch.d
         for group in groups:
             memory = aligned(group.size)
             reader.read(memory, group.begin, group.size)
-            tensors = file.tensors(group, torch.frombuffer(memory, dtype=torch.uint8)) if group.size else {}
+            tensors = file.tensors(group, torch.frombuffer(memory, dtype=torch.uint8))
             put(values(model, {name: value.to(device) for name, value in tensors.items()}))
     finally:
         reader.close()

@@ -60,8 +60,7 @@ class LoadedModel:
 
     def explain(self) -> dict[str, str]:
         """{layer: the kernel that computes it}; of a compressed cache {"kv_cache.LAYER": the kernel that steps read it with}."""
-        explained: dict[str, str] = self.engine.explain()
-        return explained
+        return dict(self.engine.explain())
 
 
 class GeneratingModel(LoadedModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,6 +33,13 @@ class Chunk:
     outputs: int = 1
     parents: Sequence[int] | None = None
     cached: int = 0
+
+
+def output_rows(chunks: Sequence[Chunk], every: bool = False) -> list[int]:
+    """Of the tokens of all chunks those whose logits are wanted: the last `outputs` of each, or `every`."""
+    ends = accumulate(len(chunk.tokens) for chunk in chunks)
+    counts = [len(chunk.tokens) if every else chunk.outputs for chunk in chunks]
+    return [row for count, end in zip(counts, ends, strict=True) for row in range(end - count, end)]
 
 
 class Usage(NamedTuple):

@@ -25,6 +25,8 @@ _EXPORTS = {
     "onnx": "runtime.engines.onnx.engine:load_onnx",
     "tensorrt": "runtime.engines.tensorrt.engine:load_tensorrt",
 }
+# `take_over(engine)` gives the fused engine of a device, or None where it does not fit.
+_FUSED = {"cpu": "runtime.engines.native.engine:take_over", "cuda": "runtime.engines.cuda.engine:take_over"}
 
 
 @dataclass(frozen=True)
@@ -90,17 +92,13 @@ def choose_engine(engine: TorchEngine, blueprint: Blueprint, policy: Policy | No
             found = None if take_over is None else take_over(engine)
             if found is not None:
                 return found
-    if not blueprint.compressed or blueprint.kernels == "reference":
-        return engine
-    if blueprint.device.type == "cuda":
-        from runtime.engines.cuda import take_over as take_over_cuda
+    return fused_engine(engine) if blueprint.compressed and blueprint.kernels != "reference" else engine
 
-        return take_over_cuda(engine) or engine
-    if blueprint.device.type != "cpu":
-        return engine
-    from runtime.engines.native.engine import take_over as take_over_native
 
-    return take_over_native(engine) or engine
+def fused_engine(engine: TorchEngine) -> Engine:
+    """The fused engine of the device where it computes the model, also one of uncompressed weights; else the engine itself."""
+    place = _FUSED.get(engine.device.type)
+    return engine if place is None else resolve_name(place)(engine) or engine
 
 
 def load_export(export: Export, device: torch.device, options: EngineOptions) -> Any:

@@ -55,8 +55,6 @@ class RowEngine(Engine):
     # ---------------------------------------------------------------- as an engine of pages
     def new_pages(self, count: int, drafts: bool = False) -> RowPool:
         """An empty batch; `count` says nothing: it has the rows that its first step begins."""
-        if drafts:
-            raise TypeError(f"{type(self).__name__} verifies no drafts")  # refused when the model was loaded
         return RowPool(self)
 
     def read(self, pool: RowPool, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:

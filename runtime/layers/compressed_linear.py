@@ -202,11 +202,6 @@ class Chosen:
     choice: Choice
     wanted: str
 
-    @property
-    def layout(self) -> str:
-        """Name of the weight layout of the decode kernel."""
-        return self.choice.decode.layout
-
 
 def choose(
     model: nn.Module, kernels: str = "auto", dtype: torch.dtype | None = None, device: torch.device | None = None

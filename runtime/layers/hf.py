@@ -1,8 +1,8 @@
 """transformers integration: `AutoModelForCausalLM.from_pretrained` for artifacts with quant_method `compress`.
 
-`import runtime` is enough (see `runtime.layers.hook`). Weights stay packed; the kernels are those of `runtime.load`.
-Artifacts that use compressed-tensors formats only say so in their config and are loaded by the compressed-tensors
-package instead.
+Importing this module registers it; `import runtime` is enough (see `runtime.layers.hook`). Weights stay packed; the kernels are
+those of `runtime.load`. Artifacts that use compressed-tensors formats only say so in their config and are loaded by the
+compressed-tensors package instead.
 """
 
 from __future__ import annotations
@@ -120,8 +120,6 @@ def _require_loaded(name: str, module: CompressedModule) -> None:
         raise ArtifactError(f"tensor {name}.{missing[0]} is missing from the checkpoint")
 
 
-def register() -> None:
-    """Add `compress` to the tables of transformers, once."""
-    if OWN_METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantization_config(OWN_METHOD)(CompressConfig)
-        register_quantizer(OWN_METHOD)(CompressHfQuantizer)
+if OWN_METHOD not in AUTO_QUANTIZER_MAPPING:
+    register_quantization_config(OWN_METHOD)(CompressConfig)
+    register_quantizer(OWN_METHOD)(CompressHfQuantizer)

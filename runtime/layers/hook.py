@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
 TABLE = "transformers.quantizers.auto"
+QUANTIZER = "runtime.layers.hf"  # registers itself when it is imported
 
 
 def install_hook() -> None:
@@ -21,15 +23,9 @@ def install_hook() -> None:
     nothing.
     """
     if TABLE in sys.modules:
-        _register()
+        import_module(QUANTIZER)
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-
-
-def _register() -> None:
-    from runtime.layers.hf import register
-
-    register()
 
 
 class _Finder(MetaPathFinder):
@@ -45,7 +41,7 @@ class _Finder(MetaPathFinder):
 
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
-                _register()
+                import_module(QUANTIZER)
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

@@ -157,7 +157,7 @@ class _Forward:
         training = self._module.training
         self._module.eval()
         try:
-            with states_of(self._module, True) as states:
+            with states_of(self._module) as states:
                 self._module(input_ids=ids.to(self._module.device), use_cache=False)
         finally:
             self._module.train(training)

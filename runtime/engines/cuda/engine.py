@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runtime.engines.base import Chunk
+from runtime.engines.base import Chunk, output_rows
 from runtime.engines.cuda import ops
 from runtime.engines.cuda.cache import Memory, Pool, Rows
 from runtime.engines.cuda.decoder import ChunkAttention, Decoder
@@ -294,11 +294,13 @@ class CudaEngine(FusedEngine):
             if hidden:
                 states.append(x.to(torch.float32, copy=True))
 
+        if rows and memory.steps is None:
+            memory.steps = Steps(self.decoder, memory, self.buckets, self._width, self._capture)
         most = self.buckets[-1]
         for first in range(0, len(rows), most):
-            add(*self._steps(memory).run(rows[first : first + most]))
+            add(*memory.steps.run(rows[first : first + most]))
         if reading:
-            add(*self._read(memory, reading, [chunk.outputs for chunk in reading]))
+            add(*self._read(memory, reading))
 
         def in_order(found: list[torch.Tensor], width: int, counts: Sequence[int]) -> torch.Tensor:
             """The rows of the chunks, `[rows, width]`, in the order in which they are wanted."""
@@ -316,46 +318,35 @@ class CudaEngine(FusedEngine):
             in_order(states, width, [len(chunk.tokens) for chunk in chunks]) if hidden else None,
         )
 
-    def _steps(self, memory: Memory) -> Steps:
-        if memory.steps is None:
-            memory.steps = Steps(self.decoder, memory, self.buckets, self._width, self._capture)
-        return memory.steps
-
     def read(self, pool: Pool | Memory, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:
         """As `Engine.read`: all tokens of the chunks in one pass, without a graph."""
-        outputs = [len(chunk.tokens) if every else 1 for chunk in chunks]
         with self._lock, self._on_device(), torch.inference_mode():
-            return self._read(_memory(pool), chunks, outputs)[0].float()
+            return self._read(_memory(pool), chunks, every)[0].float()
 
-    def _read(
-        self, memory: Memory, chunks: Sequence[Chunk], outputs: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, memory: Memory, chunks: Sequence[Chunk], every: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """As `read`: logits after the last `outputs` tokens of each chunk, and what the head reads of all."""
         page, parts = self.page_size, self.parts
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        cached: list[int] = []
-        ends: list[int] = []
-        for chunk, count in zip(chunks, outputs, strict=True):
-            end = chunk.start + len(chunk.tokens)
-            if end > self._width * page:
-                raise RequestError(f"position {end - 1} is past the {self._width * page} that the model was made for")
-            pages = chunk.pages
-            mine = [pages[place // page] * page + place % page for place in range(end)]
-            ids += chunk.tokens
-            positions += range(chunk.start, end)
-            slots += mine[chunk.start :]
-            cached += mine
-            ends += range(len(ids) - count, len(ids))
-        rows = Rows(*torch.tensor([ids, positions, slots], dtype=torch.int32).to(self.device))
         starts, counts = [chunk.start for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
-        attention = ChunkAttention(starts, counts, torch.tensor(cached).to(self.device), parts.scale)
+        most, ends = self._width * page, [start + count for start, count in zip(starts, counts, strict=True)]
+        if max(ends) > most:
+            raise RequestError(f"position {max(ends) - 1} is past the {most} that the model was made for")
+        # Where each sequence's tokens are in the cache, from its first one on.
+        places = [
+            [chunk.pages[at // page] * page + at % page for at in range(end)]
+            for chunk, end in zip(chunks, ends, strict=True)
+        ]
+        ids = [token for chunk in chunks for token in chunk.tokens]
+        positions = [at for start, end in zip(starts, ends, strict=True) for at in range(start, end)]
+        slots = [slot for mine, start in zip(places, starts, strict=True) for slot in mine[start:]]
+        rows = Rows(*torch.tensor([ids, positions, slots], dtype=torch.int32).to(self.device))
+        cached = torch.tensor([slot for mine in places for slot in mine]).to(self.device)
+        attention = ChunkAttention(starts, counts, cached, parts.scale)
 
         def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
             return attention(q, memory.layers[layer], parts.blocks[layer].window)
 
-        wanted = None if len(ends) == len(ids) else torch.tensor(ends).to(self.device)
+        outputs = output_rows(chunks, every)
+        wanted = None if len(outputs) == len(ids) else torch.tensor(outputs).to(self.device)
         return self.decoder(self.decoder.embed(rows.ids), rows, memory, attend, wanted)
 
     def make_memory(self, count: int) -> Memory:

@@ -11,13 +11,12 @@ import ctypes
 import logging
 import threading
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
-from runtime.engines.base import Chunk
+from runtime.engines.base import Chunk, output_rows
 from runtime.engines.llama_structure import FusedEngine
 from runtime.engines.native.parts import Parts, read_parts
 from runtime.kernels.cpu import library
@@ -50,12 +49,6 @@ class Recorder:
 
 def _place(pages: Sequence[int], start: int) -> tuple[int, int]:
     return start, pages[start // PAGE]  # what is written to belongs to one sequence
-
-
-def output_rows(chunks: Sequence[Chunk]) -> list[int]:
-    """The rows of a step whose logits are wanted: of each chunk the last `outputs`."""
-    ends = accumulate(len(chunk.tokens) for chunk in chunks)
-    return [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.outputs, end)]
 
 
 def row_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
@@ -177,8 +170,7 @@ class LlamaEngine(FusedEngine):
         return self.new_pages(count)
 
     def read(self, pool: Pool, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:
-        rows = range(sum(len(chunk.tokens) for chunk in chunks))
-        return self._run(pool, chunks, rows if every else output_rows(chunks))[0]
+        return self._run(pool, chunks, output_rows(chunks, every))[0]
 
     def verify(
         self, pool: Pool, chunks: Sequence[Chunk], hidden: bool = False
@@ -209,7 +201,7 @@ class LlamaEngine(FusedEngine):
         if recorder is not None:
             states = torch.empty(len(self.parts.blocks), *ready.x.shape)
             ready.step.record = states.data_ptr()
-        self._compute(ready.step, pool)
+        self.compute(ready.step, pool)
         if recorder is not None:
             recorder.fill(chunks, states)
         return ready.logits, ready.x
@@ -248,13 +240,9 @@ class LlamaEngine(FusedEngine):
         )
         return Ready(step, tensors["logits"], tensors["x"], tensors)
 
-    def compute(self, step: Step) -> None:
-        """Run a prepared step whose weights are all in memory."""
+    def compute(self, step: Step, pool: Pool | None = None) -> None:
+        """Run a prepared step; the pool is what engines look up that do not have all weights in memory."""
         self._library.decoder_step(ctypes.byref(step), torch.get_num_threads())
-
-    def _compute(self, step: Step, pool: Pool) -> None:
-        """All layers of a step on a pool, and the head."""
-        self.compute(step)
 
     def _memory(self, decoder: Decoder, rows: int) -> torch.Tensor:
         """Scratch memory of this thread, reused by its next step."""

@@ -194,7 +194,8 @@ class StreamedLlama(_Streamed, LlamaEngine):
         with self._lock:
             return super()._run(pool, chunks, outputs)
 
-    def _compute(self, step: Step, pool: Pool) -> None:
+    def compute(self, step: Step, pool: Pool | None = None) -> None:
+        assert pool is not None, "of a whole model"
         outputs, step.outputs = step.outputs, 0
         self.ring.restart()
         for first, last in self._runs:
@@ -202,13 +203,13 @@ class StreamedLlama(_Streamed, LlamaEngine):
             if last == len(self.parts.blocks):
                 step.outputs = outputs
             if first not in self._moves:
-                super()._compute(step, pool)
+                super().compute(step, pool)
                 continue
             with self.ring.block(first) as slot:
                 at, base = ctypes.addressof(pool.blocks[first]), self.ring.slots.buffers[slot].data_ptr()
                 for offset, distance in self._moves[first]:
                     ctypes.c_void_p.from_address(at + offset).value = base + distance
-                super()._compute(step, pool)
+                super().compute(step, pool)
 
 
 def _addresses(structure: ctypes.Structure, at: int = 0) -> Iterator[tuple[int, int]]:

@@ -250,7 +250,7 @@ def prepared_file(blueprint: Blueprint, verify: bool, max_memory: int | None = N
         "class": type(model).__name__,
         "dtype": str(blueprint.dtype),
         "device": blueprint.device.type,
-        "layouts": {name: choice.layout for name, choice in chosen.items()},
+        "layouts": {name: each.choice.decode.layout for name, each in chosen.items()},
     }
     key = cache.key(blueprint.artifact, parts)
     path = cache.path_of(key)

@@ -128,10 +128,12 @@ class DraftPool(RowPool):
     def _pass(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, last_only: bool, hidden: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with states_of(self._module, hidden) as states:
+        if not hidden:
+            return super()._pass(ids, positions, mask, last_only, hidden)
+        with states_of(self._module) as states:
             logits, _ = super()._pass(ids, positions, mask, last_only, hidden)
         # Tokens that a policy puts before the prompt are nobody's.
-        return logits, states[0][:, -ids.shape[1] :].float() if states else None
+        return logits, states[0][:, -ids.shape[1] :].float()
 
     def settle(self) -> None:
         """Of the last pass only what was accepted stays."""
@@ -327,13 +329,9 @@ def _packed(chunks: Sequence[Chunk]) -> tuple[np.ndarray[Any, Any], np.ndarray[A
 
 
 @contextmanager
-def states_of(module: Any, wanted: bool) -> Iterator[list[torch.Tensor]]:
-    """What a model's decoder gives its head in the passes of this block, `[batch, seq, hidden]` each; nothing unless it is wanted."""
+def states_of(module: Any) -> Iterator[list[torch.Tensor]]:
+    """What a model's decoder gives its head in the passes of this block, `[batch, seq, hidden]` each."""
     found: list[torch.Tensor] = []
-    if not wanted:
-        yield found
-        return
-
     with module.get_decoder().register_forward_hook(lambda decoder, arguments, output: found.append(output[0])):
         yield found
 

@@ -61,6 +61,11 @@ class ModuleEngine:
                 result[name] = f"torch {str(child.weight.dtype).removeprefix('torch.')}"
         return result
 
+    @torch.inference_mode()
+    def keep_rows(self, cache: Any, rows: torch.Tensor) -> None:
+        """Keep only `rows` of a cache of transformers, in this order."""
+        cache.batch_select_indices(rows)
+
 
 class CacheFactory:
     """What a policy makes of one model's caches.
@@ -239,10 +244,6 @@ class TorchEngine(ModuleEngine, RowEngine):
         if factory is not None:
             check_asked(self.module, cache, before + input_ids.shape[1])  # else its output would be wrong, not slow
         return logits[:, -1 if last_only else -width :].float()
-
-    @torch.inference_mode()
-    def keep_rows(self, cache: Any, rows: torch.Tensor) -> None:
-        cache.batch_select_indices(rows)
 
     def cache_bytes(self, cache: Any) -> int:
         if self.cache_factory is not None:

@@ -33,6 +33,7 @@ class Memory:
 
     Attributes:
         tensors: keys and values of the first layer, of the second, ...
+        scratch: the page that padding writes to.
         steps: `runtime.engines.cuda.steps.Steps` over this memory, whose graphs hold its addresses; made on first use.
     """
 
@@ -42,14 +43,9 @@ class Memory:
         self.tensors = [torch.zeros(shape, dtype=program.dtype, device=device) for _ in range(2 * len(program.blocks))]
         self.keys, self.values = self.tensors[0::2], self.tensors[1::2]
         self.layers = [CacheLayer(*layer) for layer in zip(self.keys, self.values, strict=True)]
-        self.count = count
+        self.count = self.scratch = count
         self.page_size = page_size
         self.steps: Any = None
-
-    @property
-    def scratch(self) -> int:
-        """The page that padding writes to."""
-        return self.count
 
 
 class Pool:

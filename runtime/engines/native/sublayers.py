@@ -71,7 +71,9 @@ class View:
     def weight_bytes(self) -> float:
         """Bytes of weights that a token reads."""
         blocks = self.engine.parts.blocks
-        return head_bytes(self.engine) + sum(block_bytes(blocks[layer], skip) for layer, skip in self._skips.items())
+        return linear_bytes(self.engine.parts.decoder.head) + sum(
+            block_bytes(blocks[layer], skip) for layer, skip in self._skips.items()
+        )
 
     @torch.inference_mode()
     def _run(self, pool: Pool, chunks: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,11 +100,6 @@ def block_bytes(block: Block, skip: int = 0) -> float:
     """Bytes of weights that a token reads of a block."""
     fields = [*(() if skip & SKIP_ATTENTION else PROJECTIONS), *(() if skip & SKIP_MLP else MLP)]
     return sum(linear_bytes(getattr(block, field)) for field in fields)
-
-
-def head_bytes(engine: LlamaEngine) -> float:
-    """Bytes of the head's weights."""
-    return linear_bytes(engine.parts.decoder.head)
 
 
 def linear_bytes(linear: Linear) -> float:
@@ -169,7 +166,7 @@ class Adapter:
         self.norm = own.norm.weight.detach().float()
         self._keep = [tensor for tensor in [*structures.keep, self.norm] if tensor.device.type != "meta"]
         self.weight_bytes = sum(tensor.nbytes for tensor in self._keep)
-        self.read_bytes = block_bytes(self.block, self.block.skip) + head_bytes(engine)
+        self.read_bytes = block_bytes(self.block, self.block.skip) + linear_bytes(parts.decoder.head)
 
     def make_memory(self, count: int) -> Pool:
         """Pages of the adapter's own keys and values."""

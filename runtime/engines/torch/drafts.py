@@ -39,26 +39,14 @@ class Columns:
     """Layers whose caches have the same columns, since they see equally far.
 
     Attributes:
-        kind: of attention, as configs say it.
         layers: their indices.
         window: tokens that each token sees, its own included; 0: all before it.
         places: int64 `[batch, columns]`: the position in its sequence of what a column holds, or `HOLE`.
     """
 
-    kind: str
     layers: list[int]
     window: int
     places: torch.Tensor
-
-    def visible(self, positions: torch.Tensor) -> torch.Tensor:
-        """Which columns tokens at `positions` `[batch, q]` see: bool `[batch, q, columns]`."""
-        places = self.places[:, None]
-        seen = (places >= 0).expand(-1, positions.shape[1], -1)
-        return seen & (places > positions[:, :, None] - self.window) if self.window else seen
-
-    def needed(self, lengths: Sequence[int]) -> int:
-        """Columns that would do, for sequences of these lengths."""
-        return max(min(length, self.window or length) for length in lengths)
 
 
 def columns(config: Any) -> list[Columns] | str:
@@ -77,8 +65,7 @@ def columns(config: Any) -> list[Columns] | str:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             return f"caches with {type(layer).__name__}, which cannot hold the branches of a draft"
         window = int(getattr(layer, "sliding_window", 0))
-        kind = "sliding_attention" if window else "full_attention"
-        found.setdefault(window, Columns(kind, [], window, empty)).layers.append(index)
+        found.setdefault(window, Columns([], window, empty)).layers.append(index)
     if len(found) - (0 in found) > 1:
         return "has layers with sliding windows of several sizes"
     return list(found.values())
@@ -208,14 +195,14 @@ class TreePool(DraftPool):
         own = torch.ones_like(positions, dtype=torch.bool)[:, None] if seen is None else seen
         masks = {}
         for kind in self._columns:
-            new = own
+            whole = torch.cat([(kind.places >= 0)[:, None].expand(-1, positions.shape[1], -1), own], 2)
             if kind.window:
-                new = own & (positions[:, None] > positions[:, :, None] - kind.window)
-            whole = torch.cat([kind.visible(positions), new], 2)[:, None]
+                whole &= torch.cat([kind.places, positions], 1)[:, None] > positions[:, :, None] - kind.window
+            whole = whole[:, None]
             if self._eager:
                 dtype = self._module.dtype
                 whole = torch.zeros((), dtype=dtype, device=whole.device).masked_fill(~whole, torch.finfo(dtype).min)
-            masks[kind.kind] = whole
+            masks["sliding_attention" if kind.window else "full_attention"] = whole
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     # ---------------------------------------------------------------- what stays
@@ -257,7 +244,7 @@ class TreePool(DraftPool):
     def _close_up(self) -> None:
         """Move every row's tokens to the right where columns have become many that hold nothing, or what no window reaches."""
         for kind in self._columns:
-            wanted, present = kind.needed(self._lengths), kind.places.shape[1]
+            wanted, present = max(min(length, kind.window or length) for length in self._lengths), kind.places.shape[1]
             if present - wanted > max(FREE_HOLES, HOLES_SHARE * present):
                 order = (kind.places >= 0).to(torch.uint8).argsort(dim=1, stable=True)[:, -wanted:]
                 kind.places = kind.places.gather(1, order)

@@ -122,7 +122,7 @@ def call_decoder(model: PreTrainedModel) -> None:
     memory = Memory(parts, engine.PAGE, 1, META)
     hidden = parts.final_norm.shape[0]
     for rows in ROWS:
-        # They are parts of one tensor in a step (`steps.py`), so their addresses may be anything.
+        # They are parts of one tensor in a step (`Steps`), so their addresses may be anything.
         numbers = [torch.empty(rows + 1, dtype=torch.int32, device=META)[1:] for _ in range(3)]
         tables = torch.empty(rows, width, dtype=torch.int32, device=META)
 

@@ -98,8 +98,7 @@ class CompressHfQuantizer(HfQuantizer):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         for name, module in list(model.named_modules()):
             if isinstance(module, CompressedModule):
-                parent, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(parent), leaf, module.dense(dtype))
+                model.set_submodule(name, module.dense(dtype))
         return model
 
     def is_serializable(self) -> bool:

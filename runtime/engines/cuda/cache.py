@@ -34,7 +34,7 @@ class Memory:
     Attributes:
         tensors: keys and values of the first layer, of the second, ...
         scratch: the page that padding writes to.
-        steps: `runtime.engines.cuda.steps.Steps` over this memory, whose graphs hold its addresses; made on first use.
+        steps: `runtime.engines.cuda.engine.Steps` over this memory, whose graphs hold its addresses; made on first use.
     """
 
     def __init__(self, program: Program, page_size: int, count: int, device: torch.device) -> None:

@@ -227,9 +227,8 @@ class CudaEngine(FusedEngine):
         self._width = -(-(self.context_length or UNLIMITED) // page_size)  # most pages of a sequence
         with self._on_device():
             self.decoder = Decoder(parts, computing or ops.choose(self.device), self._width * page_size)
-        self._spare: Memory | None = (
-            None  # of pools that were thrown away the largest, with the graphs captured over it
-        )
+        # Of pools that were thrown away the largest, with the graphs captured over it.
+        self._spare: Memory | None = None
         self._spare_lock = threading.RLock()  # a pool may be collected in the middle of anything, in `new_pages` too
         self._lock = threading.RLock()
         graphs = "no graphs" if capture is None else "decode steps as CUDA graphs"
@@ -278,9 +277,11 @@ class CudaEngine(FusedEngine):
     def _run(self, memory: Memory, chunks: Sequence[Chunk], hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         if any(chunk.parents is not None for chunk in chunks):
             raise ValueError("this engine verifies chains, no trees")
-        reads = [chunk.outputs < len(chunk.tokens) for chunk in chunks]
-        order = sorted(range(len(chunks)), key=reads.__getitem__)  # what is computed in decode steps comes first
-        decoding, reading = ([chunks[i] for i in order if reads[i] is read] for read in (False, True))
+        decoding = [chunk for chunk in chunks if chunk.outputs == len(chunk.tokens)]
+        reading = [chunk for chunk in chunks if chunk.outputs < len(chunk.tokens)]
+        order = sorted(
+            range(len(chunks)), key=lambda i: chunks[i].outputs < len(chunks[i].tokens)
+        )  # decode steps first
         rows = [
             Chunk([token], chunk.start + place, chunk.pages)
             for chunk in decoding

@@ -30,8 +30,10 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from runtime.engines.base import Chunk
-from runtime.engines.cuda import CudaEngine, ops, reference, take_over
+from runtime.engines.cuda import CudaEngine, ops
 from runtime.engines.cuda.cache import CacheLayer
+from runtime.engines.cuda.engine import CudaGraphs
+from runtime.engines.llama_structure import read_program
 from runtime.engines.torch.engine import TorchEngine
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import GridScheme, Scheme
@@ -197,7 +199,7 @@ def attention_error(device: torch.device) -> float:
     q = torch.randn(5, 32, 128, generator=generator).to(device, torch.bfloat16)
     for window in (0, 700):
         arguments = (q, CacheLayer(keys, values), tables, positions, 128**-0.5, window)
-        found, wanted = ops.choose(device).decode_attention(*arguments), reference.decode_attention(*arguments)
+        found, wanted = ops.choose(device).decode_attention(*arguments), ops.decode_attention(*arguments)
         worst = max(worst, float((found.float() - wanted.float()).abs().max()))
     return worst
 
@@ -225,10 +227,11 @@ def check(model: Any, device: torch.device, fuse: bool) -> dict[str, Any]:
 
 
 def lean(model: Any, device: torch.device, graphs: bool, fuse: bool) -> CudaEngine:
-    engine = take_over(TorchEngine(model, device), graphs=graphs, fuse=fuse, any_device=True)
-    if engine is None:
-        raise SystemExit("the lean engine does not take this model over")
-    return engine
+    program = read_program(model, fuse)
+    if isinstance(program, str):
+        raise SystemExit(f"the lean engine does not take this model over: {program}")
+    capture = CudaGraphs(device) if graphs and device.type == "cuda" else None
+    return CudaEngine(TorchEngine(model, device), program, capture=capture)
 
 
 # -------------------------------------------------------------------- all of it

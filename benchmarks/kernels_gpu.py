@@ -200,6 +200,7 @@ def semi_structured_product(x: torch.Tensor, w: torch.Tensor) -> float:
 
 
 def measure_fused(bandwidth: float) -> list[Results]:
+    from runtime.engines.cuda import ops
     from runtime.kernels.triton import fused
 
     out = []
@@ -210,10 +211,10 @@ def measure_fused(bandwidth: float) -> list[Results]:
         pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
             "rms_norm": (
                 lambda x=x, w=w, r=residual: fused.rms_norm(x, w, 1e-5, r),
-                lambda x=x, w=w, r=residual: fused.rms_norm_reference(x, w, 1e-5, r),
+                lambda x=x, w=w, r=residual: ops.rms_norm(x, w, 1e-5, r),
                 8 * x.numel(),
             ),
-            "swiglu": (lambda b=both: fused.swiglu(b), lambda b=both: fused.swiglu_reference(b), 3 * both.numel()),
+            "swiglu": (lambda b=both: fused.swiglu(b), lambda b=both: ops.swiglu([b]), 3 * both.numel()),
         }
         for name, (ours, theirs, moved) in pairs.items():
             row: Results = {"operation": name, "tokens": tokens}

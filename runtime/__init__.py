@@ -6,38 +6,33 @@ Importing this package also teaches transformers the quantization method `compre
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from runtime.api.encoder import EncoderModel
-    from runtime.api.load import load
-    from runtime.api.model import Model
-    from runtime.api.seq2seq import Seq2SeqModel
-    from runtime.api.speech import SpeechModel
-    from runtime.errors import ArtifactError, CompressError, RequestError
+from runtime.layers.hook import install_hook
+from runtime.system.aliases import ModuleAliases
 
-__all__ = [
-    "ArtifactError",
-    "CompressError",
-    "EncoderModel",
-    "Model",
-    "RequestError",
-    "Seq2SeqModel",
-    "SpeechModel",
-    "__version__",
-    "load",
-]
+if TYPE_CHECKING:
+    from runtime.api.encoder import EncoderModel as EncoderModel
+    from runtime.api.load import load as load
+    from runtime.api.model import Model as Model
+    from runtime.api.seq2seq import Seq2SeqModel as Seq2SeqModel
+    from runtime.api.speech import SpeechModel as SpeechModel
+    from runtime.errors import ArtifactError as ArtifactError
+    from runtime.errors import CompressError as CompressError
+    from runtime.errors import RequestError as RequestError
 
 _HOMES = {
     "ArtifactError": "runtime.errors",
     "CompressError": "runtime.errors",
     "EncoderModel": "runtime.api.encoder",
+    "Model": "runtime.api.model",
     "RequestError": "runtime.errors",
     "Seq2SeqModel": "runtime.api.seq2seq",
     "SpeechModel": "runtime.api.speech",
-    "Model": "runtime.api.model",
     "load": "runtime.api.load",
 }
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -47,8 +42,6 @@ def __getattr__(name: str) -> Any:
         distribution = installed()
         return distribution.version if distribution is not None else "0+unknown"
     if name in _HOMES:
-        from importlib import import_module
-
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'runtime' has no attribute {name!r}")
 
@@ -57,29 +50,17 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-def _teach_transformers() -> None:
-    from runtime.layers.hook import install_hook
-
-    install_hook()
-
-
-def _keep_former_paths() -> None:
-    from runtime.system.aliases import ModuleAliases
-
-    ModuleAliases(
-        {
-            "runtime.streaming": "runtime.engines.streaming",
-            "runtime.decoding.drafters": "runtime.drafting.drafters",
-            "runtime.artifact": "runtime.checkpoint.artifact",
-            "runtime.hf": "runtime.layers.hf",
-            "runtime.linear": "runtime.layers.compressed_linear",
-            "runtime.loading": "runtime.api.load",
-            "runtime.model": "runtime.api.model",
-            "runtime.native": "runtime.system.native",
-            "runtime.seq2seq": "runtime.api.seq2seq",
-        }
-    ).install()
-
-
-_teach_transformers()
-_keep_former_paths()
+install_hook()  # transformers learns the quantization method
+ModuleAliases(
+    {
+        "runtime.streaming": "runtime.engines.streaming",
+        "runtime.decoding.drafters": "runtime.drafting.drafters",
+        "runtime.artifact": "runtime.checkpoint.artifact",
+        "runtime.hf": "runtime.layers.hf",
+        "runtime.linear": "runtime.layers.compressed_linear",
+        "runtime.loading": "runtime.api.load",
+        "runtime.model": "runtime.api.model",
+        "runtime.native": "runtime.system.native",
+        "runtime.seq2seq": "runtime.api.seq2seq",
+    }
+).install()

@@ -144,11 +144,12 @@ class TensorrtTarget(Target):
             raise CompressError(f"{job.source.path} was written without proof; finish it with --no-verify too")
         import torch
 
+        from runtime.engines.base import EngineOptions
         from runtime.engines.tensorrt.engine import load_tensorrt
 
         export: Any = SimpleNamespace(path=job.folder, facts=job.facts)
         bounds = LIMITS[job.facts["dtype"], job.facts["rounds_inputs"]]
-        metrics = compare(expected, load_tensorrt(export, torch.device("cuda"), {}), export, bounds)
+        metrics = compare(expected, load_tensorrt(export, torch.device("cuda"), EngineOptions()), export, bounds)
         loader = f"TensorRT {job.facts['tensorrt']} on {job.facts['gpu']['name']}"
         return Verification(loader, _compared(job.facts["changed"]), metrics)
 

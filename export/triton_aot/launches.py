@@ -57,13 +57,11 @@ def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bo
 
     The model is used up: its layers get kernels and empty tensors.
     """
-    from runtime.engines.cuda.parts import why_not
-
     with ExitStack() as stack:
         stack.enter_context(gpu.assuming(capability))
         stack.enter_context(torch.inference_mode())
         kernels = prepare(model)
-        odd = why_not(model)
+        odd = llama_structure.why_not(model)
         reason = "its cache is compressed" if odd is None and policy else odd
         launches = stack.enter_context(jit.recording())
         # By themselves too where they are joined: the table asks about each of them before.
@@ -112,9 +110,8 @@ def call_decoder(model: PreTrainedModel) -> None:
     from runtime.engines.cuda import engine, ops
     from runtime.engines.cuda.cache import Memory, Rows
     from runtime.engines.cuda.decoder import Decoder
-    from runtime.engines.cuda.parts import read_parts
 
-    parts = read_parts(model, fuse=False)
+    parts = llama_structure.read_program(model)
     assert not isinstance(parts, str), parts  # `why_not` was asked
     blocks = [replace(block, qkv=_joined(block.qkv), gate_up=_joined(block.gate_up)) for block in parts.blocks]
     parts = replace(parts, blocks=blocks)
@@ -125,7 +122,7 @@ def call_decoder(model: PreTrainedModel) -> None:
     memory = Memory(parts, engine.PAGE, 1, META)
     hidden = parts.final_norm.shape[0]
     for rows in ROWS:
-        # They are parts of one tensor in a step (`steps.py`), so their addresses may be anything.
+        # They are parts of one tensor in a step (`Steps`), so their addresses may be anything.
         numbers = [torch.empty(rows + 1, dtype=torch.int32, device=META)[1:] for _ in range(3)]
         tables = torch.empty(rows, width, dtype=torch.int32, device=META)
 

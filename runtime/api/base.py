@@ -16,6 +16,8 @@ from runtime.sampling.prompts import PromptReader
 from runtime.sampling.stats import GenerationStats
 
 Result = TypeVar("Result")
+#: What is generated is of the kind of what is given: a text, token ids, or a list of either.
+Texts = TypeVar("Texts", str, list[str], list[int], list[list[int]])
 
 
 def from_pretrained(loader: str, path: Path, files: Sequence[str], what: str, **options: Any) -> Any:
@@ -58,8 +60,7 @@ class LoadedModel:
 
     def explain(self) -> dict[str, str]:
         """{layer: the kernel that computes it}; of a compressed cache {"kv_cache.LAYER": the kernel that steps read it with}."""
-        explained: dict[str, str] = self.engine.explain()
-        return explained
+        return dict(self.engine.explain())
 
 
 class GeneratingModel(LoadedModel):

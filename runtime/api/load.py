@@ -19,6 +19,7 @@ from runtime.checkpoint.export_directory import Export, find_export, verify_file
 from runtime.config.messages import did_you_mean
 from runtime.decoding.seq2seq import generation_config
 from runtime.drafting.config.artifact_draft import CHOICE
+from runtime.engines.base import EngineOptions
 from runtime.engines.choose import load_engine, load_export
 from runtime.engines.torch.encoder import TorchEncoderEngine
 from runtime.engines.torch.engine import Blueprint
@@ -122,8 +123,7 @@ def load(
                 raise RequestError(f"{name}: {export.path} is an export, whose engine {why}; load the artifact instead")
         if verify or (verify is None and export.total_bytes <= VERIFY_BYTES):
             export.verify(readme=bool(verify))
-        options = {"kernels": kernels, "threads": threads, "dtype": compute, "max_memory": bound}
-        engine = load_export(export, target, options)
+        engine = load_export(export, target, EngineOptions(kernels, threads, compute, bound))
         return _model(export.facts.get("kind", "decoder"), engine, export, trust_remote_code)
     refuse_unfinished(path)
     artifact = Artifact(path, trust_remote_code)

@@ -10,7 +10,7 @@ from typing import Any, overload
 
 import torch
 
-from runtime.api.base import GeneratingModel
+from runtime.api.base import GeneratingModel, Texts
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.export_directory import Export
 from runtime.decoding.request import CausalRequest, Request
@@ -64,16 +64,7 @@ class Model(GeneratingModel):
         self.speculation = speculation
 
     # ---------------------------------------------------------------- generation
-    @overload
-    def generate(self, prompt: str, **options: Any) -> str: ...
-    @overload
-    def generate(self, prompt: list[str], **options: Any) -> list[str]: ...
-    @overload
-    def generate(self, prompt: list[int], **options: Any) -> list[int]: ...
-    @overload
-    def generate(self, prompt: list[list[int]], **options: Any) -> list[list[int]]: ...
-
-    def generate(self, prompt: Any, **options: Any) -> Any:
+    def generate(self, prompt: Texts, **options: Any) -> Texts:
         """Continue a prompt, or each of a batch of prompts of any number and lengths. Only what is new is returned.
 
         A long list is worked through with as many prompts at a time as fit, on engines with a paged KV cache letting one in
@@ -88,7 +79,8 @@ class Model(GeneratingModel):
         Raises:
             RequestError: an unknown option, a value out of range, an empty prompt or one that does not fit the context.
         """
-        return self._request(prompt, options, "generate").complete(self._store)
+        found: Texts = self._request(prompt, options, "generate").complete(self._store)
+        return found
 
     @overload
     def stream(self, prompt: str, **options: Any) -> Iterator[str]: ...

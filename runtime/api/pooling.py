@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from runtime.checkpoint.checkpoint import MAXIMUM_JSON_BYTES, read_json
+from runtime.checkpoint.checkpoint import read_json, read_json_value
 from runtime.errors import ArtifactError
 
 Mode = Literal["mean", "cls", "max"]
@@ -90,15 +90,8 @@ def read_pooling(path: Path) -> Pooling:
 
 def _modules(path: Path) -> list[tuple[str, str]]:
     """(class name, folder) of the modules that modules.json lists."""
-    import json
-
     file = path / MODULES
-    try:
-        if file.stat().st_size > MAXIMUM_JSON_BYTES:
-            raise ArtifactError(f"{file} is too large to be a list of modules")
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{file} cannot be read: {error}") from error
+    content = read_json_value(file)
     found = []
     for entry in content if isinstance(content, list) else [None]:
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("type", "path")):

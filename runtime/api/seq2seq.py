@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 
-from runtime.api.base import GeneratingModel
+from runtime.api.base import GeneratingModel, Texts
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.export_directory import Export
 from runtime.decoding.seq2seq import Beginning, Seq2SeqRequest, decoder_start
@@ -39,16 +39,7 @@ class Seq2SeqModel(GeneratingModel):
         self._targets = PromptReader(tokenizer, artifact.path, engine.vocab_size, engine.decoder_context_length)
 
     # ---------------------------------------------------------------- generation
-    @overload
-    def generate(self, source: str, **options: Any) -> str: ...
-    @overload
-    def generate(self, source: list[str], **options: Any) -> list[str]: ...
-    @overload
-    def generate(self, source: list[int], **options: Any) -> list[int]: ...
-    @overload
-    def generate(self, source: list[list[int]], **options: Any) -> list[list[int]]: ...
-
-    def generate(self, source: Any, **options: Any) -> Any:
+    def generate(self, source: Texts, **options: Any) -> Texts:
         """What the decoder makes of a source, or of each of a batch of sources of any lengths. The source is encoded once.
 
         Args:
@@ -63,7 +54,8 @@ class Seq2SeqModel(GeneratingModel):
         chosen = GenerationOptions.from_keywords(options, "generate")
         sources = self._reader.read(source, "source")
         beginning = Beginning((self.start_token_id,), self.forced_token_id)
-        return Seq2SeqRequest(self._decoding(), sources, chosen, beginning).complete(self._store)
+        found: Texts = Seq2SeqRequest(self._decoding(), sources, chosen, beginning).complete(self._store)
+        return found
 
     # ---------------------------------------------------------------- logits
     def logits(

@@ -206,16 +206,21 @@ class Checkpoint:
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from disk, or ArtifactError."""
+    content = read_json_value(file)
+    if not isinstance(content, dict):
+        raise ArtifactError(f"{file} must hold a JSON object, it holds a {type(content).__name__}")
+    return content
+
+
+def read_json_value(file: Path) -> Any:
+    """The content of a JSON file, whatever it is, or ArtifactError."""
     try:
         with reading(file):
             if file.stat().st_size > MAXIMUM_JSON_BYTES:
                 raise ArtifactError(f"{file} is larger than {MAXIMUM_JSON_BYTES} bytes, which no such file is")
-            content = json.loads(file.read_text(encoding="utf-8"))
+            return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{file} is no valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ArtifactError(f"{file} must hold a JSON object, it holds a {type(content).__name__}")
-    return content
 
 
 def _feed(digest: Any, content: bytes) -> None:

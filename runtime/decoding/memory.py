@@ -26,29 +26,22 @@ def pool_pages(engine: Engine, positions: Sequence[int], cache_memory: int | Non
         RequestError: a request could never be finished within the bound, or a whole draft never has a place in it.
     """
     pages = [-(-count // engine.page_size) for count in positions]
-    largest = max(pages)
-    if cache_memory is None and engine.cache_budget is not None:
-        bound = int(min(engine.cache_budget, _MOST * available_bytes(engine.device))) // engine.page_bytes
-        left = _gigabytes(bound * engine.page_bytes)
-        limit, fewer = f"max_memory leaves {left}: raise it, ", "ask for fewer max_new_tokens or set cache_memory"
-    elif cache_memory is None:
-        available = available_bytes(engine.device)
-        bound = int(min(_DEFAULT, _SHARE * available)) // engine.page_bytes
-        if largest > bound:
-            bound = min(largest, int(_MOST * available) // engine.page_bytes)
-        limit = f"{_gigabytes(bound * engine.page_bytes)} of the free memory can be used: "
-        fewer = "ask for fewer max_new_tokens"
-    else:
-        bound = cache_memory // engine.page_bytes
-        limit, fewer = f"cache_memory allows {_gigabytes(cache_memory)}: raise it or ", "ask for fewer max_new_tokens"
+    largest, tree = max(pages), -(-drafts // engine.page_size)
+    allowed, limit = _allowed(engine, cache_memory)
+    bound = allowed // engine.page_bytes
+    if cache_memory is None and engine.cache_budget is None:
+        usual = int(min(_DEFAULT, _SHARE * available_bytes(engine.device))) // engine.page_bytes
+        bound = min(bound, max(usual, largest))
     if largest > bound:
         need = _gigabytes(largest * engine.page_bytes)
         raise RequestError(
-            f"a prompt and its new tokens take {max(positions)} positions, {need} of KV cache; {limit}{fewer}"
+            f"a prompt and its new tokens take {max(positions)} positions, {need} of KV cache; {limit}, or ask for fewer max_new_tokens"
         )
-    if -(-drafts // engine.page_size) > bound:
-        need = _gigabytes(-(-drafts // engine.page_size) * engine.page_bytes)
-        raise RequestError(f"drafter: a tree of {drafts} tokens takes {need} of KV cache; {limit}draft fewer (nodes)")
+    if tree > bound:
+        need = _gigabytes(tree * engine.page_bytes)
+        raise RequestError(
+            f"drafter: a tree of {drafts} tokens takes {need} of KV cache; {limit}, or draft fewer (nodes)"
+        )
     return min(bound, sum(pages) + (len(pages) if drafts else 0))
 
 
@@ -62,18 +55,22 @@ def cache_bound(engine: Engine, needs: Sequence[int], cache_memory: int | None) 
     Raises:
         RequestError: a prompt alone needs more.
     """
-    most = int(_MOST * available_bytes(engine.device))
-    if cache_memory is not None:
-        bound, limit = cache_memory, f"cache_memory allows {_gigabytes(cache_memory)}: raise it"
-    elif engine.cache_budget is not None:
-        bound = min(engine.cache_budget, most)
-        limit = f"max_memory leaves {_gigabytes(bound)}: raise it, set cache_memory"
-    else:
-        bound, limit = most, f"{_gigabytes(most)} of the free memory can be used"
+    bound, limit = _allowed(engine, cache_memory)
     if max(needs) > bound:
         text = f"a prompt and its new tokens take {_gigabytes(max(needs))} of KV cache, the layer that is being compressed included"
         raise RequestError(f"{text}; {limit}, give a shorter prompt, or ask for fewer max_new_tokens")
     return bound
+
+
+def _allowed(engine: Engine, cache_memory: int | None) -> tuple[int, str]:
+    """Bytes that the cache of a call may take at most, and how a message says that and what changes it."""
+    most = int(_MOST * available_bytes(engine.device))
+    if cache_memory is not None:
+        return cache_memory, f"cache_memory allows {_gigabytes(cache_memory)}: raise it"
+    if engine.cache_budget is not None:
+        most = min(engine.cache_budget, most)
+        return most, f"max_memory leaves {_gigabytes(most)}: raise it, set cache_memory"
+    return most, f"{_gigabytes(most)} of the free memory can be used: free some"
 
 
 def _gigabytes(count: int) -> str:

@@ -276,7 +276,6 @@ class _DecoderRows(RowEngine):
         self._first = True
         self.device, self.vocab_size = engine.device, engine.vocab_size
         self.context_length = engine.decoder_context_length
-        self.weight_bytes, self.description = engine.weight_bytes, engine.description
 
     def new_cache(self) -> Any:
         return self._engine.new_cache()

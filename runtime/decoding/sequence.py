@@ -23,10 +23,6 @@ class Sequence:
         pages: in order. contents: what the full ones among them hold, or will.
     """
 
-    __slots__ = (
-        "awaited", "computed", "contents", "generator", "high", "output", "pages", "prompt", "seen", "settled", "tokens",
-    )  # fmt: skip
-
     def __init__(self, prompt: Ids[int], output: SequenceOutput, generator: torch.Generator | None) -> None:
         self.tokens = list(prompt)
         self.prompt = len(prompt)

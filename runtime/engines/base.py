@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,12 +35,29 @@ class Chunk:
     cached: int = 0
 
 
+def output_rows(chunks: Sequence[Chunk], every: bool = False) -> list[int]:
+    """Of the tokens of all chunks those whose logits are wanted: the last `outputs` of each, or `every`."""
+    ends = accumulate(len(chunk.tokens) for chunk in chunks)
+    counts = [len(chunk.tokens) if every else chunk.outputs for chunk in chunks]
+    return [row for count, end in zip(counts, ends, strict=True) for row in range(end - count, end)]
+
+
 class Usage(NamedTuple):
     """What the KV cache of a call took: bytes at its largest, and tokens that steps read and could have read (0 without a selection)."""
 
     bytes: int
     read_tokens: int = 0
     held_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What `runtime.load` was asked for, for engines of exports; defaults: nothing. `max_memory` is in bytes."""
+
+    kernels: str = "auto"
+    threads: int | None = None
+    dtype: torch.dtype | None = None
+    max_memory: int | None = None
 
 
 class Engine(ABC):

@@ -11,7 +11,7 @@ import torch
 
 from runtime.checkpoint.export_directory import MANIFEST, Export
 from runtime.config.plugins import entries
-from runtime.engines.base import Engine
+from runtime.engines.base import Engine, EngineOptions
 from runtime.engines.streaming.cache import SMALLEST
 from runtime.engines.torch.engine import Blueprint, TorchEngine
 from runtime.errors import ArtifactError, RequestError
@@ -25,6 +25,8 @@ _EXPORTS = {
     "onnx": "runtime.engines.onnx.engine:load_onnx",
     "tensorrt": "runtime.engines.tensorrt.engine:load_tensorrt",
 }
+# `take_over(engine)` gives the fused engine of a device, or None where it does not fit.
+_FUSED = {"cpu": "runtime.engines.native.engine:take_over", "cuda": "runtime.engines.cuda.engine:take_over"}
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,12 @@ class EngineMethod:
     Attributes:
         take_over: from the engine of transformers' modules to one that computes the same model faster, or None where it does not
             fit; asked before the fused engines of this package, unless the cache is compressed or a kernel was named.
-        load_export: from an export, a device and `runtime.load`'s options (kernels, threads, dtype, max_memory) to the engine that
-            runs it; asked where the export's target is the name of the entry point.
+        load_export: from an export, a device and `runtime.load`'s options to the engine that runs it; asked where the export's target
+            is the name of the entry point.
     """
 
     take_over: Callable[[TorchEngine], Engine | None] | None = None
-    load_export: Callable[[Export, torch.device, dict[str, Any]], Any] | None = None
+    load_export: Callable[[Export, torch.device, EngineOptions], Any] | None = None
 
 
 def load_engine(
@@ -90,24 +92,17 @@ def choose_engine(engine: TorchEngine, blueprint: Blueprint, policy: Policy | No
             found = None if take_over is None else take_over(engine)
             if found is not None:
                 return found
-    if not blueprint.compressed or blueprint.kernels == "reference":
-        return engine
-    if blueprint.device.type == "cuda":
-        from runtime.engines.cuda import take_over as take_over_cuda
-
-        return take_over_cuda(engine) or engine
-    if blueprint.device.type != "cpu":
-        return engine
-    from runtime.engines.native.engine import take_over as take_over_native
-
-    return take_over_native(engine) or engine
+    return fused_engine(engine) if blueprint.compressed and blueprint.kernels != "reference" else engine
 
 
-def load_export(export: Export, device: torch.device, options: dict[str, Any]) -> Any:
+def fused_engine(engine: TorchEngine) -> Engine:
+    """The fused engine of the device where it computes the model, also one of uncompressed weights; else the engine itself."""
+    place = _FUSED.get(engine.device.type)
+    return engine if place is None else resolve_name(place)(engine) or engine
+
+
+def load_export(export: Export, device: torch.device, options: EngineOptions) -> Any:
     """The engine that runs an export.
-
-    Args:
-        options: `runtime.load`'s remaining keywords: kernels, threads, dtype, max_memory.
 
     Raises:
         RequestError: nothing here runs the target; the message says what does.

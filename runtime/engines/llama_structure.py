@@ -1,9 +1,9 @@
-"""Structure of Llama-like decoders: the families that fused engines know, and linear layers of one input joined into one."""
+"""Program of a Llama-like decoder, read off a transformers model: what fused engines run, with linear layers of one input joined."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,8 +141,106 @@ def alike(layers: Sequence[nn.Module]) -> list[CompressedLinear] | None:
     return linear if weights is None or by_row else None
 
 
+#: Model classes whose forward pass is a Llama-like one; what varies among them is read from the modules.
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STATIC_ROTATIONS = ("default", "linear", "llama3", "yarn")
+_PARTS = {
+    "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
+    "self_attn": {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"},
+    "mlp": {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn"},
+}
+
+Rotation = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer. `norms`: weights of the norms of query and key heads, where the family has them. `window`: 0 for all positions."""
+
+    qkv: Joined
+    output: nn.Module
+    gate_up: Joined
+    down: nn.Module
+    input_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    norms: tuple[torch.Tensor, torch.Tensor] | None
+    window: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """A Llama-like decoder: the modules and weights of its operations in their order, and its sizes.
+
+    Attributes:
+        rotation: for a number of positions, cosines and sines float32 `[positions, rotary / 2]`.
+        scale: of the attention scores.
+        vocabulary: width of the logits.
+        dtype: of the norms, in which the modules compute.
+    """
+
+    embedding: nn.Module
+    blocks: list[Block]
+    final_norm: torch.Tensor
+    head: nn.Module
+    rotation: Rotation
+    eps: float
+    scale: float
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    dtype: torch.dtype
+
+
+def read_program(model: PreTrainedModel, fuse: bool = False) -> Program | str:
+    """What fused engines run of a model, or the reason why they do not know it.
+
+    Args:
+        model: of transformers, its weights in place.
+        fuse: join q/k/v and gate/up (see `Joined.of`); the model's modules then share or hand over their weights.
+    """
+    reason = why_not(model)
+    if reason is not None:
+        return reason
+    config: Any = model.config
+    body: Any = model.model
+    head: Any = model.get_output_embeddings()
+    attention, dtype = body.layers[0].self_attn, body.norm.weight.dtype
+    blocks = [read_block(layer, config, fuse) for layer in body.layers]
+    return Program(
+        model.get_input_embeddings(), blocks, _vector(body.norm, dtype), head, _rotation(body.rotary_emb), config.rms_norm_eps,
+        attention.scaling, config.num_attention_heads, config.num_key_value_heads, attention.head_dim, int(head.out_features), dtype,
+    )  # fmt: skip
+
+
+def read_block(layer: Any, config: Any, fuse: bool = False) -> Block:
+    """One layer of a model with this config; arguments as of `read_program`."""
+    attention, mlp, dtype = layer.self_attn, layer.mlp, layer.input_layernorm.weight.dtype
+
+    def join(parent: nn.Module, name: str, *names: str) -> Joined:
+        return Joined.of(parent, names, name) if fuse else Joined([getattr(parent, each) for each in names])
+
+    has_norms = getattr(attention, "q_norm", None) is not None
+    return Block(
+        join(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"),
+        attention.o_proj,
+        join(mlp, "gate_up_proj", "gate_proj", "up_proj"),
+        mlp.down_proj,
+        _vector(layer.input_layernorm, dtype),
+        _vector(layer.post_attention_layernorm, dtype),
+        (_vector(attention.q_norm, dtype), _vector(attention.k_norm, dtype)) if has_norms else None,
+        _window(layer, config),
+    )
+
+
+def _vector(norm: Any, dtype: torch.dtype) -> torch.Tensor:
+    weight: torch.Tensor = norm.weight.detach().to(dtype).contiguous()
+    return weight
+
+
 class FusedEngine(Engine):
-    """Base class: an engine that has taken over the modules of a torch engine. `parts`: these modules, as it reads them."""
+    """Base class: an engine that has taken over the modules of a torch engine. `parts`: their program, as it reads it."""
 
     def __init__(self, torch_engine: TorchEngine, parts: Any) -> None:
         self.torch_engine = torch_engine
@@ -161,18 +259,6 @@ class FusedEngine(Engine):
 
     def explain(self) -> dict[str, str]:
         return self.torch_engine.explain()
-
-
-#: Model classes whose forward pass is a Llama-like one; what varies among them is read from the modules.
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_STATIC_ROTATIONS = ("default", "linear", "llama3", "yarn")
-_PARTS = {
-    "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
-    "self_attn": {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"},
-    "mlp": {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn"},
-}
-
-Rotation = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
 def why_not(model: PreTrainedModel) -> str | None:
@@ -196,12 +282,14 @@ def why_not(model: PreTrainedModel) -> str | None:
                 return odd
         if hasattr(layer.self_attn, "q_norm") != hasattr(layer.self_attn, "k_norm"):
             return "only one of its queries and keys is normalized"
-    if 2 * rotation(body.rotary_emb)(1)[0].shape[1] > body.layers[0].self_attn.head_dim:
+    if body.norm.weight.dtype not in DTYPES:
+        return f"its dtype is {body.norm.weight.dtype}"
+    if 2 * _rotation(body.rotary_emb)(1)[0].shape[1] > body.layers[0].self_attn.head_dim:
         return "its rotation is wider than its heads"
     return None
 
 
-def window(layer: Any, config: Any) -> int:
+def _window(layer: Any, config: Any) -> int:
     """Positions that a layer's attention sees; 0: all. Layers say so themselves, but Mistral has one for all in its config."""
     found = getattr(layer.self_attn, "sliding_window", None)
     if found is None and type(layer).__name__.startswith("Mistral"):
@@ -209,7 +297,7 @@ def window(layer: Any, config: Any) -> int:
     return found or 0
 
 
-def rotation(rotary: Any) -> Rotation:
+def _rotation(rotary: Any) -> Rotation:
     """For a number of positions, cosines and sines `[positions, rotary / 2]`, float32, of a model's own rotary module."""
 
     def table(positions: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,8 +55,6 @@ class RowEngine(Engine):
     # ---------------------------------------------------------------- as an engine of pages
     def new_pages(self, count: int, drafts: bool = False) -> RowPool:
         """An empty batch; `count` says nothing: it has the rows that its first step begins."""
-        if drafts:
-            raise TypeError(f"{type(self).__name__} verifies no drafts")  # refused when the model was loaded
         return RowPool(self)
 
     def read(self, pool: RowPool, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:
@@ -119,8 +117,7 @@ class RowPool:
 
     def _begin(self, chunks: Sequence[Chunk], every: bool, hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         ids, self._mask, positions = pad_left([chunk.tokens for chunk in chunks], self.engine.device)
-        logits = self.engine.forward(ids, self.cache, self._mask, positions, not every)
-        return (logits.flatten(0, 1) if every else logits[:, -1]), None
+        return flat(*self._pass(ids, positions, self._mask, not every, hidden))
 
     def _extend(self, chunks: Sequence[Chunk], every: bool, hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Chunks of the same length."""
@@ -129,8 +126,13 @@ class RowPool:
         ids, positions = torch.tensor(numbers, device=self.engine.device)
         if self._mask is not None:
             self._mask = torch.cat([self._mask, self._mask.new_ones(len(chunks), count)], dim=1)
-        logits = self.engine.forward(ids, self.cache, self._mask, positions, not every)
-        return (logits.flatten(0, 1) if every else logits[:, -1]), None
+        return flat(*self._pass(ids, positions, self._mask, not every, hidden))
+
+    def _pass(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, last_only: bool, hidden: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits `[batch, seq or 1, vocab]`; of pools that give them where they are asked for, hidden states `[batch, seq, hidden]`."""
+        return self.engine.forward(ids, self.cache, mask, positions, last_only), None
 
     def _drop(self, rows: Sequence[int]) -> None:
         """Only these rows stay."""
@@ -147,6 +149,11 @@ class RowPool:
         self._measure()
         reads = getattr(self.cache, "reads", None)  # of a compressed cache with a selection
         return Usage(self._largest) if reads is None else Usage(self._largest, *reads.totals)
+
+
+def flat(logits: torch.Tensor, states: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows one after another."""
+    return logits.flatten(0, 1), None if states is None else states.flatten(0, 1)
 
 
 def pad_left(

@@ -165,34 +165,26 @@ class CompressedLinear(CompressedModule):
         )
 
 
-def install(model: nn.Module, entries: Mapping[str, ModuleEntry], prefix: str = "") -> list[str]:
+def install(model: nn.Module, entries: Mapping[str, ModuleEntry]) -> None:
     """Replace the nn.Linear (GPT-2's Conv1D too) and nn.Embedding modules that `entries` names by empty compressed
     ones.
 
-    `prefix` is the name of `model` inside the whole model when it is a part of it (a block): entries outside are
-    passed over. New modules are on the device of the weight they replace (usually meta). Returns the names, in order.
+    New modules are on the device of the weight they replace (usually meta).
 
     Raises:
         ArtifactError: a named module does not exist, is of a kind that cannot be compressed, or has a shape its format
             cannot hold.
     """
-    done = []
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     for name, entry in entries.items():
-        if prefix and not name.startswith(prefix + "."):
-            continue
-        local = name[len(prefix) + 1 :] if prefix else name
         try:
-            old = model.get_submodule(local)
+            old = model.get_submodule(name)
         except AttributeError:
             raise ArtifactError(f"quantization_config names module {name}, which the model does not have") from None
         for tied, source in ties.items():
-            if f"{local}.weight" in (tied, source):
+            if f"{name}.weight" in (tied, source):
                 raise ArtifactError(f"config.json ties {tied} to {source}, but {name} is compressed on its own")
-        parent, _, leaf = local.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, _compressed(name, old, entry))
-        done.append(name)
-    return done
+        model.set_submodule(name, _compressed(name, old, entry))
 
 
 @dataclass(frozen=True)
@@ -201,11 +193,6 @@ class Chosen:
 
     choice: Choice
     wanted: str
-
-    @property
-    def layout(self) -> str:
-        """Name of the weight layout of the decode kernel."""
-        return self.choice.decode.layout
 
 
 def choose(

@@ -1,8 +1,8 @@
 """transformers integration: `AutoModelForCausalLM.from_pretrained` for artifacts with quant_method `compress`.
 
-`import runtime` is enough (see `runtime.layers.hook`). Weights stay packed; the kernels are those of `runtime.load`.
-Artifacts that use compressed-tensors formats only say so in their config and are loaded by the compressed-tensors
-package instead.
+Importing this module registers it; `import runtime` is enough (see `runtime.layers.hook`). Weights stay packed; the kernels are
+those of `runtime.load`. Artifacts that use compressed-tensors formats only say so in their config and are loaded by the
+compressed-tensors package instead.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ class CompressHfQuantizer(HfQuantizer):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         for name, module in list(model.named_modules()):
             if isinstance(module, CompressedModule):
-                parent, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(parent), leaf, module.dense(dtype))
+                model.set_submodule(name, module.dense(dtype))
         return model
 
     def is_serializable(self) -> bool:
@@ -120,8 +119,6 @@ def _require_loaded(name: str, module: CompressedModule) -> None:
         raise ArtifactError(f"tensor {name}.{missing[0]} is missing from the checkpoint")
 
 
-def register() -> None:
-    """Add `compress` to the tables of transformers, once."""
-    if OWN_METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantization_config(OWN_METHOD)(CompressConfig)
-        register_quantizer(OWN_METHOD)(CompressHfQuantizer)
+if OWN_METHOD not in AUTO_QUANTIZER_MAPPING:
+    register_quantization_config(OWN_METHOD)(CompressConfig)
+    register_quantizer(OWN_METHOD)(CompressHfQuantizer)

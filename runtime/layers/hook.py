@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib import import_module
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
 TABLE = "transformers.quantizers.auto"
+QUANTIZER = "runtime.layers.hf"  # registers itself when it is imported
 
 
 def install_hook() -> None:
@@ -21,15 +23,9 @@ def install_hook() -> None:
     nothing.
     """
     if TABLE in sys.modules:
-        _register()
+        import_module(QUANTIZER)
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-
-
-def _register() -> None:
-    from runtime.layers.hf import register
-
-    register()
 
 
 class _Finder(MetaPathFinder):
@@ -41,22 +37,11 @@ class _Finder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader)
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                import_module(QUANTIZER)
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
-
-
-class _Then(Loader):
-    """The module's own loader, and our registration after it."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        _register()

@@ -47,4 +47,6 @@ def install_compressed(model: PreTrainedModel, config: dict[str, Any], stored: C
         return frozenset()
     from runtime.layers.compressed_linear import install
 
-    return frozenset(install(model, entries_of(model, quantization, stored)))
+    entries = entries_of(model, quantization, stored)
+    install(model, entries)
+    return frozenset(entries)

@@ -50,6 +50,7 @@ def load_draft(path: Path, target: Artifact, device: torch.device, trust_remote_
         RequestError: it is a draft of another target, or has another vocabulary. UnfitError: its cache takes no tokens back.
         ArtifactError: it cannot be read.
     """
+    from runtime.engines.choose import fused_engine
     from runtime.engines.torch.engine import Blueprint
 
     artifact, facts = Artifact(path, trust_remote_code), draft_facts(path)
@@ -90,17 +91,6 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
     read_header(file)  # says in a sentence what is wrong
     return load_file(file)
-
-
-def fused_engine(engine: Any) -> Any:
-    """The fused engine of the device where it computes the model, also one of uncompressed weights; else the engine itself."""
-    if engine.device.type == "cuda":
-        from runtime.engines.cuda import take_over as take_over_cuda
-
-        return take_over_cuda(engine) or engine
-    from runtime.engines.native.engine import take_over
-
-    return take_over(engine) or engine
 
 
 def why_not_back(engine: Any) -> str | None:

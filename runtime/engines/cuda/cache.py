@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runtime.engines.cuda.parts import Parts
+from runtime.engines.llama_structure import Program
 
 
 @dataclass(frozen=True)
@@ -32,28 +32,20 @@ class Memory:
     """Keys and values of all layers, each `[pages + 1, page_size, kv_heads, head_dim]`; the last page is scratch, for padding.
 
     Attributes:
-        steps: `runtime.engines.cuda.steps.Steps` over this memory, whose graphs hold its addresses; made on first use.
+        tensors: keys and values of the first layer, of the second, ...
+        scratch: the page that padding writes to.
+        steps: `runtime.engines.cuda.engine.Steps` over this memory, whose graphs hold its addresses; made on first use.
     """
 
-    def __init__(self, parts: Parts, page_size: int, count: int, device: torch.device) -> None:
-        shape = (count + 1, page_size, parts.kv_heads, parts.head_dim)
+    def __init__(self, program: Program, page_size: int, count: int, device: torch.device) -> None:
+        shape = (count + 1, page_size, program.kv_heads, program.head_dim)
         # Zeros: the plain attention multiplies what it masks, and memory that was never written may hold NaN.
-        make = [torch.zeros(shape, dtype=parts.dtype, device=device) for _ in range(2 * len(parts.blocks))]
-        self.keys, self.values = make[0::2], make[1::2]
+        self.tensors = [torch.zeros(shape, dtype=program.dtype, device=device) for _ in range(2 * len(program.blocks))]
+        self.keys, self.values = self.tensors[0::2], self.tensors[1::2]
         self.layers = [CacheLayer(*layer) for layer in zip(self.keys, self.values, strict=True)]
-        self.count = count
+        self.count = self.scratch = count
         self.page_size = page_size
         self.steps: Any = None
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Keys of all layers, then values of all layers."""
-        return [*self.keys, *self.values]
-
-    @property
-    def scratch(self) -> int:
-        """The page that padding writes to."""
-        return self.count
 
 
 class Pool:

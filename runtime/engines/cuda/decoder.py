@@ -1,15 +1,27 @@
-"""A Llama-like decoder over packed rows: tokens of any sequences side by side, no batch dimension, no padding."""
+"""A Llama-like decoder over packed rows: tokens of any sequences side by side, no batch dimension, no padding.
+
+Prompts are read in chunks: each token sees its sequence's earlier ones in the cache, and those of its chunk before it. All chunks of a
+step are one call of torch's variable-length flash attention, where that computes what it should.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 
-from runtime.engines.cuda.cache import Memory, Rows
+from runtime.engines.cuda.cache import CacheLayer, Memory, Rows
 from runtime.engines.cuda.ops import Ops
-from runtime.engines.cuda.parts import Parts
+from runtime.engines.llama_structure import Program
+
+_log = logging.getLogger("compress.engine")
 
 #: Block number and queries `[rows, heads, head_dim]` -> what they find in the cache, the same shape.
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
@@ -22,7 +34,7 @@ class Decoder:
         embeds: whether `embed` may be captured in a graph.
     """
 
-    def __init__(self, parts: Parts, ops: Ops, positions: int) -> None:
+    def __init__(self, parts: Program, ops: Ops, positions: int) -> None:
         self.parts = parts
         self.ops = ops
         self.rotations = torch.cat(parts.rotation(positions), dim=-1)
@@ -34,19 +46,15 @@ class Decoder:
 
     def __call__(
         self, hidden: torch.Tensor, rows: Rows, memory: Memory, attend: Attend, wanted: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Keys and values of all rows are written; logits `[rows or wanted, vocabulary]` in the model's dtype.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits `[rows or wanted, vocabulary]` and what the head reads of all rows, `[rows, hidden]`, both in the model's dtype.
+
+        Keys and values of all rows are written.
 
         Args:
             hidden: `embed(rows.ids)`.
             wanted: indices of the rows whose logits are computed; None: all.
         """
-        return self.parts.head(self.states(hidden, rows, memory, attend, wanted))
-
-    def states(
-        self, hidden: torch.Tensor, rows: Rows, memory: Memory, attend: Attend, wanted: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """As a call, but what the head reads: `[rows or wanted, hidden]`."""
         parts, norm = self.parts, self.ops.rms_norm
         x, residual = norm(hidden, parts.blocks[0].input_norm, parts.eps)
         for i, block in enumerate(parts.blocks):
@@ -56,7 +64,109 @@ class Decoder:
             found = block.down(self.ops.swiglu(block.gate_up.whole(x)))
             if i + 1 < len(parts.blocks):
                 x, residual = norm(found, parts.blocks[i + 1].input_norm, parts.eps, residual)
-        if wanted is not None:
-            found, residual = found[wanted], residual[wanted]
         x, _ = norm(found, parts.final_norm, parts.eps, residual)
-        return x
+        return parts.head(x if wanted is None else x[wanted]), x
+
+
+MOST_SCORES = 1 << 25  # of a mask: longer chunks are cut
+
+
+def chunk_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: float, window: int
+) -> torch.Tensor:
+    """Causal attention of one chunk.
+
+    Args:
+        q: `[tokens, heads, head_dim]`, at positions start ...
+        k, v: `[start + tokens, kv_heads, head_dim]`.
+        window: each token sees the last `window` positions, its own included; 0: all.
+    """
+    tokens, heads, _ = q.shape
+    ends = k.shape[0]
+    first = max(0, start + 1 - window) if window else 0  # nobody sees what lies before
+    queries, keys, values = (t.transpose(0, 1)[None] for t in (q, k[first:], v[first:]))
+    grouped = heads != k.shape[1]
+    if start == 0 and (not window or window >= tokens):
+        y = functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+        return y[0].transpose(0, 1)
+    if grouped:  # with a mask, the fused kernels want as many heads on both sides
+        keys, values = (t.repeat_interleave(heads // k.shape[1], dim=1) for t in (keys, values))
+    out = []
+    step = max(1, MOST_SCORES // (ends - first))
+    place = torch.arange(first, ends, device=q.device)[None]
+    for begin in range(0, tokens, step):
+        at = torch.arange(start + begin, start + min(tokens, begin + step), device=q.device)[:, None]
+        mask = place <= at
+        if window:
+            mask &= place > at - window
+        part = queries[:, :, begin : begin + step]
+        out.append(functional.scaled_dot_product_attention(part, keys, values, attn_mask=mask, scale=scale))
+    return torch.cat(out, dim=2)[0].transpose(0, 1)
+
+
+class ChunkAttention:
+    """Attention of the chunks of a step, whose rows lie one after another.
+
+    Args:
+        starts: position of each chunk's first token. counts: its tokens.
+        slots: int64, on the device: where the positions 0 .. start + count - 1 of each chunk's sequence are in the cache, one
+            chunk after another.
+    """
+
+    def __init__(self, starts: Sequence[int], counts: Sequence[int], slots: torch.Tensor, scale: float) -> None:
+        self._starts, self._counts, self._slots, self._scale = list(starts), list(counts), slots, scale
+        self._lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+
+    def __call__(self, q: torch.Tensor, layer: CacheLayer, window: int) -> torch.Tensor:
+        """`[rows, heads, head_dim]`."""
+        k, v = (tensor.flatten(0, 1)[self._slots] for tensor in layer)
+        at_once = q.device.type == "cuda" and is_exact(q.device, q.dtype, *q.shape[1:2], *k.shape[1:], window > 0)
+        return self.together(q, k, v, window) if at_once else self.apart(q, k, v, window)
+
+    @cached_property
+    def _ends(self) -> torch.Tensor:
+        """Where the chunks' queries and keys end, int32 `[2, chunks + 1]`, on the device."""
+        ends = [[0, *accumulate(self._counts)], [0, *accumulate(self._lengths)]]
+        return torch.tensor(ends, dtype=torch.int32).to(self._slots.device)
+
+    def together(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+        """In one call; keys and values of the chunks one after another, `[sum of lengths, kv_heads, head_dim]`."""
+        queries, keys = self._ends
+        found: Any = varlen_attn(
+            q, k, v, queries, keys, max(self._counts), max(self._lengths),
+            scale=self._scale, window_size=(window - 1 if window else -1, 0), enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        return found
+
+    def apart(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+        """As `together`, chunk by chunk."""
+        chunks = zip(q.split(self._counts), k.split(self._lengths), v.split(self._lengths), self._starts, strict=True)
+        return torch.cat([chunk_attention(*chunk, self._scale, window) for chunk in chunks])
+
+
+@cache
+def is_exact(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, windowed: bool) -> bool:
+    """Whether chunks may be computed `together` here: tried once, on chunks with and without a cached beginning."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return False
+    starts, counts, window = [0, 21, 3], [9, 5, 17], 6 if windowed else 0
+    generator = torch.Generator().manual_seed(0)
+
+    def random(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, size, generator=generator).to(device, dtype)
+
+    length = sum(starts) + sum(counts)
+    attention = ChunkAttention(starts, counts, torch.arange(length, device=device), size**-0.5)
+    q, k, v = random(sum(counts), heads), random(length, kv_heads), random(length, kv_heads)
+    wanted = attention.apart(q, k, v, window).float()
+    try:
+        error = float((attention.together(q, k, v, window).float() - wanted).abs().max())
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as problem:
+        _log.info("variable-length attention does not run here: %s", problem)
+        return False
+    if not error < 0.05:
+        _log.warning("variable-length attention is off by %.3g here and is not used", error)
+        return False
+    return True

@@ -15,21 +15,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Sequence
-from itertools import accumulate
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runtime.engines.base import Chunk
+from runtime.engines.base import Chunk, output_rows
 from runtime.engines.cuda import ops
 from runtime.engines.cuda.cache import Memory, Pool, Rows
-from runtime.engines.cuda.decoder import Decoder
-from runtime.engines.cuda.parts import Parts, read_parts
-from runtime.engines.cuda.prefill import ChunkAttention
-from runtime.engines.cuda.steps import Capture, CudaGraphs, Steps
-from runtime.engines.llama_structure import FusedEngine
-from runtime.errors import RequestError
+from runtime.engines.cuda.decoder import ChunkAttention, Decoder
+from runtime.engines.llama_structure import FusedEngine, Program, read_program
+from runtime.errors import RequestError, first_line
 
 if TYPE_CHECKING:
     from runtime.engines.torch.engine import TorchEngine
@@ -39,6 +37,165 @@ MOST_ROWS = 2048
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 UNLIMITED = 1 << 17  # positions, where a model names no limit
 _log = logging.getLogger("compress.engine")
+
+
+#: Computes from what static tensors hold now. Of a captured computation, the next call of any that the same `Capture` made may overwrite
+#: the result.
+Computation = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+
+#: Makes a captured computation of one. May run it any number of times, so running it twice must be like running it once.
+Capture = Callable[[Computation], Computation]
+
+
+class CudaGraphs:
+    """Captures CUDA graphs that share one memory pool. They are never replayed at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._alive: weakref.WeakSet[Computation] = weakref.WeakSet()
+
+    def __call__(self, compute: Computation) -> Computation:
+        if not self._alive:  # a memory pool whose last graph is gone cannot be captured into again
+            self._pool = torch.cuda.graph_pool_handle()
+        here = torch.cuda.current_stream()
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):  # kernels are compiled and tuned, libraries take their workspaces
+                compute()
+        here.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile, for other models.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            output = compute()
+
+        def replay() -> tuple[torch.Tensor, torch.Tensor]:
+            graph.replay()
+            return output
+
+        self._alive.add(replay)
+        return replay
+
+
+_FEW = 4  # page tables that are sent one by one
+
+
+@cache
+def _say_once(reason: str) -> None:
+    _log.warning("decode steps cannot be captured in a CUDA graph and run without one: %s", reason)
+
+
+class Steps:
+    """The steps over one memory.
+
+    A batch is filled up to the next bucket with padding rows: token 0 at position 0 of the scratch page. Their results are
+    dropped, and they touch no page of anybody.
+
+    Args:
+        buckets: batch sizes, ascending. width: most pages of a sequence. capture: None: never.
+    """
+
+    def __init__(
+        self, decoder: Decoder, memory: Memory, buckets: Sequence[int], width: int, capture: Capture | None
+    ) -> None:
+        device = memory.keys[0].device
+        self._decoder, self._capture = decoder, capture
+        # The memory owns its steps: a reference back would keep it until the garbage collector comes by.
+        self._memory: Memory = weakref.proxy(memory)
+        self.buckets = list(buckets)
+        most, pinned = self.buckets[-1], device.type == "cuda"
+        hidden = decoder.parts.final_norm.shape[0]
+        self._numbers = torch.zeros(3 * most, dtype=torch.int32, device=device)
+        self._hidden = torch.zeros(most, hidden, dtype=decoder.parts.dtype, device=device)
+        self._tables = torch.full((most, width), memory.scratch, dtype=torch.int32, device=device)
+        # The host's side of them. `_filled` is what the device has been sent.
+        self._host_numbers = torch.zeros(3 * most, dtype=torch.int32, pin_memory=pinned)
+        self._host_tables = torch.full((most, width), memory.scratch, dtype=torch.int32, pin_memory=pinned)
+        self._filled: list[list[int]] = [[memory.scratch] for _ in range(most)]
+        self._sent = torch.cuda.Event() if pinned else None
+        self._captured: dict[int, Computation] = {}  # by bucket
+        self._width: int | None = None
+
+    def run(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits `[len(chunks), vocabulary]` of chunks of one token each, at most as many as the largest bucket, and what the head
+        reads, `[len(chunks), hidden]`.
+
+        Views: the next run overwrites them.
+        """
+        count = len(chunks)
+        size = next(size for size in self.buckets if size >= count)
+        self._fill([*chunks, *[Chunk([0], 0, [self._memory.scratch])] * (size - count)])
+        if size not in self._captured:
+            self._captured[size] = self._make(size)
+        logits, states = self._captured[size]()
+        return logits[:count], states[:count]
+
+    # ---------------------------------------------------------------- inputs
+    def _rows(self, size: int) -> Rows:
+        ids, positions, slots = self._numbers[: 3 * size].view(3, size)
+        return Rows(ids, positions, slots)
+
+    def _fill(self, chunks: Sequence[Chunk]) -> None:
+        size, page = len(chunks), self._memory.page_size
+        tables: list[list[int]] = []
+        slots: list[int] = []
+        for chunk in chunks:
+            count = chunk.start // page + 1
+            if count > self._tables.shape[1]:
+                most = self._tables.shape[1] * page
+                raise RequestError(f"position {chunk.start} is past the {most} positions that the model was made for")
+            tables.append(list(chunk.pages[:count]))
+            slots.append(chunk.pages[count - 1] * page + chunk.start % page)
+        ids, positions = [chunk.tokens[0] for chunk in chunks], [chunk.start for chunk in chunks]
+        if self._sent is not None:
+            self._sent.synchronize()  # the copies of the step before have left the host's memory, as a rule long ago
+        host, device = self._host_numbers[: 3 * size], self._numbers[: 3 * size]
+        host.copy_(torch.tensor(ids + positions + slots, dtype=torch.int32))
+        device.copy_(host, non_blocking=True)
+        self._send_tables(tables)
+        if self._sent is not None:
+            self._sent.record()
+        if not self._decoder.embeds:  # it cannot be captured: before every replay instead
+            self._hidden[:size] = self._decoder.embed(self._rows(size).ids)
+        # Plain attention reads whole tables; only a graph, whose shapes are frozen, needs all columns.
+        whole = self._capture is not None
+        self._width = None if whole else max(len(table) for table in tables)
+
+    def _send_tables(self, tables: list[list[int]]) -> None:
+        """Page tables that are not those of the step before, to the device."""
+        changed = [row for row, table in enumerate(tables) if self._filled[row] != table]
+        for row in changed:
+            table = self._filled[row] = tables[row]
+            self._host_tables[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
+        if len(changed) > _FEW:  # whole rows lie together, those in between too, whose host side is as it was sent
+            rows = slice(changed[0], changed[-1] + 1)
+            self._tables[rows].copy_(self._host_tables[rows], non_blocking=True)
+            return
+        for row in changed:
+            count = len(tables[row])
+            self._tables[row, :count].copy_(self._host_tables[row, :count], non_blocking=True)
+
+    # ---------------------------------------------------------------- computation
+    def _compute(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        decoder, memory, rows = self._decoder, self._memory, self._rows(size)
+        parts, attention, tables = decoder.parts, decoder.ops.decode_attention, self._tables[:size]
+
+        def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
+            window = parts.blocks[layer].window
+            return attention(q, memory.layers[layer], tables, rows.positions, parts.scale, window, self._width)
+
+        hidden = decoder.embed(rows.ids) if decoder.embeds else self._hidden[:size]
+        return decoder(hidden, rows, memory, attend)
+
+    def _make(self, size: int) -> Computation:
+        compute = partial(self._compute, size)
+        if self._capture is not None:
+            try:
+                return self._capture(compute)
+            except (RuntimeError, NotImplementedError) as error:
+                self._capture = None
+                _say_once(first_line(error))
+        return compute
 
 
 class CudaEngine(FusedEngine):
@@ -54,7 +211,7 @@ class CudaEngine(FusedEngine):
     def __init__(
         self,
         torch_engine: TorchEngine,
-        parts: Parts,
+        parts: Program,
         *,
         page_size: int = PAGE,
         buckets: Sequence[int] = BUCKETS,
@@ -70,9 +227,8 @@ class CudaEngine(FusedEngine):
         self._width = -(-(self.context_length or UNLIMITED) // page_size)  # most pages of a sequence
         with self._on_device():
             self.decoder = Decoder(parts, computing or ops.choose(self.device), self._width * page_size)
-        self._spare: Memory | None = (
-            None  # of pools that were thrown away the largest, with the graphs captured over it
-        )
+        # Of pools that were thrown away the largest, with the graphs captured over it.
+        self._spare: Memory | None = None
         self._spare_lock = threading.RLock()  # a pool may be collected in the middle of anything, in `new_pages` too
         self._lock = threading.RLock()
         graphs = "no graphs" if capture is None else "decode steps as CUDA graphs"
@@ -121,80 +277,78 @@ class CudaEngine(FusedEngine):
     def _run(self, memory: Memory, chunks: Sequence[Chunk], hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         if any(chunk.parents is not None for chunk in chunks):
             raise ValueError("this engine verifies chains, no trees")
-        # Where each chunk's rows are in what is returned, and the rows that are computed in decode steps.
-        logits_at = list(accumulate((chunk.outputs for chunk in chunks), initial=0))
-        states_at = list(accumulate((len(chunk.tokens) for chunk in chunks), initial=0))
-        decoding = [i for i, chunk in enumerate(chunks) if chunk.outputs == len(chunk.tokens)]
-        reading = [i for i, chunk in enumerate(chunks) if chunk.outputs < len(chunk.tokens)]
+        decoding = [chunk for chunk in chunks if chunk.outputs == len(chunk.tokens)]
+        reading = [chunk for chunk in chunks if chunk.outputs < len(chunk.tokens)]
+        order = sorted(
+            range(len(chunks)), key=lambda i: chunks[i].outputs < len(chunks[i].tokens)
+        )  # decode steps first
         rows = [
             Chunk([token], chunk.start + place, chunk.pages)
-            for chunk in (chunks[i] for i in decoding)
+            for chunk in decoding
             for place, token in enumerate(chunk.tokens)
         ]
         logits: list[torch.Tensor] = []
         states: list[torch.Tensor] = []
+
+        def add(found: torch.Tensor, x: torch.Tensor) -> None:
+            logits.append(found.to(torch.float32, copy=True))  # the next replay overwrites them
+            if hidden:
+                states.append(x.to(torch.float32, copy=True))
+
+        if rows and memory.steps is None:
+            memory.steps = Steps(self.decoder, memory, self.buckets, self._width, self._capture)
         most = self.buckets[-1]
         for first in range(0, len(rows), most):
-            found, x = self._steps(memory).run(rows[first : first + most], hidden)
-            logits.append(found.to(torch.float32, copy=True))  # the next replay overwrites them
-            if x is not None:
-                states.append(x.to(torch.float32, copy=True))
+            add(*memory.steps.run(rows[first : first + most]))
         if reading:
-            found, x = self._read(memory, [chunks[i] for i in reading], [chunks[i].outputs for i in reading], hidden)
-            logits.append(found.float())
-            if x is not None:
-                states.append(x.float())
-        order = decoding + reading
-        return (
-            _in_order(logits, order, logits_at, (self.parts.vocabulary, self.device)),
-            _in_order(states, order, states_at, (self.parts.final_norm.shape[0], self.device)) if hidden else None,
-        )
+            add(*self._read(memory, reading))
 
-    def _steps(self, memory: Memory) -> Steps:
-        if memory.steps is None:
-            memory.steps = Steps(self.decoder, memory, self.buckets, self._width, self._capture)
-        return memory.steps
+        def in_order(found: list[torch.Tensor], width: int, counts: Sequence[int]) -> torch.Tensor:
+            """The rows of the chunks, `[rows, width]`, in the order in which they are wanted."""
+            if not found:
+                return torch.empty(0, width, device=self.device)
+            together = found[0] if len(found) == 1 else torch.cat(found)
+            if order == sorted(order):
+                return together
+            parts = together.split([counts[i] for i in order])
+            return torch.cat([parts[order.index(i)] for i in range(len(order))])
+
+        width = len(self.parts.final_norm)
+        return (
+            in_order(logits, self.logits_width, [chunk.outputs for chunk in chunks]),
+            in_order(states, width, [len(chunk.tokens) for chunk in chunks]) if hidden else None,
+        )
 
     def read(self, pool: Pool | Memory, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:
         """As `Engine.read`: all tokens of the chunks in one pass, without a graph."""
-        outputs = [len(chunk.tokens) if every else 1 for chunk in chunks]
         with self._lock, self._on_device(), torch.inference_mode():
-            return self._read(_memory(pool), chunks, outputs, False)[0].float()
+            return self._read(_memory(pool), chunks, every)[0].float()
 
-    def _read(
-        self, memory: Memory, chunks: Sequence[Chunk], outputs: Sequence[int], hidden: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `read`: logits after the last `outputs` tokens of each chunk, and what the head reads of all, if that is wanted."""
+    def _read(self, memory: Memory, chunks: Sequence[Chunk], every: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `read`: logits after the last `outputs` tokens of each chunk, and what the head reads of all."""
         page, parts = self.page_size, self.parts
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        cached: list[int] = []
-        ends: list[int] = []
-        for chunk, count in zip(chunks, outputs, strict=True):
-            end = chunk.start + len(chunk.tokens)
-            if end > self._width * page:
-                raise RequestError(f"position {end - 1} is past the {self._width * page} that the model was made for")
-            pages = chunk.pages
-            mine = [pages[place // page] * page + place % page for place in range(end)]
-            ids += chunk.tokens
-            positions += range(chunk.start, end)
-            slots += mine[chunk.start :]
-            cached += mine
-            ends += range(len(ids) - count, len(ids))
-        rows = Rows(*torch.tensor([ids, positions, slots], dtype=torch.int32).to(self.device))
         starts, counts = [chunk.start for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
-        attention = ChunkAttention(starts, counts, torch.tensor(cached).to(self.device), parts.scale)
+        most, ends = self._width * page, [start + count for start, count in zip(starts, counts, strict=True)]
+        if max(ends) > most:
+            raise RequestError(f"position {max(ends) - 1} is past the {most} that the model was made for")
+        # Where each sequence's tokens are in the cache, from its first one on.
+        places = [
+            [chunk.pages[at // page] * page + at % page for at in range(end)]
+            for chunk, end in zip(chunks, ends, strict=True)
+        ]
+        ids = [token for chunk in chunks for token in chunk.tokens]
+        positions = [at for start, end in zip(starts, ends, strict=True) for at in range(start, end)]
+        slots = [slot for mine, start in zip(places, starts, strict=True) for slot in mine[start:]]
+        rows = Rows(*torch.tensor([ids, positions, slots], dtype=torch.int32).to(self.device))
+        cached = torch.tensor([slot for mine in places for slot in mine]).to(self.device)
+        attention = ChunkAttention(starts, counts, cached, parts.scale)
 
         def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
             return attention(q, memory.layers[layer], parts.blocks[layer].window)
 
-        wanted = None if len(ends) == len(ids) else torch.tensor(ends).to(self.device)
-        decoder, embedded = self.decoder, self.decoder.embed(rows.ids)
-        if not hidden:
-            return decoder(embedded, rows, memory, attend, wanted), None
-        x = decoder.states(embedded, rows, memory, attend)
-        return parts.head(x if wanted is None else x[wanted]), x
+        outputs = output_rows(chunks, every)
+        wanted = None if len(outputs) == len(ids) else torch.tensor(outputs).to(self.device)
+        return self.decoder(self.decoder.embed(rows.ids), rows, memory, attend, wanted)
 
     def make_memory(self, count: int) -> Memory:
         """Pages that no pool shares."""
@@ -209,43 +363,13 @@ def _memory(pool: Pool | Memory) -> Memory:
     return pool.memory if isinstance(pool, Pool) else pool
 
 
-def _in_order(
-    found: Sequence[torch.Tensor], order: Sequence[int], starts: Sequence[int], shape: tuple[int, torch.device]
-) -> torch.Tensor:
-    """Rows of chunks that were computed in another order than they are wanted in.
-
-    Args:
-        found: the rows of the chunks `order`, one after another, `[rows, n]` each.
-        starts: where those of each chunk begin in the result, and how many there are.
-        shape: n, and the device, where there are none.
-    """
-    if not found:
-        return torch.empty(0, shape[0], device=shape[1])
-    together = found[0] if len(found) == 1 else torch.cat(list(found))
-    if list(order) == list(range(len(order))):
-        return together
-    here = [row for chunk in order for row in range(starts[chunk], starts[chunk + 1])]
-    back = sorted(range(len(here)), key=here.__getitem__)
-    return together[torch.tensor(back, device=together.device)]
-
-
-def take_over(
-    engine: TorchEngine, *, graphs: bool = True, fuse: bool = True, any_device: bool = False, **options: Any
-) -> CudaEngine | None:
-    """The fused engine for this model, or None where it does not fit (`parts.why_not` says why, and so does the log).
-
-    Args:
-        graphs: replay decode steps as CUDA graphs, on CUDA devices.
-        fuse: join q/k/v and gate/up where their layers allow it.
-        any_device: also on others than CUDA.
-        options: further ones of `CudaEngine`.
-    """
-    if engine.device.type != "cuda" and not any_device:
+def take_over(engine: TorchEngine) -> CudaEngine | None:
+    """The fused engine for this model, or None where it does not fit (the log says why)."""
+    if engine.device.type != "cuda":
         return None
-    with torch.cuda.device(engine.device) if engine.device.type == "cuda" else contextlib.nullcontext():
-        parts = read_parts(engine.module, fuse)
-        if isinstance(parts, Parts):
-            capture = CudaGraphs(engine.device) if graphs and engine.device.type == "cuda" else None
-            return CudaEngine(engine, parts, **{"capture": capture, **options})
-    _log.info("the fused GPU engine does not fit this model: %s", parts)
+    with torch.cuda.device(engine.device):
+        program = read_program(engine.module, fuse=True)
+        if isinstance(program, Program):
+            return CudaEngine(engine, program, capture=CudaGraphs(engine.device))
+    _log.info("the fused GPU engine does not fit this model: %s", program)
     return None

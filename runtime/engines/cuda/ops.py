@@ -1,4 +1,8 @@
-"""Dispatch of the operations between matrix products: Triton kernels on CUDA (and in Triton's interpreter), torch elsewhere."""
+"""Operations between matrix products: Triton kernels on CUDA (and in Triton's interpreter), torch elsewhere.
+
+In torch, which is the reference of the kernels, values are rounded to the model's dtype where transformers rounds; rotation and attention
+are in float32 up to their last rounding.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +13,115 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
-from runtime.engines.cuda import reference
+from runtime.engines.cuda.cache import CacheLayer, Rows
 
 _log = logging.getLogger("compress.engine")
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`h = x + residual` and `weight * h / rms(h)` -> (normalized, h), `[..., hidden]`."""
+    h = x if residual is None else x + residual
+    value = h.float()
+    normal = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normal.to(x.dtype), h
+
+
+def swiglu(parts: Sequence[Tensor]) -> Tensor:
+    """`silu(gate) * up`, of both `[..., I]`, or of one joined product `[..., 2 I]`, gate first."""
+    gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotate heads `[rows, heads, head_dim]` by `rotation` float32 `[rows, rotary]`, cosines first; elements past `rotary` stay."""
+    half = rotation.shape[-1] // 2
+    cosine, sine = rotation[:, None, :half], rotation[:, None, half:]
+    value = x.float()
+    a, b = value[..., :half], value[..., half : 2 * half]
+    turned = torch.cat([a * cosine - b * sine, b * cosine + a * sine, value[..., 2 * half :]], dim=-1)
+    return turned.to(x.dtype)
+
+
+def rotate_and_store(
+    qkv: Sequence[Tensor],
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    rotations: Tensor,
+    rows: Rows,
+    layer: CacheLayer,
+) -> Tensor:
+    """Norms of the heads (if any), rotation, keys and values into the cache; returns the queries `[rows, heads, head_dim]`.
+
+    Args:
+        qkv: queries, keys and values, `[rows, heads * head_dim]`, views of a joined product allowed.
+        norms: weights of the query and key norms.
+        rotations: float32 `[positions, rotary]`, see `rotate`.
+        rows: where the tokens are.
+        layer: of the cache, written to.
+    """
+    heads, size = layer.keys.shape[-2:]
+    q, k, v = (each.reshape(len(each), -1, size) for each in qkv)
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps)[0], rms_norm(k, norms[1], eps)[0]
+    rotation = rotations[rows.positions.long()]
+    at = rows.slots.long()
+    layer.keys.view(-1, heads, size).index_copy_(0, at, rotate(k, rotation))
+    layer.values.view(-1, heads, size).index_copy_(0, at, v)
+    return rotate(q, rotation)
+
+
+def decode_attention(
+    q: Tensor, layer: CacheLayer, tables: Tensor, positions: Tensor, scale: float, window: int, width: int | None = None
+) -> Tensor:
+    """One query a sequence against its pages.
+
+    Args:
+        q: `[rows, heads, head_dim]`.
+        layer: of the cache.
+        tables: `[rows, most pages]`: position p of a row lies in page `tables[row, p // page_size]`; entries behind
+            its position are any valid pages.
+        positions: `[rows]`: of the query; keys 0..position are seen.
+        window: only the last `window` of them; 0: all.
+        width: pages of the longest row, where the caller knows; None: all columns of the table are read.
+
+    Returns:
+        `[rows, heads, head_dim]`.
+    """
+    rows, heads, size = q.shape
+    page, kv_heads = layer.keys.shape[1:3]
+    chosen = tables[:, :width].long()
+    k, v = (tensor[chosen].view(rows, -1, kv_heads, size) for tensor in layer)
+    at = torch.arange(chosen.shape[1] * page, device=q.device)[None]
+    last = positions.long()[:, None]
+    seen = at <= last
+    if window:
+        seen &= at > last - window
+    groups = q.float().view(rows, kv_heads, heads // kv_heads, size)
+    scores = torch.einsum("rkgd,rtkd->rkgt", groups, k.float()) * scale
+    weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
+    v = v.float().masked_fill(~seen[:, :, None, None], 0.0)  # what lies behind was never written, and 0 * NaN is NaN
+    return torch.einsum("rkgt,rtkd->rkgd", weights, v).reshape(rows, heads, size).to(q.dtype)
+
+
 @dataclass(frozen=True)
 class Ops:
-    """Functions with the arguments and results of those in `reference`, but for `swiglu`, which takes the parts of a joined product.
+    """Functions with the arguments and results of those in this file.
 
     Attributes:
         name: "triton", "triton, compiled ahead" or "torch".
     """
 
     name: str
-    rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    swiglu: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-    rotate_and_store: Callable[..., torch.Tensor]
-    decode_attention: Callable[..., torch.Tensor]
+    rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    swiglu: Callable[[Sequence[Tensor]], Tensor]
+    rotate_and_store: Callable[..., Tensor]
+    decode_attention: Callable[..., Tensor]
 
 
-def _torch_swiglu(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
-    return reference.swiglu(gate, up)
-
-
-TORCH = Ops("torch", reference.rms_norm, _torch_swiglu, reference.rotate_and_store, reference.decode_attention)
+TORCH = Ops("torch", rms_norm, swiglu, rotate_and_store, decode_attention)
 
 
 def choose(device: torch.device) -> Ops:
@@ -61,10 +147,10 @@ def kernels() -> Ops:
     from runtime.engines.cuda import paged_attention, rotary_store
     from runtime.kernels.triton import fused
 
-    def swiglu(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return fused.swiglu(parts[0]) if len(parts) == 1 else reference.swiglu(*parts)
+    def joined_swiglu(parts: Sequence[Tensor]) -> Tensor:
+        return fused.swiglu(parts[0]) if len(parts) == 1 else swiglu(parts)
 
-    return Ops("triton", fused.rms_norm, swiglu, rotary_store.rotate_and_store, paged_attention.decode_attention)
+    return Ops("triton", fused.rms_norm, joined_swiglu, rotary_store.rotate_and_store, paged_attention.decode_attention)
 
 
 def with_fallback(ops: Ops) -> Ops:

@@ -101,7 +101,7 @@ def splits(kv_heads: int) -> int:
 def decode_attention(
     q: Tensor, layer: CacheLayer, tables: Tensor, positions: Tensor, scale: float, window: int, width: int | None = None
 ) -> Tensor:
-    """`reference.decode_attention`, its reference. Nothing behind a row's position is read, so `width` does not matter."""
+    """`ops.decode_attention`, its reference. Nothing behind a row's position is read, so `width` does not matter."""
     keys, values = layer
     rows, heads, size = q.shape
     page, kv_heads = keys.shape[1:3]

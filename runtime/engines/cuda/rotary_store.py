@@ -57,7 +57,7 @@ def rotate_and_store(
     rows: Rows,
     layer: CacheLayer,
 ) -> Tensor:
-    """`reference.rotate_and_store`, its reference."""
+    """`ops.rotate_and_store`, its reference."""
     q, k, v = qkv
     keys, values = layer
     kv_heads, size = keys.shape[-2:]

@@ -11,13 +11,12 @@ import ctypes
 import logging
 import threading
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
-from runtime.engines.base import Chunk
+from runtime.engines.base import Chunk, output_rows
 from runtime.engines.llama_structure import FusedEngine
 from runtime.engines.native.parts import Parts, read_parts
 from runtime.kernels.cpu import library
@@ -52,44 +51,41 @@ def _place(pages: Sequence[int], start: int) -> tuple[int, int]:
     return start, pages[start // PAGE]  # what is written to belongs to one sequence
 
 
-def output_rows(chunks: Sequence[Chunk]) -> list[int]:
-    """The rows of a step whose logits are wanted: of each chunk the last `outputs`."""
-    ends = accumulate(len(chunk.tokens) for chunk in chunks)
-    return [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.outputs, end)]
-
-
-def branch_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
-    """Where the rows of chunks are that may be trees, as decoder.h reads it.
+def row_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
+    """The rows of a step, as decoder.h reads them.
 
     Returns:
-        `position`: int64 `[rows]`, in its sequence. `slot`: int64 `[rows]`, where its keys and values are put. `base`, `path`: int64
-        `[rows]`: positions from `base` on are at `slots[path]`, `slots[path + 1]`, ...; `path` -1: all are in order. `slots`: int32, of
-        all branches one after another.
+        `ids`: int64 `[rows]`. `sequence`: int32 `[rows]`, the number of its chunk. `position`: int64 `[rows]`, in its sequence. Only
+        where a chunk is a tree: `slot`: int64 `[rows]`, where its keys and values are put. `base`, `path`: int64 `[rows]`: positions
+        from `base` on are at `slots[path]`, `slots[path + 1]`, ...; `path` -1: all are in order. `slots`: int32, of all branches one
+        after another.
     """
-    position: list[int] = []
-    base: list[int] = []
-    path: list[int] = []
-    slots: list[int] = []
-    slot: list[int] = []
-    for chunk in chunks:
-        count, start = len(chunk.tokens), chunk.start
-        slot += range(start + chunk.cached, start + chunk.cached + count)
-        base += [start] * count
-        if chunk.parents is None:
-            position += range(start, start + count)
-            path += [-1] * count
-            continue
-        branches: list[list[int]] = []
-        for index, parent in enumerate(chunk.parents):
-            branches.append([*(branches[parent] if parent >= 0 else ()), start + index])
-        for branch in branches[chunk.cached :]:
-            position.append(start + len(branch) - 1)
-            path.append(len(slots))
-            slots += branch
-    found = {"position": position, "slot": slot, "base": base, "path": path}
-    return {name: torch.tensor(each) for name, each in found.items()} | {
-        "slots": torch.tensor(slots, dtype=torch.int32)
+    slot = [c.start + c.cached + place for c in chunks for place in range(len(c.tokens))]
+    found = {
+        "ids": [token for chunk in chunks for token in chunk.tokens],
+        "sequence": [number for number, chunk in enumerate(chunks) for _ in chunk.tokens],
+        "position": slot,
     }
+    if any(chunk.parents is not None for chunk in chunks):
+        position: list[int] = []
+        path: list[int] = []
+        slots: list[int] = []
+        for chunk in chunks:
+            if chunk.parents is None:
+                position += range(chunk.start, chunk.start + len(chunk.tokens))
+                path += [-1] * len(chunk.tokens)
+                continue
+            branches: list[list[int]] = []
+            for index, parent in enumerate(chunk.parents):
+                branches.append([*(branches[parent] if parent >= 0 else ()), chunk.start + index])
+            for branch in branches[chunk.cached :]:
+                position.append(chunk.start + len(branch) - 1)
+                path.append(len(slots))
+                slots += branch
+        base = [chunk.start for chunk in chunks for _ in chunk.tokens]
+        found |= {"position": position, "slot": slot, "base": base, "path": path, "slots": slots}
+    short = ("sequence", "slots")
+    return {name: torch.tensor(each, dtype=torch.int32 if name in short else None) for name, each in found.items()}
 
 
 def decoder_of(parts: Parts, blocks: Sequence[Block]) -> Decoder:
@@ -174,8 +170,7 @@ class LlamaEngine(FusedEngine):
         return self.new_pages(count)
 
     def read(self, pool: Pool, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:
-        rows = range(sum(len(chunk.tokens) for chunk in chunks))
-        return self._run(pool, chunks, rows if every else output_rows(chunks))[0]
+        return self._run(pool, chunks, output_rows(chunks, every))[0]
 
     def verify(
         self, pool: Pool, chunks: Sequence[Chunk], hidden: bool = False
@@ -206,7 +201,7 @@ class LlamaEngine(FusedEngine):
         if recorder is not None:
             states = torch.empty(len(self.parts.blocks), *ready.x.shape)
             ready.step.record = states.data_ptr()
-        self._compute(ready.step, pool)
+        self.compute(ready.step, pool)
         if recorder is not None:
             recorder.fill(chunks, states)
         return ready.logits, ready.x
@@ -222,27 +217,15 @@ class LlamaEngine(FusedEngine):
             outputs: rows whose logits are wanted.
             x: float32 `[tokens, hidden]`, contiguous, what the first layer reads; it is overwritten. None: the tokens' embeddings.
         """
-        if len(chunks) == 1 and len(chunks[0].tokens) == 1:  # the common step: no loops in Python
-            chunk = chunks[0]
-            ids = torch.tensor(chunk.tokens)
-            sequence, position = torch.zeros(1, dtype=torch.int32), torch.tensor([chunk.start])
-            last = chunk.start
-        else:
-            ids = torch.tensor([token for chunk in chunks for token in chunk.tokens])
-            counts = torch.tensor([len(chunk.tokens) for chunk in chunks])
-            sequence = torch.arange(len(chunks), dtype=torch.int32).repeat_interleave(counts)
-            position = torch.cat([torch.arange(p.start, p.start + len(p.tokens)) for p in chunks])
-            last = max(p.start + len(p.tokens) for p in chunks) - 1
-        tensors = {"sequence": sequence, "position": position}
-        if any(chunk.parents is not None for chunk in chunks):
-            tensors |= branch_tensors(chunks)
-            last = int(tensors["position"].max())
+        tensors = row_tensors(chunks)
+        ids = tensors.pop("ids")
+        end = max(chunk.start + chunk.cached + len(chunk.tokens) for chunk in chunks)
         width = max(len(chunk.pages) for chunk in chunks)
         pages = [[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in chunks]
         tensors["pages"] = torch.tensor(pages, dtype=torch.int32)
         # A lookup is a tensor of its own: C may overwrite it.
         tensors["x"] = self._embedding(ids).float().contiguous() if x is None else x
-        tensors["cosine"], tensors["sine"] = self._rotation(last + 1)
+        tensors["cosine"], tensors["sine"] = self._rotation(end)
         tensors["output"] = torch.tensor(list(outputs), dtype=torch.int32)
         tensors["logits"] = torch.empty(len(outputs), self.parts.vocabulary)
         tensors["memory"] = self._memory(decoder, ids.numel())
@@ -257,13 +240,9 @@ class LlamaEngine(FusedEngine):
         )
         return Ready(step, tensors["logits"], tensors["x"], tensors)
 
-    def compute(self, step: Step) -> None:
-        """Run a prepared step whose weights are all in memory."""
+    def compute(self, step: Step, pool: Pool | None = None) -> None:
+        """Run a prepared step; the pool is what engines look up that do not have all weights in memory."""
         self._library.decoder_step(ctypes.byref(step), torch.get_num_threads())
-
-    def _compute(self, step: Step, pool: Pool) -> None:
-        """All layers of a step on a pool, and the head."""
-        self.compute(step)
 
     def _memory(self, decoder: Decoder, rows: int) -> torch.Tensor:
         """Scratch memory of this thread, reused by its next step."""

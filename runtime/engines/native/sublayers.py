@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from runtime.engines.base import Chunk
-from runtime.engines.native.engine import LlamaEngine, Pool, decoder_of, output_rows
-from runtime.engines.native.parts import HEAD_NORMS, MLP, PROJECTIONS, dense_linear
+from runtime.engines.base import Chunk, output_rows
+from runtime.engines.llama_structure import read_block
+from runtime.engines.native.engine import LlamaEngine, Pool, decoder_of
+from runtime.engines.native.parts import MLP, PROJECTIONS, Structures
 from runtime.errors import ArtifactError
 from runtime.kernels.cpu.decoder import PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder
 from runtime.kernels.cpu.library import KINDS, TYPES, Linear
@@ -70,7 +71,9 @@ class View:
     def weight_bytes(self) -> float:
         """Bytes of weights that a token reads."""
         blocks = self.engine.parts.blocks
-        return head_bytes(self.engine) + sum(block_bytes(blocks[layer], skip) for layer, skip in self._skips.items())
+        return linear_bytes(self.engine.parts.decoder.head) + sum(
+            block_bytes(blocks[layer], skip) for layer, skip in self._skips.items()
+        )
 
     @torch.inference_mode()
     def _run(self, pool: Pool, chunks: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,11 +100,6 @@ def block_bytes(block: Block, skip: int = 0) -> float:
     """Bytes of weights that a token reads of a block."""
     fields = [*(() if skip & SKIP_ATTENTION else PROJECTIONS), *(() if skip & SKIP_MLP else MLP)]
     return sum(linear_bytes(getattr(block, field)) for field in fields)
-
-
-def head_bytes(engine: LlamaEngine) -> float:
-    """Bytes of the head's weights."""
-    return linear_bytes(engine.parts.decoder.head)
 
 
 def linear_bytes(linear: Linear) -> float:
@@ -147,30 +145,28 @@ class Adapter:
         self.engine = engine
         self.most_rows, self.logits_width = engine.most_rows, engine.logits_width
         self.page_bytes = 2 * parts.kv_heads * parts.head_dim * PAGE * parts.cache_dtype.itemsize
-        like = parts.blocks[layer]
-        left = dict(tensors)
-        self._keep: list[torch.Tensor] = []
-        self._where = where
-        hidden = (parts.decoder.hidden,)
-        self.block = Block()
-        self.block.window = like.window
-        for field, name in PROJECTIONS.items():
-            setattr(self.block, field, self._linear(left, f"self_attn.{name}", getattr(like, field)))
-        self.block.input_norm = self._vector(left, "input_layernorm.weight", hidden).data_ptr()
-        for field, name in HEAD_NORMS.items():
-            if getattr(like, field):
-                setattr(self.block, field, self._vector(left, f"self_attn.{name}.weight", (parts.head_dim,)).data_ptr())
-        if any(name.startswith("mlp.") for name in left):
-            for field, name in MLP.items():
-                setattr(self.block, field, self._linear(left, f"mlp.{name}", getattr(like, field)))
-            self.block.mlp_norm = self._vector(left, "post_attention_layernorm.weight", hidden).data_ptr()
-        else:
-            self.block.skip = SKIP_MLP
-        self.norm = self._vector(left, "norm.weight", hidden)
-        if left:
-            raise ArtifactError(f"{where} holds {sorted(left)[0]}, which is no part of an adapter")
+        model: Any = engine.module.model
+        with torch.device("meta"):
+            own = type(model.layers[layer])(model.config, layer)
+            own.norm = type(model.norm)(parts.decoder.hidden)
+        whole = any(name.startswith("mlp.") for name in tensors)
+        wanted = {
+            name: like
+            for name, like in own.state_dict().items()
+            if whole or not name.startswith(("mlp.", "post_attention_"))
+        }
+        for name, like in wanted.items():
+            _check(tensors.get(name), like, name, where)
+        if tensors.keys() != wanted.keys():
+            raise ArtifactError(f"{where} holds {min(tensors.keys() - wanted)}, which is no part of an adapter")
+        own.load_state_dict({name: tensor.contiguous() for name, tensor in tensors.items()}, strict=False, assign=True)
+        structures = Structures()
+        self.block = structures.block(read_block(own, model.config))
+        self.block.skip = 0 if whole else SKIP_MLP
+        self.norm = own.norm.weight.detach().float()
+        self._keep = [tensor for tensor in [*structures.keep, self.norm] if tensor.device.type != "meta"]
         self.weight_bytes = sum(tensor.nbytes for tensor in self._keep)
-        self.read_bytes = block_bytes(self.block, self.block.skip) + head_bytes(engine)
+        self.read_bytes = block_bytes(self.block, self.block.skip) + linear_bytes(parts.decoder.head)
 
     def make_memory(self, count: int) -> Pool:
         """Pages of the adapter's own keys and values."""
@@ -189,30 +185,13 @@ class Adapter:
         self.engine.compute(ready.step)
         return ready.logits
 
-    # ---------------------------------------------------------------- tensors
-    def _linear(self, left: dict[str, torch.Tensor], name: str, like: Linear) -> Linear:
-        weight = self._take(left, f"{name}.weight", (like.rows, like.columns))
-        if weight.dtype not in TYPES:
-            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
-            raise ArtifactError(
-                f"{self._where}: {name} is {str(weight.dtype).removeprefix('torch.')}; allowed are {kinds}"
-            )
-        weight = weight.contiguous()
-        self._keep.append(weight)
-        linear = dense_linear(weight)
-        if f"{name}.bias" in left:
-            linear.bias = self._vector(left, f"{name}.bias", (like.rows,)).data_ptr()
-        return linear
 
-    def _vector(self, left: dict[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        vector = self._take(left, name, shape).float().contiguous()
-        self._keep.append(vector)
-        return vector
-
-    def _take(self, left: dict[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = left.pop(name, None)
-        if tensor is None:
-            raise ArtifactError(f"{self._where} has no {name}")
-        if tuple(tensor.shape) != shape:
-            raise ArtifactError(f"{self._where}: {name} is {list(tensor.shape)}, and this model needs {list(shape)}")
-        return tensor
+def _check(tensor: torch.Tensor | None, like: torch.Tensor, name: str, where: str) -> None:
+    """ArtifactError for a tensor of an adapter that is missing, of another shape, or of a dtype that C does not read."""
+    if tensor is None:
+        raise ArtifactError(f"{where} has no {name}")
+    if tensor.shape != like.shape:
+        raise ArtifactError(f"{where}: {name} is {list(tensor.shape)}, and this model needs {list(like.shape)}")
+    if tensor.dtype not in TYPES:
+        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
+        raise ArtifactError(f"{where}: {name} is {str(tensor.dtype).removeprefix('torch.')}; allowed are {kinds}")

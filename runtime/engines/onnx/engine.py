@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from runtime.checkpoint.export_directory import Export
+from runtime.engines.base import EngineOptions
 from runtime.engines.onnx.session import DTYPES, OnnxGraphs, cache_names
 from runtime.engines.rows import RowEngine
 from runtime.errors import ArtifactError, RequestError
@@ -241,23 +242,22 @@ class OnnxEngine(OnnxGraphs, RowEngine):
             new[:, :, : cache.length] = tensor[:, :, : cache.length]
 
 
-def load_onnx(export: Export, device: torch.device, options: dict[str, Any]) -> Any:
+def load_onnx(export: Export, device: torch.device, options: EngineOptions) -> Any:
     """The engine of an ONNX export; called by `runtime.engines.choose.load_export`.
 
     Raises:
         RequestError: an option that ONNX exports do not take.
     """
-    if options.get("max_memory") is not None:
+    if options.max_memory is not None:
         raise RequestError(
             f"max_memory: ONNX Runtime holds all weights; load the artifact of {export.path} to stream them"
         )
-    dtype = options.get("dtype")
-    if dtype is not None and dtype != DTYPES.get(export.facts.get("dtype", "")):
+    if options.dtype is not None and options.dtype != DTYPES.get(export.facts.get("dtype", "")):
         raise RequestError(f"dtype: {export.path} computes in {export.facts.get('dtype')}; export it again in another")
     kind = str(export.facts.get("kind"))
     if kind not in _ENGINES:
         raise ArtifactError(f"{export.path}: export.json has kind {kind!r}; known are {', '.join(_ENGINES)}")
-    return _ENGINES[kind](export, device, options.get("kernels", "auto"), options.get("threads"))
+    return _ENGINES[kind](export, device, options.kernels, options.threads)
 
 
 _ENGINES = {"decoder": OnnxEngine, "encoder": OnnxEncoderEngine, "encoder-decoder": OnnxSeq2SeqEngine}

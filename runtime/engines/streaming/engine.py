@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ from runtime.system.memory import free_bytes
 
 if TYPE_CHECKING:
     from runtime.kv_cache.policy.policy import Policy
+
+
+Values = list[tuple[Place, torch.Tensor]]
 
 
 class _Streamed:
@@ -54,36 +58,29 @@ class StreamedTorch(_Streamed, TorchEngine):
     ) -> None:
         super().__init__(module, device)
         self._stream(ring, weights)
+        held: list[int] = []  # the slot of the block that is being computed
+
+        def enter(number: int, views: list[Values], block: nn.Module, arguments: Any) -> None:
+            held.append(ring.take(number))
+            put(views[held[0]])
+
+        def leave(views: list[Values], block: nn.Module, arguments: Any, result: Any) -> None:
+            if held:  # `enter` may have failed
+                put(views[-1])
+                ring.give(held.pop())
+
         for number, group in moving.items():
+            # What its modules hold while it is in each buffer, and last what they hold otherwise.
             views = [values(module, file.tensors(group, buffer)) for buffer in (*ring.slots.buffers, None)]
-            hooks = _BlockHooks(ring, number, views)
             block = module.get_submodule(group.name)
-            block.register_forward_pre_hook(hooks.enter)
-            block.register_forward_hook(hooks.leave, always_call=True)
+            block.register_forward_pre_hook(partial(enter, number, views))
+            block.register_forward_hook(partial(leave, views), always_call=True)
 
     @torch.inference_mode()
     def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
         with self._lock:
             self.ring.restart()
             return super().forward(*arguments, **named)
-
-
-class _BlockHooks:
-    """Hooks of one block. `views`: what its modules hold while it is in each buffer, and last what they hold otherwise."""
-
-    def __init__(self, ring: Ring, number: int, views: list[list[tuple[Place, torch.Tensor]]]) -> None:
-        self._ring, self._number, self._views = ring, number, views
-        self._slot: int | None = None
-
-    def enter(self, module: nn.Module, arguments: Any) -> None:
-        self._slot = self._ring.take(self._number)
-        put(self._views[self._slot])
-
-    def leave(self, module: nn.Module, arguments: Any, result: Any) -> None:
-        slot, self._slot = self._slot, None
-        if slot is not None:  # None: `enter` failed
-            put(self._views[-1])
-            self._ring.give(slot)
 
 
 _PINNED_SHARE = 0.5  # of the free main memory, for blocks on their way to a GPU
@@ -152,7 +149,7 @@ def _settle(model: Any, file: PreparedFile, groups: list[Group], device: torch.d
         for group in groups:
             memory = aligned(group.size)
             reader.read(memory, group.begin, group.size)
-            tensors = file.tensors(group, torch.frombuffer(memory, dtype=torch.uint8)) if group.size else {}
+            tensors = file.tensors(group, torch.frombuffer(memory, dtype=torch.uint8))
             put(values(model, {name: value.to(device) for name, value in tensors.items()}))
     finally:
         reader.close()
@@ -197,7 +194,8 @@ class StreamedLlama(_Streamed, LlamaEngine):
         with self._lock:
             return super()._run(pool, chunks, outputs)
 
-    def _compute(self, step: Step, pool: Pool) -> None:
+    def compute(self, step: Step, pool: Pool | None = None) -> None:
+        assert pool is not None, "of a whole model"
         outputs, step.outputs = step.outputs, 0
         self.ring.restart()
         for first, last in self._runs:
@@ -205,13 +203,13 @@ class StreamedLlama(_Streamed, LlamaEngine):
             if last == len(self.parts.blocks):
                 step.outputs = outputs
             if first not in self._moves:
-                super()._compute(step, pool)
+                super().compute(step, pool)
                 continue
             with self.ring.block(first) as slot:
                 at, base = ctypes.addressof(pool.blocks[first]), self.ring.slots.buffers[slot].data_ptr()
                 for offset, distance in self._moves[first]:
                     ctypes.c_void_p.from_address(at + offset).value = base + distance
-                super()._compute(step, pool)
+                super().compute(step, pool)
 
 
 def _addresses(structure: ctypes.Structure, at: int = 0) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import mmap
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -61,13 +60,11 @@ class Contents:
         key: the cache's key.
         groups: the first is what is outside the blocks, the others are the blocks in order.
         aliases: {parameter: the parameter it is}.
-        orders: {tensor that is not contiguous: order of its dimensions on disk}.
     """
 
     key: str
     groups: list[Group] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
-    orders: dict[str, list[int]] = field(default_factory=dict)
 
 
 class Writer:
@@ -87,10 +84,6 @@ class Writer:
         """The next group."""
         begin, self._hash = self._at, hashlib.sha256()
         for name, tensor in tensors.items():
-            order = _order(tensor)
-            if order is not None:
-                self._contents.orders[name] = order
-                tensor = tensor.permute(order)
             self._pad(ALIGNMENT)
             plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             self._put(name, _NAMES[tensor.dtype], list(tensor.shape), memoryview(plain.numpy()))  # type: ignore[arg-type]
@@ -143,17 +136,8 @@ class PreparedFile:
             raise UnusableFileError(f"{path} is no prepared file") from error
         if self.contents.key != key:
             raise UnusableFileError(f"{path} was made for something else")
+        self.groups = self.contents.groups
         self._map: mmap.mmap | None = None
-
-    @property
-    def groups(self) -> list[Group]:
-        """The file's groups of tensors."""
-        return self.contents.groups
-
-    @property
-    def size(self) -> int:
-        """Size of the file as its header says it, bytes."""
-        return self._header.size
 
     def names(self, group: Group) -> list[str]:
         """The tensors of a group."""
@@ -164,27 +148,15 @@ class PreparedFile:
         ]
 
     def specs(self) -> dict[str, TensorSpec]:
-        """Shape and dtype of every tensor as `tensors` gives it.
-
-        Raises:
-            UnusableFileError: one is not in a group as a whole, or its dimensions have no order.
-        """
+        """Shape and dtype of every tensor; UnusableFileError: one is not in a group as a whole."""
         found = {}
         for group in self.groups:
             for name in self.names(group):
                 entry = self._header.tensors[name]
                 if entry.offset + entry.nbytes > group.end:
                     raise UnusableFileError(f"{self.path} has {name} in two groups")
-                found[name] = TensorSpec(tuple(entry.shape[i] for i in self._dimensions(name)), entry.dtype)
+                found[name] = TensorSpec(tuple(entry.shape), entry.dtype)
         return found
-
-    def _dimensions(self, name: str) -> list[int]:
-        """Which dimension on disk each dimension of a tensor is."""
-        count = len(self._header.tensors[name].shape)
-        order = self.contents.orders.get(name, list(range(count)))
-        if sorted(order) != list(range(count)):
-            raise UnusableFileError(f"{self.path} has dimensions of {name} in the order {order}")
-        return [order.index(i) for i in range(count)]
 
     def verify(self) -> None:
         """Compare every group with its SHA-256; UnusableFileError names the first that differs, OSError: it cannot be read."""
@@ -193,24 +165,25 @@ class PreparedFile:
                 if found != group.sha256:
                     raise UnusableFileError(f"{self.path}: the tensors of {group.name or 'the model'} are damaged")
 
-    def tensors(self, group: Group, buffer: Any = None) -> dict[str, torch.Tensor]:
-        """The group's tensors: views of `buffer`, which holds the group's bytes, or of the mapped file.
-
-        `buffer` is a uint8 tensor, or anything with the buffer protocol.
-        """
-        memory, start = (self.mapped(), 0) if buffer is None else (buffer, group.begin)
+    def tensors(self, group: Group, buffer: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """The group's tensors: views of `buffer`, uint8, which holds the group's bytes, or of the mapped file."""
         result = {}
         for name in self.names(group):
             entry = self._header.tensors[name]
-            value = _view(memory, entry.offset - start, entry.nbytes).view(entry.dtype).view(entry.shape)
-            result[name] = value.permute(self._dimensions(name))
+            if buffer is not None:
+                value = buffer[entry.offset - group.begin :][: entry.nbytes]
+            elif entry.nbytes:  # a storage of its own, so that what a model holds can be counted
+                value = torch.frombuffer(self.mapped(), dtype=torch.uint8, count=entry.nbytes, offset=entry.offset)
+            else:
+                value = torch.empty(0, dtype=torch.uint8)
+            result[name] = value.view(entry.dtype).view(entry.shape)
         return result
 
     def mapped(self) -> mmap.mmap:
         """The file as memory: pages are read when they are touched and shared by all processes that map it; writing copies them."""
         if self._map is None:
             with self.path.open("rb") as stream:
-                self._map = mmap.mmap(stream.fileno(), self.size, access=mmap.ACCESS_COPY)
+                self._map = mmap.mmap(stream.fileno(), self._header.size, access=mmap.ACCESS_COPY)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._map.madvise(mmap.MADV_HUGEPAGE)  # larger reads on a cold start, fewer page faults
         return self._map
@@ -234,16 +207,6 @@ def room_for(names: Iterable[str]) -> int:
     return 65536 + sum(6 * (len(name) + 160) for name in names)
 
 
-def _view(memory: Any, offset: int, count: int) -> torch.Tensor:
-    if isinstance(memory, torch.Tensor):
-        return memory[offset : offset + count]
-    if not count:
-        return torch.empty(0, dtype=torch.uint8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # memory that cannot be written to is fine: nobody does
-        return torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=offset)
-
-
 def _read(header: Header) -> Contents:
     digest = header.metadata["digest"]
     if hashlib.sha256(header.raw.replace(digest.encode(), _DIGEST.encode(), 1)).hexdigest() != digest:
@@ -259,14 +222,6 @@ def _read(header: Header) -> Contents:
     if at != header.size:
         raise ValueError("groups do not cover the file")
     return found
-
-
-def _order(tensor: torch.Tensor) -> list[int] | None:
-    """Dimensions by stride, for a tensor that is dense but not contiguous (transposed); kernels care for such things."""
-    if tensor.is_contiguous():
-        return None
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return order if tensor.permute(order).is_contiguous() else None
 
 
 # A model's tensors in groups: what is outside the repeated blocks, then each block. Taken out of modules and put back by name.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from runtime.checkpoint.export_directory import Export
+from runtime.engines.base import EngineOptions
 from runtime.engines.rows import RowEngine
 from runtime.engines.tensorrt.cache import Rows, Sizes
 from runtime.engines.tensorrt.session import Gpu, Session, deserialize, make_logger
@@ -94,12 +95,12 @@ class TensorrtEngine(RowEngine):
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
 
-def load_tensorrt(export: Export, device: torch.device, options: dict[str, Any]) -> TensorrtEngine:
+def load_tensorrt(export: Export, device: torch.device, options: EngineOptions) -> TensorrtEngine:
     """The engine of a TensorRT export.
 
     Args:
         export: the directory and its facts. device: a GPU.
-        options: `runtime.load`'s remaining keywords. `max_memory` bounds the weights on the GPU of engines built with weight
+        options: of `runtime.load`. `max_memory` bounds the weights on the GPU of engines built with weight
             streaming; the others are fixed when an engine is built and may only be left at their defaults.
 
     Raises:
@@ -156,12 +157,12 @@ def make_gpu(device: torch.device) -> Gpu:
     return Gpu(device)
 
 
-def _check_options(options: dict[str, Any], facts: dict[str, Any]) -> int | None:
+def _check_options(options: EngineOptions, facts: dict[str, Any]) -> int | None:
     """The bound of `max_memory` in bytes; RequestError for what an engine cannot change any more."""
-    for name, value in options.items():
+    for name, value in vars(options).items():
         if name not in ("max_memory", "threads") and value not in (None, "auto"):
             raise RequestError(f"{name} is fixed when a TensorRT engine is built; leave it out")
-    bound = options.get("max_memory")
+    bound = options.max_memory
     if bound is None:
         return None
     if not facts["weight_streaming"]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from runtime.engines.base import Chunk
-from runtime.engines.rows import RowEngine, RowPool, pad_left
+from runtime.engines.rows import RowEngine, RowPool, flat, pad_left
 from runtime.errors import first_line
 from runtime.kv_cache import drafts
 from runtime.kv_cache.layer import CompressedLayer
@@ -38,26 +39,14 @@ class Columns:
     """Layers whose caches have the same columns, since they see equally far.
 
     Attributes:
-        kind: of attention, as configs say it.
         layers: their indices.
         window: tokens that each token sees, its own included; 0: all before it.
         places: int64 `[batch, columns]`: the position in its sequence of what a column holds, or `HOLE`.
     """
 
-    kind: str
     layers: list[int]
     window: int
     places: torch.Tensor
-
-    def visible(self, positions: torch.Tensor) -> torch.Tensor:
-        """Which columns tokens at `positions` `[batch, q]` see: bool `[batch, q, columns]`."""
-        places = self.places[:, None]
-        seen = (places >= 0).expand(-1, positions.shape[1], -1)
-        return seen & (places > positions[:, :, None] - self.window) if self.window else seen
-
-    def needed(self, lengths: Sequence[int]) -> int:
-        """Columns that would do, for sequences of these lengths."""
-        return max(min(length, self.window or length) for length in lengths)
 
 
 def columns(config: Any) -> list[Columns] | str:
@@ -76,8 +65,7 @@ def columns(config: Any) -> list[Columns] | str:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             return f"caches with {type(layer).__name__}, which cannot hold the branches of a draft"
         window = int(getattr(layer, "sliding_window", 0))
-        kind = "sliding_attention" if window else "full_attention"
-        found.setdefault(window, Columns(kind, [], window, empty)).layers.append(index)
+        found.setdefault(window, Columns([], window, empty)).layers.append(index)
     if len(found) - (0 in found) > 1:
         return "has layers with sliding windows of several sizes"
     return list(found.values())
@@ -125,13 +113,14 @@ class DraftPool(RowPool):
         self._width = 0  # tokens of a row in the last pass, as far as they are not settled
 
     def _pass(
-        self, inputs: tuple[torch.Tensor, ...], mask: Any, hidden: bool, last_only: bool
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, last_only: bool, hidden: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits, and hidden states `[batch, seq, hidden]` where they are asked for."""
-        ids, positions = inputs
-        with states_of(self._module, hidden) as states:
-            logits = self.engine.forward(ids, self.cache, mask, positions, last_only)
-        return logits, states[0].float() if states else None
+        if not hidden:
+            return super()._pass(ids, positions, mask, last_only, hidden)
+        with states_of(self._module) as states:
+            logits, _ = super()._pass(ids, positions, mask, last_only, hidden)
+        # Tokens that a policy puts before the prompt are nobody's.
+        return logits, states[0][:, -ids.shape[1] :].float()
 
     def settle(self) -> None:
         """Of the last pass only what was accepted stays."""
@@ -165,13 +154,13 @@ class TreePool(DraftPool):
     @torch.inference_mode()
     def _begin(self, chunks: Sequence[Chunk], every: bool, hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         ids, mask, positions = pad_left([chunk.tokens for chunk in chunks], self.engine.device)
-        logits, states = self._pass((ids, positions), mask, hidden, True)
+        logits, states = self._pass(ids, positions, mask, True, hidden)
         places = positions if mask is None else positions.masked_fill(mask == 0, HOLE)
         for kind in self._columns:
             kind.places = places
         self._lengths = [len(chunk.tokens) for chunk in chunks]
         self._last = places[:, :0]
-        self._trim()
+        self._close_up()
         if states is not None:
             states = states.flatten(0, 1) if mask is None else states[mask > 0]
         return logits[:, -1], states
@@ -188,13 +177,12 @@ class TreePool(DraftPool):
             numbers, tree, real = _packed(chunks)
             ids, positions = torch.from_numpy(numbers).to(device)
             seen = torch.from_numpy(tree).to(device)
-        logits, states = self._pass((ids, positions), self._seen(positions, seen), hidden, False)
+        logits, states = flat(*self._pass(ids, positions, self._seen(positions, seen), False, hidden))
         self._last, self._width = positions, positions.shape[1]
-        flat = [each.flatten(0, 1) for each in (logits, states) if each is not None]
-        if real is not None:
-            wanted = torch.from_numpy(real).to(device)
-            flat = [each[wanted] for each in flat]
-        return flat[0], flat[1] if hidden else None
+        if real is None:
+            return logits, states
+        wanted = torch.from_numpy(real).to(device)
+        return logits[wanted], None if states is None else states[wanted]
 
     def _seen(self, positions: torch.Tensor, seen: torch.Tensor | None) -> Any:
         """What the model takes as its attention mask: who sees what of the cache and of the chunks themselves."""
@@ -207,14 +195,14 @@ class TreePool(DraftPool):
         own = torch.ones_like(positions, dtype=torch.bool)[:, None] if seen is None else seen
         masks = {}
         for kind in self._columns:
-            new = own
+            whole = torch.cat([(kind.places >= 0)[:, None].expand(-1, positions.shape[1], -1), own], 2)
             if kind.window:
-                new = own & (positions[:, None] > positions[:, :, None] - kind.window)
-            whole = torch.cat([kind.visible(positions), new], 2)[:, None]
+                whole &= torch.cat([kind.places, positions], 1)[:, None] > positions[:, :, None] - kind.window
+            whole = whole[:, None]
             if self._eager:
                 dtype = self._module.dtype
                 whole = torch.zeros((), dtype=dtype, device=whole.device).masked_fill(~whole, torch.finfo(dtype).min)
-            masks[kind.kind] = whole
+            masks["sliding_attention" if kind.window else "full_attention"] = whole
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     # ---------------------------------------------------------------- what stays
@@ -242,9 +230,7 @@ class TreePool(DraftPool):
             self._change(kind, accepted)
         self._lengths = [length + len(path) for length, path in zip(self._lengths, paths, strict=True)]
         self._last = self._last[:, :0]
-        self._trim()
-        for kind in self._columns:
-            self._close_up(kind)
+        self._close_up()
 
     @torch.inference_mode()
     def _drop(self, rows: Sequence[int]) -> None:
@@ -255,24 +241,14 @@ class TreePool(DraftPool):
         self._last = self._last[index]
         self._lengths = [self._lengths[row] for row in rows]
 
-    def _trim(self) -> None:
-        """Drop what no window reaches any more: columns at the front."""
+    def _close_up(self) -> None:
+        """Move every row's tokens to the right where columns have become many that hold nothing, or what no window reaches."""
         for kind in self._columns:
-            if kind.window and max(self._lengths) >= kind.window:
-                coming = torch.tensor(self._lengths, device=kind.places.device)[:, None]
-                gone = int((kind.places > coming - kind.window).any(0).to(torch.uint8).argmax())
-                if gone:
-                    kind.places = kind.places[:, gone:]
-                    self._change(kind, lambda states, gone=gone: states[:, :, gone:])  # type: ignore[misc]
-
-    def _close_up(self, kind: Columns) -> None:
-        """Move every row's tokens to the right where holes have become many."""
-        wanted, present = kind.needed(self._lengths), kind.places.shape[1]
-        if present - wanted <= max(FREE_HOLES, HOLES_SHARE * present):
-            return
-        order = (kind.places >= 0).to(torch.uint8).argsort(dim=1, stable=True)[:, -wanted:]
-        kind.places = kind.places.gather(1, order)
-        self._change(kind, lambda states: gathered(states, order))
+            wanted, present = max(min(length, kind.window or length) for length in self._lengths), kind.places.shape[1]
+            if present - wanted > max(FREE_HOLES, HOLES_SHARE * present):
+                order = (kind.places >= 0).to(torch.uint8).argsort(dim=1, stable=True)[:, -wanted:]
+                kind.places = kind.places.gather(1, order)
+                self._change(kind, partial(gathered, index=order))
 
     def _change(self, kind: Columns, change: Any) -> None:
         for number in kind.layers:
@@ -286,7 +262,7 @@ class ChainPool(DraftPool):
     @torch.inference_mode()
     def _begin(self, chunks: Sequence[Chunk], every: bool, hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert len(chunks) == 1, "sequences over compressed caches are decoded one by one"
-        found = self._read(chunks[0], hidden, True)
+        found = super()._begin(chunks, every, hidden)
         for layer in self.cache.layers:
             # Sliding windows keep what they no longer need until it is known what is taken back. The prompt stays.
             if not isinstance(layer, CompressedLayer) and hasattr(layer, "activate_past_recording"):
@@ -295,18 +271,10 @@ class ChainPool(DraftPool):
 
     @torch.inference_mode()
     def _extend(self, chunks: Sequence[Chunk], every: bool, hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        (chunk,) = chunks
-        assert chunk.parents is None, "chains only"
+        assert chunks[0].parents is None, "chains only"
         self.settle()
-        self._width = len(chunk.tokens)
-        return self._read(chunk, hidden, False)
-
-    def _read(self, chunk: Chunk, hidden: bool, last_only: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        device, count = self.engine.device, len(chunk.tokens)
-        positions = torch.arange(chunk.start, chunk.start + count, device=device)[None]
-        logits, states = self._pass((torch.tensor([chunk.tokens], device=device), positions), None, hidden, last_only)
-        # Tokens that the policy puts before the prompt are nobody's.
-        return logits[0], None if states is None else states[0, -count:]
+        self._width = len(chunks[0].tokens)
+        return super()._extend(chunks, True, hidden)
 
     @torch.inference_mode()
     def keep_paths(self, paths: Sequence[Sequence[int]]) -> None:
@@ -348,13 +316,9 @@ def _packed(chunks: Sequence[Chunk]) -> tuple[np.ndarray[Any, Any], np.ndarray[A
 
 
 @contextmanager
-def states_of(module: Any, wanted: bool) -> Iterator[list[torch.Tensor]]:
-    """What a model's decoder gives its head in the passes of this block, `[batch, seq, hidden]` each; nothing unless it is wanted."""
+def states_of(module: Any) -> Iterator[list[torch.Tensor]]:
+    """What a model's decoder gives its head in the passes of this block, `[batch, seq, hidden]` each."""
     found: list[torch.Tensor] = []
-    if not wanted:
-        yield found
-        return
-
     with module.get_decoder().register_forward_hook(lambda decoder, arguments, output: found.append(output[0])):
         yield found
 

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from runtime.checkpoint.artifact import Artifact
+from runtime.config.settings import ConfigError
 from runtime.engines.rows import RowEngine, RowPool
 from runtime.engines.torch.drafts import MOST_ROWS, ChainPool, TreePool, probe, why_not
-from runtime.errors import ArtifactError, RequestError
-from runtime.kv_cache.layer import STEP_TOKENS
+from runtime.errors import ArtifactError, CompressError, RequestError
+from runtime.kv_cache import drafts
+from runtime.kv_cache.cache import CompressedCache, check_asked, prepare
+from runtime.kv_cache.cache import probe as probe_cache
+from runtime.kv_cache.estimate import needed_bytes
+from runtime.kv_cache.kernels import explain
+from runtime.kv_cache.layer import STEP_TOKENS, CompressedLayer
+from runtime.kv_cache.policy.policy import Policy
+from runtime.kv_cache.shape import Shape
+from runtime.kv_cache.storage.base import StateError
+from runtime.kv_cache.token_store import TokenStore
 from runtime.layers.install import install_compressed
 from runtime.modeling.cache_argument import CACHE_ARGUMENTS, cache_argument
 from runtime.modeling.linear_modules import is_matrix
@@ -24,9 +36,8 @@ from runtime.system.memory import return_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from runtime.engines.torch.compressed_cache import CacheFactory
-    from runtime.kv_cache.policy.policy import Policy
 
+_log = logging.getLogger("compress.kv_cache")
 # Layers in which padding on the left changes nothing for the tokens; others (recurrent, convolutional) carry it along.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -50,6 +61,115 @@ class ModuleEngine:
             elif is_matrix(child):
                 result[name] = f"torch {str(child.weight.dtype).removeprefix('torch.')}"
         return result
+
+    @torch.inference_mode()
+    def keep_rows(self, cache: Any, rows: torch.Tensor) -> None:
+        """Keep only `rows` of a cache of transformers, in this order."""
+        cache.batch_select_indices(rows)
+
+
+class CacheFactory:
+    """What a policy makes of one model's caches.
+
+    Args:
+        module: the model; its attention is prepared for compressed caches.
+        policy: what they do.
+
+    Attributes:
+        description: of the policy, in a few words.
+        prefix: token ids that come before every prompt.
+
+    Raises:
+        ConfigError: the model's attention cannot, calibration is missing, or its device does not go with the policy.
+    """
+
+    def __init__(self, module: PreTrainedModel, policy: Policy) -> None:
+        self.policy, self.plan = policy, policy.plan()
+        self.description, self.prefix = policy.describe(), policy.prefix_tokens
+        prepare(module)
+        probe_cache(module)
+        self._module = module
+        self._shape = Shape.of(module.config, module.dtype)
+        for sentence in policy.idle(module.config):
+            _log.warning("kv_cache.%s", sentence)
+        try:
+            self.new()  # what cannot be made is known now
+        except ValueError as error:
+            raise ConfigError((), str(error), "kv_cache") from error
+
+    def new(self) -> CompressedCache:
+        """An empty cache with this plan."""
+        return CompressedCache(self._module, self.plan)
+
+    def need(self, prompt: int, new: int) -> int:
+        """Bytes that one sequence takes at most, about."""
+        return needed_bytes(self._shape, self.policy, prompt, new)
+
+    def explain(self) -> dict[str, str]:
+        """{"kv_cache.LAYER": the kernel that steps read the layer's cache with}, or "kv-reference" and why none of them does."""
+        device, found = self._module.device, {}
+        shapes = iter(self._shape.layers)
+        for index, layer in enumerate(self.new().layers):
+            if isinstance(layer, CompressedLayer):
+                shape = next(shapes)
+                query = torch.empty(
+                    shape.heads, shape.query_heads // shape.heads, shape.sizes[0], dtype=shape.dtype, device=device
+                )
+                store = TokenStore(shape.heads, shape.sizes, shape.dtype, device, layer.storage)
+                ways = dict.fromkeys(explain(query, region) for region in store.every)
+                found[f"kv_cache.{index}"] = ", ".join(ways)
+        return found
+
+    @contextmanager
+    def failures(self) -> Iterator[None]:
+        """Around a forward pass over a compressed cache.
+
+        Raises:
+            ConfigError: the policy's storage cannot hold what the model computes; the sentence says what can.
+            CompressError: the cache failed otherwise, as where a disk is full.
+        """
+        try:
+            yield
+        except CompressError:
+            raise
+        except StateError as error:
+            raise ConfigError((), str(error), "kv_cache") from error
+        except ValueError as error:
+            raise CompressError(f"kv_cache ({self.description}): {error}") from error
+
+    def length(self, cache: CompressedCache) -> int:
+        """Tokens of the longest row so far, prefix and padding included."""
+        return next(layer.seen for layer in cache.layers if isinstance(layer, CompressedLayer))
+
+    def begin(
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """A prompt `[batch, seq]` with the prefix between its padding, which is on the left, and its tokens; mask and positions too."""
+        batch, count = len(input_ids), len(self.prefix)
+        device = input_ids.device
+        padding = torch.zeros(batch, dtype=torch.int64, device=device) if mask is None else (mask == 0).sum(1)
+        ids = torch.cat([input_ids.new_zeros(batch, count), input_ids], 1)
+        columns = torch.arange(count, device=device)
+        prefix = torch.tensor(self.prefix, device=device).expand(batch, count)
+        ids.scatter_(1, padding[:, None] + columns, prefix)
+        places = torch.arange(ids.shape[1], device=device)[None] - padding[:, None]
+        return ids, self.extend(mask), places.clamp(min=0)
+
+    def extend(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """A mask of prompts and what follows them, with the prefix: rows are padding first, then tokens."""
+        return None if mask is None else torch.cat([mask, mask.new_ones(len(mask), len(self.prefix))], 1)
+
+    def why_not_drafts(self) -> str | None:
+        """Why drafts cannot be verified over these caches; None: they can."""
+        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+        reason = drafts.why_not(self.plan)
+        if reason is not None:
+            return f"the cache is compressed ({self.description}): {reason}"
+        for layer in self.new().layers:
+            if not isinstance(layer, CompressedLayer) and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+                return f"the model caches with {type(layer).__name__} too, which takes no tokens back"
+        return None
 
 
 class TorchEngine(ModuleEngine, RowEngine):
@@ -82,8 +202,6 @@ class TorchEngine(ModuleEngine, RowEngine):
 
     def compress_cache(self, policy: Policy) -> None:
         """Hold keys and values as a policy says from now on; ConfigError where the model cannot."""
-        from runtime.engines.torch.compressed_cache import CacheFactory
-
         self.cache_factory = CacheFactory(self.module, policy)
         self.description += f", compressed cache ({self.cache_factory.description})"
         if self.context_length is not None:
@@ -130,12 +248,8 @@ class TorchEngine(ModuleEngine, RowEngine):
         with nullcontext() if factory is None else factory.failures():
             logits = self.module(**arguments).logits
         if factory is not None:
-            factory.check_read(cache, before, input_ids.shape[1])
+            check_asked(self.module, cache, before + input_ids.shape[1])  # else its output would be wrong, not slow
         return logits[:, -1 if last_only else -width :].float()
-
-    @torch.inference_mode()
-    def keep_rows(self, cache: Any, rows: torch.Tensor) -> None:
-        cache.batch_select_indices(rows)
 
     def cache_bytes(self, cache: Any) -> int:
         if self.cache_factory is not None:

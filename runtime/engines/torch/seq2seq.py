@@ -66,11 +66,6 @@ class TorchSeq2SeqEngine(ModuleEngine):
         ).logits
         return (logits[:, -1:] if last_only else logits).float()
 
-    @torch.inference_mode()
-    def keep_rows(self, cache: Any, rows: torch.Tensor) -> None:
-        """Keep only `rows` of the cache, in this order."""
-        cache.batch_select_indices(rows)
-
     def cache_bytes(self, cache: Any) -> int:
         """Memory of the cache, bytes."""
         layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]

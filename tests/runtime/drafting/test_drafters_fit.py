@@ -19,7 +19,6 @@ from runtime.api.model import Model
 from runtime.checkpoint.artifact import Artifact
 from runtime.drafting.config.build import Target, choose_speculation
 from runtime.drafting.draft_cache import ModuleDraftCache
-from runtime.drafting.drafters import draft_model
 from runtime.drafting.drafters.base import Ask
 from runtime.drafting.drafters.cascade import Cascade
 from runtime.drafting.drafters.composition import Limited
@@ -104,7 +103,7 @@ def test_a_brought_draft_is_a_chain_where_its_method_does_not_fit(
         assert found is not None
         assert type(found.drafter) is not ModelDrafter
         assert isinstance(found.drafter, {"nested": Cascade, "confident": Confident}.get(kind, ModelDrafter))
-    monkeypatch.setattr(draft_model, "fused_engine", lambda engine: engine)  # as without a C compiler
+    monkeypatch.setattr("runtime.engines.choose.fused_engine", lambda engine: engine)  # as without a C compiler
     found = choose_speculation(None, target)
     assert found is not None
     assert type(found.drafter) is ModelDrafter

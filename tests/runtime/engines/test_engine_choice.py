@@ -12,6 +12,7 @@ from tiny_models import llama, save, tokenizer
 
 import runtime
 from runtime.engines import choose
+from runtime.engines.base import EngineOptions
 from runtime.engines.choose import EngineMethod
 from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import RequestError
@@ -68,8 +69,8 @@ def test_it_runs_exports_of_its_target(checkpoint: Path, tmp_path: Path, monkeyp
     with pytest.raises(RequestError, match="loud"):
         runtime.load(export)
 
-    def load(found: Any, device: torch.device, options: dict[str, Any]) -> Any:
-        assert options["threads"] is None
+    def load(found: Any, device: torch.device, options: EngineOptions) -> Any:
+        assert options.threads is None
         return Shouting(runtime.load(found.facts["model"], device=device).engine)
 
     bring(monkeypatch, EngineMethod(load_export=load))

@@ -204,7 +204,7 @@ def test_an_adapter_is_a_layer_of_its_own(name: str, feed_forward: bool, tmp_pat
         (lambda t: t.update({"mlp.up_proj.weight": torch.ones(96, 64)}), "here has no mlp.gate_proj.weight"),
         (
             lambda t: t.update({"self_attn.q_proj.weight": t["self_attn.q_proj.weight"].double()}),
-            "self_attn.q_proj is float64; allowed are float32, bfloat16, float16",
+            "self_attn.q_proj.weight is float64; allowed are float32, bfloat16, float16",
         ),
     ],
 )

@@ -13,6 +13,7 @@ from fake_tensorrt.install import HostGpu, install
 
 import runtime
 import runtime.engines.tensorrt.engine as engines
+from runtime.engines.base import EngineOptions
 from runtime.engines.tensorrt.engine import load_tensorrt
 from runtime.errors import ArtifactError, CompressError, RequestError
 
@@ -181,7 +182,9 @@ def test_an_engine_of_tensorrts_own_layers_is_refused(exports: Any, monkeypatch:
     install(monkeypatch)
     facts = runtime.load(exports(), device="cpu").artifact.facts
     with pytest.raises(ArtifactError, match="export it again"):
-        load_tensorrt(SimpleNamespace(path=exports(), facts={**facts, "network": "native"}), torch.device("cpu"), {})
+        load_tensorrt(
+            SimpleNamespace(path=exports(), facts={**facts, "network": "native"}), torch.device("cpu"), EngineOptions()
+        )
 
 
 def test_a_damaged_plan_is_refused(exports: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,10 +192,10 @@ def test_a_damaged_plan_is_refused(exports: Any, tmp_path: Path, monkeypatch: py
     facts = runtime.load(exports(), device="cpu").artifact.facts
     (tmp_path / "engine.plan").write_bytes(b"nonsense")
     with pytest.raises(ArtifactError, match=r"engine\.plan"):
-        load_tensorrt(SimpleNamespace(path=tmp_path, facts=facts), torch.device("cpu"), {})
+        load_tensorrt(SimpleNamespace(path=tmp_path, facts=facts), torch.device("cpu"), EngineOptions())
     (tmp_path / "engine.plan").unlink()
     with pytest.raises(ArtifactError, match=r"engine\.plan"):
-        load_tensorrt(SimpleNamespace(path=tmp_path, facts=facts), torch.device("cpu"), {})
+        load_tensorrt(SimpleNamespace(path=tmp_path, facts=facts), torch.device("cpu"), EngineOptions())
 
 
 def test_without_a_gpu_it_says_so(exports: Any) -> None:

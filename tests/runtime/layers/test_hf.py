@@ -166,6 +166,7 @@ def test_the_config_survives(tmp_path):
 # ---------------------------------------------------------------- the hook, in fresh interpreters
 ORDERS = {
     "runtime first, twice": "import runtime, importlib; importlib.reload(runtime); import transformers",
+    "the quantizer itself first": "import runtime.hf",
     "runtime last, twice": "import transformers.quantizers.auto, runtime, importlib; importlib.reload(runtime)",
 }
 

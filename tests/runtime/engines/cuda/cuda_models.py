@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from runtime.engines.cuda import CudaEngine, take_over
+from runtime.engines.cuda import CudaEngine
+from runtime.engines.llama_structure import Program, read_program
 from runtime.engines.torch.engine import TorchEngine
 
 SHAPE = {
@@ -46,8 +47,8 @@ def build(name: str, **changes: Any) -> Any:
     return model
 
 
-def engine(model: Any, **options: Any) -> CudaEngine:
-    """The engine over it, on the CPU."""
-    found = take_over(TorchEngine(model, torch.device("cpu")), any_device=True, **{"page_size": 16, **options})
-    assert found is not None
-    return found
+def engine(model: Any, fuse: bool = True, **options: Any) -> CudaEngine:
+    """The engine over it, where it is, without graphs."""
+    program = read_program(model, fuse)
+    assert isinstance(program, Program), program
+    return CudaEngine(TorchEngine(model, model.device), program, **{"page_size": 16, **options})

@@ -10,7 +10,7 @@ import torch
 from triton_interpreter import repair
 
 from runtime.engines.base import Chunk
-from runtime.engines.cuda import ops, paged_attention, reference, rotary_store
+from runtime.engines.cuda import ops, paged_attention, rotary_store
 from runtime.engines.cuda.cache import CacheLayer, Rows
 
 LIMIT = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -48,7 +48,7 @@ def attention(
     if parts is not None:
         paged_attention.splits = lambda _: parts
     found = paged_attention.decode_attention(q, layer, tables, at, size**-0.5, window)
-    near(found, reference.decode_attention(q, layer, tables.clamp(max=count - 1), at, size**-0.5, window))
+    near(found, ops.decode_attention(q, layer, tables.clamp(max=count - 1), at, size**-0.5, window))
     alone = paged_attention.decode_attention(q[1:2], layer, tables[1:2], at[1:2], size**-0.5, window)
     paged_attention.splits = shares
     assert torch.equal(alone[0], found[1]), "a sequence depends on what is beside it"
@@ -68,7 +68,7 @@ def rotation(dtype: torch.dtype, heads: int, kv_heads: int, size: int, rotary: i
     caches[1] = caches[0]
     out = [
         module.rotate_and_store((q, k, v), weights, 1e-5, rotations, rows_at, CacheLayer(*caches[i]))  # type: ignore[attr-defined]
-        for i, module in enumerate((reference, rotary_store))
+        for i, module in enumerate((ops, rotary_store))
     ]
     near(out[1], out[0])
     near(caches[1], caches[0])

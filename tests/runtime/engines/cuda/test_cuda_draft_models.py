@@ -20,8 +20,7 @@ from runtime.drafting.drafters.model import Candidates, ModelDrafter, Parallel
 from runtime.drafting.drafters.staged_speculation import StagedSpeculation
 from runtime.drafting.lengths.fixed import Fixed
 from runtime.engines.base import Chunk
-from runtime.engines.cuda import take_over
-from runtime.engines.torch.engine import TorchEngine
+from runtime.engines.cuda.engine import CudaGraphs
 
 KINDS: dict[str, Any] = {
     "chain": ModelDrafter,
@@ -41,7 +40,7 @@ def lean(noise: float = 0.0, device: str = "cpu", **options: Any) -> Any:
             parameter.data += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
     if device == "cpu":
         return engine(model, **options)
-    return take_over(TorchEngine(model.to(device), torch.device(device)), page_size=16, **options)
+    return engine(model.to(device), capture=CudaGraphs(torch.device(device)), **options)
 
 
 def drafter(kind: str, noise: float = 0.02, **options: Any) -> Any:

@@ -13,6 +13,7 @@ from cuda_models import FAMILIES, build, engine
 
 from runtime.engines.base import Chunk
 from runtime.engines.cuda import CudaEngine, take_over
+from runtime.engines.llama_structure import read_program
 from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import RequestError
 
@@ -220,14 +221,20 @@ def test_memory_goes_without_the_garbage_collector() -> None:
 def test_what_is_not_taken_over() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    cpu = torch.device("cpu")
-    assert take_over(TorchEngine(build("Llama"), cpu)) is None  # the CPU has an engine of its own
+    assert take_over(TorchEngine(build("Llama"), torch.device("cpu"))) is None  # the CPU has an engine of its own
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50, n_positions=32))
-    assert take_over(TorchEngine(gpt2, cpu), any_device=True) is None
     gelu = build("Llama", hidden_act="gelu")
-    assert take_over(TorchEngine(gelu, cpu), any_device=True) is None
     dynamic = build("Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    assert take_over(TorchEngine(dynamic, cpu), any_device=True) is None
     odd = build("Llama")
     odd.model.layers[1].mlp.extra = torch.nn.Linear(4, 4)
-    assert take_over(TorchEngine(odd, cpu), any_device=True) is None
+    words = (
+        (gpt2, "GPT2LMHeadModel"),
+        (gelu, "gelu"),
+        (dynamic, "dynamic"),
+        (odd, "extra"),
+        (build("Llama").double(), "float64"),
+    )
+    for model, word in words:
+        reason = read_program(model)
+        assert isinstance(reason, str)
+        assert word in reason

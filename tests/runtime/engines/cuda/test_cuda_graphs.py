@@ -13,7 +13,7 @@ from cuda_models import build, engine
 from fake_graph import Fake
 
 from runtime.engines.base import Chunk
-from runtime.engines.cuda.steps import Computation
+from runtime.engines.cuda.engine import Computation
 
 
 def test_one_capture_a_bucket_and_a_replay_a_step(truth: Callable[..., torch.Tensor]) -> None:
@@ -130,14 +130,11 @@ def test_an_embedding_that_cannot_be_captured_runs_before_the_graph(truth: Calla
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_graphs_compute_what_plain_calls_do() -> None:
-    from runtime.engines.cuda import take_over
-    from runtime.engines.torch.engine import TorchEngine
+    from runtime.engines.cuda.engine import CudaGraphs
 
     cuda = torch.device("cuda:0")
     model = build("Mistral, window").to(cuda, torch.bfloat16)
-    which, other = (take_over(TorchEngine(model, cuda), graphs=graphs, page_size=16) for graphs in (True, False))
-    assert which is not None
-    assert other is not None
+    which, other = (engine(model, capture=capture) for capture in (CudaGraphs(cuda), None))
     for pages in (8, 8, 30):  # the second pool has the memory of the first, the third has other
         pool, same = which.new_pages(pages), other.new_pages(pages)
         for each, memory in ((which, pool), (other, same)):
@@ -145,6 +142,6 @@ def test_cuda_graphs_compute_what_plain_calls_do() -> None:
         for place in range(9):
             pieces = [Chunk([place], 20 + place, [5, 2]), Chunk([place], 2 + place, [7])][: 1 + place % 2]
             assert torch.equal(which.step(pool, pieces), other.step(same, pieces))
-        assert set(pool.memory.steps._captured) == {(1, False), (2, False)}
+        assert set(pool.memory.steps._captured) == {1, 2}
         assert not any(isinstance(replay, partial) for replay in pool.memory.steps._captured.values())
         del pool, same

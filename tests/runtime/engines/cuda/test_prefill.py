@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.engines.cuda import prefill
+from runtime.engines.cuda import decoder
 from runtime.engines.cuda.cache import CacheLayer
-from runtime.engines.cuda.prefill import ChunkAttention, chunk_attention
+from runtime.engines.cuda.decoder import ChunkAttention, chunk_attention
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: float, window: int) -> torch.Tensor:
@@ -30,7 +30,7 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
 @pytest.mark.parametrize("most", [1 << 25, 64])
 def test_a_piece(start: int, window: int, heads: tuple[int, int], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.engines.cuda.prefill.MOST_SCORES", most)
+    monkeypatch.setattr("runtime.engines.cuda.decoder.MOST_SCORES", most)
     torch.manual_seed(0)
     q, (k, v) = torch.randn(10, heads[0], 8), torch.randn(2, start + 10, heads[1], 8)
     found = chunk_attention(q, k, v, start, 0.3, window)
@@ -39,9 +39,9 @@ def test_a_piece(start: int, window: int, heads: tuple[int, int], most: int, mon
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    prefill.is_exact.cache_clear()
+    decoder.is_exact.cache_clear()
     yield
-    prefill.is_exact.cache_clear()
+    decoder.is_exact.cache_clear()
 
 
 def stand_in(off: int = 0) -> Any:
@@ -65,24 +65,25 @@ def stand_in(off: int = 0) -> Any:
 @pytest.mark.usefixtures("fresh")
 def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(prefill, "varlen_attn", stand_in())
-    assert prefill.is_exact(cpu, torch.bfloat16, 4, 2, 16, False)
-    assert prefill.is_exact(cpu, torch.bfloat16, 4, 2, 16, True)
-    assert not prefill.is_exact(cpu, torch.float32, 4, 2, 16, False)
-    prefill.is_exact.cache_clear()
-    monkeypatch.setattr(prefill, "varlen_attn", stand_in(off=1))
-    assert prefill.is_exact(cpu, torch.bfloat16, 4, 2, 16, False)
-    assert not prefill.is_exact(cpu, torch.bfloat16, 4, 2, 16, True)
-    prefill.is_exact.cache_clear()
+    monkeypatch.setattr(decoder, "varlen_attn", stand_in())
+    assert decoder.is_exact(cpu, torch.bfloat16, 4, 2, 16, False)
+    assert decoder.is_exact(cpu, torch.bfloat16, 4, 2, 16, True)
+    assert not decoder.is_exact(cpu, torch.float32, 4, 2, 16, False)
+    decoder.is_exact.cache_clear()
+    monkeypatch.setattr(decoder, "varlen_attn", stand_in(off=1))
+    assert decoder.is_exact(cpu, torch.bfloat16, 4, 2, 16, False)
+    assert not decoder.is_exact(cpu, torch.bfloat16, 4, 2, 16, True)
+    decoder.is_exact.cache_clear()
 
     def fails(*arguments: Any, **options: Any) -> torch.Tensor:
         raise RuntimeError("not on this device")
 
-    monkeypatch.setattr(prefill, "varlen_attn", fails)
-    assert not prefill.is_exact(cpu, torch.bfloat16, 4, 2, 16, False)
+    monkeypatch.setattr(decoder, "varlen_attn", fails)
+    assert not decoder.is_exact(cpu, torch.bfloat16, 4, 2, 16, False)
 
 
-def test_all_pieces_at_once_and_one_by_one() -> None:
+def test_all_pieces_at_once_and_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder, "varlen_attn", stand_in())
     torch.manual_seed(0)
     starts, counts, page = [0, 5, 20], [7, 1, 13], 8
     keys, values = torch.randn(2, 15, page, 2, 16).to(torch.bfloat16)
@@ -91,15 +92,10 @@ def test_all_pieces_at_once_and_one_by_one() -> None:
     slots = torch.cat([table[at // page] * page + at % page for table, at in zip(tables, places, strict=True)])
     q = torch.randn(sum(counts), 4, 16).to(torch.bfloat16)
     for window in (0, 4):
-        found = ChunkAttention(starts, counts, slots, 0.25)(q, CacheLayer(keys, values), window)
+        attention = ChunkAttention(starts, counts, slots, 0.25)
+        found = attention(q, CacheLayer(keys, values), window)
         k, v = keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
-        together = stand_in()
-        ends = prefill.Ends(starts, counts, torch.device("cpu"))
-        same = together(
-            q, k, v, ends.queries, ends.keys, ends.most_queries, ends.most_keys, scale=0.25,
-            window_size=(window - 1, 0), enable_gqa=True,
-        )  # fmt: skip
-        assert torch.equal(found, same)
+        assert torch.equal(found, attention.together(q, k, v, window))
         row = 0
         for start, count, table in zip(starts, counts, tables, strict=True):
             mine = [tensor[table].flatten(0, 1)[: start + count] for tensor in (keys, values)]

@@ -67,10 +67,6 @@ LIES = {
     "norm": (rename("model.norm.weight", "model.layers.9.norm.weight"), "has model.layers.9.norm.weight, which"),
     "block": (rename("model.norm.weight", "model.layers.1.norm.weight"), "among the tensors of no block"),
     "alias": (lambda header, inside: inside["aliases"].clear(), r"lacks (lm_head|model\.embed_tokens)\.weight"),
-    "order": (
-        lambda header, inside: inside["orders"].update({f"{PROJECTION}.prepared_weight": [0, 1, 2]}),
-        "prepared_weight transposed",
-    ),
 }
 
 

@@ -376,7 +376,8 @@ def test_the_engine_launches_what_is_compiled(fuse: bool, tiny_artifact: Path, m
     from runtime import kernels as table
     from runtime.api.model import Model
     from runtime.checkpoint.artifact import Artifact
-    from runtime.engines.cuda import ops, take_over
+    from runtime.engines.cuda import CudaEngine, ops
+    from runtime.engines.llama_structure import Program, read_program
     from runtime.engines.torch.engine import Blueprint
     from runtime.kernels import Choice
     from runtime.layers.compressed_linear import CompressedLinear
@@ -388,8 +389,9 @@ def test_the_engine_launches_what_is_compiled(fuse: bool, tiny_artifact: Path, m
         if isinstance(module, CompressedLinear):
             module.prepare(choice=choice)
     monkeypatch.setattr(table, "find", lambda layer, kernels="auto": choice)
-    engine = take_over(torch_engine, any_device=True, computing=ops.kernels(), fuse=fuse)
-    assert engine is not None
+    program = read_program(torch_engine.module, fuse)
+    assert isinstance(program, Program)
+    engine = CudaEngine(torch_engine, program, computing=ops.kernels())
     witness = Witness()
     monkeypatch.setattr(jit.Entry, "launcher", witness.launch)
     model = Model(engine, None, Artifact(tiny_artifact), frozenset())

@@ -42,7 +42,7 @@ class TritonKernel(Kernel):
         return reason if reason is not None or installed() else self._why_not_ahead(layer)
 
     def _why_not_ahead(self, layer: Layer) -> str | None:
-        from runtime.kernels.triton import ahead
+        from runtime.kernels.triton import aot
 
         def every_launch(scale: torch.dtype, biased: bool) -> None:
             tensors = self.blank(layer, scale)
@@ -56,7 +56,7 @@ class TritonKernel(Kernel):
         reasons = []
         # `Layer` does not say what scales are stored in, nor whether there is a bias.
         for kind in product(dict.fromkeys((layer.dtype, *SCALE_DTYPES)), (False, True)):
-            missing = ahead.missing(partial(every_launch, *kind), layer.device, remember=(self.name, layer, kind))
+            missing = aot.missing(partial(every_launch, *kind), layer.device, remember=(self.name, layer, kind))
             if missing is None:
                 return None
             reasons.append(missing)
@@ -97,5 +97,5 @@ def installed() -> bool:
 
 def _compiled_ahead(device: torch.device) -> bool:
     """Whether kernels that need no triton were loaded for the device."""
-    ahead = sys.modules.get("runtime.kernels.triton.ahead")  # loaded by whoever offers some
-    return ahead is not None and bool(ahead.offers(device))
+    aot = sys.modules.get("runtime.kernels.triton.aot")  # loaded by whoever offers some
+    return aot is not None and bool(aot.offers(device))

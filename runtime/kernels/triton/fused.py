@@ -33,7 +33,7 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`h = x + residual` and `weight * h / rms(h)`: `x`, `residual` `[..., K]` -> (normalized, h), in the dtype of `x`.
 
-    K up to 65536 (a row is held in registers). Without a residual the second result is `x`. Reference: `rms_norm_reference`.
+    K up to 65536 (a row is held in registers). Without a residual the second result is `x`.
     """
     flat = _rows(x)
     rows, columns = flat.shape
@@ -49,16 +49,6 @@ def rms_norm(
     return out, total
 
 
-def rms_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm` as transformers' LlamaRMSNorm computes it."""
-    h = x if residual is None else x + residual
-    value = h.float()
-    normal = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + epsilon)
-    return weight * normal.to(x.dtype), h
-
-
 @entry
 def swiglu_kernel(x, out, stride, SIZE, BLOCK: tl.constexpr):
     row = tl.cast(tl.program_id(0), tl.int64)
@@ -70,19 +60,13 @@ def swiglu_kernel(x, out, stride, SIZE, BLOCK: tl.constexpr):
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of `[..., 2 I]`, gate first -> `[..., I]`. Reference: `swiglu_reference`."""
+    """`silu(gate) * up` of `[..., 2 I]`, gate first -> `[..., I]`."""
     flat, size = _rows(x), x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     if out.numel():
         block = min(1024, next_power_of_2(size))
         swiglu_kernel[(flat.shape[0], cdiv(size, block))](flat, out, flat.stride(0), size, BLOCK=block, num_warps=4)
     return out
-
-
-def swiglu_reference(x: torch.Tensor) -> torch.Tensor:
-    """`swiglu` in torch."""
-    gate, up = x.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

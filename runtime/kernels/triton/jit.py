@@ -1,4 +1,4 @@
-"""Launches of this package's kernels: compiled by Triton, or loaded as they were compiled ahead (`ahead.py`).
+"""Launches of this package's kernels: compiled by Triton, or loaded as they were compiled ahead (`aot.py`).
 
 A production machine may have no triton: then files with kernels import all the same (`tl` is None and stands in annotations only),
 and what can be launched is what an export brought along. `entry` marks a kernel that Python launches, `jit` a function that
@@ -64,7 +64,6 @@ class Entry:
 
     Attributes:
         name: file and function, "matvec.matvec_kernel".
-        ahead: whether exports compile it (its file is in MODULES).
         jitted: triton's function; None without triton.
         parameters: {name: whether it is a constant}, in order.
         launcher: launches a kernel on a grid with arguments before triton is asked, or returns False.
@@ -77,7 +76,6 @@ class Entry:
         self.fn = fn
         self.__name__ = fn.__name__
         self.name = f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}"
-        self.ahead = fn.__module__ in MODULES
         self.jitted = triton.jit(fn) if INSTALLED else None
         signature = inspect.signature(fn).parameters.values()
         self.parameters = {p.name: "constexpr" in str(p.annotation) for p in signature}

@@ -44,12 +44,12 @@ class Weight:
     two_of_four: bool = False
 
     @property
-    def bytes(self) -> int:
-        """Bytes that a product with this weight must read."""
-        return sum(part.nbytes for part in (self.words, self.scale, self.zero) if part is not None)
+    def tile(self) -> int:
+        """Columns of one tile."""
+        return tile_columns(self.field)
 
     @property
-    def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def operands(self) -> tuple[torch.Tensor, ...]:
         """Words, scales and zero points as kernels take them; where there are none, the scales stand in."""
         return self.words, self.scale, self.scale if self.zero is None else self.zero
 
@@ -61,7 +61,7 @@ class Weight:
     @property
     def constants(self) -> dict[str, int | bool]:
         """What kernels are compiled for."""
-        run = slices_per_group(self.group, self.field)
+        run = slices_per_group(self.group, 32 // self.field)
         return {"GROUP": self.group, "FIELD": self.field, "RUN": run, "ASYMMETRIC": self.zero is not None}
 
 
@@ -70,22 +70,12 @@ def tile_columns(field: int) -> int:
     return WIDTH * (32 // field)
 
 
-def slices_per_group(group: int, field: int) -> int:
-    """Slices of 16 columns that surely share a scale: the largest run that divides both the tile and the group."""
-    fields = 32 // field
-    run = fields
-    while group and (group // WIDTH) % run:
+def slices_per_group(group: int, slices: int, width: int = WIDTH) -> int:
+    """Of a tile's `slices` of `width` columns, how many in a row surely share a scale: the largest run that divides tile and group."""
+    run = slices
+    while group and (group // width) % run:
         run //= 2
     return run
-
-
-def reorder(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: int, field: int) -> Weight:
-    """int8 codes `[N, K]`, scale (and zero point) `[N, groups]` -> `Weight` on the same device."""
-    rows, columns = codes.shape
-    if field not in (4, 8) or group % WIDTH or group < 0:
-        raise ValueError(f"fields of 4 or 8 bits and groups of a multiple of {WIDTH}, not {field} and {group}")
-    flipped = None if zero is None else zero.t().contiguous()
-    return Weight(pack(codes, field), scale.t().contiguous(), flipped, (rows, columns), group, field)
 
 
 def pack(codes: torch.Tensor, field: int) -> torch.Tensor:
@@ -124,19 +114,3 @@ def unpack(words: torch.Tensor, field: int, columns: int) -> torch.Tensor:
         codes = part.permute(1, 0, 3, 2).reshape(part.shape[1], -1)[:, :columns]
         out[start : start + step] = codes.to(torch.int16) - (1 << field - 1)
     return out
-
-
-def dequantize(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """`[N, K]` in `dtype`: `(code - zero) * scale`, one rounding. The reference of every kernel that reads a `Weight`."""
-    columns = weight.shape[1]
-    codes = unpack(weight.words, weight.field, columns).double()
-    group = torch.arange(columns, device=codes.device) // (weight.group or columns or 1)
-    if weight.zero is not None:
-        codes -= weight.zero.t()[:, group]
-    return (codes * weight.scale.t().double()[:, group]).to(dtype)
-
-
-def reference(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x W^T + bias` in float64: `[M, K]` -> `[M, N]`."""
-    y = x.double() @ dequantize(weight, torch.float64).t()
-    return y if bias is None else y + bias.double()

@@ -1,4 +1,9 @@
-"""Triton kernels of the dispatch table. Importing this file does not import triton."""
+"""Triton kernels of the dispatch table. Importing this file does not import triton.
+
+Integer weights with unquantized activations have a kernel for each range of rows, all over one copy of the weight
+(`layout.Weight`): a matrix-vector product without tensor cores, split-K on tensor cores, and a product that dequantizes by tiles or
+into a scratch matrix.
+"""
 
 from __future__ import annotations
 
@@ -49,21 +54,22 @@ class _WeightOnly(TritonKernel):
         return CompressedWeight.of(values, parameters, mask, layer.entry.scheme, layer.dtype)
 
     def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
-        from runtime.kernels.triton.w4a16 import linear
-
         zero = tensors.get("zero_point")
         weight = layout.Weight(
             tensors["words"], tensors["scale"], zero, layer.shape, layer.group, self.field,
             two_of_four=layer.entry.format == "sparse24",
         )  # fmt: skip
-        return linear(x, weight, bias)
+        return multiply(x, weight, bias)
 
     def path(self, rows: int) -> str:
         if not installed():
             return self.name
-        from runtime.kernels.triton.w4a16 import path
+        from runtime.kernels.triton import few_rows, matvec
 
-        return f"triton {path(rows)}"
+        if rows <= matvec.MAXIMUM_ROWS:
+            return "triton matrix-vector product"
+        few = rows <= few_rows.MAXIMUM_ROWS
+        return "triton split-K tensor cores" if few else "triton dequantizing matrix product"
 
 
 class W4A16Triton(_WeightOnly):
@@ -130,7 +136,8 @@ class Sparse24Triton(TritonKernel):
         from runtime.kernels.triton.sparse24_w4 import Sparse24Weight
 
         zero = tensors.get("zero_point")
-        return Sparse24Weight(tensors["values"], tensors["positions"], tensors["scale"], zero, layer.shape, layer.group)
+        words, scale, positions = tensors["values"], tensors["scale"], tensors["positions"]
+        return Sparse24Weight(words, scale, zero, layer.shape, layer.group, 4, positions=positions)
 
 
 class W8A8Triton(TritonKernel):
@@ -196,6 +203,17 @@ class W8A8Triton(TritonKernel):
 
     def path(self, rows: int) -> str:
         return "triton quantize input + 8-bit matrix product"
+
+
+def multiply(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x W^T + bias`: `[M, K]` float16 or bfloat16 -> `[M, N]`, by the kernel for so many rows."""
+    from runtime.kernels.triton import few_rows, many_rows, matvec
+
+    if x.shape[0] <= matvec.MAXIMUM_ROWS:
+        return matvec.matvec(x, weight, bias)
+    if x.shape[0] <= few_rows.MAXIMUM_ROWS:
+        return few_rows.few_rows(x, weight, bias)
+    return many_rows.many_rows(x, weight, bias)
 
 
 def _grids(weight: CompressedWeight, layer: Layer) -> Tensors:

@@ -1,8 +1,8 @@
-"""Launch configuration of a kernel on a device: measured once, stored on disk.
+"""Launch configuration of a kernel on a GPU: measured once, stored on disk (`runtime.kernels.tuning`).
 
 Keyed by (kernel, shape class, dtype, device name). The first call of a new key on a GPU times the candidates (some seconds, most
-of it compilation); later processes read `tuning/NAME.json` under `$COMPRESS_CACHE` or `~/.cache/compress`. Nothing is timed in
-the interpreter, while a CUDA graph is captured, or when `enabled` is False: the first candidate is the default.
+of it compilation). Nothing is timed in the interpreter, while a CUDA graph is captured, or when `enabled` is False: the first
+candidate is the default.
 """
 
 from __future__ import annotations
@@ -11,24 +11,20 @@ import logging
 import os
 import re
 import statistics
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from runtime.kernels import tuning
-from runtime.kernels.triton import ahead, jit
+from runtime.kernels.triton import aot, jit
 
 Config = dict[str, Any]
 
 enabled = True  # False: defaults only, nothing is timed (what is remembered already is still used)
 _log = logging.getLogger(__name__)
-_lock = threading.RLock()
-remembered: dict[Path, dict[str, Config]] = {}  # contents of the files read so far
 settled: dict[tuple[Any, ...], Config] = {}  # final choices of this process, so that a launch costs one lookup
 _every: ContextVar[bool] = ContextVar("every", default=False)
 
@@ -74,23 +70,15 @@ def choose(
     if quick in settled:
         return settled[quick]
     able = compiled_ahead(candidates, launch, x.device)
-    path = tuning.file(re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(x.device)).strip("-"))
+    device = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(x.device)).strip("-")
     key = f"{kernel} {'x'.join(str(v) for v in shape)} {str(x.dtype).removeprefix('torch.')}"
-    with _lock:
-        known = remembered.get(path)
-        if known is None:
-            known = remembered[path] = tuning.read(path, dict)
-        found = known.get(key)
-        if found is not None and found in able:  # a candidate of an older version may no longer be one
-            settled[quick] = found
-            return found
-        if not enabled or torch.cuda.is_current_stream_capturing():
-            return able[0]
-        best = settled[quick] = able[0] if len(able) == 1 else fastest(able, launch)
-        if len(able) == len(candidates):
-            known[key] = best
-            tuning.store(path, key, best)
-        return best
+    if len(able) < len(candidates):  # the best of these is not the best of all
+        key += " compiled ahead"
+    may_measure = enabled and not torch.cuda.is_current_stream_capturing()
+    best = tuning.recall(device, key, able, lambda: fastest(able, launch) if may_measure and len(able) > 1 else None)
+    if may_measure:
+        settled[quick] = best
+    return best
 
 
 def fastest(candidates: Sequence[Config], launch: Callable[[Config], object]) -> Config:
@@ -111,18 +99,14 @@ def compiled_ahead(
     candidates: Sequence[Config], launch: Callable[[Config], object], device: torch.device
 ) -> Sequence[Config]:
     """Those of the candidates that need no compiler; all of them where no export with kernels is loaded, or it has none of these."""
-    if not ahead.offers(device):
+    if not aot.offers(device):
         return candidates
-    there = [config for config in candidates if ahead.missing(lambda config=config: launch(config), device) is None]  # type: ignore[misc]
+    there = [config for config in candidates if aot.missing(lambda config=config: launch(config), device) is None]  # type: ignore[misc]
     return there or candidates
 
 
 def _median(call: Callable[[], object]) -> float:
     """Milliseconds that `call` takes on the current GPU."""
-    if jit.INSTALLED:
-        from triton.testing import do_bench
-
-        return float(do_bench(call, warmup=5, rep=20, return_mode="median"))
     call()
     cache = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(20)]

@@ -164,7 +164,7 @@ def product(
 ) -> torch.Tensor:  # fmt: skip
     """Scaled product of codes: int8 or float8 `[M, K]` x `[N, K]` -> `[M, N]` in `dtype`.
 
-    `scale` float32 `[M]`, `weight_scale` float `[N]`, `zeros` for int8 only. Reference: `reference`.
+    `scale` float32 `[M]`, `weight_scale` float `[N]`, `zeros` for int8 only.
     """
     zeros = zeros or ZeroPoints()
     (rows, columns), n = codes.shape, weight.shape[0]
@@ -184,17 +184,3 @@ def product(
     out = torch.empty(rows, n, dtype=dtype, device=codes.device)
     candidates = [config] if config else configurations(rows, (n, columns))
     return split_k("w8a8", key, codes, out, bias, candidates, launch)
-
-
-def reference(
-    codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor,
-    bias: torch.Tensor | None = None, zero: torch.Tensor | None = None, weight_zero: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """`product` in float64."""
-    left, right = codes.double(), weight.double()
-    if zero is not None:
-        left = left - zero.double()[:, None]
-    if weight_zero is not None:
-        right = right - weight_zero.double()[:, None]
-    y = left @ right.t() * scale.double()[:, None] * weight_scale.double()[None, :]
-    return y if bias is None else y + bias.double()

@@ -2,9 +2,10 @@ import dataclasses
 
 import pytest
 import torch
+import triton_references
 from cases import WEIGHTS, assert_close, rows, weight
 
-from runtime.kernels.triton import layout, semi_structured
+from runtime.kernels.triton import semi_structured
 from runtime.kernels.triton.many_rows import configurations, dequantize, many_rows
 
 
@@ -19,10 +20,10 @@ def test_many_rows(case, field):
     ):
         x, bias = rows(m, case[1], dtype, strided=True), rows(1, case[0], dtype, 1)[0]
         # The weight is rounded to the dtype of x, as it is by the reference kernel.
-        expected = x.double() @ layout.dequantize(w, dtype).double().t() + bias.double()
+        expected = x.double() @ triton_references.dequantize(w, dtype).double().t() + bias.double()
         assert_close(many_rows(x, w, bias, config), expected, dtype)
     dense = many_rows(x, w, bias, {"dense": True})
-    assert torch.equal(dense, torch.nn.functional.linear(x, layout.dequantize(w, dtype), bias))
+    assert torch.equal(dense, torch.nn.functional.linear(x, triton_references.dequantize(w, dtype), bias))
     assert many_rows(x[:0], w).shape == (0, case[0])
 
 
@@ -31,14 +32,14 @@ def test_many_rows(case, field):
 def test_dequantize_bit_for_bit(case, field):
     for dtype in (torch.bfloat16, torch.float16):
         w = weight(*case, field, dtype)
-        assert torch.equal(dequantize(w, dtype), layout.dequantize(w, dtype))
+        assert torch.equal(dequantize(w, dtype), triton_references.dequantize(w, dtype))
 
 
 def test_bands_of_blocks():
     """More blocks of rows than a band holds, the last band lower."""
     w, x = weight(40, 130, 16, True, 4), rows(150, 130)
     config = {"BLOCK_M": 16, "BLOCK_N": 16, "SPLIT_K": 1, "STAGES": 2, "num_warps": 4}
-    expected = x.double() @ layout.dequantize(w, torch.bfloat16).double().t()
+    expected = x.double() @ triton_references.dequantize(w, torch.bfloat16).double().t()
     assert_close(many_rows(x, w, None, config), expected, torch.bfloat16)
 
 

@@ -97,7 +97,12 @@ class Filling:
 
     def tie(self) -> None:
         """Share what config.json ties, among the tensors that were placed."""
-        _tie(self.model, self._ties, self.names)
+        missing = {name for pair in self._ties.items() for name in pair if name not in self.names}
+        everything = self.model.all_tied_weights_keys
+        self.model.all_tied_weights_keys = dict(self._ties)
+        # Where both of two are stored and differ they stay apart.
+        self.model.tie_weights(missing_keys=missing, recompute_mapping=False)
+        self.model.all_tied_weights_keys = everything
 
 
 def fill(
@@ -132,12 +137,7 @@ def to_device(model: nn.Module, device: torch.device) -> None:
 
 def _places(model: nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and persistent buffers by name, tied ones under each of their names."""
-    result: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for leaf, value in [*module._parameters.items(), *module._buffers.items()]:
-            if value is not None and leaf not in module._non_persistent_buffers_set:
-                result[f"{prefix}.{leaf}" if prefix else leaf] = value
-    return result
+    return dict(model.state_dict(keep_vars=True))
 
 
 def _tied_away(ties: dict[str, str], names: dict[str, str]) -> set[str]:
@@ -183,31 +183,9 @@ def _check(
 
 def _keeps_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
     """Which parameters stay float32 in a 16-bit model: the model class says so (routers, some norms)."""
-    parts: set[str] = set()
-    if dtype == torch.float16:
-        parts |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    if dtype in (torch.float16, torch.bfloat16):
-        parts |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    parts = model._get_dtype_plan(dtype)
     pattern = re.compile("|".join(rf"(?:^|\.){part}(?:$|\.)" for part in sorted(parts))) if parts else None
     return lambda name: pattern is not None and pattern.search(name) is not None
-
-
-def _tie(model: PreTrainedModel, ties: dict[str, str], names: dict[str, str]) -> None:
-    """Share tensors as the config says. Where both are stored and differ they stay apart, as in transformers."""
-    for name, source in ties.items():
-        if name in names and source in names:
-            if torch.equal(model.get_parameter(name), model.get_parameter(source)):
-                set_tensor(model, name, model.get_parameter(source).data)
-        elif source in names:
-            set_tensor(model, name, model.get_parameter(source).data)
-        elif name in names:
-            set_tensor(model, source, model.get_parameter(name).data)
-            names = {**names, source: names[name]}
-    # Sharing the data is not enough for modules that compare parameters by identity.
-    for name, source in ties.items():
-        parent, _, leaf = name.rpartition(".")
-        if model.get_parameter(name).data_ptr() == model.get_parameter(source).data_ptr():
-            model.get_submodule(parent)._parameters[leaf] = model.get_parameter(source)
 
 
 def _read_by_transformers(

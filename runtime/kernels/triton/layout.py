@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from runtime.formats.bitpack import row_slices
+
 WIDTH = 16  # words of a row in one tile, and columns of a slice
 _SLICE = 1 << 24  # codes reordered at once: bounds the working memory
 
@@ -86,9 +88,8 @@ def pack(codes: torch.Tensor, field: int) -> torch.Tensor:
     out = torch.empty(tiles, rows, WIDTH, dtype=torch.int32, device=codes.device)
     if not out.numel():
         return out
-    step = max(1, _SLICE // max(1, tiles * wide))
-    for start in range(0, rows, step):
-        part = codes[start : start + step]
+    for start, stop in row_slices(rows, tiles * wide, _SLICE):
+        part = codes[start:stop]
         unsigned = torch.nn.functional.pad(
             part.to(torch.int16) + (1 << field - 1), (0, tiles * wide - columns), value=1 << field - 1
         )
@@ -96,7 +97,7 @@ def pack(codes: torch.Tensor, field: int) -> torch.Tensor:
         if field == 4:
             unsigned = unsigned[:, :, 0::2] | unsigned[:, :, 1::2] << 4
         words = unsigned.permute(1, 0, 3, 2).contiguous().view(torch.int32)  # four bytes, low ones first
-        out[:, start : start + step] = words.squeeze(-1)
+        out[:, start:stop] = words.squeeze(-1)
     return out
 
 
@@ -106,11 +107,10 @@ def unpack(words: torch.Tensor, field: int, columns: int) -> torch.Tensor:
     out = torch.empty(rows, columns, dtype=torch.int8, device=words.device)
     if not out.numel():
         return out
-    step = max(1, _SLICE // max(1, tiles * tile_columns(field)))
-    for start in range(0, rows, step):
-        part = words[:, start : start + step].contiguous().unsqueeze(-1).view(torch.uint8)  # [tiles, rows, 16, 4]
+    for start, stop in row_slices(rows, tiles * tile_columns(field), _SLICE):
+        part = words[:, start:stop].contiguous().unsqueeze(-1).view(torch.uint8)  # [tiles, rows, 16, 4]
         if field == 4:
             part = torch.stack([part & 15, part >> 4], dim=-1).flatten(3)
         codes = part.permute(1, 0, 3, 2).reshape(part.shape[1], -1)[:, :columns]
-        out[start : start + step] = codes.to(torch.int16) - (1 << field - 1)
+        out[start:stop] = codes.to(torch.int16) - (1 << field - 1)
     return out

@@ -19,8 +19,6 @@ from runtime.kernels.base import Layer
 from runtime.kernels.triton import layout
 from runtime.kernels.triton.base import TritonKernel, installed
 
-_EXACT = 1 << 15  # columns up to which a sum of int8 products, zero points included, stays inside int32
-
 
 class _WeightOnly(TritonKernel):
     """Integer codes in `layout.Weight`: `words`, `scale` `[groups, out]`, `zero_point`; the bitmap of `bitmap` weights stays
@@ -150,16 +148,7 @@ class W8A8Triton(TritonKernel):
     formats = frozenset({"int-quantized", "float-quantized"})
 
     def why_not_scheme(self, layer: Layer) -> str | None:
-        weights, activations = layer.entry.scheme.grid, layer.entry.scheme.activations
-        if weights is None or activations is None or weights.type != activations.type or activations.bits > 8:
-            return "it computes integer weights with integer activations, or float8 with float8"
-        if weights.strategy == "group":
-            return "a sum of codes cannot run across groups of different scale"
-        if weights.type == "float" and not activations.symmetric:
-            return "it computes with symmetric float8 activations"
-        if weights.type == "int" and layer.shape[1] >= _EXACT:
-            return f"rows of {_EXACT} weights or more could overflow an int32 sum"
-        return None
+        return layer.why_not_sum_of_codes()
 
     def capability(self, layer: Layer) -> tuple[int, int]:
         weights = layer.entry.scheme.grid
@@ -191,8 +180,7 @@ class W8A8Triton(TritonKernel):
             codes, scale, sums = w8a8.quantize(x, float8)
             total: torch.Tensor | None = sums
         else:
-            given = tensors.get("input_scale"), tensors.get("input_zero_point")
-            numbers, grid, offset = quantize_input(x, scheme, *given)
+            numbers, grid, offset = quantize_input(x, scheme, tensors)
             codes = numbers.to(w8a8.FLOAT8 if float8 else torch.int8).contiguous()
             scale = grid.float().reshape(-1).expand(x.shape[0]).contiguous()
             total = codes.sum(1, dtype=torch.int32) if weight_zero is not None else None

@@ -16,7 +16,7 @@ SPLIT = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32, "SPLIT_K": 3, "num_warps":
 def test_quantize_gives_the_codes_of_the_reference(shape, dtype, float8):
     x = rows(*shape, dtype, strided=True) * 3
     codes, scale, total = w8a8.quantize(x, float8)
-    expected, grid, _ = quantize_input(x, ActivationScheme(8, "float" if float8 else "int"))
+    expected, grid, _ = quantize_input(x, ActivationScheme(8, "float" if float8 else "int"), {})
     assert torch.equal(codes.float(), expected.float())
     assert torch.equal(scale, grid.float().flatten())
     if not float8:

@@ -103,8 +103,9 @@ def check(device: str, small: bool) -> Results:
                 for m in counts[:1] if small else counts:
                     x = torch.randn(m, k, device=device).bfloat16()
                     for c in module.configurations(m, w)[: 1 if small else None]:
-                        run = lambda f=function, x=x, w=w, c=c: f(x, w, None, c)  # noqa: E731
-                        compare(f"{function.__name__} {n}x{k} rows {m} {c}", run, x.double() @ dense, 5e-3)
+                        run = lambda f=function, x=x, w=w: f(x, w)  # noqa: E731
+                        with references.forced(c):
+                            compare(f"{function.__name__} {n}x{k} rows {m} {c}", run, x.double() @ dense, 5e-3)
             if not small and n % 32 == 0 and k % 64 == 0:  # 2:4 for many rows, on sparse tensor cores
                 halved = sparse24_w4.dequantize(sparse, torch.bfloat16)
                 for m in (300, 1024):
@@ -113,8 +114,9 @@ def check(device: str, small: bool) -> Results:
                     compare(f"semi_structured {n}x{k} rows {m}", run, x.double() @ halved.double().t(), 5e-3)
             x = torch.randn(1, k, device=device).bfloat16()
             for c in sparse24_w4.configurations(sparse)[: 1 if small else None]:
-                run = lambda x=x, s=sparse, c=c: sparse24_w4.linear(x, s, None, c)  # noqa: E731
-                compare(f"sparse24 {n}x{k} {c}", run, references.linear(x, sparse), 8e-3)
+                run = lambda x=x, s=sparse: sparse24_w4.linear(x, s)  # noqa: E731
+                with references.forced(c):
+                    compare(f"sparse24 {n}x{k} {c}", run, references.linear(x, sparse), 8e-3)
         float8s = (False, True) if small or torch.cuda.get_device_capability() >= (8, 9) else (False,)
         for float8 in float8s:
             w8, w_scale = codes8((n, k), float8, device), (torch.rand(n, device=device) * 0.01).bfloat16()
@@ -125,8 +127,9 @@ def check(device: str, small: bool) -> Results:
                 label = f"{n}x{k} {'float8' if float8 else 'int8'} rows {m}"
                 compare(f"w8a8 {label}", run, expected, 5e-3)
                 for c in w8a8.configurations(m, (n, k)) if (n, k) == (4096, 4096) else ():
-                    run = partial(w8a8.product, codes, scale, w8, w_scale, torch.bfloat16, config=c)
-                    compare(f"w8a8 {label} {c}", run, expected, 5e-3)
+                    run = partial(w8a8.product, codes, scale, w8, w_scale, torch.bfloat16)
+                    with references.forced(c):
+                        compare(f"w8a8 {label} {c}", run, expected, 5e-3)
         if k % 4 == 0:
             for group in (0, 128) if k >= 128 else (0,):
                 s = sparse_weight(n, k, group, device)

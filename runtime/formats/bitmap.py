@@ -5,6 +5,7 @@ A b-bit weight kept with density d takes `1 + d * b` bits (float: `1 + 16 * d` i
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from runtime.errors import ArtifactError
@@ -72,13 +73,8 @@ class Bitmap(SparseFormat):
 
     def split(self, weight: CompressedWeight) -> tuple[Tensors, torch.Tensor]:
         mask = kept(weight)
-        rows = mask.shape[0]
-        padded = torch.nn.functional.pad(mask, (0, -mask.shape[1] % 8)).view(rows, -1, 8).to(torch.uint8)
-        bitmap = torch.zeros(padded.shape[:2], dtype=torch.uint8)
-        for i in range(8):
-            bitmap |= padded[..., i] << i
-        offsets = torch.zeros(rows + 1, dtype=torch.int64)
-        torch.cumsum(mask.sum(1), 0, out=offsets[1:])
+        bitmap = torch.from_numpy(np.packbits(mask.numpy(), axis=1, bitorder="little"))
+        offsets = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
         values = indexable(weight.values)[mask].view(weight.values.dtype)
         return {"weight_bitmap": bitmap, "weight_row_offsets": offsets}, values
 

@@ -85,9 +85,7 @@ class Sparse24(SparseFormat):
             halves[start:stop] = indexable(weight.values[start:stop]).gather(1, index).view(weight.values.dtype)
         if bool((nibbles == 255).any()):
             raise CompressError("weight has more than two non-zeros in a quad, so it is not 2:4 sparse")
-        if nibbles.shape[1] % 2:
-            nibbles = torch.nn.functional.pad(nibbles, (0, 1))
-        return {"weight_metadata": nibbles[:, 0::2] | nibbles[:, 1::2] << 4}, halves
+        return {"weight_metadata": position_bytes(nibbles)}, halves
 
     def validate_content(self, tensors: Tensors, shape: Shape, where: str) -> None:
         for start, stop in row_slices(*shape, _SLICE):
@@ -109,6 +107,12 @@ class Sparse24(SparseFormat):
 def position_nibbles(metadata: torch.Tensor, columns: int) -> torch.Tensor:
     """Position nibbles `[rows, columns / 4]` out of their bytes."""
     return torch.stack([metadata & 15, metadata >> 4], dim=-1).flatten(1)[:, : columns // 4]
+
+
+def position_bytes(nibbles: torch.Tensor) -> torch.Tensor:
+    """Inverse of `position_nibbles`: two in a byte; what fills up a row is 0."""
+    nibbles = torch.nn.functional.pad(nibbles, (0, nibbles.shape[1] % 2))
+    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
 
 
 def _columns(nibbles: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
@@ -27,9 +27,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
+from runtime.errors import first_line
 from runtime.kernels.base import Kernel, Layer, ShapeClass
 from runtime.system import processes
+from runtime.system.context import assigned
 from runtime.system.directories import cache_directory
 
 VERSION = 1
@@ -41,6 +45,14 @@ remembered: dict[
 ] = {}  # contents of the files read so far, and what was measured since: one may not be writable
 
 Option = TypeVar("Option", str, dict[str, Any])
+
+
+class _File(TypedDict):
+    version: int
+    choices: dict[str, str | dict[str, Any]]
+
+
+_FILE = TypeAdapter(_File)
 
 
 def recall(device: str, key: str, options: Sequence[Option], measure: Callable[[], Option | None]) -> Option:
@@ -63,20 +75,13 @@ def recall(device: str, key: str, options: Sequence[Option], measure: Callable[[
 def _read(path: Path) -> dict[str, Any]:
     """What a file remembers; nothing when it is missing, of another version or damaged."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = _FILE.validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        _complain(path, "ignoring the tuning file %s, it cannot be read: %s", path, error)
+    except (OSError, ValueError) as error:
+        _complain(path, "ignoring the tuning file %s, it cannot be read: %s", path, first_line(error))
         return {}
-    version = content.get("version") if isinstance(content, dict) else None
-    if isinstance(version, int) and version != VERSION:
-        return {}
-    choices = content.get("choices") if version == VERSION else None
-    if not isinstance(choices, dict) or not all(isinstance(value, (str, dict)) for value in choices.values()):
-        _complain(path, "ignoring the tuning file %s, it does not hold choices", path)
-        return {}
-    return choices
+    return content["choices"] if content["version"] == VERSION else {}
 
 
 def _store(path: Path, key: str, choice: Any) -> None:
@@ -110,14 +115,9 @@ _OUT = 512  # rows of the weight that are measured: time is proportional to them
 _left: ContextVar[list[float] | None] = ContextVar("seconds_left", default=None)
 
 
-@contextmanager
-def measuring(seconds: float = BUDGET) -> Iterator[None]:
-    """While active, `fastest` may measure, for so many seconds in all."""
-    token = _left.set([seconds])
-    try:
-        yield
-    finally:
-        _left.reset(token)
+def measuring() -> AbstractContextManager[Any]:
+    """While active, `fastest` may measure, for `BUDGET` seconds in all."""
+    return assigned(_left, [BUDGET])
 
 
 def fastest(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> Kernel:

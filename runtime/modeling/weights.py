@@ -12,7 +12,7 @@ from torch import nn
 
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.config.messages import did_you_mean
-from runtime.errors import ArtifactError
+from runtime.errors import ArtifactError, first_line
 from runtime.modeling.skeleton import find_stacks, set_tensor, tied_names
 from runtime.modeling.tensor_names import match_names, prediction_tensors, without_place
 from runtime.modeling.unstored_buffers import cast_unstored
@@ -73,15 +73,7 @@ class Filling:
         self.foreign = bool(missing and unexpected and not compressed)
         if self.foreign:
             return
-        if missing:
-            raise ArtifactError(
-                f"{checkpoint.path}: tensor {first_name(missing)} is missing: {type(model).__name__} needs it"
-            )
-        if unexpected:
-            hint = did_you_mean(unexpected[0], places)
-            raise ArtifactError(
-                f"{checkpoint.path}: {type(model).__name__} has no place for tensor {first_name(unexpected)}{hint}"
-            )
+        _refuse(model, checkpoint, missing, unexpected)
         _check(model, checkpoint, places, self.names, compressed)
         self._keep = _keeps_float32(model, dtype)
 
@@ -158,6 +150,16 @@ def unplaced(model: PreTrainedModel, names: Collection[str], used: Collection[st
     return [name for name in found if name not in known]
 
 
+def _refuse(model: nn.Module, checkpoint: Checkpoint, missing: list[str], unexpected: list[str]) -> None:
+    """ArtifactError where tensors are missing or have no place."""
+    name = type(model).__name__
+    if missing:
+        raise ArtifactError(f"{checkpoint.path}: tensor {first_name(missing)} is missing: {name} needs it")
+    if unexpected:
+        hint = did_you_mean(unexpected[0], _places(model))
+        raise ArtifactError(f"{checkpoint.path}: {name} has no place for tensor {first_name(unexpected)}{hint}")
+
+
 def _check(
     model: nn.Module,
     checkpoint: Checkpoint,
@@ -200,17 +202,11 @@ def _read_by_transformers(
             trust_remote_code=trust_remote_code,
         )
     except (RuntimeError, ValueError, KeyError, OSError) as error:
-        text = str(error).strip().splitlines()
-        raise ArtifactError(f"{checkpoint.path} cannot be read: {text[0] if text else type(error).__name__}") from error
+        raise ArtifactError(f"{checkpoint.path} cannot be read: {first_line(error)}") from error
     loaded, info = result
-    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    if missing:
-        raise ArtifactError(
-            f"{checkpoint.path}: tensor {first_name(missing)} is missing: {type(model).__name__} needs it"
-        )
+    unexpected = sorted(info["unexpected_keys"])
     predicting = prediction_tensors(find_stacks(model), [*_places(model), *unexpected])
-    if left := [name for name in unexpected if name not in predicting]:
-        raise ArtifactError(f"{checkpoint.path}: {type(model).__name__} has no place for tensor {first_name(left)}")
+    _refuse(model, checkpoint, sorted(info["missing_keys"]), [name for name in unexpected if name not in predicting])
     return loaded.to(device).eval().requires_grad_(False)
 
 

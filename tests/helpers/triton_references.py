@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
 import torch
 
-from runtime.kernels.triton import layout, sparse24_w4
+from runtime.kernels.triton import layout, sparse24_w4, tuning
+
+
+@contextmanager
+def forced(config: dict[str, Any] | None) -> Iterator[None]:
+    """While active, kernels are launched as `config` says, whatever they would choose; None: as they choose."""
+    if config is None:
+        yield
+        return
+    with mock.patch.object(tuning, "choose", return_value=config):
+        yield
 
 
 def reorder(
@@ -28,13 +43,26 @@ def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
     """`[N, K]` in `dtype`: `(code - zero) * scale`, one rounding."""
     columns = weight.shape[1]
     if isinstance(weight, sparse24_w4.Sparse24Weight):
-        codes = sparse24_w4.codes_and_mask(weight)[0].double()
+        codes = codes_and_mask(weight)[0].double()
     else:
         codes = layout.unpack(weight.words, weight.field, columns).double()
     group = torch.arange(columns, device=codes.device) // (weight.group or columns or 1)
     if weight.zero is not None:
         codes -= weight.zero.t()[:, group]
     return (codes * weight.scale.t().double()[:, group]).to(dtype)
+
+
+def codes_and_mask(weight: sparse24_w4.Sparse24Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int8 `[N, K]` (the zero point, or 0, where pruned) and the mask of kept positions bool `[N, K]`."""
+    kept, first, second = sparse24_w4.unpack(weight)
+    rows, columns = weight.shape
+    quad = torch.arange(columns // 4, device=kept.device) * 4
+    at = torch.stack([first + quad, second + quad], dim=-1).flatten(1)
+    codes = torch.zeros(rows, columns, dtype=torch.int8, device=kept.device)
+    if weight.zero is not None:
+        group = torch.arange(columns, device=kept.device) // (weight.group or columns)
+        codes.copy_(weight.zero.t()[:, group])
+    return codes.scatter_(1, at, kept), torch.zeros_like(codes, dtype=torch.bool).scatter_(1, at, True)
 
 
 def linear(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None) -> torch.Tensor:

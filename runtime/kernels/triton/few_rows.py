@@ -80,9 +80,7 @@ def configurations(rows: int, weight: layout.Weight) -> list[Config]:
     ] or [{"BLOCK_M": m, "BLOCK_N": 64, "SPLIT_K": 1, "num_warps": 4, "STAGES": 3}]
 
 
-def few_rows(
-    x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None, config: Config | None = None
-) -> torch.Tensor:
+def few_rows(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x W^T + bias` for `x` `[M, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
 
     Right for any number of rows, fast up to `MAXIMUM_ROWS`.
@@ -92,5 +90,5 @@ def few_rows(
     def grid(config: Config) -> tuple[int, ...]:
         return cdiv(weight.shape[0], config["BLOCK_N"]), config["SPLIT_K"], cdiv(rows, config["BLOCK_M"])
 
-    candidates = [config] if config else configurations(rows, weight)
+    candidates = configurations(rows, weight)
     return product(few_rows_kernel, x, weight, bias, candidates, grid, key=tuning.row_class(rows))

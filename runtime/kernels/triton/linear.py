@@ -13,7 +13,7 @@ from runtime.formats.bitpack import unpack_rows
 from runtime.formats.grid import scale_dtype
 from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight
-from runtime.formats.sparse24 import position_nibbles
+from runtime.formats.sparse24 import Sparse24, position_bytes, position_nibbles
 from runtime.kernels.activations import quantize_input
 from runtime.kernels.base import Layer
 from runtime.kernels.triton import layout
@@ -116,8 +116,11 @@ class Sparse24Triton(TritonKernel):
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         from runtime.kernels.triton import sparse24_w4
 
-        values, mask = sparse24_w4.codes_and_mask(self._weight(tensors, layer))
-        return CompressedWeight.of(values, _parameters(tensors, layer), mask, layer.entry.scheme, layer.dtype)
+        kept, first, second = sparse24_w4.unpack(self._weight(tensors, layer))
+        stored = {"weight_metadata": position_bytes((first | second << 2).to(torch.uint8))}
+        parameters, scheme = _parameters(tensors, layer), layer.entry.scheme
+        values, mask = Sparse24().place(kept, stored, scheme, layer.shape, parameters.get("zero_point"))
+        return CompressedWeight.of(values, parameters, mask, scheme, layer.dtype)
 
     def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         from runtime.kernels.triton import sparse24_w4
@@ -186,8 +189,10 @@ class W8A8Triton(TritonKernel):
             total = codes.sum(1, dtype=torch.int32) if weight_zero is not None else None
             if offset is not None:
                 zero = offset.to(torch.int32).reshape(-1).expand(x.shape[0]).contiguous()
-        zeros = w8a8.ZeroPoints(zero, tensors.get("row_sum"), weight_zero, total)
-        return w8a8.product(codes, scale, tensors["weight"], tensors["channel_scale"], x.dtype, bias, zeros)
+        return w8a8.product(
+            codes, scale, tensors["weight"], tensors["channel_scale"], x.dtype, bias, zero, weight_zero, total,
+            tensors.get("row_sum"),
+        )  # fmt: skip
 
     def path(self, rows: int) -> str:
         return "triton quantize input + 8-bit matrix product"

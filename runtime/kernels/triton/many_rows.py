@@ -150,9 +150,7 @@ def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.
     return [*scratch, *fused] if rows >= 1024 or not fused else [*fused, *scratch]
 
 
-def many_rows(
-    x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None, config: Config | None = None
-) -> torch.Tensor:
+def many_rows(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x W^T + bias` for `x` `[M, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
 
     Right for any number of rows. The weight is rounded to the dtype of `x` first.
@@ -172,10 +170,8 @@ def many_rows(
             return semi_structured.linear(x, dequantize(weight, x.dtype), bias)
         return product(many_rows_kernel, x, weight, bias, [config], grid, key=rows, one=ONE)
 
-    if config is None:
-        candidates = configurations(rows, weight, x.dtype)
-        # Where sparse tensor cores are a candidate it is another choice.
-        among = ("2:4",) if {"sparse": True} in candidates else ()
-        key = (*weight.key, tuning.row_class(rows), *among)
-        config = tuning.choose("many_rows", key, x, candidates, launch)
-    return launch(config)
+    candidates = configurations(rows, weight, x.dtype)
+    # Where sparse tensor cores are a candidate it is another choice.
+    among = ("2:4",) if {"sparse": True} in candidates else ()
+    key = (*weight.key, tuning.row_class(rows), *among)
+    return launch(tuning.choose("many_rows", key, x, candidates, launch))

@@ -132,18 +132,12 @@ def configurations(rows: int, weight: layout.Weight) -> list[Config]:
     return vector_configurations(chosen, tiles)
 
 
-def matvec(
-    x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None, config: Config | None = None
-) -> torch.Tensor:
-    """`x W^T + bias` for `x` `[1 or 2, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
-
-    `config`: one of `configurations`, by default the tuned one.
-    """
+def matvec(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x W^T + bias` for `x` `[1 or 2, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32."""
     rows = x.shape[0]
     assert rows <= MAXIMUM_ROWS
 
     def grid(config: Config) -> tuple[int, ...]:
         return cdiv(weight.shape[0], 2 * config["BLOCK_N"]), config["SPLIT_K"]
 
-    candidates = [config] if config else configurations(rows, weight)
-    return product(matvec_kernel, x, weight, bias, candidates, grid, key=rows, ROWS=rows)
+    return product(matvec_kernel, x, weight, bias, configurations(rows, weight), grid, key=rows, ROWS=rows)

@@ -98,19 +98,6 @@ def unpack(weight: Sparse24Weight) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return codes, first, second
 
 
-def codes_and_mask(weight: Sparse24Weight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes int8 `[N, K]` (the zero point, or 0, where pruned) and the mask of kept positions bool `[N, K]`."""
-    kept, first, second = unpack(weight)
-    rows, columns = weight.shape
-    quad = torch.arange(columns // 4, device=kept.device) * 4
-    at = torch.stack([first + quad, second + quad], dim=-1).flatten(1)
-    codes = torch.zeros(rows, columns, dtype=torch.int8, device=kept.device)
-    if weight.zero is not None:
-        group = torch.arange(columns, device=kept.device) // (weight.group or columns)
-        codes.copy_(weight.zero.t()[:, group])
-    return codes.scatter_(1, at, kept), torch.zeros_like(codes, dtype=torch.bool).scatter_(1, at, True)
-
-
 @jit
 def _load(x, k, K, EVEN_K: tl.constexpr):
     if EVEN_K:
@@ -268,21 +255,18 @@ def configurations(weight: Sparse24Weight) -> list[Config]:
     return vector_configurations(chosen, tiles)
 
 
-def linear(
-    x: torch.Tensor, weight: Sparse24Weight, bias: torch.Tensor | None = None, config: Config | None = None
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Sparse24Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x W^T + bias`: `[M, K]` float16 or bfloat16 -> `[M, N]`. Up to `MAXIMUM_ROWS` rows a matrix-vector product each, with the
     range of `matvec.py`; more multiply a dequantized scratch matrix.
     """
     rows, n = x.shape[0], weight.shape[0]
-    if rows > MAXIMUM_ROWS and n > 0 and config is None:
+    if rows > MAXIMUM_ROWS and n > 0:
         return _many(row_major(x), weight, bias)
 
     def grid(config: Config) -> tuple[int, ...]:
         return cdiv(n, 2 * config["BLOCK_N"]), config["SPLIT_K"], rows
 
-    candidates = [config] if config else configurations(weight)
-    return product(sparse24_kernel, x, weight, bias, candidates, grid, key=rows)
+    return product(sparse24_kernel, x, weight, bias, configurations(weight), grid, key=rows)
 
 
 def _many(x: torch.Tensor, weight: Sparse24Weight, bias: torch.Tensor | None) -> torch.Tensor:

@@ -11,8 +11,8 @@ import logging
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 
 from runtime.kernels import tuning
 from runtime.kernels.triton import aot, jit
+from runtime.system.context import assigned
 
 Config = dict[str, Any]
 
@@ -34,14 +35,9 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
-@contextmanager
-def every_candidate() -> Iterator[None]:
+def every_candidate() -> AbstractContextManager[bool]:
     """While active and launches are recorded, `choose` launches all candidates, so that all are written down."""
-    token = _every.set(True)
-    try:
-        yield
-    finally:
-        _every.reset(token)
+    return assigned(_every, True)
 
 
 def row_class(rows: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from ahead_cases import CPU, FakeDriver, w4_layer, w4_tensors, write_kernels
+from triton_references import forced
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
@@ -274,7 +275,8 @@ def test_tuning_chooses_among_what_is_there(tmp_path: Path) -> None:
     assert len(candidates) > 2
 
     def launch(config: dict[str, Any]) -> None:
-        few_rows.few_rows(x, weight, config=config)
+        with forced(config):
+            few_rows.few_rows(x, weight)
 
     assert tuning.compiled_ahead(candidates, launch, CPU) == candidates, "no export is loaded"
     with jit.recording() as launches:

@@ -51,10 +51,6 @@ class Artifact:
         """config.json."""
         return self.checkpoint.config
 
-    def get_tensor(self, name: str) -> Any:
-        """One tensor as stored; see `Checkpoint.get`."""
-        return self.checkpoint.get(name)
-
     def verify(self) -> int:
         """Compare every file with the manifest; returns how many files were checked.
 

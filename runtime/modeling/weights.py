@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -34,14 +35,13 @@ def main_dtype(checkpoint: Checkpoint) -> torch.dtype:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in FLOATS)
             raise ArtifactError(f"{checkpoint.path}/config.json has dtype {named!r}; allowed are {allowed}")
         return dtype
-    sizes: dict[torch.dtype, int] = {}
-    for name in checkpoint.names():
-        dtype = checkpoint.dtype(name)
-        if dtype in FLOATS:
-            sizes[dtype] = sizes.get(dtype, 0) + math.prod(checkpoint.shape(name))
+    sizes: Counter[torch.dtype] = Counter()
+    for entry in map(checkpoint.entry, checkpoint.names()):
+        if entry.dtype in FLOATS:
+            sizes[entry.dtype] += math.prod(entry.shape)
     if not sizes:
         raise ArtifactError(f"{checkpoint.path} has no weights in float16, bfloat16 or float32")
-    return max(sizes, key=lambda d: sizes[d])
+    return sizes.most_common(1)[0][0]
 
 
 class Filling:

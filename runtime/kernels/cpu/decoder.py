@@ -42,6 +42,6 @@ class Step(ctypes.Structure):
         *fields(_i64, "rows", "outputs", "pages_stride", "first", "last"),
         *fields(_p, "x", "sequence", "position", "slot", "base", "path"),  # of each row
         *fields(_p, "slots", "pages", "cosine", "sine"),  # of all
-        *fields(_p, "output", "logits", "record", "memory"),  # filled
+        *fields(_p, "output", "logits", "record", "memory"),  # whose logits, and where results go
         *fields(ctypes.POINTER(Decoder), "decoder"),
     )

@@ -82,37 +82,30 @@ def _is_stored(name: str, stored: Collection[str]) -> bool:
 
 def _computed(model: PreTrainedModel, name: str, leaves: Collection[str]) -> dict[str, torch.Tensor]:
     """{leaf: its value} of those tensors of module `name` that an initialiser computes: of the module, or of one around it."""
+    from transformers import PreTrainedModel
+
     if not leaves:
         return {}
     module = model.get_submodule(name)
     left, found = list(leaves), dict[str, torch.Tensor]()
     before: dict[str, torch.Tensor] = {leaf: getattr(module, leaf) for leaf in left}
-    for around in _around(model, name):
-        if not left:
-            break
+    for around, part in _outward(model, name):
+        # The module itself, then the models that it is part of: Falcon-H1's computes what its layers multiply by.
+        if not left or (around != name and not isinstance(part, PreTrainedModel)):
+            continue
         results: list[dict[str, torch.Tensor]] = []
         # One generator for both: what is drawn at random differs the second time.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for fill in (0, 1):
                 for leaf in left:
                     _put(module, leaf, torch.full_like(before[leaf], fill, device="cpu"))
-                initialiser(model, around)._init_weights(model.get_submodule(around))
+                initialiser(model, around)._init_weights(part)
                 results.append({leaf: getattr(module, leaf).detach().clone() for leaf in left})
         found |= {leaf: results[0][leaf] for leaf in left if torch.equal(results[0][leaf], results[1][leaf])}
         left = [leaf for leaf in left if leaf not in found]
     for leaf, value in before.items():
         _put(module, leaf, value)
     return found
-
-
-def _around(model: PreTrainedModel, name: str) -> Iterator[str]:
-    """The module itself, then the models that it is part of: Falcon-H1's computes what its layers multiply by."""
-    from transformers import PreTrainedModel
-
-    yield name
-    for outer, part in _outward(model, name):
-        if outer != name and isinstance(part, PreTrainedModel):
-            yield outer
 
 
 def _outward(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

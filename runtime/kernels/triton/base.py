@@ -79,13 +79,11 @@ class TritonKernel(Kernel):
         """`run`, where there is a kernel for every launch; MissingKernelError else."""
 
     def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
-        if installed():
-            return self.compute(x, tensors, layer, bias)
         from runtime.kernels.triton.jit import MissingKernelError
 
         try:
             return self.compute(x, tensors, layer, bias)
-        except MissingKernelError:  # which the log has told: rows or strides that no kernel was compiled for
+        except MissingKernelError:  # no triton, and the log has told: rows or strides that no kernel was compiled for
             return REFERENCE.multiply(x, self.restore(tensors, layer), tensors, layer, bias)
 
 

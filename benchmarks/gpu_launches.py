@@ -34,7 +34,7 @@ def build(launch: Launch, capability: int) -> Any:
 
 def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
     """{name: (call with meta tensors, least compute capability)}: every kernel at its default for shapes of an 8B Llama."""
-    from runtime.kernels.triton import fused, layout, many_rows, sparse24_w4, w4a16, w8a8
+    from runtime.kernels.triton import fused, layout, linear, many_rows, sparse24_w4, w8a8
 
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -54,12 +54,12 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
 
     calls: dict[str, tuple[Callable[[], Any], int]] = {}
     for rows in (1, 2, 16, 64, 512):
-        calls[f"w4a16 {rows}"] = (partial(w4a16.linear, meta(rows, k), weight(4)), 80)
+        calls[f"w4a16 {rows}"] = (partial(linear.multiply, meta(rows, k), weight(4)), 80)
     for rows in (1, 16, 512):
-        calls[f"w4a16 asymmetric {rows}"] = (partial(w4a16.linear, meta(rows, k), weight(4, zero=True)), 80)
-        calls[f"w8a16 {rows}"] = (partial(w4a16.linear, meta(rows, k), weight(8, 0)), 80)
-    calls["w4a16 group 32, 1"] = (partial(w4a16.linear, meta(1, k), weight(4, 32)), 80)
-    calls["w4a16 float16 1"] = (partial(w4a16.linear, meta(1, k, dtype=torch.float16), weight(4)), 80)
+        calls[f"w4a16 asymmetric {rows}"] = (partial(linear.multiply, meta(rows, k), weight(4, zero=True)), 80)
+        calls[f"w8a16 {rows}"] = (partial(linear.multiply, meta(rows, k), weight(8, 0)), 80)
+    calls["w4a16 group 32, 1"] = (partial(linear.multiply, meta(1, k), weight(4, 32)), 80)
+    calls["w4a16 float16 1"] = (partial(linear.multiply, meta(1, k, dtype=torch.float16), weight(4)), 80)
     calls["w4a16 dequantize"] = (partial(many_rows.dequantize, weight(4), torch.bfloat16), 80)
     for kind, dtype, least in (("int8", torch.int8, 80), ("float8", w8a8.FLOAT8, 89)):
         calls[f"quantize {kind}"] = (partial(w8a8.quantize, meta(16, k), dtype == w8a8.FLOAT8), least)
@@ -67,11 +67,12 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
             calls[f"w8a8 {kind} {rows}"] = (partial(w8a8_call, rows, dtype), least)
     sparse = sparse24_w4.Sparse24Weight(
         meta(tiles, n, 16, dtype=torch.int32),
-        meta(tiles, n // 2, 16, dtype=torch.int32),
         meta(32, n),
         None,
         (n, k),
         128,
+        4,
+        positions=meta(tiles, n // 2, 16, dtype=torch.int32),
     )
     calls["2:4 w4 1"] = (lambda: sparse24_w4.linear(meta(1, k), sparse), 80)
     calls["2:4 w4 dequantize"] = (lambda: sparse24_w4.dequantize(sparse, torch.bfloat16), 80)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 if "--interpret" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
@@ -72,6 +72,11 @@ def seconds(calls: list[Callable[[], Any]], repeats: int = 15) -> float:
 def copies(size: int) -> int:
     """How many buffers of so many bytes exceed twice the L2 cache, at most 64."""
     return max(2, min(64, -(-2 * torch.cuda.get_device_properties(0).L2_cache_size // size) + 1))
+
+
+def weight_bytes(weight: Any) -> int:
+    """Bytes that a product with this weight must read."""
+    return sum(part.nbytes for part in vars(weight).values() if isinstance(part, torch.Tensor))
 
 
 def copy_bandwidth() -> float:
@@ -130,7 +135,7 @@ def marlin(n: int, k: int, x: torch.Tensor, count: int) -> float:
 
 def measure_linear(bandwidth: float, rows_list: list[int]) -> list[Results]:
     """Each layer at each row count: ours, cuBLAS bf16, peers; seconds, and our share of the copy bandwidth."""
-    from runtime.kernels.triton import sparse24_w4, w4a16, w8a8
+    from runtime.kernels.triton import linear, sparse24_w4, w8a8
 
     out = []
     for layer, (n, k) in LAYERS.items():
@@ -144,16 +149,16 @@ def measure_linear(bandwidth: float, rows_list: list[int]) -> list[Results]:
                 type(w)(w.words.clone(), w.scale.clone(), None, w.shape, w.group, w.field)
                 for w in (weights * 8)[: count - len(weights)]
             ]
-            attempt(row, "w4a16", lambda x=x, ws=weights: seconds([lambda w=w: w4a16.linear(x, w) for w in ws]))
-            moved = weights[0].bytes + 2 * rows * (n + k)
+            attempt(row, "w4a16", lambda x=x, ws=weights: seconds([lambda w=w: linear.multiply(x, w) for w in ws]))
+            moved = weight_bytes(weights[0]) + 2 * rows * (n + k)
             if row["w4a16"]:
                 row["w4a16_share_of_copy_bandwidth"] = moved / row["w4a16"] / bandwidth
             if layer in ("o", "down") and rows <= 16:
                 eights = [int_weight(n, k, 0, 8, "cuda", seed=i) for i in range(min(8, copies(n * k)))]
-                attempt(row, "w8a16", lambda x=x, ws=eights: seconds([lambda w=w: w4a16.linear(x, w) for w in ws]))
+                attempt(row, "w8a16", lambda x=x, ws=eights: seconds([lambda w=w: linear.multiply(x, w) for w in ws]))
                 if row["w8a16"]:
                     row["w8a16_share_of_copy_bandwidth"] = (
-                        (eights[0].bytes + 2 * rows * (n + k)) / row["w8a16"] / bandwidth
+                        (weight_bytes(eights[0]) + 2 * rows * (n + k)) / row["w8a16"] / bandwidth
                     )
             if rows <= 4 or rows > 256:
                 sparse = [sparse_weight(n, k, 128, "cuda", seed=i) for i in range(min(24, copies(n * k * 3 // 8)))]
@@ -163,7 +168,9 @@ def measure_linear(bandwidth: float, rows_list: list[int]) -> list[Results]:
                     lambda x=x, ws=sparse: seconds([lambda w=w: sparse24_w4.linear(x, w) for w in ws]),
                 )
                 if row["sparse24_w4"]:
-                    row["sparse24_w4_share_of_copy_bandwidth"] = sparse[0].bytes / row["sparse24_w4"] / bandwidth
+                    row["sparse24_w4_share_of_copy_bandwidth"] = (
+                        weight_bytes(sparse[0]) / row["sparse24_w4"] / bandwidth
+                    )
             dense = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(min(8, copies(2 * n * k)))]
             attempt(
                 row, "bf16", lambda x=x, ws=dense: seconds([lambda w=w: torch.nn.functional.linear(x, w) for w in ws])

@@ -13,7 +13,7 @@ Results = dict[str, Any]
 
 
 def int_weight(n: int, k: int, group: int, field: int, device: str, zero: bool = False, seed: int = 0) -> Any:
-    from runtime.kernels.triton import layout
+    from triton_references import reorder
 
     generator = torch.Generator(device).manual_seed(seed)
     low, groups = -(1 << field - 1), -(-k // group) if group else 1
@@ -22,11 +22,11 @@ def int_weight(n: int, k: int, group: int, field: int, device: str, zero: bool =
     zeros = (
         torch.randint(low, -low, (n, groups), dtype=torch.int8, device=device, generator=generator) if zero else None
     )
-    return layout.reorder(codes, scale, zeros, group, field)
+    return reorder(codes, scale, zeros, group, field)
 
 
 def sparse_weight(n: int, k: int, group: int, device: str, seed: int = 0) -> Any:
-    from runtime.kernels.triton import sparse24_w4
+    from triton_references import sparse
 
     generator = torch.Generator(device).manual_seed(seed)
     pairs = torch.tensor([[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]], device=device)
@@ -35,7 +35,7 @@ def sparse_weight(n: int, k: int, group: int, device: str, seed: int = 0) -> Any
     scale = (
         (torch.rand(n, -(-k // group) if group else 1, device=device, generator=generator) - 0.4) * 0.02
     ).bfloat16()
-    return sparse24_w4.prepare(codes, chosen[..., 0], chosen[..., 1], scale, None, k, group)
+    return sparse(codes, chosen, scale, None, k, group)
 
 
 def codes8(shape: tuple[int, int], float8: bool, device: str) -> torch.Tensor:
@@ -46,8 +46,10 @@ def codes8(shape: tuple[int, int], float8: bool, device: str) -> torch.Tensor:
 
 def check(device: str, small: bool) -> Results:
     """Every kernel against its float64 reference; also that a second call gives the same bits."""
+    import triton_references as references
+
     from runtime.engines.cuda import ops
-    from runtime.kernels.triton import few_rows, fused, layout, many_rows, matvec, semi_structured, sparse24_w4, w8a8
+    from runtime.kernels.triton import few_rows, fused, many_rows, matvec, semi_structured, sparse24_w4, w8a8
 
     shapes = [(1, 1), (7, 172)] if small else [
         (1, 1), (7, 172), (33, 260), (127, 1000), (256, 4096), (4096, 4096), (4099, 4100), (28672, 4096), (4096, 14336),
@@ -77,7 +79,7 @@ def check(device: str, small: bool) -> Results:
                 if group > k or (n * k > 1 << 25 and group not in (0, 128)):
                     continue
                 w = int_weight(n, k, group, field, device, zero)
-                dense = layout.dequantize(w, torch.bfloat16)
+                dense = references.dequantize(w, torch.bfloat16)
                 label = f"{n}x{k} w{field} group {group}{' asymmetric' if zero else ''}"
                 compare(f"dequantize {label}", lambda w=w: many_rows.dequantize(w, torch.bfloat16), dense.double(), 0.0)
                 cases = (
@@ -90,19 +92,20 @@ def check(device: str, small: bool) -> Results:
                         x = torch.randn(m, k, device=device).bfloat16()
                         bias = torch.randn(n, device=device).bfloat16()
                         run = lambda f=function, x=x, w=w, bias=bias: f(x, w, bias)  # noqa: E731
-                        expected = x.double() @ layout.dequantize(w, torch.float64).t() + bias.double()
+                        expected = x.double() @ references.dequantize(w, torch.float64).t() + bias.double()
                         compare(f"{function.__name__} {label} rows {m}", run, expected, 5e-3)
         # Every launch that tuning may choose; in the interpreter the defaults, at one shape.
         if k == 172 if small else k in (4096, 4100) and 4096 <= n < 5000:
             w, sparse = int_weight(n, k, 128, 4, device), sparse_weight(n, k, 128, device)
-            dense = layout.dequantize(w, torch.float64).t()
+            dense = references.dequantize(w, torch.float64).t()
             for module, counts in ((matvec, (1, 2)), (few_rows, (16, 64)), (many_rows, (64, 200, 1024))):
                 function = getattr(module, module.__name__.rpartition(".")[2])
                 for m in counts[:1] if small else counts:
                     x = torch.randn(m, k, device=device).bfloat16()
                     for c in module.configurations(m, w)[: 1 if small else None]:
-                        run = lambda f=function, x=x, w=w, c=c: f(x, w, None, c)  # noqa: E731
-                        compare(f"{function.__name__} {n}x{k} rows {m} {c}", run, x.double() @ dense, 5e-3)
+                        run = lambda f=function, x=x, w=w: f(x, w)  # noqa: E731
+                        with references.forced(c):
+                            compare(f"{function.__name__} {n}x{k} rows {m} {c}", run, x.double() @ dense, 5e-3)
             if not small and n % 32 == 0 and k % 64 == 0:  # 2:4 for many rows, on sparse tensor cores
                 halved = sparse24_w4.dequantize(sparse, torch.bfloat16)
                 for m in (300, 1024):
@@ -111,27 +114,29 @@ def check(device: str, small: bool) -> Results:
                     compare(f"semi_structured {n}x{k} rows {m}", run, x.double() @ halved.double().t(), 5e-3)
             x = torch.randn(1, k, device=device).bfloat16()
             for c in sparse24_w4.configurations(sparse)[: 1 if small else None]:
-                run = lambda x=x, s=sparse, c=c: sparse24_w4.linear(x, s, None, c)  # noqa: E731
-                compare(f"sparse24 {n}x{k} {c}", run, sparse24_w4.reference(x, sparse), 8e-3)
+                run = lambda x=x, s=sparse: sparse24_w4.linear(x, s)  # noqa: E731
+                with references.forced(c):
+                    compare(f"sparse24 {n}x{k} {c}", run, references.linear(x, sparse), 8e-3)
         float8s = (False, True) if small or torch.cuda.get_device_capability() >= (8, 9) else (False,)
         for float8 in float8s:
             w8, w_scale = codes8((n, k), float8, device), (torch.rand(n, device=device) * 0.01).bfloat16()
             for m in (3,) if small else (1, 16, 65, 1024):
                 codes, scale, _ = w8a8.quantize(torch.randn(m, k, device=device).bfloat16(), float8)
                 run = lambda c=codes, s=scale, w=w8, ws=w_scale: w8a8.product(c, s, w, ws, torch.bfloat16)  # noqa: E731
-                expected = w8a8.reference(codes, scale, w8, w_scale)
+                expected = references.w8a8(codes, scale, w8, w_scale)
                 label = f"{n}x{k} {'float8' if float8 else 'int8'} rows {m}"
                 compare(f"w8a8 {label}", run, expected, 5e-3)
                 for c in w8a8.configurations(m, (n, k)) if (n, k) == (4096, 4096) else ():
-                    run = partial(w8a8.product, codes, scale, w8, w_scale, torch.bfloat16, config=c)
-                    compare(f"w8a8 {label} {c}", run, expected, 5e-3)
+                    run = partial(w8a8.product, codes, scale, w8, w_scale, torch.bfloat16)
+                    with references.forced(c):
+                        compare(f"w8a8 {label} {c}", run, expected, 5e-3)
         if k % 4 == 0:
             for group in (0, 128) if k >= 128 else (0,):
                 s = sparse_weight(n, k, group, device)
                 for m in (1,) if small else (1, 3, 32):
                     x = torch.randn(m, k, device=device).bfloat16()
                     run = lambda x=x, s=s: sparse24_w4.linear(x, s)  # noqa: E731
-                    compare(f"sparse24 {n}x{k} group {group} rows {m}", run, sparse24_w4.reference(x, s), 8e-3)
+                    compare(f"sparse24 {n}x{k} group {group} rows {m}", run, references.linear(x, s), 8e-3)
     for tokens, size in ((3, 100),) if small else ((1, 4096), (7, 100), (513, 4096)):
         x, residual, w = (torch.randn(s, device=device).bfloat16() for s in ((tokens, size), (tokens, size), (size,)))
         expected = ops.rms_norm(x.double(), w.double(), 1e-5, residual.double())[0]

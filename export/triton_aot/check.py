@@ -134,7 +134,7 @@ def compare_on_gpu(job: Job, cubins: Sequence[Cubin], metrics: dict[str, Any]) -
 def gpu_logits(job: Job) -> tuple[Any, torch.Tensor, int]:
     """Probe with kernels that triton compiles now, logits of its rows with those of the export, launches that had none."""
     import runtime
-    from runtime.kernels.triton import ahead
+    from runtime.kernels.triton import aot
 
     def logits(path: Path) -> torch.Tensor:
         dtype, trust = job.facts["dtype"], job.source.trust_remote_code
@@ -142,9 +142,9 @@ def gpu_logits(job: Job) -> tuple[Any, torch.Tensor, int]:
         return model.logits(base.rows).float().cpu()
 
     base = probe(job)
-    ahead.withdraw()
+    aot.withdraw()
     reference = replace(base, logits=logits(job.source.path))
     found = logits(job.folder)
-    missing = ahead.missed()
-    ahead.withdraw()
+    missing = aot.missed()
+    aot.withdraw()
     return reference, found, missing

@@ -179,9 +179,9 @@ def _model(kind: str, engine: Any, source: Artifact | Export, trust_remote_code:
 def offer_kernels(path: Path, device: torch.device) -> None:
     """Let what is loaded onto a GPU use the kernels that an export to triton has compiled for it; ArtifactError if they are damaged."""
     if (path / "kernels" / "index.json").is_file():
-        from runtime.kernels.triton import ahead
+        from runtime.kernels.triton import aot
 
-        ahead.offer(path, device)
+        aot.offer(path, device)
 
 
 def read_device(device: str | torch.device) -> torch.device:

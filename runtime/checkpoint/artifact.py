@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,10 +51,6 @@ class Artifact:
         """config.json."""
         return self.checkpoint.config
 
-    def get_tensor(self, name: str) -> Any:
-        """One tensor as stored; see `Checkpoint.get`."""
-        return self.checkpoint.get(name)
-
     def verify(self) -> int:
         """Compare every file with the manifest; returns how many files were checked.
 
@@ -65,13 +61,8 @@ class Artifact:
             raise ArtifactError(
                 f"{self.path} cannot be verified: it has no {MANIFEST} (only compressed artifacts have one)"
             )
-        listed: dict[str, dict[str, Any]] = self.manifest["files"]
         sealed = {} if self.manifest["schema_version"] < SEALED else {MANIFEST: json_is_whole, REPORT: page_is_whole}
-        problems = compare_files(self.path, listed, sorted(listed), sealed)
-        problems["not in the manifest"] = [name for name in self.checkpoint.headers if name not in listed]
-        if said := in_words(problems):
-            raise ArtifactError(f"{self.path} is corrupt: {said}")
-        return len(listed)
+        return compare_files(self.path, self.manifest["files"], sealed, "the manifest", self.checkpoint.headers)
 
     def summary(self) -> dict[str, Any]:
         """Facts for `compress inspect`: JSON-ready, from headers and manifest only (no tensor is read)."""
@@ -137,20 +128,25 @@ def shown(path: Path) -> Iterator[None]:
 def compare_files(
     directory: Path,
     listed: Mapping[str, dict[str, Any]],
-    names: Sequence[str],
     sealed: Mapping[str, Callable[[bytes], bool]],
-) -> dict[str, list[str]]:
-    """Problems of files beside a manifest: {problem: names of files}.
+    manifest: str,
+    used: Iterable[str],
+    skip: Collection[str] = (),
+) -> int:
+    """Compare the files of a directory with its manifest; returns how many were compared.
 
     Args:
         listed: {name: its size in bytes and its SHA-256}.
-        names: of the files that are compared with these.
         sealed: {name: whether its bytes are as they were written} of files that no list can hold the SHA-256 of, since they are
             written after it; one that is not there is passed over.
+        manifest: what messages call it.
+        used: files that loading reads, each of which must be listed.
+        skip: files that need not be compared.
 
     Raises:
-        ArtifactError: a file cannot be read.
+        ArtifactError: files that are missing, differ, or are used and not listed, all of which are named; or one cannot be read.
     """
+    names = sorted(set(listed).difference(skip))
 
     def is_as_listed(name: str) -> bool:
         file, expected = directory / name, listed[name]
@@ -164,12 +160,15 @@ def compare_files(
         with reading(directory / name):
             if (directory / name).is_file() and not is_whole((directory / name).read_bytes()):
                 different.append(name)
-    return {"missing": [name for name in names if name not in same], "content differs from its SHA-256": different}
-
-
-def in_words(problems: Mapping[str, Sequence[str]]) -> str:
-    """ "missing: a, b; ..."; empty where there are none."""
-    return "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items() if names)
+    problems = {
+        "missing": [name for name in names if name not in same],
+        "content differs from its SHA-256": different,
+        f"not in {manifest}": [name for name in used if name not in listed],
+    }
+    said = "; ".join(f"{what}: {', '.join(found)}" for what, found in problems.items() if found)
+    if said:
+        raise ArtifactError(f"{directory} is corrupt: {said}")
+    return len(names)
 
 
 def sha256(file: Path) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,12 +71,8 @@ class Checkpoint:
         return self.entry(name).dtype
 
     def nbytes(self, name: str) -> int:
-        """Bytes of the tensor in its file."""
+        """Bytes of the tensor, in its file and once it is read."""
         return self.entry(name).nbytes
-
-    def held_bytes(self, name: str) -> int:
-        """Bytes of the tensor once it is read."""
-        return math.prod(self.shape(name)) * self.dtype(name).itemsize
 
     def files(self) -> list[Path]:
         """The safetensors files, sorted by name."""
@@ -141,14 +136,11 @@ class Checkpoint:
         """Names of the safetensors files, and {tensor: file} where an index says so."""
         # The order of transformers: a single file wins over an index.
         if (self.path / SINGLE).exists() or (self.path / SINGLE).is_symlink():
-            self._check_regular(SINGLE)
             return [SINGLE], None
         if (self.path / INDEX).exists():
             index = self._read_index()
             return sorted(set(index.values())), index
         files = sorted(p.name for p in self.path.glob("*.safetensors"))
-        for name in files:
-            self._check_regular(name)
         if not files:
             raise ArtifactError(self._nothing_found())
         return files, None
@@ -158,21 +150,11 @@ class Checkpoint:
         index = content.get("weight_map")
         if not isinstance(index, dict) or not index or not all(isinstance(v, str) for v in index.values()):
             raise ArtifactError(f"{self.path / INDEX} has no weight_map of tensor names to file names")
-        checked: set[str] = set()
-        for tensor, name in index.items():
-            if name in checked:
-                continue
+        for name, tensor in {name: tensor for tensor, name in index.items()}.items():
             check_inside(name, f"{self.path / INDEX}, tensor {tensor},")
             if not (self.path / name).exists():
                 raise ArtifactError(f"{self.path}: shard {name} is missing: the index names it for tensor {tensor}")
-            self._check_regular(name)
-            checked.add(name)
         return index
-
-    def _check_regular(self, name: str) -> None:
-        # Hub caches are made of symlinks, so a link may leave the directory; what it points at must be a plain file.
-        if not (self.path / name).is_file():
-            raise ArtifactError(f"{self.path / name} is no regular file (or a link to nothing)")
 
     def _nothing_found(self) -> str:
         pickles = sorted({p.name for pattern in PICKLES for p in self.path.glob(pattern)})

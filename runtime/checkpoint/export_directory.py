@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.artifact import Artifact, check_manifest, compare_files, in_words
+from runtime.checkpoint.artifact import Artifact, check_manifest, compare_files
 from runtime.checkpoint.checkpoint import read_json
 from runtime.errors import ArtifactError
 from runtime.system.self_hash import json_is_whole
@@ -74,14 +74,12 @@ class Export:
         Raises:
             ArtifactError: files that are missing, differ, or are used and not listed; all are named.
         """
-        listed: dict[str, dict[str, Any]] = self.manifest["files"]
-        names = sorted(name for name in listed if name not in skip and (readme or name != README))
         sealed = {MANIFEST: json_is_whole} if readme and self.manifest["schema_version"] >= SEALED else {}
-        problems = compare_files(self.path, listed, names, sealed)
-        problems[f"not in {MANIFEST}"] = [name for name in used if name not in listed]
-        if said := in_words(problems):
-            raise ArtifactError(f"{self.path} is corrupt: {said}; verify=False loads it as it is")
-        return len(names)
+        passed = skip if readme else [*skip, README]
+        try:
+            return compare_files(self.path, self.manifest["files"], sealed, MANIFEST, used, passed)
+        except ArtifactError as error:
+            raise ArtifactError(f"{error}; verify=False loads it as it is") from error
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from runtime.config.messages import nearest
 from runtime.errors import ArtifactError, first_line
 
 # Weights, configs, tokenizers: everything a checkpoint needs, no pickles and no code unless it is asked for.
@@ -109,11 +109,10 @@ def _suggestion(path: Path) -> str:
 
 def _nearest(name: str, parent: Path) -> Path | None:
     try:
-        names = {child.name.lower(): child.name for child in parent.iterdir() if child.is_dir()}
+        found = nearest(name, [child.name for child in parent.iterdir() if child.is_dir()])
     except OSError:
         return None
-    close = difflib.get_close_matches(name.lower(), names, n=1)
-    return parent / names[close[0]] if close else None
+    return None if found is None else parent / found
 
 
 def _download(repository: str, trust_remote_code: bool) -> Path:

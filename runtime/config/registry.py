@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from runtime.config.messages import plain
@@ -32,10 +32,7 @@ class Method:
 
     def load(self) -> Any:
         """The class, whose fields are the method's settings (`runtime.config.settings`)."""
-        if not isinstance(self.target, str):
-            return self.target()
-        module, _, name = self.target.partition(":")
-        return getattr(import_module(module), name)
+        return resolve_name(self.target) if isinstance(self.target, str) else self.target()
 
 
 class Registry:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from runtime.formats.bitpack import (
     unpack_rows,
     unpack_stream,
 )  # fmt: skip
-from runtime.formats.checks import check_tensor, check_weight, expand_groups, join, why_not_weights
+from runtime.formats.checks import check_tensor, check_weight, join, why_not_weights
 from runtime.formats.float8 import FLOAT8, indexable
 from runtime.formats.grid import GridScheme, scale_dtype
 from runtime.formats.representation import Representation, Shape, Tensors, TensorSpec
@@ -120,7 +121,6 @@ class Format(ABC):
             ArtifactError: a tensor is missing or has the wrong shape, dtype or content.
         """
         if check:
-            self._require(scheme, shape)
             self.validate(tensors, scheme, shape, dtype, where)
         return self.unpack_weight(tensors, scheme, shape, dtype)
 
@@ -158,28 +158,39 @@ class Format(ABC):
 
 
 class GridFormat(Format):
-    """A format for weights on a grid, or of floats: its own layout of the codes, beside scales and zero points."""
+    """A format for weights on a grid, or of floats, and where they belong in the matrix.
 
-    @abstractmethod
-    def code_tensors(
-        self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
-    ) -> dict[str, TensorSpec]:
-        """The tensors that hold the codes (no scales and zero points)."""
+    Values are in `weight_packed` (integers, bit-packed) or `weight_values` (floats), beside scales, zero points and `weight_shape`.
+    """
 
-    @abstractmethod
-    def pack_codes(self, weight: CompressedWeight) -> Tensors:
-        """Lay out the codes: exactly the tensors of `code_tensors`."""
+    def position_tensors(self, shape: Shape) -> dict[str, TensorSpec]:
+        """The tensors that say where the values belong; none in a dense format."""
+        return {}
 
-    @abstractmethod
-    def unpack_codes(
-        self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
+    def value_shape(self, shape: Shape, count: int | None) -> tuple[int, ...]:
+        """Shape of the values that are stored: rows, or one stream of `count`."""
+        return shape
+
+    def split(self, weight: CompressedWeight) -> tuple[Tensors, torch.Tensor]:
+        """The tensors of `position_tensors`, and the values that are stored."""
+        return {}, weight.values
+
+    def place(
+        self, stored: torch.Tensor, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Values `[out, in]` and mask (None when the format stores none); `zero` is the unpacked zero point."""
+        """Inverse of `split`: values `[out, in]` and mask (None when the format stores none); `zero` is the unpacked zero point."""
+        return stored, None
 
     def weight_tensors(
         self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
     ) -> dict[str, TensorSpec]:
-        specs, grid = self.code_tensors(scheme, shape, dtype, count), scheme.grid
+        grid, values = scheme.grid, self.value_shape(shape, count)
+        specs = self.position_tensors(shape) | {"weight_shape": TensorSpec((2,), torch.int64)}
+        if grid is not None and grid.type == "int":
+            words = (*values[:-1], packed_words(values[-1], grid.bits))
+            specs["weight_packed"] = TensorSpec(words, torch.int32)
+        else:
+            specs["weight_values"] = TensorSpec(values, dtype if grid is None else FLOAT8)
         if grid is not None:
             specs |= grid.parameter_tensors(shape, dtype)
             if _packs_zero_point(grid):
@@ -189,16 +200,24 @@ class GridFormat(Format):
 
     def pack_weight(self, weight: CompressedWeight) -> Tensors:
         check_weight(weight)
-        out, grid = self.pack_codes(weight), weight.scheme.grid
-        if grid is not None:
-            out |= self._parameters(weight.parameters, grid)
-        return out
+        grid, (out, values) = weight.scheme.grid, self.split(weight)
+        out["weight_shape"] = torch.tensor(weight.shape, dtype=torch.int64)
+        if grid is not None and grid.type == "int":
+            out["weight_packed"] = (pack_stream if values.dim() == 1 else pack_rows)(values, grid.bits)
+        else:
+            out["weight_values"] = values
+        return out if grid is None else out | self._parameters(weight.parameters, grid)
 
     def zero_point(self, tensors: Tensors, grid: GridScheme) -> torch.Tensor | None:
         zero = super().zero_point(tensors, grid)
         if zero is None or not _packs_zero_point(grid):
             return zero
         return unpack_columns(zero, grid.bits, tensors["weight_scale"].shape[0])
+
+    def parameters(self, tensors: Tensors, grid: GridScheme) -> Tensors:
+        """Scales and zero points as the grid has them, unpacked."""
+        zero = self.zero_point(tensors, grid)
+        return {"scale": tensors["weight_scale"]} | ({} if zero is None else {"zero_point": zero})
 
     def _parameters(self, parameters: Tensors, grid: GridScheme) -> Tensors:
         out = {f"weight_{name}": parameter for name, parameter in parameters.items()}
@@ -207,34 +226,34 @@ class GridFormat(Format):
         return out
 
     def unpack_weight(self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype) -> CompressedWeight:
-        scale = zero = None
-        if scheme.grid is not None:
-            scale, zero = tensors["weight_scale"], self.zero_point(tensors, scheme.grid)
-        values, mask = self.unpack_codes(tensors, scheme, shape, zero)
-        return CompressedWeight(values, scale, zero, mask, scheme, dtype)
+        grid, packed = scheme.grid, tensors.get("weight_packed")
+        if grid is not None and packed is not None:
+            unpack = unpack_stream if packed.dim() == 1 else unpack_rows
+            stored = unpack(packed, grid.bits, self.value_shape(shape, self.stored_count(tensors))[-1])
+        else:
+            stored = tensors["weight_values"]
+        parameters = {} if grid is None else self.parameters(tensors, grid)
+        values, mask = self.place(stored, tensors, scheme, shape, parameters.get("zero_point"))
+        return CompressedWeight.of(values, parameters, mask, scheme, dtype)
 
     def select_rows(self, tensors: Tensors, scheme: Scheme, shape: Shape, rows: torch.Tensor) -> Tensors:
         out = self.select_code_rows(tensors, scheme, rows)
         if "weight_shape" in tensors:
             out["weight_shape"] = torch.tensor([rows.numel(), shape[1]], dtype=torch.int64)
-        grid = scheme.grid
-        if grid is not None:
+        if scheme.grid is not None:
             # Every selected zero point has its own bit offset in its column, so the columns are opened.
-            zero = self.zero_point(tensors, grid)
-            chosen = grid.rows(
-                {"scale": tensors["weight_scale"], **({} if zero is None else {"zero_point": zero})}, rows
-            )
-            out |= self._parameters(chosen, grid)
+            chosen = scheme.grid.rows(self.parameters(tensors, scheme.grid), rows)
+            out |= self._parameters(chosen, scheme.grid)
         return out
 
     def select_code_rows(self, tensors: Tensors, scheme: Scheme, rows: torch.Tensor) -> Tensors:
-        """`select_rows` for the tensors of `code_tensors`; right for every format that stores row by row."""
-        names = ("weight", "weight_packed", "weight_values", "weight_metadata")
+        """`select_rows` for values and positions; right for every format that stores row by row."""
+        names = ("weight_packed", "weight_values", "weight_metadata")
         return {name: _rows_of(tensors[name], rows) for name in names if name in tensors}
 
 
 class SparseFormat(GridFormat):
-    """A format of pruned weights: the tensor `positions`, and the kept values in `weight_packed` (codes) or `weight_values` (floats)."""
+    """A format of pruned weights: the kept values, and the tensor `positions`."""
 
     def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
         reason = why_not_weights(scheme, shape) or self.why_not_pattern(scheme, shape)
@@ -246,34 +265,12 @@ class SparseFormat(GridFormat):
     def why_not_pattern(self, scheme: Scheme, shape: Shape) -> str | None:
         """The reason the zeros do not fit, if there is one."""
 
-    def value_specs(self, scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """The tensor of kept values `shape`: rows of codes, or one stream of them, are packed."""
-        if scheme.grid is not None and scheme.grid.type == "int":
-            words = (*shape[:-1], packed_words(shape[-1], scheme.grid.bits))
-            return {"weight_packed": TensorSpec(words, torch.int32)}
-        return {"weight_values": TensorSpec(shape, dtype if scheme.weights is None else FLOAT8)}
-
-    def pack_values(self, values: torch.Tensor, scheme: Scheme) -> Tensors:
-        """Lay out kept values `[rows, n]` or `[count]`."""
-        if scheme.grid is None or scheme.grid.type != "int":
-            return {"weight_values": values}
-        pack = pack_stream if values.dim() == 1 else pack_rows
-        return {"weight_packed": pack(values, scheme.grid.bits)}
-
-    def unpack_values(self, tensors: Tensors, scheme: Scheme, count: int) -> torch.Tensor:
-        """Inverse of `pack_values`; `count` values a row, or in all."""
-        packed = tensors.get("weight_packed")
-        if packed is None:
-            return tensors["weight_values"]
-        assert scheme.grid is not None
-        unpack = unpack_stream if packed.dim() == 1 else unpack_rows
-        return unpack(packed, scheme.grid.bits, count)
-
     def pruned(self, kept: torch.Tensor, scheme: Scheme, shape: Shape, zero: torch.Tensor | None) -> torch.Tensor:
         """A matrix like the `kept` values in which every weight is pruned: the code of zero everywhere."""
         values = torch.zeros(shape, dtype=kept.dtype, device=kept.device)
         if zero is not None:
-            values.copy_(expand_groups(zero, scheme.grid, shape[1]).expand(shape))
+            assert scheme.grid is not None
+            values.copy_(scheme.grid.spread(zero, shape[1]).expand(shape))
         return values
 
 
@@ -336,11 +333,10 @@ def _own(scheme: Scheme) -> Representation:
 def _on_cpu(weight: CompressedWeight) -> CompressedWeight:
     if weight.values.device.type == "cpu":
         return weight
-    moved = {name: tensor.cpu() for name, tensor in weight.parameters.items()}
-    mask = None if weight.mask is None else weight.mask.cpu()
-    if weight.scheme.weights is None:
-        return replace(weight, values=weight.values.cpu(), mask=mask)
-    return CompressedWeight.of(weight.values.cpu(), moved, mask, weight.scheme, weight.dtype)
+    moved: dict[str, Any] = {
+        name: value.cpu() for name, value in vars(weight).items() if isinstance(value, torch.Tensor)
+    }
+    return replace(weight, **moved, own={name: tensor.cpu() for name, tensor in weight.own.items()})
 
 
 def _rows_of(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

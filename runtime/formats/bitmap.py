@@ -5,6 +5,7 @@ A b-bit weight kept with density d takes `1 + d * b` bits (float: `1 + 16 * d` i
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from runtime.errors import ArtifactError
@@ -57,36 +58,25 @@ class Bitmap(SparseFormat):
             out["weight_values"] = indexable(values)[index].view(values.dtype)
         return out
 
-    def code_tensors(
-        self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
-    ) -> dict[str, TensorSpec]:
+    def position_tensors(self, shape: Shape) -> dict[str, TensorSpec]:
+        return {
+            "weight_bitmap": TensorSpec((shape[0], -(-shape[1] // 8)), torch.uint8),
+            "weight_row_offsets": TensorSpec((shape[0] + 1,), torch.int64),
+        }
+
+    def value_shape(self, shape: Shape, count: int | None) -> tuple[int, ...]:
         if count is None or not 0 <= count <= shape[0] * shape[1]:
             raise ArtifactError(
                 f"format bitmap needs the number of stored values of a weight {list(shape)}, got {count}"
             )
-        return {
-            "weight_bitmap": TensorSpec((shape[0], -(-shape[1] // 8)), torch.uint8),
-            "weight_row_offsets": TensorSpec((shape[0] + 1,), torch.int64),
-            "weight_shape": TensorSpec((2,), torch.int64),
-            **self.value_specs(scheme, (count,), dtype),
-        }
+        return (count,)
 
-    def pack_codes(self, weight: CompressedWeight) -> Tensors:
+    def split(self, weight: CompressedWeight) -> tuple[Tensors, torch.Tensor]:
         mask = kept(weight)
-        rows, columns = mask.shape
-        padded = torch.nn.functional.pad(mask, (0, -columns % 8)).view(rows, -1, 8).to(torch.uint8)
-        bitmap = torch.zeros(padded.shape[:2], dtype=torch.uint8)
-        for i in range(8):
-            bitmap |= padded[..., i] << i
-        offsets = torch.zeros(rows + 1, dtype=torch.int64)
-        torch.cumsum(mask.sum(1), 0, out=offsets[1:])
+        bitmap = torch.from_numpy(np.packbits(mask.numpy(), axis=1, bitorder="little"))
+        offsets = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
         values = indexable(weight.values)[mask].view(weight.values.dtype)
-        return {
-            "weight_bitmap": bitmap,
-            "weight_row_offsets": offsets,
-            "weight_shape": torch.tensor([rows, columns], dtype=torch.int64),
-            **self.pack_values(values, weight.scheme),
-        }
+        return {"weight_bitmap": bitmap, "weight_row_offsets": offsets}, values
 
     def validate_content(self, tensors: Tensors, shape: Shape, where: str) -> None:
         offsets, bits = tensors["weight_row_offsets"], _bits(tensors["weight_bitmap"])
@@ -94,12 +84,11 @@ class Bitmap(SparseFormat):
         if int(offsets[0]) != 0 or not torch.equal(offsets.diff(), bits.sum(1)) or bool(beyond.any()):
             raise ArtifactError(f"tensor {join(where, 'weight_bitmap')} does not agree with the row offsets beside it")
 
-    def unpack_codes(
-        self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
+    def place(
+        self, stored: torch.Tensor, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         mask = self.mask(tensors, shape[1])
         assert mask is not None
-        stored = self.unpack_values(tensors, scheme, int(tensors["weight_row_offsets"][-1]))
         values = self.pruned(stored, scheme, shape, zero)
         indexable(values).masked_scatter_(mask, indexable(stored))
         return values, mask

@@ -14,6 +14,12 @@ import torch
 SLICE = 1 << 19  # codes handled at once: 4 MB of int64 working memory
 
 
+def row_slices(rows: int, columns: int, most: int = SLICE) -> list[tuple[int, int]]:
+    """(first, end) of rows that together have at most `most` elements, so that they stay in a cache, or in little memory."""
+    step = max(1, most // max(1, columns))
+    return [(start, min(rows, start + step)) for start in range(0, rows, step)]
+
+
 def packed_words(count: int, bits: int) -> int:
     """How many int32 words `count` codes of `bits` bits take."""
     return -(-count * bits // 32)
@@ -25,7 +31,7 @@ def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """
     rows, columns = codes.shape
     out = torch.empty(rows, packed_words(columns, bits), dtype=torch.int32, device=codes.device)
-    for start, stop in _slices(rows, columns):
+    for start, stop in row_slices(rows, columns) if columns else ():
         out[start:stop] = _pack(codes[start:stop], bits)
     return out
 
@@ -34,7 +40,7 @@ def unpack_rows(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     """Inverse of `pack_rows`: int32 `[rows, words]` -> int8 codes `[rows, columns]`."""
     rows = packed.shape[0]
     out = torch.empty(rows, columns, dtype=torch.int8, device=packed.device)
-    for start, stop in _slices(rows, columns):
+    for start, stop in row_slices(rows, columns) if columns else ():
         _unpack(packed[start:stop], bits, out[start:stop])
     return out
 
@@ -51,19 +57,15 @@ def unpack_columns(packed: torch.Tensor, bits: int, rows: int) -> torch.Tensor:
 
 def pack_stream(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack int8 codes `[count]` as one stream: int32 `[packed_words(count, bits)]`."""
-    whole = codes.numel() // 1024 * 1024  # 1024 codes fill whole words, so rows of 1024 make the same stream
-    body = pack_rows(codes[:whole].view(-1, 1024), bits).view(-1)
-    tail = pack_rows(codes[whole:].view(1, -1), bits).view(-1)
-    return torch.cat([body, tail])
+    # 1024 codes fill whole words, so rows of 1024 make the same stream; what fills up the last one is packed to zero bits.
+    filled = torch.nn.functional.pad(codes, (0, -codes.numel() % 1024), value=-(1 << (bits - 1)))
+    return pack_rows(filled.view(-1, 1024), bits).view(-1)[: packed_words(codes.numel(), bits)]
 
 
 def unpack_stream(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Inverse of `pack_stream`: int32 `[words]` -> int8 `[count]`."""
-    whole = count // 1024 * 1024
-    words = packed_words(whole, bits)
-    body = unpack_rows(packed[:words].view(-1, 32 * bits), bits, 1024).view(-1)
-    tail = unpack_rows(packed[words:].view(1, -1), bits, count - whole).view(-1)
-    return torch.cat([body, tail])
+    filled = torch.nn.functional.pad(packed, (0, -packed.numel() % (32 * bits)))
+    return unpack_rows(filled.view(-1, 32 * bits), bits, 1024).view(-1)[:count]
 
 
 def gather_stream(packed: torch.Tensor, bits: int, index: torch.Tensor) -> torch.Tensor:
@@ -73,13 +75,6 @@ def gather_stream(packed: torch.Tensor, bits: int, index: torch.Tensor) -> torch
     following = (word + 1).clamp(max=max(0, packed.numel() - 1))
     value = (packed[word].to(torch.int64) & 0xFFFFFFFF) | packed[following].to(torch.int64) << 32
     return (((value >> shift) & ((1 << bits) - 1)) - (1 << (bits - 1))).to(torch.int8)
-
-
-def _slices(rows: int, columns: int) -> list[tuple[int, int]]:
-    if columns == 0:
-        return []
-    step = max(1, SLICE // columns)
-    return [(start, min(rows, start + step)) for start in range(0, rows, step)]
 
 
 def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -57,17 +57,12 @@ def nonzero(weight: CompressedWeight) -> torch.Tensor:
     values = weight.values
     if weight.zero_point is None:
         return (values.view(torch.uint8) & 0x7F) != 0 if values.dtype == FLOAT8 else values != 0
-    return values != expand_groups(weight.zero_point, weight.scheme.grid, values.shape[1])
+    return values != weight.on_grid[0].spread(weight.zero_point, values.shape[1])
 
 
 def kept(weight: CompressedWeight) -> torch.Tensor:
     """Bool `[out, in]`: the mask, or what is not zero when the solver gave none."""
     return weight.mask if weight.mask is not None else nonzero(weight)
-
-
-def expand_groups(parameter: torch.Tensor, scheme: GridScheme | None, columns: int) -> torch.Tensor:
-    """Spread per-group numbers `[out, groups]` over the columns they rule; other strategies broadcast as they are."""
-    return parameter if scheme is None else scheme.spread(parameter, columns)
 
 
 def join(where: str, name: str) -> str:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from runtime.formats.base import GridFormat, OwnFormat
-from runtime.formats.bitpack import pack_rows, packed_words, unpack_rows
 from runtime.formats.checks import check_weight, why_not_weights
-from runtime.formats.representation import Shape, Tensors, TensorSpec
+from runtime.formats.representation import Shape, Tensors
 from runtime.formats.scheme import CompressedWeight, Scheme
 
 
@@ -27,29 +24,6 @@ class Packed(GridFormat):
         if reason is None and (scheme.grid is None or scheme.grid.type != "int"):
             reason = "it stores integer weights only"
         return reason
-
-    def code_tensors(
-        self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
-    ) -> dict[str, TensorSpec]:
-        assert scheme.grid is not None
-        words = packed_words(shape[1], scheme.grid.bits)
-        return {
-            "weight_packed": TensorSpec((shape[0], words), torch.int32),
-            "weight_shape": TensorSpec((2,), torch.int64),
-        }
-
-    def pack_codes(self, weight: CompressedWeight) -> Tensors:
-        assert weight.scheme.grid is not None
-        return {
-            "weight_packed": pack_rows(weight.values, weight.scheme.grid.bits),
-            "weight_shape": torch.tensor(weight.values.shape, dtype=torch.int64),
-        }
-
-    def unpack_codes(
-        self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert scheme.grid is not None
-        return unpack_rows(tensors["weight_packed"], scheme.grid.bits, shape[1]), None
 
 
 class PackQuantized(Packed):

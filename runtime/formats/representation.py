@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from runtime.config.plugins import entries
+from runtime.config.settings import configure
 
 Shape = tuple[int, int]
 Tensors = dict[str, torch.Tensor]
@@ -112,12 +113,8 @@ class Representation(ABC):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Representation:
         """Inverse of `to_config`; ValueError, naming the field, for fields that are missing, unknown or mean nothing."""
-        given = {name: value for name, value in config.items() if name != "representation"}
-        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise ValueError(f"representation {cls.name} has no field {unknown[0]!r}, only {', '.join(known)}")
-        return cls(**given)
+        found: Representation = configure(cls, {key: value for key, value in config.items() if key != "representation"})
+        return found
 
 
 def plugins() -> list[type[Any]]:

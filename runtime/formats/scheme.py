@@ -7,7 +7,7 @@ ours reads the same in `config.json`; `sparsity`, and `representation` inside `w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -52,18 +52,15 @@ class Scheme:
         if self.weights is not None:
             config["weights"] = self.weights.to_config()
         if self.activations is not None:
-            config["input_activations"] = {
-                "num_bits": self.activations.bits, "type": self.activations.type, "symmetric":
-                self.activations.symmetric, "strategy": self.activations.strategy, "dynamic":
-                self.activations.dynamic, "group_size": None,
-            }  # fmt: skip
+            fields = asdict(self.activations)
+            config["input_activations"] = {"num_bits": fields.pop("bits"), **fields, "group_size": None}
         if self.sparsity is not None:
             config["sparsity"] = self.sparsity
         return config
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Scheme:
-        """Read one `config_groups` entry (ours or one that compressed-tensors wrote).
+        """Read one `config_groups` entry (ours or one that compressed-tensors wrote, with what it lets out filled in).
 
         Raises:
             ValueError: a representation that no installed package has, or fields that it does not take.
@@ -75,15 +72,9 @@ class Scheme:
             weights = representation.find(w["representation"]).from_config(w)
         elif w:
             group = w.get("group_size") if w["strategy"] == "group" else None
-            weights = GridScheme(w["num_bits"], w.get("type", "int"), w.get("symmetric", True), w["strategy"], group)
+            weights = GridScheme(w["num_bits"], w["type"], w["symmetric"], w["strategy"], group)
         if a:
-            activations = ActivationScheme(
-                a["num_bits"],
-                a.get("type", "int"),
-                a.get("symmetric", True),
-                bool(a.get("dynamic", False)),
-                a["strategy"],
-            )
+            activations = ActivationScheme(a["num_bits"], a["type"], a["symmetric"], bool(a["dynamic"]), a["strategy"])
         return cls(weights, activations, config.get("sparsity"))
 
 

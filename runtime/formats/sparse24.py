@@ -13,6 +13,7 @@ import torch
 
 from runtime.errors import ArtifactError, CompressError
 from runtime.formats.base import SparseFormat
+from runtime.formats.bitpack import row_slices
 from runtime.formats.checks import join, kept
 from runtime.formats.float8 import indexable
 from runtime.formats.representation import Shape, Tensors, TensorSpec
@@ -65,52 +66,41 @@ class Sparse24(SparseFormat):
         place = torch.arange(4, dtype=torch.uint8, device=metadata.device)
         return ((nibbles & 3 == place) | (nibbles >> 2 == place)).flatten(1)
 
-    def code_tensors(
-        self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
-    ) -> dict[str, TensorSpec]:
-        return {
-            "weight_metadata": TensorSpec((shape[0], -(-shape[1] // 8)), torch.uint8),
-            "weight_shape": TensorSpec((2,), torch.int64),
-            **self.value_specs(scheme, (shape[0], shape[1] // 2), dtype),
-        }
+    def position_tensors(self, shape: Shape) -> dict[str, TensorSpec]:
+        return {"weight_metadata": TensorSpec((shape[0], -(-shape[1] // 8)), torch.uint8)}
 
-    def pack_codes(self, weight: CompressedWeight) -> Tensors:
+    def value_shape(self, shape: Shape, count: int | None) -> tuple[int, ...]:
+        return shape[0], shape[1] // 2
+
+    def split(self, weight: CompressedWeight) -> tuple[Tensors, torch.Tensor]:
         rows, columns = weight.values.shape
         mask = kept(weight)
         nibbles = torch.empty(rows, columns // 4, dtype=torch.uint8)
         halves = torch.empty(rows, columns // 2, dtype=weight.values.dtype)
         powers = torch.tensor([1, 2, 4, 8], dtype=torch.uint8)
-        for start, stop in _slices(rows, columns):
+        for start, stop in row_slices(rows, columns, _SLICE):
             quads = (mask[start:stop].view(-1, columns // 4, 4).to(torch.uint8) * powers).sum(-1)
             nibbles[start:stop] = _NIBBLE[quads]
             index = _columns(nibbles[start:stop])
             halves[start:stop] = indexable(weight.values[start:stop]).gather(1, index).view(weight.values.dtype)
         if bool((nibbles == 255).any()):
             raise CompressError("weight has more than two non-zeros in a quad, so it is not 2:4 sparse")
-        if nibbles.shape[1] % 2:
-            nibbles = torch.nn.functional.pad(nibbles, (0, 1))
-        return {
-            "weight_metadata": nibbles[:, 0::2] | nibbles[:, 1::2] << 4,
-            "weight_shape": torch.tensor([rows, columns], dtype=torch.int64),
-            **self.pack_values(halves, weight.scheme),
-        }
+        return {"weight_metadata": position_bytes(nibbles)}, halves
 
     def validate_content(self, tensors: Tensors, shape: Shape, where: str) -> None:
-        for start, stop in _slices(*shape):
+        for start, stop in row_slices(*shape, _SLICE):
             nibbles = position_nibbles(tensors["weight_metadata"][start:stop], shape[1])
             if bool(((nibbles & 3) >= (nibbles >> 2)).any()):
                 raise ArtifactError(f"tensor {join(where, 'weight_metadata')} holds positions that are not 2:4 pairs")
 
-    def unpack_codes(
-        self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
+    def place(
+        self, stored: torch.Tensor, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows, columns = shape
-        metadata = tensors["weight_metadata"]
-        halves = self.unpack_values(tensors, scheme, columns // 2)
-        values = self.pruned(halves, scheme, shape, zero)
-        for start, stop in _slices(rows, columns):
+        (rows, columns), metadata = shape, tensors["weight_metadata"]
+        values = self.pruned(stored, scheme, shape, zero)
+        for start, stop in row_slices(rows, columns, _SLICE):
             index = _columns(position_nibbles(metadata[start:stop], columns))
-            indexable(values[start:stop]).scatter_(1, index, indexable(halves[start:stop]))
+            indexable(values[start:stop]).scatter_(1, index, indexable(stored[start:stop]))
         return values, self.mask(tensors, columns)
 
 
@@ -119,13 +109,14 @@ def position_nibbles(metadata: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.stack([metadata & 15, metadata >> 4], dim=-1).flatten(1)[:, : columns // 4]
 
 
+def position_bytes(nibbles: torch.Tensor) -> torch.Tensor:
+    """Inverse of `position_nibbles`: two in a byte; what fills up a row is 0."""
+    nibbles = torch.nn.functional.pad(nibbles, (0, nibbles.shape[1] % 2))
+    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+
+
 def _columns(nibbles: torch.Tensor) -> torch.Tensor:
     """Column numbers int64 `[rows, in / 2]` of the values that position nibbles `[rows, in / 4]` name."""
     first = torch.arange(nibbles.shape[1], device=nibbles.device) * 4
     pair = torch.stack([first + (nibbles & 3), first + (nibbles >> 2 & 3)], dim=-1)
     return pair.view(nibbles.shape[0], -1)
-
-
-def _slices(rows: int, columns: int) -> list[tuple[int, int]]:
-    step = max(1, _SLICE // max(1, columns))
-    return [(start, min(rows, start + step)) for start in range(0, rows, step)]

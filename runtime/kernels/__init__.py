@@ -13,7 +13,7 @@ from runtime.config.messages import did_you_mean
 from runtime.errors import RequestError
 from runtime.kernels import tuning
 from runtime.kernels.base import CLASSES, Choice, Kernel, Layer, ShapeClass, shape_class
-from runtime.kernels.cpu import integer, tiles
+from runtime.kernels.cpu import integer
 from runtime.kernels.cpu.int4 import Int4Cpu
 from runtime.kernels.cpu.int8 import Int8Cpu
 from runtime.kernels.cpu.w8a8 import W8A8Cpu
@@ -31,7 +31,7 @@ REFERENCE = Reference()
 MODES = ("auto", "fast")
 #: In order of preference.
 KERNELS: tuple[Kernel, ...] = (
-    *integer.KERNELS, *tiles.KERNELS, Int4Cpu(), Int8Cpu(), W8A8Cpu(),
+    *integer.KERNELS, Int4Cpu(), Int8Cpu(), W8A8Cpu(),
     # 2:4 comes after the dense kernel: it reads a quarter less and computes more (unmeasured on GPUs).
     Float8Cuda(), W8A8Triton(), W4A16Triton(), Sparse24Triton(), W8A16Triton(), REFERENCE,
 )  # fmt: skip
@@ -124,11 +124,8 @@ def _named(layer: Layer, name: str) -> Choice:
         raise RequestError(f"kernel {name} cannot compute this layer: {reasons[0]}")
     leader = same[reasons.index(None)]
     others = [k for k in candidates(layer) if k.layout == leader.layout and k.accuracy == "exact"]
-    chosen = {}
-    for rows in CLASSES:
-        serving = [kernel for kernel in (leader, *others, leader) if rows in kernel.classes]
-        chosen[rows] = serving[0] if serving else leader
-    return Choice(**chosen)
+    serving = {rows: next((k for k in (leader, *others) if rows in k.classes), leader) for rows in CLASSES}
+    return Choice(**serving)
 
 
 def _why_not(kernel: Kernel, layer: Layer) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from runtime.formats.float8 import FLOAT8, FLOAT8_MAXIMUM
+from runtime.formats.representation import Tensors
 from runtime.formats.scheme import ActivationScheme
 
 
@@ -37,19 +38,18 @@ def dynamic_grid(x: torch.Tensor, scheme: ActivationScheme) -> tuple[torch.Tenso
 
 
 def quantize_input(
-    x: torch.Tensor,
-    scheme: ActivationScheme,
-    input_scale: torch.Tensor | None = None,
-    input_zero_point: torch.Tensor | None = None,
+    x: torch.Tensor, scheme: ActivationScheme, tensors: Tensors
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Codes (as numbers in the dtype of `x`), scale and zero point; static schemes bring their own scale and zero
-    point.
+    """Codes (as numbers in the dtype of `x`), scale and zero point.
+
+    Args:
+        tensors: of the layer, with `input_scale` and `input_zero_point` where the scheme is static.
     """
     if scheme.dynamic:
         scale, zero = dynamic_grid(x, scheme)
     else:
-        assert input_scale is not None
-        scale, zero = input_scale, None if input_zero_point is None else input_zero_point.to(x.dtype)
+        scale, zero = tensors["input_scale"], tensors.get("input_zero_point")
+        zero = None if zero is None else zero.to(x.dtype)
     codes = x / scale
     if zero is not None:
         codes = codes + zero
@@ -58,16 +58,11 @@ def quantize_input(
     return codes, scale, zero
 
 
-def fake_quantize(
-    x: torch.Tensor,
-    scheme: ActivationScheme,
-    input_scale: torch.Tensor | None = None,
-    input_zero_point: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`x` rounded to the grid and back, in the dtype of the scale."""
+def fake_quantize(x: torch.Tensor, scheme: ActivationScheme, tensors: Tensors) -> torch.Tensor:
+    """`x` rounded to the grid and back, in the dtype of the scale; arguments are those of `quantize_input`."""
     if x.numel() == 0:
         return x
-    codes, scale, zero = quantize_input(x, scheme, input_scale, input_zero_point)
+    codes, scale, zero = quantize_input(x, scheme, tensors)
     codes = codes.to(scale.dtype)
     return (codes if zero is None else codes - zero.to(scale.dtype)) * scale
 

@@ -18,6 +18,7 @@ ShapeClass = Literal["decode", "batch", "prefill"]
 #: Row counts that may have a kernel each: one row, a few, many.
 CLASSES: tuple[ShapeClass, ...] = ("decode", "batch", "prefill")
 BATCH_ROWS = 64  # most rows of the class "batch"
+_EXACT = 1 << 15  # columns up to which a sum of int8 products, zero points included, stays inside int32
 
 
 def shape_class(rows: int) -> ShapeClass:
@@ -74,6 +75,19 @@ class Layer:
             return "it computes with unquantized activations"
         if weights.strategy == "group" and (weights.group_size or 1) % multiple:
             return f"it wants groups of a multiple of {multiple}, not {weights.group_size}"
+        return None
+
+    def why_not_sum_of_codes(self) -> str | None:
+        """The reason its product is no scaled sum of 8-bit codes, integers or float8, of weights times activations; None when it is."""
+        weights, activations = self.entry.scheme.grid, self.entry.scheme.activations
+        if weights is None or activations is None or weights.type != activations.type or activations.bits > 8:
+            return "it computes integer weights with integer activations, or float8 with float8"
+        if weights.strategy == "group":
+            return "a sum of codes cannot run across groups of different scale"
+        if weights.type == "float" and not activations.symmetric:
+            return "it computes with symmetric float8 activations"
+        if weights.type == "int" and self.shape[1] >= _EXACT:
+            return f"rows of {_EXACT} weights or more could overflow an int32 sum"
         return None
 
 

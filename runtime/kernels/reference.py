@@ -38,7 +38,7 @@ class Reference(Kernel):
         """`run` for a weight that has been unpacked; of `tensors` only static scales of activations are read."""
         activations = layer.entry.scheme.activations
         if activations is not None:
-            x = fake_quantize(x, activations, tensors.get("input_scale"), tensors.get("input_zero_point"))
+            x = fake_quantize(x, activations, tensors)
         return torch.nn.functional.linear(x, weight.dequantize(), bias)
 
     def path(self, rows: int) -> str:

@@ -1,9 +1,12 @@
-"""Fastest of several kernels over one layout on this machine: measured once, stored on disk.
+"""Choices that are measured once and stored on disk, and the one among several kernels over one layout on a CPU.
 
-Keyed by (kernels, layer's scheme and dtype, rounded shape, shape class, threads), one file a machine: `tuning/cpu-ID.json` under
-`$COMPRESS_CACHE` or `~/.cache/compress`. Measuring is done while a whole model is loaded (`measuring`), never longer than its budget;
-a layer prepared by itself uses what is remembered. What was not measured takes the first kernel, which is also taken unless
-another is at least a tenth faster: the first is the one whose results do not depend on the machine.
+One file a device, `tuning/NAME.json` under `$COMPRESS_CACHE` or `~/.cache/compress`: `{"version": ..., "choices": {key: choice}}`. A file
+that is damaged is ignored and replaced, one that cannot be written is done without; either is said once in the log.
+
+CPU kernels are keyed by (kernels, layer's scheme and dtype, rounded shape, shape class, threads). Measuring is done while a whole model is
+loaded (`measuring`), never longer than its budget; a layer prepared by itself uses what is remembered. What was not measured takes the
+first kernel, which is also taken unless another is at least a tenth faster: the first is the one whose results do not depend on the
+machine.
 """
 
 from __future__ import annotations
@@ -15,58 +18,75 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
+from runtime.errors import first_line
 from runtime.kernels.base import Kernel, Layer, ShapeClass
 from runtime.system import processes
+from runtime.system.context import assigned
 from runtime.system.directories import cache_directory
-
-# Files that remember measured choices: `{"version": ..., "choices": {key: choice}}`, read again before each write.
-#
-# A file that is damaged is ignored and replaced, one that cannot be written is done without; either is said once in the log.
 
 VERSION = 1
 _log = logging.getLogger("compress.kernels")
+_lock = threading.RLock()
 complained: set[tuple[Path, str]] = set()
+remembered: dict[
+    Path, dict[str, Any]
+] = {}  # contents of the files read so far, and what was measured since: one may not be writable
 
-Kind = TypeVar("Kind", str, dict)
-
-
-def file(device: str) -> Path:
-    """What was measured on one device."""
-    return cache_directory("tuning") / f"{device}.json"
+Option = TypeVar("Option", str, dict[str, Any])
 
 
-def read(path: Path, kind: type[Kind]) -> dict[str, Kind]:
-    """What a file remembers, choices of type `kind`; nothing when it is missing, of another version or damaged."""
+class _File(TypedDict):
+    version: int
+    choices: dict[str, str | dict[str, Any]]
+
+
+_FILE = TypeAdapter(_File)
+
+
+def recall(device: str, key: str, options: Sequence[Option], measure: Callable[[], Option | None]) -> Option:
+    """The option that was measured to be best on a device, now if nobody remembers; the first where `measure` does not say."""
+    path = cache_directory("tuning") / f"{device}.json"
+    with _lock:
+        known = remembered.get(path)
+        if known is None:
+            known = remembered[path] = _read(path)
+        if known.get(key) in options:  # one of an older version may no longer be
+            return known[key]
+        best = measure()
+        if best is None:
+            return options[0]
+        known[key] = best
+        _store(path, key, best)
+        return best
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a file remembers; nothing when it is missing, of another version or damaged."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = _FILE.validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        _complain(path, "ignoring the tuning file %s, it cannot be read: %s", path, error)
+    except (OSError, ValueError) as error:
+        _complain(path, "ignoring the tuning file %s, it cannot be read: %s", path, first_line(error))
         return {}
-    version = content.get("version") if isinstance(content, dict) else None
-    if isinstance(version, int) and version != VERSION:
-        return {}
-    choices = content.get("choices") if version == VERSION else None
-    if not isinstance(choices, dict) or not all(isinstance(value, kind) for value in choices.values()):
-        _complain(path, "ignoring the tuning file %s, it does not hold choices", path)
-        return {}
-    return choices
+    return content["choices"] if content["version"] == VERSION else {}
 
 
-def store(path: Path, key: str, choice: Kind) -> None:
+def _store(path: Path, key: str, choice: Any) -> None:
     """Add one choice: read again (another process may have written), then replace the file in one step."""
-    content = {"version": VERSION, "choices": read(path, type(choice)) | {key: choice}}
+    content = {"version": VERSION, "choices": _read(path) | {key: choice}}
     temporary: str | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,18 +113,11 @@ _WINS_BY = 0.9
 _SMALL = 1 << 18  # weights; smaller layers are not worth measuring
 _OUT = 512  # rows of the weight that are measured: time is proportional to them
 _left: ContextVar[list[float] | None] = ContextVar("seconds_left", default=None)
-_lock = threading.Lock()
-remembered: dict[tuple[Path, str], str] = {}  # chosen by this process: a file may not be writable
 
 
-@contextmanager
-def measuring(seconds: float = BUDGET) -> Iterator[None]:
-    """While active, `fastest` may measure, for so many seconds in all."""
-    token = _left.set([seconds])
-    try:
-        yield
-    finally:
-        _left.reset(token)
+def measuring() -> AbstractContextManager[Any]:
+    """While active, `fastest` may measure, for `BUDGET` seconds in all."""
+    return assigned(_left, [BUDGET])
 
 
 def fastest(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> Kernel:
@@ -112,31 +125,24 @@ def fastest(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> Kernel
     if len(kernels) == 1 or layer.device.type != "cpu" or layer.shape[0] * layer.shape[1] < _SMALL:
         return kernels[0]
     layer = replace(layer, shape=(_OUT, _rounded(layer.shape[1])))
-    key = _key(layer, rows, kernels)
-    path = file(f"cpu-{machine()}")
-    known = {kernel.name: kernel for kernel in kernels}
-    with _lock:
-        name = remembered.get((path, key)) or read(path, str).get(key, "")
-        if name in known:
-            return known[name]
-        budget = _left.get()
+    names, budget = [kernel.name for kernel in kernels], _left.get()
+
+    def measure() -> str | None:
         if budget is None or budget[0] <= 0:
-            return kernels[0]
+            return None
         start = time.perf_counter()
-        chosen = _measured(layer, _ROWS[rows], kernels, start + budget[0])
+        best = _measured(layer, _ROWS[rows], kernels, start + budget[0])
         budget[0] -= time.perf_counter() - start
-        if chosen is None:
-            return kernels[0]
-        remembered[path, key] = chosen.name
-        store(path, key, chosen.name)
-        return chosen
+        return None if best is None else names[best]
+
+    return kernels[names.index(recall(f"cpu-{machine()}", _key(layer, rows, kernels), names, measure))]
 
 
-def _measured(layer: Layer, rows: int, kernels: Sequence[Kernel], end: float) -> Kernel | None:
-    """The fastest; None when time was out before each had run three times, the first of which does not count."""
+def _measured(layer: Layer, rows: int, kernels: Sequence[Kernel], end: float) -> int | None:
+    """Number of the fastest; None when time was out before each had run three times, the first of which does not count."""
     tensors = kernels[0].sample(layer)
     if tensors is None:
-        return kernels[0]
+        return 0
     x = torch.randn(rows, layer.shape[1]).to(layer.dtype)
     taken = [float("inf")] * len(kernels)
     for attempt in range(3):  # the first warms up, the others count
@@ -148,7 +154,7 @@ def _measured(layer: Layer, rows: int, kernels: Sequence[Kernel], end: float) ->
             if attempt > 0:
                 taken[index] = min(taken[index], time.perf_counter() - start)
     best = min(range(len(kernels)), key=lambda index: taken[index])
-    return kernels[best] if taken[best] < _WINS_BY * taken[0] else kernels[0]
+    return best if taken[best] < _WINS_BY * taken[0] else 0
 
 
 def _rounded(columns: int) -> int:

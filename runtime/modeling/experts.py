@@ -226,8 +226,7 @@ def unfuse(model: nn.Module, names: Collection[str] | None = None) -> list[str]:
     for name, layout in find_fused(model).items():
         if names is not None and name not in names:
             continue
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, Experts(model.get_submodule(name), layout))
+        model.set_submodule(name, Experts(model.get_submodule(name), layout))
         done.append(name)
     return done
 

@@ -31,11 +31,10 @@ def is_matrix(module: nn.Module) -> bool:
 
 def sides(module: nn.Module) -> tuple[int, int] | None:
     """(outputs, inputs); None of other modules."""
-    if is_linear(module):
-        return int(module.weight.shape[0]), int(module.weight.shape[1])  # type: ignore[union-attr, index]
-    if is_conv1d(module):
-        return int(module.weight.shape[1]), int(module.weight.shape[0])  # type: ignore[union-attr, index]
-    return None
+    if not is_matrix(module):
+        return None
+    outputs, inputs = get_matrix(module).shape
+    return outputs, inputs
 
 
 def get_matrix(module: nn.Module) -> torch.Tensor:

@@ -163,29 +163,28 @@ def _construct(
 
     named = _named_class(config)
     known = None if named is None else getattr(transformers, named, None)
-    if kind == "decoder":
-        if known is not None and config.get_text_config() is not config:
-            return known._from_config(config, dtype=dtype)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust)
-    if kind == "encoder-decoder":
-        if known is None or named not in _seq2seq_classes():  # a bare T5Model: its head is tied, or missing
-            speech = is_speech(config)
-            general = transformers.AutoModelForSpeechSeq2Seq if speech else transformers.AutoModelForSeq2SeqLM
-            model = general.from_config(config, dtype=dtype, trust_remote_code=trust)
-        else:
-            model = known._from_config(config, dtype=dtype)
-        if model.main_input_name not in ("input_ids", FEATURES):
-            raise ValueError(
-                f"the encoder of {type(model).__name__} reads {model.main_input_name}, neither token ids nor {FEATURES}"
-            )
-        return model
-    if known is None:
-        return transformers.AutoModel.from_config(config, dtype=dtype, trust_remote_code=trust)
     options: dict[str, Any] = {}
-    takes_pooler = "add_pooling_layer" in inspect.signature(known.__init__).parameters
-    if stored is not None and takes_pooler and not any("pooler." in name for name in stored):
-        options["add_pooling_layer"] = False
-    return known._from_config(config, dtype=dtype, **options)
+    general: Any
+    if kind == "decoder":
+        general, usable = transformers.AutoModelForCausalLM, config.get_text_config() is not config
+    elif kind == "encoder-decoder":
+        speech = is_speech(config)
+        general = transformers.AutoModelForSpeechSeq2Seq if speech else transformers.AutoModelForSeq2SeqLM
+        usable = named in _seq2seq_classes()  # and no bare T5Model, whose head is tied, or missing
+    else:
+        general, usable = transformers.AutoModel, True
+        takes_pooler = known is not None and "add_pooling_layer" in inspect.signature(known.__init__).parameters
+        if stored is not None and takes_pooler and not any("pooler." in name for name in stored):
+            options["add_pooling_layer"] = False
+    if known is not None and usable:
+        model = known._from_config(config, dtype=dtype, **options)
+    else:
+        model = general.from_config(config, dtype=dtype, trust_remote_code=trust)
+    if kind == "encoder-decoder" and model.main_input_name not in ("input_ids", FEATURES):
+        raise ValueError(
+            f"the encoder of {type(model).__name__} reads {model.main_input_name}, neither token ids nor {FEATURES}"
+        )
+    return model
 
 
 def _named_class(config: PretrainedConfig) -> str | None:

@@ -192,17 +192,17 @@ def without_place(model: PreTrainedModel, name: str) -> str:
     first = local.partition(".")[0]
     if first == "pooler" and getattr(base, "pooler", None) is None:
         return f"{type(model).__name__} has no pooler"
-    if hasattr(base, first) or hasattr(model, first):
-        # "cls" is a child of BertForMaskedLM, whose own head is complete: what else is stored below it is another head's.
-        return "" if hasattr(base, first) or "." not in local else _second_head(model, local)
-    return f"{type(model).__name__} has no {first}"
-
-
-def _second_head(model: PreTrainedModel, local: str) -> str:
-    first, second = local.split(".")[:2]
-    if hasattr(getattr(model, first), second):
+    if hasattr(base, first):
         return ""
-    return f"{type(model).__name__} has no {first}.{second}"
+    if not hasattr(model, first):
+        return f"{type(model).__name__} has no {first}"
+    # "cls" is a child of BertForMaskedLM, whose own head is complete: what else is stored below it is another head's.
+    second = local.split(".")[1] if "." in local else ""
+    return (
+        ""
+        if not second or hasattr(getattr(model, first), second)
+        else f"{type(model).__name__} has no {first}.{second}"
+    )
 
 
 def _candidates(model: PreTrainedModel, name: str) -> Iterator[str]:

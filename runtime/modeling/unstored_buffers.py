@@ -30,9 +30,8 @@ def materialise_buffers(model: PreTrainedModel) -> None:
         CompressError: transformers cannot compute one of them.
     """
     for name, module in model.named_modules():
-        missing = [b for b in module._non_persistent_buffers_set if _on_meta(module, b)]
-        if not missing:
-            continue
+        unstored = module._non_persistent_buffers_set
+        missing = [b for b, held in module._buffers.items() if b in unstored and held is not None and held.is_meta]
         found = _computed(model, name, missing)
         for buffer in missing:
             if buffer not in found:
@@ -83,35 +82,30 @@ def _is_stored(name: str, stored: Collection[str]) -> bool:
 
 def _computed(model: PreTrainedModel, name: str, leaves: Collection[str]) -> dict[str, torch.Tensor]:
     """{leaf: its value} of those tensors of module `name` that an initialiser computes: of the module, or of one around it."""
+    from transformers import PreTrainedModel
+
+    if not leaves:
+        return {}
     module = model.get_submodule(name)
     left, found = list(leaves), dict[str, torch.Tensor]()
-    before = {leaf: _held(module, leaf) for leaf in left}
-    for around in _around(model, name):
-        if not left:
-            break
+    before: dict[str, torch.Tensor] = {leaf: getattr(module, leaf) for leaf in left}
+    for around, part in _outward(model, name):
+        # The module itself, then the models that it is part of: Falcon-H1's computes what its layers multiply by.
+        if not left or (around != name and not isinstance(part, PreTrainedModel)):
+            continue
         results: list[dict[str, torch.Tensor]] = []
         # One generator for both: what is drawn at random differs the second time.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for fill in (0, 1):
                 for leaf in left:
                     _put(module, leaf, torch.full_like(before[leaf], fill, device="cpu"))
-                initialiser(model, around)._init_weights(model.get_submodule(around))
-                results.append({leaf: _held(module, leaf).detach().clone() for leaf in left})
+                initialiser(model, around)._init_weights(part)
+                results.append({leaf: getattr(module, leaf).detach().clone() for leaf in left})
         found |= {leaf: results[0][leaf] for leaf in left if torch.equal(results[0][leaf], results[1][leaf])}
         left = [leaf for leaf in left if leaf not in found]
     for leaf, value in before.items():
         _put(module, leaf, value)
     return found
-
-
-def _around(model: PreTrainedModel, name: str) -> Iterator[str]:
-    """The module itself, then the models that it is part of: Falcon-H1's computes what its layers multiply by."""
-    from transformers import PreTrainedModel
-
-    yield name
-    for outer, part in _outward(model, name):
-        if outer != name and isinstance(part, PreTrainedModel):
-            yield outer
 
 
 def _outward(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -120,12 +114,6 @@ def _outward(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     for end in range(len(parts), -1, -1):
         outer = ".".join(parts[:end])
         yield outer, model.get_submodule(outer)
-
-
-def _held(module: nn.Module, leaf: str) -> torch.Tensor:
-    held = (module._parameters if leaf in module._parameters else module._buffers)[leaf]
-    assert held is not None
-    return held
 
 
 def _put(module: nn.Module, leaf: str, value: torch.Tensor) -> None:
@@ -139,8 +127,3 @@ def initialiser(model: PreTrainedModel, name: str) -> Any:
     """Whose `_init_weights` transformers calls with module `name`: that of the innermost model it belongs to, since the parts of a
     vision-language model initialise their own."""
     return next(part for _, part in _outward(model, name) if hasattr(part, "_init_weights"))
-
-
-def _on_meta(module: nn.Module, buffer: str) -> bool:
-    value = module._buffers.get(buffer)
-    return value is not None and value.device.type == "meta"

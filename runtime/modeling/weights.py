@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.config.messages import did_you_mean
-from runtime.errors import ArtifactError
+from runtime.errors import ArtifactError, first_line
 from runtime.modeling.skeleton import find_stacks, set_tensor, tied_names
 from runtime.modeling.tensor_names import match_names, prediction_tensors, without_place
 from runtime.modeling.unstored_buffers import cast_unstored
@@ -34,14 +35,13 @@ def main_dtype(checkpoint: Checkpoint) -> torch.dtype:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in FLOATS)
             raise ArtifactError(f"{checkpoint.path}/config.json has dtype {named!r}; allowed are {allowed}")
         return dtype
-    sizes: dict[torch.dtype, int] = {}
-    for name in checkpoint.names():
-        dtype = checkpoint.dtype(name)
-        if dtype in FLOATS:
-            sizes[dtype] = sizes.get(dtype, 0) + math.prod(checkpoint.shape(name))
+    sizes: Counter[torch.dtype] = Counter()
+    for entry in map(checkpoint.entry, checkpoint.names()):
+        if entry.dtype in FLOATS:
+            sizes[entry.dtype] += math.prod(entry.shape)
     if not sizes:
         raise ArtifactError(f"{checkpoint.path} has no weights in float16, bfloat16 or float32")
-    return max(sizes, key=lambda d: sizes[d])
+    return sizes.most_common(1)[0][0]
 
 
 class Filling:
@@ -73,15 +73,7 @@ class Filling:
         self.foreign = bool(missing and unexpected and not compressed)
         if self.foreign:
             return
-        if missing:
-            raise ArtifactError(
-                f"{checkpoint.path}: tensor {first_name(missing)} is missing: {type(model).__name__} needs it"
-            )
-        if unexpected:
-            hint = did_you_mean(unexpected[0], places)
-            raise ArtifactError(
-                f"{checkpoint.path}: {type(model).__name__} has no place for tensor {first_name(unexpected)}{hint}"
-            )
+        _refuse(model, checkpoint, missing, unexpected)
         _check(model, checkpoint, places, self.names, compressed)
         self._keep = _keeps_float32(model, dtype)
 
@@ -97,7 +89,12 @@ class Filling:
 
     def tie(self) -> None:
         """Share what config.json ties, among the tensors that were placed."""
-        _tie(self.model, self._ties, self.names)
+        missing = {name for pair in self._ties.items() for name in pair if name not in self.names}
+        everything = self.model.all_tied_weights_keys
+        self.model.all_tied_weights_keys = dict(self._ties)
+        # Where both of two are stored and differ they stay apart.
+        self.model.tie_weights(missing_keys=missing, recompute_mapping=False)
+        self.model.all_tied_weights_keys = everything
 
 
 def fill(
@@ -132,12 +129,7 @@ def to_device(model: nn.Module, device: torch.device) -> None:
 
 def _places(model: nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and persistent buffers by name, tied ones under each of their names."""
-    result: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for leaf, value in [*module._parameters.items(), *module._buffers.items()]:
-            if value is not None and leaf not in module._non_persistent_buffers_set:
-                result[f"{prefix}.{leaf}" if prefix else leaf] = value
-    return result
+    return dict(model.state_dict(keep_vars=True))
 
 
 def _tied_away(ties: dict[str, str], names: dict[str, str]) -> set[str]:
@@ -156,6 +148,16 @@ def unplaced(model: PreTrainedModel, names: Collection[str], used: Collection[st
     ]
     known = prediction_tensors(find_stacks(model), names) if found else set()
     return [name for name in found if name not in known]
+
+
+def _refuse(model: nn.Module, checkpoint: Checkpoint, missing: list[str], unexpected: list[str]) -> None:
+    """ArtifactError where tensors are missing or have no place."""
+    name = type(model).__name__
+    if missing:
+        raise ArtifactError(f"{checkpoint.path}: tensor {first_name(missing)} is missing: {name} needs it")
+    if unexpected:
+        hint = did_you_mean(unexpected[0], _places(model))
+        raise ArtifactError(f"{checkpoint.path}: {name} has no place for tensor {first_name(unexpected)}{hint}")
 
 
 def _check(
@@ -183,31 +185,9 @@ def _check(
 
 def _keeps_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
     """Which parameters stay float32 in a 16-bit model: the model class says so (routers, some norms)."""
-    parts: set[str] = set()
-    if dtype == torch.float16:
-        parts |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    if dtype in (torch.float16, torch.bfloat16):
-        parts |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    parts = model._get_dtype_plan(dtype)
     pattern = re.compile("|".join(rf"(?:^|\.){part}(?:$|\.)" for part in sorted(parts))) if parts else None
     return lambda name: pattern is not None and pattern.search(name) is not None
-
-
-def _tie(model: PreTrainedModel, ties: dict[str, str], names: dict[str, str]) -> None:
-    """Share tensors as the config says. Where both are stored and differ they stay apart, as in transformers."""
-    for name, source in ties.items():
-        if name in names and source in names:
-            if torch.equal(model.get_parameter(name), model.get_parameter(source)):
-                set_tensor(model, name, model.get_parameter(source).data)
-        elif source in names:
-            set_tensor(model, name, model.get_parameter(source).data)
-        elif name in names:
-            set_tensor(model, source, model.get_parameter(name).data)
-            names = {**names, source: names[name]}
-    # Sharing the data is not enough for modules that compare parameters by identity.
-    for name, source in ties.items():
-        parent, _, leaf = name.rpartition(".")
-        if model.get_parameter(name).data_ptr() == model.get_parameter(source).data_ptr():
-            model.get_submodule(parent)._parameters[leaf] = model.get_parameter(source)
 
 
 def _read_by_transformers(
@@ -222,17 +202,11 @@ def _read_by_transformers(
             trust_remote_code=trust_remote_code,
         )
     except (RuntimeError, ValueError, KeyError, OSError) as error:
-        text = str(error).strip().splitlines()
-        raise ArtifactError(f"{checkpoint.path} cannot be read: {text[0] if text else type(error).__name__}") from error
+        raise ArtifactError(f"{checkpoint.path} cannot be read: {first_line(error)}") from error
     loaded, info = result
-    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    if missing:
-        raise ArtifactError(
-            f"{checkpoint.path}: tensor {first_name(missing)} is missing: {type(model).__name__} needs it"
-        )
+    unexpected = sorted(info["unexpected_keys"])
     predicting = prediction_tensors(find_stacks(model), [*_places(model), *unexpected])
-    if left := [name for name in unexpected if name not in predicting]:
-        raise ArtifactError(f"{checkpoint.path}: {type(model).__name__} has no place for tensor {first_name(left)}")
+    _refuse(model, checkpoint, sorted(info["missing_keys"]), [name for name in unexpected if name not in predicting])
     return loaded.to(device).eval().requires_grad_(False)
 
 

@@ -46,9 +46,8 @@ def locked(file: Path, written: Path) -> Iterator[None]:
     finally:
         try:
             with suppress(OSError):
-                os.unlink(
-                    file
-                )  # before it is unlocked: who opens it meanwhile finds another file there, and tries again
+                # Before it is unlocked: who opens it meanwhile finds another file there, and tries again.
+                os.unlink(file)
         finally:
             os.close(descriptor)
 

@@ -10,7 +10,6 @@ import torch
 from weight_cases import write_checkpoint
 
 import export
-from runtime.formats.checks import expand_groups
 from runtime.formats.scheme import CompressedWeight, Scheme
 
 
@@ -40,13 +39,11 @@ def exactly(weight: CompressedWeight) -> torch.Tensor:
     if scheme is None:
         return weight.values.float()
     assert weight.scale is not None
-    scale = (
-        weight.scale.double() if scheme.strategy == "tensor" else expand_groups(weight.scale.double(), scheme, columns)
-    )
+    scale = weight.scale.double() if scheme.strategy == "tensor" else scheme.spread(weight.scale.double(), columns)
     zero: Any = 0
     if weight.zero_point is not None:
         zero = weight.zero_point.double()
-        zero = zero if scheme.strategy == "tensor" else expand_groups(zero, scheme, columns)
+        zero = zero if scheme.strategy == "tensor" else scheme.spread(zero, columns)
     return ((weight.values.double() - zero) * scale).float()
 
 

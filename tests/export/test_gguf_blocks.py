@@ -13,7 +13,6 @@ from weight_cases import int_scheme, random_weight
 
 from export.gguf import grids
 from runtime.errors import CompressError, RequestError
-from runtime.formats.checks import expand_groups
 from runtime.formats.scheme import CompressedWeight
 
 gguf = pytest.importorskip("gguf")
@@ -75,7 +74,7 @@ def test_minima_of_q4_1_round_by_less_than_one_percent_of_a_step() -> None:
     assert weight.zero_point is not None
     assert not grids.minimum_fits(weight.scale, weight.zero_point)
     found = gguf.quants.dequantize(grids.pack(weight, "Q4_1").numpy(), gguf.GGMLQuantizationType.Q4_1)
-    step = expand_groups(weight.scale.float(), weight.scheme.weights, 256)
+    step = weight.scheme.weights.spread(weight.scale.float(), 256)
     off = ((torch.from_numpy(found) - exactly(weight)) / step).abs()
     assert 0 < float(off.max()) < 15 * 2.0**-11
 

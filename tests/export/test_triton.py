@@ -29,7 +29,7 @@ from export.triton_aot.options import TritonOptions
 from export.triton_aot.target import TritonTarget
 from runtime.checkpoint.artifact import Artifact
 from runtime.errors import ArtifactError, CompressError, RequestError
-from runtime.kernels.triton import ahead, jit, signature
+from runtime.kernels.triton import aot, jit, signature
 from runtime.kernels.triton.cubins import Cubin, read_cubin, read_index
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def exported(tiny_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> E
 @pytest.fixture(autouse=True)
 def nothing_offered() -> Iterator[None]:
     yield
-    ahead.withdraw()
+    aot.withdraw()
 
 
 def index(path: Path) -> list[dict[str, Any]]:
@@ -115,9 +115,9 @@ def test_the_runtime_finds_a_kernel_for_every_layer(exported: Exported) -> None:
         def current(self) -> tuple[int, int]:
             return 0, 0
 
-    assert ahead.offer(exported.path, CPU, Driver()) == len(index(exported.path))  # type: ignore[arg-type]
+    assert aot.offer(exported.path, CPU, Driver()) == len(index(exported.path))  # type: ignore[arg-type]
     model = Blueprint(Artifact(exported.path), torch.device("meta"), "auto", None, False).module
-    assert ahead.missing(lambda: _walk(model), CPU) is None
+    assert aot.missing(lambda: _walk(model), CPU) is None
 
 
 def _walk(model: Any) -> None:
@@ -168,7 +168,7 @@ def test_damage_is_refused(exported: Exported, tmp_path: Path) -> None:
     data[-100] ^= 1
     file.write_bytes(data)
     with pytest.raises(ArtifactError, match="SHA-256"):
-        ahead.offer(directory, CPU, Driver())  # type: ignore[arg-type]
+        aot.offer(directory, CPU, Driver())  # type: ignore[arg-type]
     with pytest.raises(ArtifactError, match="is corrupt"):
         read_cubin(directory, read_index(directory)[0])
 
@@ -251,7 +251,9 @@ def test_a_kernel_that_compiles_to_something_else_is_refused(
 def test_every_kernel_is_compiled_ahead_but_those_of_caches() -> None:
     for module in (*jit.MODULES, "runtime.kv_cache.kernels.triton_attention"):
         import_module(module)
-    others = {k.fn.__module__.rpartition(".")[0] for k in jit.Entry.known.values() if not k.ahead}
+    others = {
+        k.fn.__module__.rpartition(".")[0] for k in jit.Entry.known.values() if k.fn.__module__ not in jit.MODULES
+    }
     assert others == {"runtime.kv_cache.kernels"}, "whatever else has kernels belongs into jit.MODULES"
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from runtime import formats
-from runtime.formats.checks import expand_groups
 from runtime.formats.quantization_config import ModuleEntry, build
 from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
 
@@ -63,7 +62,7 @@ def random_weight(
     if not weights.symmetric:
         zero = torch.randint(low, high + 1, grid, generator=generator, dtype=torch.int8)
     if mask is not None:
-        empty = torch.zeros(1, dtype=torch.int8) if zero is None else expand_groups(zero, weights, columns)
+        empty = torch.zeros(1, dtype=torch.int8) if zero is None else weights.spread(zero, columns)
         values = torch.where(mask, values, empty)
     return CompressedWeight(values, scale, zero, mask, scheme, dtype)
 
@@ -86,25 +85,25 @@ def quantize(dense: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> Compres
     width = weights.group_size if weights.strategy == "group" and weights.group_size else shape[1]
     groups = -(-shape[1] // width)
     parts = torch.nn.functional.pad(dense, (0, groups * width - shape[1])).view(shape[0], groups, width)
-    spread = GridScheme(weights.bits, weights.type, weights.symmetric, "group", width)
+    grouped = GridScheme(weights.bits, weights.type, weights.symmetric, "group", width)
     if weights.type == "float":
         scale = (parts.abs().amax(-1) / 448).to(dtype)
-        values = (dense / expand_groups(scale.float(), spread, shape[1])).clamp(-448, 448).to(FLOAT8)
+        values = (dense / grouped.spread(scale.float(), shape[1])).clamp(-448, 448).to(FLOAT8)
         return CompressedWeight(values, scale, None, mask, scheme, dtype)
     low, high = weights.code_range
     if weights.symmetric:
         scale, zero = (parts.abs().amax(-1) / high).to(dtype), None
-        codes = dense / expand_groups(scale.float(), spread, shape[1])
+        codes = dense / grouped.spread(scale.float(), shape[1])
     else:
         smallest, largest = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
         scale = ((largest - smallest) / (high - low)).to(dtype)
         zero = (low - smallest / scale.float()).round().clamp(low, high)
-        codes = dense / expand_groups(scale.float(), spread, shape[1]) + expand_groups(zero, spread, shape[1])
+        codes = dense / grouped.spread(scale.float(), shape[1]) + grouped.spread(zero, shape[1])
     values = codes.round().clamp(low, high).to(torch.int8)
     if zero is not None:
         zero = zero.to(torch.int8)
         if mask is not None:
-            values = torch.where(mask, values, expand_groups(zero, spread, shape[1]))
+            values = torch.where(mask, values, grouped.spread(zero, shape[1]))
     return CompressedWeight(values, scale, zero, mask, scheme, dtype)
 
 

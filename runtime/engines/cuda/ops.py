@@ -129,14 +129,14 @@ def choose(device: torch.device) -> Ops:
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         return TORCH
     try:
-        from runtime.kernels.triton import ahead, jit
+        from runtime.kernels.triton import aot, jit
 
         if jit.INSTALLED:
             return kernels()
     except ImportError as error:
         _log.warning("triton cannot be used, attention and norms run in torch: %s", error)
         return TORCH
-    if ahead.offers(device):
+    if aot.offers(device):
         return with_fallback(kernels())
     _log.warning("triton is not installed, attention and norms run in torch")
     return TORCH

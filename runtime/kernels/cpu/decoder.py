@@ -40,22 +40,8 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         *fields(_i64, "rows", "outputs", "pages_stride", "first", "last"),
-        *fields(
-            _p,
-            "x",
-            "sequence",
-            "position",
-            "slot",
-            "base",
-            "path",
-            "slots",
-            "pages",
-            "cosine",
-            "sine",
-            "output",
-            "logits",
-            "record",
-            "memory",
-        ),
+        *fields(_p, "x", "sequence", "position", "slot", "base", "path"),  # of each row
+        *fields(_p, "slots", "pages", "cosine", "sine"),  # of all
+        *fields(_p, "output", "logits", "record", "memory"),  # whose logits, and where results go
         *fields(ctypes.POINTER(Decoder), "decoder"),
     )

@@ -13,6 +13,7 @@ A group that holds an infinity or a NaN makes its rows NaN.
 from __future__ import annotations
 
 import ctypes
+from abc import abstractmethod
 
 import torch
 
@@ -20,10 +21,12 @@ from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.cpu import library
-from runtime.kernels.cpu.library import bytes_at
-from runtime.kernels.cpu.panels import S24, W4, W8, Panels
+from runtime.kernels.cpu.library import bytes_at, tensor_of
+from runtime.kernels.cpu.panels import PANEL, S24, W4, W8, Panels
+from runtime.system import processes
 
 _WORTH_A_THREAD = 1 << 17  # multiplications; fewer are done before another thread has begun
+_TILE = 1 << 18  # weights dequantized at once: a megabyte of float32, which the second cache holds
 
 
 class PanelKernel(Kernel):
@@ -55,12 +58,20 @@ class PanelKernel(Kernel):
     def sample(self, layer: Layer) -> Tensors:
         return self.panels.sample(layer)
 
-    def check_input(self, x: torch.Tensor, layer: Layer) -> None:
-        """Refuse what C would compute with without a word."""
+    def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        # Refused is what C would compute with without a word.
         if x.dtype != layer.dtype:
             raise RuntimeError(f"kernel {self.name} was prepared for {layer.dtype} and got {x.dtype}")
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(f"kernel {self.name} has no backward; use kernels='reference' to differentiate")
+        y = torch.empty(x.shape[0], layer.shape[0], dtype=x.dtype)
+        return self.compute(x.contiguous(), tensors, layer, bias, y) if y.numel() else y
+
+    @abstractmethod
+    def compute(
+        self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None, y: torch.Tensor
+    ) -> torch.Tensor:
+        """`x W^T + b` of at least one row and one output; `y` is to be filled and returned."""
 
 
 class IntegerKernel(PanelKernel):
@@ -75,26 +86,59 @@ class IntegerKernel(PanelKernel):
         """Bytes of an activation."""
         return 1 if self.accuracy == "fast" else 3 if layer.dtype == torch.float32 else 2
 
-    def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
-        self.check_input(x, layer)
-        native = library.load()
+    def compute(
+        self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None, y: torch.Tensor
+    ) -> torch.Tensor:
+        native, rows = library.load(), x.shape[0]
         assert native is not None
-        rows, (out, columns) = x.shape[0], layer.shape
-        y = torch.empty(rows, out, dtype=x.dtype)
-        if rows == 0 or out == 0:
-            return y
-        x = x.contiguous()
         offset = None if bias is None else bias.detach().float()
         linear = ctypes.byref(self.panels.linear(tensors, layer, offset))
         digits, kind = self.digits(layer), library.TYPES[x.dtype]
         memory = bytes_at(native.linear_memory(linear, rows, digits))
-        threads = threads_for(rows * out * columns)
+        threads = threads_for(rows * layer.shape[0] * layer.shape[1])
         native.linear_run(linear, x.data_ptr(), kind, rows, y.data_ptr(), kind, digits, memory, threads)
         return y
 
     def path(self, rows: int) -> str:
-        held = {1: "int8 activations", 2: "activations in two digits", 3: "activations in three digits"}
-        return held[1] + ", C" if self.accuracy == "fast" else f"{held[2]} (float32: three), C"
+        return "int8 activations, C" if self.accuracy == "fast" else "activations in two digits (float32: three), C"
+
+
+class DenseTiles(PanelKernel):
+    """`x W^T + b` for many rows: tiles of the weight are dequantized on the fly and multiplied by the library's dense product.
+
+    Unlike the integer kernels this does not promise that a row's result is independent of the rows beside it: BLAS and oneDNN choose
+    blocks, and so the order of additions, by the shape of the product.
+    """
+
+    name = "dense-tiles"
+    classes = frozenset({"prefill"})
+
+    def compute(
+        self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None, y: torch.Tensor
+    ) -> torch.Tensor:
+        native, (out, columns) = library.load(), layer.shape
+        assert native is not None
+        # Without arithmetic of that dtype in float32: the same up to the order of the sums, and several times faster.
+        dtype = x.dtype if processes.multiplies(x.dtype) else torch.float32
+        wide, y = x.to(dtype), y.to(dtype)
+        panels = -(-out // PANEL)
+        step = max(4, _TILE // (PANEL * max(1, columns)))
+        linear = ctypes.byref(self.panels.linear(tensors, layer, None))
+        scratch = tensor_of(step * PANEL * columns * dtype.itemsize)
+        threads = threads_for(step * PANEL * columns)
+        for first in range(0, panels, step):
+            last = min(panels, first + step)
+            part = slice(first * PANEL, min(out, last * PANEL))
+            width = part.stop - part.start
+            native.linear_dequantize(linear, first, last, scratch.data_ptr(), library.TYPES[dtype], threads)
+            tile = scratch[: columns * width * dtype.itemsize].view(dtype).view(columns, width)
+            torch.mm(wide, tile, out=y[:, part])
+        if bias is not None:
+            y += bias
+        return y.to(x.dtype)
+
+    def path(self, rows: int) -> str:
+        return "dequantize tiles in C + dense matmul"
 
 
 def threads_for(multiplications: int) -> int:
@@ -120,4 +164,7 @@ def ordered(instruction_set: str) -> tuple[IntegerKernel, ...]:
     )
 
 
-KERNELS = ordered(library.instruction_sets()[0])
+KERNELS: tuple[PanelKernel, ...] = (
+    *ordered(library.instruction_sets()[0]),
+    *(DenseTiles(panels) for panels in (S24, W4, W8)),
+)

@@ -106,7 +106,7 @@ def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
     if chosen in _X86:
         tunings = (_X86[chosen][1],)
     else:  # what the compiler makes of plain C; on x86 that is SSE2, elsewhere all the machine has
-        tunings = ((),) if _is_x86() else (("-mcpu=native",), ())
+        tunings = ((),) if platform.machine().lower() in ("x86_64", "amd64", "i686") else (("-mcpu=native",), ())
     library = native.library(SOURCE, tuple(("-ffp-contract=off", *tuning) for tuning in tunings))
     if library is None:
         return None
@@ -127,7 +127,3 @@ def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
     if functions is not None:
         library.set_pool(*functions)
     return library
-
-
-def _is_x86() -> bool:
-    return platform.machine().lower() in ("x86_64", "amd64", "i686")

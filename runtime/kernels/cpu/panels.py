@@ -21,7 +21,7 @@ from typing import ClassVar
 
 import torch
 
-from runtime.formats.bitpack import pack_rows, unpack_rows
+from runtime.formats.bitpack import row_slices, unpack_rows
 from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight
 from runtime.formats.sparse24 import Sparse24
@@ -210,21 +210,11 @@ class Panels(ABC):
         """What the C library is given: addresses of the tensors, which must outlive it. `bias` is float32 `[out]`."""
         weight, scale = tensors["weight"], tensors["scale"]
         groups, group = weight.shape[1], weight.shape[2] // self.column_bytes
-        zero, sums = tensors.get("zero_point"), tensors.get("sums")
+        operands = weight, scale, tensors.get("zero_point"), tensors.get("sums"), bias
         return library.Linear(
-            library.KINDS[self.kind],
-            library.TYPES[scale.dtype],
-            group,
-            _share(layer, group, groups),
-            layer.shape[0],
-            layer.shape[1],
-            groups,
-            weight.data_ptr(),
-            scale.data_ptr(),
-            None if zero is None else zero.data_ptr(),
-            None if sums is None else sums.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-        )
+            library.KINDS[self.kind], library.TYPES[scale.dtype], group, _share(layer, group, groups), *layer.shape, groups,
+            *(None if tensor is None else tensor.data_ptr() for tensor in operands),
+        )  # fmt: skip
 
 
 class Dense(Panels):
@@ -242,7 +232,7 @@ class Dense(Panels):
         panels, groups = -(-rows // PANEL), -(-columns // group)
         words = torch.empty(panels, groups * group // self._codes, PANEL, dtype=torch.int32)
         row_words, scales = self._reader(tensors, layer)
-        for start, end in _slices(panels, groups * group):
+        for start, end in row_slices(panels, groups * group * PANEL, _SLICE):
             part = torch.zeros((end - start) * PANEL, words.shape[1], dtype=torch.int32)
             read = row_words(slice(start * PANEL, min(rows, end * PANEL)))
             part[: read.shape[0], : read.shape[1]] = read
@@ -273,7 +263,7 @@ class Dense(Panels):
         panels, wide = packed.shape[0], packed.shape[1] * packed.shape[2] // self.column_bytes
         words = packed.view(panels, -1).view(torch.int32).view(panels, -1, PANEL)
         values = torch.empty(rows, columns, dtype=torch.int8)
-        for start, end in _slices(panels, wide):
+        for start, end in row_slices(panels, wide * PANEL, _SLICE):
             row_words = words[start:end].transpose(1, 2).clone(memory_format=torch.contiguous_format)
             row_words = row_words.view((end - start) * PANEL, -1)
             codes = unpack_nibbles(row_words) if self.kind == "w4" else row_words.view(torch.int8) ^ -128
@@ -303,7 +293,7 @@ class Pairs(Panels):
         wide = groups * group
         words = torch.empty(panels, wide // 32, 3, PANEL, dtype=torch.int32)
         sums = torch.empty(panels, groups, PANEL, dtype=torch.int16)
-        for start, end in _slices(panels, wide):
+        for start, end in row_slices(panels, wide * PANEL, _SLICE):
             height, part = (end - start) * PANEL, slice(start * PANEL, min(rows, end * PANEL))
             codes = torch.full((height, wide // 16), _ZEROS, dtype=torch.int32)
             read = from_stream(tensors["weight_packed"][part], layer.grid.bits, columns // 2)
@@ -328,8 +318,7 @@ class Pairs(Panels):
         halves = unpack_nibbles(kept)[:rows, : columns // 2]
         pair = words[:, :, 2].transpose(1, 2).clone(memory_format=whole).view(panels * PANEL, -1).view(torch.uint8)
         metadata = to_metadata(pair[:rows, : -(-columns // 8)])
-        stored = {"weight_packed": pack_rows(halves, layer.grid.bits), "weight_metadata": metadata}
-        values, mask = Sparse24().unpack_codes(stored, layer.entry.scheme, layer.shape, None)
+        values, mask = Sparse24().place(halves, {"weight_metadata": metadata}, layer.entry.scheme, layer.shape, None)
         return weight_of(values, mask, tensors, layer)
 
 
@@ -341,8 +330,3 @@ S24 = Pairs()
 def _share(layer: Layer, group: int, groups: int) -> int:
     """Activation groups that have one scale of the weight."""
     return layer.group // group if layer.group else max(1, groups)
-
-
-def _slices(panels: int, wide: int) -> list[tuple[int, int]]:
-    step = max(1, _SLICE // max(1, wide * PANEL))
-    return [(start, min(panels, start + step)) for start in range(0, panels, step)]

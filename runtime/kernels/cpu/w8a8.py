@@ -14,7 +14,6 @@ from runtime.kernels.base import Kernel, Layer
 from runtime.system import processes
 
 _FLOAT_EXACT = (1 << 24) >> 14  # columns whose int8 products, at most 2^14 each, add up exactly in float32
-_EXACT = 1 << 15  # columns up to which a sum of int8 products, zero points included, stays inside int32
 
 
 class W8A8Cpu(Kernel):
@@ -29,14 +28,7 @@ class W8A8Cpu(Kernel):
     formats = frozenset({"int-quantized"})
 
     def why_not(self, layer: Layer) -> str | None:
-        weights, activations = layer.entry.scheme.grid, layer.entry.scheme.activations
-        if weights is None or activations is None or activations.type != "int" or activations.bits > 8:
-            return "it computes integer weights with integer activations"
-        if weights.strategy == "group":
-            return "an integer sum cannot run across groups of different scale"
-        if layer.shape[1] >= _EXACT:
-            return f"rows of {_EXACT} weights or more could overflow an int32 sum"
-        return None
+        return layer.why_not_sum_of_codes()
 
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
         # What the activations' zero point is multiplied with, summed once.
@@ -46,8 +38,7 @@ class W8A8Cpu(Kernel):
         rows, columns = layer.shape
         if x.shape[0] == 0:
             return x.new_zeros(0, rows)
-        given = tensors.get("input_scale"), tensors.get("input_zero_point")
-        codes, scale, zero = quantize_input(x, layer.activations, *given)
+        codes, scale, zero = quantize_input(x, layer.activations, tensors)
         codes = codes.to(torch.int8)
         total = integer_product(codes, tensors["weight"])
         weight_zero = tensors.get("weight_zero_point")

@@ -22,11 +22,9 @@ class Float8Cuda(Kernel):
     formats = frozenset({"float-quantized"})
 
     def why_not(self, layer: Layer) -> str | None:
-        weights, activations = layer.entry.scheme.grid, layer.entry.scheme.activations
-        if weights is None or activations is None or activations.type != "float" or not activations.symmetric:
-            return "it computes float8 weights with symmetric float8 activations"
-        if weights.strategy == "group":
-            return "float8 matrix units take one scale a channel, not groups"
+        reason = layer.why_not_sum_of_codes()
+        if reason is not None:
+            return reason
         if layer.dtype != torch.bfloat16:
             return "torch scales row by row into bfloat16 only"
         if layer.shape[0] % 16 or layer.shape[1] % 16:
@@ -39,7 +37,7 @@ class Float8Cuda(Kernel):
         rows, weight = x.shape[0], tensors["weight"]
         if rows == 0:
             return x.new_zeros(0, weight.shape[0])
-        codes, scale, _ = quantize_input(x, layer.activations, tensors.get("input_scale"))
+        codes, scale, _ = quantize_input(x, layer.activations, tensors)
         left = scale.float().reshape(-1, 1).expand(rows, 1).contiguous()
         right = tensors["weight_scale"].float().reshape(1, -1).expand(1, weight.shape[0]).contiguous()
         y = torch._scaled_mm(codes.to(FLOAT8), weight.t(), scale_a=left, scale_b=right, out_dtype=x.dtype)

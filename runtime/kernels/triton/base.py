@@ -42,7 +42,7 @@ class TritonKernel(Kernel):
         return reason if reason is not None or installed() else self._why_not_ahead(layer)
 
     def _why_not_ahead(self, layer: Layer) -> str | None:
-        from runtime.kernels.triton import ahead
+        from runtime.kernels.triton import aot
 
         def every_launch(scale: torch.dtype, biased: bool) -> None:
             tensors = self.blank(layer, scale)
@@ -56,7 +56,7 @@ class TritonKernel(Kernel):
         reasons = []
         # `Layer` does not say what scales are stored in, nor whether there is a bias.
         for kind in product(dict.fromkeys((layer.dtype, *SCALE_DTYPES)), (False, True)):
-            missing = ahead.missing(partial(every_launch, *kind), layer.device, remember=(self.name, layer, kind))
+            missing = aot.missing(partial(every_launch, *kind), layer.device, remember=(self.name, layer, kind))
             if missing is None:
                 return None
             reasons.append(missing)
@@ -79,13 +79,11 @@ class TritonKernel(Kernel):
         """`run`, where there is a kernel for every launch; MissingKernelError else."""
 
     def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
-        if installed():
-            return self.compute(x, tensors, layer, bias)
         from runtime.kernels.triton.jit import MissingKernelError
 
         try:
             return self.compute(x, tensors, layer, bias)
-        except MissingKernelError:  # which the log has told: rows or strides that no kernel was compiled for
+        except MissingKernelError:  # no triton, and the log has told: rows or strides that no kernel was compiled for
             return REFERENCE.multiply(x, self.restore(tensors, layer), tensors, layer, bias)
 
 
@@ -97,5 +95,5 @@ def installed() -> bool:
 
 def _compiled_ahead(device: torch.device) -> bool:
     """Whether kernels that need no triton were loaded for the device."""
-    ahead = sys.modules.get("runtime.kernels.triton.ahead")  # loaded by whoever offers some
-    return ahead is not None and bool(ahead.offers(device))
+    aot = sys.modules.get("runtime.kernels.triton.aot")  # loaded by whoever offers some
+    return aot is not None and bool(aot.offers(device))

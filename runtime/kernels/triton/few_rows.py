@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import layout, tuning
-from runtime.kernels.triton.codes import code_minus, row_major
+from runtime.kernels.triton.codes import code_minus
 from runtime.kernels.triton.jit import cdiv, entry, tl
-from runtime.kernels.triton.split_k import split_k, widest_split
+from runtime.kernels.triton.split_k import product, widest_split
 from runtime.kernels.triton.tuning import Config
 
 MAXIMUM_ROWS = 64
@@ -80,24 +80,15 @@ def configurations(rows: int, weight: layout.Weight) -> list[Config]:
     ] or [{"BLOCK_M": m, "BLOCK_N": 64, "SPLIT_K": 1, "num_warps": 4, "STAGES": 3}]
 
 
-def few_rows(
-    x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None, config: Config | None = None
-) -> torch.Tensor:
+def few_rows(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x W^T + bias` for `x` `[M, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
 
-    Right for any number of rows, fast up to `MAXIMUM_ROWS`. Reference: `layout.reference`.
+    Right for any number of rows, fast up to `MAXIMUM_ROWS`.
     """
-    x = row_major(x)
-    (rows, _), (n, columns) = x.shape, weight.shape
+    rows = x.shape[0]
 
-    def launch(config: Config, target: torch.Tensor, bias: torch.Tensor | None) -> None:
-        few_rows_kernel[(cdiv(n, config["BLOCK_N"]), config["SPLIT_K"], cdiv(rows, config["BLOCK_M"]))](
-            x, *weight.operands, x if bias is None else bias, target,
-            x.stride(0), rows, n, columns, weight.words.shape[0], weight.scale.shape[0],
-            **weight.constants, HAS_BIAS=bias is not None,
-            EVEN_K=columns % layout.tile_columns(weight.field) == 0, **config,
-        )  # fmt: skip
+    def grid(config: Config) -> tuple[int, ...]:
+        return cdiv(weight.shape[0], config["BLOCK_N"]), config["SPLIT_K"], cdiv(rows, config["BLOCK_M"])
 
-    key = (*weight.key, tuning.row_class(rows))
-    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    return split_k("few_rows", key, x, out, bias, [config] if config else configurations(rows, weight), launch)
+    candidates = configurations(rows, weight)
+    return product(few_rows_kernel, x, weight, bias, candidates, grid, key=tuning.row_class(rows))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import torch
+
+from runtime.system.context import assigned
 
 _assumed: ContextVar[tuple[int, int]] = ContextVar("capability", default=(9, 0))
 
@@ -16,11 +17,6 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else _assumed.get()
 
 
-@contextmanager
-def assuming(capability: int) -> Iterator[None]:
+def assuming(capability: int) -> AbstractContextManager[tuple[int, int]]:
     """While active in this thread, tensors on meta count as ones on a GPU of this compute capability (80, 90, 100)."""
-    token = _assumed.set((capability // 10, capability % 10))
-    try:
-        yield
-    finally:
-        _assumed.reset(token)
+    return assigned(_assumed, (capability // 10, capability % 10))

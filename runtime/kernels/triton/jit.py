@@ -1,4 +1,4 @@
-"""Launches of this package's kernels: compiled by Triton, or loaded as they were compiled ahead (`ahead.py`).
+"""Launches of this package's kernels: compiled by Triton, or loaded as they were compiled ahead (`aot.py`).
 
 A production machine may have no triton: then files with kernels import all the same (`tl` is None and stands in annotations only),
 and what can be launched is what an export brought along. `entry` marks a kernel that Python launches, `jit` a function that
@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import io
 import tokenize
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,6 +20,7 @@ from textwrap import dedent
 from typing import Any, ClassVar
 
 from runtime.errors import CompressError
+from runtime.system.context import assigned
 
 try:
     import triton
@@ -35,7 +36,7 @@ MODULES = (
     "runtime.kernels.triton.many_rows", "runtime.kernels.triton.matvec", "runtime.kernels.triton.sparse24_w4",
     "runtime.kernels.triton.w8a8", "runtime.engines.cuda.paged_attention", "runtime.engines.cuda.rotary_store",
 )  # fmt: skip
-_recorder: ContextVar[list[Launch] | None] = ContextVar("launches", default=None)
+_recorder: ContextVar[Any] = ContextVar("launches", default=None)  # a list of `Launch`
 
 
 class MissingKernelError(CompressError):
@@ -64,7 +65,6 @@ class Entry:
 
     Attributes:
         name: file and function, "matvec.matvec_kernel".
-        ahead: whether exports compile it (its file is in MODULES).
         jitted: triton's function; None without triton.
         parameters: {name: whether it is a constant}, in order.
         launcher: launches a kernel on a grid with arguments before triton is asked, or returns False.
@@ -77,7 +77,6 @@ class Entry:
         self.fn = fn
         self.__name__ = fn.__name__
         self.name = f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}"
-        self.ahead = fn.__module__ in MODULES
         self.jitted = triton.jit(fn) if INSTALLED else None
         signature = inspect.signature(fn).parameters.values()
         self.parameters = {p.name: "constexpr" in str(p.annotation) for p in signature}
@@ -125,15 +124,10 @@ def jit(fn: Callable[..., Any]) -> Any:
     return triton.jit(fn) if INSTALLED else _Source(fn)
 
 
-@contextmanager
-def recording() -> Iterator[list[Launch]]:
+def recording() -> AbstractContextManager[list[Launch]]:
     """While active, launches of this thread are written down and not run. Tensors may be on meta."""
     found: list[Launch] = []
-    token = _recorder.set(found)
-    try:
-        yield found
-    finally:
-        _recorder.reset(token)
+    return assigned(_recorder, found)
 
 
 def is_recording() -> bool:

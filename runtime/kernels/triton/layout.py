@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from runtime.formats.bitpack import row_slices
+
 WIDTH = 16  # words of a row in one tile, and columns of a slice
 _SLICE = 1 << 24  # codes reordered at once: bounds the working memory
 
@@ -44,12 +46,12 @@ class Weight:
     two_of_four: bool = False
 
     @property
-    def bytes(self) -> int:
-        """Bytes that a product with this weight must read."""
-        return sum(part.nbytes for part in (self.words, self.scale, self.zero) if part is not None)
+    def tile(self) -> int:
+        """Columns of one tile."""
+        return tile_columns(self.field)
 
     @property
-    def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def operands(self) -> tuple[torch.Tensor, ...]:
         """Words, scales and zero points as kernels take them; where there are none, the scales stand in."""
         return self.words, self.scale, self.scale if self.zero is None else self.zero
 
@@ -61,7 +63,7 @@ class Weight:
     @property
     def constants(self) -> dict[str, int | bool]:
         """What kernels are compiled for."""
-        run = slices_per_group(self.group, self.field)
+        run = slices_per_group(self.group, 32 // self.field)
         return {"GROUP": self.group, "FIELD": self.field, "RUN": run, "ASYMMETRIC": self.zero is not None}
 
 
@@ -70,22 +72,12 @@ def tile_columns(field: int) -> int:
     return WIDTH * (32 // field)
 
 
-def slices_per_group(group: int, field: int) -> int:
-    """Slices of 16 columns that surely share a scale: the largest run that divides both the tile and the group."""
-    fields = 32 // field
-    run = fields
-    while group and (group // WIDTH) % run:
+def slices_per_group(group: int, slices: int, width: int = WIDTH) -> int:
+    """Of a tile's `slices` of `width` columns, how many in a row surely share a scale: the largest run that divides tile and group."""
+    run = slices
+    while group and (group // width) % run:
         run //= 2
     return run
-
-
-def reorder(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: int, field: int) -> Weight:
-    """int8 codes `[N, K]`, scale (and zero point) `[N, groups]` -> `Weight` on the same device."""
-    rows, columns = codes.shape
-    if field not in (4, 8) or group % WIDTH or group < 0:
-        raise ValueError(f"fields of 4 or 8 bits and groups of a multiple of {WIDTH}, not {field} and {group}")
-    flipped = None if zero is None else zero.t().contiguous()
-    return Weight(pack(codes, field), scale.t().contiguous(), flipped, (rows, columns), group, field)
 
 
 def pack(codes: torch.Tensor, field: int) -> torch.Tensor:
@@ -96,9 +88,8 @@ def pack(codes: torch.Tensor, field: int) -> torch.Tensor:
     out = torch.empty(tiles, rows, WIDTH, dtype=torch.int32, device=codes.device)
     if not out.numel():
         return out
-    step = max(1, _SLICE // max(1, tiles * wide))
-    for start in range(0, rows, step):
-        part = codes[start : start + step]
+    for start, stop in row_slices(rows, tiles * wide, _SLICE):
+        part = codes[start:stop]
         unsigned = torch.nn.functional.pad(
             part.to(torch.int16) + (1 << field - 1), (0, tiles * wide - columns), value=1 << field - 1
         )
@@ -106,7 +97,7 @@ def pack(codes: torch.Tensor, field: int) -> torch.Tensor:
         if field == 4:
             unsigned = unsigned[:, :, 0::2] | unsigned[:, :, 1::2] << 4
         words = unsigned.permute(1, 0, 3, 2).contiguous().view(torch.int32)  # four bytes, low ones first
-        out[:, start : start + step] = words.squeeze(-1)
+        out[:, start:stop] = words.squeeze(-1)
     return out
 
 
@@ -116,27 +107,10 @@ def unpack(words: torch.Tensor, field: int, columns: int) -> torch.Tensor:
     out = torch.empty(rows, columns, dtype=torch.int8, device=words.device)
     if not out.numel():
         return out
-    step = max(1, _SLICE // max(1, tiles * tile_columns(field)))
-    for start in range(0, rows, step):
-        part = words[:, start : start + step].contiguous().unsqueeze(-1).view(torch.uint8)  # [tiles, rows, 16, 4]
+    for start, stop in row_slices(rows, tiles * tile_columns(field), _SLICE):
+        part = words[:, start:stop].contiguous().unsqueeze(-1).view(torch.uint8)  # [tiles, rows, 16, 4]
         if field == 4:
             part = torch.stack([part & 15, part >> 4], dim=-1).flatten(3)
         codes = part.permute(1, 0, 3, 2).reshape(part.shape[1], -1)[:, :columns]
-        out[start : start + step] = codes.to(torch.int16) - (1 << field - 1)
+        out[start:stop] = codes.to(torch.int16) - (1 << field - 1)
     return out
-
-
-def dequantize(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """`[N, K]` in `dtype`: `(code - zero) * scale`, one rounding. The reference of every kernel that reads a `Weight`."""
-    columns = weight.shape[1]
-    codes = unpack(weight.words, weight.field, columns).double()
-    group = torch.arange(columns, device=codes.device) // (weight.group or columns or 1)
-    if weight.zero is not None:
-        codes -= weight.zero.t()[:, group]
-    return (codes * weight.scale.t().double()[:, group]).to(dtype)
-
-
-def reference(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x W^T + bias` in float64: `[M, K]` -> `[M, N]`."""
-    y = x.double() @ dequantize(weight, torch.float64).t()
-    return y if bias is None else y + bias.double()

@@ -1,4 +1,9 @@
-"""Triton kernels of the dispatch table. Importing this file does not import triton."""
+"""Triton kernels of the dispatch table. Importing this file does not import triton.
+
+Integer weights with unquantized activations have a kernel for each range of rows, all over one copy of the weight
+(`layout.Weight`): a matrix-vector product without tensor cores, split-K on tensor cores, and a product that dequantizes by tiles or
+into a scratch matrix.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,11 @@ from runtime.formats.bitpack import unpack_rows
 from runtime.formats.grid import scale_dtype
 from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight
-from runtime.formats.sparse24 import position_nibbles
+from runtime.formats.sparse24 import Sparse24, position_bytes, position_nibbles
 from runtime.kernels.activations import quantize_input
 from runtime.kernels.base import Layer
 from runtime.kernels.triton import layout
 from runtime.kernels.triton.base import TritonKernel, installed
-
-_EXACT = 1 << 15  # columns up to which a sum of int8 products, zero points included, stays inside int32
 
 
 class _WeightOnly(TritonKernel):
@@ -49,21 +52,22 @@ class _WeightOnly(TritonKernel):
         return CompressedWeight.of(values, parameters, mask, layer.entry.scheme, layer.dtype)
 
     def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
-        from runtime.kernels.triton.w4a16 import linear
-
         zero = tensors.get("zero_point")
         weight = layout.Weight(
             tensors["words"], tensors["scale"], zero, layer.shape, layer.group, self.field,
             two_of_four=layer.entry.format == "sparse24",
         )  # fmt: skip
-        return linear(x, weight, bias)
+        return multiply(x, weight, bias)
 
     def path(self, rows: int) -> str:
         if not installed():
             return self.name
-        from runtime.kernels.triton.w4a16 import path
+        from runtime.kernels.triton import few_rows, matvec
 
-        return f"triton {path(rows)}"
+        if rows <= matvec.MAXIMUM_ROWS:
+            return "triton matrix-vector product"
+        few = rows <= few_rows.MAXIMUM_ROWS
+        return "triton split-K tensor cores" if few else "triton dequantizing matrix product"
 
 
 class W4A16Triton(_WeightOnly):
@@ -112,8 +116,11 @@ class Sparse24Triton(TritonKernel):
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         from runtime.kernels.triton import sparse24_w4
 
-        values, mask = sparse24_w4.codes_and_mask(self._weight(tensors, layer))
-        return CompressedWeight.of(values, _parameters(tensors, layer), mask, layer.entry.scheme, layer.dtype)
+        kept, first, second = sparse24_w4.unpack(self._weight(tensors, layer))
+        stored = {"weight_metadata": position_bytes((first | second << 2).to(torch.uint8))}
+        parameters, scheme = _parameters(tensors, layer), layer.entry.scheme
+        values, mask = Sparse24().place(kept, stored, scheme, layer.shape, parameters.get("zero_point"))
+        return CompressedWeight.of(values, parameters, mask, scheme, layer.dtype)
 
     def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         from runtime.kernels.triton import sparse24_w4
@@ -130,7 +137,8 @@ class Sparse24Triton(TritonKernel):
         from runtime.kernels.triton.sparse24_w4 import Sparse24Weight
 
         zero = tensors.get("zero_point")
-        return Sparse24Weight(tensors["values"], tensors["positions"], tensors["scale"], zero, layer.shape, layer.group)
+        words, scale, positions = tensors["values"], tensors["scale"], tensors["positions"]
+        return Sparse24Weight(words, scale, zero, layer.shape, layer.group, 4, positions=positions)
 
 
 class W8A8Triton(TritonKernel):
@@ -143,16 +151,7 @@ class W8A8Triton(TritonKernel):
     formats = frozenset({"int-quantized", "float-quantized"})
 
     def why_not_scheme(self, layer: Layer) -> str | None:
-        weights, activations = layer.entry.scheme.grid, layer.entry.scheme.activations
-        if weights is None or activations is None or weights.type != activations.type or activations.bits > 8:
-            return "it computes integer weights with integer activations, or float8 with float8"
-        if weights.strategy == "group":
-            return "a sum of codes cannot run across groups of different scale"
-        if weights.type == "float" and not activations.symmetric:
-            return "it computes with symmetric float8 activations"
-        if weights.type == "int" and layer.shape[1] >= _EXACT:
-            return f"rows of {_EXACT} weights or more could overflow an int32 sum"
-        return None
+        return layer.why_not_sum_of_codes()
 
     def capability(self, layer: Layer) -> tuple[int, int]:
         weights = layer.entry.scheme.grid
@@ -184,18 +183,30 @@ class W8A8Triton(TritonKernel):
             codes, scale, sums = w8a8.quantize(x, float8)
             total: torch.Tensor | None = sums
         else:
-            given = tensors.get("input_scale"), tensors.get("input_zero_point")
-            numbers, grid, offset = quantize_input(x, scheme, *given)
+            numbers, grid, offset = quantize_input(x, scheme, tensors)
             codes = numbers.to(w8a8.FLOAT8 if float8 else torch.int8).contiguous()
             scale = grid.float().reshape(-1).expand(x.shape[0]).contiguous()
             total = codes.sum(1, dtype=torch.int32) if weight_zero is not None else None
             if offset is not None:
                 zero = offset.to(torch.int32).reshape(-1).expand(x.shape[0]).contiguous()
-        zeros = w8a8.ZeroPoints(zero, tensors.get("row_sum"), weight_zero, total)
-        return w8a8.product(codes, scale, tensors["weight"], tensors["channel_scale"], x.dtype, bias, zeros)
+        return w8a8.product(
+            codes, scale, tensors["weight"], tensors["channel_scale"], x.dtype, bias, zero, weight_zero, total,
+            tensors.get("row_sum"),
+        )  # fmt: skip
 
     def path(self, rows: int) -> str:
         return "triton quantize input + 8-bit matrix product"
+
+
+def multiply(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x W^T + bias`: `[M, K]` float16 or bfloat16 -> `[M, N]`, by the kernel for so many rows."""
+    from runtime.kernels.triton import few_rows, many_rows, matvec
+
+    if x.shape[0] <= matvec.MAXIMUM_ROWS:
+        return matvec.matvec(x, weight, bias)
+    if x.shape[0] <= few_rows.MAXIMUM_ROWS:
+        return few_rows.few_rows(x, weight, bias)
+    return many_rows.many_rows(x, weight, bias)
 
 
 def _grids(weight: CompressedWeight, layer: Layer) -> Tensors:

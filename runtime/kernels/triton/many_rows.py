@@ -14,7 +14,7 @@ import torch
 from runtime.kernels.triton import gpu, layout, semi_structured, tuning
 from runtime.kernels.triton.codes import ONE, code_minus, row_major
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
-from runtime.kernels.triton.split_k import split_k
+from runtime.kernels.triton.split_k import product
 from runtime.kernels.triton.tuning import Config
 
 
@@ -113,7 +113,7 @@ def dequantize_kernel(
 
 
 def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
-    """`[N, K]` in `dtype`, equal to `layout.dequantize` bit for bit."""
+    """`[N, K]` in `dtype`: `(code - zero) * scale`, one rounding."""
     n, columns = weight.shape
     out = torch.empty(n, columns, dtype=dtype, device=weight.words.device)
     if out.numel():
@@ -150,39 +150,28 @@ def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.
     return [*scratch, *fused] if rows >= 1024 or not fused else [*fused, *scratch]
 
 
-def many_rows(
-    x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None, config: Config | None = None
-) -> torch.Tensor:
+def many_rows(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x W^T + bias` for `x` `[M, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
 
-    Right for any number of rows. The weight is rounded to the dtype of `x` first. Reference: `layout.reference`.
+    Right for any number of rows. The weight is rounded to the dtype of `x` first.
     """
     x = row_major(x)
-    (rows, _), (n, columns) = x.shape, weight.shape
+    rows, n = x.shape[0], weight.shape[0]
     if rows == 0 or n == 0:
         return torch.empty(rows, n, dtype=x.dtype, device=x.device)
 
-    def fused(config: Config, target: torch.Tensor, bias: torch.Tensor | None) -> None:
-        blocks = cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"])
-        many_rows_kernel[(blocks, config["SPLIT_K"])](
-            x, *weight.operands, x if bias is None else bias, target,
-            x.stride(0), rows, n, columns, weight.words.shape[0], weight.scale.shape[0], ONE,
-            **weight.constants, HAS_BIAS=bias is not None,
-            EVEN_K=columns % layout.tile_columns(weight.field) == 0, **config,
-        )  # fmt: skip
+    def grid(config: Config) -> tuple[int, ...]:
+        return cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]), config["SPLIT_K"]
 
     def launch(config: Config) -> torch.Tensor:
         if config.get("dense"):
             return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
         if config.get("sparse"):
             return semi_structured.linear(x, dequantize(weight, x.dtype), bias)
-        out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-        return split_k("many_rows", (), x, out, bias, [config], fused)
+        return product(many_rows_kernel, x, weight, bias, [config], grid, key=rows, one=ONE)
 
-    if config is None:
-        candidates = configurations(rows, weight, x.dtype)
-        # Where sparse tensor cores are a candidate it is another choice.
-        among = ("2:4",) if {"sparse": True} in candidates else ()
-        key = (*weight.key, tuning.row_class(rows), *among)
-        config = tuning.choose("many_rows", key, x, candidates, launch)
-    return launch(config)
+    candidates = configurations(rows, weight, x.dtype)
+    # Where sparse tensor cores are a candidate it is another choice.
+    among = ("2:4",) if {"sparse": True} in candidates else ()
+    key = (*weight.key, tuning.row_class(rows), *among)
+    return launch(tuning.choose("many_rows", key, x, candidates, launch))

@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import layout
-from runtime.kernels.triton.codes import code_tiny, row_major
+from runtime.kernels.triton.codes import code_tiny
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
-from runtime.kernels.triton.split_k import split_k, vector_configurations, widest_split
+from runtime.kernels.triton.split_k import product, vector_configurations, widest_split
 from runtime.kernels.triton.tuning import Config
 
 MAXIMUM_ROWS = 2
@@ -132,25 +132,12 @@ def configurations(rows: int, weight: layout.Weight) -> list[Config]:
     return vector_configurations(chosen, tiles)
 
 
-def matvec(
-    x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None, config: Config | None = None
-) -> torch.Tensor:
-    """`x W^T + bias` for `x` `[1 or 2, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
-
-    `config`: one of `configurations`, by default the tuned one. Reference: `layout.reference`.
-    """
-    x = row_major(x)
-    (rows, _), (n, columns) = x.shape, weight.shape
+def matvec(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x W^T + bias` for `x` `[1 or 2, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32."""
+    rows = x.shape[0]
     assert rows <= MAXIMUM_ROWS
 
-    def launch(config: Config, target: torch.Tensor, bias: torch.Tensor | None) -> None:
-        matvec_kernel[(cdiv(n, 2 * config["BLOCK_N"]), config["SPLIT_K"])](
-            x, *weight.operands, x if bias is None else bias, target,
-            x.stride(0), rows, n, columns, weight.words.shape[0], weight.scale.shape[0],
-            **weight.constants, HAS_BIAS=bias is not None,
-            EVEN_K=columns % (config["TILES"] * layout.tile_columns(weight.field)) == 0, ROWS=rows, **config,
-        )  # fmt: skip
+    def grid(config: Config) -> tuple[int, ...]:
+        return cdiv(weight.shape[0], 2 * config["BLOCK_N"]), config["SPLIT_K"]
 
-    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    candidates = [config] if config else configurations(rows, weight)
-    return split_k("matvec", (*weight.key, rows), x, out, bias, candidates, launch)
+    return product(matvec_kernel, x, weight, bias, configurations(rows, weight), grid, key=rows, ROWS=rows)

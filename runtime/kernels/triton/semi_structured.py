@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import cache
 
 import torch
 
@@ -15,7 +16,6 @@ from runtime.kernels.triton import tuning
 
 LEAST_CLASS = 512  # of rows (`tuning.row_class`): fewer cannot pay for compressing the weight
 _log = logging.getLogger("compress.kernels")
-_works: dict[tuple[torch.dtype, torch.device], bool] = {}
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -41,15 +41,9 @@ def worth_timing(rows: int, shape: tuple[int, int], dtype: torch.dtype, device: 
     return works(dtype, device)
 
 
+@cache
 def works(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether torch computes a small product rightly this way on the device, tried once; where it does not, the log says why."""
-    found = _works.get((dtype, device))
-    if found is None:
-        found = _works[dtype, device] = _try(dtype, device)
-    return found
-
-
-def _try(dtype: torch.dtype, device: torch.device) -> bool:
     draw = torch.Generator("cpu").manual_seed(0)
     weight = torch.randn(64, 32, 4, generator=draw, device="cpu")
     weight = (weight * (weight.abs().argsort(-1).argsort(-1) >= 2)).flatten(1).to(dtype)

@@ -2,7 +2,7 @@
 
 At groups of 128 that is 3.125 bits a weight instead of 4.125. Positions are decompressed in registers: the four activations of a
 quad are loaded for all rows, and each row picks two of them with selects (a gather out of the cache or shared memory would be
-bound by its lanes). `values` is the layout of `layout.py` over the kept codes, in an order such that word `w` of a tile holds both
+bound by its lanes). Words are laid out as in `layout.py`, over the kept codes, in an order such that word `w` of a tile holds both
 codes of four quads and 16 bits beside it hold their positions:
 
 - a tile is 256 columns, 64 quads; quad `i * 16 + w` (i < 4) has its codes in fields `2 i` and `2 i + 1` of word `w`;
@@ -16,14 +16,14 @@ before preferring it to dense int4 for speed: it saves a quarter of the bytes an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from runtime.kernels.triton import layout, semi_structured, tuning
 from runtime.kernels.triton.codes import ONE, code_minus, code_tiny, row_major
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
-from runtime.kernels.triton.split_k import split_k, vector_configurations, widest_split
+from runtime.kernels.triton.split_k import product, vector_configurations, widest_split
 from runtime.kernels.triton.tuning import Config
 
 COLUMNS = 256  # of a tile
@@ -31,47 +31,45 @@ MAXIMUM_ROWS = 4  # each row is a pass over the weight, later ones out of the L2
 
 
 @dataclass(frozen=True)
-class Sparse24Weight:
-    """`values` int32 `[tiles, N, 16]`, `positions` int32 `[tiles, ceil(N / 2), 16]`, `scale` `[groups, N]`, `zero` int8 or None.
+class Sparse24Weight(layout.Weight):
+    """A weight whose words hold the kept codes, 4 bits each, with `positions` int32 `[tiles, ceil(N / 2), 16]` beside them.
 
-    `shape` is `(N, K)` with K a multiple of 4; `group` a multiple of 64, or 0 for one scale a channel.
+    K is a multiple of 4, `group` a multiple of 64 or 0.
     """
 
-    values: torch.Tensor
-    positions: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor | None
-    shape: tuple[int, int]
-    group: int
+    positions: torch.Tensor = field(kw_only=True)
 
     @property
-    def bytes(self) -> int:
-        """Bytes that a product with this weight must read."""
-        tensors = (self.values, self.positions, self.scale, self.zero)
-        return sum(part.nbytes for part in tensors if part is not None)
+    def tile(self) -> int:
+        """Columns of one tile."""
+        return COLUMNS
 
     @property
     def operands(self) -> tuple[torch.Tensor, ...]:
-        """Values, positions, scales and zero points as kernels take them; where there are none, the scales stand in."""
-        return self.values, self.positions, self.scale, self.scale if self.zero is None else self.zero
+        """Words, positions, scales and zero points as kernels take them."""
+        words, *grids = super().operands
+        return words, self.positions, *grids
 
-
-def prepare(
-    codes: torch.Tensor, first: torch.Tensor, second: torch.Tensor,
-    scale: torch.Tensor, zero: torch.Tensor | None, columns: int, group: int,
-) -> Sparse24Weight:  # fmt: skip
-    """Kept codes int8 `[N, K / 2]`, their columns inside the quad `first < second` `[N, K / 4]`, scale and zero `[N, groups]`."""
-    if group % 64 or columns % 4:
-        raise ValueError(f"groups of a multiple of 64 and rows of a multiple of 4, not {group} and {columns}")
-    values, positions = pack(codes, first, second, columns)
-    flipped = None if zero is None else zero.t().contiguous()
-    return Sparse24Weight(values, positions, scale.t().contiguous(), flipped, (codes.shape[0], columns), group)
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """What the matrix-vector product is compiled for."""
+        return {
+            "GROUP": self.group,
+            "RUN": layout.slices_per_group(self.group, 4, 64),
+            "ASYMMETRIC": self.zero is not None,
+        }
 
 
 def pack(
     codes: torch.Tensor, first: torch.Tensor, second: torch.Tensor, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`values` and `positions` of a `Sparse24Weight`; arguments as those of `prepare`."""
+    """Words and positions of a `Sparse24Weight`.
+
+    Args:
+        codes: the kept ones, int8 `[N, K / 2]`.
+        first, second: their columns inside the quad, `[N, K / 4]`, in order.
+        columns: K.
+    """
     rows, tiles = codes.shape[0], -(-columns // COLUMNS)
     spare = tiles * 64 - columns // 4  # quads that fill up the last tile: code 0, positions 0 and 1
     pairs = torch.nn.functional.pad(codes.view(rows, -1, 2), (0, 0, 0, spare)).view(rows, tiles, 4, 16, 2)
@@ -87,9 +85,9 @@ def pack(
 
 
 def unpack(weight: Sparse24Weight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inverse of `prepare`: kept codes int8 `[N, K / 2]` and their columns inside the quad, int64 `[N, K / 4]` each."""
-    (rows, columns), tiles = weight.shape, weight.values.shape[0]
-    pairs = layout.unpack(weight.values, 4, tiles * 128).view(rows, tiles, 4, 2, 16).transpose(3, 4)
+    """Inverse of `pack`: kept codes int8 `[N, K / 2]` and their columns inside the quad, int64 `[N, K / 4]` each."""
+    (rows, columns), tiles = weight.shape, weight.words.shape[0]
+    pairs = layout.unpack(weight.words, 4, tiles * 128).view(rows, tiles, 4, 2, 16).transpose(3, 4)
     codes = pairs.reshape(rows, -1)[:, : columns // 2].contiguous()
     shifts = torch.arange(0, 16, 4, device=codes.device)
     both = weight.positions.transpose(0, 1).long()
@@ -98,26 +96,6 @@ def unpack(weight: Sparse24Weight) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     first = torch.where(bits & 1 > 0, 0, torch.where(bits & 2 > 0, 1, 2))
     second = torch.where(bits & 4 > 0, 3, torch.where(bits & 8 > 0, 2, 1))
     return codes, first, second
-
-
-def codes_and_mask(weight: Sparse24Weight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes int8 `[N, K]` (the zero point, or 0, where pruned) and the mask of kept positions bool `[N, K]`."""
-    kept, first, second = unpack(weight)
-    rows, columns = weight.shape
-    quad = torch.arange(columns // 4, device=kept.device) * 4
-    at = torch.stack([first + quad, second + quad], dim=-1).flatten(1)
-    codes = torch.zeros(rows, columns, dtype=torch.int8, device=kept.device)
-    if weight.zero is not None:
-        group = torch.arange(columns, device=kept.device) // (weight.group or columns)
-        codes.copy_(weight.zero.t()[:, group])
-    return codes.scatter_(1, at, kept), torch.zeros_like(codes, dtype=torch.bool).scatter_(1, at, True)
-
-
-def reference(x: torch.Tensor, weight: Sparse24Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x W^T + bias` in float64."""
-    codes = codes_and_mask(weight)[0]
-    zero = None if weight.zero is None else weight.zero.t()
-    return layout.reference(x, layout.reorder(codes, weight.scale.t(), zero, weight.group, 4), bias)
 
 
 @jit
@@ -258,9 +236,9 @@ def expand_kernel(
 def dequantize(weight: Sparse24Weight, dtype: torch.dtype) -> torch.Tensor:
     """Dense `[N, K]` in `dtype`, one rounding a weight."""
     n, columns = weight.shape
-    out = torch.empty(n, columns, dtype=dtype, device=weight.values.device)
+    out = torch.empty(n, columns, dtype=dtype, device=weight.words.device)
     if out.numel():
-        expand_kernel[(cdiv(n, 64), weight.values.shape[0])](
+        expand_kernel[(cdiv(n, 64), weight.words.shape[0])](
             *weight.operands, out, n, columns, weight.scale.shape[0], ONE,
             GROUP=weight.group, ASYMMETRIC=weight.zero is not None, BLOCK_N=64, num_warps=4,
         )  # fmt: skip
@@ -269,7 +247,7 @@ def dequantize(weight: Sparse24Weight, dtype: torch.dtype) -> torch.Tensor:
 
 def configurations(weight: Sparse24Weight) -> list[Config]:
     """Launches worth trying, the default first."""
-    tiles = weight.values.shape[0]
+    tiles = weight.words.shape[0]
     split = widest_split(weight.shape[0] // 32, 512, tiles // 8)
     chosen = [
         (16, 4, split, 4), (8, 4, split, 4), (16, 2, split, 4), (16, 4, 2 * split, 4), (32, 2, split, 4), (16, 8, split, 8),
@@ -277,31 +255,18 @@ def configurations(weight: Sparse24Weight) -> list[Config]:
     return vector_configurations(chosen, tiles)
 
 
-def linear(
-    x: torch.Tensor, weight: Sparse24Weight, bias: torch.Tensor | None = None, config: Config | None = None
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Sparse24Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x W^T + bias`: `[M, K]` float16 or bfloat16 -> `[M, N]`. Up to `MAXIMUM_ROWS` rows a matrix-vector product each, with the
-    range of `matvec.py`; more multiply a dequantized scratch matrix. Reference: `reference`.
+    range of `matvec.py`; more multiply a dequantized scratch matrix.
     """
-    x = row_major(x)
-    (rows, _), (n, columns) = x.shape, weight.shape
-    if rows > MAXIMUM_ROWS and n > 0 and config is None:
-        return _many(x, weight, bias)
-    run = 4
-    while weight.group and (weight.group // 64) % run:
-        run //= 2
+    rows, n = x.shape[0], weight.shape[0]
+    if rows > MAXIMUM_ROWS and n > 0:
+        return _many(row_major(x), weight, bias)
 
-    def launch(config: Config, target: torch.Tensor, bias: torch.Tensor | None) -> None:
-        sparse24_kernel[(cdiv(n, 2 * config["BLOCK_N"]), config["SPLIT_K"], rows)](
-            x, *weight.operands, x if bias is None else bias, target,
-            x.stride(0), rows, n, columns, weight.values.shape[0], weight.scale.shape[0],
-            GROUP=weight.group, RUN=run, ASYMMETRIC=weight.zero is not None, HAS_BIAS=bias is not None,
-            EVEN_K=columns % (config["TILES"] * COLUMNS) == 0, **config,
-        )  # fmt: skip
+    def grid(config: Config) -> tuple[int, ...]:
+        return cdiv(n, 2 * config["BLOCK_N"]), config["SPLIT_K"], rows
 
-    key = (weight.group, weight.zero is not None, n, columns, rows)
-    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    return split_k("sparse24_w4", key, x, out, bias, [config] if config else configurations(weight), launch)
+    return product(sparse24_kernel, x, weight, bias, configurations(weight), grid, key=rows)
 
 
 def _many(x: torch.Tensor, weight: Sparse24Weight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -312,5 +277,5 @@ def _many(x: torch.Tensor, weight: Sparse24Weight, bias: torch.Tensor | None) ->
         multiply = semi_structured.linear if config["sparse"] else torch.nn.functional.linear
         return multiply(x, dequantize(weight, x.dtype), bias)
 
-    key = (weight.group, weight.zero is not None, *weight.shape, tuning.row_class(x.shape[0]))
+    key = (*weight.key, tuning.row_class(x.shape[0]))
     return launch(tuning.choose("sparse24_many", key, x, [{"sparse": False}, {"sparse": True}], launch))

@@ -8,8 +8,37 @@ from typing import Any
 import torch
 
 from runtime.kernels.triton import tuning
-from runtime.kernels.triton.codes import sum_parts
+from runtime.kernels.triton.codes import row_major, sum_parts
+from runtime.kernels.triton.jit import Entry
+from runtime.kernels.triton.layout import Weight
 from runtime.kernels.triton.tuning import Config
+
+
+def product(
+    kernel: Entry, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, candidates: Sequence[Config],
+    grid: Callable[[Config], tuple[int, ...]], key: int, **arguments: Any,
+) -> torch.Tensor:  # fmt: skip
+    """`x W^T + bias` by a kernel that takes a weight's operands: `[M, K]` -> `[M, N]` in the dtype of `x`; sums in float32.
+
+    Args:
+        candidates: launches to choose among, see `split_k`.
+        grid: programs of one of them.
+        key: rows of `x`, or their class, as far as the choice depends on them.
+        arguments: of this kernel alone.
+    """
+    x = row_major(x)
+    (rows, _), (n, columns) = x.shape, weight.shape
+
+    def launch(config: Config, target: torch.Tensor, bias: torch.Tensor | None) -> None:
+        kernel[grid(config)](
+            x, *weight.operands, x if bias is None else bias, target,
+            x.stride(0), rows, n, columns, weight.words.shape[0], weight.scale.shape[0],
+            **weight.constants, **arguments, HAS_BIAS=bias is not None,
+            EVEN_K=columns % (config.get("TILES", 1) * weight.tile) == 0, **config,
+        )  # fmt: skip
+
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    return split_k(kernel.name.partition(".")[0], (*weight.key, key), x, out, bias, candidates, launch)
 
 
 def split_k(

@@ -1,8 +1,8 @@
-"""Launch configuration of a kernel on a device: measured once, stored on disk.
+"""Launch configuration of a kernel on a GPU: measured once, stored on disk (`runtime.kernels.tuning`).
 
 Keyed by (kernel, shape class, dtype, device name). The first call of a new key on a GPU times the candidates (some seconds, most
-of it compilation); later processes read `tuning/NAME.json` under `$COMPRESS_CACHE` or `~/.cache/compress`. Nothing is timed in
-the interpreter, while a CUDA graph is captured, or when `enabled` is False: the first candidate is the default.
+of it compilation). Nothing is timed in the interpreter, while a CUDA graph is captured, or when `enabled` is False: the first
+candidate is the default.
 """
 
 from __future__ import annotations
@@ -11,41 +11,28 @@ import logging
 import os
 import re
 import statistics
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from runtime.kernels import tuning
-from runtime.kernels.triton import ahead, jit
+from runtime.kernels.triton import aot, jit
+from runtime.system.context import assigned
 
 Config = dict[str, Any]
 
 enabled = True  # False: defaults only, nothing is timed (what is remembered already is still used)
 _log = logging.getLogger(__name__)
-_lock = threading.RLock()
-remembered: dict[Path, dict[str, Config]] = {}  # contents of the files read so far
 settled: dict[tuple[Any, ...], Config] = {}  # final choices of this process, so that a launch costs one lookup
 _every: ContextVar[bool] = ContextVar("every", default=False)
 
 
-def interpreted() -> bool:
-    """True when kernels run in triton's interpreter."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-
-
-@contextmanager
-def every_candidate() -> Iterator[None]:
+def every_candidate() -> AbstractContextManager[bool]:
     """While active and launches are recorded, `choose` launches all candidates, so that all are written down."""
-    token = _every.set(True)
-    try:
-        yield
-    finally:
-        _every.reset(token)
+    return assigned(_every, True)
 
 
 def row_class(rows: int) -> int:
@@ -68,29 +55,21 @@ def choose(
         for config in candidates[1:]:
             launch(config)
         return candidates[0]
-    if x.device.type != "cuda" or interpreted():
+    if x.device.type != "cuda" or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         return candidates[0]
     quick = (kernel, *shape, x.dtype, x.device)
     if quick in settled:
         return settled[quick]
     able = compiled_ahead(candidates, launch, x.device)
-    path = tuning.file(re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(x.device)).strip("-"))
+    device = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(x.device)).strip("-")
     key = f"{kernel} {'x'.join(str(v) for v in shape)} {str(x.dtype).removeprefix('torch.')}"
-    with _lock:
-        known = remembered.get(path)
-        if known is None:
-            known = remembered[path] = tuning.read(path, dict)
-        found = known.get(key)
-        if found is not None and found in able:  # a candidate of an older version may no longer be one
-            settled[quick] = found
-            return found
-        if not enabled or torch.cuda.is_current_stream_capturing():
-            return able[0]
-        best = settled[quick] = able[0] if len(able) == 1 else fastest(able, launch)
-        if len(able) == len(candidates):
-            known[key] = best
-            tuning.store(path, key, best)
-        return best
+    if len(able) < len(candidates):  # the best of these is not the best of all
+        key += " compiled ahead"
+    may_measure = enabled and not torch.cuda.is_current_stream_capturing()
+    best = tuning.recall(device, key, able, lambda: fastest(able, launch) if may_measure and len(able) > 1 else None)
+    if may_measure:
+        settled[quick] = best
+    return best
 
 
 def fastest(candidates: Sequence[Config], launch: Callable[[Config], object]) -> Config:
@@ -111,18 +90,14 @@ def compiled_ahead(
     candidates: Sequence[Config], launch: Callable[[Config], object], device: torch.device
 ) -> Sequence[Config]:
     """Those of the candidates that need no compiler; all of them where no export with kernels is loaded, or it has none of these."""
-    if not ahead.offers(device):
+    if not aot.offers(device):
         return candidates
-    there = [config for config in candidates if ahead.missing(lambda config=config: launch(config), device) is None]  # type: ignore[misc]
+    there = [config for config in candidates if aot.missing(lambda config=config: launch(config), device) is None]  # type: ignore[misc]
     return there or candidates
 
 
 def _median(call: Callable[[], object]) -> float:
     """Milliseconds that `call` takes on the current GPU."""
-    if jit.INSTALLED:
-        from triton.testing import do_bench
-
-        return float(do_bench(call, warmup=5, rep=20, return_mode="median"))
     call()
     cache = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(20)]

@@ -7,8 +7,6 @@ float8 needs compute capability 8.9; its sums leave the tensor core's accumulato
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from runtime.kernels.triton import tuning
@@ -143,30 +141,18 @@ def configurations(rows: int, shape: tuple[int, int]) -> list[Config]:
     return [dict(zip(names, c, strict=True)) for c in chosen]
 
 
-@dataclass(frozen=True)
-class ZeroPoints:
-    """Zero points of a product of int8 codes, each with the sums of the other side's codes.
-
-    Attributes:
-        inputs: int32 `[M]`, with `row_sum`, int32 `[N]`, of the weight.
-        weight: int8 `[N]`, with `total`, int32 `[M]`, of the inputs.
-    """
-
-    inputs: torch.Tensor | None = None
-    row_sum: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-    total: torch.Tensor | None = None
-
-
 def product(
     codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype,
-    bias: torch.Tensor | None = None, zeros: ZeroPoints | None = None, config: Config | None = None,
+    bias: torch.Tensor | None = None, x_zero: torch.Tensor | None = None, w_zero: torch.Tensor | None = None,
+    x_sum: torch.Tensor | None = None, w_sum: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Scaled product of codes: int8 or float8 `[M, K]` x `[N, K]` -> `[M, N]` in `dtype`.
 
-    `scale` float32 `[M]`, `weight_scale` float `[N]`, `zeros` for int8 only. Reference: `reference`.
+    Args:
+        scale: float32 `[M]`. weight_scale: float `[N]`.
+        x_zero: zero points of int8 inputs, int32 `[M]`, with `w_sum`, int32 `[N]`, sums of the weight's codes.
+        w_zero: zero points of an int8 weight, int8 `[N]`, with `x_sum`, int32 `[M]`, sums of the inputs' codes.
     """
-    zeros = zeros or ZeroPoints()
     (rows, columns), n = codes.shape, weight.shape[0]
     float8 = codes.dtype == FLOAT8
 
@@ -174,27 +160,12 @@ def product(
         blocks = cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"])
         w8a8_kernel[(blocks, config["SPLIT_K"])](
             codes, weight, scale, weight_scale,
-            *(scale if each is None else each for each in (zeros.inputs, zeros.weight, zeros.total, zeros.row_sum)),
+            *(scale if each is None else each for each in (x_zero, w_zero, x_sum, w_sum)),
             scale if bias is None else bias, target, rows, n, columns,
-            FLOAT=float8, X_ZERO=zeros.inputs is not None, W_ZERO=zeros.weight is not None, HAS_BIAS=bias is not None,
+            FLOAT=float8, X_ZERO=x_zero is not None, W_ZERO=w_zero is not None, HAS_BIAS=bias is not None,
             EVEN_K=columns % config["BLOCK_K"] == 0, **config,
         )  # fmt: skip
 
     key = (float8, n, columns, tuning.row_class(rows))
     out = torch.empty(rows, n, dtype=dtype, device=codes.device)
-    candidates = [config] if config else configurations(rows, (n, columns))
-    return split_k("w8a8", key, codes, out, bias, candidates, launch)
-
-
-def reference(
-    codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor,
-    bias: torch.Tensor | None = None, zero: torch.Tensor | None = None, weight_zero: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """`product` in float64."""
-    left, right = codes.double(), weight.double()
-    if zero is not None:
-        left = left - zero.double()[:, None]
-    if weight_zero is not None:
-        right = right - weight_zero.double()[:, None]
-    y = left @ right.t() * scale.double()[:, None] * weight_scale.double()[None, :]
-    return y if bias is None else y + bias.double()
+    return split_k("w8a8", key, codes, out, bias, configurations(rows, (n, columns)), launch)

@@ -53,7 +53,7 @@ def test_an_intact_artifact(path: Path) -> None:
     artifact = Artifact(path)
     assert artifact.verify() == len(list(path.iterdir())) - 1
     assert artifact.config["model_type"] == "llama"
-    assert torch.equal(artifact.get_tensor("model.norm.weight"), torch.ones(64))
+    assert torch.equal(artifact.checkpoint.get("model.norm.weight"), torch.ones(64))
     runtime.load(path, verify=True).generate("cat", max_new_tokens=2)
 
 

@@ -116,8 +116,7 @@ def test_w8a8_sums_are_exact():
         layer, weight = layer_of(scheme, (33, 257), torch.float32, bias=False)
         layer.prepare("w8a8-cpu")
         x = torch.randn(9, 257)
-        scale, zero = layer._buffers.get("input_scale"), layer._buffers.get("input_zero_point")
-        exact = fake_quantize(x, scheme.activations, scale, zero).double() @ weight.dequantize().double().t()
+        exact = fake_quantize(x, scheme.activations, layer._buffers).double() @ weight.dequantize().double().t()
         # float32 codes of the reference: (q - z) * s rounds each input once
         torch.testing.assert_close(layer(x).double(), exact, rtol=1e-5, atol=1e-4)
 
@@ -153,17 +152,16 @@ def test_activations_round_as_in_compressed_tensors(scheme, dtype):
     args = QuantizationArgs(**Scheme(None, scheme).to_config()["input_activations"])
     x = (torch.randn(2, 5, 48) * 3).to(dtype)
     x[0, 1], x[1, 2], x[1, 3] = 0, x[1, 2].abs(), -x[1, 3].abs()
-    scale = zero = None
+    tensors = {}
     if scheme.dynamic:
         their_scale, their_zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Identity())
     else:
-        scale = their_scale = torch.tensor([0.05], dtype=dtype)
+        tensors["input_scale"] = their_scale = torch.tensor([0.05], dtype=dtype)
+        their_zero = None
         if not scheme.symmetric:
-            zero = their_zero = torch.tensor([3], dtype=torch.int8)
-        else:
-            their_zero = None
+            tensors["input_zero_point"] = their_zero = torch.tensor([3], dtype=torch.int8)
     theirs = their_fake_quantize(x.clone(), their_scale, their_zero, args)
-    assert torch.equal(fake_quantize(x, scheme, scale, zero), theirs)
+    assert torch.equal(fake_quantize(x, scheme, tensors), theirs)
 
 
 def test_float8_activations():

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton_references
 from cuda_models import build, engine
 from torch import nn
 
@@ -37,7 +38,7 @@ class Reordered(Kernel):
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
         weight = formats.get(layer.entry.format).unpack(tensors, layer.entry.scheme, layer.shape, layer.dtype)
         assert weight.scale is not None
-        packed = layout.reorder(weight.values, weight.scale, weight.zero_point, 16, 4)
+        packed = triton_references.reorder(weight.values, weight.scale, weight.zero_point, 16, 4)
         return {"words": packed.words, "scale": packed.scale} | ({} if packed.zero is None else {"zero": packed.zero})
 
     def _weight(self, tensors: Tensors, layer: Layer) -> layout.Weight:
@@ -49,7 +50,7 @@ class Reordered(Kernel):
         return CompressedWeight(codes, tensors["scale"].t().contiguous(), turned, None, layer.entry.scheme, layer.dtype)
 
     def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
-        return layout.reference(x, self._weight(tensors, layer), bias).to(x.dtype)
+        return triton_references.linear(x, self._weight(tensors, layer), bias).to(x.dtype)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import torch
 from weight_cases import random_weight
 
 from runtime import formats
-from runtime.formats.checks import expand_groups
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import CompressedWeight, Scheme
 from runtime.kernels import Layer
@@ -93,8 +92,8 @@ def exact_weight(weight: CompressedWeight) -> torch.Tensor:
     assert weight.scale is not None
     codes = weight.values.double()
     if weight.zero_point is not None:
-        codes = codes - expand_groups(weight.zero_point, scheme, columns).double()
-    return codes * expand_groups(weight.scale, scheme, columns).double()
+        codes = codes - scheme.spread(weight.zero_point, columns).double()
+    return codes * scheme.spread(weight.scale, columns).double()
 
 
 def error_bound(made: Case, x: torch.Tensor, digits: int, exact: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import GridScheme, Scheme
 from runtime.kernels.base import Layer
 from runtime.kernels.triton import jit
+from runtime.kernels.triton.aot import CudaDriver
 from runtime.kernels.triton.base import ROWS
-from runtime.kernels.triton.driver import CudaDriver
 from runtime.kernels.triton.linear import W4A16Triton
 from runtime.kernels.triton.signature import Variant, of
 

@@ -14,9 +14,8 @@ import torch
 
 from export.triton_aot.worker import compile_variant
 from runtime.kernels.triton import signature
-from runtime.kernels.triton.ahead import pack
+from runtime.kernels.triton.aot import CudaDriver, pack
 from runtime.kernels.triton.cubins import Cubin
-from runtime.kernels.triton.driver import CudaDriver
 
 STREAM, DEVICE = 0x5EED, 0
 

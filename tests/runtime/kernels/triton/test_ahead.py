@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from ahead_cases import CPU, FakeDriver, w4_layer, w4_tensors, write_kernels
+from triton_references import forced
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
@@ -28,9 +29,9 @@ from runtime.errors import ArtifactError, CompressError
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels.base import Layer
-from runtime.kernels.triton import ahead, cubins, gpu, jit, signature, tuning
+from runtime.kernels.triton import aot, cubins, gpu, jit, signature, tuning
+from runtime.kernels.triton.aot import CudaDriver
 from runtime.kernels.triton.base import TritonKernel
-from runtime.kernels.triton.driver import CudaDriver
 from runtime.kernels.triton.linear import Sparse24Triton, W4A16Triton, W8A8Triton, W8A16Triton
 from runtime.kernels.triton.signature import Variant
 
@@ -41,7 +42,7 @@ ROOT = HERE.parents[3]
 @pytest.fixture(autouse=True)
 def nothing_offered() -> Iterator[None]:
     yield
-    ahead.withdraw()
+    aot.withdraw()
 
 
 def matvec_arguments(x: torch.Tensor, /, **changes: Any) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def test_of_several_that_serve_the_one_that_assumes_most(tmp_path: Path) -> None
     calls = [matvec_arguments(ALIGNED, M=m) for m in (5, 16)]
     general, exact = (signature.specialize(matvec(), call) for call in calls)
     driver = FakeDriver()
-    ahead.offer(write_kernels(tmp_path, [general, exact]), CPU, driver)
+    aot.offer(write_kernels(tmp_path, [general, exact]), CPU, driver)
     for call, file in (
         (calls[1], 1),
         (calls[0], 0),
@@ -126,7 +127,7 @@ def test_of_several_that_serve_the_one_that_assumes_most(tmp_path: Path) -> None
     ):
         driver.loaded.clear()
         driver.launches.clear()
-        ahead._loaded._functions.clear()  # type: ignore[union-attr]
+        aot._loaded._functions.clear()  # type: ignore[union-attr]
         matvec()[(3, 2)](**call)
         ((data, name, shared, threads),) = driver.loaded
         assert (name, shared, threads) == (f"kernel_{file}", 1024 + file, 128)
@@ -143,7 +144,7 @@ def test_of_several_that_serve_the_one_that_assumes_most(tmp_path: Path) -> None
 def test_an_empty_grid_is_not_launched(tmp_path: Path) -> None:
     driver = FakeDriver()
     call = matvec_arguments(ALIGNED)
-    ahead.offer(write_kernels(tmp_path, [signature.specialize(matvec(), call)]), CPU, driver)
+    aot.offer(write_kernels(tmp_path, [signature.specialize(matvec(), call)]), CPU, driver)
     matvec()[(0, 2)](**call)
     assert not driver.launches
 
@@ -159,7 +160,7 @@ def test_a_launch_without_a_kernel_is_tritons_and_said_once(
 
     monkeypatch.setattr(matvec(), "jitted", Jitted())
     driver = FakeDriver()
-    ahead.offer(write_kernels(tmp_path, [signature.specialize(matvec(), matvec_arguments(ALIGNED))]), CPU, driver)
+    aot.offer(write_kernels(tmp_path, [signature.specialize(matvec(), matvec_arguments(ALIGNED))]), CPU, driver)
     call = matvec_arguments(ALIGNED[1:257])
     with caplog.at_level(logging.WARNING):
         matvec()[(3, 1)](**call)
@@ -169,7 +170,7 @@ def test_a_launch_without_a_kernel_is_tritons_and_said_once(
     assert [r.getMessage() for r in caplog.records] == [
         f"no kernel compiled ahead is right for {signature.specialize(matvec(), call).describe()}: triton compiles it now"
     ]
-    assert ahead.missed() == 1
+    assert aot.missed() == 1
 
 
 # ---------------------------------------------------------------- the index
@@ -184,10 +185,10 @@ def test_a_corrupt_cubin_is_refused(tmp_path: Path) -> None:
     data[9] ^= 1
     file.write_bytes(data)
     with pytest.raises(ArtifactError, match=r"0\.cubin"):
-        ahead.offer(directory, CPU, FakeDriver())
+        aot.offer(directory, CPU, FakeDriver())
     file.unlink()
     with pytest.raises(ArtifactError, match=r"0\.cubin"):
-        ahead.offer(directory, CPU, FakeDriver())
+        aot.offer(directory, CPU, FakeDriver())
     assert jit.Entry.launcher is None
 
 
@@ -223,9 +224,9 @@ def test_an_index_of_another_version(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 def test_kernels_of_other_sources_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert ahead.offer(one_kernel(tmp_path, source="0" * 64), CPU, FakeDriver()) == 0
+    assert aot.offer(one_kernel(tmp_path, source="0" * 64), CPU, FakeDriver()) == 0
     assert "compiled from other sources than this runtime has, and are not used: matvec.matvec_kernel" in caplog.text
-    assert not ahead.offers(CPU)
+    assert not aot.offers(CPU)
 
 
 def test_sources_are_more_than_text(tmp_path: Path) -> None:
@@ -258,7 +259,7 @@ def test_which_gpu_runs_which_code(architecture: str, runs: set[int]) -> None:
 
 
 def test_kernels_for_another_gpu_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert ahead.offer(one_kernel(tmp_path), CPU, FakeDriver(80)) == 0
+    assert aot.offer(one_kernel(tmp_path), CPU, FakeDriver(80)) == 0
     assert "kernels compiled ahead for sm_90a, and none for this GPU (sm_80)" in caplog.text
 
 
@@ -274,12 +275,13 @@ def test_tuning_chooses_among_what_is_there(tmp_path: Path) -> None:
     assert len(candidates) > 2
 
     def launch(config: dict[str, Any]) -> None:
-        few_rows.few_rows(x, weight, config=config)
+        with forced(config):
+            few_rows.few_rows(x, weight)
 
     assert tuning.compiled_ahead(candidates, launch, CPU) == candidates, "no export is loaded"
     with jit.recording() as launches:
         launch(candidates[2])
-    ahead.offer(write_kernels(tmp_path, map(signature.of, launches)), CPU, FakeDriver())
+    aot.offer(write_kernels(tmp_path, map(signature.of, launches)), CPU, FakeDriver())
     assert tuning.compiled_ahead(candidates, launch, CPU) == [candidates[2]]
     assert kernel.why_not(layer) is None, "triton is here, so that nothing is missing"
 

@@ -12,9 +12,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def forget():
-    semi_structured._works.clear()
+    clear = semi_structured.works.cache_clear
+    clear()
     yield
-    semi_structured._works.clear()
+    clear()
 
 
 def test_works_where_the_product_is_right(monkeypatch):

@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
     from runtime.engines.cuda import ops
     from runtime.kernels.base import Layer
     from runtime.kernels.reference import Reference
-    from runtime.kernels.triton import ahead, jit
+    from runtime.kernels.triton import aot, jit
 
     assert not jit.INSTALLED
     layer = w4_layer()
@@ -56,22 +56,22 @@ def main(folder: Path) -> None:
 
     driver = FakeDriver()
     variants = w4_variants(layer)
-    assert ahead.offer(write_kernels(folder / "some", variants[:1]), CPU, driver) == 1
+    assert aot.offer(write_kernels(folder / "some", variants[:1]), CPU, driver) == 1
     reason = kernel.why_not(layer)
     assert reason is not None
     assert "no kernel compiled ahead is right for" in reason
-    assert ahead.offer(write_kernels(folder / "all", variants), CPU, driver) == len(variants)
+    assert aot.offer(write_kernels(folder / "all", variants), CPU, driver) == len(variants)
     assert kernel.why_not(layer) is None, "every launch has its kernel now"
     assert w4_tensors(w4_layer(group=64))[0].why_not(w4_layer(group=64)) is not None, "another group is another kernel"
 
     half = Layer(layer.entry, layer.shape, torch.float16, CPU)
     assert kernel.why_not(half) is not None
-    assert ahead.offer(write_kernels(folder / "half", w4_variants(half, torch.bfloat16)), CPU, driver)
+    assert aot.offer(write_kernels(folder / "half", w4_variants(half, torch.bfloat16)), CPU, driver)
     assert kernel.why_not(half) is None, "scales may be stored in another dtype than is computed in"
 
     wide = w4_layer(group=128)
     assert kernel.why_not(wide) is not None
-    assert ahead.offer(write_kernels(folder / "bias", w4_variants(wide, bias=True)), CPU, driver)
+    assert aot.offer(write_kernels(folder / "bias", w4_variants(wide, bias=True)), CPU, driver)
     assert kernel.why_not(wide) is None, "a model whose layers all have a bias brings no other kernels"
 
     log.lines.clear()

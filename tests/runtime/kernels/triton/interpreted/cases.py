@@ -1,6 +1,7 @@
 """Random and hostile weights and inputs."""
 
 import torch
+from triton_references import reorder
 
 from runtime.kernels.triton import layout
 
@@ -28,7 +29,7 @@ def weight(n, k, group, asymmetric, field, dtype=torch.bfloat16, seed=0):
     if n > 2:
         scale[1] = 0
     zero = torch.randint(low, -low, (n, groups), dtype=torch.int8, generator=generator) if asymmetric else None
-    packed = layout.reorder(codes, scale, zero, group, field)
+    packed = reorder(codes, scale, zero, group, field)
     assert torch.equal(layout.unpack(packed.words, field, k), codes)
     return packed
 

@@ -2,9 +2,10 @@ import dataclasses
 
 import pytest
 import torch
+import triton_references as references
 from cases import WEIGHTS, assert_close, rows, weight
 
-from runtime.kernels.triton import layout, semi_structured
+from runtime.kernels.triton import semi_structured
 from runtime.kernels.triton.many_rows import configurations, dequantize, many_rows
 
 
@@ -19,10 +20,12 @@ def test_many_rows(case, field):
     ):
         x, bias = rows(m, case[1], dtype, strided=True), rows(1, case[0], dtype, 1)[0]
         # The weight is rounded to the dtype of x, as it is by the reference kernel.
-        expected = x.double() @ layout.dequantize(w, dtype).double().t() + bias.double()
-        assert_close(many_rows(x, w, bias, config), expected, dtype)
-    dense = many_rows(x, w, bias, {"dense": True})
-    assert torch.equal(dense, torch.nn.functional.linear(x, layout.dequantize(w, dtype), bias))
+        expected = x.double() @ references.dequantize(w, dtype).double().t() + bias.double()
+        with references.forced(config):
+            assert_close(many_rows(x, w, bias), expected, dtype)
+    with references.forced({"dense": True}):
+        dense = many_rows(x, w, bias)
+    assert torch.equal(dense, torch.nn.functional.linear(x, references.dequantize(w, dtype), bias))
     assert many_rows(x[:0], w).shape == (0, case[0])
 
 
@@ -31,15 +34,16 @@ def test_many_rows(case, field):
 def test_dequantize_bit_for_bit(case, field):
     for dtype in (torch.bfloat16, torch.float16):
         w = weight(*case, field, dtype)
-        assert torch.equal(dequantize(w, dtype), layout.dequantize(w, dtype))
+        assert torch.equal(dequantize(w, dtype), references.dequantize(w, dtype))
 
 
 def test_bands_of_blocks():
     """More blocks of rows than a band holds, the last band lower."""
     w, x = weight(40, 130, 16, True, 4), rows(150, 130)
     config = {"BLOCK_M": 16, "BLOCK_N": 16, "SPLIT_K": 1, "STAGES": 2, "num_warps": 4}
-    expected = x.double() @ layout.dequantize(w, torch.bfloat16).double().t()
-    assert_close(many_rows(x, w, None, config), expected, torch.bfloat16)
+    expected = x.double() @ references.dequantize(w, torch.bfloat16).double().t()
+    with references.forced(config):
+        assert_close(many_rows(x, w), expected, torch.bfloat16)
 
 
 def test_sparse_tensor_cores_are_offered_to_weights_of_two_of_four(monkeypatch):
@@ -51,4 +55,7 @@ def test_sparse_tensor_cores_are_offered_to_weights_of_two_of_four(monkeypatch):
         assert {"sparse": True} in configurations(count, w, x.dtype)
         assert {"sparse": True} not in configurations(count, plain, x.dtype)
         assert "sparse" not in configurations(count, w, x.dtype)[0]  # the default needs no measuring
-    assert torch.equal(many_rows(x, w, None, {"sparse": True}), many_rows(x, w, None, {"dense": True}))
+    with references.forced({"sparse": True}):
+        y = many_rows(x, w)
+    with references.forced({"dense": True}):
+        assert torch.equal(y, many_rows(x, w))

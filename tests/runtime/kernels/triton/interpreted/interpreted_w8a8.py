@@ -1,5 +1,6 @@
 import pytest
 import torch
+import triton_references
 from cases import assert_close, rows
 
 from runtime.formats.scheme import ActivationScheme
@@ -15,7 +16,7 @@ SPLIT = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32, "SPLIT_K": 3, "num_warps":
 def test_quantize_gives_the_codes_of_the_reference(shape, dtype, float8):
     x = rows(*shape, dtype, strided=True) * 3
     codes, scale, total = w8a8.quantize(x, float8)
-    expected, grid, _ = quantize_input(x, ActivationScheme(8, "float" if float8 else "int"))
+    expected, grid, _ = quantize_input(x, ActivationScheme(8, "float" if float8 else "int"), {})
     assert torch.equal(codes.float(), expected.float())
     assert torch.equal(scale, grid.float().flatten())
     if not float8:
@@ -36,14 +37,16 @@ def test_product(shape, float8):
     scale = torch.rand(m, generator=generator)
     weight_scale, bias = ((torch.rand(n, generator=generator) - 0.3) * 0.01).to(dtype), rows(1, n, dtype)[0]
     for config in (None, SPLIT):
-        y = w8a8.product(x, scale, w, weight_scale, dtype, bias, config=config)
-        assert_close(y, w8a8.reference(x, scale, w, weight_scale, bias), dtype)
+        with triton_references.forced(config):
+            y = w8a8.product(x, scale, w, weight_scale, dtype, bias)
+        assert_close(y, triton_references.w8a8(x, scale, w, weight_scale, bias), dtype)
     if float8:
         return
     zero = torch.randint(-128, 128, (m,), dtype=torch.int32, generator=generator)
     weight_zero = torch.randint(-128, 128, (n,), dtype=torch.int8, generator=generator)
     for config in (None, SPLIT):
         for z, wz in ((zero, None), (None, weight_zero), (zero, weight_zero)):
-            zeros = w8a8.ZeroPoints(z, w.sum(1, dtype=torch.int32), wz, x.sum(1, dtype=torch.int32))
-            y = w8a8.product(x, scale, w, weight_scale, dtype, bias, zeros, config)
-            assert_close(y, w8a8.reference(x, scale, w, weight_scale, bias, z, wz), dtype)
+            sums = x.sum(1, dtype=torch.int32), w.sum(1, dtype=torch.int32)
+            with triton_references.forced(config):
+                y = w8a8.product(x, scale, w, weight_scale, dtype, bias, z, wz, *sums)
+            assert_close(y, triton_references.w8a8(x, scale, w, weight_scale, bias, z, wz), dtype)

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead: found by what a launch needs, and launched without a compiler.
+"""Kernels compiled ahead of time: found by what a launch needs, loaded and launched by the CUDA driver without a compiler.
 
 `<directory>/kernels/index.json` says for every file of `kernels/` which GPU, kernel, argument types, constants and options it is
 for (`export/triton_aot` writes it). Loading a directory offers them to all launches of the process: a variant is taken for what it
@@ -8,6 +8,7 @@ is to be trusted as a program is; its hashes show damage, not origin.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import logging
 import struct
@@ -18,12 +19,120 @@ from typing import Any
 
 import torch
 
+from runtime.errors import CompressError
 from runtime.kernels.triton import jit, signature
 from runtime.kernels.triton.cubins import Cubin, read_cubin, read_index, runs_on
-from runtime.kernels.triton.driver import CudaDriver
 from runtime.kernels.triton.signature import Variant
 
+_PLAIN_SHARED = 48 << 10  # bytes that a function may use without asking
+_PREFER_SHARED = 1  # CU_FUNC_CACHE_PREFER_SHARED
+_STATIC_SHARED, _DYNAMIC_SHARED = 1, 8  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, ..._MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MOST_THREADS = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+_OPT_IN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _log = logging.getLogger("compress.kernels")
+
+
+class CudaDriver:
+    """The CUDA driver of the machine, by ctypes.
+
+    What triton 3.5 and 3.6 do in `backends/nvidia/driver.c` (`loadBinary`) and in the launcher they generate: every program has 32
+    threads a warp, dynamic shared memory above 48 KiB is asked for once a function, and the arguments are followed by pointers to
+    scratch memory, which our kernels have none of.
+
+    Args:
+        library: file of the driver library.
+
+    Attributes:
+        device_type: of the tensors that it can take.
+
+    Raises:
+        CompressError: there is none.
+    """
+
+    device_type = "cuda"
+
+    def __init__(self, library: str = "libcuda.so.1") -> None:
+        try:
+            self._cuda: Any = ctypes.CDLL(library)
+        except OSError as error:
+            raise CompressError(f"the CUDA driver cannot be loaded: {error}") from error
+        u, p = ctypes.c_uint, ctypes.c_void_p
+        self._cuda.cuLaunchKernel.argtypes = [p, u, u, u, u, u, u, u, p, p, p]
+        self._contexts: dict[int, int] = {}
+
+    def capability(self, device: int) -> int:
+        """Compute capability, such as 90."""
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
+
+    def current(self) -> tuple[int, int]:
+        """Device and stream that torch computes on now."""
+        device = torch.cuda.current_device()
+        return device, torch.cuda.current_stream(device).cuda_stream
+
+    def load(self, device: int, cubin: bytes, name: str, shared: int, threads: int) -> int:
+        """The function `name` of a cubin, for launches with so much dynamic shared memory and so many threads.
+
+        It is never unloaded: CUDA graphs may hold it.
+        """
+        self._enter(device)
+        module = self._pointer("cuModuleLoadData", ctypes.c_char_p(cubin))
+        function = self._pointer("cuModuleGetFunction", module, name.encode())
+        most = self._number("cuFuncGetAttribute", _MOST_THREADS, function)
+        if threads > most:
+            raise CompressError(f"kernel {name} wants {threads} threads a program, this GPU gives it {most}")
+        limit = self._number("cuDeviceGetAttribute", _OPT_IN, self._number("cuDeviceGet", device))
+        if shared > max(limit, _PLAIN_SHARED):
+            raise CompressError(f"kernel {name} wants {shared} bytes of shared memory, this GPU has {limit}")
+        if shared > _PLAIN_SHARED:
+            self._call("cuFuncSetCacheConfig", function, _PREFER_SHARED)
+            room = limit - self._number("cuFuncGetAttribute", _STATIC_SHARED, function)
+            self._call("cuFuncSetAttribute", function, _DYNAMIC_SHARED, room)
+        assert function.value is not None
+        return function.value
+
+    def launch(
+        self, device: int, function: int, grid: Sequence[int], threads: int, shared: int, stream: int, slots: bytearray
+    ) -> None:
+        """Launch it. `slots`: the arguments, each at the beginning of eight bytes."""
+        self._enter(device)
+        count = len(slots) // 8
+        values = (ctypes.c_uint64 * count).from_buffer(slots)
+        start = ctypes.addressof(values)
+        pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
+        # The driver copies the arguments before it returns.
+        self._call("cuLaunchKernel", function, *grid, threads, 1, 1, shared, stream, ctypes.addressof(pointers), None)
+
+    def _enter(self, device: int) -> None:
+        """Make the context that torch uses on the device this thread's; it usually is already."""
+        mine = self._contexts.get(device)
+        if mine is None:
+            self._call("cuInit", 0)
+            context = self._pointer("cuDevicePrimaryCtxRetain", self._number("cuDeviceGet", device))
+            assert context.value is not None
+            mine = self._contexts[device] = context.value
+        if self._pointer("cuCtxGetCurrent").value != mine:
+            self._call("cuCtxSetCurrent", ctypes.c_void_p(mine))
+
+    def _number(self, name: str, *arguments: Any) -> int:
+        """What a function of the driver writes to its first argument, an integer."""
+        value = ctypes.c_int()
+        self._call(name, ctypes.byref(value), *arguments)
+        return value.value
+
+    def _pointer(self, name: str, *arguments: Any) -> ctypes.c_void_p:
+        """Likewise, a pointer."""
+        value = ctypes.c_void_p()
+        self._call(name, ctypes.byref(value), *arguments)
+        return value
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._cuda, name)(*arguments)
+        if status:
+            text = ctypes.c_char_p()
+            self._cuda.cuGetErrorString(status, ctypes.byref(text))
+            said = text.value.decode(errors="replace") if text.value else f"error {status}"
+            raise CompressError(f"{name} of the CUDA driver failed: {said}")
 
 
 class Loaded:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -114,7 +115,7 @@ def run(
         (folder / MANIFEST).unlink()
         files = listing(folder)
         manifest |= {
-            "verification": None if verification is None else verification.as_dict(),
+            "verification": None if verification is None else asdict(verification),
             "warnings": progress.warnings,
             target: job.facts,
             "files": files,
@@ -180,10 +181,8 @@ def tool_versions() -> dict[str, str]:
     """{package: version} of what took part, and Python's."""
     result = {"python": platform.python_version()}
     for name in _TOOLS:
-        try:
+        with suppress(PackageNotFoundError):
             result[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return result
 
 

@@ -115,6 +115,16 @@ def compare_logits(reference: Probe, logits: Logits, kl_limit: float) -> dict[st
     return metrics
 
 
+def greedy_tokens(reference: Probe, logits: torch.Tensor) -> list[list[int]]:
+    """The likeliest token after each prompt and after each token that the artifact writes, from logits of the probe's rows.
+
+    Up to the first difference, which is all that `compare_tokens` looks at, these are the tokens of greedy decoding.
+    """
+    count, best = len(reference.continuations[0]), logits.argmax(-1).tolist()
+    starts = [len(prompt) - 1 for prompt in reference.prompts]
+    return [row[start : start + count] for row, start in zip(best, starts, strict=True)]
+
+
 def compare_tokens(reference: Probe, generate: Generate, tie: float = TIE) -> dict[str, Any]:
     """`tokens`, `same_tokens` and `near_ties` of greedy continuations of the probe's prompts, as one batch.
 

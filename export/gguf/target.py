@@ -10,7 +10,6 @@ from export.gguf.plan import Planned
 from export.gguf.tokenizer import UnsupportedError, Vocabulary
 from export.source import Source
 from export.target import Conversion, Job, Target, Verification, missing_packages
-from runtime.errors import RequestError
 
 FILE = "model.gguf"
 
@@ -83,10 +82,6 @@ class GgufTarget(Target):
     def _make(self, source: Source, options: GgufOptions) -> tuple[list[Planned], Vocabulary | None]:
         """What is written, found once for each artifact and options."""
         if self._made is None or self._made[0] is not source or self._made[1] != options:
-            tensors = plan.plan(source, options)
-            try:
-                vocabulary = None if options.tokenizer == "none" else tokenizer.read(source)
-            except UnsupportedError as error:
-                raise RequestError(f"target gguf: {error}; tokenizer=none writes the model without") from error
-            self._made = (source, options, tensors, vocabulary)
+            vocabulary = None if options.tokenizer == "none" else tokenizer.read(source)
+            self._made = (source, options, list(plan.plan(source, options)), vocabulary)
         return self._made[2], self._made[3]

@@ -159,7 +159,9 @@ def read(source: Source) -> Vocabulary | None:
         vocabulary = _llama(content, size, remarks)
     else:
         raise UnsupportedError("its tokenizer is BPE neither of bytes nor with byte fallback")
-    _check_size(tokenizer, size, remarks)
+    beyond = sorted(index for index in tokenizer.get_vocab().values() if index >= size)
+    if beyond:
+        remarks.append(f"{len(beyond)} tokens from id {beyond[0]} on are left out: the embedding has {size} rows")
     _add_special(vocabulary, source, tokenizer)
     return vocabulary
 
@@ -187,17 +189,11 @@ def write(writer: GGUFWriter, vocabulary: Vocabulary | None) -> None:
         writer.add_token_scores(vocabulary.scores)
         writer.add_add_space_prefix(vocabulary.space_prefix)
     for name, token in vocabulary.special.items():
-        writer.add_uint32(_SPECIAL_KEYS[name], token)
+        getattr(writer, f"add_{name}_token_id")(token)
     writer.add_add_bos_token(vocabulary.add_bos)
     writer.add_add_eos_token(vocabulary.add_eos)
     if vocabulary.chat_template:
         writer.add_chat_template(vocabulary.chat_template)
-
-
-_SPECIAL_KEYS = {
-    "bos": "tokenizer.ggml.bos_token_id", "eos": "tokenizer.ggml.eos_token_id", "eot": "tokenizer.ggml.eot_token_id",
-    "eom": "tokenizer.ggml.eom_token_id", "unk": "tokenizer.ggml.unknown_token_id", "pad": "tokenizer.ggml.padding_token_id",
-}  # fmt: skip
 
 
 def _byte_levels(content: dict[str, Any]) -> list[Mapping[str, Any]]:
@@ -267,12 +263,6 @@ def _tokens(content: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
         twice = next(token for i, token in enumerate(tokens) if tokens.index(token) != i)
         raise UnsupportedError(f"its vocabulary has the token {twice!r} twice, which llama.cpp does not load")
     return tokens, types
-
-
-def _check_size(tokenizer: Any, size: int, remarks: list[str]) -> None:
-    beyond = sorted(index for index in tokenizer.get_vocab().values() if index >= size)
-    if beyond:
-        remarks.append(f"{len(beyond)} tokens from id {beyond[0]} on are left out: the embedding has {size} rows")
 
 
 def _add_special(vocabulary: Vocabulary, source: Source, tokenizer: Any) -> None:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
-from export.folder import copy_tokenizer, write_json
+from export.folder import copy_files, write_json
 from export.onnx.conversions import conversions, has_static_int8
 from export.onnx_graph.dialect import OnnxOptions, dialect_of, fast_name
 from export.onnx_graph.grid import ONNX, why_not
@@ -110,7 +110,7 @@ def write_config(source: Source, folder: Path) -> None:
     config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
     write_json(folder / "config.json", config)
-    copy_tokenizer(source.path, folder)
+    copy_files(source.path, folder)
     for pattern in _POOLING_FILES:
         for file in source.path.glob(pattern):
             place = folder / file.relative_to(source.path)

@@ -17,8 +17,7 @@ from export.onnx_graph.linear import groups, joined, write_embedding, write_line
 from export.onnx_graph.marks import DOMAIN
 from export.onnx_graph.matmul_nbits import ACCURACY_LEVEL, MICROSOFT, unmark
 from export.onnx_graph.store import DataFile, Store
-from export.onnx_graph.trace import strip, trace_decoder
-from export.onnx_graph.trace_encoders import STATES, trace_encoder, trace_seq2seq
+from export.onnx_graph.trace import STATES, strip, trace_decoder, trace_encoder, trace_seq2seq
 from export.source import dtype_name
 from export.target import Job
 from runtime.errors import CompressError
@@ -228,12 +227,10 @@ def _without_relu(model: onnx_ir.Model) -> None:
             graph.register_initializer(
                 ir.Value(name=name, const_value=zero, shape=ir.Shape([]), type=ir.TensorType(value.dtype))
             )
-        most = ir.node("Max", [value, graph.initializers[name]])
-        most.name, output, old = node.name, most.outputs[0], node.outputs[0]
-        output.name, output.shape, output.type = f"{old.name}.max", old.shape, old.type
-        graph.insert_before(node, most)
-        old.replace_all_uses_with(output, replace_graph_outputs=True)
-        graph.remove(node, safe=True)
+        node.op_type = "Max"
+        node.resize_inputs(2)
+        node.replace_input_with(1, graph.initializers[name])
+        node.outputs[0].name = f"{node.outputs[0].name}.max"
 
 
 def _share_cache(graph: onnx_ir.Graph) -> None:

@@ -87,7 +87,7 @@ def compile_again(job: Job, cubins: Sequence[Cubin], metrics: dict[str, Any]) ->
     ptx = {entry["file"]: entry["ptx_sha256"] for entry in listed}
     other = []
     for built, (_, cubin) in zip(build([task for task, _ in some], lambda _: job.progress.step()), some, strict=True):
-        if built.ptx_sha256 != ptx[cubin.file]:
+        if built.entry.get("ptx_sha256") != ptx[cubin.file]:
             raise CompressError(f"{cubin.file} compiles to something else a second time {built.error}")
         if built.cubin != read_cubin(job.folder, cubin):
             other.append(cubin.file)

@@ -117,12 +117,12 @@ def test_known_pretokenizers_are_found_by_name(model: MakeModel, tmp_path: Path,
     text = "".join(line for line in text.splitlines(keepends=True) if line.isascii()) if known.ascii else text
     assert len(text) > 300
     if LLAMA_CPP:
-        from export.gguf.llamacpp import Model
+        from export.gguf.check import LlamaModel as Model
 
         result = export.export(path, "gguf", tmp_path / "out", quiet=True, verify=False)
         expected = tokenizer.load(Source(path)).encode(text)
         with Model(result.path / "model.gguf", 16) as loaded:
-            assert loaded.tokenize(text, add_special=True) == expected
+            assert loaded.tokenize(text) == expected
 
 
 def test_a_pretokenizer_without_a_name_is_found_by_its_ids() -> None:

@@ -115,7 +115,7 @@ def run(
         (folder / MANIFEST).unlink()
         files = listing(folder)
         manifest |= {
-            "verification": None if verification is None else asdict(verification),
+            "verification": None if verification is None else verification.as_dict(),
             "warnings": progress.warnings,
             target: job.facts,
             "files": files,

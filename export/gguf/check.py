@@ -23,7 +23,7 @@ from export.gguf.plan import DTYPES, Planned
 from export.gguf.tokenizer import Vocabulary
 from export.source import Source
 from export.target import Job, Verification, missing_packages
-from export.verify import Probe, compare_logits, compare_tokens, probe
+from export.verify import Probe, compare, probe
 from runtime.errors import CompressError
 
 # What llama.cpp (or the artifact) rounds: (mean KL allowed, nats a token; how far apart, in logits, two tokens may be that change
@@ -96,8 +96,7 @@ def _run(path: Path, reference: Probe, metrics: dict[str, Any], prefix: str, kin
     with LlamaModel(path, reference.rows.shape[1]) as model:
         if model.vocabulary != reference.logits.shape[-1]:
             raise CompressError(f"llama.cpp sees {model.vocabulary} tokens, not {reference.logits.shape[-1]}")
-        found = compare_logits(reference, model.logits, kl_limit=limit)
-        found |= compare_tokens(reference, model.generate, tie=tie)
+        found = compare(reference, model.logits(reference.rows), limit, tie)
     metrics.update({f"{prefix}{name}": value for name, value in found.items()})
     return f"logits and greedy tokens in llama.cpp (KL up to {limit:g} is allowed: {why})"
 
@@ -229,18 +228,7 @@ class LlamaModel:
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Float32 `[batch, seq, vocab]` of ids `[batch, seq]`."""
-        return torch.stack([self._feed(row, 0, every=True) for row in ids.tolist()])
-
-    def generate(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        """`count` greedy tokens after each prompt, through the cache."""
-        answers = []
-        for prompt in prompts:
-            answer = [int(self._feed(prompt, 0)[-1].argmax())]
-            while len(answer) < count:
-                last = self._feed(answer[-1:], len(prompt) + len(answer) - 1)
-                answer.append(int(last[-1].argmax()))
-            answers.append(answer)
-        return answers
+        return torch.stack([self._row(row) for row in ids.tolist()])
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids, those that are added among them; special tokens in the text are taken for such."""
@@ -252,24 +240,21 @@ class LlamaModel:
             raise CompressError("llama.cpp could not tokenize the test text")
         return list(ids[:count])
 
-    def _feed(self, ids: list[int], start: int, every: bool = False) -> torch.Tensor:
-        """Logits `[n, vocab]` of every new position, or `[1, vocab]` of the last one; a new sequence begins at 0."""
-        if start == 0:
-            self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
-        if start + len(ids) > self._limit:
-            raise CompressError(f"{start + len(ids)} tokens do not fit into a context of {self._limit}")
+    def _row(self, ids: list[int]) -> torch.Tensor:
+        """Logits `[n, vocab]` of every position of a new sequence."""
+        self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
+        if len(ids) > self._limit:
+            raise CompressError(f"{len(ids)} tokens do not fit into a context of {self._limit}")
         batch = self._batch
         batch.n_tokens = len(ids)
         for i, token in enumerate(ids):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, start + i, 1
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, i, 1
             batch.seq_id[i][0] = 0
-            batch.logits[i] = every or i == len(ids) - 1
+            batch.logits[i] = True
         code = self._c.llama_decode(self._context, batch)
         if code != 0:
             raise CompressError(f"llama.cpp failed on {len(ids)} tokens (llama_decode gave {code})")
-        wanted = range(len(ids)) if every else [len(ids) - 1]
-        out = torch.empty(len(wanted), self.vocabulary)
-        for row, i in enumerate(wanted):
-            address = self._c.llama_get_logits_ith(self._context, i)
-            ctypes.memmove(out[row].data_ptr(), address, self.vocabulary * 4)
+        out = torch.empty(len(ids), self.vocabulary)
+        for i in range(len(ids)):
+            ctypes.memmove(out[i].data_ptr(), self._c.llama_get_logits_ith(self._context, i), self.vocabulary * 4)
         return out

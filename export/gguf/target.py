@@ -48,7 +48,8 @@ class GgufTarget(Target):
 
     def bytes_needed(self, source: Source, options: GgufOptions) -> int:
         tensors, vocabulary = self._make(source, options)
-        texts = 0 if vocabulary is None else sum(len(t.encode()) + 20 for t in [*vocabulary.tokens, *vocabulary.merges])
+        keys = {} if vocabulary is None else vocabulary.keys
+        texts = sum(len(t.encode()) + 20 for name in ("token_list", "token_merges") for t in keys.get(name, ()))
         values = sum(math.prod(tensor.shape) for tensor in tensors)
         twin = 4 * values if values <= check.TWIN_VALUES and not missing_packages(("llama_cpp",)) else 0
         return sum(tensor.bytes + 256 for tensor in tensors) + 2 * texts + twin + (1 << 20)
@@ -62,7 +63,7 @@ class GgufTarget(Target):
             main_type=metadata.main_type(tensors),
             types={kind: sum(t.bytes for t in tensors if t.type == kind) for kind in sorted({t.type for t in tensors})},
             context_length=metadata.context_length(job.source),
-            tokenizer=None if vocabulary is None else {"model": vocabulary.model, "pre": vocabulary.pre},
+            tokenizer=vocabulary and {name: vocabulary.keys[f"tokenizer_{name}"] for name in ("model", "pre")},
         )
 
     def verify(self, job: Job) -> Verification:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ def write(path: Path, job: Job, tensors: list[Planned], vocabulary: Vocabulary |
     import gguf
 
     source, factors = job.source, metadata.rope_factors(job.source)
-    writer = gguf.GGUFWriter(path, families.find(source).architecture)
-    try:
+    with closing(gguf.GGUFWriter(path, families.find(source).architecture)) as writer:
         metadata.write(writer, source, tensors)
         tokenizer.write(writer, vocabulary)
         if factors is not None:
@@ -47,8 +47,6 @@ def write(path: Path, job: Job, tensors: list[Planned], vocabulary: Vocabulary |
                 job.losses[tensor.module or tensor.parameter] = error
             writer.write_tensor_data(data.numpy())
             job.progress.step(tensor.name)
-    finally:
-        writer.close()
 
 
 def encode(source: Source, tensor: Planned) -> tuple[torch.Tensor, float]:

@@ -20,18 +20,17 @@ from export.huggingface import load_gptqmodel
 from export.huggingface.plan import Plan
 from export.source import distance, in_float32
 from export.target import Job, Verification
-from export.verify import Probe, compare_logits, compare_tokens, greedy_tokens, probe
+from export.verify import Probe, compare, compare_logits, probe
 from runtime.errors import CompressError, first_line
 from runtime.system.processes import how_it_ended
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Nats a token. Matrices are compared number by number; one side may round them to the model's dtype before it multiplies (1e-5).
-SAME_KL = 1e-4
-SAME_TIE = 0.1  # logits, likewise
-ROUNDED_KL = 1e-2  # activations are rounded at run time (one flip moves a whole step), or weights were rounded anew
-ROUNDED_TIE = 0.5
+# Mean KL (nats a token), and distance of two logits that may swap. Matrices are compared number by number; one side may round them to
+# the model's dtype before it multiplies (1e-5).
+SAME = (1e-4, 0.1)
+ROUNDED = (1e-2, 0.5)  # activations are rounded at run time (one flip moves a whole step), or weights were rounded anew
 _ENGINES = "vLLM and SGLang were not run; what their kernels take was checked against their sources"
 
 
@@ -98,10 +97,10 @@ def verify_with_gptqmodel(
             raise CompressError(f"GPTQModel does not load the export: {last}")
         with np.load(answered) as content:
             logits, half = (torch.from_numpy(content[name]) for name in ("logits", "half_logits"))
-    found = _compare(reference, logits, ROUNDED_KL, ROUNDED_TIE)
+    found = compare(reference, logits, *ROUNDED)
     result = {f"{loader}_{name}": value for name, value in found.items()}
     # as it computes by itself: float16 weights and activations
-    served = compare_logits(reference, lambda rows: half, ROUNDED_KL)
+    served = compare_logits(reference, lambda rows: half, ROUNDED[0])
     return result | {f"{loader}_float16_kl": served["kl"], f"{loader}_float16_top1": served["top1_agreement"]}
 
 
@@ -133,12 +132,7 @@ def compare_model(reference: Probe, model: Any, exact: bool = False) -> dict[str
     # compressed-tensors unpacks now, with a bar
     with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
         logits: torch.Tensor = model(input_ids=reference.rows, use_cache=False).logits
-    return _compare(reference, logits, *((SAME_KL, SAME_TIE) if exact else (ROUNDED_KL, ROUNDED_TIE)))
-
-
-def _compare(reference: Probe, logits: torch.Tensor, kl_limit: float, tie: float) -> dict[str, Any]:
-    metrics = compare_logits(reference, lambda rows: logits, kl_limit)
-    return metrics | compare_tokens(reference, lambda prompts, count: greedy_tokens(reference, logits), tie)
+    return compare(reference, logits, *(SAME if exact else ROUNDED))
 
 
 def _check_unpacked(job: Job, plan: Plan, model: PreTrainedModel) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from export.onnx.conversions import conversions
+from export.onnx.conversions import changes
 from export.onnx_graph.change import expect, load_changed
 from export.onnx_graph.dialect import Dialect, dialect_of, fast_name, layer_rules
 from export.onnx_graph.grid import FLOAT8, ONNX, Grid, to_grid
 from export.target import Job, Verification
-from export.verify import TIE, Probe, compare_logits, compare_tokens, load_artifact
+from export.verify import TIE, Probe, compare_logits, compare_tokens, generate, load_artifact
 from runtime.errors import CompressError, first_line
 
 # What ONNX Runtime calls the casts it puts around nodes for which its CPU provider has no float16 kernel.
@@ -183,17 +183,12 @@ def _decoder(job: Job, load: Load, key: tuple[str, bool], fast: bool) -> Compare
     reference = expected.probe
     model = load("auto")
     metrics = compare_logits(reference, model.logits, KL_LIMITS[key]) | expected.change
-    metrics |= compare_tokens(reference, partial(_generate, model), TIES[key])
+    metrics |= compare_tokens(reference, partial(generate, model), TIES[key])
     if fast:
         del model
         gc.collect()
         metrics["kl_fast"] = compare_logits(reference, load("fast").logits, FAST_LIMIT)["kl"]
     return "logits and greedy tokens those of the artifact", metrics
-
-
-def _generate(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
-    found: list[list[int]] = model.generate(prompts, max_new_tokens=count, ignore_eos=True)
-    return found
 
 
 def _encoder(job: Job, load: Load, key: tuple[str, bool], fast: bool) -> Compared:
@@ -237,7 +232,7 @@ def _seq2seq(job: Job, load: Load, key: tuple[str, bool], fast: bool) -> Compare
     ids, mask = _sources(job)
     sources = [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
     reference = _reference(job)
-    written = _generate(reference, sources, 16)
+    written = generate(reference, sources, 16)
     targets = torch.tensor([[reference.start_token_id, *row[:-1]] for row in written])
 
     def forced(model: Any) -> torch.Tensor:
@@ -254,7 +249,7 @@ def _seq2seq(job: Job, load: Load, key: tuple[str, bool], fast: bool) -> Compare
     job.progress.step("the artifact")
     model = load("auto")
     metrics = compare_logits(expected, lambda rows: forced(model), KL_LIMITS[key]) | change
-    metrics |= compare_tokens(expected, lambda prompts, count: _generate(model, sources, count), TIES[key])
+    metrics |= compare_tokens(expected, lambda prompts, count: generate(model, sources, count), TIES[key])
     if fast:
         metrics["kl_fast"] = compare_logits(expected, lambda rows: forced(load("fast")), FAST_LIMIT)["kl"]
     return "teacher-forced logits and greedy tokens those of the artifact", metrics
@@ -283,8 +278,8 @@ def size_ratio(job: Job) -> float:
     # a small model's constants are in the graph
     files = list(job.folder.glob("*.data")) or list(job.folder.glob("*.onnx"))
     stored = sum(file.stat().st_size for file in files)
-    said = conversions(job.source, dialect_of(job.options))
-    expected = job.source.bytes + sum(conversion.bytes or 0 for conversion in said)
+    said = changes(job.source, dialect_of(job.options))
+    expected = job.source.bytes + sum(change.bytes or 0 for change in said)
     ratio = stored / expected
     if ratio > SIZE_LIMIT and stored - expected > SMALL:
         job.progress.warn(f"the weights take {ratio:.2f} times the bytes that artifact and conversions account for")

@@ -31,6 +31,7 @@ def holds_window(mask: onnx_ir.Value, window: int) -> bool:
     `window` does not speak of show. False also where it is not made of the graph's inputs and constants alone.
     """
     import onnx_ir
+    import onnxruntime
 
     if mask.graph is None:
         return False
@@ -46,10 +47,8 @@ def holds_window(mask: onnx_ir.Value, window: int) -> bool:
     for name, value in zip(names, part.inputs, strict=True):
         if name.startswith(_CACHE):
             # Its length is all that a mask asks of the cache; the rest would be large, or bfloat16, which numpy does not have.
-            value.shape, value.type = (
-                onnx_ir.Shape(["batch", "heads", "past", "size"]),
-                onnx_ir.TensorType(onnx_ir.DataType.FLOAT),
-            )
+            value.shape = onnx_ir.Shape(["batch", "heads", "past", "size"])
+            value.type = onnx_ir.TensorType(onnx_ir.DataType.FLOAT)
         feeds[name] = _feed(name, past)
     total = np.arange(past + _NEW)
     row = np.arange(past, past + _NEW)[:, None]
@@ -58,8 +57,13 @@ def holds_window(mask: onnx_ir.Value, window: int) -> bool:
         wanted &= feeds["attention_mask"][0] != 0
     if window:
         wanted &= total[None] > row - window
+    part.opset_imports.setdefault("", OPSET)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
     try:
-        found = _compute(part, feeds)
+        model = onnx_ir.to_proto(onnx_ir.Model(part, ir_version=10)).SerializeToString()
+        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        found = session.run(None, feeds)[0]
     except Exception as error:  # ONNX Runtime raises a class of its own for each status
         _log.info("the mask cannot be computed apart: %s", error)
         return False
@@ -88,19 +92,6 @@ def _feed(name: str, past: int) -> np.ndarray[Any, Any]:
     if name == "input_ids":
         return np.zeros((1, _NEW), np.int64)
     return np.zeros((1, 1, past, 1), np.float32)
-
-
-def _compute(part: onnx_ir.Graph, feeds: dict[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    import onnx_ir
-    import onnxruntime
-
-    part.opset_imports.setdefault("", OPSET)
-    model = onnx_ir.to_proto(onnx_ir.Model(part, ir_version=10))
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    result: np.ndarray[Any, Any] = session.run(None, feeds)[0]
-    return result
 
 
 _BIAS = "compress.bias"  # where a graph keeps {mask: additive bias}
@@ -141,7 +132,7 @@ def write_attention(b: Builder, mark: onnx_ir.Node, dialect: Dialect, biases: di
 
 def _bias(b: Builder, mask: onnx_ir.Value, dialect: Dialect, biases: dict[Any, Any]) -> onnx_ir.Value:
     """0 where the mask is true, else so low that it never counts; half the lowest number, so that adding a score stays finite."""
-    if mask.dtype is not None and mask.dtype != _bool():
+    if mask.dtype is not None and mask.dtype.name != "BOOL":
         return mask
     if mask not in biases:
         low = b.constant(torch.finfo(dialect.dtype).min / 2, dialect.dtype)
@@ -163,7 +154,7 @@ def why_not_grouped(marks: list[onnx_ir.Node], inputs: dict[str, onnx_ir.Value])
         if not mark.attributes.get_int("causal", 0):
             return "attention is not causal"
         query, key, value, mask = _states(mark)
-        if mask is not None and mask.dtype != _bool():
+        if mask is not None and (mask.dtype is None or mask.dtype.name != "BOOL"):
             return "attention adds a bias of its own"
         if _size(query, 3) % 8 or _size(query, 3) != _size(value, 3):
             return f"heads of {_size(query, 3)} and {_size(value, 3)} numbers"
@@ -232,12 +223,6 @@ def _lengths(b: Builder, dialect: Dialect, shared: dict[Any, Any]) -> tuple[Any,
         shape = b.op("Concat", [ones, ones, sequence, ones], "lengths/shape", axis=0)
         shared[_BIAS] = (last, total, b.op("Expand", [row, shape], "lengths/bias"))
     return shared[_BIAS]
-
-
-def _bool() -> Any:
-    import onnx_ir
-
-    return onnx_ir.DataType.BOOL
 
 
 def _states(mark: onnx_ir.Node) -> tuple[Any, ...]:

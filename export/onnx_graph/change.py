@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from export.onnx_graph.grid import Grid, Rules, to_grid
+from export.onnx_graph.grid import Rules, to_grid
 from export.target import Job
 from export.verify import Probe, compare_logits, load_artifact, probe, probe_model
 from runtime import formats
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
+from runtime.formats.scheme import GridScheme, Scheme
 from runtime.modeling.skeleton import model_kind
 
 if TYPE_CHECKING:
@@ -50,9 +50,7 @@ def expect(job: Job, rules: Rules, float_inputs: Collection[str] = ()) -> Expect
     """
     if not job.losses and not float_inputs:
         return Expected(probe(job))
-    model = load_changed(job, rules, float_inputs)
-    found = probe_model(model)
-    del model
+    found = probe_model(load_changed(job, rules, float_inputs))
     gc.collect()
     original = replace(found, logits=load_artifact(job.source).logits(found.rows))
     loss = compare_logits(original, lambda _: found.logits, float("inf"))
@@ -90,7 +88,13 @@ def _layer(job: Job, name: str, rules: Rules, float_inputs: bool) -> CompressedL
     acts = None if float_inputs else scheme.activations
     weight = source.weight(name)
     if name in job.losses:
-        weight = _regridded(weight, to_grid(weight, rules, True, name), acts)
+        # the grid `[K, N]` that the writer rounds to, as the runtime holds one `[N, K]`
+        grid = to_grid(weight, rules, True, name)
+        strategy: Any = "group" if grid.block is not None else "channel" if grid.scale.dim() else "tensor"
+        scale = grid.scale.t().contiguous() if grid.block is not None else grid.scale.unsqueeze(-1)
+        anew = Scheme(GridScheme(grid.bits, "int", True, strategy, grid.block), acts)
+        values = grid.codes.t().contiguous()
+        weight = replace(weight, values=values, scale=scale, zero_point=None, mask=None, scheme=anew)
     else:
         weight = replace(weight, scheme=replace(scheme, activations=acts))
     storage = formats.choose(weight.scheme, source.shapes[name])
@@ -103,12 +107,3 @@ def _layer(job: Job, name: str, rules: Rules, float_inputs: bool) -> CompressedL
     layer.to(torch.float32)
     layer.prepare()
     return layer
-
-
-def _regridded(weight: CompressedWeight, grid: Grid, acts: ActivationScheme | None) -> CompressedWeight:
-    """A weight on the grid `[K, N]` that the writer rounds to, as the runtime holds one `[N, K]`."""
-    strategy: Any = "group" if grid.block is not None else "channel" if grid.scale.dim() else "tensor"
-    scale = grid.scale.t() if grid.block is not None else grid.scale.unsqueeze(-1)
-    scheme = Scheme(GridScheme(grid.bits, "int", True, strategy, grid.block), acts)
-    values = grid.codes.t().contiguous()
-    return replace(weight, values=values, scale=scale.contiguous(), zero_point=None, mask=None, scheme=scheme)

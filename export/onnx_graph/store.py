@@ -101,7 +101,7 @@ class Store:
     def _external(self, content: Any, dtype: Any, shape: Any, name: str) -> Any:
         import onnx_ir as ir
 
-        size, data = memoryview(content).nbytes, self.data
+        data, size = self.data, memoryview(content).nbytes
         start = data.write(content)
         return ir.ExternalTensor(data.name, start, size, dtype, shape=shape, name=name, base_dir=str(data.folder))
 

@@ -30,6 +30,7 @@ from runtime.engines.past_present import cache_names
 from runtime.errors import CompressError, RequestError, first_line
 from runtime.layers.install import install_compressed
 from runtime.modeling import layer_sizes, skeleton
+from runtime.modeling.skeleton import model_kind
 from runtime.modeling.weights import Filling
 from runtime.system.directories import cache_directory
 
@@ -65,22 +66,6 @@ def _cache_key(model: nn.Module, config: Any, **details: Any) -> str:
         if value.numel():
             digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _load_cached(name: str) -> onnx_ir.Model | None:
-    """The graph kept under `name`; None when there is none or it cannot be read."""
-    import onnx_ir as ir
-
-    file = cache_directory("traced") / f"{name}.onnx"
-    if not file.is_file():
-        return None
-    try:
-        model = ir.load(str(file))
-        os.utime(file)
-    except Exception as error:  # a damaged file is whatever protobuf makes of it; tracing again is right in any case
-        _log.warning("%s cannot be read (%s) and is made again", file, type(error).__name__)
-        return None
-    return model
 
 
 def _store_cached(name: str, model: onnx_ir.Model) -> None:
@@ -150,7 +135,7 @@ def trace_seq2seq(source: Source, dtype: torch.dtype) -> dict[str, onnx_ir.Model
     `present.{i}.key/value` out.
     """
     model, shapes = prepared(source, dtype)
-    caches = _example_caches(source, dtype)
+    caches = _example_caches(source, model, dtype)
     parts: dict[str, Callable[[], Any]] = {
         "encoder": lambda: _encoder(model.get_encoder(), model),
         "cross": lambda: _cross(model, len(caches[1]) // 2, dtype),
@@ -163,12 +148,22 @@ def _cached(
     source: Source, model: PreTrainedModel, shapes: Any, dtype: torch.dtype, part: str, trace: Callable[[], Any]
 ) -> Any:
     """The graph of a part of a model from the cache; else `trace` makes it."""
+    import onnx_ir as ir
+
     name = _cache_key(model, source.config, shapes=shapes, dtype=dtype, opset=OPSET, part=part)
-    graph = _load_cached(name)
-    if graph is None:
-        graph = trace()
-        strip(graph)
-        _store_cached(name, graph)
+    file = cache_directory("traced") / f"{name}.onnx"
+    if file.is_file():
+        try:
+            graph = ir.load(str(file))
+            os.utime(file)
+            return graph
+        except (
+            Exception
+        ) as error:  # a damaged file is whatever protobuf makes of it; tracing again is right in any case
+            _log.warning("%s cannot be read (%s) and is made again", file, type(error).__name__)
+    graph = trace()
+    strip(graph)
+    _store_cached(name, graph)
     return graph
 
 
@@ -321,15 +316,10 @@ def strip(model: onnx_ir.Model) -> None:
 
 def _example_cache(source: Source, model: PreTrainedModel, dtype: torch.dtype) -> tuple[int, Any]:
     """A cache with a past of `PAST` tokens, of the shapes the model makes: learned by running it on meta."""
-    probe: Any = source.build(dtype)
-    probe.to("meta")
-    cache = _plain_cache(probe)
     ids = torch.ones(BATCH, PAST, dtype=torch.int64, device="meta")
     try:
-        with torch.no_grad():
-            probe(input_ids=ids, past_key_values=cache, use_cache=True)
-        kept: list[Any] = list(cache.layers)
-        shapes = [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in kept]
+        cache = _filled(source, dtype, _plain_cache(model), input_ids=ids)
+        shapes = [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in cache.layers]
     except (AttributeError, TypeError, NotImplementedError, RuntimeError) as error:
         raise RequestError(f"{type(model).__name__} has no cache of keys and values for each layer") from error
     example = _plain_cache(model)
@@ -340,6 +330,17 @@ def _example_cache(source: Source, model: PreTrainedModel, dtype: torch.dtype) -
         parts = (torch.randn(shape, generator=generator).to(dtype) for shape in (keys, values))
         example.update(*parts, i)
     return len(shapes), example
+
+
+def _filled(source: Source, dtype: torch.dtype, cache: Any, **inputs: Any) -> Any:
+    """`cache` after the model has run on meta."""
+    probe: Any = source.build(dtype)
+    probe.to("meta")
+    if model_kind(source.config) == "encoder-decoder" and probe._can_set_attn_implementation():
+        probe.set_attn_implementation("eager")  # the others look into a mask's values, to do without it; meta has none
+    with torch.no_grad():
+        probe(**inputs, past_key_values=cache, use_cache=True)
+    return cache
 
 
 def _plain_cache(model: PreTrainedModel) -> Any:
@@ -357,35 +358,25 @@ def _plain_cache(model: PreTrainedModel) -> Any:
     return cache
 
 
-def _example_caches(source: Source, dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
+def _example_caches(source: Source, model: PreTrainedModel, dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
     """Keys and values of the decoder's own past and of the source, of the shapes that the model makes (run on meta)."""
     from transformers import DynamicCache, EncoderDecoderCache
     from transformers.modeling_outputs import BaseModelOutput
 
-    probe: Any = source.build(dtype)
-    probe.to("meta")
-    if probe._can_set_attn_implementation():
-        probe.set_attn_implementation("eager")  # the others look into a mask's values, to do without it; meta has none
-    caches = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    width = int(probe.config.get_text_config().hidden_size)
-    states = torch.zeros(BATCH, SOURCE, width, dtype=dtype, device="meta")
+    width = int(model.config.get_text_config().hidden_size)
+    ids = torch.ones(BATCH, PAST, dtype=torch.int64, device="meta")
+    states: Any = torch.zeros(BATCH, SOURCE, width, dtype=dtype, device="meta")
+    empty = EncoderDecoderCache(DynamicCache(), DynamicCache())
     try:
-        with torch.no_grad():
-            probe(
-                decoder_input_ids=torch.ones(BATCH, PAST, dtype=torch.int64, device="meta"),
-                encoder_outputs=BaseModelOutput(last_hidden_state=states),  # type: ignore[arg-type]
-                past_key_values=caches,
-                use_cache=True,
-            )
-        own, cross = (_tensors(cache) for cache in (caches.self_attention_cache, caches.cross_attention_cache))
+        outputs = BaseModelOutput(last_hidden_state=states)
+        found = _filled(source, dtype, empty, decoder_input_ids=ids, encoder_outputs=outputs)
+        own, cross = (_tensors(cache) for cache in (found.self_attention_cache, found.cross_attention_cache))
     except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise RequestError(
-            f"{type(probe).__name__} cannot be run without values, which shows what its decoder keeps: "
+            f"{type(model).__name__} cannot be run without values, which shows what its decoder keeps: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
-    return [torch.zeros(tensor.shape, dtype=dtype) for tensor in own], [
-        torch.zeros(t.shape, dtype=dtype) for t in cross
-    ]
+    return [torch.zeros(t.shape, dtype=dtype) for t in own], [torch.zeros(t.shape, dtype=dtype) for t in cross]
 
 
 def _tensors(cache: Any) -> list[torch.Tensor]:

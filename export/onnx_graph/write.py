@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from export.onnx_graph.attention import why_not_grouped, write_attention, write_grouped
@@ -46,7 +45,11 @@ def write_graphs(job: Job, dialect: Dialect) -> dict[str, Any]:
     else:
         graphs["model"] = (trace_decoder if kind == "decoder" else trace_encoder)(job.source, dialect.dtype)
     job.progress.step()
-    reason = _why_not_grouped(graphs["model"].graph, dialect) if kind == "decoder" else ""
+    reason: str | None = "attention is as transformers traced it"
+    if kind == "decoder" and dialect.own_operators:
+        traced = graphs["model"].graph
+        marks = [node for node in traced if node.domain == DOMAIN and node.op_type == "Attention"]
+        reason = why_not_grouped(marks, {str(value.name): value for value in traced.inputs}) if marks else reason
     data = DataFile(job.folder, DATA)
     products = {f"{name}.onnx": replace_marks(job, graphs[name], dialect, data, reason is None) for name in graphs}
     data.close()
@@ -63,13 +66,6 @@ def write_graphs(job: Job, dialect: Dialect) -> dict[str, Any]:
     for name, graph in graphs.items():
         save(job, graph, f"{name}.onnx", facts)
     return facts
-
-
-def _why_not_grouped(graph: onnx_ir.Graph, dialect: Dialect) -> str | None:
-    attention = [node for node in graph if node.domain == DOMAIN and node.op_type == "Attention"]
-    if not dialect.own_operators or not attention:
-        return "attention is as transformers traced it"
-    return why_not_grouped(attention, {str(value.name): value for value in graph.inputs})
 
 
 def _decoder_facts(job: Job, graph: onnx_ir.Graph, dialect: Dialect, reason: str | None) -> dict[str, Any]:
@@ -162,18 +158,12 @@ def save(job: Job, model: onnx_ir.Model, file: str, facts: dict[str, Any]) -> No
 
     model.metadata_props["compress.model"] = json.dumps(facts)
     model.metadata_props["compress.sparse"] = json.dumps(sparse_modules(job))
-    ir.save(model, str(job.folder / file))
     if MICROSOFT in model.opset_imports:
-        _forget_shapes(job.folder / file)
-
-
-def _forget_shapes(path: Path) -> None:
-    """Some of the shapes that fusions leave are those of what they replaced; they are inferred anew by whoever wants them."""
-    import onnx
-
-    model = onnx.load(str(path), load_external_data=False)
-    del model.graph.value_info[:]
-    onnx.save(model, str(path))
+        # Some of the shapes that fusions leave are those of what they replaced; they are inferred anew by whoever wants them.
+        for value in (value for node in model.graph.all_nodes() for value in node.outputs):
+            if not value.is_graph_output():
+                value.shape = value.type = None
+    ir.save(model, str(job.folder / file))
 
 
 def sparse_modules(job: Job) -> list[str]:

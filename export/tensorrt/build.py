@@ -124,17 +124,14 @@ def _parse(trt: Any, network: Any, logger: Any, path: Path) -> Any:
     """
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(path)):
-        errors = [_sentence(parser.get_error(index)) for index in range(min(parser.num_errors, _PARSER_ERRORS))]
+        errors = []
+        for error in map(parser.get_error, range(min(parser.num_errors, _PARSER_ERRORS))):
+            where = f"{error.node_operator()} {error.node_name()}".strip() or f"node {error.node()}"
+            errors.append(f"{where}: {' '.join(error.desc().split())}")
         rest = parser.num_errors - len(errors)
         more = f" (and {rest} more)" if rest > 0 else ""
         raise CompressError(f"TensorRT's parser refused {path.name}: {'; '.join(errors) or 'it says no reason'}{more}")
     return parser
-
-
-def _sentence(error: Any) -> str:
-    operator, node = error.node_operator(), error.node_name()
-    where = f"{operator} {node}".strip() or f"node {error.node()}"
-    return f"{where}: {' '.join(error.desc().split())}"
 
 
 def _configure(trt: Any, builder: Any, build: Build, options: TensorrtOptions, progress: ProgressReporter) -> Any:

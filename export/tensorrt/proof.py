@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from export.source import Source
 from export.target import Job, Verification, missing_packages, needs
 from export.tensorrt.bundle import DATA, ONNX, Build
 from export.tensorrt.support import dropped_activations
-from export.verify import compare_logits, compare_tokens
+from export.verify import compare_logits, compare_tokens, generate
 from runtime.api.model import Model
 from runtime.engines.onnx.engine import OnnxEngine
 from runtime.errors import ArtifactError, CompressError, RequestError, first_line
@@ -37,12 +38,6 @@ _TYPES = ("to", "dtype", "output_dtype", "softmax_precision", "stash_type", "pre
 #: torch name -> TensorRT's `DataType` member, and back.
 TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
 _NAMES = {member: name for name, member in TYPES.items()}
-
-
-def changed_modules(job: Job) -> list[str]:
-    """Layers that do not compute what they do in the artifact; `job.losses` is filled by the writer."""
-    names = {*job.losses, *dropped_activations(job.source)}
-    return [name for name in job.source.entries if name in names]
 
 
 def expected_probe(job: Job) -> Expected:
@@ -71,11 +66,8 @@ def compare(expected: Expected, engine: Any, export: Any, limits: tuple[float, f
     """
     model = Model(engine, None, export, frozenset())
 
-    def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
-        return model.generate(prompts, max_new_tokens=count, ignore_eos=True)
-
     metrics = compare_logits(expected.probe, model.logits, limits[0])
-    return metrics | compare_tokens(expected.probe, generate, limits[1]) | expected.change
+    return metrics | compare_tokens(expected.probe, partial(generate, model), limits[1]) | expected.change
 
 
 def prove_bundle(source: Source, folder: Path, expected: Expected, build: Build) -> Verification:

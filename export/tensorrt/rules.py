@@ -128,7 +128,7 @@ def _attention(node: ir.Node) -> Found:
         yield "attention-outputs", f"has {len(node.outputs)} outputs"
     if any(_given(node, index) is not None for index in (4, 5, 6)):
         yield "attention-past", "takes past keys or values"
-    odd = sorted(name for name in node.attributes if name not in ATTENTION_ATTRIBUTES and _attribute(node, name))
+    odd = sorted(name for name in node.attributes if name not in ATTENTION_ATTRIBUTES and node.attributes[name].value)
     if odd:
         yield "attention-attributes", f"has {odd[0]}"
     shapes = [shape for shape in (_shape(_given(node, i)) for i in range(3)) if shape is not None]
@@ -138,9 +138,9 @@ def _attention(node: ir.Node) -> Found:
         yield "attention-shape", f"has inputs of rank {' and '.join(map(str, sorted(ranks)))}"
     elif widest > HEAD:
         yield "attention-shape", f"has heads of {widest}"
-    mask, query = _given(node, 3), _kind(_given(node, 0))
+    mask, query, causal = _given(node, 3), _kind(_given(node, 0)), node.attributes.get_int("is_causal", 0)
     rank = len(_shape(mask) or ())
-    if mask is not None and _attribute(node, "is_causal"):
+    if mask is not None and causal:
         yield "attention-mask", "has a mask and is_causal"
     elif query is not None and _kind(mask) not in ("BOOL", query, None):
         yield "attention-mask", f"has a mask of type {_kind(mask)} for queries of type {query}"
@@ -152,6 +152,7 @@ def _quantizer(node: ir.Node, opset: int) -> Found:
     data, scale, zero = (_given(node, index) for index in range(3))
     shape, shape_of_scale, writes = _shape(data), _shape(scale), node.op_type == "QuantizeLinear"
     codes = _kind(node.outputs[0] if writes else data)
+    computed = data is None or ir.convenience.get_const_tensor(data) is None
     if codes not in (*QUANTIZED, None):
         yield "quantized-type", f"has codes of type {codes}"
     needed = QUANTIZED.get(codes or "", 0)
@@ -171,9 +172,9 @@ def _quantizer(node: ir.Node, opset: int) -> Found:
     if shape is not None and None not in shape and _size(shape) > LARGEST:
         yield "volume", f"has {_size(shape)} elements"
     several = shape_of_scale is not None and _size(shape_of_scale) != 1
-    if writes and several and not _is_constant(data):
+    if writes and several and computed:
         yield "activation-scale", f"has {_size(shape_of_scale or ())} scales for an activation"
-    if not writes and codes == "INT4" and not _is_constant(data):
+    if not writes and codes == "INT4" and computed:
         yield "int4-weights", "dequantizes INT4 codes that are computed"
     if shape is not None and shape_of_scale is not None:
         wrong = _wrong_shape(node, shape, shape_of_scale) if several else None
@@ -186,7 +187,7 @@ def _quantizer(node: ir.Node, opset: int) -> Found:
 
 def _wrong_shape(node: ir.Node, data: Shape, scale: Shape) -> str | None:
     if len(scale) == 1:
-        axis = int(_attribute(node, "axis", 1))
+        axis = node.attributes.get_int("axis", 1)
         width = data[axis] if -len(data) <= axis < len(data) else None
         return None if width == scale[0] else f"has {scale[0]} scales for {width} channels"
     if len(scale) != len(data):
@@ -238,11 +239,3 @@ def _constant(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
         return None
     values = tensor.numpy()
     return values.astype(np.float32) if values.dtype.kind not in "iub" else values
-
-
-def _is_constant(value: ir.Value | None) -> bool:
-    return value is not None and ir.convenience.get_const_tensor(value) is not None
-
-
-def _attribute(node: ir.Node, name: str, otherwise: Any = None) -> Any:
-    return node.attributes[name].value if name in node.attributes else otherwise

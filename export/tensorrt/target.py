@@ -30,8 +30,8 @@ from export.tensorrt.bundle import (
 )
 from export.tensorrt.options import TensorrtOptions
 from export.tensorrt.profiles import limits, read_model
-from export.tensorrt.proof import LIMITS, TYPES, changed_modules, compare, expected_probe, prove_bundle, rounds_inputs
-from export.tensorrt.support import conversions, expressible, reason_against
+from export.tensorrt.proof import LIMITS, TYPES, compare, expected_probe, prove_bundle, rounds_inputs
+from export.tensorrt.support import conversions, dropped_activations, expressible, reason_against
 from runtime.engines.tensorrt.engine import finishing
 from runtime.errors import CompressError, RequestError
 
@@ -87,23 +87,20 @@ class TensorrtTarget(Target):
         (job.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if reason is not None or job.options.bundle:
             write_build(job.folder, _write_onnx(job, job.folder))
-            self._say_bundle(job, reason or "option bundle asks for the bundle only")
+            reason, command = reason or "option bundle asks for the bundle only", finishing(str(job.output))
+            job.facts |= {
+                "engine": False,
+                "reason": reason,
+                "finish": command,
+                "say": [
+                    f"No engine was built: {reason}. This is the build bundle.",
+                    f"To finish it, on a machine with TensorRT and the GPU that is to run the engine: {command}",
+                ],
+            }
             return
         # The plan goes where the export goes; the ONNX file lies beside it only while it is needed.
         with tempfile.TemporaryDirectory(dir=job.folder.parent, prefix=f"{job.folder.name}.onnx") as beside:
             self._engine(job, Path(beside), _write_onnx(job, Path(beside)))
-
-    def _say_bundle(self, job: Job, reason: str) -> None:
-        command = finishing(str(job.output))
-        job.facts |= {
-            "engine": False,
-            "reason": reason,
-            "finish": command,
-            "say": [
-                f"No engine was built: {reason}. This is the build bundle.",
-                f"To finish it, on a machine with TensorRT and the GPU that is to run the engine: {command}",
-            ],
-        }
 
     def _engine(self, job: Job, source: Path, recorded: Build) -> None:
         """Build the plan from the ONNX file in `source`."""
@@ -206,7 +203,7 @@ def _write_onnx(job: Job, folder: Path) -> Build:
         artifact=source.describe(),
         conversions=conversions(source, options),
         losses=job.losses,
-        changed=bool(changed_modules(job)),
+        changed=bool(job.losses or dropped_activations(source)),
         rounds_inputs=rounds_inputs(source),
         rules=_check_model(folder / ONNX),
         model=model,

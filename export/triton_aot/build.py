@@ -88,10 +88,11 @@ def _start(cache: str) -> subprocess.Popen[bytes]:
 def _stop(workers: Sequence[subprocess.Popen[bytes]]) -> None:
     for worker in workers:
         worker.kill()
-        worker.wait()
-        for pipe in (worker.stdin, worker.stdout):
-            with suppress(OSError):  # what was still to be written to one that died
-                pipe.close()  # type: ignore[union-attr]
+        with (
+            suppress(OSError),
+            worker,
+        ):  # which closes its pipes; what was still to be written to one that died cannot be
+            pass
 
 
 def _ask(worker: subprocess.Popen[bytes], tasks: Sequence[Task]) -> Iterator[Built]:

@@ -83,8 +83,6 @@ class TritonTarget(Target):
                 stays[f"sm_{capability}"] = left
         if plan.has_policy(job.source):
             job.progress.warn(plan.CACHE)
-        if not tasks:
-            raise CompressError("there is no kernel to compile for this artifact")
         built = compile_all(job, tasks)
         folder = job.folder / FOLDER
         folder.mkdir()

@@ -84,13 +84,11 @@ class Session:
         # held until it has run: the binding keeps no reference to what it reads
         held = {("input", name): value.contiguous() for name, value in inputs.items() if name in self.inputs}
         held |= {("output", name): value for name, value in outputs.items()}
-        self._bind({name: self._place(tensor) for name, tensor in held.items()})
+        empty = self._somewhere.data_ptr()
+        self._bind({key: (_KINDS[t.dtype], tuple(t.shape), t.data_ptr() or empty) for key, t in held.items()})
         if self.device.type == "cuda":  # what torch has queued is not ordered with what ONNX Runtime starts
             torch.cuda.synchronize(self.device)
         self._session.run_with_iobinding(self._binding)
-
-    def _place(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        return _KINDS[tensor.dtype], tuple(tensor.shape), tensor.data_ptr() or self._somewhere.data_ptr()
 
     def _bind(self, places: dict[tuple[str, str], tuple[Any, ...]]) -> None:
         """Tell ONNX Runtime where things lie. Only what moved since the last call: a cache in place is bound once, which is a third
@@ -162,18 +160,15 @@ class OnnxSeq2SeqEngine(OnnxGraphs):
 
     def __init__(self, export: Export, device: torch.device, kernels: str, threads: int | None) -> None:
         super().__init__(export, device, kernels, threads)
-        facts = export.facts
-        self.features = False
-        self.decoder_context_length = self.context_length
-        self._width = int(facts["hidden_size"])
-        self._own, self._cross = facts["cache"], facts["cross"]
+        self.features, self.decoder_context_length = False, self.context_length
+        self._facts = export.facts
         self._encoder, self._keys, self._decoder = self.sessions
 
     @torch.inference_mode()
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Encoder states `[batch, length, hidden]`; without a mask every token counts."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(torch.int64)
-        states = self.empty(*input_ids.shape, self._width)
+        states = self.empty(*input_ids.shape, int(self._facts["hidden_size"]))
         self._encoder.run({"input_ids": input_ids, "attention_mask": mask}, {"last_hidden_state": states})
         return states
 
@@ -194,12 +189,12 @@ class OnnxSeq2SeqEngine(OnnxGraphs):
         cache = OnnxSeq2SeqCache() if cache is None else cache
         batch, count = decoder_input_ids.shape
         if not cache.cross:
-            cache.cross = self.empty_cache(self._cross, batch, states.shape[1])
+            cache.cross = self.empty_cache(self._facts["cross"], batch, states.shape[1])
             self._keys.run({"encoder_hidden_states": states}, named("cross", cache.cross))
-            cache.own = self.empty_cache(self._own, batch, 0)
+            cache.own = self.empty_cache(self._facts["cache"], batch, 0)
         if attention_mask is None:
             attention_mask = torch.ones(states.shape[:2], dtype=torch.int64, device=self.device)
-        grown = self.empty_cache(self._own, batch, cache.own[0].shape[2] + count)
+        grown = self.empty_cache(self._facts["cache"], batch, cache.own[0].shape[2] + count)
         logits = self.empty(batch, count, self.vocab_size)
         inputs = {
             "decoder_input_ids": decoder_input_ids,

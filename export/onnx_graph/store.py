@@ -101,9 +101,8 @@ class Store:
     def _external(self, content: Any, dtype: Any, shape: Any, name: str) -> Any:
         import onnx_ir as ir
 
-        data, size = self.data, memoryview(content).nbytes
-        start = data.write(content)
-        return ir.ExternalTensor(data.name, start, size, dtype, shape=shape, name=name, base_dir=str(data.folder))
+        start, size, folder = self.data.write(content), memoryview(content).nbytes, str(self.data.folder)
+        return ir.ExternalTensor(self.data.name, start, size, dtype, shape=shape, name=name, base_dir=folder)
 
 
 def in_dtype(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

@@ -305,13 +305,12 @@ def drop_unused_inputs(graph: Any) -> None:
 
 def strip(model: onnx_ir.Model) -> None:
     """The exporter's notes on every node (stack traces of this machine) are no business of a file."""
-    from onnx_ir.passes import common
-
-    model.metadata_props.clear()
-    common.ClearMetadataAndDocStringPass()(model)
-    made = (value for node in model.graph.all_nodes() for value in node.outputs)
-    for value in (*model.graph.inputs, *model.graph.initializers.values(), *made):
-        value.metadata_props.clear()
+    nodes: list[Any] = list(model.graph.all_nodes())
+    values = [value for node in nodes for value in node.outputs]
+    for part in (model, model.graph, *model.graph.inputs, *model.graph.initializers.values(), *nodes, *values):
+        part.metadata_props.clear()
+    for node in nodes:
+        node.doc_string = None
 
 
 def _example_cache(source: Source, model: PreTrainedModel, dtype: torch.dtype) -> tuple[int, Any]:

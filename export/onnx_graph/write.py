@@ -158,12 +158,18 @@ def save(job: Job, model: onnx_ir.Model, file: str, facts: dict[str, Any]) -> No
 
     model.metadata_props["compress.model"] = json.dumps(facts)
     model.metadata_props["compress.sparse"] = json.dumps(sparse_modules(job))
-    if MICROSOFT in model.opset_imports:
-        # Some of the shapes that fusions leave are those of what they replaced; they are inferred anew by whoever wants them.
-        for value in (value for node in model.graph.all_nodes() for value in node.outputs):
-            if not value.is_graph_output():
-                value.shape = value.type = None
     ir.save(model, str(job.folder / file))
+    if MICROSOFT in model.opset_imports:
+        _forget_shapes(job.folder / file)
+
+
+def _forget_shapes(path: Path) -> None:
+    """Some of the shapes that fusions leave are those of what they replaced; they are inferred anew by whoever wants them."""
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)
+    del model.graph.value_info[:]
+    onnx.save(model, str(path))
 
 
 def sparse_modules(job: Job) -> list[str]:

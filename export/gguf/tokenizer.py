@@ -39,7 +39,8 @@ def merge_scores(vocab: Mapping[str, int], merges: Iterable[tuple[str, ...]]) ->
     complete = all(
         (token[:i], token[i:]) in pairs
         for token in vocab
-        if token in first or _mergeable(token)
+        # not those that only stand for themselves (`<s>`, `<0x0A>`)
+        if token in first or not (token.startswith("<") and token.endswith(">"))
         for i in range(1, len(token))
         if token[:i] in vocab and token[i:] in vocab
     )
@@ -61,11 +62,6 @@ def space_prefix(content: Mapping[str, Any]) -> tuple[bool, list[str]]:
         else:
             unknown.append(step["type"])
     return prefix, unknown
-
-
-def _mergeable(token: str) -> bool:
-    """Not one of the tokens that only stand for themselves (`<s>`, `<0x0A>`)."""
-    return len(token) > 1 and not (token.startswith("<") and token.endswith(">"))
 
 
 def flat_steps(step: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:

@@ -15,6 +15,7 @@ import json
 import math
 import tempfile
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import export
 import runtime
 from compress.core.resources import recipes_directory
 from export.gguf import plan, tokenizer, writer
-from export.gguf.llamacpp import Model, version
+from export.gguf.check import LlamaModel as Model
 from export.gguf.options import GgufOptions
 from export.source import Source
 from export.target import Job
@@ -59,7 +60,7 @@ def main() -> None:
     result = {
         "machine": {"cpu": cpu_name(), "memory_gb": memory_gb(), "threads": 1},
         "commit": commit(),
-        "llama_cpp": version(),
+        "llama_cpp": f"llama-cpp-python {version('llama-cpp-python')}",
         "model": CHECKPOINT.name,
         "setting": {
             "prompts": PROMPTS, "prompt_tokens": PROMPT, "new_tokens": NEW, "windows": arguments.windows, "window_tokens": WINDOW,
@@ -87,10 +88,10 @@ def _case(folder: Path, grid: dict[str, Any] | None, options: dict[str, Any], wi
         "losses": max(exported.losses.values(), default=0.0),
         "runtime": {"perplexity": _perplexity(ours.logits, texts)},
     }
-    with Model(output / "model.gguf", WINDOW, 1) as model:
-        row["same_token_ids_of_the_text"] = model.tokenize(HELDOUT.read_text(encoding="utf-8"), True) == ids
+    with Model(output / "model.gguf", WINDOW) as model:
+        row["same_token_ids_of_the_text"] = model.tokenize(HELDOUT.read_text(encoding="utf-8")) == ids
         row["file"] = _compare(model, prompts, expected, texts, row["runtime"]["perplexity"])
-    with Model(_opened(folder, source, options), WINDOW, 1) as model:
+    with Model(_opened(folder, source, options), WINDOW) as model:
         row["opened"] = _compare(model, prompts, expected, texts, row["runtime"]["perplexity"])
     return row
 
@@ -122,7 +123,11 @@ def _opened(folder: Path, source: Source, given: dict[str, Any]) -> Path:
 def _compare(
     model: Model, prompts: list[list[int]], expected: list[list[int]], texts: torch.Tensor, perplexity: float
 ) -> dict[str, Any]:
-    found = model.generate(prompts, NEW)
+    found = [list(prompt) for prompt in prompts]
+    for row in found:
+        while len(row) < PROMPT + NEW:
+            row.append(int(model.logits(torch.tensor([row]))[0, -1].argmax()))
+    found = [row[PROMPT:] for row in found]
     up_to = [
         next((i for i, (a, b) in enumerate(zip(e, f, strict=True)) if a != b), NEW)
         for e, f in zip(expected, found, strict=True)

@@ -28,8 +28,8 @@ import compress
 import export
 from compress.core.resources import recipes_directory
 from export.huggingface.gptq import HEAD
-from export.huggingface.gptq_reader import Folder, unpack
-from export.huggingface.proof import compare_model, load_transformers, verify_with_gptqmodel
+from export.huggingface.proof import GptqFolder as Folder
+from export.huggingface.proof import compare_model, load_transformers, unpack, verify_with_gptqmodel
 from export.huggingface.target import HuggingFaceOptions
 from export.run import tool_versions
 from export.source import Source

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,11 @@ def _check_earlier(output: Path, place: Path, overwrite: bool) -> None:
 def _check_names(place: Path) -> None:
     """Raise OSError where a name is longer than the disk allows: one that is to be made, or that of the temporary directory."""
     there, temporary = _existing(place), _temporary(place)
-    for name in (temporary.name, *place.relative_to(there).parts):
+    names = (temporary.name, *place.relative_to(there).parts)
+    # each name there too: below a directory that is not there yet nothing would be noticed
+    for path in (*(there / name for name in names), temporary):
         with suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(there / name)  # below a directory that is not there yet nothing would be noticed
-    with suppress(FileNotFoundError, NotADirectoryError):
-        os.lstat(temporary)
+            os.lstat(path)
 
 
 def check_space(output: Path, needed: int) -> None:
@@ -143,12 +143,11 @@ def beside(output: Path) -> Iterator[Path]:
     _clear_leftovers(place, "old")  # only now: until here it may have been the only whole export
 
 
-def copy_tokenizer(source: Path, folder: Path) -> list[str]:
-    """Copy the tokenizer's files and generation_config.json; returns the names copied."""
-    names = [name for name in (*TOKENIZER_FILES, "generation_config.json") if (source / name).is_file()]
+def copy_files(source: Path, folder: Path, names: Iterable[str] = (*TOKENIZER_FILES, "generation_config.json")) -> None:
+    """Copy those of the files that are there; by default what says how texts are read and written."""
     for name in names:
-        shutil.copyfile(source / name, folder / name)
-    return names
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def listing(folder: Path) -> dict[str, dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -180,10 +181,8 @@ def tool_versions() -> dict[str, str]:
     """{package: version} of what took part, and Python's."""
     result = {"python": platform.python_version()}
     for name in _TOOLS:
-        try:
+        with suppress(PackageNotFoundError):
             result[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return result
 
 

@@ -20,7 +20,7 @@ from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.export_directory import find_export
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.scheme import CompressedWeight
+from runtime.formats.scheme import CompressedWeight, GridScheme
 from runtime.layers.install import entries_of
 from runtime.modeling.experts import expert_of
 from runtime.modeling.skeleton import build_skeleton, linear_shapes, read_config, tied_names
@@ -47,6 +47,20 @@ def in_float32(weight: CompressedWeight) -> torch.Tensor:
     """The matrix `[out, in]` as its codes and scales say, products not rounded to the model's dtype."""
     scale = None if weight.scale is None else weight.scale.float()
     return replace(weight, scale=scale, dtype=torch.float32).dequantize()
+
+
+def by_block(values: torch.Tensor, grid: GridScheme, shape: tuple[int, int], block: int) -> torch.Tensor:
+    """Scales or zero points `[rows, groups]` (`[]` where there is one in all) as `[rows, blocks]`.
+
+    Args:
+        shape: (rows, columns) of the matrix.
+        block: columns of a block, each of which lies inside one group.
+    """
+    rows, columns = shape
+    if grid.strategy == "tensor":
+        values = values.reshape(1, 1).expand(rows, 1)
+    width = (grid.group_size if grid.strategy == "group" else None) or max(1, columns)
+    return values[:, torch.arange(0, columns, block) // width]
 
 
 def distance(before: torch.Tensor, after: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,19 +53,23 @@ class Probe:
         return self.logits, other
 
 
-def load_artifact(source: Source) -> Any:
-    """The artifact's own model in float32 on the CPU."""
+def load_artifact(source: Source, path: Path | None = None, device: str = "cpu", dtype: str = "float32") -> Any:
+    """The artifact's own model, or the one in `path`."""
     import runtime
 
     trust = source.trust_remote_code
-    return runtime.load(source.path, device="cpu", dtype="float32", verify=False, trust_remote_code=trust)
+    return runtime.load(path or source.path, device=device, dtype=dtype, verify=False, trust_remote_code=trust)
+
+
+def generate(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Greedy tokens of a `runtime.Model`, end tokens not heeded."""
+    found: list[list[int]] = model.generate(prompts, max_new_tokens=count, ignore_eos=True)
+    return found
 
 
 def probe(job: Job, prompts: int = PROMPTS, new_tokens: int = NEW_TOKENS) -> Probe:
     """Run the artifact (a decoder) through `runtime.load` and let it go again."""
-    model = load_artifact(job.source)
-    found = probe_model(model, prompts, new_tokens)
-    del model
+    found = probe_model(load_artifact(job.source), prompts, new_tokens)
     gc.collect()
     return found
 
@@ -113,6 +118,19 @@ def compare_logits(reference: Probe, logits: Logits, kl_limit: float) -> dict[st
             f"the export does not compute what the artifact does: KL {metrics['kl']:.3g} nats a token, allowed {kl_limit:g}"
         )
     return metrics
+
+
+def compare(reference: Probe, logits: torch.Tensor, kl_limit: float, tie: float) -> dict[str, Any]:
+    """`compare_logits` of another engine's logits `[prompts, seq, vocab]`, and `compare_tokens` of the tokens that are likeliest by them.
+
+    Up to the first difference, which is all that counts, those are the tokens of greedy decoding.
+    """
+    best = logits.argmax(-1).tolist()
+
+    def likeliest(prompts: list[list[int]], count: int) -> list[list[int]]:
+        return [row[len(prompt) - 1 :][:count] for prompt, row in zip(prompts, best, strict=True)]
+
+    return compare_logits(reference, lambda _: logits, kl_limit) | compare_tokens(reference, likeliest, tie)
 
 
 def compare_tokens(reference: Probe, generate: Generate, tie: float = TIE) -> dict[str, Any]:

@@ -7,6 +7,7 @@ file's own values were compared bit for bit before, so the twin is written from 
 
 from __future__ import annotations
 
+import ctypes
 import math
 import unicodedata
 from collections.abc import Iterator
@@ -17,12 +18,12 @@ from typing import Any
 import numpy
 import torch
 
-from export.gguf import families, grids, llamacpp, metadata, pretokenizers, tokenizer, writer
-from export.gguf.plan import DENSE_BYTES, Planned
+from export.gguf import families, grids, metadata, pretokenizers, tokenizer, writer
+from export.gguf.plan import DTYPES, Planned
 from export.gguf.tokenizer import Vocabulary
 from export.source import Source
 from export.target import Job, Verification, missing_packages
-from export.verify import Probe, compare_logits, compare_tokens, probe
+from export.verify import Probe, compare, probe
 from runtime.errors import CompressError
 
 # What llama.cpp (or the artifact) rounds: (mean KL allowed, nats a token; how far apart, in logits, two tokens may be that change
@@ -51,6 +52,8 @@ def check(path: Path, job: Job, tensors: list[Planned], vocabulary: Vocabulary |
 
         note = "tokens and logits were not compared because llama-cpp-python is not installed (pip install llama-cpp-python)"
         return Verification(f"gguf {version('gguf')} (GGUFReader)", checked, metrics, [note])
+    import llama_cpp
+
     notes: list[str] = []
     reference = probe(job)
     checked += "; " + _run(path, reference, metrics, "", _arithmetic(job, tensors))
@@ -61,11 +64,18 @@ def check(path: Path, job: Job, tensors: list[Planned], vocabulary: Vocabulary |
     elif sum(math.prod(tensor.shape) for tensor in tensors) > TWIN_VALUES:
         notes.append("the model is too large for the check with float32 matrices; llama.cpp ran with the file as it is")
     else:
-        checked += "; " + _run_twin(path, job, tensors, vocabulary, reference, metrics)
+        twin = path.with_suffix(".float32.tmp")
+        opened = [replace(tensor, type="F32", exact=True, anew=False) for tensor in tensors]
+        try:
+            writer.write(twin, replace(job, losses={}), opened, vocabulary)
+            found = _run(twin, reference, metrics, "float32_", "float")
+        finally:
+            twin.unlink(missing_ok=True)
+        checked += f"; the same with its matrices in float32: {found}"
     if vocabulary is not None:
-        with llamacpp.Model(path, 32) as model:
+        with LlamaModel(path, 32) as model:
             metrics["same_token_ids"] = _same_ids(job, model, vocabulary, notes)
-    return Verification(llamacpp.version(), checked, metrics, notes)
+    return Verification(f"llama-cpp-python {llama_cpp.__version__}", checked, metrics, notes)
 
 
 def _arithmetic(job: Job, tensors: list[Planned]) -> str:
@@ -83,41 +93,22 @@ def _arithmetic(job: Job, tensors: list[Planned]) -> str:
 def _run(path: Path, reference: Probe, metrics: dict[str, Any], prefix: str, kind: str) -> str:
     """Compare logits and greedy tokens in llama.cpp; the metrics get `prefix`. Returns what was done, in a clause."""
     limit, tie, why = _LIMITS[kind]
-    with llamacpp.Model(path, reference.rows.shape[1]) as model:
+    with LlamaModel(path, reference.rows.shape[1]) as model:
         if model.vocabulary != reference.logits.shape[-1]:
             raise CompressError(f"llama.cpp sees {model.vocabulary} tokens, not {reference.logits.shape[-1]}")
-        found = compare_logits(reference, model.logits, kl_limit=limit)
-        found |= compare_tokens(reference, model.generate, tie=tie)
+        found = compare(reference, model.logits(reference.rows), limit, tie)
     metrics.update({f"{prefix}{name}": value for name, value in found.items()})
     return f"logits and greedy tokens in llama.cpp (KL up to {limit:g} is allowed: {why})"
 
 
-def _run_twin(
-    path: Path,
-    job: Job,
-    tensors: list[Planned],
-    vocabulary: Vocabulary | None,
-    reference: Probe,
-    metrics: dict[str, Any],
-) -> str:
-    """`_run` with the matrices in float32."""
-    twin = path.with_suffix(".float32.tmp")
-    opened = [replace(tensor, type="F32", exact=True, anew=False) for tensor in tensors]
-    try:
-        writer.write(twin, replace(job, losses={}), opened, vocabulary)
-        return "the same with its matrices in float32: " + _run(twin, reference, metrics, "float32_", "float")
-    finally:
-        twin.unlink(missing_ok=True)
-
-
-def _same_ids(job: Job, model: llamacpp.Model, vocabulary: Vocabulary, notes: list[str]) -> bool:
+def _same_ids(job: Job, model: LlamaModel, vocabulary: Vocabulary, notes: list[str]) -> bool:
     """Whether llama.cpp and transformers cut a text with everything in it alike; a note says where not."""
     theirs: Any = tokenizer.load(job.source)
     text = pretokenizers.EVERYTHING
     if vocabulary.composed:  # that llama.cpp does not compose characters has been said
         text = unicodedata.normalize("NFC", text)
     expected = list(theirs.encode(text))
-    found = model.tokenize(text, add_special=True)
+    found = model.tokenize(text)
     if found == expected:
         return True
     pairs = zip(expected, found, strict=False)
@@ -185,5 +176,85 @@ def _wanted(source: Source, tensor: Planned) -> torch.Tensor:
     """The artifact's values, `tensor.shape`, in a dtype that holds them."""
     if tensor.module is None:
         return source.dense(tensor.parameter)
-    dtype = writer.DTYPES[tensor.type] if tensor.type in DENSE_BYTES and tensor.exact else torch.float32
+    dtype = DTYPES[tensor.type] if tensor.type in DTYPES and tensor.exact else torch.float32
     return torch.cat([value.to(dtype) for _, value in grids.values(source.weight(tensor.module))])
+
+
+class LlamaModel:
+    """A file loaded by llama.cpp, through llama-cpp-python's low-level bindings, on the CPU. Use as a context manager.
+
+    The cache of keys and values is float32 and flash attention off, so that what differs from the artifact is what llama.cpp makes of
+    the weights. It rounds the input of every product with a quantized matrix to 8 bits (`Q8_0`, `Q8_1`), of one with a BF16 or F16
+    matrix to that type; with F32 matrices it computes in float32.
+
+    Args:
+        path: the .gguf file.
+        context: tokens that fit.
+    """
+
+    def __init__(self, path: Path, context: int) -> None:
+        import llama_cpp
+
+        self._c: Any = llama_cpp
+        self._log = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        settings = llama_cpp.llama_model_default_params()
+        settings.n_gpu_layers = 0
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
+        if not self._model:
+            raise CompressError(f"llama.cpp does not load {path.name}")
+        self._vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self.vocabulary = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
+        asked = llama_cpp.llama_context_default_params()
+        asked.n_ctx = asked.n_batch = asked.n_ubatch = context
+        asked.n_threads = asked.n_threads_batch = torch.get_num_threads()
+        asked.type_k = asked.type_v = llama_cpp.GGML_TYPE_F32
+        asked.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self._context = llama_cpp.llama_init_from_model(self._model, asked)
+        if not self._context:
+            llama_cpp.llama_model_free(self._model)
+            raise CompressError(f"llama.cpp makes no context of {context} tokens for {path.name}")
+        self._batch = llama_cpp.llama_batch_init(context, 0, 1)
+        self._limit = context
+
+    def __enter__(self) -> LlamaModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._c.llama_batch_free(self._batch)
+        self._c.llama_free(self._context)
+        self._c.llama_model_free(self._model)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Float32 `[batch, seq, vocab]` of ids `[batch, seq]`."""
+        return torch.stack([self._row(row) for row in ids.tolist()])
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids, those that are added among them; special tokens in the text are taken for such."""
+        raw = text.encode()
+        room = len(raw) + 8
+        ids = (self._c.llama_token * room)()
+        count = self._c.llama_tokenize(self._vocab, raw, len(raw), ids, room, True, True)
+        if count < 0:
+            raise CompressError("llama.cpp could not tokenize the test text")
+        return list(ids[:count])
+
+    def _row(self, ids: list[int]) -> torch.Tensor:
+        """Logits `[n, vocab]` of every position of a new sequence."""
+        self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
+        if len(ids) > self._limit:
+            raise CompressError(f"{len(ids)} tokens do not fit into a context of {self._limit}")
+        batch = self._batch
+        batch.n_tokens = len(ids)
+        for i, token in enumerate(ids):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, i, 1
+            batch.seq_id[i][0] = 0
+            batch.logits[i] = True
+        code = self._c.llama_decode(self._context, batch)
+        if code != 0:
+            raise CompressError(f"llama.cpp failed on {len(ids)} tokens (llama_decode gave {code})")
+        out = torch.empty(len(ids), self.vocabulary)
+        for i in range(len(ids)):
+            ctypes.memmove(out[i].data_ptr(), self._c.llama_get_logits_ith(self._context, i), self.vocabulary * 4)
+        return out

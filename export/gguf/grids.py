@@ -15,11 +15,11 @@ them exactly; Q4_1 holds them where the smallest value of each group, `-(z + 8) 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from export.source import in_float32
+from export.source import by_block, in_float32
 from runtime.formats.scheme import CompressedWeight, GridScheme
 
 BLOCK = 32
@@ -62,41 +62,24 @@ def minimum(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
     return -(zero.float() + 8) * scale.float()
 
 
-def minimum_fits(scale: torch.Tensor, zero: torch.Tensor) -> bool:
-    """fp16 holds every Q4_1 minimum as it is."""
-    return scale_fits(minimum(scale, zero))
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Some rows of a weight: `integers` int16 `[n, columns]` (zero points folded in), `scale` and `zero` float32 `[n, blocks]`."""
-
-    rows: slice
-    integers: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor
-
-
-def slices(weight: CompressedWeight) -> Iterator[Slice]:
-    """The weight in slices of rows, its scale and zero point repeated for each block of 32 (int grids, `aligned`)."""
+def slices(weight: CompressedWeight) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Rows, their codes int16 `[n, columns]` (zero points folded in), scales and zero points float32 `[n, blocks of 32]` (int grids,
+    `aligned`), slice by slice."""
     scheme, stored = weight.on_grid
-    rows, columns = weight.values.shape
-    scale = stored.float()
-    zero = torch.zeros_like(scale) if weight.zero_point is None else weight.zero_point.float()
-    if scheme.strategy == "tensor":
-        scale, zero = scale.reshape(1, 1).expand(rows, 1), zero.reshape(1, 1).expand(rows, 1)
-    group = scheme.group_size if scheme.strategy == "group" and scheme.group_size else columns
-    of_block = torch.arange(0, columns, BLOCK) // group
+    scale = by_block(stored.float(), scheme, weight.shape, BLOCK)
+    zero = torch.zeros_like(scale)
+    if weight.zero_point is not None:
+        zero = by_block(weight.zero_point.float(), scheme, weight.shape, BLOCK)
     for part in _parts(weight):
-        d, z = scale[part][:, of_block], zero[part][:, of_block]
+        d, z = scale[part], zero[part]
         folded = weight.values[part].to(torch.int16) - z.to(torch.int16).repeat_interleave(BLOCK, 1)
-        yield Slice(part, folded, d, z)
+        yield part, folded, d, z
 
 
 def codes_fit(weight: CompressedWeight, kind: str) -> bool:
     """Every `q - z` has room in the block type."""
     low, high = _RANGE[kind]
-    return all(int(part.integers.min()) >= low and int(part.integers.max()) <= high for part in slices(weight))
+    return all(int(codes.min()) >= low and int(codes.max()) <= high for _, codes, _, _ in slices(weight))
 
 
 def pack(weight: CompressedWeight, kind: str) -> torch.Tensor:
@@ -106,19 +89,18 @@ def pack(weight: CompressedWeight, kind: str) -> torch.Tensor:
     """
     rows, columns = weight.values.shape
     out = torch.empty(rows, columns // BLOCK, BYTES[kind], dtype=torch.uint8)
-    for part in slices(weight):
-        count = part.integers.shape[0]
-        target = out[part.rows]
-        target[..., :2] = _half(part.scale)
+    for part, integers, scale, zero in slices(weight):
+        count, target = integers.shape[0], out[part]
+        target[..., :2] = _half(scale)
         if kind == "Q8_0":
-            target[..., 2:] = part.integers.to(torch.int8).view(torch.uint8).view(count, -1, BLOCK)
+            target[..., 2:] = integers.to(torch.int8).view(torch.uint8).view(count, -1, BLOCK)
             continue
         if kind == "Q4_1":
-            target[..., 2:4] = _half(minimum(part.scale, part.zero))
-            offset = part.zero.to(torch.int16).repeat_interleave(BLOCK, 1) + 8
+            target[..., 2:4] = _half(minimum(scale, zero))
+            offset = zero.to(torch.int16).repeat_interleave(BLOCK, 1) + 8
         else:
             offset = torch.tensor(-_RANGE[kind][0], dtype=torch.int16)
-        unsigned = (part.integers + offset).to(torch.uint8).view(count, -1, 2, BLOCK // 2)
+        unsigned = (integers + offset).to(torch.uint8).view(count, -1, 2, BLOCK // 2)
         target[..., -BLOCK // 2 :] = (unsigned[..., 0, :] & 15) | ((unsigned[..., 1, :] & 15) << 4)
         if kind == "Q5_0":
             high = (unsigned >> 4).reshape(count, -1, 4, 8)  # bit i of the 32 belongs to element i

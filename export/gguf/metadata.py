@@ -43,11 +43,11 @@ def why_not(source: Source) -> str | None:
 
 def conversions(source: Source) -> list[Conversion]:
     """A sliding window becomes a shorter context."""
-    window = _window(source.config)
-    if window is None or window >= source.config.max_position_embeddings:
+    longest, window = int(source.config.max_position_embeddings), context_length(source)
+    if window == longest:
         return []
     what = (
-        f"context {source.config.max_position_embeddings} becomes {window}: llama.cpp has no sliding window in "
+        f"context {longest} becomes {window}: llama.cpp has no sliding window in "
         f"{families.find(source).architecture}, so beyond it the two would differ"
     )
     return [Conversion(what, ("config.json",), bytes=0)]
@@ -110,13 +110,11 @@ def _write_rope(writer: GGUFWriter, source: Source) -> None:
     rope = _rope(source.config)
     writer.add_rope_freq_base(float(rope["rope_theta"]))
     kind = rope.get("rope_type", "default")
-    if kind == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(float(rope["factor"]))
-    elif kind == "yarn":
+    if kind in ("linear", "yarn"):
         factor = float(rope["factor"])
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_type(gguf.RopeScalingType[kind.upper()])
         writer.add_rope_scaling_factor(factor)
+    if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
         usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0  # llama.cpp multiplies its own by what is written
         writer.add_rope_scaling_attn_factors(_scaled(source)[1] / usual)

@@ -16,9 +16,8 @@ from runtime import formats
 from runtime.errors import RequestError
 from runtime.formats.scheme import GridScheme, Scheme
 
-DENSE = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-DENSE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
-_DENSE_OPTIONS = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+DENSE = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -53,34 +52,17 @@ class Planned:
     def bytes(self) -> int:
         """Size of the stored tensor, bytes."""
         count = math.prod(self.shape)
-        dense = DENSE_BYTES.get(self.type)
-        return count // grids.BLOCK * grids.BYTES[self.type] if dense is None else count * dense
+        if self.type in DTYPES:
+            return count * DTYPES[self.type].itemsize
+        return count // grids.BLOCK * grids.BYTES[self.type]
 
 
-def plan(source: Source, options: GgufOptions) -> list[Planned]:
+def plan(source: Source, options: GgufOptions) -> Iterator[Planned]:
     """All tensors of the file, in its order. Reads scales and zero points, no codes (but those of asymmetric int8).
 
     Raises:
         RequestError: a layer's grid is not one of GGUF's, and `requantize` was not asked for.
     """
-    return list(_plan(source, options))
-
-
-def why_not(source: Source, options: GgufOptions) -> str | None:
-    """What schemes alone tell: groups that cut through the blocks."""
-    if options.requantize:
-        return None
-    for module, entry in source.entries.items():
-        scheme, columns = entry.scheme.grid, source.shapes[module][1]
-        if _blocked(scheme, columns) and scheme is not None and not grids.aligned(scheme, columns):
-            return (
-                f"{module} has groups of {scheme.group_size}, and GGUF's blocks of {grids.BLOCK} weights have one scale; "
-                "allowed are multiples of 32, or --requantize"
-            )
-    return None
-
-
-def _plan(source: Source, options: GgufOptions) -> Iterator[Planned]:
     checkpoint = source.artifact.checkpoint
     for parameter, name in families.names(source).items():
         assert name is not None  # families.why_not
@@ -97,6 +79,20 @@ def _plan(source: Source, options: GgufOptions) -> Iterator[Planned]:
         shape = checkpoint.shape(parameter)
         kind = "F32" if len(shape) == 1 else _dense_type(options, checkpoint.dtype(parameter))
         yield Planned(name, parameter, None, shape, kind, heads, before=checkpoint.nbytes(parameter))
+
+
+def why_not(source: Source, options: GgufOptions) -> str | None:
+    """What schemes alone tell: groups that cut through the blocks."""
+    if options.requantize:
+        return None
+    for module, entry in source.entries.items():
+        scheme, columns = entry.scheme.grid, source.shapes[module][1]
+        if _blocked(scheme, columns) and scheme is not None and not grids.aligned(scheme, columns):
+            return (
+                f"{module} has groups of {scheme.group_size}, and GGUF's blocks of {grids.BLOCK} weights have one scale; "
+                "allowed are multiples of 32, or --requantize"
+            )
+    return None
 
 
 def _repeats(source: Source, parameter: str) -> bool:
@@ -147,7 +143,7 @@ def _compressed(source: Source, module: str, options: GgufOptions) -> tuple[str,
             "--requantize rounds them and reports the loss"
         )
     if zero is not None and weights.bits == 4:
-        fits = grids.minimum_fits(scale, zero)
+        fits = grids.scale_fits(grids.minimum(scale, zero))
         if options.asymmetric == "q4_1" or (options.asymmetric == "auto" and fits):
             kind, kept = "Q4_1", kept and fits
     if zero is not None and weights.bits == 8 and not grids.codes_fit(source.weight(module), kind):
@@ -217,4 +213,4 @@ def _describe(scheme: Scheme) -> str:
 
 
 def _dense_type(options: GgufOptions, dtype: torch.dtype) -> str:
-    return _DENSE_OPTIONS.get(options.dense) or DENSE.get(dtype, "F32")
+    return DENSE.get(dtype, "F32") if options.dense == "auto" else options.dense.upper()

@@ -10,7 +10,6 @@ from export.gguf.plan import Planned
 from export.gguf.tokenizer import UnsupportedError, Vocabulary
 from export.source import Source
 from export.target import Conversion, Job, Target, Verification, missing_packages
-from runtime.errors import RequestError
 
 FILE = "model.gguf"
 
@@ -49,7 +48,8 @@ class GgufTarget(Target):
 
     def bytes_needed(self, source: Source, options: GgufOptions) -> int:
         tensors, vocabulary = self._make(source, options)
-        texts = 0 if vocabulary is None else sum(len(t.encode()) + 20 for t in [*vocabulary.tokens, *vocabulary.merges])
+        keys = {} if vocabulary is None else vocabulary.keys
+        texts = sum(len(t.encode()) + 20 for name in ("token_list", "token_merges") for t in keys.get(name, ()))
         values = sum(math.prod(tensor.shape) for tensor in tensors)
         twin = 4 * values if values <= check.TWIN_VALUES and not missing_packages(("llama_cpp",)) else 0
         return sum(tensor.bytes + 256 for tensor in tensors) + 2 * texts + twin + (1 << 20)
@@ -63,7 +63,7 @@ class GgufTarget(Target):
             main_type=metadata.main_type(tensors),
             types={kind: sum(t.bytes for t in tensors if t.type == kind) for kind in sorted({t.type for t in tensors})},
             context_length=metadata.context_length(job.source),
-            tokenizer=None if vocabulary is None else {"model": vocabulary.model, "pre": vocabulary.pre},
+            tokenizer=vocabulary and {name: vocabulary.keys[f"tokenizer_{name}"] for name in ("model", "pre")},
         )
 
     def verify(self, job: Job) -> Verification:
@@ -83,10 +83,6 @@ class GgufTarget(Target):
     def _make(self, source: Source, options: GgufOptions) -> tuple[list[Planned], Vocabulary | None]:
         """What is written, found once for each artifact and options."""
         if self._made is None or self._made[0] is not source or self._made[1] != options:
-            tensors = plan.plan(source, options)
-            try:
-                vocabulary = None if options.tokenizer == "none" else tokenizer.read(source)
-            except UnsupportedError as error:
-                raise RequestError(f"target gguf: {error}; tokenizer=none writes the model without") from error
-            self._made = (source, options, tensors, vocabulary)
+            vocabulary = None if options.tokenizer == "none" else tokenizer.read(source)
+            self._made = (source, options, list(plan.plan(source, options)), vocabulary)
         return self._made[2], self._made[3]

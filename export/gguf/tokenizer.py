@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +34,13 @@ def merge_scores(vocab: Mapping[str, int], merges: Iterable[tuple[str, ...]]) ->
         first.setdefault(token, rank)
         last[token] = rank
         pairs.add(pair)
-    together = all(last[token] - first[token] + 1 == _ways(token, pairs) for token in first)
+    ways = {token: sum((token[:i], token[i:]) in pairs for i in range(1, len(token))) for token in first}
+    together = all(last[token] - first[token] + 1 == ways[token] for token in first)
     complete = all(
         (token[:i], token[i:]) in pairs
         for token in vocab
-        if token in first or _mergeable(token)
+        # not those that only stand for themselves (`<s>`, `<0x0A>`)
+        if token in first or not (token.startswith("<") and token.endswith(">"))
         for i in range(1, len(token))
         if token[:i] in vocab and token[i:] in vocab
     )
@@ -62,15 +64,6 @@ def space_prefix(content: Mapping[str, Any]) -> tuple[bool, list[str]]:
     return prefix, unknown
 
 
-def _ways(token: str, pairs: set[tuple[str, ...]]) -> int:
-    return sum((token[:i], token[i:]) in pairs for i in range(1, len(token)))
-
-
-def _mergeable(token: str) -> bool:
-    """Not one of the tokens that only stand for themselves (`<s>`, `<0x0A>`)."""
-    return len(token) > 1 and not (token.startswith("<") and token.endswith(">"))
-
-
 def flat_steps(step: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
     """Steps of a normalizer or pre-tokenizer, sequences opened; `inner` is their key for what is in them."""
     if step is None:
@@ -91,31 +84,13 @@ class Vocabulary:
     """What goes into `tokenizer.ggml.*`.
 
     Attributes:
-        model: "gpt2" or "llama".
-        pre: name of the pre-tokenizer.
-        tokens, types: of every row of the embedding.
-        merges: of "gpt2", two parts with a space between.
-        scores: of "llama".
-        special: {"bos", "eos", "eot", "eom", "unk", "pad": token id}.
-        add_bos, add_eos: what `encode` adds.
-        space_prefix: a text gets a space in front.
-        chat_template: Jinja, or None.
+        keys: {NAME: argument of `GGUFWriter.add_NAME`}, in the file's order.
         remarks: what llama.cpp will do otherwise than transformers.
         composed: transformers composes characters first (NFC), llama.cpp does not.
     """
 
-    model: str
-    pre: str
-    tokens: list[str]
-    types: list[int]
-    merges: list[str] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    special: dict[str, int] = field(default_factory=dict)
-    add_bos: bool = False
-    add_eos: bool = False
-    space_prefix: bool = False
-    chat_template: str | None = None
-    remarks: list[str] = field(default_factory=list)
+    keys: dict[str, Any]
+    remarks: list[str]
     composed: bool = False
 
 
@@ -152,14 +127,16 @@ def read(source: Source) -> Vocabulary | None:
     model, size = content["model"], int(source.config.vocab_size)
     if model["type"] != "BPE":
         raise UnsupportedError(f"its tokenizer is {model['type']}, not byte-level BPE or BPE with byte fallback")
-    remarks: list[str] = []
     if _byte_levels(content):
-        vocabulary = _gpt2(content, size, remarks)
+        vocabulary = _gpt2(content, size)
     elif model.get("byte_fallback"):
-        vocabulary = _llama(content, size, remarks)
+        vocabulary = _llama(content, size)
     else:
         raise UnsupportedError("its tokenizer is BPE neither of bytes nor with byte fallback")
-    _check_size(tokenizer, size, remarks)
+    beyond = sorted(index for index in tokenizer.get_vocab().values() if index >= size)
+    if beyond:
+        what = f"{len(beyond)} tokens from id {beyond[0]} on are left out: the embedding has {size} rows"
+        vocabulary.remarks.append(what)
     _add_special(vocabulary, source, tokenizer)
     return vocabulary
 
@@ -173,31 +150,8 @@ def conversions(vocabulary: Vocabulary | None) -> list[Conversion]:
 
 def write(writer: GGUFWriter, vocabulary: Vocabulary | None) -> None:
     """All keys of the tokenizer."""
-    if vocabulary is None:
-        writer.add_tokenizer_model("no_vocab")
-        return
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre(vocabulary.pre)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.types)
-    if vocabulary.model == "gpt2":
-        # llama.cpp wants merges and the package writes no empty list: here one whose parts nothing ever makes.
-        writer.add_token_merges(vocabulary.merges or ["ĠĠ ĠĠ"])
-    else:
-        writer.add_token_scores(vocabulary.scores)
-        writer.add_add_space_prefix(vocabulary.space_prefix)
-    for name, token in vocabulary.special.items():
-        writer.add_uint32(_SPECIAL_KEYS[name], token)
-    writer.add_add_bos_token(vocabulary.add_bos)
-    writer.add_add_eos_token(vocabulary.add_eos)
-    if vocabulary.chat_template:
-        writer.add_chat_template(vocabulary.chat_template)
-
-
-_SPECIAL_KEYS = {
-    "bos": "tokenizer.ggml.bos_token_id", "eos": "tokenizer.ggml.eos_token_id", "eot": "tokenizer.ggml.eot_token_id",
-    "eom": "tokenizer.ggml.eom_token_id", "unk": "tokenizer.ggml.unknown_token_id", "pad": "tokenizer.ggml.padding_token_id",
-}  # fmt: skip
+    for name, value in ({"tokenizer_model": "no_vocab"} if vocabulary is None else vocabulary.keys).items():
+        getattr(writer, f"add_{name}")(value)
 
 
 def _byte_levels(content: dict[str, Any]) -> list[Mapping[str, Any]]:
@@ -206,8 +160,8 @@ def _byte_levels(content: dict[str, Any]) -> list[Mapping[str, Any]]:
     return [step for step in steps if step["type"] == "ByteLevel"]
 
 
-def _gpt2(content: dict[str, Any], size: int, remarks: list[str]) -> Vocabulary:
-    model = content["model"]
+def _gpt2(content: dict[str, Any], size: int) -> Vocabulary:
+    remarks: list[str] = []
     name, how = pretokenizers.identify(content)
     if how is not None:
         remarks.append(how if name else f"{how}: llama.cpp's default is written, texts can become other tokens")
@@ -221,15 +175,16 @@ def _gpt2(content: dict[str, Any], size: int, remarks: list[str]) -> Vocabulary:
             "no space is put before a text (add_prefix_space), llama.cpp has no such step for BPE: begin prompts with one"
         )
     tokens, types = _tokens(content, size)
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    pre, composed = name or "default", normalizer == "NFC"
-    return Vocabulary("gpt2", pre, tokens, types, merges=merges, remarks=remarks, composed=composed)
+    # llama.cpp wants merges and the package writes no empty list: here one whose parts nothing ever makes.
+    merges = [" ".join(pair) for pair in content["model"]["merges"]] or ["ĠĠ ĠĠ"]
+    keys = {"tokenizer_model": "gpt2", "tokenizer_pre": name or "default", "token_list": tokens, "token_types": types}
+    return Vocabulary(keys | {"token_merges": merges}, remarks, normalizer == "NFC")
 
 
-def _llama(content: dict[str, Any], size: int, remarks: list[str]) -> Vocabulary:
+def _llama(content: dict[str, Any], size: int) -> Vocabulary:
+    remarks: list[str] = []
     tokens, types = _tokens(content, size)
-    pairs = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in content["model"]["merges"]]
-    found, faithful = merge_scores(content["model"]["vocab"], pairs)
+    found, faithful = merge_scores(content["model"]["vocab"], map(tuple, content["model"]["merges"]))
     if not faithful:
         remarks.append(
             "its merges are not those of a SentencePiece vocabulary (a token for every merge and a merge for every way to split it): "
@@ -241,7 +196,8 @@ def _llama(content: dict[str, Any], size: int, remarks: list[str]) -> Vocabulary
             f"{', '.join(unknown)} of its tokenizer is left out, llama.cpp has none: texts can become other tokens"
         )
     scores = [found.get(token, 0.0) for token in tokens]
-    return Vocabulary("llama", "default", tokens, types, scores=scores, space_prefix=prefix, remarks=remarks)
+    keys = {"tokenizer_model": "llama", "tokenizer_pre": "default", "token_list": tokens, "token_types": types}
+    return Vocabulary(keys | {"token_scores": scores, "add_space_prefix": prefix}, remarks)
 
 
 def _tokens(content: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
@@ -269,15 +225,8 @@ def _tokens(content: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
     return tokens, types
 
 
-def _check_size(tokenizer: Any, size: int, remarks: list[str]) -> None:
-    beyond = sorted(index for index in tokenizer.get_vocab().values() if index >= size)
-    if beyond:
-        remarks.append(f"{len(beyond)} tokens from id {beyond[0]} on are left out: the embedding has {size} rows")
-
-
 def _add_special(vocabulary: Vocabulary, source: Source, tokenizer: Any) -> None:
-    size = len(vocabulary.tokens)
-    ends = _ends(source)
+    keys, ends = vocabulary.keys, _ends(source)
     eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else next(iter(ends), None)
     rest = [token for token in ends if token != eos]
     found = {
@@ -285,21 +234,24 @@ def _add_special(vocabulary: Vocabulary, source: Source, tokenizer: Any) -> None
         "eos": eos, "eot": rest[0] if rest else None, "eom": rest[1] if len(rest) > 1 else None,
         "unk": tokenizer.unk_token_id, "pad": tokenizer.pad_token_id,
     }  # fmt: skip
-    vocabulary.special = {name: int(token) for name, token in found.items() if token is not None and 0 <= token < size}
+    size = len(keys["token_list"])
+    keys |= {f"{name}_token_id": int(t) for name, t in found.items() if t is not None and 0 <= t < size}
     if len(rest) > 2:
         vocabulary.remarks.append(f"GGUF has room for three tokens that end a text; {rest[2:]} are not among them")
     bare, full = tokenizer.encode("a b", add_special_tokens=False), tokenizer.encode("a b")
-    bos, final = vocabulary.special.get("bos"), vocabulary.special.get("eos")
-    vocabulary.add_bos = full != bare and bool(full) and full[0] == bos
-    vocabulary.add_eos = full != bare and bool(full) and full[-1] == final
-    if [*[bos] * vocabulary.add_bos, *bare, *[final] * vocabulary.add_eos] != full:
+    bos, final = keys.get("bos_token_id"), keys.get("eos_token_id")
+    add_bos = full != bare and bool(full) and full[0] == bos
+    add_eos = full != bare and bool(full) and full[-1] == final
+    keys |= {"add_bos_token": add_bos, "add_eos_token": add_eos}
+    if [*[bos] * add_bos, *bare, *[final] * add_eos] != full:
         vocabulary.remarks.append(
             "its tokenizer adds other tokens around a text than bos and eos; llama.cpp adds only those"
         )
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
-    vocabulary.chat_template = template if isinstance(template, str) else None
+    if template and isinstance(template, str):
+        keys["chat_template"] = template
 
 
 def _ends(source: Source) -> list[int]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from export.gguf import families, grids, metadata, tokenizer
-from export.gguf.plan import DENSE_BYTES, Planned
+from export.gguf.plan import DTYPES, Planned
 from export.gguf.tokenizer import Vocabulary
 from export.source import Source
 from export.target import Job
 from runtime.errors import RequestError
-
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def write(path: Path, job: Job, tensors: list[Planned], vocabulary: Vocabulary | None) -> None:
@@ -28,8 +28,7 @@ def write(path: Path, job: Job, tensors: list[Planned], vocabulary: Vocabulary |
     import gguf
 
     source, factors = job.source, metadata.rope_factors(job.source)
-    writer = gguf.GGUFWriter(path, families.find(source).architecture)
-    try:
+    with closing(gguf.GGUFWriter(path, families.find(source).architecture)) as writer:
         metadata.write(writer, source, tensors)
         tokenizer.write(writer, vocabulary)
         if factors is not None:
@@ -48,27 +47,29 @@ def write(path: Path, job: Job, tensors: list[Planned], vocabulary: Vocabulary |
                 job.losses[tensor.module or tensor.parameter] = error
             writer.write_tensor_data(data.numpy())
             job.progress.step(tensor.name)
-    finally:
-        writer.close()
 
 
 def encode(source: Source, tensor: Planned) -> tuple[torch.Tensor, float]:
     """The tensor's bytes (uint8, rows in GGUF's order) and the relative error ||W' - W|| / ||W|| of its values."""
+    import gguf
+
     if tensor.module is None:
         stored = source.dense(tensor.parameter)
         data = cast(stored, tensor)
         error = 0.0 if _holds(stored.dtype, tensor.type) else loss([(stored.float(), decode(data, tensor.type))])
     else:
         weight = source.weight(tensor.module)
-        if tensor.type in DENSE_BYTES:
+        if tensor.type in DTYPES:
             data = torch.cat([cast(value, tensor) for _, value in grids.values(weight)])
         elif tensor.anew:
-            data = torch.cat([_anew(value, tensor.type) for _, value in grids.values(weight)])
+            kind = gguf.GGMLQuantizationType[tensor.type]
+            parts = [gguf.quants.quantize(value.numpy(), kind) for _, value in grids.values(weight)]
+            data = torch.from_numpy(numpy.concatenate(parts))
         else:
             data = grids.pack(weight, tensor.type)
         # What the artifact has in a dense type is no loss: it is what loading it in that type gives.
-        parts = ((value, decode(data[rows], tensor.type)) for rows, value in grids.values(weight))
-        error = 0.0 if tensor.exact else loss(parts)
+        pairs = ((value, decode(data[rows], tensor.type)) for rows, value in grids.values(weight))
+        error = 0.0 if tensor.exact else loss(pairs)
     if tensor.heads is not None:
         data = data[families.permuted_rows(tensor.shape[0], tensor.heads)]
     return data.contiguous(), error
@@ -92,12 +93,6 @@ def decode(data: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.from_numpy(gguf.quants.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind]))
 
 
-def _anew(value: torch.Tensor, kind: str) -> torch.Tensor:
-    import gguf
-
-    return torch.from_numpy(gguf.quants.quantize(value.numpy(), gguf.GGMLQuantizationType[kind]))
-
-
 def _holds(dtype: torch.dtype, kind: str) -> bool:
     return kind == "F32" or DTYPES[kind] == dtype
 
@@ -115,7 +110,6 @@ def loss(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
 
 def _announce(writer: Any, name: str, shape: tuple[int, ...], kind: str, size: int) -> None:
     import gguf
-    import numpy
 
     # The package reads the shape of a byte array as bytes: rows keep theirs, the last dimension is what a row takes.
     as_bytes = (*shape[:-1], size // math.prod(shape[:-1]))

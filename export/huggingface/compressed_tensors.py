@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from export.huggingface.fused_layers import words
+from export.huggingface.fused_layers import grid_of, words
 from export.huggingface.grids import KERNEL_GROUPS, group_for, regrid, widened
 from export.huggingface.plan import Layout, Plan, UnfitError, integer_goal, same
 from export.huggingface.shards import Part, stored_part
@@ -67,8 +67,7 @@ class CompressedTensors(Layout):
             return [stored_part(source, name, spec) for name, spec in specs.items()]
 
         def make() -> Mapping[str, torch.Tensor]:
-            assert entry.scheme.grid is not None
-            weight = regrid(source.weight(module), entry.scheme.grid)
+            weight = regrid(source.weight(module), grid_of(entry))
             inputs = source.input_scale(module), source.input_zero_point(module)
             tensors = formats.get(entry.format).pack(weight, *inputs)
             return {f"{module}.{name}": tensor for name, tensor in tensors.items()}
@@ -89,8 +88,7 @@ class CompressedTensors(Layout):
         return build(plan.entries, [name for name in source.shapes if name not in source.embeddings])
 
     def objections(self, entry: ModuleEntry, shape: tuple[int, int], options: Any) -> Iterator[str]:
-        weights, activations = entry.scheme.grid, entry.scheme.activations
-        assert weights is not None
+        weights, activations = grid_of(entry), entry.scheme.activations
         if activations is None and weights.type == "int":
             yield from _weight_only(weights, shape)
         elif weights.strategy == "group" and not (

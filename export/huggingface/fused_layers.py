@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import GridScheme
 
 # {name of the fused layer in vLLM: names of its shards in a checkpoint}
 FUSED = {
@@ -65,6 +66,12 @@ def words(entry: ModuleEntry | None) -> str:
     if activations is not None:
         text += f", activations {activations.type}{activations.bits}"
     return text
+
+
+def grid_of(entry: ModuleEntry) -> GridScheme:
+    """The grid of an entry that a layout stores; the others are dense."""
+    assert entry.scheme.grid is not None
+    return entry.scheme.grid
 
 
 def _key(entry: ModuleEntry | None) -> object:

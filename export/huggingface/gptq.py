@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from export.huggingface.fused_layers import fused_sets, words
+from export.huggingface.fused_layers import fused_sets, grid_of, words
 from export.huggingface.grids import KERNEL_GROUPS, reflect_low_zeros, regrid
 from export.huggingface.plan import Layout, Plan, UnfitError, integer_goal, remark
 from export.huggingface.shards import Part
@@ -73,8 +73,7 @@ class Gptq(Layout):
         return ModuleEntry(Scheme(grid), FORMAT)
 
     def specs(self, source: Source, module: str, entry: ModuleEntry) -> dict[str, TensorSpec]:
-        weights = entry.scheme.grid
-        assert weights is not None
+        weights = grid_of(entry)
         rows, columns = source.shapes[module]
         groups, bits = weights.groups(columns), weights.bits
         return {
@@ -86,9 +85,8 @@ class Gptq(Layout):
 
     def parts(self, job: Job, module: str, entry: ModuleEntry) -> list[Part]:
         def make() -> Mapping[str, torch.Tensor]:
-            assert entry.scheme.grid is not None
             first = job.options.checkpoint_format == "gptq"
-            weight = regrid(job.source.weight(module), entry.scheme.grid)
+            weight = regrid(job.source.weight(module), grid_of(entry))
             weight = _in_float16(reflect_low_zeros(weight) if first else weight, job, module)
             return {f"{module}.{name}": tensor for name, tensor in pack(weight, first).items()}
 
@@ -113,8 +111,7 @@ class Gptq(Layout):
         return quantization_config(source, plan.entries, options.checkpoint_format)
 
     def objections(self, entry: ModuleEntry, shape: tuple[int, int], options: Any) -> Iterator[str]:
-        weights = entry.scheme.grid
-        assert weights is not None
+        weights = grid_of(entry)
         marlin = "Marlin, the fast kernel of vLLM, SGLang and GPTQModel,"
         if weights.bits not in (4, 8):
             yield f"{marlin} takes gptq of 4 and 8 bits: int{weights.bits} runs on slower kernels"
@@ -187,7 +184,7 @@ def quantization_config(source: Source, entries: Mapping[str, ModuleEntry], chec
     assert base is not None
     config: dict[str, Any] = {"quant_method": "gptq", **_numbers(base)}
     quantizers = [f"compress:{tool_versions().get('compress', '0')}"]
-    asymmetric = any(e.scheme.grid is not None and not e.scheme.grid.symmetric for e in entries.values())
+    asymmetric = any(not grid_of(entry).symmetric for entry in entries.values())
     if asymmetric and checkpoint_format == "gptq":
         quantizers.append(_ASYMMETRIC_MARK)
     config |= {
@@ -244,7 +241,6 @@ def _dynamic(source: Source, entries: Mapping[str, ModuleEntry], base: ModuleEnt
 
 
 def _numbers(entry: ModuleEntry) -> dict[str, Any]:
-    weights = entry.scheme.grid
-    assert weights is not None
+    weights = grid_of(entry)
     size = weights.group_size if weights.strategy == "group" else -1
     return {"bits": weights.bits, "group_size": size, "sym": weights.symmetric}

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from export.source import by_block
 from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
 
 # What Marlin, the kernel of vLLM and SGLang for 16-bit activations, knows beside whole rows.
@@ -31,16 +32,6 @@ def group_for(size: int, columns: int) -> int | None:
     return common if common >= SMALLEST_GROUP else None
 
 
-def holds(outer: GridScheme, inner: GridScheme, columns: int) -> bool:
-    """True when every weight on the grid `inner` lies on `outer` too (integer grids)."""
-    if outer.type != "int" or inner.type != "int" or outer.bits < inner.bits:
-        return False
-    if outer.symmetric and not inner.symmetric:
-        return False
-    wide, narrow = _width(outer, columns), _width(inner, columns)
-    return outer.strategy != "tensor" and (inner.strategy == "tensor" or narrow % wide == 0 or narrow >= columns)
-
-
 def union(schemes: list[GridScheme], columns: int) -> GridScheme | None:
     """The smallest integer grid of whole groups that holds all of `schemes`; None where there is none."""
     if any(scheme.type != "int" for scheme in schemes):
@@ -60,13 +51,14 @@ def regrid(weight: CompressedWeight, goal: GridScheme) -> CompressedWeight:
     Codes are signed, so they and their zero points are valid at every greater width as they are.
 
     Args:
-        goal: a grid that `holds` the weight's; for float grids only one with smaller groups.
+        goal: a grid on which all values of the weight's lie; for float grids only one with smaller groups.
     """
     scheme, scale = weight.on_grid
-    (rows, columns), zero = weight.values.shape, weight.zero_point
+    zero = weight.zero_point
     if goal.strategy != "tensor":
-        scale = _spread(scale, scheme, goal, rows, columns)
-        zero = None if zero is None else _spread(zero, scheme, goal, rows, columns)
+        width = _width(goal, weight.shape[1])
+        scale = by_block(scale, scheme, weight.shape, width)
+        zero = None if zero is None else by_block(zero, scheme, weight.shape, width)
     if not goal.symmetric and zero is None:
         zero = torch.zeros(scale.shape, dtype=torch.int8)
     after = Scheme(goal, weight.scheme.activations, None)
@@ -90,14 +82,6 @@ def reflect_low_zeros(weight: CompressedWeight) -> CompressedWeight:
         zero_point=torch.where(low, -1 - zero, zero),
         scale=torch.where(low, -scale, scale),
     )
-
-
-def _spread(grid: torch.Tensor, old: GridScheme, new: GridScheme, rows: int, columns: int) -> torch.Tensor:
-    """`[rows, groups]` of the new grid out of the old one's numbers."""
-    if old.strategy == "tensor":
-        grid = grid.reshape(1, 1).expand(rows, 1)
-    starts = torch.arange(new.groups(columns)) * _width(new, columns)
-    return grid[:, starts // _width(old, columns)].contiguous()
 
 
 def _width(scheme: GridScheme, columns: int) -> int:

@@ -1,11 +1,11 @@
-"""Script that loads a GPTQ folder with GPTQModel and writes its results: `python load_gptqmodel.py FOLDER ASKED.npz ANSWERED.npz [LOADER]`.
+"""Script that loads a GPTQ folder with GPTQModel and writes its results: `python load_gptqmodel.py FOLDER ASKED.npy ANSWERED.npz [LOADER]`.
 
 LOADER is "gptqmodel" (GPTQModel.load) or "transformers" (AutoModelForCausalLM, which needs optimum beside gptqmodel).
 
 A process of its own, since importing gptqmodel changes transformers; run by file name, so that it needs an interpreter with
-gptqmodel, torch and numpy, and nothing else of this project. ASKED has `rows` int64 `[n, seq]`, `lengths` `[n]` (of the prompts that
-the rows begin with) and `new_tokens`. ANSWERED has `half_logits` (GPTQModel as it is, float16) and, of the matrices that GPTQModel
-unpacks multiplied in float32, `logits` `[n, seq, vocab]` and `tokens` `[n, new_tokens]`, so that arithmetic is not what differs.
+gptqmodel, torch and numpy, and nothing else of this project. ASKED is `rows` int64 `[n, seq]`. ANSWERED has `half_logits`
+`[n, seq, vocab]` (GPTQModel as it is, float16) and `logits`, of the matrices that GPTQModel unpacks multiplied in float32, so that
+arithmetic is not what differs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ def main(folder: str, asked: str, answered: str, loader: str = "gptqmodel") -> N
     torch.set_num_threads(max(2, torch.get_num_threads()))  # with one thread GPTQModel does not load
     from gptqmodel.nn_modules.qlinear import BaseQuantLinear
 
-    with np.load(asked) as content:
-        rows, lengths = torch.from_numpy(content["rows"]), content["lengths"].tolist()
-        new_tokens = int(content["new_tokens"])
+    rows = torch.from_numpy(np.load(asked))
     model = _by_transformers(folder) if loader == "transformers" else _by_gptqmodel(folder)
     with torch.inference_mode():
         half = model(input_ids=rows, use_cache=False).logits.float()
@@ -38,11 +36,7 @@ def main(folder: str, asked: str, answered: str, loader: str = "gptqmodel") -> N
     torch.nn.Module.float(model)  # transformers forbids the method on models that it has loaded quantized
     with torch.inference_mode():
         logits = model(input_ids=rows, use_cache=False).logits.float()
-    tokens = torch.empty(len(rows), new_tokens, dtype=torch.int64)
-    for length in sorted(set(lengths)):  # batches of one length need no padding
-        chosen = [i for i, other in enumerate(lengths) if other == length]
-        tokens[chosen] = _greedy(model, rows[chosen, :length], new_tokens)
-    np.savez(answered, half_logits=half.numpy(), logits=logits.numpy(), tokens=tokens.numpy(), layers=len(layers))
+    np.savez(answered, half_logits=half.numpy(), logits=logits.numpy(), layers=len(layers))
 
 
 def _by_gptqmodel(folder: str) -> Any:
@@ -79,24 +73,6 @@ def dense(module: Any) -> Any:
     if module.bias is not None:
         layer.bias = torch.nn.Parameter(module.bias.detach().float(), requires_grad=False)
     return layer
-
-
-def _greedy(model: Any, ids: Any, count: int) -> Any:
-    """int64 `[n, count]` after prompts `[n, length]`."""
-    import inspect
-
-    import torch
-
-    cache, written = None, []
-    name = (
-        "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    )  # transformers 5.24 on
-    with torch.inference_mode():
-        for _ in range(count):
-            out = model(input_ids=ids, use_cache=True, **{name: cache})
-            ids, cache = out.logits[:, -1].argmax(-1, keepdim=True), getattr(out, name)
-            written.append(ids)
-    return torch.cat(written, 1)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,10 @@ class Layout(ABC):
 
     def remarks(self, source: Source, plan: Plan, options: Any) -> list[Conversion]:
         """What readers of this layout should know."""
-        rows = fused_rows(source, plan)
+        rows = {name: source.shapes[name][0] for name in plan.entries}
+        for fused, shards in fused_sets(plan.entries).items():
+            if not fused.endswith(".experts"):  # which are not stacked in rows
+                rows |= {name: sum(source.shapes[shard][0] for shard in shards) for name in shards}
         return merged(
             remark(text, [name])
             for name, entry in plan.entries.items()
@@ -78,15 +81,6 @@ class Layout(ABC):
     def check(self, entries: Mapping[str, ModuleEntry], source: Source) -> str | None:
         """Why these modules cannot be stored together, or None."""
         return None
-
-
-def fused_rows(source: Source, plan: Plan) -> dict[str, int]:
-    """{module: rows of the layer that engines make of it and its siblings}; experts are not stacked in rows."""
-    rows = {name: source.shapes[name][0] for name in plan.entries}
-    for fused, shards in fused_sets(plan.entries).items():
-        if not fused.endswith(".experts"):
-            rows |= {name: sum(source.shapes[shard][0] for shard in shards) for name in shards}
-    return rows
 
 
 def make_plan(layout: Layout, source: Source, options: Any) -> Plan:
@@ -147,12 +141,8 @@ def _unify(
     return result
 
 
-def changes(layout: Layout, source: Source, plan: Plan) -> list[Conversion]:
-    """One conversion for every pair of schemes that differ between artifact and export."""
-    return merged(_changes(layout, source, plan))
-
-
-def _changes(layout: Layout, source: Source, plan: Plan) -> Iterator[Conversion]:
+def changes(layout: Layout, source: Source, plan: Plan) -> Iterator[Conversion]:
+    """Modules whose scheme differs between artifact and export."""
     for name in (*plan.entries, *plan.dense):
         before, after = source.entries[name], plan.entries.get(name)
         if after is not None and same(before, after):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import subprocess
 import sys
 import tempfile
@@ -12,27 +13,24 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from export.huggingface import load_gptqmodel
-from export.huggingface.gptq_reader import PARTS, Folder
 from export.huggingface.plan import Plan
 from export.source import distance, in_float32
 from export.target import Job, Verification
-from export.verify import Probe, compare_logits, compare_tokens, probe
-from runtime.engines.rows import pad_left
+from export.verify import Probe, compare, compare_logits, probe
 from runtime.errors import CompressError, first_line
-from runtime.modeling.cache_argument import cache_argument
 from runtime.system.processes import how_it_ended
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Nats a token. Matrices are compared number by number; one side may round them to the model's dtype before it multiplies (1e-5).
-SAME_KL = 1e-4
-SAME_TIE = 0.1  # logits, likewise
-ROUNDED_KL = 1e-2  # activations are rounded at run time (one flip moves a whole step), or weights were rounded anew
-ROUNDED_TIE = 0.5
+# Mean KL (nats a token), and distance of two logits that may swap. Matrices are compared number by number; one side may round them to
+# the model's dtype before it multiplies (1e-5).
+SAME = (1e-4, 0.1)
+ROUNDED = (1e-2, 0.5)  # activations are rounded at run time (one flip moves a whole step), or weights were rounded anew
 _ENGINES = "vLLM and SGLang were not run; what their kernels take was checked against their sources"
 
 
@@ -51,7 +49,7 @@ def verify_compressed(job: Job, plan: Plan) -> Verification:
 
 def verify_gptq(job: Job, plan: Plan) -> Verification:
     """Every matrix through an independent reader, the model those make, and GPTQModel where it is installed."""
-    folder = Folder(job.folder)
+    folder = GptqFolder(job.folder)
     if sorted(folder.modules) != sorted(plan.entries):
         raise CompressError("the export does not hold the layers that were planned")
     tensors: dict[str, torch.Tensor] = {}
@@ -86,13 +84,10 @@ def verify_with_gptqmodel(
     Raises:
         CompressError: it does not load, or does not compute what the artifact does.
     """
-    import numpy as np
-
     script = Path(load_gptqmodel.__file__)
     with tempfile.TemporaryDirectory() as temporary:
-        asked, answered = Path(temporary) / "asked.npz", Path(temporary) / "answered.npz"
-        lengths = [len(prompt) for prompt in reference.prompts]
-        np.savez(asked, rows=reference.rows.numpy(), lengths=lengths, new_tokens=len(reference.continuations[0]))
+        asked, answered = Path(temporary) / "asked.npy", Path(temporary) / "answered.npz"
+        np.save(asked, reference.rows.numpy())
         command = [python, str(script), str(folder), str(asked), str(answered), loader]
         done = subprocess.run(command, capture_output=True, text=True, timeout=3600, env=environment)
         if done.returncode < 0:
@@ -101,14 +96,11 @@ def verify_with_gptqmodel(
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise CompressError(f"GPTQModel does not load the export: {last}")
         with np.load(answered) as content:
-            logits = torch.from_numpy(content["logits"])
-            half = torch.from_numpy(content["half_logits"])
-            tokens = content["tokens"].tolist()
-    found = compare_logits(reference, lambda rows: logits, ROUNDED_KL)
-    found |= compare_tokens(reference, lambda prompts, count: tokens, ROUNDED_TIE)
+            logits, half = (torch.from_numpy(content[name]) for name in ("logits", "half_logits"))
+    found = compare(reference, logits, *ROUNDED)
     result = {f"{loader}_{name}": value for name, value in found.items()}
     # as it computes by itself: float16 weights and activations
-    served = compare_logits(reference, lambda rows: half, ROUNDED_KL)
+    served = compare_logits(reference, lambda rows: half, ROUNDED[0])
     return result | {f"{loader}_float16_kl": served["kl"], f"{loader}_float16_top1": served["top1_agreement"]}
 
 
@@ -135,32 +127,12 @@ def load_transformers(
     return loaded
 
 
-@torch.no_grad()
-def greedy(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """The `count` likeliest tokens after each prompt, one left-padded batch, end tokens not heeded."""
-    ids, padding, positions = pad_left(prompts, torch.device("cpu"))
-    mask = torch.ones_like(ids) if padding is None else padding
-    written, cache, name = [], None, cache_argument(model)
-    for _ in range(count):
-        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **{name: cache})
-        ids, cache = out.logits[:, -1].float().argmax(-1, keepdim=True), out[name]
-        written.append(ids)
-        positions = positions[:, -1:] + 1
-        mask = torch.cat([mask, torch.ones_like(ids)], 1)
-    return torch.cat(written, 1).tolist()
-
-
 def compare_model(reference: Probe, model: Any, exact: bool = False) -> dict[str, Any]:
     """Logits and greedy tokens of a transformers model; CompressError where they are not the reference's."""
-
-    @torch.no_grad()
-    def logits(rows: torch.Tensor) -> torch.Tensor:
-        with contextlib.redirect_stderr(io.StringIO()):  # compressed-tensors unpacks now, with a bar
-            return model(input_ids=rows, use_cache=False).logits
-
-    metrics = compare_logits(reference, logits, SAME_KL if exact else ROUNDED_KL)
-    tie = SAME_TIE if exact else ROUNDED_TIE
-    return metrics | compare_tokens(reference, lambda prompts, count: greedy(model, prompts, count), tie)
+    # compressed-tensors unpacks now, with a bar
+    with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
+        logits: torch.Tensor = model(input_ids=reference.rows, use_cache=False).logits
+    return compare(reference, logits, *(SAME if exact else ROUNDED))
 
 
 def _check_unpacked(job: Job, plan: Plan, model: PreTrainedModel) -> dict[str, Any]:
@@ -207,3 +179,58 @@ def _fill(job: Job, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
         raise CompressError(f"the export's tensors are not the model's: {name} is {what}")
     model.tie_weights()
     return model
+
+
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+
+
+class GptqFolder:
+    """A GPTQ checkpoint: `modules` are the names that have a `qweight`.
+
+    Its reader shares no code with the writer: numpy, bit by bit. Of config.json it reads the checkpoint format only; bits and groups
+    are told by the shapes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        quantization = json.loads((path / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+        self.zero_offset = {"gptq": 1, "gptq_v2": 0}[quantization["checkpoint_format"]]
+        self.files: dict[str, Path] = {}
+        for file in sorted(path.glob("*.safetensors")):
+            with _open(file) as stream:
+                self.files |= dict.fromkeys(stream.keys(), file)
+        self.modules = [name.removesuffix(".qweight") for name in self.files if name.endswith(".qweight")]
+
+    def get(self, name: str) -> np.ndarray:
+        """A stored tensor, as it lies in its file."""
+        with _open(self.files[name]) as stream:
+            return np.asarray(stream.get_tensor(name))
+
+    def dequantize(self, module: str) -> np.ndarray:
+        """float32 `[out, in]`."""
+        qweight, qzeros, scales, g_idx = (self.get(f"{module}.{part}") for part in PARTS)
+        return dequantize(qweight, qzeros, scales, g_idx, self.zero_offset)
+
+
+def dequantize(
+    qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx: np.ndarray, zero_offset: int
+) -> np.ndarray:
+    """float32 `[out, in]` out of the four tensors; `zero_offset` is what the format takes off its zero points."""
+    columns, rows = g_idx.shape[0], scales.shape[1]
+    bits = qweight.shape[0] * 32 // columns
+    codes = unpack(qweight.T, bits, columns)  # [out, in]
+    zeros = unpack(qzeros, bits, rows) + zero_offset  # [groups, out]
+    return ((codes - zeros[g_idx].T) * scales.astype(np.float32)[g_idx].T).astype(np.float32)
+
+
+def unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """int32 words `[n, w]` -> unsigned codes `[n, count]`: bit j of code i is bit i * bits + j of the row, low bits first."""
+    rows = np.ascontiguousarray(words.astype("<i4")).view(np.uint8)
+    stream = np.unpackbits(rows, axis=1, bitorder="little")[:, : count * bits]
+    return stream.reshape(len(words), count, bits).astype(np.int64) @ (1 << np.arange(bits))
+
+
+def _open(file: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(str(file), framework="numpy")

@@ -13,7 +13,7 @@ from export.huggingface.gptq import Gptq
 from export.huggingface.plan import Layout, Plan, bytes_after, changes, make_plan
 from export.huggingface.shards import Part, stored_part, write
 from export.source import Source, distance, in_float32
-from export.target import Conversion, Job, Options, Target, Verification
+from export.target import Conversion, Job, Options, Target, Verification, merged
 from runtime.checkpoint.companions import companions, left_behind
 from runtime.formats import TensorSpec
 from runtime.modeling.layer_sizes import differing, is_ours
@@ -60,25 +60,25 @@ class HuggingFaceTarget(Target):
             return "checkpoint_format is an option of layout=gptq"
         if options.layout == "gptq" and not source.entries:
             return "nothing in it is compressed, so there is nothing to store in the gptq layout"
-        plan = _plan(source, options)
+        _, plan = _planned(source, options)
         if plan.problem is None and options.layout == "gptq" and not plan.entries:
             return "none of its layers is stored in integers, so there is nothing to store in the gptq layout"
         return plan.problem
 
     def conversions(self, source: Source, options: HuggingFaceOptions) -> list[Conversion]:
-        plan, layout = _plan(source, options), _layout(options)
-        return changes(layout, source, plan) + layout.remarks(source, plan, options)
+        layout, plan = _planned(source, options)
+        return merged(changes(layout, source, plan)) + layout.remarks(source, plan, options)
 
     def bytes_needed(self, source: Source, options: HuggingFaceOptions) -> int:
-        plan, layout, checkpoint = _plan(source, options), _layout(options), source.artifact.checkpoint
+        (layout, plan), checkpoint = _planned(source, options), source.artifact.checkpoint
         modules = sum(bytes_after(layout, source, plan, name) for name in (*plan.entries, *plan.dense))
         rest = sum(checkpoint.nbytes(name) for name in source.dense_names())
         return int((modules + rest) * 1.02) + (64 << 20)
 
     def write(self, job: Job) -> None:
         source, options = job.source, job.options
-        plan, layout = _plan(source, options), _layout(options)
-        parts = _parts(job, plan)
+        layout, plan = _planned(source, options)
+        parts = _parts(job, layout, plan)
         job.progress.phase(f"writing {len(parts)} tensors and layers", len(parts))
         write(job.folder, parts, job.progress.step)
         config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
@@ -101,7 +101,7 @@ class HuggingFaceTarget(Target):
             job.facts["checkpoint_format"] = options.checkpoint_format
 
     def verify(self, job: Job) -> Verification:
-        plan = _plan(job.source, job.options)
+        _, plan = _planned(job.source, job.options)
         if job.options.layout == "gptq":
             return proof.verify_gptq(job, plan)
         return proof.verify_compressed(job, plan)
@@ -117,17 +117,14 @@ class HuggingFaceTarget(Target):
         ]
 
 
-def _layout(options: HuggingFaceOptions) -> Layout:
-    return Gptq() if options.layout == "gptq" else CompressedTensors()
+def _planned(source: Source, options: HuggingFaceOptions) -> tuple[Layout, Plan]:
+    layout = Gptq() if options.layout == "gptq" else CompressedTensors()
+    return layout, make_plan(layout, source, options)
 
 
-def _plan(source: Source, options: HuggingFaceOptions) -> Plan:
-    return make_plan(_layout(options), source, options)
-
-
-def _parts(job: Job, plan: Plan) -> list[Part]:
+def _parts(job: Job, layout: Layout, plan: Plan) -> list[Part]:
     """Everything that is stored, in the artifact's order of names."""
-    source, layout = job.source, _layout(job.options)
+    source = job.source
     found: dict[str, list[Part]] = {name: layout.parts(job, name, entry) for name, entry in plan.entries.items()}
     for name in plan.dense:
         found[name] = [_dense(job, name)]

@@ -9,16 +9,12 @@ import torch
 from export.onnx_graph.dialect import Dialect, layer_rules, multiplies_integers
 from export.onnx_graph.grid import TENSORRT, fit, grid_bytes, why_not
 from export.source import Source, dtype_name
-from export.target import Conversion, merged
+from export.target import Conversion
 from runtime.formats.scheme import Scheme
 
 
-def conversions(source: Source, spoken: Dialect) -> list[Conversion]:
-    """What the graph says in other words than the artifact."""
-    return merged(_changes(source, spoken))
-
-
-def _changes(source: Source, spoken: Dialect) -> Iterator[Conversion]:
+def changes(source: Source, spoken: Dialect) -> Iterator[Conversion]:
+    """What the graph says in other words than the artifact, layer by layer."""
     for name in source.entries:
         size: int | None = growth(source, name, spoken)
         for what, exact in _changes_of(source, name, spoken):

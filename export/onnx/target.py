@@ -7,13 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
-from export.folder import copy_tokenizer, write_json
-from export.onnx.conversions import conversions, has_static_int8
+from export.folder import copy_files, write_json
+from export.onnx.conversions import changes, has_static_int8
 from export.onnx_graph.dialect import OnnxOptions, dialect_of, fast_name
 from export.onnx_graph.grid import ONNX, why_not
 from export.source import Source
-from export.target import Conversion, Job, Options, Target, Verification
-from runtime.formats.scheme import Scheme
+from export.target import Conversion, Job, Options, Target, Verification, merged
 from runtime.modeling.skeleton import is_speech
 
 # sentence-transformers' files, which say how an encoder's states become an embedding.
@@ -35,13 +34,16 @@ class OnnxTarget(Target):
         if source.compressed_expert is not None:
             return f"{source.compressed_expert} is a routed expert's, and a graph does not choose experts token by token yet"
         for name, entry in source.entries.items():
-            reason = _why_not(entry.scheme, source.shapes[name], options.requantize)
+            acts, grid = entry.scheme.activations, entry.scheme.grid
+            if acts is not None and acts.type == "float" and not acts.symmetric:
+                return f"{name} has fp8 activations with a zero point, which no ONNX operator computes"
+            reason = None if grid is None or options.requantize else why_not(grid, source.shapes[name], ONNX)
             if reason is not None:
                 return f"{name} has {reason}"
         return None
 
     def conversions(self, source: Source, options: Any) -> list[Conversion]:
-        return conversions(source, dialect_of(options))
+        return merged(changes(source, dialect_of(options)))
 
     def bytes_needed(self, source: Source, options: Any) -> int:
         return int(2.5 * sum(rows * columns for rows, columns in source.shapes.values())) + source.bytes + (16 << 20)
@@ -81,15 +83,6 @@ def products(job: Job) -> dict[str, int]:
     return found if isinstance(found, dict) else {"model.onnx": found}
 
 
-def _why_not(scheme: Scheme, shape: tuple[int, int], requantize: bool) -> str | None:
-    acts = scheme.activations
-    if acts is not None and acts.type == "float" and not acts.symmetric:
-        return "fp8 activations with a zero point, which no ONNX operator computes"
-    if scheme.grid is None or requantize:
-        return None
-    return why_not(scheme.grid, shape, ONNX)
-
-
 def write_fast(path: Path) -> None:
     """A second, small graph over the same data file: products may round activations to int8 (`kernels="fast"`).
 
@@ -110,7 +103,7 @@ def write_config(source: Source, folder: Path) -> None:
     config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
     write_json(folder / "config.json", config)
-    copy_tokenizer(source.path, folder)
+    copy_files(source.path, folder)
     for pattern in _POOLING_FILES:
         for file in source.path.glob(pattern):
             place = folder / file.relative_to(source.path)

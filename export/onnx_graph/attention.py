@@ -12,6 +12,7 @@ from export.onnx_graph.builder import Builder, fixed
 from export.onnx_graph.dialect import Dialect
 from export.onnx_graph.marks import DOMAIN
 from export.onnx_graph.matmul_nbits import MICROSOFT
+from export.onnx_graph.trace import OPSET, drop_unused_inputs
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -30,25 +31,24 @@ def holds_window(mask: onnx_ir.Value, window: int) -> bool:
     `window` does not speak of show. False also where it is not made of the graph's inputs and constants alone.
     """
     import onnx_ir
+    import onnxruntime
 
-    nodes, leaves = _origin(mask)
-    graph = mask.graph
-    if graph is None or any(node.domain == DOMAIN for node in nodes):
+    if mask.graph is None:
         return False
-    inputs = [value for value in leaves if value.is_graph_input()]
-    if any(str(value.name) not in _INPUTS and not str(value.name).startswith(_CACHE) for value in inputs):
+    part = onnx_ir.convenience.extract(mask.graph, list(mask.graph.inputs), [mask])
+    drop_unused_inputs(part)
+    names = [str(value.name) for value in part.inputs]
+    if any(node.domain == DOMAIN for node in part):
         return False
-    past = max([window, *_row_lengths(leaves)]) + _NEW
-    part = onnx_ir.convenience.extract(graph, inputs, [mask])
+    if any(name not in _INPUTS and not name.startswith(_CACHE) for name in names):
+        return False
+    past = max([window, *_row_lengths(part)]) + _NEW
     feeds: dict[str, np.ndarray[Any, Any]] = {}
-    for value in part.inputs:
-        name = str(value.name)
+    for name, value in zip(names, part.inputs, strict=True):
         if name.startswith(_CACHE):
             # Its length is all that a mask asks of the cache; the rest would be large, or bfloat16, which numpy does not have.
-            value.shape, value.type = (
-                onnx_ir.Shape(["batch", "heads", "past", "size"]),
-                onnx_ir.TensorType(onnx_ir.DataType.FLOAT),
-            )
+            value.shape = onnx_ir.Shape(["batch", "heads", "past", "size"])
+            value.type = onnx_ir.TensorType(onnx_ir.DataType.FLOAT)
         feeds[name] = _feed(name, past)
     total = np.arange(past + _NEW)
     row = np.arange(past, past + _NEW)[:, None]
@@ -57,38 +57,25 @@ def holds_window(mask: onnx_ir.Value, window: int) -> bool:
         wanted &= feeds["attention_mask"][0] != 0
     if window:
         wanted &= total[None] > row - window
+    part.opset_imports.setdefault("", OPSET)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
     try:
-        found = _compute(part, feeds)
+        model = onnx_ir.to_proto(onnx_ir.Model(part, ir_version=10)).SerializeToString()
+        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        found = session.run(None, feeds)[0]
     except Exception as error:  # ONNX Runtime raises a class of its own for each status
         _log.info("the mask cannot be computed apart: %s", error)
         return False
     return found.dtype == np.bool_ and found.shape[-2:] == wanted.shape and bool((found == wanted).all())
 
 
-def _origin(value: onnx_ir.Value) -> tuple[set[onnx_ir.Node], set[onnx_ir.Value]]:
-    """Nodes that a value is computed by, and the inputs and constants that they start from."""
-    nodes: set[onnx_ir.Node] = set()
-    leaves: set[onnx_ir.Value] = set()
-    pending = [value]
-    while pending:
-        found = pending.pop()
-        node = found.producer()
-        if node is None:
-            leaves.add(found)
-        elif node not in nodes:
-            nodes.add(node)
-            pending += [source for source in node.inputs if source is not None]
-            if node.op_type == "Constant":
-                leaves.add(found)
-    return nodes, leaves
-
-
-def _row_lengths(leaves: set[onnx_ir.Value]) -> list[int]:
+def _row_lengths(part: onnx_ir.Graph) -> list[int]:
     """Integers among constants that could be a window or the size of a chunk."""
     import onnx_ir
 
     found: list[int] = []
-    for value in leaves:
+    for value in (*part.initializers.values(), *(output for node in part for output in node.outputs)):
         constant = onnx_ir.convenience.get_const_tensor(value)
         if constant is not None and constant.dtype in (onnx_ir.DataType.INT64, onnx_ir.DataType.INT32):
             found += [int(number) for number in np.abs(constant.numpy()).reshape(-1) if number < _LONGEST]
@@ -107,46 +94,22 @@ def _feed(name: str, past: int) -> np.ndarray[Any, Any]:
     return np.zeros((1, 1, past, 1), np.float32)
 
 
-def _compute(part: onnx_ir.Graph, feeds: dict[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    import onnx_ir
-    import onnxruntime
-
-    from export.onnx_graph.trace import OPSET
-
-    part.opset_imports.setdefault("", OPSET)
-    model = onnx_ir.to_proto(onnx_ir.Model(part, ir_version=10))
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    result: np.ndarray[Any, Any] = session.run(None, feeds)[0]
-    return result
-
-
 _BIAS = "compress.bias"  # where a graph keeps {mask: additive bias}
 
 
 def write_attention(b: Builder, mark: onnx_ir.Node, dialect: Dialect, biases: dict[Any, Any]) -> onnx_ir.Value:
-    """`[b, heads, s, d]`; `biases` shares what was made of one mask."""
+    """`[b, heads, s, d]`; `biases` shares what was made of one mask.
+
+    For TensorRT ONNX's `Attention` (opset 23) with one output: it refuses one with a cache, and knows grouped queries by itself. Else
+    two products and a softmax; the query heads that share keys lie in one matrix.
+    """
+    scale, softcap = mark.attributes.get_float("scale"), mark.attributes.get_float("softcap", 0.0)
     if dialect.name == "tensorrt":
-        return _operator(b, mark)
-    return _products(b, mark, dialect, biases)
-
-
-def _operator(b: Builder, mark: onnx_ir.Node) -> onnx_ir.Value:
-    """ONNX's `Attention` (opset 23) with one output: TensorRT refuses it with a cache, and knows grouped queries by itself."""
-    softcap = mark.attributes.get_float("softcap", 0.0)
-    attributes: dict[str, Any] = {"scale": mark.attributes.get_float("scale")} | (
-        {"softcap": softcap} if softcap else {}
-    )
-    return b.op("Attention", mark.inputs, "Attention", like=mark.outputs[0], **attributes)
-
-
-def _products(b: Builder, mark: onnx_ir.Node, dialect: Dialect, biases: dict[Any, Any]) -> onnx_ir.Value:
-    """Two products and a softmax; the query heads that share keys lie in one matrix."""
+        attributes: dict[str, Any] = {"scale": scale} | ({"softcap": softcap} if softcap else {})
+        return b.op("Attention", mark.inputs, "Attention", like=mark.outputs[0], **attributes)
     query, key, value, mask = _states(mark)
     heads, kv_heads, width, size = _size(query, 1), _size(key, 1), _size(query, 3), _size(value, 3)
     grouped = heads != kv_heads
-    scale, softcap = mark.attributes.get_float("scale"), mark.attributes.get_float("softcap", 0.0)
     query = b.op("Mul", [query, b.constant(scale, dialect.dtype)], "scaled")
     if grouped:  # query heads that share keys are neighbours: [b, kv, heads / kv * s, d]
         query = b.op("Reshape", [query, b.constant([0, kv_heads, -1, width])], "grouped")
@@ -169,7 +132,7 @@ def _products(b: Builder, mark: onnx_ir.Node, dialect: Dialect, biases: dict[Any
 
 def _bias(b: Builder, mask: onnx_ir.Value, dialect: Dialect, biases: dict[Any, Any]) -> onnx_ir.Value:
     """0 where the mask is true, else so low that it never counts; half the lowest number, so that adding a score stays finite."""
-    if mask.dtype is not None and mask.dtype != _bool():
+    if mask.dtype is not None and mask.dtype.name != "BOOL":
         return mask
     if mask not in biases:
         low = b.constant(torch.finfo(dialect.dtype).min / 2, dialect.dtype)
@@ -191,7 +154,7 @@ def why_not_grouped(marks: list[onnx_ir.Node], inputs: dict[str, onnx_ir.Value])
         if not mark.attributes.get_int("causal", 0):
             return "attention is not causal"
         query, key, value, mask = _states(mark)
-        if mask is not None and mask.dtype != _bool():
+        if mask is not None and (mask.dtype is None or mask.dtype.name != "BOOL"):
             return "attention adds a bias of its own"
         if _size(query, 3) % 8 or _size(query, 3) != _size(value, 3):
             return f"heads of {_size(query, 3)} and {_size(value, 3)} numbers"
@@ -260,12 +223,6 @@ def _lengths(b: Builder, dialect: Dialect, shared: dict[Any, Any]) -> tuple[Any,
         shape = b.op("Concat", [ones, ones, sequence, ones], "lengths/shape", axis=0)
         shared[_BIAS] = (last, total, b.op("Expand", [row, shape], "lengths/bias"))
     return shared[_BIAS]
-
-
-def _bool() -> Any:
-    import onnx_ir
-
-    return onnx_ir.DataType.BOOL
 
 
 def _states(mark: onnx_ir.Node) -> tuple[Any, ...]:

@@ -14,32 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from export.onnx_graph.grid import Grid, Rules, to_grid
-from export.source import Source
+from export.onnx_graph.grid import Rules, to_grid
 from export.target import Job
 from export.verify import Probe, compare_logits, load_artifact, probe, probe_model
 from runtime import formats
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
+from runtime.formats.scheme import GridScheme, Scheme
 from runtime.modeling.skeleton import model_kind
 
 if TYPE_CHECKING:
     from runtime.layers.compressed_linear import CompressedLinear
-
-
-@dataclass(frozen=True)
-class Change:
-    """What an export computes in another way than the artifact.
-
-    Attributes:
-        rules: that weights are rounded anew by.
-        anew: layers whose weights are rounded anew.
-        float_inputs: layers whose inputs are no longer rounded.
-    """
-
-    rules: Rules
-    anew: Collection[str]
-    float_inputs: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -56,25 +40,29 @@ class Expected:
     change: dict[str, float] = field(default_factory=dict)
 
 
-def expect(job: Job, change: Change) -> Expected:
-    """Run a decoder on the CPU in float32, with the change and without it. One model is in memory at a time."""
-    if not change.anew and not change.float_inputs:
+def expect(job: Job, rules: Rules, float_inputs: Collection[str] = ()) -> Expected:
+    """Run a decoder on the CPU in float32, with the change and without it. One model is in memory at a time.
+
+    Args:
+        job: its `losses` name the layers whose weights were rounded anew.
+        rules: that they were rounded by.
+        float_inputs: layers whose inputs are no longer rounded.
+    """
+    if not job.losses and not float_inputs:
         return Expected(probe(job))
-    source = job.source
-    model = load_changed(source, change)
-    found = probe_model(model)
-    del model
+    found = probe_model(load_changed(job, rules, float_inputs))
     gc.collect()
-    original = replace(found, logits=load_artifact(source).logits(found.rows))
+    original = replace(found, logits=load_artifact(job.source).logits(found.rows))
     loss = compare_logits(original, lambda _: found.logits, float("inf"))
     return Expected(found, {f"{name}_of_change": loss[name] for name in ("kl", "top1_agreement")})
 
 
-def load_changed(source: Source, change: Change) -> Any:
-    """The artifact's model in float32 on the CPU, of its kind, with the change made."""
+def load_changed(job: Job, rules: Rules, float_inputs: Collection[str] = ()) -> Any:
+    """The artifact's model in float32 on the CPU, of its kind, with the change made; see `expect`."""
     from runtime.api.model import Model
     from runtime.engines.torch.engine import Blueprint, TorchEngine
 
+    source = job.source
     if model_kind(source.config) == "decoder":
         # Loaded the usual way its layers may be fused, and none could be replaced.
         cpu = torch.device("cpu")
@@ -84,23 +72,29 @@ def load_changed(source: Source, change: Change) -> Any:
         model = load_artifact(source)
         module = model.engine.module
     for name in source.entries:
-        if name in change.anew or name in change.float_inputs:
+        if name in job.losses or name in float_inputs:
             parent, _, leaf = name.rpartition(".")
-            owner, layer = module.get_submodule(parent), _layer(source, name, change)
+            owner, layer = module.get_submodule(parent), _layer(job, name, rules, name in float_inputs)
             layer.bias = getattr(owner, leaf).bias
             setattr(owner, leaf, layer)
     return model
 
 
-def _layer(source: Source, name: str, change: Change) -> CompressedLinear:
+def _layer(job: Job, name: str, rules: Rules, float_inputs: bool) -> CompressedLinear:
     """One layer in float32, rounded anew if the writer did so, without the grid of its inputs if the writer had no word for it."""
     from runtime.layers.compressed_linear import CompressedLinear
 
-    scheme = source.entries[name].scheme
-    acts = None if name in change.float_inputs else scheme.activations
+    source, scheme = job.source, job.source.entries[name].scheme
+    acts = None if float_inputs else scheme.activations
     weight = source.weight(name)
-    if name in change.anew:
-        weight = _regridded(weight, to_grid(weight, change.rules, True, name), acts)
+    if name in job.losses:
+        # the grid `[K, N]` that the writer rounds to, as the runtime holds one `[N, K]`
+        grid = to_grid(weight, rules, True, name)
+        strategy: Any = "group" if grid.block is not None else "channel" if grid.scale.dim() else "tensor"
+        scale = grid.scale.t().contiguous() if grid.block is not None else grid.scale.unsqueeze(-1)
+        anew = Scheme(GridScheme(grid.bits, "int", True, strategy, grid.block), acts)
+        values = grid.codes.t().contiguous()
+        weight = replace(weight, values=values, scale=scale, zero_point=None, mask=None, scheme=anew)
     else:
         weight = replace(weight, scheme=replace(scheme, activations=acts))
     storage = formats.choose(weight.scheme, source.shapes[name])
@@ -113,12 +107,3 @@ def _layer(source: Source, name: str, change: Change) -> CompressedLinear:
     layer.to(torch.float32)
     layer.prepare()
     return layer
-
-
-def _regridded(weight: CompressedWeight, grid: Grid, acts: ActivationScheme | None) -> CompressedWeight:
-    """A weight on the grid `[K, N]` that the writer rounds to, as the runtime holds one `[N, K]`."""
-    strategy: Any = "group" if grid.block is not None else "channel" if grid.scale.dim() else "tensor"
-    scale = grid.scale.t() if grid.block is not None else grid.scale.unsqueeze(-1)
-    scheme = Scheme(GridScheme(grid.bits, "int", True, strategy, grid.block), acts)
-    values = grid.codes.t().contiguous()
-    return replace(weight, values=values, scale=scale.contiguous(), zero_point=None, mask=None, scheme=scheme)

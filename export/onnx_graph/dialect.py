@@ -11,8 +11,6 @@ from export.onnx_graph.grid import ONNX, TENSORRT, Rules
 from export.target import Options
 from runtime.formats.scheme import Scheme
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16}
-
 
 class OnnxOptions(Options):
     """Options of `--target onnx`."""
@@ -33,29 +31,26 @@ class Dialect:
         opset: of the default domain.
         dtype: activations and logits.
         rules: of weights.
+        own_operators: operators of `com.microsoft` are used.
     """
 
     name: Literal["onnx", "ort", "tensorrt"]
     opset: int
     dtype: torch.dtype
     rules: Rules
-
-    @property
-    def own_operators(self) -> bool:
-        """Operators of `com.microsoft` are used."""
-        return self.name == "ort"
+    own_operators: bool
 
 
 def dialect(name: Literal["onnx", "ort", "tensorrt"], dtype: torch.dtype) -> Dialect:
     """The dialect of that name with activations in `dtype`."""
     if name == "tensorrt":
-        return Dialect(name, 23, dtype, TENSORRT)
-    return Dialect(name, 21, dtype, ONNX)
+        return Dialect(name, 23, dtype, TENSORRT, False)
+    return Dialect(name, 21, dtype, ONNX, name == "ort")
 
 
 def dialect_of(options: OnnxOptions) -> Dialect:
     """What the options ask for."""
-    return dialect("ort" if options.ort else "onnx", _DTYPES[options.dtype])
+    return dialect("ort" if options.ort else "onnx", getattr(torch, options.dtype))
 
 
 def multiplies_integers(scheme: Scheme) -> bool:

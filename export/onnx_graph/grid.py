@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from export.source import in_float32
+from export.source import by_block, in_float32
 from runtime.errors import RequestError
 from runtime.formats.scheme import CompressedWeight, GridScheme
 
@@ -194,20 +194,14 @@ def _block(size: int | None, columns: int, rules: Rules) -> int | None:
 
 def _exact(weight: CompressedWeight, said: Fit) -> Grid:
     scheme, scale = weight.on_grid
-    rows, columns = weight.values.shape
     codes = weight.values.t().contiguous()
-    if said.block is None:
-        return Grid(codes, 8, scale.reshape(()) if scheme.strategy == "tensor" else scale.reshape(rows), None, None)
-    # The group that each block lies in: blocks divide groups, or there is one group a row.
-    size = scheme.group_size if scheme.strategy == "group" else None
-    groups = torch.arange(-(-columns // said.block)) * said.block // (size or columns)
-
-    def spread(values: torch.Tensor) -> torch.Tensor:
-        values = values.reshape(1, 1).expand(rows, 1) if scheme.strategy == "tensor" else values
-        return values[:, groups].t().contiguous()
-
-    zero = weight.zero_point
-    return Grid(codes, said.bits, spread(scale), None if zero is None else spread(zero), said.block)
+    block = said.block
+    if block is None:
+        return Grid(codes, 8, scale.reshape(()) if scheme.strategy == "tensor" else scale.reshape(-1), None, None)
+    scales, zero = by_block(scale, scheme, weight.shape, block).t().contiguous(), None
+    if weight.zero_point is not None:
+        zero = by_block(weight.zero_point, scheme, weight.shape, block).t().contiguous()
+    return Grid(codes, said.bits, scales, zero, block)
 
 
 def _positive(grid: Grid) -> Grid | None:

@@ -60,12 +60,6 @@ def _static(
     return Quantized(b.op("QuantizeLinear", [x, step, point], "QuantizeLinear"), step, point)
 
 
-def _rounded(b: Builder, quantized: Quantized, like: onnx_ir.Value) -> onnx_ir.Value:
-    """`DequantizeLinear` of what `static` made: the rounded input."""
-    inputs = [quantized.codes, quantized.scale, quantized.zero_point]
-    return b.op("DequantizeLinear", inputs, "input/DequantizeLinear", like=like)
-
-
 def _dynamic(b: Builder, x: onnx_ir.Value, scheme: ActivationScheme, dtype: torch.dtype) -> Quantized:
     """Codes and scale made at run time, for each token or for the whole tensor."""
     smallest, largest = code_limits(scheme)
@@ -110,11 +104,8 @@ def _dequantize(b: Builder, quantized: Quantized, like: onnx_ir.Value, dtype: to
 def write_linear(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
     """`x [..., K]` times the layer's matrix, plus its bias."""
     entry = job.source.entries.get(module)
-    if entry is None or entry.scheme.grid is None:
-        result = _dense(b, job, module, x, dialect)
-    else:
-        result = _compressed(b, job, module, x, dialect)
-    return add_bias(b, job, module, result, dialect)
+    product = _dense if entry is None or entry.scheme.grid is None else _compressed
+    return add_bias(b, job, module, product(b, job, module, x, dialect), dialect)
 
 
 def add_bias(b: Builder, job: Job, module: str, result: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
@@ -152,7 +143,9 @@ def _compressed(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Di
         quantized = _static(b, x, module, acts, job.source, dialect.dtype)
         if integers and dialect.own_operators:
             return _integer_product(b, module, quantized, grid, dialect)
-        return _product(b, module, _rounded(b, quantized, x), grid, dialect)
+        inputs = [quantized.codes, quantized.scale, quantized.zero_point]
+        rounded = b.op("DequantizeLinear", inputs, "input/DequantizeLinear", like=x)
+        return _product(b, module, rounded, grid, dialect)
     quantized = _dynamic(b, x, acts, dialect.dtype)
     if integers:
         return _integer_product(b, module, quantized, grid, dialect)

@@ -5,7 +5,7 @@ A mark becomes what a dialect of ONNX says for it afterwards (`export.onnx_graph
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,42 +24,23 @@ class MarkError(Exception):
 
 
 class Mark(nn.Module):
-    """Base of the layers' marks: an operator with the attribute `module`."""
+    """`compress::Linear(x [..., columns]) -> [..., rows]`, the bias in it, or `compress::Embedding(ids [...]) -> [..., columns]`: an
+    operator with the attribute `module`, which the writer replaces. An embedding is times the model's scale."""
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
+    def __init__(self, kind: str, name: str, shape: tuple[int, int], dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__()
-        self.name, self.dtype = name, dtype
+        self.kind, self.name, self.dtype, self.embed_scale = kind, name, dtype, scale
+        self.out_features, self.in_features = self.num_embeddings, self.embedding_dim = shape
         # Some models look at a layer's weight to learn its dtype.
         self.register_buffer("weight", torch.empty(0, dtype=dtype), persistent=False)
 
-    def mark(self, kind: str, x: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """A symbolic node `kind` of this module in the traced graph, with the given dtype and shape."""
-        attributes: dict[str, Any] = {"module": self.name}
-        return torch.onnx.ops.symbolic(f"{DOMAIN}::{kind}", (x,), attributes, dtype=dtype, shape=shape, version=1)
-
-
-class LinearMark(Mark):
-    """`compress::Linear(x [..., in]) -> [..., out]`; the bias belongs to it."""
-
-    def __init__(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
-        super().__init__(name, dtype)
-        self.out_features, self.in_features = rows, columns
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., out_features]`, as a node that the writer replaces."""
-        return self.mark("Linear", x, x.dtype, (*x.shape[:-1], self.out_features))
-
-
-class EmbeddingMark(Mark):
-    """`compress::Embedding(ids [...]) -> [..., columns]`."""
-
-    def __init__(self, name: str, rows: int, columns: int, dtype: torch.dtype, scale: float) -> None:
-        super().__init__(name, dtype)
-        self.num_embeddings, self.embedding_dim, self.embed_scale = rows, columns, scale
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """`[..., embedding_dim]`, as a node that the writer replaces, times the model's embedding scale."""
-        found = self.mark("Embedding", ids, self.dtype, (*ids.shape, self.embedding_dim))
+        """The layer's output."""
+        table = self.kind == "Embedding"
+        shape = (*x.shape, self.embedding_dim) if table else (*x.shape[:-1], self.out_features)
+        attributes: dict[str, Any] = {"module": self.name}
+        dtype = self.dtype if table else x.dtype
+        found = torch.onnx.ops.symbolic(f"{DOMAIN}::{self.kind}", (x,), attributes, dtype=dtype, shape=shape, version=1)
         return found if self.embed_scale == 1.0 else found * self.embed_scale
 
 
@@ -115,10 +96,9 @@ def mark_layers(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[int, in
 
     found: dict[str, tuple[int, int]] = {}
     for name, module in list(model.named_modules()):
-        mark: nn.Module
         if isinstance(module, (nn.Linear, CompressedLinear)):
             shape = (module.out_features, module.in_features)
-            mark = LinearMark(name, *shape, dtype)
+            mark = Mark("Linear", name, shape, dtype)
         elif isinstance(module, (nn.Embedding, CompressedEmbedding)):
             usual = type(module).forward in (nn.Embedding.forward, CompressedEmbedding.forward)
             if not usual and not hasattr(module, "embed_scale"):
@@ -126,7 +106,7 @@ def mark_layers(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[int, in
             weight = module.shape if isinstance(module, CompressedEmbedding) else tuple(module.weight.shape)
             shape = (int(weight[0]), int(weight[1]))
             scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", 1.0))
-            mark = EmbeddingMark(name, *shape, dtype, float(scale))
+            mark = Mark("Embedding", name, shape, dtype, float(scale))
         else:
             continue
         parent, _, leaf = name.rpartition(".")

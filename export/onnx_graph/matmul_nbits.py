@@ -10,7 +10,7 @@ from export.onnx_graph.builder import Builder
 from export.onnx_graph.dialect import Dialect
 from export.onnx_graph.grid import Grid
 from export.onnx_graph.marks import DOMAIN
-from export.onnx_graph.store import onnx_type
+from export.onnx_graph.store import nibbles, onnx_type
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -58,16 +58,10 @@ def packed(codes: torch.Tensor, block: int, bits: int) -> torch.Tensor:
     unsigned = (codes.t().to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
     columns, rows = unsigned.shape
     padded = torch.nn.functional.pad(unsigned, (0, -rows % block), value=1 << (bits - 1)).reshape(columns, -1, block)
-    if bits == 4:
-        padded = padded[..., ::2] | (padded[..., 1::2] << 4)
-    return padded.contiguous()
+    return (nibbles(padded) if bits == 4 else padded).contiguous()
 
 
 def packed_zero_points(zero: torch.Tensor, bits: int) -> torch.Tensor:
     """Signed zero points `[blocks, N]` as uint8 `[N, ceil(blocks * bits / 8)]`."""
     unsigned = (zero.t().to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
-    if bits == 4:
-        if unsigned.shape[1] % 2:
-            unsigned = torch.nn.functional.pad(unsigned, (0, 1))
-        unsigned = unsigned[:, ::2] | (unsigned[:, 1::2] << 4)
-    return unsigned.contiguous()
+    return (nibbles(unsigned) if bits == 4 else unsigned).contiguous()

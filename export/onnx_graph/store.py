@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +64,7 @@ class Store:
 
         One that is there already under the name is given back: it belongs to a layer that is called twice.
         """
+        import onnx
         import onnx_ir as ir
 
         found = self._added.get(name)
@@ -73,10 +73,15 @@ class Store:
         dtype = ir.DataType.INT4 if bits == 4 else onnx_type(tensor.dtype)
         shape = ir.Shape(tensor.shape)
         flat = tensor.detach().contiguous()
-        raw = _packed(flat) if bits == 4 else flat.reshape(-1).view(torch.uint8)
-        content = raw.numpy()
-        small = content.nbytes <= INLINE
-        value = _inline(content, dtype, shape, name) if small else self._external(content.data, dtype, shape, name)
+        raw = flat.reshape(-1).view(torch.uint8)
+        content = (nibbles(raw & 15) if bits == 4 else raw).numpy()
+        if content.nbytes <= INLINE:
+            inline = onnx.TensorProto(
+                name=name, data_type=int(dtype), dims=list(tensor.shape), raw_data=content.tobytes()
+            )
+            value: Any = ir.serde.TensorProtoTensor(inline)
+        else:
+            value = self._external(content.data, dtype, shape, name)
         initializer = ir.Value(name=name, const_value=value, shape=shape, type=ir.TensorType(dtype))
         self.graph.register_initializer(initializer)
         self._added[name] = initializer
@@ -96,9 +101,8 @@ class Store:
     def _external(self, content: Any, dtype: Any, shape: Any, name: str) -> Any:
         import onnx_ir as ir
 
-        size, data = memoryview(content).nbytes, self.data
-        start = data.write(content)
-        return ir.ExternalTensor(data.name, start, size, dtype, shape=shape, name=name, base_dir=str(data.folder))
+        start, size, folder = self.data.write(content), memoryview(content).nbytes, str(self.data.folder)
+        return ir.ExternalTensor(self.data.name, start, size, dtype, shape=shape, name=name, base_dir=folder)
 
 
 def in_dtype(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -114,30 +118,15 @@ def in_dtype(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tenso
     return result
 
 
-def _packed(codes: torch.Tensor) -> torch.Tensor:
-    """Signed 4-bit codes of any shape, two a byte in memory order, the first in the low half (ONNX `INT4`)."""
-    flat = codes.reshape(-1).view(torch.uint8) & 15
-    if flat.numel() % 2:
-        flat = torch.nn.functional.pad(flat, (0, 1))
-    return flat[::2] | (flat[1::2] << 4)
+def nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """4-bit codes, uint8 `[..., n]`, two a byte, the earlier one in the low half."""
+    if codes.shape[-1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
-def _inline(content: Any, dtype: Any, shape: Any, name: str) -> Any:
-    """A constant inside the graph's file, from its raw bytes."""
-    import onnx
-    import onnx_ir as ir
-
-    proto = onnx.TensorProto(name=name, data_type=int(dtype), dims=list(shape), raw_data=content.tobytes())
-    return ir.serde.TensorProtoTensor(proto)
-
-
-@cache
-def onnx_type(dtype: torch.dtype) -> Any:
+def onnx_type(dtype: torch.dtype) -> onnx_ir.DataType:
     """ONNX's name of a torch dtype."""
-    import onnx_ir as ir
+    from onnx_ir.tensor_adapters import from_torch_dtype
 
-    return {
-        torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16,
-        torch.float8_e4m3fn: ir.DataType.FLOAT8E4M3FN, torch.int8: ir.DataType.INT8, torch.uint8: ir.DataType.UINT8,
-        torch.int32: ir.DataType.INT32, torch.int64: ir.DataType.INT64, torch.bool: ir.DataType.BOOL,
-    }[dtype]  # fmt: skip
+    return from_torch_dtype(dtype)

@@ -17,8 +17,7 @@ from export.onnx_graph.linear import groups, joined, write_embedding, write_line
 from export.onnx_graph.marks import DOMAIN
 from export.onnx_graph.matmul_nbits import ACCURACY_LEVEL, MICROSOFT, unmark
 from export.onnx_graph.store import DataFile, Store
-from export.onnx_graph.trace import strip, trace_decoder
-from export.onnx_graph.trace_encoders import STATES, trace_encoder, trace_seq2seq
+from export.onnx_graph.trace import STATES, strip, trace_decoder, trace_encoder, trace_seq2seq
 from export.source import dtype_name
 from export.target import Job
 from runtime.errors import CompressError
@@ -47,7 +46,11 @@ def write_graphs(job: Job, dialect: Dialect) -> dict[str, Any]:
     else:
         graphs["model"] = (trace_decoder if kind == "decoder" else trace_encoder)(job.source, dialect.dtype)
     job.progress.step()
-    reason = _why_not_grouped(graphs["model"].graph, dialect) if kind == "decoder" else ""
+    reason: str | None = "attention is as transformers traced it"
+    if kind == "decoder" and dialect.own_operators:
+        traced = graphs["model"].graph
+        marks = [node for node in traced if node.domain == DOMAIN and node.op_type == "Attention"]
+        reason = why_not_grouped(marks, {str(value.name): value for value in traced.inputs}) if marks else reason
     data = DataFile(job.folder, DATA)
     products = {f"{name}.onnx": replace_marks(job, graphs[name], dialect, data, reason is None) for name in graphs}
     data.close()
@@ -64,13 +67,6 @@ def write_graphs(job: Job, dialect: Dialect) -> dict[str, Any]:
     for name, graph in graphs.items():
         save(job, graph, f"{name}.onnx", facts)
     return facts
-
-
-def _why_not_grouped(graph: onnx_ir.Graph, dialect: Dialect) -> str | None:
-    attention = [node for node in graph if node.domain == DOMAIN and node.op_type == "Attention"]
-    if not dialect.own_operators or not attention:
-        return "attention is as transformers traced it"
-    return why_not_grouped(attention, {str(value.name): value for value in graph.inputs})
 
 
 def _decoder_facts(job: Job, graph: onnx_ir.Graph, dialect: Dialect, reason: str | None) -> dict[str, Any]:
@@ -228,12 +224,10 @@ def _without_relu(model: onnx_ir.Model) -> None:
             graph.register_initializer(
                 ir.Value(name=name, const_value=zero, shape=ir.Shape([]), type=ir.TensorType(value.dtype))
             )
-        most = ir.node("Max", [value, graph.initializers[name]])
-        most.name, output, old = node.name, most.outputs[0], node.outputs[0]
-        output.name, output.shape, output.type = f"{old.name}.max", old.shape, old.type
-        graph.insert_before(node, most)
-        old.replace_all_uses_with(output, replace_graph_outputs=True)
-        graph.remove(node, safe=True)
+        node.op_type = "Max"
+        node.resize_inputs(2)
+        node.replace_input_with(1, graph.initializers[name])
+        node.outputs[0].name = f"{node.outputs[0].name}.max"
 
 
 def _share_cache(graph: onnx_ir.Graph) -> None:

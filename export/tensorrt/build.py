@@ -1,7 +1,9 @@
-"""TensorRT engine out of an ONNX file: parser, builder configuration, profiles, timing cache, serialization."""
+"""TensorRT engine out of an ONNX file: TensorRT and GPU of this machine, parser, builder configuration, profiles, timing cache."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 import os
 import threading
@@ -9,18 +11,45 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from export.target import Job
 from export.tensorrt.bundle import ONNX, Build
 from export.tensorrt.options import TensorrtOptions
 from export.tensorrt.profiles import Limits, Range, profiles
 from runtime.engines.tensorrt.session import make_logger
-from runtime.errors import CompressError
+from runtime.errors import CompressError, first_line
 from runtime.system.progress import ProgressReporter
 from runtime.system.sizes import byte_count
 
 PLAN = "engine.plan"
 _ERRORS = 5  # of the log, that a message repeats
 _PARSER_ERRORS = 3
+
+
+def missing() -> str | None:
+    """Why no engine can be built here, in a clause; None when one can."""
+    if importlib.util.find_spec("tensorrt") is None:
+        return "TensorRT is not installed (pip install tensorrt)"
+    try:
+        api()
+    except (ImportError, OSError, RuntimeError) as error:  # what its loader raises where a CUDA library is not there
+        return f"TensorRT is installed and cannot be imported ({first_line(error)})"
+    return None if gpu() is not None else "there is no NVIDIA GPU that torch can use"
+
+
+def api() -> Any:
+    """The tensorrt module."""
+    return importlib.import_module("tensorrt")
+
+
+def gpu() -> dict[str, Any] | None:
+    """Name, compute capability and memory of the first GPU, the only kind that an engine built here runs on; None: no GPU."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(0)
+    capability = f"{found.major}.{found.minor}"
+    return {"name": found.name, "compute_capability": capability, "memory_bytes": int(found.total_memory)}
 
 
 def build_engine(trt: Any, job: Job, source: Path, build: Build, size: Limits) -> dict[str, Any]:
@@ -95,17 +124,14 @@ def _parse(trt: Any, network: Any, logger: Any, path: Path) -> Any:
     """
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(path)):
-        errors = [_sentence(parser.get_error(index)) for index in range(min(parser.num_errors, _PARSER_ERRORS))]
+        errors = []
+        for error in map(parser.get_error, range(min(parser.num_errors, _PARSER_ERRORS))):
+            where = f"{error.node_operator()} {error.node_name()}".strip() or f"node {error.node()}"
+            errors.append(f"{where}: {' '.join(error.desc().split())}")
         rest = parser.num_errors - len(errors)
         more = f" (and {rest} more)" if rest > 0 else ""
         raise CompressError(f"TensorRT's parser refused {path.name}: {'; '.join(errors) or 'it says no reason'}{more}")
     return parser
-
-
-def _sentence(error: Any) -> str:
-    operator, node = error.node_operator(), error.node_name()
-    where = f"{operator} {node}".strip() or f"node {error.node()}"
-    return f"{where}: {' '.join(error.desc().split())}"
 
 
 def _configure(trt: Any, builder: Any, build: Build, options: TensorrtOptions, progress: ProgressReporter) -> Any:
@@ -187,8 +213,6 @@ def make_monitor(trt: Any, progress: ProgressReporter) -> Any:
             return True  # go on
 
         def phase_finish(self, phase_name: str) -> None:
-            with self._lock:
-                if phase_name == self._shown:
-                    self._shown = None
+            """Nothing to show: the next phase begins its own bar."""
 
     return Monitor()

@@ -98,7 +98,7 @@ def _rest(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 BUILD = "build.json"
 ONNX, DATA = "model.onnx", "model.onnx.data"
 PROBE = "probe.safetensors"
-SCHEMA_VERSION = 2
+
 #: Versions that the builder was written against.
 VERSIONS = {"onnx": ">=10.13", "api_checked": "11.4.0.106"}
 
@@ -120,7 +120,7 @@ class Build(BaseModel):
         rules: how many of TensorRT's rules held.
     """
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[2]
     kind: Literal["tensorrt-bundle"] = "tensorrt-bundle"
     tensorrt: Any = VERSIONS
     options: TensorrtOptions
@@ -158,14 +158,9 @@ def read_build(folder: Path) -> Build:
     """
     file = folder / BUILD
     try:
-        text = file.read_text(encoding="utf-8")
-        version = json.loads(text)["schema_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        build = Build.model_validate_json(file.read_bytes(), strict=True)
+    except OSError as error:
         raise ArtifactError(f"{file} cannot be read: {error}") from error
-    if version != SCHEMA_VERSION:
-        raise ArtifactError(f"{file} has schema version {version!r}, this version reads {SCHEMA_VERSION}")
-    try:
-        build = Build.model_validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         entry = ".".join(map(str, first["loc"])) or "content"

@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from export.onnx_graph.change import Change, Expected, expect
+from export.onnx_graph.change import Expected, expect
 from export.onnx_graph.grid import TENSORRT
 from export.source import Source
 from export.target import Job, Verification, missing_packages, needs
-from export.tensorrt.bundle import DATA, ONNX
+from export.tensorrt.bundle import DATA, ONNX, Build
 from export.tensorrt.support import dropped_activations
-from export.verify import compare_logits, compare_tokens
+from export.verify import compare_logits, compare_tokens, generate
 from runtime.api.model import Model
 from runtime.engines.onnx.engine import OnnxEngine
 from runtime.errors import ArtifactError, CompressError, RequestError, first_line
-
-if TYPE_CHECKING:
-    import onnx_ir
 
 #: Mean KL and distance of two logits that arithmetic may swap, by `DataType` member and whether inputs are rounded to int8 or fp8.
 #: float32: only the order of sums differs. 16 bits: every activation is rounded. Rounded inputs: a sum in another order may put one
@@ -40,57 +35,27 @@ LIMITS = {
 }  # fmt: skip
 #: Attributes that hold an ONNX type as a number.
 _TYPES = ("to", "dtype", "output_dtype", "softmax_precision", "stash_type", "precision")
-_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
-
-
-@dataclass(frozen=True)
-class Precision:
-    """How exactly something computes.
-
-    Attributes:
-        dtype: `DataType` member of its floats.
-        rounds_inputs: a layer's inputs are rounded to int8 or fp8 (with a calibrated scale).
-        widens: every float of the artifact is one of `dtype` too, so that constants hold the artifact's own numbers.
-    """
-
-    dtype: str
-    rounds_inputs: bool
-    widens: bool
-
-    @property
-    def limits(self) -> tuple[float, float]:
-        """Largest allowed differences for this dtype and rounding of inputs, as `LIMITS` lists them."""
-        return LIMITS[self.dtype, self.rounds_inputs]
-
-    def of_twin(self) -> Precision:
-        """Of the float32 twin: float32, unless the constants themselves were rounded to fewer bits."""
-        return Precision("FLOAT", self.rounds_inputs, True) if self.widens else self
-
-
-class NoKernelError(Exception):
-    """ONNX Runtime has no kernel for an operator at a type; the message is its own."""
-
-
-def changed_modules(job: Job) -> list[str]:
-    """Layers that do not compute what they do in the artifact; `job.losses` is filled by the writer."""
-    names = {*job.losses, *dropped_activations(job.source)}
-    return [name for name in job.source.entries if name in names]
+#: torch name -> TensorRT's `DataType` member, and back.
+TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
+_NAMES = {member: name for name, member in TYPES.items()}
 
 
 def expected_probe(job: Job) -> Expected:
     """What the export must say: the artifact's logits and tokens, changed as the writer changed its layers."""
-    return expect(job, Change(TENSORRT, frozenset(job.losses), dropped_activations(job.source)))
+    return expect(job, TENSORRT, dropped_activations(job.source))
 
 
-def precision(source: Source, dtype: str) -> Precision:
-    """Of an export of `source` in `dtype`, a `DataType` member."""
-    compute = getattr(torch, _NAMES[dtype])
-    checkpoint = source.artifact.checkpoint
-    stored = {checkpoint.dtype(name) for name in source.dense_names()} | {source.dtype}
-    widens = all(torch.promote_types(kind, compute) == compute for kind in stored if kind.is_floating_point)
+def rounds_inputs(source: Source) -> bool:
+    """A layer's inputs are rounded to int8 or fp8 with a calibrated scale."""
     schemes = [entry.scheme for name, entry in source.entries.items() if name not in source.embeddings]
-    rounds = any(s.activations is not None and not s.activations.dynamic for s in schemes)
-    return Precision(dtype, rounds, widens)
+    return any(s.activations is not None and not s.activations.dynamic for s in schemes)
+
+
+def widens(source: Source, dtype: str) -> bool:
+    """Every float of the artifact is one of `dtype` (a `DataType` member) too, so that constants hold the artifact's own numbers."""
+    compute, checkpoint = getattr(torch, _NAMES[dtype]), source.artifact.checkpoint
+    stored = {checkpoint.dtype(name) for name in source.dense_names()} | {source.dtype}
+    return all(torch.promote_types(kind, compute) == compute for kind in stored if kind.is_floating_point)
 
 
 def compare(expected: Expected, engine: Any, export: Any, limits: tuple[float, float]) -> dict[str, Any]:
@@ -101,14 +66,11 @@ def compare(expected: Expected, engine: Any, export: Any, limits: tuple[float, f
     """
     model = Model(engine, None, export, frozenset())
 
-    def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
-        return model.generate(prompts, max_new_tokens=count, ignore_eos=True)
-
     metrics = compare_logits(expected.probe, model.logits, limits[0])
-    return metrics | compare_tokens(expected.probe, generate, limits[1]) | expected.change
+    return metrics | compare_tokens(expected.probe, partial(generate, model), limits[1]) | expected.change
 
 
-def prove_bundle(folder: Path, expected: Expected, found: Precision) -> Verification:
+def prove_bundle(source: Source, folder: Path, expected: Expected, build: Build) -> Verification:
     """The bundle's graph in ONNX Runtime; without metrics, and with a note, where that lacks a kernel.
 
     Raises:
@@ -118,27 +80,33 @@ def prove_bundle(folder: Path, expected: Expected, found: Precision) -> Verifica
     packages = missing_packages(["onnxruntime"])
     if packages:
         raise RequestError(f"the proof of a bundle {needs(packages, 'onnx')}, or leave the proof out with --no-verify")
-    kind, missing = _NAMES[found.dtype], "it has no bfloat16 kernels on CPUs"
+    from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
+
+    kind, missing = _NAMES[build.dtype], "it has no bfloat16 kernels on CPUs"
     try:
         if kind != "bfloat16":
             try:
-                return _run(folder, kind, expected, found.limits)
-            except NoKernelError as error:
+                return _run(folder, kind, expected, LIMITS[build.dtype, build.rounds_inputs])
+            except NoKernel as error:
                 if kind == "float32":
                     raise
-                missing = str(error)
+                missing = first_line(error)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.twin") as beside:
             write_twin(folder / ONNX, Path(beside))
-            proof = _run(Path(beside), "float32", expected, found.of_twin().limits)
-    except NoKernelError as error:
-        return Verification("", "", {}, [f"tokens were not compared: ONNX Runtime has no kernel here ({error})"])
+            # computed in float32, but the constants themselves may have been rounded to fewer bits
+            exact = "FLOAT" if widens(source, build.dtype) else build.dtype
+            proof = _run(Path(beside), "float32", expected, LIMITS[exact, build.rounds_inputs])
+    except NoKernel as error:
+        return Verification(
+            "", "", {}, [f"tokens were not compared: ONNX Runtime has no kernel here ({first_line(error)})"]
+        )
     proof.loader += " (the float32 twin of the graph)"
     proof.notes.append(f"ONNX Runtime ran the graph and its {kind} constants in float32, not in {kind}: {missing}")
     return proof
 
 
 def _run(folder: Path, dtype: str, expected: Expected, limits: tuple[float, float]) -> Verification:
-    """The graph in `folder` in ONNX Runtime; NoKernelError where that lacks a kernel."""
+    """The graph in `folder` in ONNX Runtime; its own NotImplemented where that lacks a kernel."""
     import onnx
     import onnxruntime
     from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
@@ -152,12 +120,11 @@ def _run(folder: Path, dtype: str, expected: Expected, limits: tuple[float, floa
         metrics = compare(expected, OnnxEngine(export, torch.device("cpu"), "auto", None), export, limits)
     except Exception as error:
         cause = error.__cause__ or error
-        said = first_line(cause)
         if isinstance(cause, NoKernel):
-            raise NoKernelError(said) from error
+            raise cause from None
         if isinstance(error, CompressError) and not isinstance(error, ArtifactError):
             raise
-        raise CompressError(f"ONNX Runtime refuses {ONNX}: {said}") from error
+        raise CompressError(f"ONNX Runtime refuses {ONNX}: {first_line(cause)}") from error
     return Verification(f"ONNX Runtime {onnxruntime.__version__}", "", metrics)
 
 
@@ -170,9 +137,11 @@ def write_twin(path: Path, folder: Path) -> Path:
     """
     import onnx_ir as ir
 
+    from export.tensorrt.rules import values
+
     narrow = {ir.DataType.BFLOAT16, ir.DataType.FLOAT16}
     model = ir.load(path)
-    for value in _values(model):
+    for value in values(model):
         if value.dtype in narrow:
             value.type = ir.TensorType(ir.DataType.FLOAT)
         if value.const_value is not None and value.const_value.dtype in narrow:
@@ -188,26 +157,11 @@ def write_twin(path: Path, folder: Path) -> Path:
     return folder / ONNX
 
 
-def _values(model: onnx_ir.Model) -> Iterator[Any]:
-    """Every value of every graph."""
-    for graph in model.graphs():
-        yield from graph.inputs
-        yield from graph.initializers.values()
-        for node in graph:
-            yield from node.outputs
-
-
 def _widened(tensor: Any, eager: bool = False) -> Any:
     """The same numbers in float32; made when they are written, so that one at a time is in memory."""
     import onnx_ir as ir
 
-    if eager:
-        return _float32(tensor)
-    return ir.LazyTensor(partial(_float32, tensor), ir.DataType.FLOAT, ir.Shape(tensor.shape), name=tensor.name)
+    def make() -> Any:
+        return ir.Tensor(tensor.numpy().astype("float32"), name=tensor.name)
 
-
-def _float32(tensor: Any) -> Any:
-    import numpy as np
-    import onnx_ir as ir
-
-    return ir.Tensor(tensor.numpy().astype(np.float32), name=tensor.name)
+    return make() if eager else ir.LazyTensor(make, ir.DataType.FLOAT, ir.Shape(tensor.shape), name=tensor.name)

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from runtime.errors import CompressError
 from runtime.kernels.triton.signature import Variant
@@ -34,22 +35,14 @@ class Built:
     """What became of a task.
 
     Attributes:
+        entry: of the index, but for the file: `symbol`, `architecture`, `shared` bytes, `spill_bytes`, ...; `ptx_sha256` is of the
+            assembly that the cubin was made of, `scratch_pointers` counts pointers to scratch memory that follow the arguments.
         error: why there is no kernel; "" when there is one.
-        ptx_sha256: of the assembly that the cubin was made of.
-        scratch_pointers: pointers to scratch memory that follow the arguments.
-        symbol, architecture, num_warps, shared, registers, spill_bytes: of the kernel.
     """
 
     task: Task
     cubin: bytes = b""
-    ptx_sha256: str = ""
-    symbol: str = ""
-    architecture: str = ""
-    num_warps: int = 0
-    scratch_pointers: int = 0
-    shared: int = 0
-    registers: int = 0
-    spill_bytes: int = 0
+    entry: dict[str, Any] = field(default_factory=dict)
     error: str = ""
 
 
@@ -95,10 +88,11 @@ def _start(cache: str) -> subprocess.Popen[bytes]:
 def _stop(workers: Sequence[subprocess.Popen[bytes]]) -> None:
     for worker in workers:
         worker.kill()
-        worker.wait()
-        for pipe in (worker.stdin, worker.stdout):
-            with suppress(OSError):  # what was still to be written to one that died
-                pipe.close()  # type: ignore[union-attr]
+        with (
+            suppress(OSError),
+            worker,
+        ):  # which closes its pipes; what was still to be written to one that died cannot be
+            pass
 
 
 def _ask(worker: subprocess.Popen[bytes], tasks: Sequence[Task]) -> Iterator[Built]:

@@ -15,7 +15,7 @@ import triton
 
 from export.target import Job, Verification
 from export.triton_aot.build import Task, build
-from export.verify import compare_logits, probe
+from export.verify import compare_logits, load_artifact, probe
 from runtime.checkpoint.artifact import Artifact
 from runtime.errors import CompressError
 from runtime.kernels.triton.cubins import FOLDER, INDEX, Cubin, read_cubin, read_index, runs_on
@@ -87,7 +87,7 @@ def compile_again(job: Job, cubins: Sequence[Cubin], metrics: dict[str, Any]) ->
     ptx = {entry["file"]: entry["ptx_sha256"] for entry in listed}
     other = []
     for built, (_, cubin) in zip(build([task for task, _ in some], lambda _: job.progress.step()), some, strict=True):
-        if built.ptx_sha256 != ptx[cubin.file]:
+        if built.entry.get("ptx_sha256") != ptx[cubin.file]:
             raise CompressError(f"{cubin.file} compiles to something else a second time {built.error}")
         if built.cubin != read_cubin(job.folder, cubin):
             other.append(cubin.file)
@@ -99,16 +99,13 @@ def compile_again(job: Job, cubins: Sequence[Cubin], metrics: dict[str, Any]) ->
 
 def _compare_files(job: Job, metrics: dict[str, Any]) -> list[str]:
     """Logits of the artifact's files in the export, on a CPU; returns what could not be compared."""
-    import runtime
     from runtime.modeling.skeleton import model_kind
 
     if model_kind(job.source.config) != "decoder":
         return ["logits were not compared: the model is no decoder (its files have the artifact's hashes)"]
     job.progress.phase("comparing logits on a CPU", 1)
     reference = probe(job)
-    trust = job.source.trust_remote_code
-    model = runtime.load(job.folder, device="cpu", dtype="float32", verify=False, trust_remote_code=trust)
-    metrics |= compare_logits(reference, model.logits, 0.0)
+    metrics |= compare_logits(reference, load_artifact(job.source, job.folder).logits, 0.0)
     if metrics["logit_difference"]:
         difference = metrics["logit_difference"]
         raise CompressError(f"the export's files give other logits than the artifact, by {difference:g}")
@@ -133,13 +130,11 @@ def compare_on_gpu(job: Job, cubins: Sequence[Cubin], metrics: dict[str, Any]) -
 
 def gpu_logits(job: Job) -> tuple[Any, torch.Tensor, int]:
     """Probe with kernels that triton compiles now, logits of its rows with those of the export, launches that had none."""
-    import runtime
     from runtime.kernels.triton import aot
 
     def logits(path: Path) -> torch.Tensor:
-        dtype, trust = job.facts["dtype"], job.source.trust_remote_code
-        model = runtime.load(path, device="cuda", dtype=dtype, verify=False, trust_remote_code=trust)
-        return model.logits(base.rows).float().cpu()
+        found: torch.Tensor = load_artifact(job.source, path, "cuda", job.facts["dtype"]).logits(base.rows)
+        return found.float().cpu()
 
     base = probe(job)
     aot.withdraw()

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, cast
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 from export.source import Source, dtype_name
 from export.target import missing_packages
 from export.triton_aot.options import TritonOptions
-from runtime.engines.llama_structure import why_not as odd_structure
-from runtime.kernels import REFERENCE, Layer, on_gpu
+from runtime import kernels as table
+from runtime.engines import llama_structure
+from runtime.kernels import REFERENCE, Choice, Kernel, Layer
+from runtime.kernels.triton import gpu, jit, tuning
+from runtime.kernels.triton.base import ROWS, TritonKernel
+from runtime.kernels.triton.signature import Variant, of
+from runtime.layers.compressed_linear import CompressedLinear
 
 if TYPE_CHECKING:
-    from export.triton_aot.launches import Launches
+    from transformers import PreTrainedModel
+
+META = torch.device("meta")
 
 #: Names of kernels computed by Triton end so; the others are torch's.
 _TRITON = "-triton"
@@ -48,7 +58,7 @@ def why_not(source: Source, options: TritonOptions) -> str | None:
     kernels = {kernel for found in computed for kernel in found.values()}
     if any(kernel.endswith(_TRITON) for kernel in kernels):
         return None
-    if kernels - {REFERENCE.name} and odd_structure(source.skeleton) is None:
+    if kernels - {REFERENCE.name} and llama_structure.why_not(source.skeleton) is None:
         return None  # its layers are torch's (float8), and the fused engine's own kernels Triton's
     count = f"any of its {len(computed[0])} compressed layers"
     return f"no Triton kernel computes {count} on {', '.join(options.gpus)} ({tally(computed[0])})"
@@ -56,14 +66,11 @@ def why_not(source: Source, options: TritonOptions) -> str | None:
 
 def layers(source: Source, options: TritonOptions, capability: int) -> dict[str, str]:
     """{compressed linear layer: the kernel that the runtime takes for it on this GPU}."""
-    from runtime.kernels.triton import gpu
-
     found = {}
     with gpu.assuming(capability):
         for name, entry in source.entries.items():
             if name not in source.embeddings:
-                layer = Layer(entry, source.shapes[name], dtype(source, options), torch.device("meta"))
-                found[name] = on_gpu(layer)[0].name
+                found[name] = best(Layer(entry, source.shapes[name], dtype(source, options), META)).name
     return found
 
 
@@ -79,16 +86,153 @@ def has_policy(source: Source) -> bool:
 
 def launches(source: Source, options: TritonOptions, capability: int) -> Launches:
     """Everything that is to be compiled for one GPU."""
-    from export.triton_aot.launches import find
     from runtime.engines.torch.engine import Blueprint
 
     compute = dtype(source, options)
-    blueprint = Blueprint(source.artifact, torch.device("meta"), "auto", compute, source.trust_remote_code)
+    blueprint = Blueprint(source.artifact, META, "auto", compute, source.trust_remote_code)
     if compute != source.dtype:
-        cast(torch.nn.Module, blueprint.module).to(compute)
+        cast(nn.Module, blueprint.module).to(compute)
     return find(blueprint.module, capability, options.configs == "all", has_policy(source))
 
 
 def tally(kernels: dict[str, str]) -> str:
     """How many layers each kernel computes."""
     return ", ".join(f"{count} {name}" for name, count in Counter(kernels.values()).most_common())
+
+
+# Launches that a model makes on a GPU that is not here, found by walking through it with tensors on meta. The layers get the kernels that
+# the table would choose on that GPU; where the fused engine would take the model over, its decoder is called as a step calls it, with
+# q/k/v and gate/up joined; else every compressed layer is called by itself.
+@dataclass
+class Launches:
+    """What is to be compiled for one GPU.
+
+    Attributes:
+        variants: what is launched, in the order found.
+        kernels: {compressed layer: the kernel that computes it there}.
+        engine: why the fused engine does not run the model; None when it does.
+    """
+
+    variants: list[Variant]
+    kernels: dict[str, str]
+    engine: str | None
+
+
+def best(layer: Layer) -> Kernel:
+    """What the table chooses for a layer on the GPU that is assumed (`gpu.assuming`)."""
+    return table.on_gpu(replace(layer, device=META))[0]
+
+
+def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bool = False) -> Launches:
+    """The launches of a model whose compressed layers are installed and on meta, on a GPU of compute capability 80, 90, 100.
+
+    Args:
+        every: each configuration that tuning may choose; False: the default ones only.
+        policy: it has one for its cache, with which transformers' modules compute. Launches of the fused engine, which computes when
+            it is loaded without a policy, are found too; those over the compressed cache are not.
+
+    The model is used up: its layers get kernels and empty tensors.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(gpu.assuming(capability))
+        stack.enter_context(torch.inference_mode())
+        kernels = prepare(model)
+        odd = llama_structure.why_not(model)
+        reason = "its cache is compressed" if odd is None and policy else odd
+        launches = stack.enter_context(jit.recording())
+        # By themselves too where they are joined: the table asks about each of them before.
+        call_layers(model)
+        if every:
+            stack.enter_context(tuning.every_candidate())
+        if every and reason is not None:
+            call_layers(model)
+        if odd is None:
+            call_decoder(model)
+    return Launches(list(dict.fromkeys(of(launch) for launch in launches)), kernels, reason)
+
+
+def prepare(model: nn.Module) -> dict[str, str]:
+    """Give every compressed layer its kernel and tensors. Those that Triton does not compute become dense ones on meta."""
+    found: dict[str, str] = {}
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, CompressedLinear):
+            continue
+        kernel = best(module.layer)
+        found[name] = kernel.name
+        if isinstance(kernel, TritonKernel):
+            _imagine(module, kernel)
+        else:
+            parent, _, leaf = name.rpartition(".")
+            dense = nn.Linear(module.in_features, module.out_features, module.bias is not None, META, module.dtype)
+            setattr(model.get_submodule(parent), leaf, dense)
+    return found
+
+
+def _imagine(module: CompressedLinear, kernel: TritonKernel) -> None:
+    module.choice = Choice(kernel, kernel, kernel)
+    module._replace(kernel.blank(module.layer, module.stored_dtype))
+
+
+def call_layers(model: nn.Module) -> None:
+    """Call every compressed linear layer on the meta device, once for each number of rows in `ROWS`."""
+    for module in model.modules():
+        if isinstance(module, CompressedLinear):
+            for rows in ROWS:
+                module(torch.empty(rows, module.in_features, dtype=module.dtype, device=META))
+
+
+def call_decoder(model: PreTrainedModel) -> None:
+    """Steps and prompts of the fused engine."""
+    from runtime.engines.cuda import engine, ops
+    from runtime.engines.cuda.cache import Memory, Rows
+    from runtime.engines.cuda.decoder import Decoder
+
+    parts = llama_structure.read_program(model)
+    assert not isinstance(parts, str), parts  # `why_not` was asked
+    blocks = [replace(block, qkv=_joined(block.qkv), gate_up=_joined(block.gate_up)) for block in parts.blocks]
+    parts = replace(parts, blocks=blocks)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    width = -(-(context or engine.UNLIMITED) // engine.PAGE)
+    decoder = Decoder(parts, ops.kernels(), 1)
+    decoder.rotations = decoder.rotations.to(META)
+    memory = Memory(parts, engine.PAGE, 1, META)
+    hidden = parts.final_norm.shape[0]
+    for rows in ROWS:
+        # They are parts of one tensor in a step (`Steps`), so their addresses may be anything.
+        numbers = [torch.empty(rows + 1, dtype=torch.int32, device=META)[1:] for _ in range(3)]
+        tables = torch.empty(rows, width, dtype=torch.int32, device=META)
+
+        def attend(
+            layer: int, q: torch.Tensor, numbers: list[torch.Tensor] = numbers, tables: torch.Tensor = tables
+        ) -> Any:
+            window = parts.blocks[layer].window
+            return decoder.ops.decode_attention(q, memory.layers[layer], tables, numbers[1], parts.scale, window)
+
+        x = torch.empty(rows, hidden, dtype=parts.dtype, device=META)
+        decoder(x, Rows(*numbers), memory, attend)
+
+
+def _joined(layers: llama_structure.Joined) -> llama_structure.Joined:
+    """As `Joined.of` joins them, but for looking at numbers."""
+    dense = all(type(layer) is nn.Linear for layer in layers.layers)
+    whole = llama_structure.join_dense(layers.layers) if dense else _whole(layers.layers)
+    if whole is not None:
+        layers.layers = [whole]
+    return layers
+
+
+def _whole(layers: list[nn.Module]) -> CompressedLinear | None:
+    linear = llama_structure.alike(layers)
+    if linear is None:
+        return None
+    first = linear[0]
+    kernel = first.kernel
+    if not isinstance(kernel, TritonKernel):
+        return None
+    rows, bias = sum(x.out_features for x in linear), any(x.bias is not None for x in linear)
+    whole = CompressedLinear(first.entry, (rows, first.in_features), bias, first.stored_dtype)
+    whole.dtype = first.dtype
+    if best(whole.layer).layout != kernel.layout:
+        return None
+    _imagine(whole, kernel)
+    return whole

@@ -79,12 +79,15 @@ def _answer(variant: Variant, capability: int) -> dict[str, Any]:
         if meta.global_scratch_size or getattr(meta, "profile_scratch_size", 0):
             raise ValueError("a kernel that wants scratch memory cannot be launched without triton")
         ptx = kernel.asm["ptx"]
-        return {
-            "cubin": kernel.asm["cubin"], "ptx_sha256": hashlib.sha256(ptx.encode()).hexdigest(), "symbol": meta.name,
-            "architecture": architecture(kernel), "num_warps": meta.num_warps,
+        used = resources(kernel, capability)
+        entry = {
+            "ptx_sha256": hashlib.sha256(ptx.encode()).hexdigest(), "architecture": architecture(kernel), "kernel": variant.kernel,
+            "source": jit.Entry.known[variant.kernel].source, "symbol": meta.name, "arguments": dict(variant.arguments),
+            "options": dict(variant.options), "num_warps": meta.num_warps, "shared": used["shared"],
             "scratch_pointers": len(re.findall(r"^\s*\.param ", ptx, re.MULTILINE)) - len(variant.passed),
-            **resources(kernel, capability),
+            "registers": used["registers"], "spill_bytes": used["spill_bytes"],
         }  # fmt: skip
+        return {"cubin": kernel.asm["cubin"], "entry": entry}
     except Exception as error:  # whatever the compiler raises is said about this kernel, and the next one is compiled
         return {"error": first_line(error)}
 

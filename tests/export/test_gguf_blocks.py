@@ -72,7 +72,7 @@ def test_minima_of_q4_1_round_by_less_than_one_percent_of_a_step() -> None:
     weight = random_weight(int_scheme(4, False, 32), (64, 256))
     assert weight.scale is not None
     assert weight.zero_point is not None
-    assert not grids.minimum_fits(weight.scale, weight.zero_point)
+    assert not grids.scale_fits(grids.minimum(weight.scale, weight.zero_point))
     found = gguf.quants.dequantize(grids.pack(weight, "Q4_1").numpy(), gguf.GGMLQuantizationType.Q4_1)
     step = weight.scheme.weights.spread(weight.scale.float(), 256)
     off = ((torch.from_numpy(found) - exactly(weight)) / step).abs()

@@ -111,18 +111,18 @@ def test_known_pretokenizers_are_found_by_name(model: MakeModel, tmp_path: Path,
     path = model(_byte_level(known))
     vocabulary = tokenizer.read(Source(path))
     assert vocabulary is not None
-    assert (vocabulary.model, vocabulary.pre) == ("gpt2", known.name)
+    assert [vocabulary.keys[f"tokenizer_{key}"] for key in ("model", "pre")] == ["gpt2", known.name]
     assert [known.name in remark for remark in vocabulary.remarks] == [True] * known.ascii
     text = pretokenizers.EVERYTHING
     text = "".join(line for line in text.splitlines(keepends=True) if line.isascii()) if known.ascii else text
     assert len(text) > 300
     if LLAMA_CPP:
-        from export.gguf.llamacpp import Model
+        from export.gguf.check import LlamaModel as Model
 
         result = export.export(path, "gguf", tmp_path / "out", quiet=True, verify=False)
         expected = tokenizer.load(Source(path)).encode(text)
         with Model(result.path / "model.gguf", 16) as loaded:
-            assert loaded.tokenize(text, add_special=True) == expected
+            assert loaded.tokenize(text) == expected
 
 
 def test_a_pretokenizer_without_a_name_is_found_by_its_ids() -> None:
@@ -140,7 +140,7 @@ def test_an_unknown_pretokenizer_gets_the_default_and_a_warning(model: MakeModel
     path = model(_byte_level(Known("?", (r"\p{L}\p{L}|.|\s",))))
     vocabulary = tokenizer.read(Source(path))
     assert vocabulary is not None
-    assert vocabulary.pre == "default"
+    assert vocabulary.keys["tokenizer_pre"] == "default"
     said = export.export(path, "gguf", tmp_path / "out", quiet=True, verify=False).conversions
     assert any("llama.cpp's default is written" in c.what for c in said)
 
@@ -217,8 +217,14 @@ def test_sentencepiece_scores_say_what_the_merges_say(model: MakeModel) -> None:
     made = _sentencepiece()
     vocabulary = tokenizer.read(Source(model(made)))
     assert vocabulary is not None
-    assert (vocabulary.model, vocabulary.space_prefix, vocabulary.remarks) == ("llama", True, [])
-    assert vocabulary.types[:4] == [tokenizer.UNKNOWN, tokenizer.CONTROL, tokenizer.CONTROL, tokenizer.BYTE]
+    assert (vocabulary.keys["tokenizer_model"], vocabulary.keys["add_space_prefix"]) == ("llama", True)
+    assert vocabulary.remarks == []
+    assert vocabulary.keys["token_types"][:4] == [
+        tokenizer.UNKNOWN,
+        tokenizer.CONTROL,
+        tokenizer.CONTROL,
+        tokenizer.BYTE,
+    ]
     content = json.loads(made.backend_tokenizer.to_str())["model"]
     merges = [tuple(m) for m in content["merges"]]
     assert tokenizer.merge_scores(content["vocab"], merges)[1]

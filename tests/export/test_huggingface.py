@@ -14,7 +14,7 @@ from weight_cases import int_scheme, write_checkpoint
 
 import export
 import runtime
-from export.huggingface.gptq_reader import Folder
+from export.huggingface.proof import GptqFolder as Folder
 from runtime.errors import CompressError, RequestError
 from runtime.formats.scheme import GridScheme, Scheme
 

@@ -10,8 +10,8 @@ import torch
 from weight_cases import int_scheme, random_weight
 
 from export.huggingface.gptq import pack
-from export.huggingface.gptq_reader import dequantize, unpack
-from export.huggingface.grids import group_for, holds, reflect_low_zeros, regrid, union
+from export.huggingface.grids import group_for, reflect_low_zeros, regrid, union
+from export.huggingface.proof import dequantize, unpack
 from export.huggingface.shards import Part, write
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.formats import TensorSpec
@@ -116,6 +116,16 @@ def test_regridding_changes_no_weight(old: tuple[int, int | str], goal: GridSche
     after = regrid(weight, goal)
     assert after.scheme.weights == goal
     assert torch.equal(_exact(after), _exact(weight))
+
+
+def holds(outer: GridScheme, inner: GridScheme, columns: int) -> bool:
+    """True when every weight on the grid `inner` lies on `outer` too (integer grids)."""
+    if outer.type != "int" or inner.type != "int" or outer.bits < inner.bits:
+        return False
+    if outer.symmetric and not inner.symmetric:
+        return False
+    wide, narrow = ((g.group_size if g.strategy == "group" else None) or columns for g in (outer, inner))
+    return outer.strategy != "tensor" and (inner.strategy == "tensor" or narrow % wide == 0 or narrow >= columns)
 
 
 def test_union_holds_both() -> None:

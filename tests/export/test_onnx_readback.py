@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import export
-from export.onnx.readback import modules_of, read_back
+from export.onnx.proof import modules_of, read_back
 from export.onnx_graph.dialect import OnnxOptions
 from export.source import Source
 from export.target import Job

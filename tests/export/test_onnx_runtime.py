@@ -82,12 +82,12 @@ def test_a_text_in_pieces_gives_the_logits_of_the_whole(pair: tuple[Path, Path],
 
 
 def test_long_prompts_go_through_in_parts(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime.engines.onnx import engine as onnx
+    from runtime.engines import past_present
 
     engine = runtime.load(pair[1]).engine
     ids = torch.randint(0, 256, (4, 40), generator=torch.Generator().manual_seed(2))
     whole = engine.forward(ids, engine.new_cache(), None, None)
-    monkeypatch.setattr(onnx, "LOGITS_BYTES", 4 * engine.vocab_size * 16)  # 16 positions at a time
+    monkeypatch.setattr(past_present, "LOGITS_BYTES", 4 * engine.vocab_size * 16)  # 16 positions at a time
     cache = engine.new_cache()
     assert torch.allclose(engine.forward(ids, cache, None, None), whole, atol=1e-4)
     alone = engine.new_cache()

@@ -11,8 +11,8 @@ import pytest
 from fake_tensorrt import module, real
 from fake_tensorrt.listing import LISTING
 
-from export.tensorrt.onnx_file import TYPES
 from export.tensorrt.options import TensorrtOptions
+from export.tensorrt.proof import TYPES
 from runtime.engines.tensorrt.session import DTYPES
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from fake_tensorrt.install import install
 
 import export
 import runtime
-from export.tensorrt import machine
+from export.tensorrt import build
 from runtime.errors import ArtifactError, CompressError, RequestError
 
 pytest.importorskip("onnx")
@@ -208,7 +208,7 @@ def test_a_bundle_is_finished_by_the_same_command(made: Made, tmp_path: Path, mo
 def test_a_damaged_or_foreign_bundle_is_refused(
     made: Made, tmp_path: Path, trt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "missing", lambda: "not yet")
+    monkeypatch.setattr(build, "missing", lambda: "not yet")
     write(made, tmp_path / "bundle", "dense", verify=False)
     install(monkeypatch)
     with pytest.raises(RequestError, match=r"dtype.*'float16'.*'float32'"):

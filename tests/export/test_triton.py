@@ -121,13 +121,12 @@ def test_the_runtime_finds_a_kernel_for_every_layer(exported: Exported) -> None:
 
 
 def _walk(model: Any) -> None:
-    from export.triton_aot import launches
     from runtime.kernels.triton import gpu
 
     with gpu.assuming(90), torch.inference_mode():
-        launches.prepare(model)
-        launches.call_layers(model)
-        launches.call_decoder(model)
+        plan.prepare(model)
+        plan.call_layers(model)
+        plan.call_decoder(model)
 
 
 # ---------------------------------------------------------------- what is read out of a binary
@@ -211,16 +210,17 @@ def test_architectures_and_errors(tmp_path: Path) -> None:
     built = build(tasks, seen.append)
     assert [one.task for one in built] == tasks
     assert len(seen) == 5
-    assert [one.architecture for one in built[:3]] == ["sm_80", "sm_90a", "sm_100a"]
+    assert [one.entry["architecture"] for one in built[:3]] == ["sm_80", "sm_90a", "sm_100a"]
     assert len({one.cubin for one in built[:3]}) == 3
-    assert all(one.spill_bytes == 0 and one.num_warps == 4 and not one.error for one in built[:3])
+    assert all(one.entry["spill_bytes"] == 0 and one.entry["num_warps"] == 4 and not one.error for one in built[:3])
     assert built[3].error
     assert not built[3].cubin
-    one = built[4]  # tensor memory brings functions of the compiler's along
-    assert (one.symbol, one.scratch_pointers) == ("many_rows_kernel", 2)
+    one, entry = built[4], built[4].entry  # tensor memory brings functions of the compiler's along
+    assert (entry["symbol"], entry["scratch_pointers"]) == ("many_rows_kernel", 2)
     (tmp_path / "x.cubin").write_bytes(one.cubin)
     check.check(
-        tmp_path / "x.cubin", Cubin(matrix, "x.cubin", "", "sm_100a", "", one.symbol, one.shared, one.num_warps, 2)
+        tmp_path / "x.cubin",
+        Cubin(matrix, "x.cubin", "", "sm_100a", "", entry["symbol"], entry["shared"], entry["num_warps"], 2),
     )
 
 
@@ -236,7 +236,7 @@ def test_a_kernel_that_compiles_to_something_else_is_refused(
     job = Job(Source(tiny_artifact), TritonOptions(gpus="90"), exported.path, ProgressReporter(quiet=True))
 
     def again(ptx: dict[str, str]) -> Any:
-        return lambda tasks, done: [Built(task, b"other", ptx[task.variant.kernel]) for task in tasks]
+        return lambda tasks, done: [Built(task, b"other", {"ptx_sha256": ptx[task.variant.kernel]}) for task in tasks]
 
     metrics: dict[str, Any] = {}
     monkeypatch.setattr(check, "build", again(listed))
@@ -261,7 +261,7 @@ def test_a_policy_comes_along_and_what_is_not_compiled_for_it_is_said(
     tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from export.target import Job
-    from export.triton_aot import launches, write
+    from export.triton_aot import target
     from runtime.kernels.triton import tuning
     from runtime.kv_cache.policy.policy import Policy, choose_policy
     from runtime.system.progress import ProgressReporter
@@ -273,8 +273,8 @@ def test_a_policy_comes_along_and_what_is_not_compiled_for_it_is_said(
     (path / "compress.json").write_text(sealed_json(manifest | {"kv_cache": policy.resolved()}))
     source, options = Source(path), TritonOptions(gpus="90")
     plain = plan.launches(Source(tiny_artifact), options, 90)
-    whole, by_itself = launches.call_layers, []
-    monkeypatch.setattr(launches, "call_layers", lambda model: by_itself.append(tuning._every.get()) or whole(model))
+    whole, by_itself = plan.call_layers, []
+    monkeypatch.setattr(plan, "call_layers", lambda model: by_itself.append(tuning._every.get()) or whole(model))
     found = plan.launches(source, options, 90)
     assert plain.engine is None
     assert found.engine == "its cache is compressed"
@@ -282,10 +282,10 @@ def test_a_policy_comes_along_and_what_is_not_compiled_for_it_is_said(
     assert by_itself == [False, True], "and what tuning may choose for each layer as transformers' modules call it"
 
     tasks: list[Task] = []
-    monkeypatch.setattr(write, "compile_all", lambda job, given: tasks.extend(given) or [])
+    monkeypatch.setattr(target, "compile_all", lambda job, given: tasks.extend(given) or [])
     (tmp_path / "out").mkdir()
     job = Job(source, options, tmp_path / "out", ProgressReporter(quiet=True))
-    write.write(job)
+    TritonTarget().write(job)
     assert [task.variant for task in tasks] == found.variants
     assert job.progress.warnings == [plan.CACHE]  # type: ignore[attr-defined]
     assert job.facts["cache"] == plan.CACHE
@@ -350,7 +350,7 @@ def test_layers_that_stay_on_other_kernels_are_named(tiny_artifact: Path, monkey
     assert plan.why_not(source, TritonOptions()) is None, "the fused engine's own kernels are Triton's"
     said = f"no Triton kernel computes any of its {len(kernels)} compressed layers on sm_80 ({len(kernels)} reference)"
     assert plan.why_not(source, TritonOptions(gpus="80")) == said
-    monkeypatch.setattr(plan, "odd_structure", lambda model: "odd")
+    monkeypatch.setattr(plan.llama_structure, "why_not", lambda model: "odd")
     assert "no Triton kernel computes any of its" in (plan.why_not(source, TritonOptions()) or "")
 
 

@@ -31,13 +31,13 @@ class HostGpu:
 def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """From now on this machine has TensorRT and a GPU called Stand-in; returns the module."""
     import runtime.engines.tensorrt.engine as engine
-    from export.tensorrt import machine
+    from export.tensorrt import build
 
     trt: Any = fake_tensorrt.module()
     gpu = {"name": "Stand-in", "compute_capability": "9.0", "memory_bytes": 80 << 30}
-    monkeypatch.setattr(machine, "missing", lambda: None)
-    monkeypatch.setattr(machine, "api", lambda: trt)
-    monkeypatch.setattr(machine, "gpu", lambda: gpu)
+    monkeypatch.setattr(build, "missing", lambda: None)
+    monkeypatch.setattr(build, "api", lambda: trt)
+    monkeypatch.setattr(build, "gpu", lambda: gpu)
     monkeypatch.setattr(engine, "make_gpu", lambda device: HostGpu())
     monkeypatch.setattr(engine, "tensorrt_module", lambda facts: trt)
     return trt

@@ -2,16 +2,148 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy
 import torch
 
 from runtime.checkpoint.export_directory import Export
+from runtime.engines import past_present
 from runtime.engines.base import EngineOptions
-from runtime.engines.onnx.session import DTYPES, OnnxGraphs, cache_names
-from runtime.engines.rows import RowEngine
-from runtime.errors import ArtifactError, RequestError
+from runtime.engines.past_present import PastPresentEngine, named
+from runtime.errors import ArtifactError, RequestError, first_line
+from runtime.system.distribution import how_to_install
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+_KINDS = {torch.int64: numpy.int64, torch.float32: numpy.float32, torch.float16: numpy.float16}
+
+
+class Session:
+    """A graph in ONNX Runtime, which reads and writes torch tensors where they lie.
+
+    Args:
+        file: the `.onnx` file. Beside one of ONNX Runtime's own operators lies another for "fast", which is taken then.
+        device: the CPU, or a GPU that ONNX Runtime has a provider for.
+        kernels: "auto" sums products with compressed weights in float32; "fast" rounds activations to int8 first; "reference" leaves
+            the graph as it is written.
+        threads: of ONNX Runtime; None: as many as torch has.
+        entries: settings of the session that the export asks for.
+
+    Raises:
+        RequestError: ONNX Runtime or its provider for the device is not installed, or `kernels` is none of these.
+        ArtifactError: the graph cannot be opened.
+    """
+
+    def __init__(
+        self, file: Path, device: torch.device, kernels: str, threads: int | None, entries: Mapping[str, str]
+    ) -> None:
+        try:
+            import onnxruntime
+        except ImportError as error:
+            how = how_to_install("onnx")
+            raise RequestError(f"an ONNX export needs onnxruntime, which is not installed: {how}") from error
+        if kernels not in ("auto", "fast", "reference"):
+            raise RequestError(f"kernels {kernels!r} is unknown to ONNX Runtime: auto, fast or reference")
+        provider = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(device.type)
+        available = onnxruntime.get_available_providers()
+        if provider not in available:
+            raise RequestError(f"device {device}: this onnxruntime has only {', '.join(available)}; try 'cpu'")
+        version, options = f"ONNX Runtime {onnxruntime.__version__}", onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads or torch.get_num_threads()
+        options.log_severity_level = 3
+        # What int4 products round activations to: 1 float32, 4 int8 (what ONNX Runtime does when it is not told).
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4" if kernels == "fast" else "1")
+        for name, value in entries.items():
+            options.add_session_config_entry(name, value)
+        if kernels == "reference":
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        fast = file.with_name(f"{file.stem}_fast.onnx")
+        if kernels == "fast" and fast.is_file():
+            file = fast
+        chosen: Any = provider if device.type == "cpu" else (provider, {"device_id": device.index or 0})
+        try:
+            self._session = onnxruntime.InferenceSession(str(file), options, providers=[chosen])
+        except Exception as error:  # onnxruntime raises types of its own, one for each kind of trouble
+            raise ArtifactError(f"{file} cannot be opened by {version}: {first_line(error)}") from error
+        if self._session.get_providers()[0] != provider:
+            raise RequestError(f"device {device}: ONNX Runtime does not find the libraries of {provider}; try 'cpu'")
+        self.device = device
+        self.inputs = frozenset(value.name for value in self._session.get_inputs())
+        rounding = {"fast": "int8 activations where weights are integers", "auto": "float32 sums"}
+        how = rounding.get(kernels, "not optimized")
+        self.description = f"{version} ({provider}, {how})"
+        # An empty tensor has no address, and ONNX Runtime wants one.
+        self._somewhere = torch.zeros(16, device=device)
+        self._binding: Any = self._session.io_binding()
+        self._bound: dict[tuple[str, str], tuple[Any, ...]] = {}
+
+    def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        """Fill `outputs` (contiguous, of the right shape) from `inputs`; those that the graph does not have are left out."""
+        # held until it has run: the binding keeps no reference to what it reads
+        held = {("input", name): value.contiguous() for name, value in inputs.items() if name in self.inputs}
+        held |= {("output", name): value for name, value in outputs.items()}
+        empty = self._somewhere.data_ptr()
+        self._bind({key: (_KINDS[t.dtype], tuple(t.shape), t.data_ptr() or empty) for key, t in held.items()})
+        if self.device.type == "cuda":  # what torch has queued is not ordered with what ONNX Runtime starts
+            torch.cuda.synchronize(self.device)
+        self._session.run_with_iobinding(self._binding)
+
+    def _bind(self, places: dict[tuple[str, str], tuple[Any, ...]]) -> None:
+        """Tell ONNX Runtime where things lie. Only what moved since the last call: a cache in place is bound once, which is a third
+        of the time of a small model's step."""
+        if places.keys() != self._bound.keys():  # what is not bound anew would be written where it was
+            self._binding, self._bound = self._session.io_binding(), {}
+        known, self._bound = self._bound, {}  # nothing is known when a binding fails half way
+        device, index = self.device.type, self.device.index or 0
+        for (side, name), place in places.items():
+            if known.get((side, name)) != place:
+                kind, shape, address = place
+                bind = self._binding.bind_input if side == "input" else self._binding.bind_output
+                bind(name, device, index, kind, shape, address)
+        self._bound = places
+
+
+class OnnxGraphs:
+    """Base of the engines of ONNX exports: a session for each graph, and empty tensors of their caches.
+
+    Args:
+        export: the directory.
+        device: CPU, or a GPU that ONNX Runtime has a provider for.
+        kernels: "auto" and "reference" sum products with weights in float32; "fast" rounds activations to int8.
+        threads: of ONNX Runtime; None: as many as torch has.
+    """
+
+    graphs: ClassVar[tuple[str, ...]] = ("model",)
+
+    def __init__(self, export: Export, device: torch.device, kernels: str, threads: int | None) -> None:
+        facts = export.facts
+        self.device = device
+        self.vocab_size = int(facts["vocab_size"])
+        limit = facts.get("context_length")
+        self.context_length: int | None = None if limit is None else int(limit)
+        self.weight_bytes = sum(file.stat().st_size for file in export.path.glob("*.onnx*"))
+        self.dtype = DTYPES[facts["dtype"]]
+        entries = facts.get("session", {})
+        if not isinstance(entries, Mapping) or not all(isinstance(value, str) for value in entries.values()):
+            raise ArtifactError("export.json: session must hold strings")
+        files = [export.path / f"{name}.onnx" for name in self.graphs]
+        self.sessions = [Session(file, device, kernels, threads, entries) for file in files]
+        self.description = self.sessions[-1].description
+
+    def explain(self) -> dict[str, str]:
+        """{graph: what computes it}; ONNX Runtime does not tell more."""
+        return {f"{name}.onnx": self.description for name in self.graphs}
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """A tensor for what a graph writes."""
+        return torch.empty(*shape, dtype=self.dtype, device=self.device)
+
+    def empty_cache(self, shapes: Sequence[Sequence[int]], batch: int, length: int) -> list[torch.Tensor]:
+        """Keys and values of each layer, `[batch, heads, length, size]`; `shapes` has heads and size of the layers."""
+        return [self.empty(batch, int(heads), length, int(size)) for heads, size in shapes for _ in range(2)]
 
 
 @dataclass
@@ -29,18 +161,15 @@ class OnnxSeq2SeqEngine(OnnxGraphs):
 
     def __init__(self, export: Export, device: torch.device, kernels: str, threads: int | None) -> None:
         super().__init__(export, device, kernels, threads)
-        facts = export.facts
-        self.features = False
-        self.decoder_context_length = self.context_length
-        self._width = int(facts["hidden_size"])
-        self._own, self._cross = facts["cache"], facts["cross"]
+        self.features, self.decoder_context_length = False, self.context_length
+        self._facts = export.facts
         self._encoder, self._keys, self._decoder = self.sessions
 
     @torch.inference_mode()
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Encoder states `[batch, length, hidden]`; without a mask every token counts."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(torch.int64)
-        states = self.empty(*input_ids.shape, self._width)
+        states = self.empty(*input_ids.shape, int(self._facts["hidden_size"]))
         self._encoder.run({"input_ids": input_ids, "attention_mask": mask}, {"last_hidden_state": states})
         return states
 
@@ -61,21 +190,21 @@ class OnnxSeq2SeqEngine(OnnxGraphs):
         cache = OnnxSeq2SeqCache() if cache is None else cache
         batch, count = decoder_input_ids.shape
         if not cache.cross:
-            cache.cross = self.empty_cache(self._cross, batch, states.shape[1])
-            self._keys.run({"encoder_hidden_states": states}, _named("cross", cache.cross))
-            cache.own = self.empty_cache(self._own, batch, 0)
+            cache.cross = self.empty_cache(self._facts["cross"], batch, states.shape[1])
+            self._keys.run({"encoder_hidden_states": states}, named("cross", cache.cross))
+            cache.own = self.empty_cache(self._facts["cache"], batch, 0)
         if attention_mask is None:
             attention_mask = torch.ones(states.shape[:2], dtype=torch.int64, device=self.device)
-        grown = self.empty_cache(self._own, batch, cache.own[0].shape[2] + count)
+        grown = self.empty_cache(self._facts["cache"], batch, cache.own[0].shape[2] + count)
         logits = self.empty(batch, count, self.vocab_size)
         inputs = {
             "decoder_input_ids": decoder_input_ids,
             "encoder_hidden_states": states,
             "encoder_attention_mask": attention_mask.to(torch.int64),
-            **_named("past_key_values", cache.own),
-            **_named("cross", cache.cross),
+            **named("past_key_values", cache.own),
+            **named("cross", cache.cross),
         }
-        self._decoder.run(inputs, {"logits": logits, **_named("present", grown)})
+        self._decoder.run(inputs, {"logits": logits, **named("present", grown)})
         cache.own = grown
         return (logits[:, -1:] if last_only else logits).float()
 
@@ -88,10 +217,6 @@ class OnnxSeq2SeqEngine(OnnxGraphs):
     def cache_bytes(self, cache: OnnxSeq2SeqCache) -> int:
         """Memory of the cache, bytes."""
         return sum(tensor.nbytes for tensor in [*cache.own, *cache.cross])
-
-
-def _named(prefix: str, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    return dict(zip(cache_names(prefix, len(tensors) // 2), tensors, strict=True))
 
 
 class OnnxEncoderEngine(OnnxGraphs):
@@ -112,134 +237,24 @@ class OnnxEncoderEngine(OnnxGraphs):
         return states.float()
 
 
-LOGITS_BYTES = 256 << 20  # of one call; longer prompts and larger batches go through in parts
-_ROOM = 128  # tokens that a cache in place grows by
-
-
-@dataclass
-class OnnxCache:
-    """Keys and values of a batch: for each layer two tensors `[batch, heads, length or capacity, size]`."""
-
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    length: int = 0
-
-
-class _Step(NamedTuple):
-    """Inputs of a step for some rows; `before` and `after` are the tensors of the cache, `past` the tokens in it."""
-
-    ids: torch.Tensor
-    mask: torch.Tensor
-    positions: torch.Tensor
-    before: list[torch.Tensor]
-    after: list[torch.Tensor]
-    past: int
-
-    def rows(self, start: int, end: int) -> _Step:
-        ids, mask, positions = (tensor[start:end] for tensor in self[:3])
-        before, after = ([tensor[start:end] for tensor in tensors] for tensors in (self.before, self.after))
-        return _Step(ids, mask, positions, before, after, self.past)
-
-
-class OnnxEngine(OnnxGraphs, RowEngine):
+class OnnxEngine(OnnxGraphs, PastPresentEngine):
     """Runs `model.onnx` of a decoder; see `runtime.engines.rows.RowEngine`."""
 
     def __init__(self, export: Export, device: torch.device, kernels: str, threads: int | None) -> None:
         super().__init__(export, device, kernels, threads)
-        facts = export.facts
-        self._cache_shapes: list[list[int]] = facts["cache"]
-        self._in_place = bool(facts["shared_cache"])
-        self.padding_is_exact = "position_ids" in facts["inputs"]
-        layers = len(self._cache_shapes)
-        self._names = list(zip(cache_names("past_key_values", layers), cache_names("present", layers), strict=True))
+        self.cache_shapes, self.in_place = export.facts["cache"], bool(export.facts["shared_cache"])
+        self.padding_is_exact = "position_ids" in export.facts["inputs"]
 
-    # ---------------------------------------------------------------- cache
-    def new_cache(self) -> OnnxCache:
-        return OnnxCache()
-
-    def cache_bytes(self, cache: OnnxCache) -> int:
-        return sum(tensor.nbytes for tensor in cache.tensors)
-
-    @torch.inference_mode()
-    def keep_rows(self, cache: OnnxCache, rows: torch.Tensor) -> None:
-        cache.tensors = [tensor[rows] for tensor in cache.tensors]
-
-    # ---------------------------------------------------------------- computing
-    @torch.inference_mode()
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        cache: OnnxCache | None,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        last_only: bool = False,
-    ) -> torch.Tensor:
-        cache = OnnxCache() if cache is None else cache
-        batch, count = input_ids.shape
-        past = cache.length
-        if attention_mask is None:
-            attention_mask = torch.ones(batch, past + count, dtype=torch.int64, device=self.device)
-        if position_ids is None:
-            position_ids = torch.arange(past, past + count, device=self.device).expand(batch, count)
-        if not cache.tensors:
-            cache.tensors = self._empty(batch, past)
-        if self._in_place:
-            self._reserve(cache, past + count)
-        after = cache.tensors if self._in_place else self._empty(batch, past + count)
-        step = _Step(input_ids, attention_mask, position_ids, cache.tensors, after, past)
-        parts = self._parts(batch, count, past)
-        if len(parts) == 1:  # slices of every layer's cache cost more than a small model's step
-            result = self._rows(step, last_only)
-        else:
-            result = torch.cat([self._rows(step.rows(start, end), last_only) for start, end in parts])
-        cache.tensors, cache.length = after, past + count
-        return result
-
-    def _parts(self, batch: int, count: int, past: int) -> list[tuple[int, int]]:
-        """Rows that go through together. ONNX Runtime's attention in place takes several tokens after a past for one row only."""
-        if self._in_place and count > 1 and past > 0:
-            size = 1
-        else:
-            size = max(1, min(batch, LOGITS_BYTES // (4 * self.vocab_size * count)))
-        return [(start, min(start + size, batch)) for start in range(0, batch, size)]
-
-    def _rows(self, step: _Step, last_only: bool) -> torch.Tensor:
-        """Some rows of a step, in as many calls as their logits need; a single row's long prompt goes through in chunks."""
-        (batch, count), past, before = step.ids.shape, step.past, step.before
-        size = max(1, LOGITS_BYTES // (4 * self.vocab_size)) if batch == 1 else count
-        found: list[torch.Tensor] = []
-        for start in range(0, count, size):
-            end = min(start + size, count)
-            after = step.after if self._in_place or end == count else self._empty(1, past + end)
-            ids, positions = step.ids[:, start:end], step.positions[:, start:end]
-            logits = self._run(_Step(ids, step.mask[:, : past + end], positions, before, after, past + start))
-            found = [logits[:, -1:]] if last_only else [*found, logits]
-            before = after
-        return (found[0] if len(found) == 1 else torch.cat(found, dim=1)).float()
-
-    def _run(self, step: _Step) -> torch.Tensor:
-        logits = self.empty(*step.ids.shape, self.vocab_size)
-        inputs: dict[str, Any] = {"input_ids": step.ids, "attention_mask": step.mask, "position_ids": step.positions}
-        outputs: dict[str, Any] = {"logits": logits}
-        for (read, written), old, new in zip(self._names, step.before, step.after, strict=True):
-            # In place the tensors have room for more than they hold, and ONNX Runtime is told so by the mask's length.
-            shape = old.shape if self._in_place else (old.shape[0], old.shape[1], step.past, old.shape[3])
-            inputs[read] = (old, shape)
-            outputs[written] = new
+    def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
         self.sessions[0].run(inputs, outputs)
-        return logits
 
-    def _empty(self, batch: int, length: int) -> list[torch.Tensor]:
-        room = -(-(length + _ROOM) // _ROOM) * _ROOM if self._in_place else length
-        return self.empty_cache(self._cache_shapes, batch, room)
-
-    def _reserve(self, cache: OnnxCache, length: int) -> None:
-        """Room for `length` tokens; what is there is kept."""
-        old = cache.tensors
-        if old[0].shape[2] >= length:
-            return
-        cache.tensors = self._empty(old[0].shape[0], length)
-        for new, tensor in zip(cache.tensors, old, strict=True):
-            new[:, :, : cache.length] = tensor[:, :, : cache.length]
+    def part(self, batch: int, width: int, past: int) -> tuple[int, int]:
+        """As many rows as their logits allow; a single row's long prompt goes through in chunks."""
+        positions = max(1, past_present.LOGITS_BYTES // (4 * self.vocab_size))
+        columns = min(width, positions)
+        # ONNX Runtime's attention in place takes several tokens after a past for one row only.
+        single = self.in_place and columns > 1 and past > 0
+        return 1 if single else min(batch, positions // columns), columns
 
 
 def load_onnx(export: Export, device: torch.device, options: EngineOptions) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import shlex
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,8 @@ import torch
 
 from runtime.checkpoint.export_directory import Export
 from runtime.engines.base import EngineOptions
-from runtime.engines.rows import RowEngine
-from runtime.engines.tensorrt.cache import Rows, Sizes
-from runtime.engines.tensorrt.session import Gpu, Session, deserialize, make_logger
+from runtime.engines.past_present import LOGITS_BYTES, PastPresentEngine
+from runtime.engines.tensorrt.session import DECODE, DTYPES, PREFILL, Gpu, Session, deserialize, make_logger
 from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.system.distribution import how_to_install
 from runtime.system.sizes import byte_count
@@ -23,14 +22,7 @@ from runtime.system.sizes import byte_count
 _SCRATCH = 64 << 20  # of a bound: buffers besides weights, context and cache
 
 
-@dataclass
-class TensorrtCache:
-    """Rows of a batch, in parts of at most as many as the engine was built for."""
-
-    parts: list[Rows] = field(default_factory=list)
-
-
-class TensorrtEngine(RowEngine):
+class TensorrtEngine(PastPresentEngine):
     """Runs a plan; see `runtime.engines.rows.RowEngine`.
 
     Args:
@@ -41,10 +33,14 @@ class TensorrtEngine(RowEngine):
     padding_is_exact = False  # what TensorRT's attention makes of a row that is masked whole is not documented
 
     def __init__(self, session: Session, facts: dict[str, Any]) -> None:
-        self.session, self.device = session, session.gpu.device
-        self.sizes = Sizes(session, facts)
-        self.vocab_size = self.sizes.vocabulary
-        self.context_length: int | None = self.sizes.max_length
+        self.session, self.device, limits = session, session.gpu.device, facts["limits"]
+        self.max_batch, self.max_prompt = int(limits["max_batch"]), int(limits["max_prompt"])
+        self.max_length = int(limits["max_length"])
+        self.context_length: int | None = self.max_length
+        self.vocab_size = int(facts["vocabulary"])
+        self.cache_shapes = [(int(facts["kv_heads"]), int(facts["head_dim"]))] * int(facts["layers"])
+        self.dtype = next(DTYPES[output["dtype"]] for output in facts["outputs"] if output["name"] == "logits")
+        self._takes = frozenset(tensor["name"] for tensor in facts["inputs"])
         stat = session.trt.EngineStat.TOTAL_WEIGHTS_SIZE
         self.weight_bytes = int(session.engine.get_engine_stat(stat))
         self.description = f"TensorRT {session.trt.__version__}"
@@ -53,46 +49,17 @@ class TensorrtEngine(RowEngine):
         """{"engine": what computes it}; TensorRT fuses layers into kernels of its own."""
         return {"engine": f"{self.description}, {self.session.engine.num_layers} kernels"}
 
-    # ---------------------------------------------------------------- cache
-    def new_cache(self) -> TensorrtCache:
-        return TensorrtCache()
+    def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        width = inputs["input_ids"].shape[1]
+        profile = DECODE if width == 1 and inputs["attention_mask"].shape[1] > width else PREFILL
+        self.session.run(profile, {name: value for name, value in inputs.items() if name in self._takes}, outputs)
 
-    def cache_bytes(self, cache: TensorrtCache) -> int:
-        return sum(part.nbytes for part in cache.parts)
-
-    @torch.inference_mode()
-    def keep_rows(self, cache: TensorrtCache, rows: torch.Tensor) -> None:
-        places = [(p, r) for p, part in enumerate(cache.parts) for r in range(part.rows)]
-        kept, size = [places[row] for row in rows.tolist()], self.sizes.max_batch
-        cache.parts = [Rows.join(self.sizes, cache.parts, kept[i : i + size]) for i in range(0, len(kept), size)]
-
-    # ---------------------------------------------------------------- computing
-    @torch.inference_mode()
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        cache: TensorrtCache | None,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        last_only: bool = False,
-    ) -> torch.Tensor:
-        cache = TensorrtCache() if cache is None else cache
-        batch, width = input_ids.shape
-        if not cache.parts:
-            size = self.sizes.max_batch
-            cache.parts = [Rows(self.sizes, min(size, batch - start)) for start in range(0, batch, size)]
-        past = cache.parts[0].length
-        if attention_mask is None:
-            attention_mask = torch.ones(batch, past + width, dtype=torch.int64)
-        if position_ids is None:
-            position_ids = torch.arange(past, past + width).expand(batch, width)
-        logits, start = [], 0
-        for part in cache.parts:
-            rows = slice(start, start + part.rows)
-            ids, mask, places = (each[rows].to(self.device) for each in (input_ids, attention_mask, position_ids))
-            logits.append(part.forward(ids, mask, places, last_only))
-            start += part.rows
-        return torch.cat(logits) if len(logits) > 1 else logits[0]
+    def part(self, batch: int, width: int, past: int) -> tuple[int, int]:
+        """A prefill where the profile has room for it, else a column."""
+        rows = min(batch, self.max_batch)
+        fitting = LOGITS_BYTES // (rows * self.vocab_size * self.dtype.itemsize)
+        room = past <= self.max_length - self.max_prompt
+        return rows, max(1, min(width, self.max_prompt, fitting)) if room else 1
 
 
 def load_tensorrt(export: Export, device: torch.device, options: EngineOptions) -> TensorrtEngine:

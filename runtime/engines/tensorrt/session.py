@@ -65,7 +65,6 @@ class Session:
         self.trt, self.engine, self.gpu, self._owners = trt, engine, gpu, owners
         self._scratch = torch.empty(max(1, int(engine.device_memory_size_v2)), dtype=torch.uint8, device=gpu.device)
         self._contexts = [self._context(profile) for profile in (PREFILL, DECODE)]
-        self._bound: list[dict[str, tuple[int, tuple[int, ...]]]] = [{}, {}]
 
     def _context(self, profile: int) -> Any:
         context = self.engine.create_execution_context(self.trt.ExecutionContextAllocationStrategy.USER_MANAGED)
@@ -78,38 +77,25 @@ class Session:
         return context
 
     def run(self, profile: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
-        """Compute `outputs` in place. Tensors are contiguous and on the GPU; those that did not move are not bound again.
+        """Compute `outputs` in place. Tensors are contiguous and on the GPU.
 
         Raises:
             CompressError: a shape outside the profile, or TensorRT failed.
         """
-        self._bind(profile, inputs, outputs)
         context = self._contexts[profile]
+        for name, tensor in inputs.items():
+            if not context.set_input_shape(name, tuple(tensor.shape)):
+                raise CompressError(f"{name} of shape {list(tensor.shape)} lies outside the engine's profile {profile}")
+        for name, tensor in [*inputs.items(), *outputs.items()]:
+            # An empty tensor has no memory, and TensorRT wants an address all the same.
+            if not context.set_tensor_address(name, tensor.data_ptr() or self._scratch.data_ptr()):
+                raise CompressError(f"TensorRT refused the address of {name}")
+        vague = context.infer_shapes()
+        if vague:
+            raise CompressError(f"the engine wants a tensor that was not given: {vague[0]}")
         with self.gpu.work():
             if not context.execute_async_v3(self.gpu.handle):
                 raise CompressError("TensorRT failed to run the engine; its log says why")
-
-    def _bind(self, profile: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
-        """Tell the context shapes and addresses that are new."""
-        context, bound = self._contexts[profile], self._bound[profile]
-        moved = False
-        for name, tensor in [*inputs.items(), *outputs.items()]:
-            place = (tensor.data_ptr(), tuple(tensor.shape))
-            if bound.get(name) == place:
-                continue
-            moved = True
-            bound.pop(name, None)
-            if name in inputs and not context.set_input_shape(name, tuple(tensor.shape)):
-                raise CompressError(f"{name} of shape {list(tensor.shape)} lies outside the engine's profile {profile}")
-            # An empty tensor has no memory, and TensorRT wants an address all the same.
-            address = tensor.data_ptr() or self._scratch.data_ptr()
-            if not context.set_tensor_address(name, address):
-                raise CompressError(f"TensorRT refused the address of {name}")
-            bound[name] = place
-        if moved:
-            vague = context.infer_shapes()
-            if vague:
-                raise CompressError(f"the engine wants a tensor that was not given: {vague[0]}")
 
 
 def make_logger(trt: Any, log: Callable[[int, str], None] = _log.log) -> Any:

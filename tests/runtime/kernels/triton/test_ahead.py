@@ -328,12 +328,12 @@ def test_tensors_on_meta_are_like_those_that_prepare_makes(kernel: TritonKernel,
 
 
 def test_every_candidate_is_recorded(tiny_artifact: Path) -> None:
-    from export.triton_aot import launches
+    from export.triton_aot import plan
     from runtime.checkpoint.artifact import Artifact
     from runtime.engines.torch.engine import Blueprint
 
     def find(capability: int, every: bool) -> Any:
-        return launches.find(
+        return plan.find(
             Blueprint(Artifact(tiny_artifact), torch.device("meta"), "auto", None, False).module, capability, every
         )
 
@@ -374,7 +374,7 @@ class Witness:
 @pytest.mark.parametrize("fuse", [True, False], ids=["joined", "apart"])
 def test_the_engine_launches_what_is_compiled(fuse: bool, tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the addresses and strides that its tensors really have; what is compiled was found on meta."""
-    from export.triton_aot import launches
+    from export.triton_aot import plan
     from runtime import kernels as table
     from runtime.api.model import Model
     from runtime.checkpoint.artifact import Artifact
@@ -406,7 +406,7 @@ def test_the_engine_launches_what_is_compiled(fuse: bool, tiny_artifact: Path, m
         "fused.swiglu_kernel", "rotary_store.rotary_store_kernel", "paged_attention.split_kernel", "paged_attention.join_kernel",
     } - ({"fused.swiglu_kernel"} if not fuse else set())  # fmt: skip
     blueprint = Blueprint(Artifact(tiny_artifact), torch.device("meta"), "auto", torch.bfloat16, False)
-    found = launches.find(blueprint.module, 90, every=False).variants
+    found = plan.find(blueprint.module, 90, every=False).variants
     alone = [call.describe() for call in witness.seen if not any(variant.serves(call) for variant in found)]
     assert not alone
 

@@ -100,8 +100,8 @@ def why_not_back(engine: Any) -> str | None:
     found = columns(engine.module.config.get_text_config(decoder=True))
     if isinstance(found, str):
         return found
-    forgetful = next((each.kind for each in found if each.window), None)
-    return forgetful and f"has layers of {forgetful}, whose caches forget tokens and take none back"
+    windows = any(each.window for each in found)
+    return "has layers of sliding_attention, whose caches forget tokens and take none back" if windows else None
 
 
 def check_target(facts: Mapping[str, Any], draft: Artifact, target: Artifact) -> None:

@@ -30,6 +30,11 @@ settled: dict[tuple[Any, ...], Config] = {}  # final choices of this process, so
 _every: ContextVar[bool] = ContextVar("every", default=False)
 
 
+def interpreted() -> bool:
+    """True when kernels run in triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
 def every_candidate() -> AbstractContextManager[bool]:
     """While active and launches are recorded, `choose` launches all candidates, so that all are written down."""
     return assigned(_every, True)
@@ -55,7 +60,7 @@ def choose(
         for config in candidates[1:]:
             launch(config)
         return candidates[0]
-    if x.device.type != "cuda" or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+    if x.device.type != "cuda" or interpreted():
         return candidates[0]
     quick = (kernel, *shape, x.dtype, x.device)
     if quick in settled:

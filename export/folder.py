@@ -19,7 +19,7 @@ from runtime.checkpoint.artifact import sha256
 from runtime.checkpoint.export_directory import MANIFEST, read_manifest
 from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.system import lock
-from runtime.system.directories import let_others_read, replace_directory
+from runtime.system.directories import let_others_read, replace_directory, sync
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ONLY_WRITING = (errno.EFBIG, errno.EROFS)  # reading never fails so
@@ -123,10 +123,10 @@ def beside(output: Path) -> Iterator[Path]:
         inside = False
         yield temporary
         inside = True
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                let_others_read(file)
-        _sync(temporary)
+        for path in [*temporary.rglob("*"), temporary]:
+            if path.is_file():
+                let_others_read(path)
+            sync(path)
         lock.refuse_held(lock.inside(place), output)
         replace_directory(temporary, place, place.with_name(f".{place.name}.{os.getpid()}.old"))
     except BaseException as error:
@@ -188,18 +188,6 @@ def _existing(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
-
-
-def _sync(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some filesystems cannot sync a directory
-                raise
-        finally:
-            os.close(descriptor)
 
 
 def _sentence(error: BaseException, output: Path, temporary: Path, inside: bool) -> str | None:

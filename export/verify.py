@@ -63,8 +63,7 @@ def load_artifact(source: Source, path: Path | None = None, device: str = "cpu",
 
 def generate(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Greedy tokens of a `runtime.Model`, end tokens not heeded."""
-    found: list[list[int]] = model.generate(prompts, max_new_tokens=count, ignore_eos=True)
-    return found
+    return model.generate(prompts, max_new_tokens=count, ignore_eos=True)
 
 
 def probe(job: Job, prompts: int = PROMPTS, new_tokens: int = NEW_TOKENS) -> Probe:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ArtifactError, CompressError
-from runtime.system.directories import let_others_read, replace_directory
+from runtime.system.directories import let_others_read, replace_directory, sync
 from runtime.system.self_hash import KEY, json_is_whole, sealed_json
 
 
@@ -25,7 +25,7 @@ def written_beside(target: Path) -> Iterator[Path]:
     try:
         yield temporary
         let_others_read(temporary)
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, target)
         sync_directory(target.parent)
     except BaseException:
@@ -94,22 +94,14 @@ def listed(path: Path, files: Sequence[Path]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def sync_directory(path: Path, files: bool = False) -> None:
     """Make the entries of a directory (and, if asked, its files) survive a power cut."""
     if files:
         for child in path.iterdir():
             if child.is_file():
-                _sync(child)
+                sync(child)
     with suppress(OSError):  # some filesystems cannot sync a directory; the rename is still atomic
-        _sync(path)
+        sync(path)
 
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -65,8 +65,7 @@ class RunDirectory:
         """The identity of the run that is to be resumed; None where there is none, or nothing tells it."""
         if not self.resume or self._state.is_file() or not (self.path / MANIFEST).is_file():
             return read_sealed(self._state) if self.resume else None
-        found: dict[str, Any] | None = _read_json(self.path / MANIFEST).get("identity")
-        return found
+        return _read_json(self.path / MANIFEST).get("identity")
 
     # ------------------------------------------------------------ before the run
     def inspect(self, identity: dict[str, Any]) -> None:

@@ -31,8 +31,7 @@ class CheckedCache(Job):
     @property
     def policy(self) -> Policy:
         """As the recipe has it, before calibration."""
-        policy: Policy = self.stage.config
-        return policy
+        return self.stage.config
 
     @property
     def needs(self) -> set[str]:
@@ -191,8 +190,7 @@ class KVCache(StageRoom):
 
     def resolved(self, stage: Stage) -> dict[str, Any]:
         """The policy with every default."""
-        found: dict[str, Any] = stage.config.resolved()
-        return found
+        return stage.config.resolved()
 
     def report(self, manifest: Mapping[str, Any]) -> str:
         """The policy and the bytes of a sequence."""

@@ -38,8 +38,7 @@ def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     Logits are not computed: with a large vocabulary they would take more memory than all else.
     """
     decoder: nn.Module = cast(Any, model).get_decoder()
-    states: torch.Tensor = decoder(input_ids=ids, use_cache=False).last_hidden_state
-    return states
+    return decoder(input_ids=ids, use_cache=False).last_hidden_state
 
 
 @contextmanager

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,7 @@ from compress.core.files import disk_errors, read_sealed, sha256, write_json, wr
 from compress.model.couplings import shapes
 from runtime.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint
 from runtime.checkpoint.companions import companions
-from runtime.checkpoint.headers import DTYPES
+from runtime.checkpoint.headers import pack_header
 from runtime.modeling.layer_sizes import is_ours
 from runtime.modeling.skeleton import build_skeleton
 
@@ -53,8 +51,6 @@ Form = tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]]
 PREDICTING = "a layer for multi-token prediction, which has the shapes of the model that was cut"
 _PREDICTING = {"num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"}  # how configs call their number
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 
 def shard_name(number: int, total: int) -> str:
     """File name of shard `number` (from 1) of `total`, as transformers names them."""
@@ -84,8 +80,7 @@ class PlainWriter:
 
     def facts(self, part: int) -> dict[str, Any]:
         """The facts that a part was written with."""
-        facts: dict[str, Any] = self._record(part)["facts"]
-        return facts
+        return self._record(part)["facts"]
 
     def write(self, part: int, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """One part, under the model's names; `facts` are JSON-able."""
@@ -169,17 +164,10 @@ def zeros(directory: Path, streamed: StreamedModel, config: PretrainedConfig) ->
     tensors = {name: (shape, source.dtype(name)) for name, shape in shapes(model).items() if source.has(name)}
     described = config_dict(source, streamed.config, config)
     directory.mkdir(parents=True, exist_ok=True)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, (shape, dtype) in tensors.items():
-        size = math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)
+    header, _ = pack_header(tensors)
     with (directory / SINGLE).open("wb") as file:
-        file.write(struct.pack("<Q", len(raw)) + raw)
-        file.truncate(8 + len(raw) + offset)
+        file.write(header)
+        file.truncate(len(header) + sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors.values()))
     copy_companions(source.path, directory)
     write_json(directory / "config.json", described)
     return described, tensors

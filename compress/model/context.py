@@ -21,26 +21,13 @@ from runtime.engines.torch.encoder import position_limit
 from runtime.engines.torch.seq2seq import target_limit
 from runtime.errors import RequestError, first_line
 from runtime.modeling.skeleton import reads_features
+from runtime.system.device import choose_device
 
 PROBE_TOKENS = 64
 OTHER_TOKENS = (
     "the vocabulary was cut, so that source and artifact split texts into other tokens: perplexity is that of the text, a token of the "
     "source's, and KL divergence and agreement, which compare token by token, are not measured"
 )
-
-
-def choose_device(device: str) -> torch.device:
-    """`auto` is the first GPU when there is one; anything torch does not know is a RequestError."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError) as error:
-        raise RequestError(
-            f"device {device!r} cannot be used here: {first_line(error)}; use auto, cpu or cuda"
-        ) from error
-    return chosen
 
 
 @dataclass

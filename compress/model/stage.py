@@ -292,6 +292,5 @@ def row_of(record: Mapping[str, Any]) -> tuple[str, str, str, str]:
     for name in KINDS:
         kind = KINDS[name]
         if kind.phase == "model" and kind.record_key in record:
-            found: tuple[str, str, str, str] = kind.row(record)
-            return found
+            return kind.row(record)
     return next(iter(record), ""), "", "", ""

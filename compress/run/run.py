@@ -20,7 +20,6 @@ from compress.core.progress import Reporter
 from compress.core.run_directory import LOG, MANIFEST, WORK, RunDirectory, remove
 from compress.evaluate.artifact import evaluate_artifact
 from compress.evaluate.metrics import exceeded
-from compress.model.context import choose_device
 from compress.model.stage import Compressed, Job, Store
 from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back
@@ -30,6 +29,7 @@ from compress.run.session import ModelState, Session, identity, kind_of, layers_
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint, read_json
 from runtime.errors import CompressError, RequestError, ResourceError
+from runtime.system.device import choose_device
 from runtime.system.memory import keep_nothing_freed, peak_bytes
 from runtime.system.sizes import size
 

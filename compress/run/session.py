@@ -185,5 +185,4 @@ def _model_stages(recipe: Recipe) -> list[Stage]:
 
 def kind_of(stage: Stage) -> StageRoom:
     """The room of a stage."""
-    found: StageRoom = KINDS[stage.kind]
-    return found
+    return KINDS[stage.kind]

@@ -124,8 +124,7 @@ def identify(tokenizer: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 def _ids(tokenizer: Any) -> list[int]:
-    ids: list[int] = tokenizer.encode(EVERYTHING, add_special_tokens=False).ids
-    return ids
+    return tokenizer.encode(EVERYTHING, add_special_tokens=False).ids
 
 
 def _as(tokenizer: dict[str, Any], known: Known) -> dict[str, Any]:

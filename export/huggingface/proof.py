@@ -123,8 +123,7 @@ def load_transformers(
         if names:
             what = what.replace("_", " ")
             raise CompressError(f"transformers finds {what} in the export: {names[0]} ({len(names)} in all)")
-    loaded: PreTrainedModel = model.eval()
-    return loaded
+    return model.eval()
 
 
 def compare_model(reference: Probe, model: Any, exact: bool = False) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """Safetensors files written tensor by tensor: a header made from what is known beforehand, then every part where it belongs.
 
 safetensors' own writer wants all tensors of a file in memory. Here a part (one module, one tensor) is made, written and let go.
-The format: 8 bytes of header length (little endian), the header as JSON padded with spaces to a multiple of 8, then the data
-without holes (https://github.com/huggingface/safetensors). Wider dtypes lie first, so that every tensor is aligned to its own.
 """
 
 from __future__ import annotations
@@ -16,12 +14,11 @@ import torch
 
 from export.source import Source
 from runtime.checkpoint.checkpoint import INDEX, SINGLE
-from runtime.checkpoint.headers import DTYPES
+from runtime.checkpoint.headers import pack_header
 from runtime.errors import CompressError
 from runtime.formats import TensorSpec
 
 LIMIT = 5_000_000_000
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -82,21 +79,10 @@ def _divide(parts: Sequence[Part], limit: int) -> list[list[Part]]:
 
 def _write_file(path: Path, parts: Sequence[Part], done: Callable[[str], None]) -> None:
     specs = {name: spec for part in parts for name, spec in part.specs.items()}
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    starts, position = {}, 0
-    for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
-        spec = specs[name]
-        starts[name] = position
-        position += spec.bytes
-        header[name] = {
-            "dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [starts[name], position],
-        }  # fmt: skip
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    header, starts = pack_header({name: (spec.shape, spec.dtype) for name, spec in specs.items()})
     with path.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        base = stream.tell()
-        stream.truncate(base + position)
+        stream.write(header)
+        stream.truncate(len(header) + sum(part.bytes for part in parts))
         for part in parts:
             tensors = part.make()
             for name, spec in part.specs.items():
@@ -106,7 +92,7 @@ def _write_file(path: Path, parts: Sequence[Part], done: Callable[[str], None]) 
                         f"tensor {name} was made as {tensor.dtype} {list(tensor.shape)}, planned was {spec.dtype} "
                         f"{list(spec.shape)}; this is a bug"
                     )
-                stream.seek(base + starts[name])
+                stream.seek(starts[name])
                 if tensor.numel():
                     stream.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
             done(next(iter(part.specs)))

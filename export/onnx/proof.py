@@ -195,8 +195,7 @@ def _encoder(job: Job, load: Load, key: tuple[str, bool], fast: bool) -> Compare
     ids, mask = _sources(job)
 
     def states(model: Any) -> torch.Tensor:
-        found: torch.Tensor = model.hidden_states(ids, mask)[mask.bool()]
-        return found
+        return model.hidden_states(ids, mask)[mask.bool()]
 
     wanted = states(_reference(job))
     change = {"cosine_of_change": _cosine(states(load_artifact(job.source)), wanted)} if job.losses else {}

@@ -37,8 +37,7 @@ CACHE = (
 
 def dtype(source: Source, options: TritonOptions) -> torch.dtype:
     """What is computed in."""
-    chosen: torch.dtype = source.dtype if options.dtype is None else getattr(torch, options.dtype)
-    return chosen
+    return source.dtype if options.dtype is None else getattr(torch, options.dtype)
 
 
 def why_not(source: Source, options: TritonOptions) -> str | None:

@@ -84,8 +84,7 @@ class GeneratingModel(LoadedModel):
 
     def _last_stats(self) -> GenerationStats:
         """Of the last call that ended in this thread; in a thread that has had none, of the last one in any."""
-        last: GenerationStats = getattr(self._own, "last", self._last)
-        return last
+        return getattr(self._own, "last", self._last)
 
     @property
     def stats(self) -> dict[str, Any]:

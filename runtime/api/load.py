@@ -17,6 +17,7 @@ from runtime.checkpoint.artifact import MANIFEST, Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.checkpoint.export_directory import Export, find_export, verify_files
 from runtime.config.messages import did_you_mean
+from runtime.config.settings import is_off
 from runtime.decoding.seq2seq import generation_config
 from runtime.drafting.config.artifact_draft import CHOICE
 from runtime.engines.base import EngineOptions
@@ -25,9 +26,10 @@ from runtime.engines.torch.encoder import TorchEncoderEngine
 from runtime.engines.torch.engine import Blueprint
 from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine
 from runtime.errors import ArtifactError, RequestError
-from runtime.kv_cache.policy.policy import choose_policy, is_off
+from runtime.kv_cache.policy.policy import choose_policy
 from runtime.sampling.options import reject_unknown
 from runtime.system.describe import integer, show
+from runtime.system.device import choose_device
 from runtime.system.sizes import byte_count
 
 # Hashing takes about a second a GB; below this it is not noticed, and a flipped bit is.
@@ -186,14 +188,7 @@ def offer_kernels(path: Path, device: torch.device) -> None:
 
 def read_device(device: str | torch.device) -> torch.device:
     """The device that "auto", a name or a device means; RequestError where it is not usable here."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-        raise RequestError(f"device {device!r} is not usable here; try 'auto' or 'cpu'") from error
-    return torch.empty(0, device=chosen).device  # "cuda" becomes "cuda:0", so that devices compare equal
+    return torch.empty(0, device=choose_device(device)).device  # "cuda" becomes "cuda:0", so that devices compare equal
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -79,8 +79,7 @@ class Model(GeneratingModel):
         Raises:
             RequestError: an unknown option, a value out of range, an empty prompt or one that does not fit the context.
         """
-        found: Texts = self._request(prompt, options, "generate").complete(self._store)
-        return found
+        return self._request(prompt, options, "generate").complete(self._store)
 
     @overload
     def stream(self, prompt: str, **options: Any) -> Iterator[str]: ...

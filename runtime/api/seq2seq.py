@@ -54,8 +54,7 @@ class Seq2SeqModel(GeneratingModel):
         chosen = GenerationOptions.from_keywords(options, "generate")
         sources = self._reader.read(source, "source")
         beginning = Beginning((self.start_token_id,), self.forced_token_id)
-        found: Texts = Seq2SeqRequest(self._decoding(), sources, chosen, beginning).complete(self._store)
-        return found
+        return Seq2SeqRequest(self._decoding(), sources, chosen, beginning).complete(self._store)
 
     # ---------------------------------------------------------------- logits
     def logits(

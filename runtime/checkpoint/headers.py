@@ -7,7 +7,9 @@ the file and wants ranges that cover it without gap or overlap, so that a later 
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +42,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -96,3 +99,25 @@ def read_header(file: Path) -> Header:
         shape, place = tuple(entry["shape"]), 8 + length + begin
         tensors[name] = TensorEntry(name, file, DTYPES[entry["dtype"]], shape, place, end - begin)
     return Header(file, size, 8 + length, raw, tensors, metadata)
+
+
+def pack_header(tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> tuple[bytes, dict[str, int]]:
+    """What a safetensors file begins with, and where in it the data of each tensor begin.
+
+    The format: 8 bytes of header length (little endian), the header as JSON padded with spaces to a multiple of 8, then the data
+    without holes (https://github.com/huggingface/safetensors). Wider dtypes lie first, so that every tensor is aligned to its own.
+    The file ends with the last tensor's data.
+
+    Args:
+        tensors: {name: shape and dtype}.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts, end = dict[str, int](), 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name)):
+        shape, dtype = tensors[name]
+        starts[name], end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    packed = len(text).to_bytes(8, "little") + text
+    return packed, {name: len(packed) + start for name, start in starts.items()}

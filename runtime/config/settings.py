@@ -29,6 +29,11 @@ _SOURCE = "source"  # in a field's metadata
 _LARGEST = 2**31 - 1
 
 
+def is_off(value: Any) -> bool:
+    """Whether an option that may name a method asks for none: False, "none", "off"."""
+    return value is False or (isinstance(value, str) and value.lower() in ("none", "off"))
+
+
 def _is_odd(value: int) -> bool:
     return value % 2 == 1
 

@@ -235,8 +235,7 @@ def read_block(layer: Any, config: Any, fuse: bool = False) -> Block:
 
 
 def _vector(norm: Any, dtype: torch.dtype) -> torch.Tensor:
-    weight: torch.Tensor = norm.weight.detach().to(dtype).contiguous()
-    return weight
+    return norm.weight.detach().to(dtype).contiguous()
 
 
 class FusedEngine(Engine):
@@ -254,8 +253,7 @@ class FusedEngine(Engine):
     @property
     def logits_width(self) -> int:
         """Rows of the head."""
-        width: int = self.parts.vocabulary
-        return width
+        return self.parts.vocabulary
 
     def explain(self) -> dict[str, str]:
         return self.torch_engine.explain()

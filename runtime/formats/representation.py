@@ -113,8 +113,7 @@ class Representation(ABC):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Representation:
         """Inverse of `to_config`; ValueError, naming the field, for fields that are missing, unknown or mean nothing."""
-        found: Representation = configure(cls, {key: value for key, value in config.items() if key != "representation"})
-        return found
+        return configure(cls, {key: value for key, value in config.items() if key != "representation"})
 
 
 def plugins() -> list[type[Any]]:

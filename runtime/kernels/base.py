@@ -157,8 +157,7 @@ class Choice:
 
     def kernel(self, rows: int) -> Kernel:
         """The kernel for so many rows of activations."""
-        chosen: Kernel = getattr(self, shape_class(rows))
-        return chosen
+        return getattr(self, shape_class(rows))
 
     def __str__(self) -> str:
         """`int4-c`, or `int4-c (decode, batch), dense-tiles (prefill)` where classes differ."""

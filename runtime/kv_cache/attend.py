@@ -115,8 +115,7 @@ def _once(mask: torch.Tensor, name: str, compute: Callable[[], torch.Tensor | No
     """What `compute` gives the first time; kept with the mask, which lives for one forward."""
     if not hasattr(mask, name):
         setattr(mask, name, compute())
-    found: torch.Tensor | None = getattr(mask, name)
-    return found
+    return getattr(mask, name)
 
 
 def _capped(
@@ -166,8 +165,7 @@ def masks(**arguments: Any) -> torch.Tensor | None:
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     if arguments.get("mask_function", causal_mask_function) is not causal_mask_function:
-        found: torch.Tensor | None = sdpa_mask(**arguments)
-        return found
+        return sdpa_mask(**arguments)
     given = arguments.get("attention_mask")
     mask = torch.empty(int(arguments["batch_size"]), 0, dtype=torch.bool) if given is None else given.view(given.shape)
     setattr(mask, _ARGUMENTS, arguments)

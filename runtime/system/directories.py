@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import shutil
 import tempfile
@@ -25,6 +26,22 @@ def lasting() -> Path | None:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress"
     except RuntimeError:
         return None
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the entries of a directory, survive a power cut.
+
+    Raises:
+        OSError: it cannot be written; of directories that a filesystem cannot sync nothing is said.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 @cache

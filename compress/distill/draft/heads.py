@@ -193,5 +193,4 @@ def rank_rates(student: HeadStudent, rows: TextRows, width: int) -> list[list[fl
             seen[ahead] += alive.sum().cpu()
             right[ahead] += (hit & alive[..., None]).sum((0, 1)).double().cpu()
             alive = alive & hit.any(-1)
-    rates: list[list[float]] = (right / seen.clamp_min(1)[:, None]).tolist()
-    return rates
+    return (right / seen.clamp_min(1)[:, None]).tolist()

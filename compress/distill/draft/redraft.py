@@ -19,7 +19,6 @@ from compress.core.progress import Reporter
 from compress.core.run_directory import CHOICE, DRAFTS, LOG, MANIFEST, WORK, RunDirectory, remove
 from compress.distill.draft.job import DraftJob, DraftRecord, prepare, train_draft
 from compress.distill.draft.stage import STAGE
-from compress.model.context import choose_device
 from compress.model.stage import Apply, Store
 from compress.recipe import Recipe
 from compress.report import write_report
@@ -28,6 +27,7 @@ from runtime.checkpoint.artifact import SCHEMA_VERSION, Artifact
 from runtime.engines.torch.engine import Blueprint
 from runtime.errors import RequestError
 from runtime.system import lock
+from runtime.system.device import choose_device
 
 
 def redraft(

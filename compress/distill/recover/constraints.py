@@ -74,8 +74,7 @@ class OnGrid(nn.Module):
             inside = torch.ones_like(values, dtype=torch.bool)
         else:
             inside = (values - rounded).abs() <= 0.5001 * grid.expand(values.shape[1])[0].abs()
-        through: torch.Tensor = _Through.apply(weight, rounded, inside, values > rounded)
-        return through
+        return _Through.apply(weight, rounded, inside, values > rounded)
 
 
 class _Through(torch.autograd.Function):

@@ -52,15 +52,9 @@ class RecoverJob(Job):
     notes: tuple[str, ...] = ()
 
     @property
-    def settings(self) -> RecoverConfig:
-        """The stage's fields."""
-        found: RecoverConfig = self.stage.config
-        return found
-
-    @property
     def taught(self) -> bool:
         """Whether the teacher's outputs are needed."""
-        return bool(self.settings.kl or self.settings.squarehead)
+        return bool(self.stage.config.kl or self.stage.config.squarehead)
 
     @property
     def needs(self) -> set[str]:
@@ -79,7 +73,7 @@ class RecoverJob(Job):
     def describe(self) -> str:
         """For people: "recovery by finetune after sparsegpt, 400 steps of training"."""
         after = f" after {' and '.join(self.after)}" if self.after else ""
-        return f"recovery by {self.stage.method}{after}, {self.settings.steps:,} steps of training"
+        return f"recovery by {self.stage.method}{after}, {self.stage.config.steps:,} steps of training"
 
     def warnings(self, context: Context, size: int) -> list[str]:
         """Fewer rows than asked for."""
@@ -187,7 +181,7 @@ def recovery_footprint(job: RecoverJob, speed: Speed, device: torch.device) -> F
     Args:
         device: of both models.
     """
-    settings, model, teacher = job.settings, job.model, job.teacher
+    settings, model, teacher = job.stage.config, job.model, job.teacher
     numbers = model.total if settings.adapter is None else _adapted(model, settings.adapter.rank)
     # Beside a weight with an adapter is the sum of both, and what is in between while it is computed and derived by.
     weights = _TRAINED * numbers + (0 if settings.adapter is None else 4 * model.total + 12 * model.inside)
@@ -217,7 +211,7 @@ def _adapted(model: ModelSize, rank: int) -> int:
 def _activations(job: RecoverJob) -> int:
     """Bytes of activations: of each layer and position the inputs and outputs of linear layers and norms, at least 17 numbers of the hidden
     size (Korthikanti et al., arXiv 2205.05198); with gradient checkpointing those of one layer, and a hidden state of each."""
-    settings, model = job.settings, job.model
+    settings, model = job.stage.config, job.model
     positions = _rows_at_once(job) * settings.sequence_length
     layer = max(17 * model.hidden, sum(map(sum, model.linears)) // model.blocks + 4 * model.hidden)
     numbers = layer + model.blocks * model.hidden if settings.gradient_checkpointing else layer * model.blocks
@@ -228,13 +222,13 @@ def _activations(job: RecoverJob) -> int:
 
 def _rows_at_once(job: RecoverJob) -> int:
     """Of one forward pass of a process."""
-    own = -(-job.settings.batch_size // launched())
-    return min(own, job.settings.micro_batch or own)
+    own = -(-job.stage.config.batch_size // launched())
+    return min(own, job.stage.config.micro_batch or own)
 
 
 def _advice(job: RecoverJob, total: int, taught: int, activations: int, weights: int) -> str:
     """The settings that would help, those that cost least first."""
-    settings = job.settings
+    settings = job.stage.config
     large = activations > total // _SHARE
     found = []
     if large and _rows_at_once(job) > 1:
@@ -251,7 +245,7 @@ def _advice(job: RecoverJob, total: int, taught: int, activations: int, weights:
 def _seconds(job: RecoverJob, speed: Speed, device: torch.device) -> float:
     """An upper bound, since training may end early: two operations a weight and token for a forward pass, four for a backward pass; a
     teacher has forward passes alone. The processes that were launched share them."""
-    settings, model = job.settings, job.model
+    settings, model = job.stage.config, job.model
     rate = speed.single if device.type == "cpu" and settings.precision != "bfloat16" else max(speed.own, speed.single)
     forward, backward = 2.0 * model.total, 4.0 * model.total
     if settings.gradient_checkpointing:

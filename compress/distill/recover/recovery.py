@@ -15,7 +15,6 @@ from torch import nn
 from compress import data
 from compress.core.processes import PartDone, Team
 from compress.core.progress import Reporter
-from compress.distill.recover import RecoverConfig
 from compress.distill.recover.alignment import Alignment
 from compress.distill.recover.constraints import between_codes, constrain, settle
 from compress.distill.recover.losses import Recovering
@@ -62,18 +61,12 @@ class Recovery:
     team: Team = field(default_factory=Team)
 
     @property
-    def settings(self) -> RecoverConfig:
-        """The stage's fields."""
-        found: RecoverConfig = self.stage.config
-        return found
-
-    @property
     def alignment(self) -> Alignment:
         """What of the teacher is compared."""
         context = self.context
         tokens = context.source_ids(torch.arange(context.vocabulary)) if context.kept_tokens else None
         found = Alignment.of([len(stack.blocks) for stack in context.reference.stacks], context.records, tokens)
-        return found if self.settings.squarehead else replace(found, layers=())
+        return found if self.stage.config.squarehead else replace(found, layers=())
 
     @property
     def device(self) -> torch.device:
@@ -90,8 +83,8 @@ def recover(recovery: Recovery) -> dict[str, Any]:
     if (
         recovery.context.streamed.kind == "encoder"
     ):  # it says no next token; the recipe in the artifact says what was done
-        recovery.settings.kl = recovery.settings.cross_entropy = 0.0
-    context, device, team, settings = recovery.context, recovery.device, recovery.team, recovery.settings
+        recovery.stage.config.kl = recovery.stage.config.cross_entropy = 0.0
+    context, device, team, settings = recovery.context, recovery.device, recovery.team, recovery.stage.config
     ids, _ = rows(context, recovery.stage)
     given, apart = split_rows(ids)
     alignment = recovery.alignment
@@ -216,7 +209,7 @@ def write(model: Any, streamed: StreamedModel, output: Path) -> None:
 
 def _teachers(recovery: Recovery, ids: torch.Tensor, alignment: Alignment) -> tuple[Guide | None, Guide | None]:
     """Teacher and judge, of training and held-out rows: the whole model's outputs and hidden states, so far as they can be compared."""
-    settings, streamed = recovery.settings, recovery.context.reference
+    settings, streamed = recovery.stage.config, recovery.context.reference
     if not settings.kl and not settings.squarehead:
         return None, None
     if settings.teacher == "memory":

@@ -89,8 +89,7 @@ class ChannelRemoval(Removal):
         The error of a width is what the readers' outputs lose over the calibration sequences, as a share of the hidden state that they are
         added to: mean squared norms. It is measured once for a run and those that resume it.
         """
-        widths: list[int] = self.run.once("widths.json", self._choose_widths)
-        return widths
+        return self.run.once("widths.json", self._choose_widths)
 
     # ---------------------------------------------------------------- one reader
     def _in_order(self, index: int) -> list[Channels]:

@@ -52,8 +52,7 @@ class CutPlan(Job):
     @property
     def settings(self) -> StructureConfig:
         """The stage's fields."""
-        config: StructureConfig = self.stage.config
-        return config
+        return self.stage.config
 
     @property
     def method(self) -> StructureMethod:

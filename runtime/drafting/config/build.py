@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.config.registry import Method
-from runtime.config.settings import ConfigError, Count, read, read_method
+from runtime.config.settings import ConfigError, Count, is_off, read, read_method
 from runtime.config.settings import Path as Place
 from runtime.drafting.config.artifact_draft import CHOICE, directory_drafter, own_draft, place_of
 from runtime.drafting.config.registry import DRAFTERS, LENGTHS, RULES, drafters, find_drafter
@@ -24,16 +24,10 @@ from runtime.drafting.verify.base import Rule
 from runtime.errors import RequestError
 from runtime.system import memory
 
-__all__ = ["CHOICE", "Target", "check_written", "choose_speculation", "is_none"]
+__all__ = ["CHOICE", "Target", "check_written", "choose_speculation"]
 
 WHERE = "drafter"
-_OFF = ("none", "off")
 _log = logging.getLogger("compress.speculation")
-
-
-def is_none(value: Any) -> bool:
-    """Whether it asks for plain decoding."""
-    return value is False or (isinstance(value, str) and value.lower() in _OFF)
 
 
 def check_written(value: Any, where: str = WHERE) -> None:
@@ -42,7 +36,7 @@ def check_written(value: Any, where: str = WHERE) -> None:
     Args:
         value: as for `choose_speculation`. where: what messages call it.
     """
-    if value is None or is_none(value) or isinstance(value, Speculation):
+    if value is None or is_off(value) or isinstance(value, Speculation):
         return
     try:
         parse(value)
@@ -61,7 +55,7 @@ def choose_speculation(value: Any, target: Target) -> Speculation | None:
     Raises:
         RequestError: there is no such drafter, it does not fit the model, or the model's engine verifies no drafts.
     """
-    if is_none(value):
+    if is_off(value):
         return None
     if value is None:
         return _unasked(target)
@@ -81,7 +75,7 @@ def choose_speculation(value: Any, target: Target) -> Speculation | None:
 def _unasked(target: Target) -> Speculation | None:
     """What the directory brings, as far as its engine allows: a model that nobody asked to draft loads on every machine."""
     own = directory_drafter(target.artifact, target.engine.device)
-    if own is None or is_none(own.value):
+    if own is None or is_off(own.value):
         return None
     reason = target.engine.why_not_drafts()
     if reason is None:
@@ -130,8 +124,7 @@ def _names_own(parts: Any) -> bool:
 
 def rule_of(settings: Mapping[str, Any]) -> Rule:
     """How drafts are accepted; ConfigError where it cannot be so."""
-    rule: Rule = read_method(RULES, settings.get("acceptance", "exact"), ("acceptance",))
-    return rule
+    return read_method(RULES, settings.get("acceptance", "exact"), ("acceptance",))
 
 
 def amounts_of(settings: Mapping[str, Any]) -> tuple[Lengths, Mapping[str, Place]]:
@@ -203,8 +196,7 @@ def build(request: Request, target: Target) -> Drafter:
     if request.parts:
         assert request.method is not None
         parts = [build(part, target) for part in request.parts]
-        drafter: Drafter = request.method.load()(parts, **request.read_settings(request.method))
-        return drafter
+        return request.method.load()(parts, **request.read_settings(request.method))
     try:
         drafter = _built(request, target)
         check_ids(drafter, target)
@@ -246,8 +238,7 @@ def _built(request: Request, target: Target) -> Drafter:
         facts = draft_facts(directory)
         method = _method(request, directory, facts)
     assert method is not None
-    drafter: Drafter = method.load().build(target, directory, facts, **request.read_settings(method))
-    return drafter
+    return method.load().build(target, directory, facts, **request.read_settings(method))
 
 
 def _directory(request: Request, target: Target) -> Path:

@@ -83,8 +83,7 @@ class StateCache(DraftCache):
     @property
     def device(self) -> torch.device:
         """Where the states are."""
-        device: torch.device = self._engine.device
-        return device
+        return self._engine.device
 
 
 @dataclass(eq=False)

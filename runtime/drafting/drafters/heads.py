@@ -109,8 +109,7 @@ class HeadFiles:
 
     def size(self, name: str, kind: Any = Count) -> int:
         """A number of `heads` in draft.json."""
-        size: int = read_fact(self.path, self.facts, kind, "heads", name)
-        return size
+        return read_fact(self.path, self.facts, kind, "heads", name)
 
     def rates(self, depths: int) -> Sequence[Sequence[float]]:
         """The measured rates by depth and rank."""
@@ -229,8 +228,7 @@ class TargetParts:
 
 
 def _dtype(layer: Any) -> torch.dtype:
-    found: torch.dtype = layer.dtype if isinstance(layer, CompressedLinear) else layer.weight.dtype
-    return found
+    return layer.dtype if isinstance(layer, CompressedLinear) else layer.weight.dtype
 
 
 _GRID = GridScheme(8, "int", True, "channel")

@@ -36,8 +36,7 @@ class MedusaHead(nn.Module):
         """Logits of the head, `[..., vocab]`, from hidden states `[..., hidden]`."""
         for block in self.blocks:
             x = x + functional.silu(block(x))
-        found: torch.Tensor = self.out(x)
-        return found
+        return self.out(x)
 
 
 class MedusaHeads(nn.Module):

@@ -60,8 +60,7 @@ class MTPBlock(nn.Module):
 
     def mixed(self, states: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
         """What the block reads, `[..., hidden]`, of states `[..., hidden]` and of embeddings of the tokens after them."""
-        found: torch.Tensor = self.mix(torch.cat([self.state_norm(states), self.token_norm(embeddings)], -1))
-        return found
+        return self.mix(torch.cat([self.state_norm(states), self.token_norm(embeddings)], -1))
 
     def turns(self, positions: torch.Tensor) -> Turns:
         """Rotations at int64 positions `[...]`."""
@@ -85,8 +84,7 @@ class MTPBlock(nn.Module):
         """The next states `[..., hidden]`, of what `mixed` gave and what its queries found, `[..., kv_heads, heads of each, head_dim]`."""
         x = x + self.output(attended.flatten(-3))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        found: torch.Tensor = self.final_norm(x + self.down(functional.silu(gate) * up))
-        return found
+        return self.final_norm(x + self.down(functional.silu(gate) * up))
 
 
 def rotated(x: torch.Tensor, turns: Turns) -> torch.Tensor:

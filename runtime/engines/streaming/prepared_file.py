@@ -271,8 +271,7 @@ class Place(NamedTuple):
     @property
     def value(self) -> torch.Tensor:
         """The tensor at this place."""
-        value: torch.Tensor = self.store[self.leaf]
-        return value
+        return self.store[self.leaf]
 
 
 def places(model: nn.Module) -> Iterator[Place]:

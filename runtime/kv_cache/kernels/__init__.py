@@ -32,8 +32,7 @@ def attend_region(
     """
     kernel, reason = _find(queries.states, region)
     if reason is None:
-        found: tuple[torch.Tensor, torch.Tensor] = kernel.run(queries, region, visible, chosen)
-        return found
+        return kernel.run(queries, region, visible, chosen)
     warn_once(queries.states.device.type, reason)
     return region_attention(queries, region, visible, chosen)
 

@@ -11,7 +11,7 @@ from typing import Any
 from runtime.checkpoint.artifact import MANIFEST, Artifact
 from runtime.checkpoint.checkpoint import read_json
 from runtime.config.messages import plain, show
-from runtime.config.settings import ConfigError, Path, Text, configure, mapping, read, settings_of, unknown
+from runtime.config.settings import ConfigError, Path, Text, configure, is_off, mapping, read, settings_of, unknown
 from runtime.errors import RequestError
 from runtime.kv_cache.clusters import Clusters
 from runtime.kv_cache.policy import checks
@@ -25,7 +25,6 @@ KEYS = (
     "method", "evict", "keys", "values", "recent", "prefix", "tiers", "saliency", "clusters", "select", "offload", "floats",
     "calibrated",
 )  # fmt: skip
-_OFF = ("none", "off")
 
 
 class Policy(Axes):
@@ -87,11 +86,6 @@ def choose_policy(value: str | Mapping[str, Any] | bool | None, artifact: Artifa
     except ConfigError as error:
         raise error.at(where) from None
     return policy
-
-
-def is_off(value: Any) -> bool:
-    """Whether `kv_cache` asks for an uncompressed cache: False, "none", "off"."""
-    return value is False or (isinstance(value, str) and value.lower() in _OFF)
 
 
 # ---------------------------------------------------------------- reading

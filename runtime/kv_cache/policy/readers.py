@@ -185,5 +185,4 @@ def read_selection(value: Any, path: Path) -> Any:
 
 def read_offload(value: Any, path: Path) -> OffloadPlan:
     """Where older tokens lie."""
-    found: OffloadPlan = configure(OffloadPlan, {"to": value} if isinstance(value, str) else value, path)
-    return found
+    return configure(OffloadPlan, {"to": value} if isinstance(value, str) else value, path)

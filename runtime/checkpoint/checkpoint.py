@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,10 @@ class Checkpoint:
     def nbytes(self, name: str) -> int:
         """Bytes of the tensor, in its file and once it is read."""
         return self.entry(name).nbytes
+
+    def held_bytes(self, name: str) -> int:
+        """Bytes of the tensor once it is read: of 8-bit floats with scales, those of the weights that they stand for."""
+        return math.prod(self.shape(name)) * self.dtype(name).itemsize
 
     def files(self) -> list[Path]:
         """The safetensors files, sorted by name."""

@@ -310,7 +310,7 @@ def test_the_last_artifact_is_found(
     monkeypatch.chdir(work)
     code, _, err = run("export", "--list")
     assert code == 2
-    assert "has written none" in sentence(err)
+    assert "wrote none" in sentence(err)
     recipe = work / "r.yaml"
     recipe.write_text(
         f"name: r\nmodel: {tiny_llama()}\nstages:\n  - quantize: {{method: rtn, bits: 4, group_size: 32}}\noutput: out/r\n"

@@ -47,7 +47,6 @@ def test_defaults_take_every_linear_layer_but_the_head():
     assert entry.prune is None
     assert entry.quantize is not None
     assert entry.quantize.method == "rtn"
-    assert entry.stages == [0]
 
 
 def test_prune_and_quantize_meet_in_one_assignment():
@@ -57,9 +56,7 @@ def test_prune_and_quantize_meet_in_one_assignment():
     ]
     entry = tasks(*stages)["model.layers.1.self_attn.q_proj"]
     assert entry.scheme == Scheme(GridScheme(4, "int", True, "group", 32), None, "2:4")
-    assert entry.stages == [0, 1]
-    assert entry.prune is not None
-    assert entry.prune.method == "sparsegpt"
+    assert (entry.prune.method, entry.quantize.method) == ("sparsegpt", "gptq")
 
 
 def test_pruning_alone_keeps_float_values():
@@ -74,8 +71,7 @@ def test_later_stages_of_a_kind_override_earlier_ones():
     ]
     found = tasks(*stages)
     first, second = found["model.layers.0.self_attn.q_proj"], found["model.layers.0.mlp.down_proj"]
-    assert (first.quantize.method, first.stages) == ("gptq", [0])
-    assert (second.quantize.method, second.stages) == ("rtn", [1])
+    assert (first.quantize.method, second.quantize.method) == ("gptq", "rtn")
     assert second.scheme.weights == GridScheme(8, "int", True, "channel")
 
 
@@ -146,8 +142,9 @@ def test_pruning_after_quantizing_other_modules_is_allowed():
         {"prune": {"method": "magnitude", "sparsity": 0.5, "targets": ["down_proj"]}},
     ]
     found = tasks(*stages)
-    assert found["model.layers.0.self_attn.q_proj"].stages == [0]
-    assert found["model.layers.0.mlp.down_proj"].stages == [1]
+    first, second = found["model.layers.0.self_attn.q_proj"], found["model.layers.0.mlp.down_proj"]
+    assert (first.prune, first.quantize.method) == (None, "rtn")
+    assert (second.prune.method, second.quantize) == ("magnitude", None)
 
 
 def test_an_override_is_named_instead_of_the_line():

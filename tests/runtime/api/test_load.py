@@ -182,9 +182,9 @@ def test_gpu(path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "gpux"}, "device 'gpux' is not usable"),
-        ({"device": "cuda:99"}, "device 'cuda:99' is not usable"),
-        ({"device": 3.5}, "device 3.5"),
+        ({"device": "gpux"}, "device 'gpux'"),
+        ({"device": "cuda:99"}, "device 'cuda:99'"),
+        ({"device": 3.5}, "device '3.5'"),
         ({"threads": 0}, "threads must be an integer >= 1, not 0"),
         ({"threads": "2"}, "threads"),
         ({"dtype": "bfloat"}, "did you mean 'bfloat16'"),

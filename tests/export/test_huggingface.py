@@ -81,6 +81,7 @@ def test_what_needs_no_change_is_copied_tensor_by_tensor(made: Make, tmp_path: P
     assert not [c for c in result.conversions if c.bytes]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
 def test_gptq_holds_the_same_matrices(made: Make, tmp_path: Path, kind: str) -> None:
     if kind == "w4_g48":  # 128 columns in groups of 48 become groups of 16

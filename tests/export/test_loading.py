@@ -101,6 +101,7 @@ def test_missing_files_and_files_that_nobody_listed(exported: Callable[[str], Pa
         runtime.load(folder, verify=True)
 
 
+@pytest.mark.slow
 def test_files_of_the_artifact_are_hashed_once(written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """An export to triton has two manifests, and its weights stand in both."""
     from runtime.checkpoint import artifact

@@ -60,6 +60,7 @@ def test_groups_that_no_block_divides_are_rounded_anew(odd: Path, tmp_path: Path
     assert "int4 codes with blocks of 32" in announced[0].what
 
 
+@pytest.mark.slow
 def test_another_rounding_than_the_writer_s_is_refused(
     odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +75,7 @@ def test_another_rounding_than_the_writer_s_is_refused(
         export.export(odd, "onnx", tmp_path / "out", quiet=True, requantize=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ort", [False, True])
 @pytest.mark.parametrize(("kind", "static"), [("w8a8", False), ("w8a8_static", True)])
 def test_products_of_integers_announce_no_blocks(

@@ -61,6 +61,7 @@ def copied(exported: Exported, tmp_path: Path) -> Path:
 
 
 # ---------------------------------------------------------------- the export
+@pytest.mark.slow
 def test_the_artifact_and_a_kernel_for_every_launch(exported: Exported, tiny_artifact: Path) -> None:
     assert Artifact(exported.path).verify() == Artifact(tiny_artifact).verify(), "the artifact is in it, file by file"
     kernels = index(exported.path)
@@ -198,6 +199,7 @@ def test_what_was_not_run_on_a_gpu_is_said(
 
 
 # ---------------------------------------------------------------- compiling
+@pytest.mark.slow
 def test_architectures_and_errors(tmp_path: Path) -> None:
     """One small kernel for three GPUs in one process, and one that does not compile."""
     launch = gpu_launches.record(gpu_launches.hot_launches()["swiglu"][0])[0]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 GENERATE = """
@@ -19,6 +20,7 @@ print(json.dumps({"same": tokens[0] == tokens[1], "stats": str(drafting.stats), 
 """
 
 
+@pytest.mark.slow
 def test_a_drafter_with_weights_of_another_package(
     extension: Any, tiny_llama: Callable[..., Path], tiny_text: Path, tmp_path: Path
 ) -> None:

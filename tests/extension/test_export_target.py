@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import runtime
 
 
+@pytest.mark.slow
 def test_it_is_listed_and_says_its_options(extension, tiny_artifact: Path) -> None:
     listed = json.loads(extension.compress("export", tiny_artifact, "--list", "--json").stdout)["targets"]
     assert listed["npz"] == {"fits": True, "reason": None, "options": ["dtype", "requantize"]}
@@ -31,6 +33,7 @@ def test_it_writes_what_the_artifact_holds(extension, tiny_artifact: Path, tmp_p
         assert np.array_equal(arrays[name], weight.float().numpy())
 
 
+@pytest.mark.slow
 def test_wrong_requests_are_refused(extension, tiny_artifact: Path, tmp_path: Path) -> None:
     given = ["export", tiny_artifact, "--output", tmp_path / "out", "--quiet"]
     wrong = extension.compress(*given, "--target", "npz", "--set", "dtype=int8", check=False)

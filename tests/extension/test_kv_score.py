@@ -37,6 +37,7 @@ def test_what_was_calibrated_stands_in_the_artifact(artifact: Path) -> None:
     assert any(abs(value) > 0.01 for value in queries[0][0][0])
 
 
+@pytest.mark.slow
 def test_a_loaded_model_evicts_by_it(extension, artifact: Path) -> None:
     own, plain = (json.loads(extension.python(GENERATE, artifact, policy).stdout) for policy in ("null", "{}"))
     assert own["stats"]["kv_cache"] == "expected-queries to 0.5 of the tokens"
@@ -46,6 +47,7 @@ def test_a_loaded_model_evicts_by_it(extension, artifact: Path) -> None:
     assert everything["ids"] == plain["ids"], "a full budget evicts nothing"
 
 
+@pytest.mark.slow
 def test_without_its_calibration_it_is_refused(extension) -> None:
     done = extension.compress(
         "generate", CHECKPOINT, "x", "--kv-cache", json.dumps(STAGE), "--device", "cpu", check=False

@@ -160,6 +160,7 @@ def test_it_is_loaded_and_run(extension, artifact: Path) -> None:
     assert found["text"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bytes(extension, artifact: Path, recipe: Path) -> None:
     killed = recipe.with_name("killed")
     assert extension.python(KILLED, recipe, killed, check=False).returncode == 9
@@ -171,6 +172,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(extension, artifact: Path, recip
         assert (artifact / name).read_bytes() == (killed / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_gguf_refuses_it_in_a_sentence(extension, artifact: Path) -> None:
     done = extension.compress("export", artifact, "--target", "gguf", check=False)
     assert done.returncode == 2
@@ -186,6 +188,7 @@ def test_without_the_package_the_artifact_says_what_is_missing(artifact: Path) -
         runtime.load(artifact)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fields", "key"),
     [

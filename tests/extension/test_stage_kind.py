@@ -49,6 +49,7 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in sorted(path.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
+@pytest.mark.slow
 def test_it_is_planned(extension, recipe) -> None:
     request = recipe(clip(), {"quantize": {"method": "rtn", "bits": 8, "group_size": 32}})
     plan = json.loads(extension.compress("plan", request, "--json").stdout)
@@ -82,6 +83,7 @@ def test_it_is_applied_and_reported(extension, recipe, tiny_llama, tmp_path) -> 
     assert told in shown
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_in_it_ends_with_the_same_bytes(extension, recipe, tmp_path) -> None:
     request = recipe(clip(), {"quantize": {"method": "rtn", "bits": 8, "group_size": 32}})
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -95,6 +97,7 @@ def test_a_run_that_was_killed_in_it_ends_with_the_same_bytes(extension, recipe,
         assert (whole / name).read_bytes() == (resumed / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_refused_with_its_line(extension, recipe) -> None:
     done = extension.compress("plan", recipe(clip(sigmas=3)), check=False)
     assert done.returncode == 2

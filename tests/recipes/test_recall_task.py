@@ -148,6 +148,7 @@ def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("length", [512, 1024])
 @pytest.mark.parametrize("name", task.TASKS)
 def test_shipped_model_answers(

@@ -40,7 +40,11 @@ BITS = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(RECIPES))
+QUICKEST = {"llama_w4_sparse", "llama_w8a8"}  # the others are slow
+CASES = [pytest.param(name, marks=() if name in QUICKEST else pytest.mark.slow) for name in sorted(RECIPES)]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def applied(request, tmp_path_factory):
     """Name of the recipe, its output directory, and what `compress apply --json` printed, run as a user runs it."""
     output = tmp_path_factory.mktemp(request.param) / "artifact"

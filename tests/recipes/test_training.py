@@ -39,6 +39,7 @@ def recall_model(scratch: Path, *options: str) -> Any:
     return train_recall.train(args, train_recall.task.Vocabulary.from_tokenizer(tokenizer), text)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run", [stdlib_model, recall_model])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

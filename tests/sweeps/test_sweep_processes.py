@@ -81,6 +81,7 @@ def slow(tiny_llama, tiny_text, tmp_path):
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_sweep_that_is_killed_goes_on(slow, run, tmp_path):
     out = tmp_path / "out"
@@ -117,6 +118,7 @@ def test_a_sweep_that_is_killed_goes_on(slow, run, tmp_path):
     assert sorted(file.name for file in (out / ".sweep").iterdir()) == ["identity.json", "lock"]
 
 
+@pytest.mark.slow
 def test_a_trial_that_is_killed_loses_itself_only(settings, tmp_path):
     class Killing(ProcessExecutor):
         def start(self, number, job):
@@ -164,6 +166,7 @@ def test_threads_and_devices_are_shared(monkeypatch):
     assert processes.devices("auto", 2) == ["auto", "auto"]
 
 
+@pytest.mark.slow
 def test_a_trial_is_not_told_of_other_processes(settings, tmp_path, monkeypatch):
     told = {}
 

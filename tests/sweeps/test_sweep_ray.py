@@ -35,6 +35,7 @@ def cluster(monkeypatch):
     ray.shutdown()
 
 
+@pytest.mark.slow
 def test_a_sweep_on_ray(cluster, run, settings, tmp_path):
     chosen = settings(vary={BITS: [3, 8]}, keep="all")
     done = sweep({**chosen, "ray": {"cpus": 1}}, output=tmp_path / "ray", device="cpu", quiet=True)
@@ -50,6 +51,7 @@ def test_a_sweep_on_ray(cluster, run, settings, tmp_path):
         sweep({**chosen, "ray": {"cpus": 64}}, output=tmp_path / "other", device="cpu", quiet=True)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed(cluster, tmp_path):
     from compress.sweeps.executors.ray_cluster import RayExecutor
     from compress.sweeps.models import RayConfig

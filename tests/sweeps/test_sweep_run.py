@@ -140,6 +140,7 @@ def test_limits_and_constraints_keep_a_trial_off_the_front(run, settings, recipe
 
 
 # ------------------------------------------------------------------ what fails
+@pytest.mark.slow
 def test_a_trial_that_fails_does_not_end_the_sweep(run, settings, monkeypatch, capsys):
     from compress.run import run as pipeline
 
@@ -211,6 +212,7 @@ def interrupt_at(number):
     return Here(before=before)
 
 
+@pytest.mark.slow
 def test_a_resume_runs_what_is_missing(run, settings, tmp_path):
     chosen = settings(vary={BITS: [3, 4, 8]})
     with pytest.raises(KeyboardInterrupt):
@@ -259,6 +261,7 @@ def test_a_sweep_that_began_meanwhile_is_not_adopted(run, settings, monkeypatch,
     assert len(run(settings(vary={BITS: [3]}), resume=True).trials) == 1, "and it is not locked any more"
 
 
+@pytest.mark.slow
 def test_values_can_be_added_and_nothing_else(run, settings, tmp_path, recipe_file):
     run(settings(vary={BITS: [4, 8]}))
     executor = Here()
@@ -300,6 +303,7 @@ def test_a_foreign_directory_is_left_alone(run, settings, tmp_path):
 
 
 # ------------------------------------------------------------------ speed
+@pytest.mark.slow
 def test_speed_is_measured_with_nothing_beside_it(run, settings, tmp_path, monkeypatch, views):
     executor = Here(slots=3)
     measured = []
@@ -349,6 +353,7 @@ def test_why_the_speed_of_the_source_is_missing(run, settings, monkeypatch, caps
     assert len(measured) == 3
 
 
+@pytest.mark.slow
 def test_the_speed_of_a_tiny_model(run, settings, monkeypatch):
     monkeypatch.setattr(speeds, "of_source", lambda *_: {"decode_speed": 1.0})
     done = run(settings(vary={BITS: [4]}, speed={"prompt_tokens": 8, "new_tokens": 4, "repeat": 1, "threads": 1}))
@@ -367,6 +372,7 @@ def values_of(done):
     return [trial["values"] for trial in done.trials]
 
 
+@pytest.mark.slow
 def test_a_search_that_was_interrupted_ends_as_one_that_was_not(run, settings, tmp_path):
     chosen = settings(vary={BITS: {"low": 2, "high": 8}, GROUP: [16, 32]}, search=search())
     whole = run(chosen)

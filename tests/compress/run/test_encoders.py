@@ -197,6 +197,7 @@ def test_streamed_stacks_are_the_whole_model(seq2seq):
         assert torch.equal(streamed.rows.labels(rows), target[:, 1:])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["rtn", "gptq", "smoothquant", "sparse"])
 @torch.no_grad()
 def test_an_encoder_decoder_is_compressed(seq2seq, recipe, tmp_path, name):

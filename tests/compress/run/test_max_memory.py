@@ -72,6 +72,7 @@ def test_batches_are_cut() -> None:
 
 
 # ---------------------------------------------------------------- the same bytes
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(not file_matrix.AVAILABLE, reason="this system cannot let go of mapped pages")
 @pytest.mark.parametrize("stages", [[GPTQ], [SPARSE, GPTQ], [AWQ]], ids=["gptq", "sparse", "awq"])
 def test_files_change_no_byte(make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: Any, stages: Any) -> None:
@@ -197,6 +198,7 @@ def test_a_mixture_of_experts_keeps_to_the_least_that_is_named(recipe: Any, tmp_
 
 
 # ---------------------------------------------------------------- fewer rows, and going on
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_fewer_rows_stay_with_the_run(make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
     request = recipe(make_checkpoint(), GPTQ)

@@ -60,6 +60,7 @@ def same_bytes(a, b):
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_kill_at_random_moments(job, tmp_path):
     straight = tmp_path / "straight"
     began = time.monotonic()

@@ -101,6 +101,7 @@ def assert_alike(found: Any, expected: Any) -> None:
             torch.testing.assert_close(states, right, atol=bound, rtol=bound)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("by", ["lookup", "assistant"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_rejected_drafts_leave_no_trace(llama: Any, assistant: Any, name: str, by: str) -> None:
@@ -131,6 +132,7 @@ def test_rejected_drafts_leave_no_trace(llama: Any, assistant: Any, name: str, b
     assert_alike(cache, clean)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("name", POLICIES)
 def test_where_no_draft_is_right_it_is_as_without(llama: Any, name: str, recorded: bool) -> None:
@@ -258,6 +260,7 @@ def read(model: Any, plan: CachePlan, pieces: list[tuple[torch.Tensor, torch.Ten
 
 
 # (Rows of recycled attention look at everything in the same step: one that has no token in it makes all of them look again.)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "short"), [(n, s) for n in RAGGED for s in (1, 10) if (n, s) != ("recycled", 1)])
 def test_a_short_piece_does_not_depend_on_its_neighbours_padding(llama: Any, name: str, short: int) -> None:
     rows = 3

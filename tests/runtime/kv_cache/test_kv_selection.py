@@ -482,6 +482,7 @@ def with_drafts(options: Any, storage: str) -> list[tuple[Life, list[dict[str, A
     return [(life, [step for step in life.recorder.steps if step["layer"] == LAYERS - 1]) for life in lives]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["quest", "double-sparsity", "token-select", "tidal", "recycled"])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_drafts_that_are_taken_back_change_no_later_choice(storage: str, name: str) -> None:
@@ -581,6 +582,7 @@ def test_the_share_read_is_the_one_asked_for(storage: str, options: Any) -> None
     assert life.selection.reads.share(last) < (0.45 if options.name == "recycled" else 0.26)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_what_is_kept_beside_the_cache_is_small_and_counted(storage: str) -> None:
     for options, most in (

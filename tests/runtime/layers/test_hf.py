@@ -175,6 +175,7 @@ def python(code):
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("imports", ORDERS.values(), ids=ORDERS)
 def test_either_import_order_registers(imports):
     table = "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as table"

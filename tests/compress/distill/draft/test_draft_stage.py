@@ -83,6 +83,7 @@ def test_an_artifact_brings_its_draft_and_decodes_with_it(plain):
     assert fixed.stats["drafted_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_the_same_recipe_gives_the_same_bytes(plain, make_checkpoint, recipe, tmp_path):
     again = compress.apply(recipe(tmp_path / "model", RTN, draft()), output=tmp_path / "again", quiet=True)
     assert files(again.path) == files(plain.path)
@@ -213,6 +214,7 @@ def test_methods_are_listed_with_their_papers(capsys):
     assert set(METHODS) == {"distillspec", "s2d", "pard", "medusa", "mtp", "kangaroo", "skip"}
 
 
+@pytest.mark.slow
 def test_bench_compares_drafters_and_keeps_the_best(plain, capsys, tmp_path):
     text = tmp_path / "prompts.txt"
     text.write_text("def f(x):\n    return x\n" * 40)

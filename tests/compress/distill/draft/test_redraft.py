@@ -34,6 +34,7 @@ def drafts(path: Path) -> list[str]:
     return sorted(f.name for f in path.iterdir() if "draft" in f.name or f.name == ".compress")
 
 
+@pytest.mark.slow
 def test_a_finished_artifact_gets_the_draft_that_apply_would_have_made(plain, recipe, tmp_path):
     stages = recipe(tmp_path / "model", RTN, draft())
     made = compress.draft(plain, stages, device="cpu", quiet=True)
@@ -51,6 +52,7 @@ def test_a_finished_artifact_gets_the_draft_that_apply_would_have_made(plain, re
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_the_old_draft_is_valid_until_the_manifest_names_the_new_one(plain, recipe, tmp_path, monkeypatch):
     first, second = (recipe(tmp_path / "model", draft(quantize="none", seed=seed)) for seed in (0, 1))
     compress.draft(plain, first, quiet=True)

@@ -228,6 +228,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bytes(
     )
 
 
+@pytest.mark.slow
 def test_passes_that_are_done_are_not_done_again(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,6 +376,7 @@ def watched() -> Iterator[Passes]:
             handle.remove()
 
 
+@pytest.mark.slow
 def test_precision_and_memory_do_not_change_what_is_learned(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
     request = {"prune": {"method": "magnitude", "sparsity": 0.5}}
     losses, once = {}, 3 * 6  # blocks and steps
@@ -414,6 +416,7 @@ def launched(*arguments: str, processes: int = 2) -> subprocess.CompletedProcess
     return subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=250)
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_learns(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
     stages = (
         {"prune": {"method": "wanda", "pattern": "2:4"}},
@@ -437,6 +440,7 @@ def test_two_processes_learn_what_one_learns(make_checkpoint: Any, recipe: Any, 
         assert torch.equal(theirs[name] == 0, weight == 0)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_in_one_process_ends_in_all(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
     request = recipe(make_checkpoint(), {"prune": {"method": "wanda", "pattern": "2:4"}}, recover())
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(request))
@@ -489,6 +493,7 @@ def test_the_recipe_of_an_encoder_runs_again(recipe: Any, tmp_path: Path) -> Non
     assert again.manifest["passes"] == made.manifest["passes"]
 
 
+@pytest.mark.slow
 def test_nested_widths_are_models_by_themselves(tmp_path: Path) -> None:
     nested = {**LONGER, "widths": ["25%", "50%", "100%"], "learning_rate": 1e-3, "steps": 60}
     made = compress.apply(bundled(recover("matformer", **nested)), output=tmp_path / "nested", quiet=True)

@@ -110,6 +110,7 @@ def logits(path: Path, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids).logits
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fitted", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "mixtral", "t5", "t5-tied"])
 def test_dimensions_that_hold_nothing_go_without_a_trace(
@@ -140,6 +141,7 @@ def test_dimensions_that_hold_nothing_go_without_a_trace(
         assert names >= ({"o", "wi", "wo", "q", "k", "v"} if family.startswith("t5") else {"o_proj"})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("family", "teacher"), [("llama", "memory"), ("llama", "cached"), ("t5", "memory")])
 def test_recovery_after_it_learns_from_the_dimensions_that_stay(
     checkpoint: Callable[..., Path], recipe: Any, tmp_path: Path, family: str, teacher: str
@@ -162,6 +164,7 @@ def test_recovery_after_it_learns_from_the_dimensions_that_stay(
     assert facts["before"]["kl"] < 1e-4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["activation", "magnitude", "random"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi", "t5"])
 def test_every_tensor_is_cut_by_the_same_dimensions(
@@ -240,6 +243,7 @@ def perplexity(tmp_path: Path, **fields: Any) -> float:
     return made.metrics["perplexity_increase"]
 
 
+@pytest.mark.slow
 def test_norms_that_know_of_fewer_dimensions_and_fitted_layers_win_back_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +256,7 @@ def test_norms_that_know_of_fewer_dimensions_and_fitted_layers_win_back_the_loss
     assert cut < 0.98 * uncorrected < 0.98 * by_chance
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop", [0, 1, 3])
 def test_a_run_that_was_stopped_goes_on_with_the_same_bytes(
     checkpoint: Callable[..., Path],

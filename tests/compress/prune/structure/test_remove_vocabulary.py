@@ -109,6 +109,7 @@ def least(recipe: dict[str, Any], tmp_path: Path) -> int:
     return int(str(error.value).rpartition("keep ")[2].split()[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -312,6 +313,7 @@ def test_the_same_text_whatever_its_tokens(
     assert whole.startswith(context.tokenizer.decode(ours.ids.flatten()))
 
 
+@pytest.mark.slow
 def test_stages_that_follow_read_with_the_new_tokenizer(
     checkpoint: Callable[..., Path], recipe: Any, text: Path, tmp_path: Path
 ) -> None:
@@ -331,6 +333,7 @@ def test_stages_that_follow_read_with_the_new_tokenizer(
     assert Checkpoint(made.path).shape("model.embed_tokens.weight") == (400, 64)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("teacher", ["memory", "cached"])
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])
 def test_recovery_after_it_learns_from_the_whole_model(

@@ -52,6 +52,7 @@ def rows_of(part: torch.Tensor, whole: torch.Tensor) -> list[int]:
     return [next(i for i, row in enumerate(whole) if torch.equal(row, wanted)) for wanted in part]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "gradient_free", "taylor", "obs", "random", "prefix"])
 def test_channels_are_gone_and_nothing_else_changed(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, method: str
@@ -88,6 +89,7 @@ def test_channels_are_gone_and_nothing_else_changed(
     assert runtime.load(made.path).generate([5, 6, 7], max_new_tokens=4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "opt", "phi3", "gpt2"])
 @pytest.mark.parametrize("remove", ["ffn", "heads", "layers"])
 def test_families(make_checkpoint: Any, recipe: Any, tmp_path: Path, family: str, remove: str) -> None:
@@ -228,6 +230,7 @@ def test_an_encoder_decoder(recipe: Any, tmp_path: Path, remove: str) -> None:
         assert all(kept[0] == 0 and len(kept) == 2 for kept in made.manifest["passes"][0]["kept"])
 
 
+@pytest.mark.slow
 def test_refitted_readers_win_back_most_of_the_loss(tmp_path: Path) -> None:
     base = {
         "name": "test",
@@ -305,6 +308,7 @@ def test_stages_follow_each_other_and_the_rest_comes_after(
     assert runtime.load(made.path).generate([5, 6, 7], max_new_tokens=4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop", [1, 3, 5])
 def test_a_run_that_was_stopped_goes_on_with_the_same_bytes(
     make_checkpoint: Any, recipe: Any, interrupted: Callable[..., Path], tmp_path: Path, stop: int
@@ -329,6 +333,7 @@ def by_hand(budget: str, channels: int, tied: bool) -> int:
     return 2 * (linear + seen + 64 * VOCABULARY)  # embeddings are looked up; a head is multiplied with, tied or not
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("budget", "share", "multiple"),

@@ -34,6 +34,7 @@ def test_tiny(tmp_path: Path) -> None:
     assert found["machine"]["torch"]
 
 
+@pytest.mark.slow
 def test_a_whole_model_is_refused_on_a_cpu() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), "--device", "cpu"], capture_output=True, text=True)
     assert done.returncode == 1

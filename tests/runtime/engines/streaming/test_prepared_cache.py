@@ -247,6 +247,7 @@ print(runtime.load(sys.argv[1]).generate([5, 6, 7], max_new_tokens=8, ignore_eos
 """
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(artifacts: dict[str, Path], home: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(artifacts["llama"])]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) for _ in range(2)]

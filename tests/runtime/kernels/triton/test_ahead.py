@@ -436,6 +436,7 @@ def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_launched_as_triton_launches(fake_cuda: Path, tmp_path: Path) -> None:
     """The same grid, block, shared memory, stream and bytes of arguments from triton's own launcher and from ours."""
     import sysconfig

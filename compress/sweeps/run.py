@@ -19,7 +19,7 @@ from compress.core.processes import launched
 from compress.core.run_directory import remove
 from compress.core.units import duration
 from compress.evaluate.speed import SpeedRequest, run_isolated
-from compress.recipe import Recipe, locate_checkpoint, locate_model
+from compress.recipe import Recipe, locate_model
 from compress.run.session import Session
 from compress.run.session import identity as identity_of_run
 from compress.sweeps.base import BaseRecipe
@@ -196,31 +196,41 @@ def first_recipe(
     Raises:
         RequestError: an invalid point of a grid; a search without a valid draw; or no such model.
     """
-    name = base.data.get("model")  # once: a hub is asked over the network
-    located = {"model": str(locate_checkpoint(str(name), base.origin, ("model",)))} if name else {}
+    located: dict[str, str] = {}
 
-    def check(values: dict[str, Any], where: str) -> Recipe:
+    def check(values: dict[str, Any], where: str) -> Recipe | RequestError:
+        """The recipe of a point, or what is wrong with it."""
+        recipe = None
         try:
             recipe = base.at(values)
+            if not located:  # once: a hub is asked over the network
+                located["model"] = str(locate_model(recipe))
             Session.open(recipe.model_copy(update=located), device)
         except RequestError as error:
+            if recipe is not None and not located:  # no values make up for a model that is not there
+                raise
             written = listing(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
-            raise RequestError(f"{error} ({where} {written})") from None
+            return RequestError(f"{error} ({where} {written})")
         return recipe
 
     if isinstance(search, Grid):
         unchecked = [search.points[0], *(values for values in search.points[1:] if text_of(values) not in known)]
         points = track(unchecked, "checking combinations", console=Console(stderr=True), transient=True, disable=quiet)
-        first, *_ = [check(values, "in the trial with") for values in points]
-        return first
+        recipes = []
+        for values in points:
+            found = check(values, "in the trial with")
+            if isinstance(found, RequestError):
+                raise found
+            recipes.append(found)
+        return recipes[0]
     draw = random.Random(0)  # the same combinations every time
-    refused: list[RequestError] = []
+    refused = []
     while len(refused) < _DRAWS:
         values = {key: _draw(values, draw) for key, values in sweep.vary.items()}
-        try:
-            return check(values, f"as in all {_DRAWS} combinations drawn, here")
-        except RequestError as error:
-            refused.append(error)
+        found = check(values, f"as in all {_DRAWS} combinations drawn, here")
+        if not isinstance(found, RequestError):
+            return found
+        refused.append(found)
     raise refused[0]
 
 

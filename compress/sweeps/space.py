@@ -166,7 +166,8 @@ def read_values(written: Any, origin: Origin | None = None, path: Path = ()) -> 
         expected = "a list of values, {choices: [...]} or {low: ..., high: ...}"
         raise RequestError(origin.at(path, f"expected {expected}, got {show(written)}"))
     given: Mapping[str, Any] = {"choices": written} if isinstance(written, list) else written
-    kind = Range if Range.model_fields.keys() & given.keys() and "choices" not in given else Choices
+    ranged = len(given) > 1 or Range.model_fields.keys() & given.keys()
+    kind = Range if ranged and "choices" not in given else Choices
     try:
         return kind.model_validate(given)
     except ValidationError as error:

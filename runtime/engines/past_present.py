@@ -37,13 +37,14 @@ class PastPresentEngine(RowEngine):
 
     Attributes:
         cache_shapes: [heads, size] of every layer.
-        dtype: of logits and cache.
+        dtype, logits_dtype: of the cache, and of logits as the graph writes them.
         in_place: `present` is written where `past_key_values` is, into buffers with room for more columns than they hold.
         max_length: columns that a graph takes at most.
     """
 
     cache_shapes: Sequence[Sequence[int]]
     dtype: torch.dtype
+    logits_dtype: torch.dtype
     in_place = False
     max_length = ROW
 
@@ -142,7 +143,8 @@ class PastPresentEngine(RowEngine):
             inputs, outputs = whole
             if size < cache.rows:  # slices of every layer's cache cost more than a small model's step
                 inputs, outputs = ({name: x[start : start + size] for name, x in each.items()} for each in whole)
-            logits = torch.empty(*inputs["input_ids"].shape, self.vocab_size, dtype=self.dtype, device=self.device)
+            shape = (*inputs["input_ids"].shape, self.vocab_size)
+            logits = torch.empty(shape, dtype=self.logits_dtype, device=self.device)
             self.run(inputs, {"logits": logits} | outputs)
             found.append((logits[:, -1:].clone() if last_only else logits).float())
         cache.sets.reverse()

@@ -96,6 +96,8 @@ def test_a_point_that_the_recipe_refuses_is_found_before_anything_runs(run, sett
     assert f"(in the trial with {BITS}=99)" in str(raised.value)
     with pytest.raises(RequestError, match="'group_size'"):
         run(settings(vary={"stages.0.quantize.grup_size": [32]}), executor)
+    with pytest.raises(RequestError, match="'group_size'"):  # before a model is looked for, which may be a download
+        run(settings(vary={"stages.0.quantize.grup_size": [32]}, model="no/such-model"), executor)
     assert not executor.started
     assert not (tmp_path / "out").exists()
 

@@ -42,6 +42,7 @@ def test_values_are_read(written, grid):
         ({}, "an empty mapping"),
         ({"chioces": [1]}, "chioces: unknown key; did you mean 'choices'?"),
         ({"choices": [1], "low": 2}, "low: unknown key"),
+        ({"lo": 1, "hgih": 2}, "Allowed: low, high, step, log"),
         ({"low": 1, "hgih": 2}, "hgih: unknown key; did you mean 'high'?"),
         ({"low": 1}, "high: this key is required"),
         ({"low": "a", "high": 2}, "low: expected an integer or a number, got 'a'"),

@@ -243,7 +243,7 @@ class OnnxEngine(OnnxGraphs, PastPresentEngine):
     def __init__(self, export: Export, device: torch.device, kernels: str, threads: int | None) -> None:
         super().__init__(export, device, kernels, threads)
         self.cache_shapes, self.in_place = export.facts["cache"], bool(export.facts["shared_cache"])
-        self.padding_is_exact = "position_ids" in export.facts["inputs"]
+        self.padding_is_exact, self.logits_dtype = "position_ids" in export.facts["inputs"], self.dtype
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
         self.sessions[0].run(inputs, outputs)

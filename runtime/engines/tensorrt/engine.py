@@ -39,7 +39,8 @@ class TensorrtEngine(PastPresentEngine):
         self.context_length: int | None = self.max_length
         self.vocab_size = int(facts["vocabulary"])
         self.cache_shapes = [(int(facts["kv_heads"]), int(facts["head_dim"]))] * int(facts["layers"])
-        self.dtype = next(DTYPES[output["dtype"]] for output in facts["outputs"] if output["name"] == "logits")
+        types = {tensor["name"]: DTYPES[tensor["dtype"]] for tensor in [*facts["inputs"], *facts["outputs"]]}
+        self.dtype, self.logits_dtype = types["past_key_values.0.key"], types["logits"]
         self._takes = frozenset(tensor["name"] for tensor in facts["inputs"])
         stat = session.trt.EngineStat.TOTAL_WEIGHTS_SIZE
         self.weight_bytes = int(session.engine.get_engine_stat(stat))
@@ -57,7 +58,7 @@ class TensorrtEngine(PastPresentEngine):
     def part(self, batch: int, width: int, past: int) -> tuple[int, int]:
         """A prefill where the profile has room for it, else a column."""
         rows = min(batch, self.max_batch)
-        fitting = LOGITS_BYTES // (rows * self.vocab_size * self.dtype.itemsize)
+        fitting = LOGITS_BYTES // (rows * self.vocab_size * self.logits_dtype.itemsize)
         room = past <= self.max_length - self.max_prompt
         return rows, max(1, min(width, self.max_prompt, fitting)) if room else 1
 

@@ -189,7 +189,8 @@ class ModuleDraftCache(DraftCache):
         found = []
         for chunk in chunks:
             cache, end = self._caches[chunk.pages[0]], chunk.start + len(chunk.tokens)
-            cache.crop(chunk.start - cache.get_seq_length())
+            if (extra := cache.get_seq_length() - chunk.start) > 0:  # 0 means all of it to older transformers
+                cache.crop(-extra)
             ids = torch.tensor([chunk.tokens], device=self._engine.device)
             positions = torch.arange(chunk.start, end, device=self._engine.device)[None]
             logits = self._engine.forward(ids, cache, None, positions, last_only=chunk.outputs == 1)

@@ -99,7 +99,7 @@ class ModelSize:
             heads=int(getattr(config, "num_attention_heads", 1)),
             vocabulary=int(getattr(config, "vocab_size", 0)),
             linears=tuple((shape[1], shape[0]) for module in streamed.blocks.modules() if (shape := sides(module))),
-            stored=sum(streamed.checkpoint.nbytes(name) for name in streamed.checkpoint.names()),
+            stored=sum(streamed.checkpoint.held_bytes(name) for name in streamed.checkpoint.names()),
             itemsize=streamed.dtype.itemsize,
             widened=cpu and streamed.dtype == torch.bfloat16 and not has_bfloat16(),
             encoder=streamed.kind == "encoder",

@@ -33,7 +33,7 @@ def tensors(weights: WeightPlan) -> list[TensorPlan]:
         if name in checkpoint.dropped:
             plans.append(TensorPlan(name, "dropped", whole.nbytes(name), 0))
         elif name not in stored:
-            plans.append(TensorPlan(name, "copied", whole.nbytes(name), checkpoint.nbytes(name)))
+            plans.append(TensorPlan(name, "copied", whole.nbytes(name), checkpoint.held_bytes(name)))
     if context.source is not None:
         gone = set(whole.names()) - set(checkpoint.names())
         plans += [TensorPlan(name, "removed", whole.nbytes(name), 0) for name in gone]
@@ -48,7 +48,7 @@ def tensors(weights: WeightPlan) -> list[TensorPlan]:
     if weights.untie:
         for tied, source in context.streamed.ties.items():
             if not checkpoint.has(tied) and tied.rpartition(".")[0] not in weights.tasks and checkpoint.has(source):
-                plans.append(TensorPlan(tied, "copied", 0, checkpoint.nbytes(source)))
+                plans.append(TensorPlan(tied, "copied", 0, checkpoint.held_bytes(source)))
     return sorted(plans, key=lambda plan: plan.name)
 
 
@@ -114,7 +114,7 @@ def _other_modules(model: nn.Module) -> bool:
     then are linear layers, which the published tensors do not fit)."""
     from transformers.quantizers import base
 
-    patched: dict[str, Any] = base.MODULES_TO_PATCH_FOR_QUANTIZATION
+    patched: dict[str, Any] = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
     other = {kind for kind, patch in patched.items() if "compressed-tensors" in patch["quantization_methods"]}
     return any(type(module).__name__ in other for module in model.modules())
 

@@ -71,8 +71,8 @@ class WeightsFootprint:
         ]
         self._sizes = [sum(p.numel() for p in block.parameters()) * self._item for block in streamed.blocks]
         names = streamed.outside_names()
-        self._outside = sum(context.checkpoint.nbytes(n) for n in names)
-        self._head = sum(context.checkpoint.nbytes(n) for n in names if streamed.is_head(n))
+        self._outside = sum(context.checkpoint.held_bytes(n) for n in names)
+        self._head = sum(context.checkpoint.held_bytes(n) for n in names if streamed.is_head(n))
 
     def under(self, bounds: Bounds, rows: Rows, speed: Speed) -> Footprint:
         """Under some bounds; `rows`: shapes of the batches of calibration text, none where nothing needs them."""

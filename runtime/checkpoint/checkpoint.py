@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,12 @@ class Checkpoint:
         return self.entry(name).dtype
 
     def nbytes(self, name: str) -> int:
-        """Bytes of the tensor, in its file and once it is read."""
+        """Bytes of the tensor in its file."""
         return self.entry(name).nbytes
+
+    def held_bytes(self, name: str) -> int:
+        """Bytes of the tensor once it is read: more than in its file where it is of 8-bit floats."""
+        return math.prod(self.shape(name)) * self.dtype(name).itemsize
 
     def files(self) -> list[Path]:
         """The safetensors files, sorted by name."""

@@ -114,7 +114,7 @@ def _other_modules(model: nn.Module) -> bool:
     then are linear layers, which the published tensors do not fit)."""
     from transformers.quantizers import base
 
-    patched: dict[str, Any] = base.MODULES_TO_PATCH_FOR_QUANTIZATION
+    patched: dict[str, Any] = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
     other = {kind for kind, patch in patched.items() if "compressed-tensors" in patch["quantization_methods"]}
     return any(type(module).__name__ in other for module in model.modules())
 

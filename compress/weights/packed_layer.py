@@ -97,8 +97,8 @@ def solve_layers(
         list(weights), statistics, task.prune, task.quantize, task.scheme, dtype, names, sparsity, settled
     )
     return [
-        _pack(name, task, layer, _activation_tensors(task.scheme, statistics, dtype), module)
-        for name, layer, module in zip(names, solve_group(problem), modules, strict=True)
+        _pack(name, own, layer, _activation_tensors(own.scheme, statistics, dtype), module)
+        for (name, own), layer, module in zip(tasks.items(), solve_group(problem), modules, strict=True)
     ]
 
 

@@ -72,7 +72,7 @@ class Checkpoint:
         return self.entry(name).dtype
 
     def nbytes(self, name: str) -> int:
-        """Bytes of the tensor, in its file and once it is read."""
+        """Bytes of the tensor in its file."""
         return self.entry(name).nbytes
 
     def held_bytes(self, name: str) -> int:

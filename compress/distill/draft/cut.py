@@ -48,7 +48,7 @@ def cut(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
         _fill(draft, own, place, target, source)
     draft.requires_grad_().tie_weights()
     device = next(draft.parameters()).device
-    for own, buffer in draft.named_buffers():
+    for own, buffer in draft.named_buffers(remove_duplicate=False):
         if buffer.device != device:
             set_tensor(draft, own, buffer.to(device))
     draft.generation_config = copy.deepcopy(target.generation_config)

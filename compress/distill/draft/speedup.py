@@ -10,7 +10,8 @@ from typing import Any
 
 def tokens_of(by_position: Sequence[float]) -> float:
     """Tokens that one pass of the target yields, where each drafted one is accepted with its probability given all before it."""
-    return sum(accumulate(by_position, mul), 1.0)
+    *_, total = accumulate(accumulate(by_position, mul), initial=1.0)  # `sum` rounds otherwise from Python 3.12 on
+    return total
 
 
 def speedup(tokens: float, length: int, draft_cost: float, row_cost: float = 0.0) -> float:

@@ -338,4 +338,4 @@ def note_of(lines: Lines) -> str:
 def best(rank: torch.Tensor, count: int, groups: int = 1) -> torch.Tensor:
     """Which units stay, ascending: int64 `[count]`, of each group as many; of equals the first."""
     order = rank.reshape(groups, -1).argsort(dim=1, descending=True, stable=True)[:, : count // groups]
-    return (order + torch.arange(groups)[:, None] * (len(rank) // groups)).reshape(-1).sort().values
+    return (order + torch.arange(groups, device=rank.device)[:, None] * (len(rank) // groups)).reshape(-1).sort().values

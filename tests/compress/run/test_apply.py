@@ -260,6 +260,8 @@ def test_allocation_meets_the_budget(make_checkpoint, recipe, tmp_path, allocati
     mean = sum(size * layer["sparsity"] for size, layer in zip(sizes, layers, strict=True)) / sum(sizes)
     assert mean == pytest.approx(0.5, abs=0.01)
     assert len({round(layer["sparsity"], 2) for layer in layers}) > 1, "every layer got the same"
+    said = [float(layer["method"].split()[1].removesuffix("%")) for layer in layers]
+    assert said == pytest.approx([100 * layer["sparsity"] for layer in layers], abs=1), "each layer's is its own"
 
 
 def test_what_did_not_change_is_copied_bit_for_bit(make_checkpoint, recipe, tmp_path):

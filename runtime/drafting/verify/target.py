@@ -1,4 +1,4 @@
-"""TargetLogits distributions at the nodes of one tree, with the options of the call applied."""
+"""Target distributions at the nodes of one tree, with the options of the call applied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage `kv_cache`: how keys and values are held while the artifact writes; what its policy must know beforehand is calibrated."""
+"""Stage `kv_cache`: storage of keys and values while the artifact generates; settings that its policy needs are calibrated."""
 
 from __future__ import annotations
 

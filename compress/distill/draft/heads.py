@@ -1,7 +1,7 @@
 """Heads on a frozen target as they are trained: each token ahead is said out of the target's hidden states, through its own head.
 
 Medusa-1 (arXiv 2401.10774): only the heads learn. They are trained on the target's own texts and towards its own distributions, so that
-what it is compressed to is what they foretell.
+what it is compressed to is what they predict.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class HeadModel(nn.Module):
 
 
 class HeadStudent(TensorStudent):
-    """Heads that foretell `levels` tokens from each hidden state.
+    """Heads that predict `levels` tokens from each hidden state.
 
     Anchors are as of `Student.proposals`: at anchor a the tokens up to a are known, and the states up to a - 1. Anchor 0 has no state
     before it; nothing is proposed there (all logits are 0), and it is not trained or measured.

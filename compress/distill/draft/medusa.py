@@ -1,4 +1,4 @@
-"""Medusa: heads on the artifact, each of which foretells one of the next tokens (Cai et al., arXiv 2401.10774)."""
+"""Medusa: heads on the artifact, each of which predicts one of the next tokens (Cai et al., arXiv 2401.10774)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.drafting.drafters.medusa import MedusaHeads
 
 
 class MedusaConfig(HeadsConfig):
-    """Small heads on the artifact's last hidden state, which is frozen: the k-th foretells the token k places after the next one. They cost
+    """Small heads on the artifact's last hidden state, which is frozen: the k-th predicts the token k places after the next one. They cost
     one pass for all, and a tree of what they say is verified in one step. Each has residual blocks and a projection of its own, and all
     share the artifact's own head.
     """
@@ -51,7 +51,7 @@ class MedusaStudent(HeadStudent):
 METHOD = DraftMethod(
     name="medusa",
     config=MedusaConfig,
-    summary="heads on the artifact that foretell several tokens at once",
+    summary="heads on the artifact that predict several tokens at once",
     paper="Cai et al., Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads, 2024, arXiv 2401.10774",
     make=partial(train_heads, student=MedusaStudent),
     check=check_heads,

@@ -26,7 +26,7 @@ _THETA = 10000.0  # of rotations, where the target has none
 
 
 class MTPConfig(HeadsConfig):
-    """A block as of the artifact's own, on its hidden states and the tokens after them; it foretells the next token but one, and out of its
+    """A block as of the artifact's own, on its hidden states and the tokens after them; it predicts the next token but one, and out of its
     own output the ones after that. One set of weights serves all places. `vocabulary` decides much of what a token costs.
     """
 
@@ -39,7 +39,7 @@ class MTPConfig(HeadsConfig):
 
 
 class MTPStudent(HeadStudent):
-    """A block that foretells token after token; it can be asked for more than the `tokens` that it is trained for.
+    """A block that predicts token after token; it can be asked for more than the `tokens` that it is trained for.
 
     Attributes:
         window: entries that the block sees.
@@ -142,7 +142,7 @@ def _frequencies(features: Features, dim: int) -> torch.Tensor:
 METHOD = DraftMethod(
     name="mtp",
     config=MTPConfig,
-    summary="one small block on the artifact that foretells token after token",
+    summary="one small block on the artifact that predicts token after token",
     paper="Cai et al., FastMTP: Accelerating LLM Inference with Enhanced Multi-Token Prediction, 2025, arXiv 2509.18362",
     make=partial(train_heads, student=MTPStudent),
     check=check_heads,

@@ -1,4 +1,4 @@
-"""Teacher of a draft: the loaded artifact, which gives logits and writes texts."""
+"""Teacher of a draft: the loaded artifact, which gives logits and generates sequences."""
 
 from __future__ import annotations
 

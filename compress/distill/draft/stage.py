@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from compress.core.processes import launched
 from compress.core.run_directory import DRAFT
 from compress.core.units import size
 from compress.model.stage import Job, StageRoom
@@ -41,6 +42,9 @@ class Draft(StageRoom):
         from compress.distill.draft.job import prepare
 
         recipe = context.recipe
+        if launched() > 1:
+            text = "processes of a launcher share no draft stage; leave it out, and run `compress draft` with the launcher afterwards"
+            raise RequestError(recipe.origin.at(stage.path, text))
         compressed = any(other.phase == "layers" for other in recipe.stages)
         return prepare(recipe, stage, context.checkpoint, context.streamed.model, context.tokenizer, compressed)
 

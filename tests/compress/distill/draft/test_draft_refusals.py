@@ -99,3 +99,9 @@ def test_what_comes_after_the_head_is_told_from_the_config(family, changes, plai
 
     config = AutoConfig.for_model(family, vocab_size=257, num_hidden_layers=2, **changes)
     assert plain_head(build_skeleton(config, torch.float32)) is plain
+
+
+def test_a_launcher_s_processes_share_no_draft_stage(make_checkpoint, recipe, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RequestError, match=r"stages.1.draft: .*`compress draft`"):
+        compress.plan(recipe(make_checkpoint(), RTN, draft()))

@@ -224,7 +224,7 @@ def first_recipe(
             recipes.append(found)
         return recipes[0]
     draw = random.Random(0)  # the same combinations every time
-    refused = []
+    refused: list[CompressError] = []
     while len(refused) < _DRAWS:
         values = {key: _draw(values, draw) for key, values in sweep.vary.items()}
         found = check(values, f"as in all {_DRAWS} combinations drawn, here")

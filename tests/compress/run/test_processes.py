@@ -53,7 +53,7 @@ if "killed" in what and rank == 1:
 if "layer" in what and rank == 1:
     def fail(*_):
         raise CompressError("model.layers.0: this layer cannot be solved")
-    solve.solve_group = fail
+    solve.solve_layers = fail
 if "own" in what:
     forwards, numbers = blocks.forwards, []
     def noted(streamed, index, states, batches, own):

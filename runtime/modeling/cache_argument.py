@@ -13,5 +13,5 @@ def cache_argument(module: Any) -> str:
     accepted = inspect.signature(module.forward).parameters
     name = next((name for name in CACHE_ARGUMENTS if name in accepted), "")
     layers = getattr(module.config.get_text_config(), "layer_types", None)
-    # From 5.24 on state-space models too call their states so (Mamba), and have no keys and values.
+    # State-space models (Mamba) have no keys and values; from 5.24 on they take their states as `cache` too.
     return "" if name == "cache" and layers and set(layers) == {"linear_attention"} else name

@@ -43,7 +43,7 @@ class Draft(StageRoom):
 
         recipe = context.recipe
         if launched() > 1:
-            text = "processes of a launcher share no draft stage; leave it out, and run `compress draft` with the launcher afterwards"
+            text = "several processes cannot share a draft stage; leave it out, then run `compress draft` with the launcher"
             raise RequestError(recipe.origin.at(stage.path, text))
         compressed = any(other.phase == "layers" for other in recipe.stages)
         return prepare(recipe, stage, context.checkpoint, context.streamed.model, context.tokenizer, compressed)

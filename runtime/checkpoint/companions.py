@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from runtime.checkpoint.locate import leads_out
+from runtime.checkpoint.locate import is_checkpoint_file, leads_out
 
 #: Larger files are no tokenizers.
 MAXIMUM_BYTES = 256 * 2**20
@@ -52,7 +52,7 @@ def _why_not(file: Path, directory: Path) -> str | None:
     """Why a file stays where it is; None: it does not."""
     if not file.is_file():
         return "it is no regular file, or a link to nothing"
-    if leads_out(file, directory):
+    if leads_out(file, directory) and not is_checkpoint_file(file):
         return "it is a link that leads out of the directory"
     size = file.stat().st_size
     return f"it has {size} bytes, and at most {MAXIMUM_BYTES} are taken along" if size > MAXIMUM_BYTES else None

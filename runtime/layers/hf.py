@@ -18,6 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from runtime.checkpoint.headers import read_header
+from runtime.config.dtypes import dtype_name
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.quantization_config import OWN_METHOD
 from runtime.layers.compressed_linear import CompressedLinear, install, prepare_all
@@ -95,7 +96,7 @@ class CompressHfQuantizer(HfQuantizer):
         """Replace every compressed module by a dense one (`model.dequantize()`). `dtype` may be its name, as in
         configs.
         """
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        dtype = getattr(torch, dtype_name(dtype)) if isinstance(dtype, str) else dtype
         for name, module in list(model.named_modules()):
             if isinstance(module, CompressedModule):
                 model.set_submodule(name, module.dense(dtype))

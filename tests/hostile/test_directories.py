@@ -147,14 +147,36 @@ def test_a_pickle_is_never_opened(
 
 
 # ---------------------------------------------------------------- links
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"])
-def test_a_link_out_of_the_directory_is_refused(tiny_llama: Callable[..., Path], tmp_path: Path, name: str) -> None:
-    path = Path(shutil.copytree(tiny_llama(), tmp_path / "model"))
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "compress.json", "draft/model.safetensors", "draft"])
+def test_a_link_out_of_an_artifact_is_refused(tiny_artifact: Path, tmp_path: Path, name: str) -> None:
+    path = Path(shutil.copytree(tiny_artifact, tmp_path / "model"))
+    (path / "draft").mkdir()
+    shutil.copyfile(next(path.glob("*.safetensors")), path / "draft" / "model.safetensors")
     (path / name).rename(tmp_path / "elsewhere")
     (path / name).symlink_to(tmp_path / "elsewhere")
     for call in (runtime.load, Checkpoint, Artifact):
         with pytest.raises(ArtifactError, match=f"{name}.*elsewhere"):
             call(path)
+
+
+def test_a_plain_checkpoint_may_be_made_of_links(
+    tiny_llama: Callable[..., Path], tmp_path: Path, tiny_text: Path
+) -> None:
+    """As clusters and caches have them. What is made of it holds the files themselves."""
+    farm = tmp_path / "farm"
+    farm.mkdir()
+    for file in tiny_llama().iterdir():
+        (farm / file.name).symlink_to(file)
+    (tmp_path / "secret").write_text("ours")
+    (farm / "LICENSE").symlink_to(tmp_path / "secret")
+    expected = runtime.load(tiny_llama(), device="cpu").generate([1, 2, 3], max_new_tokens=3)
+    assert runtime.load(farm, device="cpu").generate([1, 2, 3], max_new_tokens=3) == expected
+    recipe = {"name": "x", "model": str(farm), "stages": [{"quantize": {"method": "rtn", "bits": 8, "group_size": 32}}]}
+    made = compress.apply(recipe, output=tmp_path / "out", quiet=True)
+    assert (made.path / "tokenizer.json").read_bytes() == (farm / "tokenizer.json").read_bytes()
+    assert not any(file.is_symlink() for file in made.path.rglob("*"))
+    assert not (made.path / "LICENSE").exists(), "a name that no checkpoint is read from"
+    assert any("LICENSE stays behind" in warning for warning in made.warnings)
 
 
 def test_links_that_stay_inside_and_those_of_the_hubs_cache_are_followed(

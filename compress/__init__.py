@@ -11,8 +11,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress.core.shadowing import import_neighbours
 from compress.core.version import VERSION
-from runtime.system.aliases import ModuleAliases
+
+import_neighbours()  # before anything imports them
+
+from runtime.system.aliases import ModuleAliases  # noqa: E402
 
 if TYPE_CHECKING:
     from compress.recipe import Recipe

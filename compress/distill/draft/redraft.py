@@ -117,7 +117,7 @@ def _job(recipe: Recipe, artifact: Artifact, tokenizer: Any, team: Team) -> Draf
     stage = next((stage for stage in recipe.stages if stage.kind == STAGE.name), None)
     if stage is None:
         raise RequestError(recipe.origin.at(("stages",), "there is no draft stage, which says what draft to make"))
-    blueprint = Blueprint(artifact, choose_device("cpu"), "auto", None, False)
+    blueprint = Blueprint(artifact, choose_device("cpu"), "auto", None, None)
     if tokenizer is None:
         raise RequestError(f"{artifact.path} has no tokenizer, and text needs one")
     job = prepare(recipe, stage, artifact.checkpoint, blueprint.module, tokenizer, bool(blueprint.compressed))

@@ -36,7 +36,7 @@ def test_a_command_takes_its_own_packages(start, tmp_path: Path) -> None:
     for how in (["-m", "compress"], [str(tmp_path / "compress")]):
         done = start(*how, "export", "nothing")
         assert done.returncode == 2, done.stderr
-        assert "--target is missing; give one of gguf" in done.stderr
+        assert "--target is missing; give one of huggingface" in done.stderr
 
 
 def test_what_shadows_them_is_said(start, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from compress.commands.options import (
     OUTPUT,
     QUIET,
     RECIPE,
+    REPORT_TO,
     SET,
     memory_limit,
 )
@@ -39,6 +40,7 @@ def apply(
     device: str = DEVICE,
     max_memory: str | None = MAX_MEMORY,
     prompt: str | None = typer.Option(None, "--prompt", help="Continue this, not the recipe's `sample`; '' for none."),
+    report_to: str | None = REPORT_TO,
     quiet: bool = QUIET,
     as_json: bool = JSON,
 ) -> None:
@@ -68,7 +70,15 @@ def apply(
         from compress.run.run import apply as run
 
         try:
-            artifact = run(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet, max_memory=limit)
+            artifact = run(
+                loaded,
+                resume=resume,
+                overwrite=overwrite,
+                device=device,
+                quiet=quiet,
+                max_memory=limit,
+                report_to=report_to,
+            )
         except LimitError as error:
             artifact, failure = error.result, error
         if not is_first():  # rank 0 prints for all

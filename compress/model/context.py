@@ -219,7 +219,9 @@ def _tokenizer(checkpoint: Checkpoint) -> Any:
         return AutoTokenizer.from_pretrained(str(checkpoint.path), trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if "trust_remote_code" in str(error):
-            raise RequestError(needs_code(f"the tokenizer in {checkpoint.path}", "tokenizer_config.json", None)) from error
+            raise RequestError(
+                needs_code(f"the tokenizer in {checkpoint.path}", "tokenizer_config.json", None)
+            ) from error
         raise RequestError(
             f"{checkpoint.path} has no tokenizer that can be read ({first_line(error)}), and text needs one"
         ) from error

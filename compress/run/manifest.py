@@ -16,6 +16,7 @@ from compress.core.run_directory import MANIFEST, UNHASHED, RunDirectory
 from compress.model.checkpoint_writer import copy_companions, write_index
 from compress.model.context import Context
 from compress.model.stage import LayersJob
+from compress.report.card import describe_source
 from compress.run.session import recipe_digest
 from runtime.checkpoint.artifact import SCHEMA_VERSION
 from runtime.checkpoint.checkpoint import Checkpoint
@@ -85,6 +86,7 @@ def write_manifest(
             "path_or_id": context.recipe.model,
             "fingerprint": identity["source_fingerprint"],
             "bytes": context.original.total_bytes,
+            **describe_source(context.original.path),
         },
         "calibration": _calibration(context, sorted({record.get("processes", 1) for record in done})),
         "recipe_sha256": recipe_digest(context.recipe),
@@ -102,6 +104,7 @@ def write_manifest(
     manifest |= entries
     manifest[KEY] = write_sealed(directory.path / MANIFEST, manifest)
     report.write_report(directory.path)
+    report.write_card(directory.path)
     return manifest
 
 

@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from compress.core.memory_bounds import Bounds
 from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import LOG, MANIFEST, WORK, RunDirectory, remove
+from compress.core.tracking import Tracking, check_tracker, tracked
 from compress.evaluate.artifact import evaluate_artifact
 from compress.evaluate.metrics import exceeded
 from compress.model.stage import Compressed, Job, Store
@@ -138,6 +139,7 @@ def apply(
     device: str = "auto",
     quiet: bool = False,
     max_memory: int | None = None,
+    report_to: str | None = None,
 ) -> AppliedArtifact:
     """Run a recipe. Of several processes that a launcher has started the main one runs it, and all share what takes longest: statistics of
     calibration data, the layers of a block, and the training of recoveries.
@@ -148,12 +150,14 @@ def apply(
         overwrite: replace a finished artifact or an unfinished run of this tool in `output`.
         device: where blocks run: auto, cpu, cuda, cuda:1.
         max_memory: bytes that the process may take, all in all; None: what is free. Of several processes each may take so much.
+        report_to: tracker that receives the run's numbers: wandb, mlflow, trackio.
 
     Raises:
         RequestError: the request cannot be carried out (nothing was changed). CompressError: it failed on the way; what was
             finished stays, and --resume goes on from there. A limit of `evaluate` that is exceeded is a CompressError too,
             raised after the artifact is complete.
     """
+    check_tracker(report_to)
     if max_memory is not None:
         keep_nothing_freed()
     path = Path(output) if output is not None else recipe.output_directory
@@ -170,7 +174,7 @@ def apply(
             if not resume:  # refused before a model is read
                 directory.inspect({})
             session = Session.open(recipe, str(team.device(choose_device(device))))
-            return _accept(_apply(session, directory, max_memory, quiet, team, clock))
+            return _accept(_apply(session, directory, max_memory, quiet, team, clock, report_to))
 
 
 def apply_recipe(recipe: Mapping[str, Any], output: Path) -> None:
@@ -179,7 +183,13 @@ def apply_recipe(recipe: Mapping[str, Any], output: Path) -> None:
 
 
 def _apply(
-    session: Session, directory: RunDirectory, max_memory: int | None, quiet: bool, team: Team, clock: _Clock
+    session: Session,
+    directory: RunDirectory,
+    max_memory: int | None,
+    quiet: bool,
+    team: Team,
+    clock: _Clock,
+    report_to: str | None,
 ) -> AppliedArtifact:
     context, path = session.context, directory.path
     begun = directory.begun()
@@ -204,8 +214,15 @@ def _apply(
     if plan.problems:
         raise ResourceError("; ".join(plan.problems))
     clock.lap("prepare")
-    with directory.claimed(), disk_errors(f"writing to {path}"), Reporter(path / LOG, quiet) as reporter:
+    with (
+        directory.claimed(),
+        disk_errors(f"writing to {path}"),
+        Reporter(path / LOG, quiet) as reporter,
+        ExitStack() as stack,
+    ):
         directory.warn = reporter.warn
+        tracking = Tracking(report_to, context.recipe.name, context.recipe.resolved(), reporter.warn)
+        reporter.tracking = stack.enter_context(tracked(tracking))
         check_source_files(directory.work, context.original)
         reporter.info(plan.headline())
         for warning in [*plan.warnings, context.calibration.warning if context.reads_text else None]:
@@ -217,6 +234,7 @@ def _apply(
                 kind.forget(path)
         run = _Run(session, Store(path, directory.work, directory, apply_recipe, plan.spill, team), reporter, clock)
         manifest, highest = run.run(own)
+        tracking.log(manifest["metrics"] | {"bytes": manifest["bytes"], "seconds": clock.seconds})
         directory.finish()
         if max_memory is not None and highest > max_memory:
             one = "the run" if team.size == 1 else "one of the processes"

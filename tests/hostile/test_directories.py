@@ -266,7 +266,12 @@ def test_a_config_without_end_is_refused(
     ],
 )
 def test_a_nonsense_field_is_refused_by_name(
-    tiny_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: Any, words: str
+    tiny_llama: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    field: str,
+    value: Any,
+    words: str,
 ) -> None:
     path = Path(shutil.copytree(tiny_llama(), tmp_path / "model"))
     config = {key: value for key, value in json.loads((path / "config.json").read_text()).items() if key != "head_dim"}
@@ -274,7 +279,11 @@ def test_a_nonsense_field_is_refused_by_name(
         config["num_key_value_heads"] = 6
     (path / "config.json").write_text(json.dumps(config | {field: value}))
     recipe = {"name": "x", "model": str(path), "stages": [{"quantize": {"method": "rtn"}}]}
-    for call in (lambda: runtime.load(path, device="cpu"), lambda: compress.plan(recipe), lambda: compress.apply(recipe)):
+    for call in (
+        lambda: runtime.load(path, device="cpu"),
+        lambda: compress.plan(recipe),
+        lambda: compress.apply(recipe),
+    ):
         with pytest.raises(ArtifactError, match=re.escape(words)) as refused:
             call()
         assert str(path / "config.json") in str(refused.value)

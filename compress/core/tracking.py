@@ -30,7 +30,7 @@ class Tracker(Protocol):
         """End the run."""
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """A run of Weights & Biases, or of trackio, which has the same calls."""
 
     def __init__(self, library: Any, name: str, config: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ class WandbTracker:
         self._run.finish()
 
 
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """A run of MLflow."""
 
     _MOST = 100  # parameters that a call takes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ class Library(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)  # others ask whether it is there
         self.begun: list[tuple[str, str]] = []
         self.config: dict[str, Any] = {}
         self.logged: list[tuple[int, dict[str, float]]] = []

@@ -141,16 +141,6 @@ class Quality:
         return found
 
 
-def exceeded(metrics: Mapping[str, Any]) -> list[str]:
-    """A sentence for each limit of the recipe that the metrics of a manifest exceed."""
-    found = []
-    for limit in metrics.get("limits") or []:
-        if not limit["ok"]:
-            value = "was not measured" if limit["value"] is None else f"is {limit['value']:.4g}"
-            found.append(f"{limit['name']} {value}; the recipe's limit is {limit['limit']:.4g}")
-    return found
-
-
 def _log_softmax(logits: torch.Tensor, whose: str) -> torch.Tensor:
     values = torch.log_softmax(logits.float(), dim=-1)
     if bool(torch.isnan(values).any()):

@@ -94,7 +94,7 @@ class CheckedCache(Job):
         which is measured a token of the artifact's and counts for as many of them as are as much text as one of the source's. The limits
         on perplexity hold for it too. Where the model does not fit, the cache is not measured, which these limits do not forgive.
         """
-        from compress.evaluate.artifact import held_to
+        from compress.evaluate.limits import held_to
         from compress.evaluate.through_cache import through_cache
         from runtime.api.model import Model
         from runtime.checkpoint.artifact import Artifact

@@ -117,7 +117,7 @@ class Context:
     @property
     def vocabulary(self) -> int:
         """Rows of the input embeddings."""
-        return _vocabulary(self.streamed)
+        return self.streamed.vocabulary
 
     # ------------------------------------------------------------ held-out text
     @cached_property
@@ -131,8 +131,8 @@ class Context:
         if config is None:
             return None
         if self.kept_tokens and self.streamed.kind != "encoder":
-            for name in ("max_kl", "min_top1_agreement"):
-                if getattr(config, name) is not None:
+            for name in ("max_kl", "min_agreement"):
+                if name in config.limits():
                     raise RequestError(config.at(name, f"{OTHER_TOKENS}; set max_perplexity_increase in its place"))
             return self.same_text()[1].ids
         if self.speech is not None:
@@ -143,7 +143,7 @@ class Context:
         """The evaluation text in the tokens of the recipe's model, and as much of it in those that are left of them."""
         config = self.recipe.evaluate
         assert config is not None
-        theirs = data.evaluation_spans(config, self.source_tokenizer, _vocabulary(self.reference))
+        theirs = data.evaluation_spans(config, self.source_tokenizer, self.reference.vocabulary)
         characters = int(theirs.characters.sum())
         return theirs, data.evaluation_spans(config, self.tokenizer, self.vocabulary, characters)
 
@@ -205,10 +205,6 @@ class Context:
             for n in self.checkpoint.names()
             if self.checkpoint.dtype(n).is_floating_point
         )
-
-
-def _vocabulary(streamed: StreamedModel) -> int:
-    return int(streamed.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Any:

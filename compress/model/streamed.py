@@ -155,6 +155,11 @@ class StreamedModel(PartialModel):
         self._memory_names: list[str] = []  # what the decoder's blocks call the encoder's output
         self._kwargs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
 
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the input embeddings."""
+        return int(self.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+
     # ---------------------------------------------------------------- rows
     def _entering(self, ids: torch.Tensor) -> torch.Tensor:
         """What the (first) stack reads of rows, as the model takes it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
@@ -13,6 +13,13 @@ from compress.recipe.origin import Origin
 from compress.recipe.stages import Stage
 from compress.recipe.yaml_source import Path as KeyPath
 
+AUTO = "auto"
+"""A limit that follows from how the layers are compressed."""
+NONE = "none"
+"""No limit, where there would be one by default."""
+
+T = TypeVar("T")
+Limit = Annotated[T | Literal["auto", "none"], BeforeValidator(lambda value: NONE if value is None else value)]
 Fraction = Annotated[float, BeforeValidator(fraction), Field(ge=0)]
 
 
@@ -106,8 +113,9 @@ class EvaluateConfig(TextSource):
         samples: rows to score, from the start of the text; None: all.
         max_perplexity: largest perplexity of the artifact, of its weights and, with a kv_cache stage, of weights and cache together.
         max_perplexity_increase: largest relative increase over the source model (`10%` or 0.1), for both likewise.
-        max_kl: largest mean KL divergence from the source model, in nats per token.
-        min_top1_agreement: smallest fraction of positions with the same most likely token.
+        max_kl: largest mean KL divergence from the source model, in nats per token; `auto`: usual for the bits and zeros of the layers
+            (`compress.evaluate.limits`); `none`: any.
+        min_agreement: smallest fraction of positions with the same most likely token; `auto` and `none` likewise.
         min_cosine: encoders only, to which the limits above do not apply: smallest mean cosine similarity between the embeddings
             that both models give a text.
     """
@@ -116,14 +124,14 @@ class EvaluateConfig(TextSource):
     samples: int | None = Field(default=None, ge=1)
     max_perplexity: float | None = Field(default=None, gt=0)
     max_perplexity_increase: Fraction | None = None
-    max_kl: float | None = Field(default=None, ge=0)
-    min_top1_agreement: Annotated[Fraction, Field(le=1)] | None = None
+    max_kl: Limit[Annotated[float, Field(ge=0)]] = AUTO
+    min_agreement: Limit[Annotated[Fraction, Field(le=1)]] = AUTO
     min_cosine: float | None = Field(default=None, ge=-1, le=1)
 
     def limits(self) -> dict[str, float]:
-        """The limits that are set."""
-        names = ("max_perplexity", "max_perplexity_increase", "max_kl", "min_top1_agreement", "min_cosine")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        """The limits that are set to a number."""
+        names = ("max_perplexity", "max_perplexity_increase", "max_kl", "min_agreement", "min_cosine")
+        return {name: value for name in names if isinstance(value := getattr(self, name), (int, float))}
 
 
 class Recipe(Located):

@@ -19,7 +19,8 @@ from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import LOG, MANIFEST, WORK, RunDirectory, remove
 from compress.evaluate.artifact import evaluate_artifact
-from compress.evaluate.metrics import exceeded
+from compress.evaluate.limits import exceeded, limits
+from compress.evaluate.source import doubt
 from compress.model.stage import Compressed, Job, Store
 from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back
@@ -208,7 +209,7 @@ def _apply(
         directory.warn = reporter.warn
         check_source_files(directory.work, context.original)
         reporter.info(plan.headline())
-        for warning in [*plan.warnings, context.calibration.warning if context.reads_text else None]:
+        for warning in [*plan.warnings, context.calibration.warning if context.reads_text else None, doubt(context)]:
             if warning:
                 reporter.warn(warning)
         for kind in apart:
@@ -251,7 +252,8 @@ class _Run:
         load_back.check_against_pipeline(context, bool(layers.needs), artifact, directory, reporter)
         clock.lap("load back")
         spill = directory.work if self.store.spill else None
-        metrics = evaluate_artifact(context, artifact, spill, reporter)
+        allowed = limits(context.recipe, layers.tensors(), context.streamed.kind == "encoder")
+        metrics = evaluate_artifact(context, artifact, allowed, spill, reporter)
         clock.lap("evaluate")
         entries: dict[str, Any] = {}
         files: list[Path] = []

@@ -135,8 +135,8 @@ def test_head_and_embeddings_on_request(make_checkpoint, recipe, tmp_path):
 def test_limits_fail_the_run_and_keep_the_artifact(make_checkpoint, recipe, tmp_path):
     model = make_checkpoint()
     text = recipe(model)["calibration"]["data"]
-    evaluate = {"data": text, "sequence_length": 32, "samples": 4, "min_top1_agreement": 1.0}
-    with pytest.raises(LimitError, match=r"min_top1_agreement .*\b1;") as caught:
+    evaluate = {"data": text, "sequence_length": 32, "samples": 4, "min_agreement": 1.0}
+    with pytest.raises(LimitError, match=r"min_agreement .*\b1;") as caught:
         run(
             recipe,
             model,

@@ -287,7 +287,7 @@ def test_quality_is_that_of_the_text(checkpoint: Callable[..., Path], recipe: An
     assert "kl" not in metrics
     assert "vocabulary was cut" in metrics["reason"]
     assert [limit["name"] for limit in metrics["limits"]] == ["max_perplexity_increase"]
-    for name in ("max_kl", "min_top1_agreement"):
+    for name in ("max_kl", "min_agreement"):
         with pytest.raises(RequestError, match=rf"evaluate\.{name}: "):
             compress.apply({**request, "evaluate": {**evaluate, name: 0.5}}, output=tmp_path / "no", quiet=True)
 

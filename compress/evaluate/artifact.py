@@ -37,10 +37,11 @@ def evaluate_artifact(
         metrics = comparison.tokens(windows)
     if "after" in metrics:
         metrics["perplexity_increase"] = metrics["after"]["perplexity"] / metrics["before"]["perplexity"] - 1.0
+    assert context.evaluation is not None
+    metrics["text"] = context.evaluation.description
     metrics["sequence_length"] = context.streamed.rows.length(windows)
     if warning := contradiction(metrics):
         reporter.warn(warning)
         metrics["warning"] = warning
     metrics["limits"] = check(metrics, limits)
     return metrics
-

@@ -37,6 +37,15 @@ def limits(recipe: Recipe, tensors: Sequence[TensorPlan], encoder: bool = False)
     return found
 
 
+def cache_limits(recipe: Recipe) -> dict[str, float]:
+    """Limits on a compressed cache, beside a plain one of the same model: the recipe's, or as usual for layers of 4 bits."""
+    config = recipe.evaluate
+    names = dict(zip(("max_kl", "min_agreement"), _ROUNDING[4.0], strict=True))
+    names["min_agreement"] = 1.0 - names["min_agreement"]
+    written = {name: names[name] if getattr(config, name) == AUTO else getattr(config, name) for name in names}
+    return {f"{name}_cache": value for name, value in written.items() if isinstance(value, float)}
+
+
 def cutting(recipe: Recipe) -> list[str]:
     """Kinds of the stages that make another model of the recipe's."""
     kinds: Sequence[tuple[Any, StageRoom]] = [(stage, KINDS[stage.kind]) for stage in recipe.stages]
@@ -114,6 +123,6 @@ def contradiction(metrics: Mapping[str, Any]) -> str:
     if change is None or kl is None or not (change < 0 and kl > _HIGH_KL) or math.isnan(kl):
         return ""
     return (
-        f"perplexity falls by {-change:.1%} while the KL divergence from the source is {kl:.3g} nats per token: the artifact predicts other "
-        "tokens, and this text does not show what that costs; judge it by KL divergence and agreement, on text that the model is for"
+        f"perplexity falls by {-change:.1%} while the KL divergence from the source is {kl:.3g} nats per token: the artifact predicts "
+        "other tokens, and this text does not show what that costs; judge it by KL divergence and agreement, on text that the model is for"
     )

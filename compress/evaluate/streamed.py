@@ -167,9 +167,7 @@ def _run(
     return run_blocks(model, batches, spill, on_block)
 
 
-def _parts(
-    model: StreamedModel, windows: torch.Tensor, batch_size: int
-) -> Iterator[tuple[int, slice, torch.Tensor]]:
+def _parts(model: StreamedModel, windows: torch.Tensor, batch_size: int) -> Iterator[tuple[int, slice, torch.Tensor]]:
     """(batch, rows of it, their ids), about `LOGIT_ROWS` positions at a time."""
     for number, ids in enumerate(windows.split(batch_size)):
         rows = max(1, LOGIT_ROWS // model.rows.length(ids))

@@ -26,6 +26,8 @@ _LIMIT_NAMES = {
     "max_perplexity_overall": "perplexity with weights and cache at most",
     "max_perplexity_increase_overall": "increase of the perplexity by weights and cache at most",
     "max_kl": "KL divergence at most",
+    "max_kl_cache": "KL divergence by the cache at most",
+    "min_agreement_cache": "same most likely token with the cache at least",
     "min_agreement": "same most likely token at least",
     "min_cosine": "mean cosine similarity at least",
 }

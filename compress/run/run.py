@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,9 +18,9 @@ from compress.core.memory_bounds import Bounds
 from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import LOG, MANIFEST, WORK, RunDirectory, remove
+from compress.evaluate import texts
 from compress.evaluate.artifact import evaluate_artifact
 from compress.evaluate.limits import exceeded, limits
-from compress.evaluate.source import doubt
 from compress.model.stage import Compressed, Job, Store
 from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back
@@ -199,7 +199,9 @@ def _apply(
             kind.check_finished(jobs.get(kind.name), manifest, path)
         Artifact(path).verify()
         directory.settle()
-        return AppliedArtifact(path, manifest["metrics"], manifest, clock.seconds, peak_bytes())
+        return AppliedArtifact(
+            path, manifest["metrics"], manifest, clock.seconds, peak_bytes(), manifest.get("warnings", [])
+        )
     if plan is None:
         plan = plan_session(session, path, max_memory, context.bounds)
     if plan.problems:
@@ -209,14 +211,21 @@ def _apply(
         directory.warn = reporter.warn
         check_source_files(directory.work, context.original)
         reporter.info(plan.headline())
-        for warning in [*plan.warnings, context.calibration.warning if context.reads_text else None, doubt(context)]:
+        doubts = texts.doubt(context)
+        for warning in [*plan.warnings, context.calibration.warning if context.reads_text else None, *doubts]:
             if warning:
                 reporter.warn(warning)
         for kind in apart:
             if kind.name not in jobs:
                 directory.forget(kind.name)
                 kind.forget(path)
-        run = _Run(session, Store(path, directory.work, directory, apply_recipe, plan.spill, team), reporter, clock)
+        run = _Run(
+            session,
+            Store(path, directory.work, directory, apply_recipe, plan.spill, team),
+            reporter,
+            clock,
+            (*texts.bundled(context), *doubts),
+        )
         manifest, highest = run.run(own)
         directory.finish()
         if max_memory is not None and highest > max_memory:
@@ -232,12 +241,14 @@ class _Run:
     Attributes:
         session: as it was opened; once stages have made another model, of that one.
         store: of the whole run.
+        warnings: sentences on the texts, for the manifest.
     """
 
     session: Session
     store: Store
     reporter: Reporter
     clock: _Clock
+    warnings: Sequence[str]
 
     def run(self, own: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """Run all that is not done; the manifest, and the most memory that a process has taken. `own`: identity of the run."""
@@ -260,7 +271,7 @@ class _Run:
         for job in self.session.after:
             metrics = self._finish(job, metrics, entries)
             files += [file for place in job.holds(self.store) for file in sorted(place.iterdir())]
-        manifest = write_manifest(context, directory, own, metrics, entries, files)
+        manifest = write_manifest(context, directory, own, metrics, entries, files, self.warnings)
         return manifest, max(made["peak_memory"], peak_bytes())
 
     def _make_models(self) -> None:

@@ -157,7 +157,7 @@ MISTAKES = {
     "float activations on int weights": ("group_size: 64", "activations: fp8", 14, "activations 'fp8' do not go with int weights"),
     "bare percentage": ("10%", "10", 18, "expected a percentage such as 10% or a fraction such as 0.1, got 10; did you mean 10%?"),
     "text percentage": ("10%", "ten", 18, "expected a percentage such as 10% or a fraction such as 0.1, got 'ten'"),
-    "negative limit": ("max_perplexity_increase: 10%", "max_kl: -1", 18, "evaluate.max_kl: expected a number at least 0, got -1"),
+    "negative limit": ("max_perplexity_increase: 10%", "max_kl: -1", 18, "evaluate.max_kl: expected a number at least 0 or one of auto, none, got -1"),
     "agreement above 1": ("max_perplexity_increase: 10%", "min_agreement: 120%", 18, "evaluate.min_agreement: expected"),
     "null name": ("name: test", "name:", 1, "name: expected a text, got nothing"),
     "name of dots": ("name: test", "name: ..", 1, "name: expected letters, digits, '_', '-', '.', and not dots alone"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.core import resources
-from compress.recipe.models import TextSource
+from compress.recipe.models import BUNDLED, TextSet
 from compress.recipe.origin import nearest_path
 from runtime.config.messages import did_you_mean, listing
 from runtime.errors import RequestError, first_line
@@ -23,12 +23,12 @@ _DATASET_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?\Z")
 
 
 def documents(
-    source: TextSource, bundled: str, end_of_text: str | None, split_paragraphs: bool
+    source: TextSet, bundled: str, end_of_text: str | None, split_paragraphs: bool
 ) -> tuple[Iterator[str], str]:
     """The documents of `source` and a description of where they come from.
 
     Args:
-        source: the `calibration` or `evaluate` section.
+        source: of the `calibration` or `evaluate` section.
         bundled: which bundled text `data: bundled` means (`calibration` or `heldout`).
         end_of_text: the tokenizer's end-of-text token; where it is written out in a .txt file, a document ends.
         split_paragraphs: without such marks, a blank line ends a document (else the whole .txt file is one).
@@ -36,9 +36,11 @@ def documents(
     Raises:
         RequestError: no such file or data set, a missing column, text that cannot be decoded; on iteration too.
     """
-    if source.data == "bundled":
+    if source.data == BUNDLED:
         path = resources.bundled_text(bundled)
-        return _text(source, path, end_of_text, split_paragraphs), f"the bundled {bundled} text"
+        return _text(
+            source, path, end_of_text, split_paragraphs
+        ), f"the bundled {bundled.replace('heldout', 'held-out')} text"
     file = _find(source)
     if file is not None:
         reader = READERS.get(file.suffix.lower())
@@ -48,9 +50,9 @@ def documents(
     return _dataset(source), f"the data set {source.data}"
 
 
-def _find(source: TextSource) -> Path | None:
+def _find(source: TextSet) -> Path | None:
     """The file that `data` names; None when it can only be a data set."""
-    tried = source.candidates("data", source.data)
+    tried = source.candidates()
     for path in tried:
         if path.is_file():
             return path
@@ -68,7 +70,7 @@ def _find(source: TextSource) -> Path | None:
 
 
 @contextmanager
-def reading(source: TextSource, path: Path, advice: str = "") -> Iterator[None]:
+def reading(source: TextSet, path: Path, advice: str = "") -> Iterator[None]:
     """RequestError in place of errors of a file that cannot be read or is not UTF-8 text."""
     try:
         yield
@@ -78,7 +80,7 @@ def reading(source: TextSource, path: Path, advice: str = "") -> Iterator[None]:
         raise RequestError(source.at("data", f"'{path}' is not UTF-8 text (byte {error.start})")) from None
 
 
-def _text(source: TextSource, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
+def _text(source: TextSet, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
     with reading(source, path), path.open("rb") as file:
         raw = file.read(MAX_TEXT_BYTES)
         whole = not file.read(1)  # else the limit may cut a character in two, and its first bytes are dropped
@@ -91,14 +93,14 @@ def _text(source: TextSource, path: Path, end_of_text: str | None, split_paragra
         yield text
 
 
-def _jsonl(source: TextSource, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
+def _jsonl(source: TextSet, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
     with reading(source, path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield _json_text(source, line.decode("utf-8-sig"), f"'{path}' line {number}")
 
 
-def _json_text(source: TextSource, line: str, where: str) -> str:
+def _json_text(source: TextSet, line: str, where: str) -> str:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -111,7 +113,7 @@ def _json_text(source: TextSource, line: str, where: str) -> str:
     return _column(source, entry, where)
 
 
-def _parquet(source: TextSource, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
+def _parquet(source: TextSet, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
     import pyarrow
     import pyarrow.parquet
 
@@ -125,7 +127,7 @@ def _parquet(source: TextSource, path: Path, end_of_text: str | None, split_para
         raise RequestError(source.at("data", f"'{path}' is not a readable Parquet file: {first_line(error)}")) from None
 
 
-def _dataset(source: TextSource) -> Iterator[str]:
+def _dataset(source: TextSet) -> Iterator[str]:
     import datasets
 
     try:
@@ -140,7 +142,7 @@ def _dataset(source: TextSource) -> Iterator[str]:
         raise RequestError(source.at("data", text)) from None
 
 
-def _column(source: TextSource, row: Mapping[str, Any], where: str) -> str:
+def _column(source: TextSet, row: Mapping[str, Any], where: str) -> str:
     """The text of a row."""
     _check_column(source, row, where)
     value = row[source.text_column]
@@ -150,14 +152,14 @@ def _column(source: TextSource, row: Mapping[str, Any], where: str) -> str:
     return value
 
 
-def _check_column(source: TextSource, names: Collection[str], where: str) -> None:
+def _check_column(source: TextSet, names: Collection[str], where: str) -> None:
     if source.text_column not in names:
         hint = did_you_mean(source.text_column, names) or "."
         text = f"{where} has no column '{source.text_column}'{hint} Columns: {listing(names) or 'none'}"
         raise RequestError(source.at("text_column", text))
 
 
-READERS: dict[str, Callable[[TextSource, Path, str | None, bool], Iterator[str]]] = {
+READERS: dict[str, Callable[[TextSet, Path, str | None, bool], Iterator[str]]] = {
     ".txt": _text,
     ".jsonl": _jsonl,
     ".parquet": _parquet,

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from compress.data.documents import documents
-from compress.data.tokens import check_vocabulary, encode, end_of_text
+from compress.data.held_out import TOKENS, Text, calibration_text, evaluation_text
+from compress.data.tokens import check_vocabulary, encode
 from compress.recipe import Recipe, Stage
-from compress.recipe.models import CalibrationConfig, EvaluateConfig, TextSource
+from compress.recipe.models import CalibrationConfig, EvaluateConfig
 from runtime.errors import RequestError
 
 ENOUGH = 16
@@ -33,6 +33,7 @@ class CalibrationData:
         tokens: tokens that are not padding.
         rows: rows drawn.
         description: one line, for the log and the report.
+        kind: `bundled` or `named` (by the recipe).
         sha256: of shapes, ids and masks.
         warning: a sentence the user should see (fewer rows than asked for), or empty.
     """
@@ -41,8 +42,34 @@ class CalibrationData:
     tokens: int
     rows: int
     description: str
+    kind: str
     sha256: str
     warning: str = ""
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """What the model is evaluated on.
+
+    Attributes:
+        ids: int64 `[rows, sequence_length]`.
+        rows, tokens: numbers of them.
+        description: a phrase: "the held-out part of the file mine.txt, 128 rows of 256 tokens".
+        kind: `bundled`, `held out` (of the calibration text) or `named` (by the recipe).
+        sha256: of the ids.
+    """
+
+    ids: torch.Tensor
+    rows: int
+    tokens: int
+    description: str
+    kind: str
+    sha256: str
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, where: str, kind: str) -> EvaluationData:
+        """Of rows of text."""
+        return cls(ids, len(ids), ids.numel(), f"{where}, {len(ids)} rows of {ids.shape[1]} tokens", kind, hashed(ids))
 
 
 def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> CalibrationData:
@@ -52,25 +79,28 @@ def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> Calibrat
     `seed` without overlap. With padding, each document is a row of its own (longer ones are cut).
 
     Args:
-        config: the `calibration` section.
+        config: the `calibration` section; what it leaves for evaluation is in no row.
         tokenizer: the model's Hugging Face tokenizer.
         vocab_size: entries of the model's vocabulary.
 
     Raises:
         RequestError: no text, less text than one row, ids outside the vocabulary, unreadable data.
     """
-    texts, where = documents(config, "calibration", end_of_text(tokenizer), split_paragraphs=not config.packing)
-    encoded = encode(texts, tokenizer, separate=config.packing)
+    text = calibration_text(config, tokenizer)
+    where = text.where
+    encoded = encode(text.documents, tokenizer, separate=config.packing)
     wanted = config.samples * config.sequence_length
     documents_read = list(_take(encoded, max(ENOUGH * wanted, ENOUGH_TOKENS)))
     if not documents_read:
-        raise RequestError(config.at("data", f"{where} holds no text; the least is {config.sequence_length} tokens"))
+        raise RequestError(
+            text.named.at("data", f"{where} holds no text; the least is {config.sequence_length} tokens{text.advice}")
+        )
     if config.packing:
-        rows = draw(windows(_joined(documents_read), config, where), config)
+        rows = draw(windows(_joined(documents_read), config.sequence_length, text), config)
         mask = torch.ones_like(rows, dtype=torch.bool)
     else:
         rows, mask = _padded(config, documents_read, tokenizer)
-    check_vocabulary(rows[mask], vocab_size, config, where)
+    check_vocabulary(rows[mask], vocab_size, text.named, where)
     warning = ""
     if len(rows) < config.samples:
         unit = f"rows of {config.sequence_length} tokens" if config.packing else "documents"
@@ -83,6 +113,7 @@ def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> Calibrat
         tokens=tokens,
         rows=len(rows),
         description=f"{shape} from {where}, seed {config.seed} ({tokens:,} tokens)",
+        kind=text.kind,
         sha256=digest([(rows, mask)]),
         warning=warning,
     )
@@ -108,25 +139,36 @@ def load_training(recipe: Recipe, stage: Stage, tokenizer: Any, vocab_size: int)
     return data, [recipe.origin.at((*stage.path, "samples"), text)]
 
 
-def load_evaluation(config: EvaluateConfig, tokenizer: Any, vocab_size: int | None = None) -> torch.Tensor:
-    """The evaluation rows `[n, sequence_length]` int64: windows without overlap from the start of the text, in order.
+def load_evaluation(
+    config: EvaluateConfig, tokenizer: Any, vocab_size: int | None = None, calibration: CalibrationConfig | None = None
+) -> EvaluationData:
+    """The evaluation rows: windows without overlap from the start of the text, in order.
 
     Args:
         config: the `evaluate` section; `samples` limits the rows.
         tokenizer: the model's Hugging Face tokenizer.
         vocab_size: entries of the model's vocabulary; None leaves ids unchecked.
+        calibration: the section whose text is evaluated on where `config` names none.
 
     Raises:
         RequestError: as `load`.
     """
-    texts, where = documents(config, "heldout", end_of_text(tokenizer), split_paragraphs=False)
-    encoded = encode(texts, tokenizer, separate=True)
-    limit = None if config.samples is None else config.samples * config.sequence_length
-    ids = _joined(encoded if limit is None else _take(encoded, limit))
-    rows = windows(ids, config, where)[: config.samples]
+    text = evaluation_text(config, calibration, tokenizer)
+    encoded = encode(text.documents, tokenizer, separate=True)
+    count = row_limit(config, text)
+    ids = _joined(encoded if count is None else _take(encoded, count * config.sequence_length))
+    rows = windows(ids, config.sequence_length, text)[:count]
     if vocab_size is not None:
-        check_vocabulary(rows, vocab_size, config, where)
-    return rows
+        check_vocabulary(rows, vocab_size, text.named, text.where)
+    return EvaluationData.of(rows, text.where, text.kind)
+
+
+def row_limit(config: EvaluateConfig, text: Text) -> int | None:
+    """Most rows that are evaluated; None: all."""
+    if text.kind != "held out":
+        return config.samples
+    most = max(1, TOKENS // config.sequence_length)
+    return most if config.samples is None else min(most, config.samples)
 
 
 def _take(encoded: Iterator[list[int]], tokens: int) -> Iterator[list[int]]:
@@ -143,17 +185,16 @@ def _joined(encoded: Iterator[list[int]] | list[list[int]]) -> torch.Tensor:
     return torch.tensor(list(itertools.chain.from_iterable(encoded)), dtype=torch.int64)
 
 
-def windows(ids: torch.Tensor, config: TextSource, where: str) -> torch.Tensor:
-    """Running text, int64 `[n]`, as rows `[n // sequence_length, sequence_length]`.
+def windows(ids: torch.Tensor, length: int, text: Text) -> torch.Tensor:
+    """Running text, int64 `[n]`, as rows `[n // length, length]`.
 
     Raises:
         RequestError: it is shorter than one row.
     """
-    length = config.sequence_length
     count = len(ids) // length
     if count == 0:
-        text = f"{where} has {len(ids)} tokens, which is less than one row of sequence_length {length}"
-        raise RequestError(config.at("data", text))
+        reason = f"{text.where} has {len(ids)} tokens, which is less than one row of sequence_length {length}"
+        raise RequestError(text.named.at("data", reason + text.advice))
     return ids[: count * length].reshape(count, length)
 
 
@@ -173,6 +214,11 @@ def draw(rows: torch.Tensor, config: CalibrationConfig) -> torch.Tensor:
         return rows
     generator = torch.Generator().manual_seed(config.seed)
     return rows[torch.randperm(len(rows), generator=generator)[: config.samples]]
+
+
+def hashed(rows: torch.Tensor) -> str:
+    """SHA-256 (hex) of ids."""
+    return hashlib.sha256(rows.numpy().tobytes()).hexdigest()
 
 
 def digest(batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> str:

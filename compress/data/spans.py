@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from compress.data.documents import documents
-from compress.data.rows import windows
-from compress.data.tokens import check_vocabulary, encode, end_of_text
-from compress.recipe.models import EvaluateConfig
+from compress.data.held_out import evaluation_text
+from compress.data.rows import row_limit, windows
+from compress.data.tokens import check_vocabulary, encode
+from compress.recipe.models import CalibrationConfig, EvaluateConfig
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,22 @@ class Spans:
         ids: int64 `[n, s]`.
         characters: int64 `[n, s]`: of the text, that a token is the first to reach the end of: 0 for marks, and where bytes of a character
             are tokens for all but the first.
+        where, kind: see `compress.data.held_out.Text`.
     """
 
     ids: torch.Tensor
     characters: torch.Tensor
+    where: str
+    kind: str
 
 
-def evaluation_spans(config: EvaluateConfig, tokenizer: Any, vocab_size: int, characters: int | None = None) -> Spans:
+def evaluation_spans(
+    config: EvaluateConfig,
+    tokenizer: Any,
+    vocab_size: int,
+    calibration: CalibrationConfig,
+    characters: int | None = None,
+) -> Spans:
     """The rows that `load_evaluation` gives.
 
     Args:
@@ -39,25 +48,25 @@ def evaluation_spans(config: EvaluateConfig, tokenizer: Any, vocab_size: int, ch
         RequestError: as `load_evaluation`.
     """
     length = config.sequence_length
-    wanted = None if config.samples is None or characters is not None else config.samples * length
-    texts, where = documents(config, "heldout", end_of_text(tokenizer), split_paragraphs=False)
+    found = evaluation_text(config, calibration, tokenizer)
+    count = row_limit(config, found)
+    wanted = None if count is None or characters is not None else count * length
     ids: list[int] = []
     ends: list[int] = []
     total = 0
-    for text in texts:
+    for text in found.documents:
         for encoded in encode([text], tokenizer, separate=True):
             ids += encoded
             ends += _characters(text, tokenizer, len(encoded))
             total += len(text)
         if (wanted is not None and len(ids) >= wanted) or (characters is not None and total >= characters):
             break
-    rows = windows(torch.tensor(ids, dtype=torch.int64), config, where)
+    rows = windows(torch.tensor(ids, dtype=torch.int64), length, found)
     spans = torch.tensor(ends[: rows.numel()]).view(rows.shape)
-    count = config.samples
     if characters is not None:
         count = max(1, int((spans.sum(1).cumsum(0) <= characters).sum()))
-    check_vocabulary(rows[:count], vocab_size, config, where)
-    return Spans(rows[:count], spans[:count])
+    check_vocabulary(rows[:count], vocab_size, found.named, found.where)
+    return Spans(rows[:count], spans[:count], found.where, found.kind)
 
 
 def _characters(text: str, tokenizer: Any, count: int) -> Iterator[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compress.recipe.models import TextSource
+from compress.recipe.models import TextSet
 from runtime.errors import RequestError
 
 
@@ -39,7 +39,7 @@ def end_of_text(tokenizer: Any) -> str | None:
     return token if isinstance(token, str) and len(token) >= 8 else None
 
 
-def check_vocabulary(ids: torch.Tensor, vocab_size: int, source: TextSource, what: str) -> None:
+def check_vocabulary(ids: torch.Tensor, vocab_size: int, source: TextSet, what: str) -> None:
     """Raise `RequestError` when an id is outside `[0, vocab_size)`: the tokenizer belongs to another model."""
     if ids.numel() and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
         wrong = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())

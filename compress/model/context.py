@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -120,9 +120,14 @@ class Context:
         return _vocabulary(self.streamed)
 
     # ------------------------------------------------------------ held-out text
-    @cached_property
+    @property
     def windows(self) -> torch.Tensor | None:
-        """Held-out ids `[n, s]` of the recipe's `evaluate`, or None when it asks for no evaluation.
+        """Held-out ids `[n, s]` of the recipe's `evaluate`, or None when it asks for no evaluation; errors as of `evaluation`."""
+        return None if self.evaluation is None else self.evaluation.ids
+
+    @cached_property
+    def evaluation(self) -> data.EvaluationData | None:
+        """Held-out text of the recipe's `evaluate`, or None when it asks for no evaluation.
 
         Raises:
             RequestError: a text that cannot be used, or a limit on what cannot be measured.
@@ -134,18 +139,22 @@ class Context:
             for name in ("max_kl", "min_top1_agreement"):
                 if getattr(config, name) is not None:
                     raise RequestError(config.at(name, f"{OTHER_TOKENS}; set max_perplexity_increase in its place"))
-            return self.same_text()[1].ids
+            spans = self.same_text()[1]
+            return data.EvaluationData.of(spans.ids, spans.where, spans.kind)
         if self.speech is not None:
-            return data.load_speech_evaluation(config, self.speech)
-        return self.framed(data.load_evaluation(config, self.tokenizer, self.vocabulary))
+            return data.load_speech_evaluation(config, self.speech, self.recipe.calibration)
+        found = data.load_evaluation(config, self.tokenizer, self.vocabulary, self.recipe.calibration)
+        framed = self.framed(found.ids)
+        return found if framed is found.ids else replace(found, ids=framed, sha256=data.hashed(framed))
 
     def same_text(self) -> tuple[data.Spans, data.Spans]:
         """The evaluation text in the tokens of the recipe's model, and as much of it in those that are left of them."""
         config = self.recipe.evaluate
         assert config is not None
-        theirs = data.evaluation_spans(config, self.source_tokenizer, _vocabulary(self.reference))
+        text = self.recipe.calibration
+        theirs = data.evaluation_spans(config, self.source_tokenizer, _vocabulary(self.reference), text)
         characters = int(theirs.characters.sum())
-        return theirs, data.evaluation_spans(config, self.tokenizer, self.vocabulary, characters)
+        return theirs, data.evaluation_spans(config, self.tokenizer, self.vocabulary, text, characters)
 
     # ------------------------------------------------------------ calibration
     @cached_property

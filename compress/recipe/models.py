@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,9 @@ from compress.core.percent import fraction
 from compress.recipe.origin import Origin
 from compress.recipe.stages import Stage
 from compress.recipe.yaml_source import Path as KeyPath
+
+BUNDLED = "bundled"
+"""The word for the texts of this package."""
 
 Fraction = Annotated[float, BeforeValidator(fraction), Field(ge=0)]
 
@@ -46,6 +50,29 @@ class Located(BaseModel):
         return self._origin.candidates((*self._path, key), name)
 
 
+@dataclass(frozen=True)
+class TextSet:
+    """A text that a section names.
+
+    Attributes:
+        data: as in `TextSource`, one text. text_column, split, subset: likewise.
+    """
+
+    section: TextSource
+    data: str
+    text_column: str
+    split: str
+    subset: str | None
+
+    def at(self, key: str, message: str) -> str:
+        """The sentence `file:line: section.key: message`."""
+        return self.section.at(key, message)
+
+    def candidates(self) -> list[Path]:
+        """The files or directories that `data` may mean, the likeliest first."""
+        return self.section.candidates("data", self.data)
+
+
 class TextSource(Located):
     """Where text comes from; shared by `calibration` and `evaluate`.
 
@@ -59,13 +86,18 @@ class TextSource(Located):
         language: of the transcripts, such as `en`, for models of several languages; None: the checkpoint's.
     """
 
-    data: str = Field(default="bundled", min_length=1)
+    data: Annotated[str, Field(min_length=1)] | None = None
     text_column: str = "text"
     split: str = "train"
     subset: str | None = None
     sequence_length: int = Field(default=256, ge=2, le=1_048_576)
     batch_size: int = Field(default=8, ge=1, le=4096)
     language: str | None = Field(default=None, min_length=1)
+
+    @property
+    def text(self) -> TextSet:
+        """The text that is named; the bundled one where none is."""
+        return TextSet(self, self.data or BUNDLED, self.text_column, self.split, self.subset)
 
 
 class ExpertsConfig(Located):
@@ -93,16 +125,29 @@ class CalibrationConfig(TextSource):
         experts: see `ExpertsConfig`.
     """
 
+    data: Annotated[str, Field(min_length=1)] = BUNDLED
     samples: int = Field(default=128, ge=1, le=1_000_000)
     seed: int = Field(default=0, ge=0, lt=2**63)
     packing: bool = True
     experts: ExpertsConfig = Field(default_factory=ExpertsConfig)
+    _shared: bool = PrivateAttr(default=False)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a part of the text stays apart, on which the recipe evaluates."""
+        return self._shared
+
+    def share(self, evaluate: EvaluateConfig | None) -> None:
+        """Leave a part of the text to an `evaluate` section that names none."""
+        self._shared = evaluate is not None and evaluate.data is None and self.text.data != BUNDLED
 
 
 class EvaluateConfig(TextSource):
     """Held-out text and the limits that fail a run when they are exceeded (None: not checked).
 
     Attributes:
+        data: None: a part of the calibration text that nothing is calibrated or trained on; where that is bundled, the bundled held-out
+            text.
         samples: rows to score, from the start of the text; None: all.
         max_perplexity: largest perplexity of the artifact, of its weights and, with a kv_cache stage, of weights and cache together.
         max_perplexity_increase: largest relative increase over the source model (`10%` or 0.1), for both likewise.
@@ -171,6 +216,7 @@ class Recipe(Located):
         """Remember the place, in the sections too."""
         super().locate(origin, path)
         self.calibration.locate(origin, ("calibration",))
+        self.calibration.share(self.evaluate)
         if self.evaluate is not None:
             self.evaluate.locate(origin, ("evaluate",))
 

@@ -87,6 +87,7 @@ def write_manifest(
             "bytes": context.original.total_bytes,
         },
         "calibration": _calibration(context, sorted({record.get("processes", 1) for record in done})),
+        "evaluation": _evaluation(context),
         "recipe_sha256": recipe_digest(context.recipe),
         "tensors": tensors,
         "layers": [layer for record in done for layer in record["layers"]],
@@ -130,9 +131,16 @@ def _calibration(context: Context, processes: list[int]) -> dict[str, Any] | Non
     if not context.reads_text:
         return None
     data = context.calibration
-    told = {name: getattr(data, name) for name in ("description", "rows", "tokens", "sha256", "warning")}
+    told = {name: getattr(data, name) for name in ("description", "kind", "rows", "tokens", "sha256", "warning")}
     # The order of sums depends on it, and so may the last bit of anything.
     return told if processes == [1] else told | {"processes": processes}
+
+
+def _evaluation(context: Context) -> dict[str, Any] | None:
+    data = context.evaluation
+    if data is None:
+        return None
+    return {name: getattr(data, name) for name in ("description", "kind", "rows", "tokens", "sha256")}
 
 
 def toolchain() -> dict[str, str]:

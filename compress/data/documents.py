@@ -93,47 +93,76 @@ def _text(source: TextSet, path: Path, end_of_text: str | None, split_paragraphs
         yield text
 
 
+def entries(source: TextSet) -> Iterator[tuple[Mapping[str, Any] | str, str]]:
+    """Rows of a .jsonl or .parquet file, or of a data set, with all their columns, and where each is; none of other files.
+
+    Raises:
+        RequestError: as `documents`.
+    """
+    file = _find(source)
+    if file is None:
+        return _dataset_rows(source)
+    kinds = {".jsonl": _json_rows, ".parquet": _parquet_rows}
+    return kinds[file.suffix.lower()](source, file) if file.suffix.lower() in kinds else iter(())
+
+
 def _jsonl(source: TextSet, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
+    for entry, where in _json_rows(source, path):
+        yield entry if isinstance(entry, str) else _column(source, entry, where)
+
+
+def _json_rows(source: TextSet, path: Path) -> Iterator[tuple[Mapping[str, Any] | str, str]]:
     with reading(source, path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _json_text(source, line.decode("utf-8-sig"), f"'{path}' line {number}")
+                where = f"'{path}' line {number}"
+                yield _json_entry(source, line.decode("utf-8-sig"), where), where
 
 
-def _json_text(source: TextSet, line: str, where: str) -> str:
+def _json_entry(source: TextSet, line: str, where: str) -> Mapping[str, Any] | str:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
         raise RequestError(source.at("data", f"{where} is not JSON: {reason}")) from None
-    if isinstance(entry, str):
-        return entry
-    if not isinstance(entry, dict):
+    if not isinstance(entry, (str, dict)):
         raise RequestError(source.at("data", f"{where} is neither an object nor a text"))
-    return _column(source, entry, where)
+    return entry
 
 
 def _parquet(source: TextSet, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
+    for row, where in _parquet_rows(source, path, source.text_column):
+        yield _column(source, row, where)
+
+
+def _parquet_rows(source: TextSet, path: Path, *wanted: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Rows with the columns `wanted`, or with all of them."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        _check_column(source, file.schema_arrow.names, f"'{path}'")
-        batches = file.iter_batches(batch_size=256, columns=[source.text_column])
+        if wanted:
+            _check_column(source, file.schema_arrow.names, f"'{path}'")
+        batches = file.iter_batches(batch_size=256 if wanted else 16, columns=list(wanted) or None)
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-            yield _column(source, row, f"'{path}' row {number}")
+            yield row, f"'{path}' row {number}"
     except (pyarrow.ArrowException, OSError) as error:
         raise RequestError(source.at("data", f"'{path}' is not a readable Parquet file: {first_line(error)}")) from None
 
 
 def _dataset(source: TextSet) -> Iterator[str]:
+    for row, where in _dataset_rows(source):
+        yield _column(source, row, where)
+
+
+def _dataset_rows(source: TextSet) -> Iterator[tuple[Mapping[str, Any], str]]:
     import datasets
 
     try:
         rows = datasets.load_dataset(source.data, source.subset, split=source.split, streaming=True)
         for number, row in enumerate(rows, 1):
-            yield _column(source, row, f"row {number} of the data set '{source.data}'")
+            yield row, f"row {number} of the data set '{source.data}'"
     except RequestError:
         raise
     except Exception as error:

@@ -77,7 +77,9 @@ def open_image(value: Any, folder: Path | None, where: str) -> Any:
         return image.convert("RGB")
     except RequestError:
         raise
-    except Exception as error:  # decoders of a hundred formats raise what they like (SyntaxError, struct.error, zlib.error)
+    except (
+        Exception
+    ) as error:  # decoders of a hundred formats raise what they like (SyntaxError, struct.error, zlib.error)
         raise RequestError(f"{name} cannot be read as an image: {first_line(error)}") from None
 
 

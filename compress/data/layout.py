@@ -118,12 +118,13 @@ class ImageRows(TextRows):
     (`-2` and less), so that rows are batched, hashed and scored as text is; `NOTHING` fills rows up on the right. What the images
     give is computed whenever the model reads them, because pixels take more room than anything else here.
 
-    Args:
-        placeholder: id that stands for a piece of an image. fill: any token's id.
+    Attributes:
+        placeholder: id that stands for a piece of an image; None where the config names none, and no row has images.
     """
 
-    def __init__(self, placeholder: int, fill: int) -> None:
-        self._placeholder, self._fill = placeholder, fill
+    def __init__(self, config: Any) -> None:
+        names = ("image_token_id", "image_token_index")
+        self.placeholder = next((id for name in names if isinstance(id := getattr(config, name, None), int)), None)
         self._features: dict[int, Callable[[], Mapping[str, torch.Tensor]]] = {}
 
     def pack(self, features: Callable[[], Mapping[str, torch.Tensor]]) -> torch.Tensor:
@@ -141,7 +142,7 @@ class ImageRows(TextRows):
             sha256.update(found[name].contiguous().view(torch.uint8).numpy())
         number = -2 - (int.from_bytes(sha256.digest()[:8], "big") >> 2)
         self._features[number] = features
-        return row.masked_fill_(row == self._placeholder, number)
+        return row.masked_fill_(row == self.placeholder, number)
 
     def inputs(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         numbers = [int(row.min()) for row in rows]
@@ -152,7 +153,9 @@ class ImageRows(TextRows):
             parts = [one[name] for one in found if name in one]
             if name in ("input_ids", "attention_mask"):
                 continue
-            if all(name not in one or one[name].shape[:2] == one["input_ids"].shape for one in found):  # one for each token
+            if all(
+                name not in one or one[name].shape[:2] == one["input_ids"].shape for one in found
+            ):  # one for each token
                 whole = parts[0].new_zeros(len(rows), length, *parts[0].shape[2:])
                 for row, one in enumerate(found):
                     if name in one:
@@ -161,13 +164,16 @@ class ImageRows(TextRows):
             else:
                 # Processors fill up images with zeros to the largest of a batch.
                 sizes = [max(part.shape[i] for part in parts) for i in range(1, parts[0].ndim)]
-                wide = [pad(part, [n for i, size in reversed([*enumerate(sizes, 1)]) for n in (0, size - part.shape[i])]) for part in parts]
+                wide = [
+                    pad(part, [n for i, size in reversed([*enumerate(sizes, 1)]) for n in (0, size - part.shape[i])])
+                    for part in parts
+                ]
                 given[name] = torch.cat(wide)
         return given
 
     def source(self, rows: torch.Tensor) -> torch.Tensor:
-        filled = rows.masked_fill(rows == speech_rows.NOTHING, self._fill)
-        return filled.masked_fill_(filled < 0, self._placeholder)
+        filled = rows.masked_fill(rows == speech_rows.NOTHING, 0)  # a decoder looks back only, and masks leave them out
+        return filled if self.placeholder is None else filled.masked_fill_(filled < 0, self.placeholder)
 
     def shape(self, rows: torch.Tensor) -> tuple[Any, ...]:
         # Positions depend on where images stand and on their shapes, masks of some families too.

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from compress.core.tensors import products
-from compress.data.layout import HalvedRows, SpeechRows, TextRows
+from compress.data.layout import HalvedRows, ImageRows, SpeechRows, TextRows
 from compress.model.hidden_states import HiddenStates
 from compress.model.partial import Handover, PartialModel, Recorder
 from runtime.checkpoint.artifact import Artifact
@@ -29,7 +29,7 @@ from runtime.decoding.seq2seq import decoder_start
 from runtime.engines.torch.seq2seq import encoder_output
 from runtime.errors import CompressError, RequestError
 from runtime.modeling.cache_argument import CACHE_ARGUMENTS
-from runtime.modeling.skeleton import reads_features
+from runtime.modeling.skeleton import reads_features, reads_images
 
 Batch = tuple[torch.Tensor, torch.Tensor | None]  # rows [b, s] int64, mask [b, s] bool (None: all tokens are valid)
 
@@ -47,7 +47,7 @@ class StreamedModel(PartialModel):
 
     def __init__(self, checkpoint: Checkpoint, *arguments: Any, **options: Any) -> None:
         super().__init__(checkpoint, *arguments, **options)
-        self.rows = TextRows()
+        self.rows = ImageRows(self.config) if reads_images(self.model) else TextRows()
         if self.kind == "encoder-decoder":
             start = decoder_start(Artifact(checkpoint.path))[0]
             window = getattr(self.config, "max_source_positions", None)

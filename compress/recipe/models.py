@@ -77,11 +77,12 @@ class TextSource(Located):
     """Where text comes from; shared by `calibration` and `evaluate`.
 
     Attributes:
-        data: `bundled`, a .txt, .jsonl or .parquet file, or the id of a data set on the Hugging Face hub; for speech models a
-            directory of .wav files, each with its transcript beside it (talk.wav, talk.txt).
+        data: `bundled`, a .txt, .jsonl or .parquet file, or the id of a data set on the Hugging Face hub, whose rows may have images
+            for vision-language models, as may a directory of images, each with its text beside it (cat.jpg, cat.txt); for speech
+            models a directory of .wav files, each with its transcript beside it (talk.wav, talk.txt).
         text_column: column (Parquet, data sets) or key (JSONL) that holds the text.
         split, subset: part of the data set.
-        sequence_length: tokens per row; for transcripts the most.
+        sequence_length: tokens per row; for transcripts and rows with images the most.
         batch_size: rows per forward pass.
         language: of the transcripts, such as `en`, for models of several languages; None: the checkpoint's.
     """

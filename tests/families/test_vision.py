@@ -122,6 +122,8 @@ def test_from_images_to_an_artifact(model: Path, rows: Path, tmp_path: Path) -> 
     assert 0 < artifact.metrics["kl"] < 0.5
     loaded = runtime.load(artifact.path)
     assert isinstance(loaded.generate("hello", max_new_tokens=3), str)
+    with pytest.raises(RequestError, match="AutoModelForImageTextToText"):
+        loaded.generate("hello", images=[picture(1)])
     for name, entry in artifact.manifest["tensors"].items():
         tower = any(part in name for part in ("visual", "vision", "projector"))
         assert not tower or entry["action"] == "copied", name

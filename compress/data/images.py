@@ -44,7 +44,7 @@ def load_processor(path: Path, config: Any) -> Any:
     return processor if hasattr(processor, "image_processor") else None
 
 
-def open_image(value: Any, folder: Path | None, where: str) -> Any:
+def open_image(value: Any, folder: Path | None) -> Any:
     """An image (Pillow's, RGB) of a path, relative to `folder`, of `{"bytes", "path"}` as `datasets` stores it, or of Pillow's own.
 
     Paths may lead out of the folder: who names a file of rows trusts it as far as which images are read.
@@ -53,22 +53,22 @@ def open_image(value: Any, folder: Path | None, where: str) -> Any:
         RequestError: no readable file, no image, one that is cut short, or one that is too large.
     """
     image_module = _pillow()
-    name = where
+    name = "it"
     content: Any = value
     if isinstance(value, Mapping):
         content = value.get("bytes") or value.get("path")
     if isinstance(content, str):
         if "://" in content or content.startswith("data:"):
-            raise RequestError(f"{where} names '{content[:80]}', and only files are read: download it")
+            raise RequestError(f"'{content[:80]}' is an address, and only files are read: download it")
         file = (folder or Path()) / content
-        name = f"{where}: '{file}'"
+        name = f"'{file}'"
         if not file.is_file():
             raise RequestError(f"{name} is no file")
         content = file
     elif isinstance(content, bytes):
         content = io.BytesIO(content)
     elif not isinstance(content, image_module.Image):
-        raise RequestError(f"{where} has {type(content).__name__} where the path or the bytes of an image are expected")
+        raise RequestError(f"it is {type(content).__name__}, and the path or the bytes of an image are expected")
     try:
         image = content if isinstance(content, image_module.Image) else image_module.open(content)
         width, height = image.size

@@ -45,7 +45,7 @@ def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
         _check_layers_only(recipe, f"{name} hears", "models")
         return
     sources = [source for source in (recipe.calibration, recipe.evaluate) if source is not None]
-    if reads_images(streamed.model) and any(has_images(source.text) for source in sources):
+    if reads_images(streamed.model) and any(has_images(source) for source in sources):
         _check_layers_only(recipe, "the recipe names images", "data")
     for source in sources:
         if source.language is not None:

@@ -151,8 +151,7 @@ class Context:
         assert config is not None
         text = self.recipe.calibration
         theirs = data.evaluation_spans(config, self.source_tokenizer, _vocabulary(self.reference), text)
-        characters = int(theirs.characters.sum())
-        return theirs, data.evaluation_spans(config, self.tokenizer, self.vocabulary, text, characters)
+        return theirs, data.evaluation_spans(config, self.tokenizer, self.vocabulary, text, theirs)
 
     # ------------------------------------------------------------ calibration
     @cached_property

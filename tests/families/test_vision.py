@@ -224,19 +224,19 @@ def _png(width: int = 24, height: int = 16) -> bytes:
         (None, {}, "p.png' is no file"),
         (_png(), {"image": "../pictures/p.png"}, None),
         (_png(), {"image": "https://example.com/p.png"}, "only files are read"),
-        (_png(), {"image": 5}, "has int where the path or the bytes of an image are expected"),
+        (_png(), {"image": 5}, "the path or the bytes of an image are expected"),
         (_png(), {"text": "<|image_pad|> <|image_pad|>"}, "has 1 images and 2 places for them"),
-        (_png(), {"text": None}, "neither a text"),
+        (_png(), {"text": None}, "where a text, or a list of messages, is expected"),
         (_png(), {"text": "x" * 200}, None),
         (_png(80, 80), {"text": "x" * 90 + "<|image_pad|>"}, "those of images included"),
-        (_png(), {"messages": 5}, "where a list of messages is expected"),
-        (_png(), {"messages": [{"role": "user"}]}, "without 'role' and 'content'"),
+        (_png(), {"messages": 5}, "where a text, or a list of messages, is expected"),
+        (_png(), {"messages": [{"role": "user"}]}, "the content of a message of role"),
         (
             _png(),
             {"messages": [{"role": "user", "content": [{"type": "image"}] * 2}]},
             "more image parts than images (1)",
         ),
-        (_png(), {"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "part of type 'video'"),
+        (_png(), {"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "a part of a message is no text"),
         (_png(), {"messages": [{"role": "user", "content": "what?"}]}, None),
     ],
 )
@@ -247,7 +247,7 @@ def test_what_cannot_be_read_gets_a_sentence(
     folder.mkdir()
     if content is not None:
         (folder / "p.png").write_bytes(content)
-    (folder / "rows.jsonl").write_text(json.dumps({"image": "p.png", "text": "a picture", **row}))
+    (folder / "rows.jsonl").write_text(json.dumps({"image": "p.png", **({} if "messages" in row else {"text": "a picture"}), **row}))
     given = recipe(qwen, folder / "rows.jsonl")
     if sentence is None:
         compress.plan(given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from compress.recipe.models import TextSet
@@ -25,13 +25,17 @@ class Conversation(str):
     """A conversation as its template writes it, with all special tokens."""
 
 
-def render(source: TextSet, messages: Any, tools: Any, where: str, tokenizer: Any) -> Conversation:
+def render(
+    source: TextSet, messages: Any, tools: Any, where: str, tokenizer: Any, image: Callable[[Any], Any] | None = None
+) -> Conversation:
     """The text of a conversation.
 
     Args:
         messages: [{"role", "content", ...}], or [{"from", "value"}]; contents are texts, or lists of parts that are texts.
         tools: descriptions of tools, as chat templates take them, or their JSON; None: there are none.
         where: the row, for messages.
+        tokenizer: has the chat template; a processor may.
+        image: what the template gets in the place of a part that is an image; None: contents are texts.
 
     Raises:
         RequestError: it is no conversation, there is no chat template, or the template refuses it.
@@ -41,7 +45,7 @@ def render(source: TextSet, messages: Any, tools: Any, where: str, tokenizer: An
         return RequestError(source.at("data", f"{where} {reason}"))
 
     try:
-        turns = [_turn(message) for message in messages]
+        turns = [_turn(message, image) for message in messages]
         if isinstance(tools, str):
             tools = json.loads(tools)
     except (ValueError, RecursionError) as error:
@@ -60,12 +64,12 @@ def render(source: TextSet, messages: Any, tools: Any, where: str, tokenizer: An
         raise refused(f"is refused by the model's chat template: {first_line(error)} (roles: {roles})") from None
     for turn in turns:
         known = turn["role"] in ("system", "developer", "user", "assistant", "tool")
-        if not known and str(turn["content"]).strip() not in text:
+        if not known and isinstance(turn["content"], str) and turn["content"].strip() not in text:
             raise refused(f"has the role {show(turn['role'])}, which the model's chat template leaves out")
     return Conversation(text)
 
 
-def _turn(message: Any) -> dict[str, Any]:
+def _turn(message: Any, image: Callable[[Any], Any] | None) -> dict[str, Any]:
     """A message as templates take it; ValueError where it is none."""
     if not isinstance(message, Mapping):
         raise ValueError(f"expected messages with a role and a content, got {show(message)}")
@@ -81,9 +85,17 @@ def _turn(message: Any) -> dict[str, Any]:
         raise ValueError(f"a message has no role; its keys: {listing(map(str, message)) or 'none'}")
     calls = told.get("tool_calls")
     content = told.get("content", "" if calls else None)
-    if isinstance(content, list):
+    if image is not None and isinstance(content, (str, list)):
+        # Templates of models that see know texts as parts beside images.
+        parts = [content] if isinstance(content, str) else content
+        pictures = [isinstance(part, Mapping) and part.get("type") == "image" for part in parts]
+        content = [
+            image(part) if is_picture else {"type": "text", "text": _part(part)}
+            for part, is_picture in zip(parts, pictures, strict=True)
+        ]
+    elif isinstance(content, list):
         content = "".join(map(_part, content))
-    if not isinstance(content, str):
+    if not isinstance(content, (str, list)):
         raise ValueError(f"the content of a message of role {show(told['role'])} is no text, but {show(content)}")
     if isinstance(calls, list):
         told["tool_calls"] = [_call(call) for call in calls]

@@ -94,48 +94,78 @@ def _text(source: TextSet, path: Path, tokenizer: Any, split_paragraphs: bool) -
         yield text
 
 
+def entries(source: TextSet) -> Iterator[tuple[Mapping[str, Any] | str, str]]:
+    """Rows of a .jsonl or .parquet file, or of a data set, with all their columns, and where each is; none of other files.
+
+    Raises:
+        RequestError: as `documents`.
+    """
+    file = _find(source)
+    if file is None:
+        return _dataset_rows(source)
+    kinds = {".jsonl": _json_rows, ".parquet": _parquet_rows}
+    return kinds[file.suffix.lower()](source, file) if file.suffix.lower() in kinds else iter(())
+
+
 def _jsonl(source: TextSet, path: Path, tokenizer: Any, split_paragraphs: bool) -> Iterator[str]:
+    for entry, where in _json_rows(source, path):
+        yield entry if isinstance(entry, str) else _column(source, entry, where, tokenizer)
+
+
+def _json_rows(source: TextSet, path: Path) -> Iterator[tuple[Mapping[str, Any] | str, str]]:
     with reading(source, path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _json_text(source, line.decode("utf-8-sig"), f"'{path}' line {number}", tokenizer)
+                where = f"'{path}' line {number}"
+                yield _json_entry(source, line.decode("utf-8-sig"), where), where
 
 
-def _json_text(source: TextSet, line: str, where: str, tokenizer: Any) -> str:
+def _json_entry(source: TextSet, line: str, where: str) -> Mapping[str, Any] | str:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
         raise RequestError(source.at("data", f"{where} is not JSON: {reason}")) from None
-    if isinstance(entry, str):
-        return entry
-    if not isinstance(entry, dict):
+    if not isinstance(entry, (str, dict)):
         raise RequestError(source.at("data", f"{where} is neither an object nor a text"))
-    return _column(source, entry, where, tokenizer)
+    return entry
 
 
 def _parquet(source: TextSet, path: Path, tokenizer: Any, split_paragraphs: bool) -> Iterator[str]:
+    for row, where in _parquet_rows(source, path, whole=False):
+        yield _column(source, row, where, tokenizer)
+
+
+def _parquet_rows(source: TextSet, path: Path, whole: bool = True) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Rows, `whole` or without columns that text needs none of."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        names = file.schema_arrow.names
-        columns = {_column_of(source, names, f"'{path}'"), *(name for name in names if name == "tools")}
-        batches = file.iter_batches(batch_size=256, columns=sorted(columns))
+        names, columns, size = file.schema_arrow.names, None, 16
+        if not whole:
+            chosen = {column_of(source, names, f"'{path}'"), *(name for name in names if name == "tools")}
+            columns, size = sorted(chosen), 256
+        batches = file.iter_batches(batch_size=size, columns=columns)
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-            yield _column(source, row, f"'{path}' row {number}", tokenizer)
+            yield row, f"'{path}' row {number}"
     except (pyarrow.ArrowException, OSError) as error:
         raise RequestError(source.at("data", f"'{path}' is not a readable Parquet file: {first_line(error)}")) from None
 
 
 def _dataset(source: TextSet, tokenizer: Any) -> Iterator[str]:
+    for row, where in _dataset_rows(source):
+        yield _column(source, row, where, tokenizer)
+
+
+def _dataset_rows(source: TextSet) -> Iterator[tuple[Mapping[str, Any], str]]:
     import datasets
 
     try:
         rows = datasets.load_dataset(source.data, source.subset, split=source.split, streaming=True)
         for number, row in enumerate(rows, 1):
-            yield _column(source, row, f"row {number} of the data set '{source.data}'", tokenizer)
+            yield row, f"row {number} of the data set '{source.data}'"
     except RequestError:
         raise
     except Exception as error:
@@ -146,7 +176,7 @@ def _dataset(source: TextSet, tokenizer: Any) -> Iterator[str]:
 
 def _column(source: TextSet, row: Mapping[str, Any], where: str, tokenizer: Any) -> str:
     """The text of a row."""
-    column = _column_of(source, row, where)
+    column = column_of(source, row, where)
     value = row[column]
     if isinstance(value, list):
         return render(source, value, row.get("tools"), where, tokenizer)
@@ -156,7 +186,7 @@ def _column(source: TextSet, row: Mapping[str, Any], where: str, tokenizer: Any)
     return value
 
 
-def _column_of(source: TextSet, names: Collection[str], where: str) -> str:
+def column_of(source: TextSet, names: Collection[str], where: str) -> str:
     """The name of the column that holds the text, or the conversation."""
     if (
         source.text_column == "text"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ ENOUGH = 16
 
 ENOUGH_TOKENS = 2_000_000
 """... but not before this many tokens, so that small requests still see the whole of a small file."""
+
+PROBE_TOKENS = 64
 
 
 @dataclass
@@ -71,6 +73,37 @@ class EvaluationData:
     def of(cls, ids: torch.Tensor, where: str, kind: str) -> EvaluationData:
         """Of rows of text."""
         return cls(ids, len(ids), ids.numel(), f"{where}, {len(ids)} rows of {ids.shape[1]} tokens", kind, hashed(ids))
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """How a model reads text.
+
+    Attributes:
+        tokenizer: gives the model's. vocab_size: entries of the vocabulary.
+        limit: tokens that the model reads at most; None: any number.
+    """
+
+    tokenizer: Callable[[], Any]
+    vocab_size: int
+    limit: int | None
+
+    def calibration(self, config: CalibrationConfig) -> CalibrationData:
+        """As `load`."""
+        return load(config, self.tokenizer(), self.vocab_size)
+
+    def evaluation(self, config: EvaluateConfig, calibration: CalibrationConfig) -> EvaluationData:
+        """As `load_evaluation`."""
+        return load_evaluation(config, self.tokenizer(), self.vocab_size, calibration)
+
+    def warnings(self, config: CalibrationConfig) -> list[str]:
+        """What a user should know of calibration on such data before any work."""
+        return []
+
+    def probe(self) -> torch.Tensor:
+        """A row `[1, n]` of random tokens."""
+        length = min(PROBE_TOKENS, self.limit or PROBE_TOKENS)
+        return torch.randint(0, self.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
 
 
 def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> CalibrationData:

@@ -122,12 +122,14 @@ class TextSource(Located):
     """Where text comes from; shared by `calibration` and `evaluate`.
 
     Attributes:
-        data: `bundled`, a .txt, .jsonl or .parquet file, or the id of a data set on the Hugging Face hub; for speech models a
-            directory of .wav files, each with its transcript beside it (talk.wav, talk.txt). A list of entries mixes several, each with
-            a `weight`.
+        data: `bundled`, a .txt, .jsonl or .parquet file, or the id of a data set on the Hugging Face hub, whose rows may have images
+            for vision-language models, as may a directory of images, each with its text beside it (cat.jpg, cat.txt); for speech
+            models a directory of .wav files, each with its transcript beside it (talk.wav, talk.txt). A list of entries mixes several,
+            each with a `weight`.
         text_column: column (Parquet, data sets) or key (JSONL) that holds the text, or the messages of a conversation.
         split, subset: part of the data set.
-        sequence_length: tokens per row; for transcripts the most. `auto`: as many as the model reads, 4,096 at most; small models 256.
+        sequence_length: tokens per row; for transcripts and rows with images the most. `auto`: as many as the model reads, 4,096 at
+            most; small models 256.
         batch_size: rows per forward pass. `auto`: 8, fewer where rows are long.
         language: of the transcripts, such as `en`, for models of several languages; None: the checkpoint's.
     """

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from compress.data.chat import Conversation
 from compress.data.documents import documents
-from compress.data.tokens import end_of_text
 from compress.recipe.models import BUNDLED, CalibrationConfig, EvaluateConfig, TextSet
+
+HELD_OUT = "held out"
 
 READ = 8_000_000
 """Characters at the beginning of a text, some two million tokens, of which a part is held out; what follows is not."""
@@ -48,24 +50,57 @@ class Text:
     advice: str = ""
 
 
-def calibration_text(config: CalibrationConfig, tokenizer: Any) -> Text:
-    """What is left to calibrate and to train on."""
-    text = config.text
-    texts, where = documents(text, "calibration", end_of_text(tokenizer), split_paragraphs=not config.packing)
+def calibration_texts(config: CalibrationConfig, tokenizer: Any) -> list[Text]:
+    """What is left to calibrate and to train on, of each set that the section names."""
+    return [_calibration(config, named, tokenizer) for named in config.texts]
+
+
+def _calibration(config: CalibrationConfig, named: TextSet, tokenizer: Any) -> Text:
+    texts, where = documents(named, "calibration", tokenizer, split_paragraphs=not config.packing)
+    if named.data == BUNDLED:
+        return Text(texts, where, BUNDLED, named)
     if config.shared:
-        return Text(rest(texts), f"{where} without its held-out part", "named", text, _ADVICE)
-    return Text(texts, where, BUNDLED if text.data == BUNDLED else "named", text)
+        return Text(rest(texts), f"{where} without its held-out part", "named", named, _ADVICE)
+    return Text(texts, where, "named", named)
 
 
-def evaluation_text(config: EvaluateConfig, calibration: CalibrationConfig | None, tokenizer: Any) -> Text:
-    """What is evaluated on: the text that the section names, else what `calibration` leaves."""
-    if calibration is not None and calibration.shared:
-        texts, where = documents(
-            calibration.text, "calibration", end_of_text(tokenizer), split_paragraphs=not calibration.packing
-        )
-        return Text(iter(held_out(texts)), f"the held-out part of {where}", "held out", calibration.text, _ADVICE)
-    texts, where = documents(config.text, "heldout", end_of_text(tokenizer), split_paragraphs=False)
-    return Text(texts, where, BUNDLED if config.text.data == BUNDLED else "named", config.text)
+def evaluation_texts(config: EvaluateConfig, calibration: CalibrationConfig | None, tokenizer: Any) -> list[Text]:
+    """What is evaluated on: the sets that the section names, else of each that `calibration` names what it leaves."""
+    shared = calibration is not None and calibration.shared
+    return [
+        _held_out(calibration, named, tokenizer)
+        if shared and calibration is not None and named.data != BUNDLED
+        else _evaluation(named, tokenizer)
+        for named in (calibration.texts if shared and calibration is not None else config.texts)
+    ]
+
+
+def _held_out(calibration: CalibrationConfig, named: TextSet, tokenizer: Any) -> Text:
+    texts, where = documents(named, "calibration", tokenizer, split_paragraphs=not calibration.packing)
+    return Text(iter(held_out(texts)), f"the held-out part of {where}", HELD_OUT, named, _ADVICE)
+
+
+def _evaluation(named: TextSet, tokenizer: Any) -> Text:
+    texts, where = documents(named, "heldout", tokenizer, split_paragraphs=False)
+    return Text(texts, where, BUNDLED if named.data == BUNDLED else "named", named)
+
+
+def mixed(texts: Sequence[Text]) -> tuple[str, str]:
+    """What several texts are together, each with its share, and their kind."""
+    kinds = {text.kind for text in texts}
+    kind = HELD_OUT if HELD_OUT in kinds else "named" if "named" in kinds else BUNDLED
+    if len(texts) == 1:
+        return texts[0].where, kind
+    return " + ".join(f"{text.where} ({100 * text.named.share:.3g}%)" for text in texts), kind
+
+
+def apportion(total: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers that sum to `total`, in proportion to shares that sum to 1 (largest remainders)."""
+    found = [int(total * share) for share in shares]
+    order = sorted(range(len(shares)), key=lambda i: (found[i] - total * shares[i], i))
+    for i in order[: total - sum(found)]:
+        found[i] += 1
+    return found
 
 
 def held_out(texts: Iterable[str]) -> list[str]:
@@ -114,7 +149,10 @@ def _split(read: Sequence[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _cut(text: str, most: int) -> Iterator[str]:
-    """A document in pieces of about equal lengths, `most` characters or little more, which end with a line or word where they can."""
+    """A document in pieces of about equal lengths, `most` characters or little more, which end with a line or word where they can;
+    a conversation as a whole."""
+    if isinstance(text, Conversation):
+        most = len(text)
     count = -(-len(text) // most)
     start = 0
     for number in range(1, count + 1):
@@ -124,5 +162,5 @@ def _cut(text: str, most: int) -> Iterator[str]:
             ends = (near.find("\n"), near.find(" "), -1)
             end += next((place for place in ends if place >= 0), -1) + 1
         if text[start:end].strip():
-            yield text[start:end]
+            yield text if count == 1 else text[start:end]
         start = end

@@ -49,15 +49,17 @@ def doubt(context: Context) -> list[str]:
     """A warning where the recipe's model does not read the recipe's text, so that numbers measured on it say little.
 
     The model runs once over `JUDGED` tokens, block by block. Only decoders are judged: encoders predict nothing, encoder-decoders read such
-    rows as halves, and models of speech have transcripts.
+    rows as halves.
     """
     text = _text(context)
-    if text is None or context.reference.kind != "decoder" or context.speech is not None:
+    if text is None or context.reference.kind != "decoder":
         return []
     vocabulary = context.reference.vocabulary
-    rows = text[: max(1, JUDGED // text.shape[1])]
+    rows = text[: max(1, JUDGED // context.reference.rows.length(text))]
+    tokens = context.reference.rows.labels(text)
+    frequencies = unigram_loss(tokens[tokens >= 0], vocabulary)
     try:
-        found, frequencies = score(context.reference, rows)["nll"], unigram_loss(text, vocabulary)
+        found = score(context.reference, rows)["nll"]
     except CompressError:  # NaN: the run finds out in which layer
         return []
     if found <= min(frequencies, math.log(vocabulary)):
@@ -82,12 +84,12 @@ def _text(context: Context) -> torch.Tensor | None:
 
 
 def unigram_loss(text: torch.Tensor, vocabulary: int) -> float:
-    """Mean loss, in nats per token, of a model that knows how often each token occurs in `text` (int64) and nothing else.
+    """Mean loss, in nats per token, of a model that knows how often each token occurs in a text, int64 `[n]`, and nothing else.
 
     Every token is predicted from the counts of all others, with half a count for each of the vocabulary (Krichevsky and Trofimov, 1981),
     so that a short text is not known by heart.
     """
-    counts = torch.bincount(text.flatten(), minlength=vocabulary).double()
+    counts = torch.bincount(text, minlength=vocabulary).double()
     others = (counts - 1).clamp_min(0) + 0.5
     total = text.numel() - 1 + 0.5 * vocabulary
     return float(-(counts * (others / total).log()).sum() / text.numel())

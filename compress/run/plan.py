@@ -144,6 +144,7 @@ def plan_session(session: Session, output: Path, max_memory: int | None = None, 
             sizes = f"{size(tensor.bytes_after)} instead of {size(tensor.bytes_before)}"
             plan.warnings.append(f"{tensor.name} will not get smaller: {tensor.method} stores {sizes}")
             break
+    plan.warnings += context.reader.warnings(context.recipe.calibration) if context.reads_text else []
     own = [t for t in tensors if t.format == "packed"]
     apart = is_ours(context.streamed.model)
     if apart:

@@ -93,7 +93,7 @@ def _qwen2_5_vl() -> Any:
 
     text = {
         **_USUAL,
-        "vocab_size": VOCABULARY,
+        "vocab_size": VOCABULARY + 4,
         "max_position_embeddings": 128,
         "eos_token_id": 256,
         "bos_token_id": None,
@@ -113,10 +113,10 @@ def _qwen2_5_vl() -> Any:
     return Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
-        image_token_id=250,
-        video_token_id=251,
-        vision_start_token_id=252,
-        vision_end_token_id=253,
+        vision_start_token_id=VOCABULARY,
+        vision_end_token_id=VOCABULARY + 1,
+        image_token_id=VOCABULARY + 2,
+        video_token_id=VOCABULARY + 3,
     )
 
 
@@ -124,12 +124,12 @@ def _llava() -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
     text = LlamaConfig(
-        **_USUAL, vocab_size=VOCABULARY, max_position_embeddings=128, bos_token_id=None, eos_token_id=256
+        **_USUAL, vocab_size=VOCABULARY + 1, max_position_embeddings=128, bos_token_id=None, eos_token_id=256
     )
     vision = CLIPVisionConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
     )
-    return LlavaConfig(text_config=text, vision_config=vision, image_token_id=250)
+    return LlavaConfig(text_config=text, vision_config=vision, image_token_id=VOCABULARY)
 
 
 FAMILIES = [

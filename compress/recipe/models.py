@@ -76,7 +76,7 @@ class DataEntry(BaseModel):
     """One of several texts that a section mixes.
 
     Attributes:
-        data: as in `TextSource`, one text.
+        data: one text, as the section's may be.
         weight: rows are taken in proportion to it.
         text_column, split, subset: in place of the section's.
     """
@@ -124,7 +124,7 @@ class TextSet:
         return self.origin.candidates((*self.path, "data"), self.data)
 
 
-_OPEN = ("sequence_length", "batch_size", "samples")
+OPEN = ("sequence_length", "batch_size", "samples")
 """Keys that `auto` may stand at, which is the same as to leave them out."""
 
 
@@ -158,7 +158,7 @@ class TextSource(Located):
     def _without_auto(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {key: value for key, value in values.items() if not (key in _OPEN and value == "auto")}
+        return {key: value for key, value in values.items() if not (key in OPEN and value == "auto")}
 
     def is_auto(self, name: str) -> bool:
         """Whether the recipe leaves the value of a key open."""
@@ -172,7 +172,7 @@ class TextSource(Located):
     def settled(self, values: Mapping[str, Any]) -> Self:
         """With values in the place of those that were left open."""
         found = self.model_copy(update=dict(values))
-        found._auto = frozenset(name for name in _OPEN if self.is_auto(name))
+        found._auto = frozenset(name for name in OPEN if self.is_auto(name))
         return found
 
     @property
@@ -339,7 +339,7 @@ class Recipe(Located):
         data = self.model_dump(mode="json", exclude={"stages", "output"}, exclude_none=True)
         for section in ("calibration", "evaluate"):
             config = getattr(self, section)
-            for name in () if config is None else _OPEN:
+            for name in () if config is None else OPEN:
                 if config.is_auto(name) and not config.is_settled and name in data[section]:
                     data[section][name] = "auto"  # until the model is known
         data["stages"] = [stage.resolved() for stage in self.stages]

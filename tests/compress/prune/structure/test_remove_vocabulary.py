@@ -312,6 +312,26 @@ def test_the_same_text_whatever_its_tokens(
     assert whole.startswith(read)
     assert int(theirs.characters.sum()) == len(read)
     assert whole.startswith(context.tokenizer.decode(ours.ids.flatten()))
+    assert context.evaluation is not None
+    assert (context.evaluation.kind, context.evaluation.rows) == ("named", len(ours.ids))
+
+
+def test_both_tokenizers_read_the_same_held_out_part(
+    checkpoint: Callable[..., Path], recipe: Any, tmp_path: Path
+) -> None:
+    request = recipe(checkpoint("llama"), stage(keep=least(recipe(checkpoint("llama")), tmp_path)))
+    request["evaluate"] = {"sequence_length": 32, "samples": 4}
+    session = Session.open(load_recipe(request))  # holds the checkpoints that its context reads
+    context = session.context
+    theirs, ours = context.same_text()
+    read, again = (
+        t.decode(s.ids.flatten()) for t, s in ((context.source_tokenizer, theirs), (context.tokenizer, ours))
+    )
+    assert read.startswith(again) or again.startswith(read)
+    assert context.evaluation is not None
+    assert context.evaluation.kind == "held out"
+    calibrated = "".join(context.tokenizer.decode(ids.flatten()) for ids, _ in context.calibration.batches)
+    assert len(calibrated) > 2 * len(read)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from compress.run.session import Session
 from runtime.errors import RequestError
 
 GPTQ = [{"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}]
-NAMES = ["qwen2_5_vl", "llava"]
+NAMES = ["qwen2_5_vl", "qwen3_vl", "llava"]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -85,6 +85,7 @@ def test_blocks_see_what_transformers_computes(model: Path, rows: Path) -> None:
                 assert torch.allclose(seen[0, number][row, :length], expected.hidden_states[1][0], atol=1e-4)
                 assert torch.allclose(logits[row, :length], expected.logits[0], atol=1e-4)
     assert images == 7
+    assert bool(context.streamed._added) == (context.streamed.config.model_type == "qwen3_vl"), "between its blocks"
 
 
 @torch.inference_mode()
@@ -247,7 +248,9 @@ def test_what_cannot_be_read_gets_a_sentence(
     folder.mkdir()
     if content is not None:
         (folder / "p.png").write_bytes(content)
-    (folder / "rows.jsonl").write_text(json.dumps({"image": "p.png", **({} if "messages" in row else {"text": "a picture"}), **row}))
+    (folder / "rows.jsonl").write_text(
+        json.dumps({"image": "p.png", **({} if "messages" in row else {"text": "a picture"}), **row})
+    )
     given = recipe(qwen, folder / "rows.jsonl")
     if sentence is None:
         compress.plan(given)

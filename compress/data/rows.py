@@ -132,7 +132,9 @@ def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> Calibrat
         parts.append((rows, mask))
         if len(rows) < count:
             unit = f"rows of {config.sequence_length} tokens" if config.packing else "documents"
-            warnings.append(f"{text.where} has only {len(rows)} {unit}; {count} were asked for")
+            warnings.append(
+                f"{text.where} has only {len(rows)} {unit}; {count} {'would be better' if config.is_auto('samples') else 'were asked for'}"
+            )
     rows, mask = _together(parts, config, tokenizer)
     where, kind = mixed(texts)
     tokens = int(mask.sum())

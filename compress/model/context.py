@@ -13,6 +13,7 @@ import torch
 from compress import data
 from compress.core.memory_bounds import Bounds, cut
 from compress.data.layout import ImageRows
+from compress.model.auto_rows import settle
 from compress.model.source import SourceCheckpoint
 from compress.model.streamed import Batch, StreamedModel
 from compress.recipe import Recipe
@@ -35,7 +36,7 @@ class Context:
     """Model, data and bounds that every stage reads.
 
     Attributes:
-        recipe: whose text, seed and options count.
+        recipe: whose text, seed and options count; nothing is left open in it (`auto`).
         opened: the model's checkpoint. streamed: the model.
         source: the checkpoint that the recipe names, where stages have made another of it; else None.
         records: what stages before have recorded (phase "model").
@@ -75,6 +76,7 @@ class Context:
         if source is not None and source.path == checkpoint.path:
             source = None
         streamed = StreamedModel(checkpoint, choose_device(device), apart=experts_apart)
+        recipe = settle(recipe, streamed, source or checkpoint)
         return cls(recipe, checkpoint, streamed, source, **more)
 
     @property

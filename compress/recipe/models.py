@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -113,7 +114,7 @@ class TextSet:
         return self.origin.candidates((*self.path, "data"), self.data)
 
 
-AUTO = ("sequence_length", "batch_size", "samples")
+_OPEN = ("sequence_length", "batch_size", "samples")
 """Keys that `auto` may stand at, which is the same as to leave them out."""
 
 
@@ -140,13 +141,29 @@ class TextSource(Located):
     sequence_length: int = Field(default=256, ge=2, le=1_048_576)
     batch_size: int = Field(default=8, ge=1, le=4096)
     language: str | None = Field(default=None, min_length=1)
+    _auto: frozenset[str] | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
     @classmethod
     def _without_auto(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {key: value for key, value in values.items() if not (key in AUTO and value == "auto")}
+        return {key: value for key, value in values.items() if not (key in _OPEN and value == "auto")}
+
+    def is_auto(self, name: str) -> bool:
+        """Whether the recipe leaves the value of a key open."""
+        return name not in self.model_fields_set if self._auto is None else name in self._auto
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the values that were left open are known."""
+        return self._auto is not None
+
+    def settled(self, values: Mapping[str, Any]) -> Self:
+        """With values in the place of those that were left open."""
+        found = self.model_copy(update=dict(values))
+        found._auto = frozenset(name for name in _OPEN if self.is_auto(name))
+        return found
 
     @property
     def texts(self) -> list[TextSet]:
@@ -311,8 +328,8 @@ class Recipe(Located):
         data = self.model_dump(mode="json", exclude={"stages", "output"}, exclude_none=True)
         for section in ("calibration", "evaluate"):
             config = getattr(self, section)
-            for name in () if config is None else AUTO:
-                if name not in config.model_fields_set and name in data[section]:
+            for name in () if config is None else _OPEN:
+                if config.is_auto(name) and not config.is_settled and name in data[section]:
                     data[section][name] = "auto"  # until the model is known
         data["stages"] = [stage.resolved() for stage in self.stages]
         order = [name for name in type(self).model_fields if name in data]

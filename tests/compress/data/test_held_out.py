@@ -82,7 +82,10 @@ def test_training_rows_leave_it_alone(tmp_path):
     path = documents(tmp_path / "a.jsonl", 50)
     found = load({
         "name": "t", "model": "m", "calibration": {"data": str(path)}, "evaluate": {"sequence_length": 8},
-        "stages": [{"prune": {"method": "magnitude", "sparsity": 0.5}}, {"recover": {"method": "finetune", "samples": 1000, "sequence_length": 16}}],
+        "stages": [
+            {"prune": {"method": "magnitude", "sparsity": 0.5}},
+            {"recover": {"method": "finetune", "samples": 1000, "sequence_length": 16}},
+        ],
     })  # fmt: skip
     trained, _ = data.load_training(found, found.stages[1], TOKENIZER, 503)
     apart = data.load_evaluation(found.evaluate, TOKENIZER, 503, found.calibration).ids

@@ -152,6 +152,22 @@ def _perplexity(model: Any, context: Context, windows: torch.Tensor) -> float:
     return float(torch.cat(losses).mean().exp())
 
 
+def test_rows_are_as_long_as_images_need(qwen: Path, rows: Path, tmp_path: Path) -> None:
+    """Where the recipe leaves it open, whatever the size of the file that names them."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number in range(4):
+        picture(number, 32, 32).save(folder / f"p{number}.png")
+        (folder / f"p{number}.txt").write_text("a picture " * 8)
+    given = recipe(qwen, folder, evaluate={})
+    given["calibration"] = {"data": str(folder)}
+    context = opened(given)
+    assert context.calibration.rows == 3
+    assert context.evaluation is not None
+    assert context.evaluation.rows == 1
+    assert context.recipe.calibration.sequence_length == 128, "positions of the model"
+
+
 @pytest.mark.slow
 def test_statistics_are_not_those_of_text(qwen: Path, rows: Path, tmp_path: Path) -> None:
     """The same text with and without its images gives other weights; text alone is warned of."""

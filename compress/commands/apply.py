@@ -107,11 +107,15 @@ def continue_prompt(path: Path, prompt: str, device: str, limit: int | None) -> 
 
 
 def _result(artifact: Any) -> dict[str, Any]:
+    from compress.evaluate.texts import describe
+
     optional = ("passes", "kv_cache", "kv_cache_bytes", "draft")
     return {
         "path": str(artifact.path),
         "bytes": artifact.manifest["bytes"],
         "metrics": artifact.metrics,
+        "texts": describe(*(artifact.manifest.get(name) for name in ("calibration", "evaluation"))),
+        "text_warnings": artifact.manifest.get("warnings", []),
         **{key: artifact.manifest[key] for key in optional if key in artifact.manifest},
         "seconds": artifact.seconds,
         "peak_memory": artifact.peak_memory,
@@ -132,6 +136,8 @@ def _show(result: dict[str, Any]) -> None:
         show_policy(result["kv_cache"], result["kv_cache_bytes"], metrics)
     if "draft" in result:
         show_draft(result["draft"])
+    for text in (result["texts"], *(f"Warning: {text}" for text in result["text_warnings"])):
+        print(f"{text}." if text else "")
     times = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in result["seconds"].items())
     done = f"Time: {times}." if times else "Already finished; nothing was changed."
     print(f"{done} Peak memory: {size(result['peak_memory'])}.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compress.evaluate.metrics import exceeded
+from compress.evaluate.limits import exceeded
 from runtime.checkpoint.artifact import Artifact
 from runtime.errors import ArtifactError
 

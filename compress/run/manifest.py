@@ -55,11 +55,13 @@ def write_manifest(
     metrics: dict[str, Any],
     entries: Mapping[str, Any],
     files: Sequence[Path],
+    warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Account for every tensor and file, and write compress.json last of all.
 
     Args:
         entries: what stages of phase "artifact" say. files: what they have written into directories of their own.
+        warnings: sentences on the texts.
     """
     done = records(context, directory)
     tensors = {name: entry for record in done for name, entry in record["tensors"].items()}
@@ -89,6 +91,7 @@ def write_manifest(
             **describe_source(context.original.path),
         },
         "calibration": _calibration(context, sorted({record.get("processes", 1) for record in done})),
+        "evaluation": _evaluation(context),
         "recipe_sha256": recipe_digest(context.recipe),
         "tensors": tensors,
         "layers": [layer for record in done for layer in record["layers"]],
@@ -99,6 +102,8 @@ def write_manifest(
             "after": sum(entry["bytes_after"] for entry in tensors.values()),
         },
     }
+    if warnings:
+        manifest["warnings"] = list(warnings)
     if context.records:
         manifest["passes"] = list(context.records)
     manifest |= entries
@@ -133,9 +138,16 @@ def _calibration(context: Context, processes: list[int]) -> dict[str, Any] | Non
     if not context.reads_text:
         return None
     data = context.calibration
-    told = {name: getattr(data, name) for name in ("description", "rows", "tokens", "sha256", "warning")}
+    told = {name: getattr(data, name) for name in ("description", "kind", "rows", "tokens", "sha256", "warning")}
     # The order of sums depends on it, and so may the last bit of anything.
     return told if processes == [1] else told | {"processes": processes}
+
+
+def _evaluation(context: Context) -> dict[str, Any] | None:
+    data = context.evaluation
+    if data is None:
+        return None
+    return {name: getattr(data, name) for name in ("description", "kind", "rows", "tokens", "sha256")}
 
 
 def toolchain() -> dict[str, str]:

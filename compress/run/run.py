@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,8 +19,9 @@ from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import LOG, MANIFEST, WORK, RunDirectory, remove
 from compress.core.tracking import Tracking, check_tracker, tracked
+from compress.evaluate import texts
 from compress.evaluate.artifact import evaluate_artifact
-from compress.evaluate.metrics import exceeded
+from compress.evaluate.limits import exceeded, limits
 from compress.model.stage import Compressed, Job, Store
 from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back
@@ -208,7 +209,9 @@ def _apply(
             kind.check_finished(jobs.get(kind.name), manifest, path)
         Artifact(path).verify()
         directory.settle()
-        return AppliedArtifact(path, manifest["metrics"], manifest, clock.seconds, peak_bytes())
+        return AppliedArtifact(
+            path, manifest["metrics"], manifest, clock.seconds, peak_bytes(), manifest.get("warnings", [])
+        )
     if plan is None:
         plan = plan_session(session, path, max_memory, context.bounds)
     if plan.problems:
@@ -225,14 +228,21 @@ def _apply(
         reporter.tracking = stack.enter_context(tracked(tracking))
         check_source_files(directory.work, context.original)
         reporter.info(plan.headline())
-        for warning in [*plan.warnings, context.calibration.warning if context.reads_text else None]:
+        doubts = texts.doubt(context)
+        for warning in [*plan.warnings, context.calibration.warning if context.reads_text else None, *doubts]:
             if warning:
                 reporter.warn(warning)
         for kind in apart:
             if kind.name not in jobs:
                 directory.forget(kind.name)
                 kind.forget(path)
-        run = _Run(session, Store(path, directory.work, directory, apply_recipe, plan.spill, team), reporter, clock)
+        run = _Run(
+            session,
+            Store(path, directory.work, directory, apply_recipe, plan.spill, team),
+            reporter,
+            clock,
+            (*texts.bundled(context), *doubts),
+        )
         manifest, highest = run.run(own)
         tracking.log(manifest["metrics"] | {"bytes": manifest["bytes"], "seconds": clock.seconds})
         directory.finish()
@@ -249,12 +259,14 @@ class _Run:
     Attributes:
         session: as it was opened; once stages have made another model, of that one.
         store: of the whole run.
+        warnings: sentences on the texts, for the manifest.
     """
 
     session: Session
     store: Store
     reporter: Reporter
     clock: _Clock
+    warnings: Sequence[str]
 
     def run(self, own: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """Run all that is not done; the manifest, and the most memory that a process has taken. `own`: identity of the run."""
@@ -269,14 +281,15 @@ class _Run:
         load_back.check_against_pipeline(context, bool(layers.needs), artifact, directory, reporter)
         clock.lap("load back")
         spill = directory.work if self.store.spill else None
-        metrics = evaluate_artifact(context, artifact, spill, reporter)
+        allowed = limits(context.recipe, layers.tensors(), context.streamed.kind == "encoder")
+        metrics = evaluate_artifact(context, artifact, allowed, spill, reporter)
         clock.lap("evaluate")
         entries: dict[str, Any] = {}
         files: list[Path] = []
         for job in self.session.after:
             metrics = self._finish(job, metrics, entries)
             files += [file for place in job.holds(self.store) for file in sorted(place.iterdir())]
-        manifest = write_manifest(context, directory, own, metrics, entries, files)
+        manifest = write_manifest(context, directory, own, metrics, entries, files, self.warnings)
         return manifest, max(made["peak_memory"], peak_bytes())
 
     def _make_models(self) -> None:

@@ -108,6 +108,11 @@ class Model(GeneratingModel):
                     done = len(certain)
 
     def _request(self, prompt: Any, keywords: dict[str, Any], function: str) -> CausalRequest:
+        if "images" in keywords:
+            raise RequestError(
+                f"images: {function} continues text alone; load {self.artifact.path} with transformers' AutoModelForImageTextToText "
+                "after `import runtime` (docs/models.md)"
+            )
         options = GenerationOptions.from_keywords(keywords, function)
         decoding = replace(self._decoding(), speculation=self.speculation)
         return CausalRequest(decoding, self._reader.read(prompt), options)

@@ -209,6 +209,14 @@ def reads_features(model: PreTrainedModel) -> bool:
     return model_kind(model.config) == "encoder-decoder" and model.main_input_name == FEATURES
 
 
+def reads_images(model: PreTrainedModel) -> bool:
+    """Whether a decoder reads images beside token ids (a vision-language model)."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    named = type(model).__name__ in _classes(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return named and model_kind(model.config) == "decoder" and model.config.get_text_config() is not model.config
+
+
 def _classes(mapping: Any) -> set[str]:
     """Class names of one of transformers' tables, whose values are names or tuples of names."""
     return {name for value in mapping.values() for name in ((value,) if isinstance(value, str) else value)}

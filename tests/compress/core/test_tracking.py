@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from random_models import UNLIMITED
 
 import compress
 from compress.cli import main
@@ -128,7 +129,9 @@ def test_what_is_no_tracker_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_an_apply_reports_layers_quality_and_sizes(
     wandb: Library, make_checkpoint: Callable[..., Path], recipe: Any, text: Path, tmp_path: Path
 ) -> None:
-    asked = recipe(make_checkpoint(), RTN, evaluate={"data": str(text), "sequence_length": 32, "samples": 4})
+    asked = recipe(
+        make_checkpoint(), RTN, evaluate={"data": str(text), "sequence_length": 32, "samples": 4, **UNLIMITED}
+    )
     made = compress.apply(asked, output=tmp_path / "out", quiet=True, report_to="wandb")
     assert wandb.begun == [("compress", "test")]
     assert wandb.config["stages"][0]["quantize"]["bits"] == 4
@@ -153,7 +156,7 @@ def test_a_recovery_reports_its_loss_and_a_sweep_its_trials(
     assert wandb.series("training/step")
     assert len(wandb.series("training/loss")) == len(wandb.series("training/step"))
     wandb.logged.clear()
-    evaluate = {"data": str(text), "sequence_length": 32, "samples": 4}
+    evaluate = {"data": str(text), "sequence_length": 32, "samples": 4, **UNLIMITED}
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe(tmp_path / "model", RTN, evaluate=evaluate)))
     sweep = {

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
+from random_models import UNLIMITED
 
 import compress
 from compress.cli import main
@@ -31,7 +32,7 @@ def facts(tiny_artifact: Path) -> Facts:
 def test_the_card_of_an_artifact(make_checkpoint: Callable[..., Path], recipe: Any, text: Path, tmp_path: Path) -> None:
     path = make_checkpoint(name="my-model")
     (path / "README.md").write_text(THEIRS)
-    asked = recipe(path, RTN, evaluate={"data": str(text), "sequence_length": 32, "samples": 4})
+    asked = recipe(path, RTN, evaluate={"data": str(text), "sequence_length": 32, "samples": 4, **UNLIMITED})
     made = [compress.apply(asked, output=tmp_path / name, quiet=True) for name in ("one", "two")]
     (written, again) = (artifact.path.joinpath("README.md").read_text() for artifact in made)
     assert written == again, "equal runs, equal bytes"

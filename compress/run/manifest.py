@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors.torch import save_file
 
 from compress import report
-from compress.core.files import listed, write_json, write_sealed, write_text
+from compress.core.files import listed, write_json, write_sealed, write_text, written_beside
 from compress.core.run_directory import MANIFEST, UNHASHED, RunDirectory
-from compress.model.checkpoint_writer import copy_companions, write_index
+from compress.model.checkpoint_writer import copy_companions, unstored, write_index
 from compress.model.context import Context
 from compress.model.stage import LayersJob
 from compress.run.session import recipe_digest
 from runtime.checkpoint.artifact import SCHEMA_VERSION
 from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.checkpoint.guard import GUARDS, guards
 from runtime.errors import ArtifactError
 from runtime.system.lock import LOCK
 from runtime.system.self_hash import KEY
@@ -39,12 +41,18 @@ def write_metadata(layers: LayersJob, directory: RunDirectory) -> None:
     context = layers.context
     done = records(context, directory)
     stored = [(name, record["shard"], size) for record in done for name, size in record["stored"].items()]
-    write_index(directory.path, stored)
     recipe = yaml.safe_dump(context.recipe.resolved(), sort_keys=False, allow_unicode=True)
     write_text(directory.path / "recipe.yaml", recipe)
     copy_companions(context.checkpoint.path, directory.path)
     entries = {name: value for record in done for name, value in record["entries"].items()}
-    write_json(directory.path / "config.json", layers.config(entries))
+    config = layers.config(entries)
+    tensors = guards(unstored(context.streamed, config, entries, {name for name, _, _ in stored}))
+    if tensors:
+        with written_beside(directory.path / GUARDS) as temporary:
+            save_file(tensors, temporary, {"format": "pt"})
+        stored += [(name, GUARDS, 0) for name in tensors]
+    write_index(directory.path, stored)
+    write_json(directory.path / "config.json", config)
 
 
 def write_manifest(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from runtime.checkpoint.guard import is_guard
 from runtime.checkpoint.headers import Header, TensorEntry, read_header
 from runtime.checkpoint.locate import check_inside, reading, resolve
 from runtime.errors import ArtifactError
@@ -186,9 +187,10 @@ class Checkpoint:
                 raise ArtifactError(
                     f"{self.path}: tensor {name} is missing: the index says it is in {file}, which does not have it"
                 )
-        if not tensors:
+        found = {name: entry for name, entry in sorted(tensors.items()) if not is_guard(entry.shape, entry.dtype)}
+        if not found:
             raise ArtifactError(f"{self.path}: its safetensors files hold no tensor")
-        return dict(sorted(tensors.items()))
+        return found
 
 
 def read_json(file: Path) -> dict[str, Any]:

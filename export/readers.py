@@ -25,10 +25,12 @@ from export import targets
 from export.huggingface.compressed_tensors import refusal, slower
 from export.huggingface.fused_layers import disagreement, fused_sets
 from export.source import Source
+from export.target import WORTH_SAYING
 from runtime.errors import RequestError
 from runtime.formats.quantization_config import OWN_METHOD
 from runtime.modeling.layer_sizes import differing, is_ours
 from runtime.modeling.skeleton import model_kind
+from runtime.system.sizes import size
 
 YES, NO, EXPORT, IMPORT = "yes", "no", "after export", "with import runtime"
 
@@ -128,5 +130,7 @@ def _exported(source: Source, name: str) -> tuple[str, str]:
         why, changes = str(error), []
     if why is not None:
         return NO, why
-    told = [change.sentence() for change in changes if change.modules and change.bytes]
-    return EXPORT, "; ".join([f"compress export --target {name}", *told[:1]])
+    more = sum(change.bytes or 0 for change in changes)
+    grown = f", {size(abs(more))} {'more' if more > 0 else 'less'}" if abs(more) >= WORTH_SAYING else ""
+    anew = "" if all(change.exact for change in changes) else ", weights change"
+    return EXPORT, f"compress export --target {name}{grown}{anew}"

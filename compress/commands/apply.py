@@ -21,7 +21,7 @@ from compress.commands.options import (
     SET,
     memory_limit,
 )
-from compress.commands.output import finish, print_table, show_draft, show_policy, stdout_reserved
+from compress.commands.output import finish, print_table, show_draft, show_policy, show_readers, size_row, stdout_reserved
 from compress.core.last_artifact import remember_artifact
 from compress.core.units import duration, size
 from runtime.errors import CompressError, RequestError
@@ -66,9 +66,12 @@ def apply(
     with stdout_reserved(as_json):
         from compress.run.run import LimitError
         from compress.run.run import apply as run
+        from export.readers import readable_by
 
         try:
-            artifact = run(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet, max_memory=limit)
+            artifact = run(
+                loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet, max_memory=limit, readers=readable_by
+            )
         except LimitError as error:
             artifact, failure = error.result, error
         if not is_first():  # rank 0 prints for all
@@ -97,7 +100,7 @@ def continue_prompt(path: Path, prompt: str, device: str, limit: int | None) -> 
 
 
 def _result(artifact: Any) -> dict[str, Any]:
-    optional = ("passes", "kv_cache", "kv_cache_bytes", "draft")
+    optional = ("passes", "kv_cache", "kv_cache_bytes", "draft", "readable_by")
     return {
         "path": str(artifact.path),
         "bytes": artifact.manifest["bytes"],
@@ -113,8 +116,7 @@ def _show(result: dict[str, Any]) -> None:
     from compress.evaluate.metrics import Quality
     from compress.model.stage import row_of
 
-    before, after = result["bytes"]["before"], result["bytes"]["after"]
-    rows = [("size of the tensors", size(before), size(after), f"{before / max(after, 1):.2f} times smaller")]
+    rows = [size_row(result["bytes"])]
     metrics = result["metrics"]
     rows += [*map(row_of, result.get("passes") or []), *Quality.of(metrics).rows()]
     print_table(("", "before", "after", ""), rows, right=(1, 2))
@@ -122,6 +124,7 @@ def _show(result: dict[str, Any]) -> None:
         show_policy(result["kv_cache"], result["kv_cache_bytes"], metrics)
     if "draft" in result:
         show_draft(result["draft"])
+    show_readers(result.get("readable_by") or [])
     times = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in result["seconds"].items())
     done = f"Time: {times}." if times else "Already finished; nothing was changed."
     print(f"{done} Peak memory: {size(result['peak_memory'])}.")

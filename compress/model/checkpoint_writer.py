@@ -185,10 +185,17 @@ def zeros(directory: Path, streamed: StreamedModel, config: PretrainedConfig) ->
     tensors = {name: (shape, source.dtype(name)) for name, shape in shapes(model).items() if source.has(name)}
     described = config_dict(source, streamed.config, config)
     directory.mkdir(parents=True, exist_ok=True)
+    write_zeros(directory, source.path, described, tensors)
+    return described, tensors
+
+
+def write_zeros(
+    directory: Path, source: Path, config: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> None:
+    """A checkpoint of these tensors, of zeros that take no room on the disk, with the companions of another."""
     header, _ = pack_header(tensors)
     with (directory / SINGLE).open("wb") as file:
         file.write(header)
         file.truncate(len(header) + sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors.values()))
-    copy_companions(source.path, directory)
-    write_json(directory / "config.json", described)
-    return described, tensors
+    copy_companions(source, directory)
+    write_json(directory / "config.json", config)

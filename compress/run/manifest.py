@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 
 from compress import report
 from compress.core.files import listed, write_json, write_sealed, write_text, written_beside
+from compress.core.loaded_bytes import loaded_bytes
 from compress.core.run_directory import MANIFEST, UNHASHED, RunDirectory
 from compress.model.checkpoint_writer import copy_companions, unstored, write_index
 from compress.model.context import Context
-from compress.model.stage import LayersJob
+from compress.model.stage import LayersJob, Readers
 from compress.run.session import recipe_digest
 from runtime.checkpoint.artifact import SCHEMA_VERSION
 from runtime.checkpoint.checkpoint import Checkpoint
@@ -62,11 +63,13 @@ def write_manifest(
     metrics: dict[str, Any],
     entries: Mapping[str, Any],
     files: Sequence[Path],
+    readers: Readers | None,
 ) -> dict[str, Any]:
     """Account for every tensor and file, and write compress.json last of all.
 
     Args:
         entries: what stages of phase "artifact" say. files: what they have written into directories of their own.
+        readers: who can read it.
     """
     done = records(context, directory)
     tensors = {name: entry for record in done for name, entry in record["tensors"].items()}
@@ -100,14 +103,15 @@ def write_manifest(
         "layers": [layer for record in done for layer in record["layers"]],
         "metrics": metrics,
         "files": known,
-        "bytes": {
-            "before": context.original.total_bytes,
-            "after": sum(entry["bytes_after"] for entry in tensors.values()),
-        },
+        "bytes": loaded_bytes(
+            directory.path, entries, context.original.total_bytes, sum(entry["bytes_after"] for entry in tensors.values())
+        ),
     }
     if context.records:
         manifest["passes"] = list(context.records)
     manifest |= entries
+    if readers is not None:
+        manifest["readable_by"] = readers(directory.path, entries)
     manifest[KEY] = write_sealed(directory.path / MANIFEST, manifest)
     report.write_report(directory.path)
     return manifest

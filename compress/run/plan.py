@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from compress.core.progress import memory_bytes
 from compress.core.units import duration, size
 from compress.model.context import Context
 from compress.model.footprint import Footprint, Rows, Speed
-from compress.model.stage import Job, TensorPlan
+from compress.model.stage import Job, Readers, TensorPlan
 from compress.recipe.models import Recipe
 from compress.run.session import Session, layers_before
 from runtime.checkpoint.companions import left_behind
@@ -40,6 +41,7 @@ class Plan:
         bounds: what is done to need less, in words. max_memory: the user's limit.
         passes: what other stages make of the model first, in words.
         stages: what stages after compression say of themselves, each under a name of its own (`Job.plan`).
+        readable_by: see `export.readers.readable_by`.
         problems, warnings: sentences; a run with any of the problems is refused.
     """
 
@@ -62,6 +64,7 @@ class Plan:
     passes: list[str] = field(default_factory=list)
     device_memory: int = 0
     available_device_memory: int = 0
+    readable_by: list[dict[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -95,13 +98,24 @@ class Plan:
         )
 
 
-def make_plan(recipe: Recipe, output: Path | None = None, device: str = "auto", max_memory: int | None = None) -> Plan:
+def make_plan(
+    recipe: Recipe,
+    output: Path | None = None,
+    device: str = "auto",
+    max_memory: int | None = None,
+    readers: Readers | None = None,
+) -> Plan:
     """Plan a recipe. Reads headers, tokenizes the calibration text, and times one small matrix product; changes nothing.
 
-    `max_memory`: bytes that the run may take.
+    `max_memory`: bytes that the run may take. `readers`: says who will be able to read the artifact.
     """
     session = Session.open(recipe, device)  # holds the checkpoints that the plan looks at
-    return plan_session(session, Path(output) if output is not None else recipe.output_directory, max_memory)
+    plan = plan_session(session, Path(output) if output is not None else recipe.output_directory, max_memory)
+    if readers is not None:
+        with tempfile.TemporaryDirectory(prefix="compress-plan-") as room:
+            session.layers.foresee(Path(room) / "artifact")
+            plan.readable_by = readers(Path(room) / "artifact", plan.stages)
+    return plan
 
 
 def plan_session(session: Session, output: Path, max_memory: int | None = None, settled: Bounds | None = None) -> Plan:

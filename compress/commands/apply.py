@@ -78,21 +78,24 @@ def apply(
             return
         remember_artifact(artifact.path)
         wanted = prompt if prompt is not None else loaded.sample
-        text = continue_prompt(artifact.path, wanted, device, limit) if wanted else None
+        sample = continue_prompt(artifact.path, wanted, device, limit) if wanted else None
     result = _result(artifact)
-    if text is not None:
-        result["sample"] = {"prompt": wanted, "text": text}
+    if sample is not None:
+        result["sample"] = {"prompt": wanted, **sample}
     finish(result, as_json, _show, failure)
 
 
-def continue_prompt(path: Path, prompt: str, device: str, limit: int | None) -> str | None:
-    """Continuation of `prompt` by the finished artifact; None, with the reason on stderr, where this machine cannot run it."""
+def continue_prompt(path: Path, prompt: str, device: str, limit: int | None) -> dict[str, str] | None:
+    """Continuation of `prompt` by the finished artifact (`text`), and what computed it (`engine`); None, with the reason on stderr, where
+    this machine cannot run it."""
     import runtime
     from compress.core.progress import memory_bytes
 
     bound = None if limit is None else max(1, limit - memory_bytes())
     try:
-        return str(runtime.load(path, device=device, max_memory=bound).generate(prompt, max_new_tokens=SAMPLE_TOKENS))
+        model = runtime.load(path, device=device, max_memory=bound)
+        text = str(model.generate(prompt, max_new_tokens=SAMPLE_TOKENS))
+        return {"text": text, "engine": f"{model.engine.device.type}: {model.engine.description}"}
     except RequestError as error:
         left = "" if limit is None else f" within what the process leaves of --max-memory {size(limit)}"
         print(f"compress: {path} is complete, but this machine cannot run its sample{left}: {error}", file=sys.stderr)
@@ -131,6 +134,7 @@ def _show(result: dict[str, Any]) -> None:
     path, page = (shlex.quote(str(file)) for file in (result["path"], Path(result["path"]) / "report.html"))
     if "sample" in result:
         prompt = json.dumps(result["sample"]["prompt"], ensure_ascii=False)
+        print(f"Runs on {result['sample']['engine']}")
         print(f"\nThe artifact continues {prompt}:\n{result['sample']['text']}")
     print(f"\nWritten to {result['path']}. Next:")
     following = [] if "cosine" in metrics else [(f'compress generate {path} "import os"', "generate text")]

@@ -68,4 +68,5 @@ def _show(result: dict[str, Any]) -> None:
         show_cache(result["kv_cache"]["description"], result["kv_cache"]["bytes"], result["kv_cache"]["needs"])
     more = f" plus the draft ({result['draft']})" if result["draft"] else ""
     show_readers(result["readable_by"])
+    print(f"Runs on {result['engine']}")
     print(f"Calibration: {result['calibration_tokens']:,} tokens    Time: about {duration(result['seconds'])}{more}")

@@ -45,10 +45,10 @@ def write_index(directory: Path, stored: Sequence[tuple[str, str, int]]) -> None
     write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": shards})
 
 
-def unstored(
+def guarded(
     streamed: StreamedModel, config: Mapping[str, Any], compressed: Collection[str], stored: Collection[str]
 ) -> set[str]:
-    """Names of weights that a reader looks for who does not know how an artifact stores them, and that it does not have; see
+    """Names of weights that a reader who does not know how an artifact stores them would not find, or take codes for; see
     `runtime.checkpoint.guard`.
 
     Args:
@@ -61,8 +61,8 @@ def unstored(
     if is_ours(streamed.model):  # other readers build every layer alike, also those whose parts were removed
         alike = build_skeleton(uniform(streamed.config), streamed.dtype)
         packed = {f"{name}.weight" for name in compressed}
-        found |= alike.state_dict().keys() - packed - tied_names(alike).keys()
-    return found - set(stored)
+        found |= alike.state_dict().keys() - packed - tied_names(alike).keys() - set(stored)
+    return found
 
 
 Form = tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]]

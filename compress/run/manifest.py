@@ -15,7 +15,7 @@ from compress import report
 from compress.core.files import listed, write_json, write_sealed, write_text, written_beside
 from compress.core.loaded_bytes import loaded_bytes
 from compress.core.run_directory import MANIFEST, UNHASHED, RunDirectory
-from compress.model.checkpoint_writer import copy_companions, unstored, write_index
+from compress.model.checkpoint_writer import copy_companions, guarded, write_index
 from compress.model.context import Context
 from compress.model.stage import LayersJob, Readers
 from compress.run.session import recipe_digest
@@ -47,11 +47,12 @@ def write_metadata(layers: LayersJob, directory: RunDirectory) -> None:
     copy_companions(context.checkpoint.path, directory.path)
     entries = {name: value for record in done for name, value in record["entries"].items()}
     config = layers.config(entries)
-    tensors = guards(unstored(context.streamed, config, entries, {name for name, _, _ in stored}))
+    tensors = guards(guarded(context.streamed, config, entries, {name for name, _, _ in stored}))
     if tensors:
         with written_beside(directory.path / GUARDS) as temporary:
             save_file(tensors, temporary, {"format": "pt"})
-        stored += [(name, GUARDS, 0) for name in tensors]
+        known = {name for name, _, _ in stored}
+        stored += [(name, GUARDS, 0) for name in tensors if name not in known]
     write_index(directory.path, stored)
     write_json(directory.path / "config.json", config)
 

@@ -21,9 +21,13 @@ from compress.model.footprint import Footprint, Rows, Speed
 from compress.model.stage import Job, Readers, TensorPlan
 from compress.recipe.models import Recipe
 from compress.run.session import Session, layers_before
+from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.companions import left_behind
+from runtime.engines.choose import describe_choice
+from runtime.engines.torch.engine import Blueprint
 from runtime.modeling.layer_sizes import differing, is_ours
 from runtime.modeling.weights import first_name
+from runtime.system.device import choose_device
 from runtime.system.memory import available_bytes, free_bytes
 
 #: Part of a limit by which what was counted may be more than it: the least that a refusal has named works in another process too, which is
@@ -41,7 +45,7 @@ class Plan:
         bounds: what is done to need less, in words. max_memory: the user's limit.
         passes: what other stages make of the model first, in words.
         stages: what stages after compression say of themselves, each under a name of its own (`Job.plan`).
-        readable_by: see `export.readers.readable_by`.
+        readable_by: see `export.readers.readable_by`. engine: what runs the artifact on this machine, in a sentence.
         problems, warnings: sentences; a run with any of the problems is refused.
     """
 
@@ -65,6 +69,7 @@ class Plan:
     device_memory: int = 0
     available_device_memory: int = 0
     readable_by: list[dict[str, str]] = field(default_factory=list)
+    engine: str = ""
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -115,6 +120,8 @@ def make_plan(
         with tempfile.TemporaryDirectory(prefix="compress-plan-") as room:
             session.layers.foresee(Path(room) / "artifact")
             plan.readable_by = readers(Path(room) / "artifact", plan.stages)
+            blueprint = Blueprint(Artifact(Path(room) / "artifact"), choose_device(device), "auto", None, False)
+            plan.engine = describe_choice(blueprint, plan.kv_cache is not None, plan.draft is not None)
     return plan
 
 

@@ -176,21 +176,25 @@ class Checkpoint:
 
     def _merge(self, index: dict[str, str] | None) -> dict[str, TensorEntry]:
         tensors: dict[str, TensorEntry] = {}
+        passed: dict[str, TensorEntry] = {}
         for header in self.headers.values():
             for name, entry in header.tensors.items():
+                if is_guard(entry.shape, entry.dtype):
+                    passed[name] = entry
+                    continue
                 if name in tensors:
                     files = f"{tensors[name].file.name} and {entry.file.name}"
                     raise ArtifactError(f"{self.path}: tensor {name} is stored twice, in {files}")
                 tensors[name] = entry
         for name, file in (index or {}).items():
-            if name not in tensors or tensors[name].file != self.path / file:
+            entry_of = tensors.get(name) or passed.get(name)
+            if entry_of is None or entry_of.file != self.path / file:
                 raise ArtifactError(
                     f"{self.path}: tensor {name} is missing: the index says it is in {file}, which does not have it"
                 )
-        found = {name: entry for name, entry in sorted(tensors.items()) if not is_guard(entry.shape, entry.dtype)}
-        if not found:
+        if not tensors:
             raise ArtifactError(f"{self.path}: its safetensors files hold no tensor")
-        return found
+        return dict(sorted(tensors.items()))
 
 
 def read_json(file: Path) -> dict[str, Any]:

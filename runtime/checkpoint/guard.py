@@ -1,7 +1,7 @@
 """Guard tensors: what keeps readers that do not know our formats from filling layers with random weights.
 
-transformers skips a quantization that it does not know with a warning, and initializes every weight that it then misses. So where a
-packed layer `X` stores no `X.weight`, an artifact has an empty one: every plain reader, of whatever class, refuses its size. Our own
+transformers skips a quantization that it does not know with a warning, and initializes every weight that it then misses. So an
+artifact has for each of its compressed layers `X` an empty `X.weight`: every plain reader, of whatever class, refuses its size. Our own
 readers pass over guards (`runtime.checkpoint.checkpoint`, `runtime.layers.hf`).
 """
 
@@ -11,8 +11,9 @@ from collections.abc import Iterable
 
 import torch
 
-GUARDS = "guards.safetensors"
-"""The file of an artifact that has nothing but guards."""
+GUARDS = "model-guards.safetensors"
+"""The file of an artifact that has nothing but guards. transformers reads files by name and lets a later one win, so that a guard also covers
+codes that are called `weight` themselves."""
 
 NOTICE = "import runtime before transformers loads this checkpoint"
 """Name of one more empty tensor: transformers lists it in the report that comes with the refusal."""

@@ -17,7 +17,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quanti
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from runtime.checkpoint.guard import NOTICE, guards, is_guard
+from runtime.checkpoint.guard import GUARDS, NOTICE, guards, is_guard
 from runtime.checkpoint.headers import read_header
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.quantization_config import OWN_METHOD
@@ -57,11 +57,12 @@ class CompressHfQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         files = kwargs.get("checkpoint_files") or []
+        files[:] = [file for file in files if Path(file).name != GUARDS]  # it has done its duty, and is not read
         headers = [read_header(Path(file)) for file in files if str(file).endswith(".safetensors")]
         entries = {name: entry for header in headers for name, entry in header.tensors.items()}
         stored = [name for name, entry in entries.items() if not is_guard(entry.shape, entry.dtype)]
         install(model, entries_of(model, self.quantization_config.to_dict(), stored))
-        # Guards have done their duty: without this they would be reported as unexpected.
+        # Those that `save_pretrained` has written are among the weights, and would be reported as unexpected.
         known = model._keys_to_ignore_on_load_unexpected or set()
         passed = "|".join(map(re.escape, [*_guarded(model), NOTICE]))
         model._keys_to_ignore_on_load_unexpected = {*known, f"^(?:{passed})$"}

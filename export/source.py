@@ -31,6 +31,7 @@ from runtime.modeling.weights import main_dtype
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -21,7 +21,15 @@ from compress.commands.options import (
     SET,
     memory_limit,
 )
-from compress.commands.output import finish, print_table, show_draft, show_policy, show_readers, size_row, stdout_reserved
+from compress.commands.output import (
+    finish,
+    print_table,
+    show_draft,
+    show_policy,
+    show_readers,
+    size_row,
+    stdout_reserved,
+)
 from compress.core.last_artifact import remember_artifact
 from compress.core.units import duration, size
 from runtime.errors import CompressError, RequestError
@@ -70,7 +78,13 @@ def apply(
 
         try:
             artifact = run(
-                loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet, max_memory=limit, readers=readable_by
+                loaded,
+                resume=resume,
+                overwrite=overwrite,
+                device=device,
+                quiet=quiet,
+                max_memory=limit,
+                readers=readable_by,
             )
         except LimitError as error:
             artifact, failure = error.result, error

@@ -73,7 +73,12 @@ def size_row(held: Mapping[str, int]) -> tuple[str, str, str, str]:
     several = [f"{name} {size(held[key])}" for name, key in parts if held.get(key)]
     made = f": {' + '.join(several)}" if len(several) > 1 else ""
     apart = f"; tokenizer {size(held['tokenizer'])} apart" if held.get("tokenizer") else ""
-    return "size, all that is loaded", size(before), size(after), f"{before / max(after, 1):.2f} times smaller{made}{apart}"
+    return (
+        "size, all that is loaded",
+        size(before),
+        size(after),
+        f"{before / max(after, 1):.2f} times smaller{made}{apart}",
+    )
 
 
 def show_readers(readers: Sequence[Mapping[str, str]]) -> None:

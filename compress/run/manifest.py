@@ -105,7 +105,10 @@ def write_manifest(
         "metrics": metrics,
         "files": known,
         "bytes": loaded_bytes(
-            directory.path, entries, context.original.total_bytes, sum(entry["bytes_after"] for entry in tensors.values())
+            directory.path,
+            entries,
+            context.original.total_bytes,
+            sum(entry["bytes_after"] for entry in tensors.values()),
         ),
     }
     if context.records:

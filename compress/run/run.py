@@ -223,7 +223,9 @@ def _apply(
             if kind.name not in jobs:
                 directory.forget(kind.name)
                 kind.forget(path)
-        run = _Run(session, Store(path, directory.work, directory, apply_recipe, plan.spill, team), reporter, clock, readers)
+        run = _Run(
+            session, Store(path, directory.work, directory, apply_recipe, plan.spill, team), reporter, clock, readers
+        )
         manifest, highest = run.run(own)
         directory.finish()
         if max_memory is not None and highest > max_memory:

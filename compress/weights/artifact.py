@@ -70,7 +70,9 @@ def foresee(weights: WeightPlan, directory: Path) -> None:
         entries[name] = entry_to_dict(entry)
     untied = {tied: of for tied, of in context.streamed.ties.items() if weights.untie and not source.has(tied)}
     copied = {name: name for name in source.names()} | {tied: of for tied, of in untied.items() if source.has(of)}
-    touched = {source.expert_tensors[f"{n}.weight"].home for n in weights.tasks if f"{n}.weight" in source.expert_tensors}
+    touched = {
+        source.expert_tensors[f"{n}.weight"].home for n in weights.tasks if f"{n}.weight" in source.expert_tensors
+    }
     for name, of in copied.items():
         if name.removesuffix(".weight") in weights.tasks:
             continue

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import torch
 
 GUARDS = "model-guards.safetensors"
-"""The file of an artifact that has nothing but guards. transformers reads files by name and lets a later one win, so that a guard also covers
-codes that are called `weight` themselves."""
+"""The file of an artifact that has nothing but guards. transformers reads files by name and lets a later one win, so that a guard also
+covers codes that are called `weight` themselves."""
 
 NOTICE = "import runtime before transformers loads this checkpoint"
 """Name of one more empty tensor: transformers lists it in the report that comes with the refusal."""
@@ -28,4 +28,3 @@ def guards(names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Guards of these names, and the notice; empty where there are no names."""
     found = sorted(names)
     return {name: torch.empty(0, dtype=torch.bool) for name in ([*found, NOTICE] if found else [])}
-

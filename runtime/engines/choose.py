@@ -124,7 +124,9 @@ def describe_choice(blueprint: Blueprint, compressed_cache: bool, brings_draft: 
         said = f"{fused} where it knows the model's structure, else {modules}"
     else:
         faster = compressed_cache and why_modules(blueprint, False) is None
-        said = f"{modules}: {why}" + (f"; without the policy {fused} may run it, which decodes faster" if faster else "")
+        said = f"{modules}: {why}" + (
+            f"; without the policy {fused} may run it, which decodes faster" if faster else ""
+        )
     draft = "; its draft proposes tokens, and decoding skips it where that does not pay" if brings_draft else ""
     return f"{blueprint.device.type}: {said}{draft}"
 

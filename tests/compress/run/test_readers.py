@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import VOCABULARY
+from checkpoints import SMALL, VOCABULARY
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -104,6 +104,7 @@ def test_what_is_said_of_readers_is_so(make_checkpoint: Any, recipe: Any, tmp_pa
 def test_readers_that_do_not_know_our_formats_refuse(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, stages: Any
 ) -> None:
+    monkeypatch.setitem(SMALL, "gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4})
     path = compress.apply(recipe(make_checkpoint(family), *stages), output=tmp_path / "out", quiet=True).path
     guarded = load_file(path / GUARDS)
     layers = [layer["name"] for layer in json.loads((path / "compress.json").read_text())["layers"]]
@@ -141,11 +142,15 @@ def test_the_plan_says_readers_and_engine(make_checkpoint: Any, recipe: Any) -> 
     source = make_checkpoint()
     plan = make_plan(load(recipe(source, W4, STAGES["cache"][0])), device="cpu", readers=readable_by)
     rows = {row["name"]: row for row in plan.readable_by}
-    assert rows["vLLM"]["how"] == "yes" and "without its cache policy" in rows["vLLM"]["note"]
-    assert "transformers' modules" in plan.engine and "its cache is compressed" in plan.engine
+    assert rows["vLLM"]["how"] == "yes"
+    assert "without its cache policy" in rows["vLLM"]["note"]
+    assert "transformers' modules" in plan.engine
+    assert "its cache is compressed" in plan.engine
     plain = make_plan(load(recipe(source, W4)), device="cpu", readers=readable_by)
     assert plain.engine.startswith("cpu: the decoder in C")
-    assert "none of its layers is compressed" in make_plan(load(recipe(source)), device="cpu", readers=readable_by).engine
+    assert (
+        "none of its layers is compressed" in make_plan(load(recipe(source)), device="cpu", readers=readable_by).engine
+    )
 
 
 def test_sizes_count_what_is_loaded(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import SMALL, VOCABULARY
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 import compress
 import runtime
+from compress.commands.output import size_row
+from compress.core.loaded_bytes import loaded_bytes
 from compress.run.plan import make_plan
 from export.readers import readable_by
 from runtime.checkpoint.checkpoint import Checkpoint
@@ -160,3 +162,21 @@ def test_sizes_count_what_is_loaded(make_checkpoint: Any, recipe: Any, tmp_path:
     assert (held["draft"], held["cache_files"]) == (0, 0)
     tokenizer = ("tokenizer.json", "tokenizer_config.json")
     assert held["tokenizer"] == sum((made.path / name).stat().st_size for name in tokenizer)
+
+
+def test_the_draft_and_the_calibrated_cache_count(tmp_path: Path) -> None:
+    (tmp_path / "draft").mkdir()
+    save_file({"head": torch.zeros(500, 10)}, tmp_path / "draft" / "heads.safetensors")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    manifest = {"draft": {"drafter": {"model": "draft"}}, "kv_cache": {"calibrated": {"gates": [1, 2]}}}
+    held = loaded_bytes(tmp_path, manifest, 100_000, 10_000)
+    calibrated = len('{"gates":[1,2]}')
+    assert held == {
+        "before": 100_000, "after": 10_000, "draft": 20_000, "cache_files": calibrated, "total": 30_000 + calibrated, "tokenizer": 2,
+    }  # fmt: skip
+    note = size_row(held)[-1]
+    assert "3.33 times smaller" in note
+    assert "model 10.00 kB + draft 20.00 kB" in note
+    assert "tokenizer 2 B apart" in note
+    without = loaded_bytes(tmp_path, {"draft": {"drafter": {"method": "lookup"}}}, 100_000, 10_000)
+    assert (without["draft"], without["total"]) == (0, 10_000)

@@ -21,7 +21,15 @@ from compress.commands.options import (
     SET,
     memory_limit,
 )
-from compress.commands.output import finish, print_table, show_draft, show_policy, stdout_reserved
+from compress.commands.output import (
+    finish,
+    print_table,
+    show_draft,
+    show_policy,
+    show_readers,
+    size_row,
+    stdout_reserved,
+)
 from compress.core.last_artifact import remember_artifact
 from compress.core.units import duration, size
 from runtime.errors import CompressError, RequestError
@@ -66,30 +74,42 @@ def apply(
     with stdout_reserved(as_json):
         from compress.run.run import LimitError
         from compress.run.run import apply as run
+        from export.readers import readable_by
 
         try:
-            artifact = run(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet, max_memory=limit)
+            artifact = run(
+                loaded,
+                resume=resume,
+                overwrite=overwrite,
+                device=device,
+                quiet=quiet,
+                max_memory=limit,
+                readers=readable_by,
+            )
         except LimitError as error:
             artifact, failure = error.result, error
         if not is_first():  # rank 0 prints for all
             return
         remember_artifact(artifact.path)
         wanted = prompt if prompt is not None else loaded.sample
-        text = continue_prompt(artifact.path, wanted, device, limit) if wanted else None
+        sample = continue_prompt(artifact.path, wanted, device, limit) if wanted else None
     result = _result(artifact)
-    if text is not None:
-        result["sample"] = {"prompt": wanted, "text": text}
+    if sample is not None:
+        result["sample"] = {"prompt": wanted, **sample}
     finish(result, as_json, _show, failure)
 
 
-def continue_prompt(path: Path, prompt: str, device: str, limit: int | None) -> str | None:
-    """Continuation of `prompt` by the finished artifact; None, with the reason on stderr, where this machine cannot run it."""
+def continue_prompt(path: Path, prompt: str, device: str, limit: int | None) -> dict[str, str] | None:
+    """Continuation of `prompt` by the finished artifact (`text`), and what computed it (`engine`); None, with the reason on stderr, where
+    this machine cannot run it."""
     import runtime
     from compress.core.progress import memory_bytes
 
     bound = None if limit is None else max(1, limit - memory_bytes())
     try:
-        return str(runtime.load(path, device=device, max_memory=bound).generate(prompt, max_new_tokens=SAMPLE_TOKENS))
+        model = runtime.load(path, device=device, max_memory=bound)
+        text = str(model.generate(prompt, max_new_tokens=SAMPLE_TOKENS))
+        return {"text": text, "engine": f"{model.engine.device.type}: {model.engine.description}"}
     except RequestError as error:
         left = "" if limit is None else f" within what the process leaves of --max-memory {size(limit)}"
         print(f"compress: {path} is complete, but this machine cannot run its sample{left}: {error}", file=sys.stderr)
@@ -99,7 +119,7 @@ def continue_prompt(path: Path, prompt: str, device: str, limit: int | None) -> 
 def _result(artifact: Any) -> dict[str, Any]:
     from compress.evaluate.texts import describe
 
-    optional = ("passes", "kv_cache", "kv_cache_bytes", "draft")
+    optional = ("passes", "kv_cache", "kv_cache_bytes", "draft", "readable_by")
     return {
         "path": str(artifact.path),
         "bytes": artifact.manifest["bytes"],
@@ -117,8 +137,7 @@ def _show(result: dict[str, Any]) -> None:
     from compress.evaluate.metrics import Quality
     from compress.model.stage import row_of
 
-    before, after = result["bytes"]["before"], result["bytes"]["after"]
-    rows = [("size of the tensors", size(before), size(after), f"{before / max(after, 1):.2f} times smaller")]
+    rows = [size_row(result["bytes"])]
     metrics = result["metrics"]
     rows += [*map(row_of, result.get("passes") or []), *Quality.of(metrics).rows()]
     print_table(("", "before", "after", ""), rows, right=(1, 2))
@@ -128,12 +147,14 @@ def _show(result: dict[str, Any]) -> None:
         show_draft(result["draft"])
     for text in (result["texts"], *(f"Warning: {text}" for text in result["text_warnings"])):
         print(f"{text}." if text else "")
+    show_readers(result.get("readable_by") or [])
     times = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in result["seconds"].items())
     done = f"Time: {times}." if times else "Already finished; nothing was changed."
     print(f"{done} Peak memory: {size(result['peak_memory'])}.")
     path, page = (shlex.quote(str(file)) for file in (result["path"], Path(result["path"]) / "report.html"))
     if "sample" in result:
         prompt = json.dumps(result["sample"]["prompt"], ensure_ascii=False)
+        print(f"Runs on {result['sample']['engine']}")
         print(f"\nThe artifact continues {prompt}:\n{result['sample']['text']}")
     print(f"\nWritten to {result['path']}. Next:")
     following = [] if "cosine" in metrics else [(f'compress generate {path} "import os"', "generate text")]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.core.files import DISK_FULL, read_object, read_sealed, sha256, write_sealed
+from runtime.checkpoint.guard import GUARDS
 from runtime.errors import CompressError, RequestError, ResourceError
 from runtime.system import lock
 
@@ -170,7 +171,12 @@ class RunDirectory:
                 (self.path / name).unlink(missing_ok=True)
         # With a manifest or without: an interrupted run leaves a draft that no manifest lists.
         drafts = [self.path / name for name in DRAFTS]
-        for leftover in [*self.path.glob("model-*-of-*.safetensors"), *self.path.glob(".*.tmp"), *drafts]:
+        for leftover in [
+            *self.path.glob("model-*-of-*.safetensors"),
+            self.path / GUARDS,
+            *self.path.glob(".*.tmp"),
+            *drafts,
+        ]:
             remove(leftover)
         shutil.rmtree(self.work, ignore_errors=True)
 

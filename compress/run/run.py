@@ -21,7 +21,7 @@ from compress.core.run_directory import LOG, MANIFEST, WORK, RunDirectory, remov
 from compress.evaluate import texts
 from compress.evaluate.artifact import evaluate_artifact
 from compress.evaluate.limits import exceeded, limits
-from compress.model.stage import Compressed, Job, Store
+from compress.model.stage import Compressed, Job, Readers, Store
 from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back
 from compress.run.manifest import records, write_manifest, write_metadata
@@ -139,6 +139,7 @@ def apply(
     device: str = "auto",
     quiet: bool = False,
     max_memory: int | None = None,
+    readers: Readers | None = None,
 ) -> AppliedArtifact:
     """Run a recipe. Of several processes that a launcher has started the main one runs it, and all share what takes longest: statistics of
     calibration data, the layers of a block, and the training of recoveries.
@@ -149,6 +150,7 @@ def apply(
         overwrite: replace a finished artifact or an unfinished run of this tool in `output`.
         device: where blocks run: auto, cpu, cuda, cuda:1.
         max_memory: bytes that the process may take, all in all; None: what is free. Of several processes each may take so much.
+        readers: says who can read the artifact; None: its manifest does not say.
 
     Raises:
         RequestError: the request cannot be carried out (nothing was changed). CompressError: it failed on the way; what was
@@ -171,7 +173,7 @@ def apply(
             if not resume:  # refused before a model is read
                 directory.inspect({})
             session = Session.open(recipe, str(team.device(choose_device(device))))
-            return _accept(_apply(session, directory, max_memory, quiet, team, clock))
+            return _accept(_apply(session, directory, max_memory, quiet, team, clock, readers))
 
 
 def apply_recipe(recipe: Mapping[str, Any], output: Path) -> None:
@@ -180,7 +182,13 @@ def apply_recipe(recipe: Mapping[str, Any], output: Path) -> None:
 
 
 def _apply(
-    session: Session, directory: RunDirectory, max_memory: int | None, quiet: bool, team: Team, clock: _Clock
+    session: Session,
+    directory: RunDirectory,
+    max_memory: int | None,
+    quiet: bool,
+    team: Team,
+    clock: _Clock,
+    readers: Readers | None,
 ) -> AppliedArtifact:
     context, path = session.context, directory.path
     begun = directory.begun()
@@ -225,6 +233,7 @@ def _apply(
             reporter,
             clock,
             (*texts.bundled(context), *doubts),
+            readers,
         )
         manifest, highest = run.run(own)
         directory.finish()
@@ -249,6 +258,7 @@ class _Run:
     reporter: Reporter
     clock: _Clock
     warnings: Sequence[str]
+    readers: Readers | None = None
 
     def run(self, own: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """Run all that is not done; the manifest, and the most memory that a process has taken. `own`: identity of the run."""
@@ -271,7 +281,7 @@ class _Run:
         for job in self.session.after:
             metrics = self._finish(job, metrics, entries)
             files += [file for place in job.holds(self.store) for file in sorted(place.iterdir())]
-        manifest = write_manifest(context, directory, own, metrics, entries, files, self.warnings)
+        manifest = write_manifest(context, directory, own, metrics, entries, files, self.readers, self.warnings)
         return manifest, max(made["peak_memory"], peak_bytes())
 
     def _make_models(self) -> None:

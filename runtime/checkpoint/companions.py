@@ -10,6 +10,12 @@ from pathlib import Path
 
 from runtime.checkpoint.locate import leads_out
 
+#: Files that tokenizers are made of; exports that are directories for transformers or for `runtime.load` have them too.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.model", "sentencepiece.bpe.model",
+    "spm.model", "source.spm", "target.spm", "tekken.json",
+)  # fmt: skip
 #: Larger files are no tokenizers.
 MAXIMUM_BYTES = 256 * 2**20
 # Weights in any format (a run writes its own), pickles among them; and code, which is never carried along without being asked for.

@@ -17,6 +17,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quanti
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from runtime.checkpoint.guard import GUARDS, NOTICE, guards, is_guard
 from runtime.checkpoint.headers import read_header
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.quantization_config import OWN_METHOD
@@ -56,10 +57,15 @@ class CompressHfQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         files = kwargs.get("checkpoint_files") or []
-        stored = [
-            name for file in files if str(file).endswith(".safetensors") for name in read_header(Path(file)).tensors
-        ]
+        files[:] = [file for file in files if Path(file).name != GUARDS]  # it has done its duty, and is not read
+        headers = [read_header(Path(file)) for file in files if str(file).endswith(".safetensors")]
+        entries = {name: entry for header in headers for name, entry in header.tensors.items()}
+        stored = [name for name, entry in entries.items() if not is_guard(entry.shape, entry.dtype)]
         install(model, entries_of(model, self.quantization_config.to_dict(), stored))
+        # Those that `save_pretrained` has written are among the weights, and would be reported as unexpected.
+        known = model._keys_to_ignore_on_load_unexpected or set()
+        passed = "|".join(map(re.escape, [*_guarded(model), NOTICE]))
+        model._keys_to_ignore_on_load_unexpected = {*known, f"^(?:{passed})$"}
         self._published = Published(model)
         for module in model.modules():
             if isinstance(module, CompressedLinear):
@@ -71,8 +77,11 @@ class CompressHfQuantizer(HfQuantizer):
             if not own and any(isinstance(part, CompressedModule) for part in parts):
                 module._is_hf_initialized = True  # type: ignore[assignment]
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """transformers' own but for those that put experts together, and after them what experts' layers are called that stay apart."""
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        """transformers' own but for those that put experts together, and after them what experts' layers are called that stay apart.
+
+        transformers 5.10 names no model.
+        """
         from transformers.core_model_loading import WeightRenaming
 
         published = getattr(self, "_published", None)
@@ -90,6 +99,10 @@ class CompressHfQuantizer(HfQuantizer):
                 _require_loaded(name, module)
         prepare_all(model)
         return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
+        """What `save_pretrained` writes: the stored tensors, and guards against readers that do not know them."""
+        return model.state_dict() | guards(_guarded(model)), {}
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         """Replace every compressed module by a dense one (`model.dequantize()`). `dtype` may be its name, as in
@@ -109,6 +122,12 @@ class CompressHfQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """Compressed weights cannot be trained."""
         return False
+
+
+def _guarded(model: Any) -> list[str]:
+    """Names of weights that plain readers look for and that packed layers do not have."""
+    packed = ((name, module) for name, module in model.named_modules() if isinstance(module, CompressedModule))
+    return [f"{name}.weight" for name, module in packed if "weight" not in module.state_dict(keep_vars=True)]
 
 
 def _require_loaded(name: str, module: CompressedModule) -> None:

@@ -374,7 +374,8 @@ def pipeline(monkeypatch, tmp_path):
 
     monkeypatch.setattr(module, "apply", apply)
     monkeypatch.setattr(
-        "compress.commands.apply.continue_prompt", lambda path, prompt, device, limit: f"{prompt} and so on"
+        "compress.commands.apply.continue_prompt",
+        lambda path, prompt, device, limit: {"text": f"{prompt} and so on", "engine": "cpu: here"},
     )
     return calls
 
@@ -397,6 +398,7 @@ def test_apply_hands_its_options_on(capsys, pipeline, recipe, tmp_path):
     assert code == 0
     ((loaded, options),) = pipeline
     assert (loaded.model, loaded.seed, loaded.output_directory) == ("other", 3, tmp_path / "x")
+    assert callable(options.pop("readers"))
     assert options == {"resume": True, "overwrite": True, "device": "cpu", "quiet": True, "max_memory": 3_000_000_000}
     for words in (
         "8.00 MB",
@@ -417,7 +419,7 @@ def test_apply_with_json_prints_one_object(capsys, pipeline, recipe):
     assert code == 0
     answer = json.loads(out)
     assert answer["bytes"] == {"before": 8_000_000, "after": 2_000_000}
-    assert answer["sample"] == {"prompt": "Say", "text": "Say and so on"}
+    assert answer["sample"] == {"prompt": "Say", "text": "Say and so on", "engine": "cpu: here"}
     assert "a library that prints" in err
     assert "error" not in answer
 

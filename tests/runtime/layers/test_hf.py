@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from weight_cases import int_scheme, write_checkpoint
 
 import runtime
+from runtime.checkpoint.guard import NOTICE
 from runtime.formats.quantization_config import parse
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.layers.compressed_linear import CompressedLinear, install
@@ -115,8 +116,13 @@ def test_own_formats_load_and_save(tmp_path, scheme, embedding):
     model.save_pretrained(tmp_path / "b")
     original = load_file(tmp_path / "a" / "model.safetensors")
     saved = load_file(tmp_path / "b" / "model.safetensors")
-    assert set(saved) == set(original)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "b")), logits(model))
+    # Beside the stored tensors: what stops readers that do not know them.
+    packed = [name for name, module in model.named_modules() if isinstance(module, CompressedModule)]
+    assert set(saved) == set(original) | {f"{name}.weight" for name in packed} | {NOTICE}
+    again, told = AutoModelForCausalLM.from_pretrained(tmp_path / "b", output_loading_info=True)
+    assert torch.equal(logits(again), logits(model))
+    assert not told["unexpected_keys"]
+    torch.testing.assert_close(runtime.load(tmp_path / "b").logits(IDS), logits(model), rtol=1e-4, atol=1e-5)
     plain = model.dequantize()
     assert type(plain.lm_head) is torch.nn.Linear
     assert torch.equal(logits(plain), logits(dense))

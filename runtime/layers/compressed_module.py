@@ -28,7 +28,7 @@ class CompressedModule(nn.Module):
     """
 
     def __init__(self, entry: ModuleEntry, shape: tuple[int, int], dtype: torch.dtype, device: Any = "meta") -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # of a class that is an nn.Linear too, which would make a weight
         self.entry, self.shape, self.dtype = entry, (int(shape[0]), int(shape[1])), dtype
         self.stored_dtype = dtype
         self.choice: Choice | None = None

@@ -81,10 +81,11 @@ def load_engine(
 def choose_engine(engine: TorchEngine, blueprint: Blueprint, policy: Policy | None = None) -> Engine:
     """A fused engine where one fits (of another package, the decoder in C, the one with CUDA graphs), else the engine as it is.
 
-    Fused engines have caches of their own, which are not compressed: with a policy transformers' modules compute.
+    Fused engines have caches that are not compressed and layers without adapters: with either, transformers' modules compute.
     """
     if policy is not None:
         engine.compress_cache(policy)
+    if policy is not None or blueprint.adapter is not None:
         return engine
     if blueprint.kernels == "auto":
         for load in entries(GROUP).values():

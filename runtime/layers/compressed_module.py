@@ -168,6 +168,11 @@ class CompressedModule(nn.Module):
             for name, tensor in self.stored().items():
                 destination[prefix + name] = tensor
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.unprepare()
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if any(
+            prefix + name in state_dict for name in self._specs
+        ):  # else others are loaded (adapters), and kernels stay
+            self.unprepare()
+        elif args[1]:  # strict: prepared buffers do not tell what is missing
+            args[2].extend(prefix + name for name in self._specs if name not in self._buffers)
+        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from runtime.errors import RequestError
-from runtime.system.describe import integer, number, reject_unknown, show
+from runtime.system.describe import integer, is_integer, number, reject_unknown, show
 from runtime.system.sizes import byte_count
 
 __all__ = ["DEFAULT_NEW_TOKENS", "GenerationOptions", "reject_unknown"]
@@ -67,7 +67,8 @@ def _translated(keywords: Mapping[str, Any], function: str, ends: Collection[int
     found = {name: value for name, value in keywords.items() if name not in _TRANSFORMERS and name != "pad_token_id"}
     for name, value in keywords.items():
         neutral, instead = _TRANSFORMERS.get(name, (None, ""))
-        own = name == "eos_token_id" and set(value if isinstance(value, list) else [value]) == set(ends)
+        given = value if isinstance(value, list) else [value]
+        own = name == "eos_token_id" and all(map(is_integer, given)) and set(given) == set(ends)
         if instead and not own and value is not None and not (isinstance(value, int | float) and value == neutral):
             raise RequestError(f"{function}() has no option {name!r}: {instead}")
     if "stop_strings" in found:

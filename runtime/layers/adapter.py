@@ -53,7 +53,7 @@ def add_adapter(module: Module, directory: Path) -> Module:
             )
         config.inference_mode = True
         wrapped: Any = PeftModel(module, config)  # type: ignore[arg-type]
-        found = set_peft_model_state_dict(wrapped, load_file(directory / WEIGHTS))
+        found: Any = set_peft_model_state_dict(wrapped, load_file(directory / WEIGHTS))
     except RequestError:
         raise
     except Exception as error:  # PEFT, safetensors and torch raise whatever comes up

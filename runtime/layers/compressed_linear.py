@@ -79,7 +79,9 @@ class PackedWeight(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func._schema.is_mutable and isinstance(args[0], PackedWeight):
             raise RequestError(
                 f"{func} would write to a packed weight; assign its .data, which makes the layer a dense one"

@@ -202,6 +202,7 @@ def _honour_ours(merge: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if OWN_METHOD not in AUTO_QUANTIZER_MAPPING:
-    AutoHfQuantizer.merge_quantization_configs = staticmethod(_honour_ours(AutoHfQuantizer.merge_quantization_configs))
+    merge = AutoHfQuantizer.merge_quantization_configs
+    AutoHfQuantizer.merge_quantization_configs = staticmethod(_honour_ours(merge))  # type: ignore[method-assign]
     register_quantization_config(OWN_METHOD)(CompressConfig)
     register_quantizer(OWN_METHOD)(CompressHfQuantizer)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from compress.kv_cache import calibrate as module
 from compress.kv_cache.calibrate import CalibrationOptions, calibrate

@@ -18,6 +18,7 @@ from compress.commands.options import (
     OUTPUT,
     QUIET,
     RECIPE,
+    REPORT_TO,
     SET,
     memory_limit,
 )
@@ -47,6 +48,7 @@ def apply(
     device: str = DEVICE,
     max_memory: str | None = MAX_MEMORY,
     prompt: str | None = typer.Option(None, "--prompt", help="Continue this, not the recipe's `sample`; '' for none."),
+    report_to: str | None = REPORT_TO,
     quiet: bool = QUIET,
     as_json: bool = JSON,
 ) -> None:
@@ -85,6 +87,7 @@ def apply(
                 quiet=quiet,
                 max_memory=limit,
                 readers=readable_by,
+                report_to=report_to,
             )
         except LimitError as error:
             artifact, failure = error.result, error

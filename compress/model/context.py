@@ -22,7 +22,7 @@ from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.engines.torch.encoder import position_limit
 from runtime.engines.torch.seq2seq import target_limit
 from runtime.errors import RequestError, first_line
-from runtime.modeling.skeleton import reads_features
+from runtime.modeling.skeleton import needs_code, reads_features
 from runtime.system.device import choose_device
 
 OTHER_TOKENS = (
@@ -214,8 +214,13 @@ def _tokenizer(checkpoint: Checkpoint) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(checkpoint.path))
+        # False and not the default, which would ask at a terminal whether to run the code.
+        return AutoTokenizer.from_pretrained(str(checkpoint.path), trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if "trust_remote_code" in str(error):
+            raise RequestError(
+                needs_code(f"the tokenizer in {checkpoint.path}", "tokenizer_config.json", None)
+            ) from error
         raise RequestError(
             f"{checkpoint.path} has no tokenizer that can be read ({first_line(error)}), and text needs one"
         ) from error

@@ -18,6 +18,7 @@ from compress.core.run_directory import MANIFEST, UNHASHED, RunDirectory
 from compress.model.checkpoint_writer import copy_companions, guarded, write_index
 from compress.model.context import Context
 from compress.model.stage import LayersJob, Readers
+from compress.report.card import describe_source
 from compress.run.session import recipe_digest
 from runtime.checkpoint.artifact import SCHEMA_VERSION
 from runtime.checkpoint.checkpoint import Checkpoint
@@ -98,6 +99,7 @@ def write_manifest(
             "path_or_id": context.recipe.model,
             "fingerprint": identity["source_fingerprint"],
             "bytes": context.original.total_bytes,
+            **describe_source(context.original.path),
         },
         "calibration": _calibration(context, sorted({record.get("processes", 1) for record in done})),
         "evaluation": _evaluation(context),
@@ -122,6 +124,7 @@ def write_manifest(
         manifest["readable_by"] = readers(directory.path, entries)
     manifest[KEY] = write_sealed(directory.path / MANIFEST, manifest)
     report.write_report(directory.path)
+    report.write_card(directory.path)
     return manifest
 
 

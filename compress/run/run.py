@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from compress.core.memory_bounds import Bounds
 from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import LOG, MANIFEST, WORK, RunDirectory, remove
+from compress.core.tracking import Tracking, check_tracker, tracked
 from compress.evaluate import texts
 from compress.evaluate.artifact import evaluate_artifact
 from compress.evaluate.limits import exceeded, limits
@@ -140,6 +141,7 @@ def apply(
     quiet: bool = False,
     max_memory: int | None = None,
     readers: Readers | None = None,
+    report_to: str | None = None,
 ) -> AppliedArtifact:
     """Run a recipe. Of several processes that a launcher has started the main one runs it, and all share what takes longest: statistics of
     calibration data, the layers of a block, and the training of recoveries.
@@ -151,12 +153,14 @@ def apply(
         device: where blocks run: auto, cpu, cuda, cuda:1.
         max_memory: bytes that the process may take, all in all; None: what is free. Of several processes each may take so much.
         readers: says who can read the artifact; None: its manifest does not say.
+        report_to: tracker that receives the run's numbers: wandb, mlflow, trackio.
 
     Raises:
         RequestError: the request cannot be carried out (nothing was changed). CompressError: it failed on the way; what was
             finished stays, and --resume goes on from there. A limit of `evaluate` that is exceeded is a CompressError too,
             raised after the artifact is complete.
     """
+    check_tracker(report_to)
     if max_memory is not None:
         keep_nothing_freed()
     path = Path(output) if output is not None else recipe.output_directory
@@ -173,7 +177,7 @@ def apply(
             if not resume:  # refused before a model is read
                 directory.inspect({})
             session = Session.open(recipe, str(team.device(choose_device(device))))
-            return _accept(_apply(session, directory, max_memory, quiet, team, clock, readers))
+            return _accept(_apply(session, directory, max_memory, quiet, team, clock, readers, report_to))
 
 
 def apply_recipe(recipe: Mapping[str, Any], output: Path) -> None:
@@ -189,6 +193,7 @@ def _apply(
     team: Team,
     clock: _Clock,
     readers: Readers | None,
+    report_to: str | None,
 ) -> AppliedArtifact:
     context, path = session.context, directory.path
     begun = directory.begun()
@@ -215,8 +220,15 @@ def _apply(
     if plan.problems:
         raise ResourceError("; ".join(plan.problems))
     clock.lap("prepare")
-    with directory.claimed(), disk_errors(f"writing to {path}"), Reporter(path / LOG, quiet) as reporter:
+    with (
+        directory.claimed(),
+        disk_errors(f"writing to {path}"),
+        Reporter(path / LOG, quiet) as reporter,
+        ExitStack() as stack,
+    ):
         directory.warn = reporter.warn
+        tracking = Tracking(report_to, context.recipe.name, context.recipe.resolved(), reporter.warn)
+        reporter.tracking = stack.enter_context(tracked(tracking))
         check_source_files(directory.work, context.original)
         reporter.info(plan.headline())
         doubts = texts.doubt(context)
@@ -236,6 +248,7 @@ def _apply(
             readers,
         )
         manifest, highest = run.run(own)
+        tracking.log(manifest["metrics"] | {"bytes": manifest["bytes"], "seconds": clock.seconds})
         directory.finish()
         if max_memory is not None and highest > max_memory:
             one = "the run" if team.size == 1 else "one of the processes"

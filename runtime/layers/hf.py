@@ -25,6 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from runtime.checkpoint.guard import GUARDS, NOTICE, guards, is_guard
 from runtime.checkpoint.headers import read_header
+from runtime.config.dtypes import dtype_name
 from runtime.config.messages import did_you_mean
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.quantization_config import OWN_METHOD, SHARED_METHOD, ModuleEntry
@@ -108,27 +109,19 @@ class CompressHfQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         files = kwargs.get("checkpoint_files") or []
-<<<<<<< HEAD
         files[:] = [file for file in files if Path(file).name != GUARDS]  # it has done its duty, and is not read
         headers = [read_header(Path(file)) for file in files if str(file).endswith(".safetensors")]
-        entries = {name: entry for header in headers for name, entry in header.tensors.items()}
-        stored = [name for name, entry in entries.items() if not is_guard(entry.shape, entry.dtype)]
-        install(model, entries_of(model, self.quantization_config.to_dict(), stored))
-        # Those that `save_pretrained` has written are among the weights, and would be reported as unexpected.
-        known = model._keys_to_ignore_on_load_unexpected or set()
-        passed = "|".join(map(re.escape, [*_guarded(model), NOTICE]))
-        model._keys_to_ignore_on_load_unexpected = {*known, f"^(?:{passed})$"}
-        self._published = Published(model)
-=======
-        stored = [
-            name for file in files if str(file).endswith(".safetensors") for name in read_header(Path(file)).tensors
-        ]
+        tensors = {name: entry for header in headers for name, entry in header.tensors.items()}
+        stored = [name for name, entry in tensors.items() if not is_guard(entry.shape, entry.dtype)]
         entries = entries_of(model, self.quantization_config.to_dict(), stored)
         if type(model).__name__ not in (model.config.architectures or [type(model).__name__]):
             entries = _shared_with(model, entries, stored)
         install(model, entries)
+        # Those that `save_pretrained` has written are among the weights, and would be reported as unexpected.
+        known = model._keys_to_ignore_on_load_unexpected or set()
+        passed = "|".join(map(re.escape, [*_guarded(model), NOTICE]))
+        model._keys_to_ignore_on_load_unexpected = {*known, f"^(?:{passed})$"}
         self._published, self._layers = Published(model), [(name, model.get_submodule(name)) for name in entries]
->>>>>>> finetune
         for module in model.modules():
             if isinstance(module, CompressedLinear):
                 module.filling = True
@@ -170,7 +163,7 @@ class CompressHfQuantizer(HfQuantizer):
         """Replace every compressed module by a dense one (`model.dequantize()`). `dtype` may be its name, as in
         configs.
         """
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        dtype = getattr(torch, dtype_name(dtype)) if isinstance(dtype, str) else dtype
         for name, module in list(model.named_modules()):
             if isinstance(module, CompressedModule):
                 model.set_submodule(name, module.dense(dtype))

@@ -317,13 +317,13 @@ class Blueprint:
         device: torch.device,
         kernels: str,
         dtype: torch.dtype | None,
-        trust_remote_code: bool,
+        trust_remote_code: bool | None,  # None: see `read_config`
         adapter: Path | None = None,
     ) -> None:
         if not isinstance(artifact.config.get("quantization_config", {}), dict):
             raise ArtifactError(f"{artifact.path}/config.json: quantization_config is not an object")
         self.artifact, self.device, self.kernels, self.adapter = artifact, device, kernels, adapter
-        self._trust_remote_code = trust_remote_code
+        self._trust_remote_code = bool(trust_remote_code)
         self._config = read_config(artifact.path, trust_remote_code)
         self.kind = model_kind(self._config)
         self._stored = main_dtype(artifact.checkpoint)

@@ -61,7 +61,7 @@ def test_artifact_is_what_the_pipeline_computed(make_checkpoint, recipe, tmp_pat
     compressed = [n for n, entry in manifest["tensors"].items() if entry["action"] == "compressed"]
     assert len(compressed) == 3 * 7
     on_disk = {f.name for f in (tmp_path / "out").iterdir()}
-    assert set(manifest["files"]) | {"compress.json", "compress.log", "report.html"} == on_disk
+    assert set(manifest["files"]) | {"compress.json", "compress.log", "report.html", "README.md"} == on_disk
     assert manifest["bytes"]["after"] < manifest["bytes"]["before"]
     ids = torch.randint(0, 257, (2, 20))
     ours = runtime.load(tmp_path / "out", kernels="reference").logits(ids)

@@ -134,15 +134,16 @@ class ImageRows(TextRows):
         Args:
             features: computes it, the same at every call.
         """
+        assert self.placeholder is not None
         found = features()
         row = found["input_ids"][0].clone()
         sha256 = hashlib.sha256()
         for name in sorted(found):
             sha256.update(f"{name} {tuple(found[name].shape)} {found[name].dtype}".encode())
-            sha256.update(found[name].contiguous().view(torch.uint8).numpy())
+            sha256.update(found[name].contiguous().view(torch.uint8).numpy().tobytes())
         number = -2 - (int.from_bytes(sha256.digest()[:8], "big") >> 2)
         self._features[number] = features
-        return row.masked_fill_(row == self.placeholder, number)
+        return row.masked_fill_(row.eq(self.placeholder), number)
 
     def inputs(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         numbers = [int(row.min()) for row in rows]

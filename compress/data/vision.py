@@ -248,7 +248,7 @@ def _together(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _images(entry: Mapping[str, Any]) -> list[Any]:
     """Images that a row names beside its text."""
-    value = next((entry[name] for name in _IMAGES if entry.get(name) is not None), [])
+    value: Any = next((entry[name] for name in _IMAGES if entry.get(name) is not None), [])
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 

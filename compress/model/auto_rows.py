@@ -6,9 +6,10 @@ import math
 from typing import TYPE_CHECKING, TypeVar
 
 from compress.core import resources
+from compress.data.vision import has_images
 from compress.recipe.models import BUNDLED, Recipe, TextSource
 from runtime.engines.torch.encoder import position_limit
-from runtime.modeling.skeleton import read_config, reads_features
+from runtime.modeling.skeleton import read_config, reads_features, reads_images
 
 if TYPE_CHECKING:
     from compress.model.streamed import StreamedModel
@@ -48,16 +49,26 @@ def settle(recipe: Recipe, streamed: StreamedModel, original: Checkpoint) -> Rec
     most = SHORT if original.total_bytes <= SMALL or hears or limit is None else LONG
     if limit is not None and not hears:
         most = max(2, min(most, limit))
+    longest = LONG if limit is None else min(LONG, limit)
+
+    def shown(source: TextSource) -> bool:
+        """Whether rows are of images with text, which have lengths of their own and are not packed."""
+        return reads_images(streamed.model) and has_images(source)
+
     calibration, evaluate = recipe.calibration, recipe.evaluate
     length, samples, is_open = calibration.sequence_length, calibration.samples, calibration.is_auto("sequence_length")
-    if is_open:
+    if is_open and shown(calibration):
+        length = longest
+    elif is_open:
         length = _fitting(calibration, "calibration", most, LEAST_ROWS * (1 + calibration.shared))
         if calibration.is_auto("samples") and length > SHORT:
             samples = max(LEAST_ROWS, math.ceil(max(TOKENS, TOKENS_PER_INPUT * _widest(original)) / length))
     calibration = _with(calibration, length, samples)
     if evaluate is not None:
         own = evaluate.sequence_length
-        if evaluate.is_auto("sequence_length"):
+        if evaluate.is_auto("sequence_length") and not calibration.shared and shown(evaluate):
+            own = longest
+        elif evaluate.is_auto("sequence_length"):
             own = length if calibration.shared else _fitting(evaluate, "heldout", most, LEAST_ROWS // 2)
             own = min(own, length) if is_open else own
         evaluate = _with(evaluate, own, evaluate.samples)

@@ -67,10 +67,10 @@ def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
             "compressed block by block"
         )
     limit = position_limit(streamed.model)
-    for section, source in (("calibration", recipe.calibration), ("evaluate", recipe.evaluate)):
-        if source is not None and limit is not None and source.sequence_length > limit:
-            text = f"rows of {source.sequence_length} tokens are more than the {limit} that {name} reads; set {section}.sequence_length"
-            raise RequestError(source.at("sequence_length", text))
+    for section, rows in (("calibration", recipe.calibration), ("evaluate", recipe.evaluate)):
+        if rows is not None and limit is not None and rows.sequence_length > limit:
+            text = f"rows of {rows.sequence_length} tokens are more than the {limit} that {name} reads; set {section}.sequence_length"
+            raise RequestError(rows.at("sequence_length", text))
     if streamed.kind == "encoder-decoder" and not recipe.calibration.packing:
         text = f"{name} is an encoder-decoder, which is calibrated on full rows only; set packing: true"
         raise RequestError(recipe.calibration.at("packing", text))

@@ -27,7 +27,7 @@ from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.decoding.seq2seq import decoder_start
 from runtime.engines.torch.seq2seq import encoder_output
-from runtime.errors import CompressError, RequestError
+from runtime.errors import CompressError
 from runtime.modeling.cache_argument import CACHE_ARGUMENTS
 from runtime.modeling.skeleton import reads_features, reads_images
 
@@ -56,6 +56,8 @@ class StreamedModel(PartialModel):
         self._positions: dict[tuple[Any, ...], int] = {}  # that the encoder gives, for rows of a shape
         self._memory_names: list[str] = []  # what the decoder's blocks call the encoder's output
         self._kwargs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        # What is added to hidden states in front of blocks, by batch: features of images (DeepStack). {block: (positions, values)}
+        self._added: dict[tuple[Any, ...], dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
 
     # ---------------------------------------------------------------- rows
     def _entering(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -113,10 +115,11 @@ class StreamedModel(PartialModel):
         def sink(hidden: torch.Tensor, kwargs: dict[str, Any]) -> None:
             if not first:
                 first.append(hidden)
-            elif hidden is not first[0] and not torch.equal(hidden, first[0]):
-                raise RequestError(
-                    f"{type(self.model).__name__} changes the hidden states between its blocks (features of images are added there), "
-                    "so it cannot be calibrated or evaluated on images block by block; give text without images"
+            elif bare and bool(hidden.any()):
+                positions = hidden.any(dim=2)
+                self._added.setdefault(self._call_key(*batch), {})[len(calls)] = (
+                    positions.cpu(),
+                    hidden[positions].cpu(),
                 )
             calls.append({k: v for k, v in kwargs.items() if k not in (*CACHE_ARGUMENTS, "use_cache")})
             if len(calls) == len(stack.blocks):
@@ -124,8 +127,9 @@ class StreamedModel(PartialModel):
 
         known = self._handovers.get(number)
         learn = known is None or known.depends_on_batch
+        bare = isinstance(self.rows, ImageRows)  # then what arrives at later blocks is what was added on the way
         handover = Handover(None) if known is None or learn else known
-        recorders = [Recorder(b, sink, handover, run=learn and i == 0) for i, b in enumerate(stack.blocks)]
+        recorders = [Recorder(b, sink, handover, run=learn and i == 0, bare=bare) for i, b in enumerate(stack.blocks)]
         with (
             suppress(_PreludeDoneError),
             self._replaced(number, recorders),
@@ -214,6 +218,12 @@ class StreamedModel(PartialModel):
                 with self._handing_on(0, state, batch):
                     memory = encoder(**self._entering(batch[0])).last_hidden_state
                 return self._enter_decoder(memory, batch)
+        if isinstance(self.rows, ImageRows) and index + 1 < len(self.blocks):
+            self.block_kwargs(batch, index)  # which learns what is added
+            added = self._added.get(self._call_key(*batch), {}).get(index + 1)
+            if added is not None:
+                positions, values = (value.to(self.device) for value in added)
+                state = state.to(self.device).index_put((positions,), values, accumulate=True)
         return state
 
     def _enter_decoder(self, memory: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -25,7 +25,7 @@ from compress.run.session import Session
 from runtime.errors import RequestError
 
 GPTQ = [{"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}]
-NAMES = ["qwen2_5_vl", "llava"]
+NAMES = ["qwen2_5_vl", "qwen3_vl", "llava"]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -85,6 +85,7 @@ def test_blocks_see_what_transformers_computes(model: Path, rows: Path) -> None:
                 assert torch.allclose(seen[0, number][row, :length], expected.hidden_states[1][0], atol=1e-4)
                 assert torch.allclose(logits[row, :length], expected.logits[0], atol=1e-4)
     assert images == 7
+    assert bool(context.streamed._added) == (context.streamed.config.model_type == "qwen3_vl"), "between its blocks"
 
 
 @torch.inference_mode()
@@ -149,6 +150,22 @@ def _perplexity(model: Any, context: Context, windows: torch.Tensor) -> float:
         labels = row[0, 1:].masked_fill(row[0, 1:] < 0, -100)
         losses.append(torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none")[labels >= 0])
     return float(torch.cat(losses).mean().exp())
+
+
+def test_rows_are_as_long_as_images_need(qwen: Path, rows: Path, tmp_path: Path) -> None:
+    """Where the recipe leaves it open, whatever the size of the file that names them."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number in range(4):
+        picture(number, 32, 32).save(folder / f"p{number}.png")
+        (folder / f"p{number}.txt").write_text("a picture " * 8)
+    given = recipe(qwen, folder, evaluate={})
+    given["calibration"] = {"data": str(folder)}
+    context = opened(given)
+    assert context.calibration.rows == 3
+    assert context.evaluation is not None
+    assert context.evaluation.rows == 1
+    assert context.recipe.calibration.sequence_length == 128, "positions of the model"
 
 
 @pytest.mark.slow

@@ -120,6 +120,39 @@ def _qwen2_5_vl() -> Any:
     )
 
 
+def _qwen3_vl() -> Any:
+    from transformers import Qwen3VLConfig
+
+    text = {
+        **_USUAL,
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "vocab_size": VOCABULARY + 4,
+        "max_position_embeddings": 128,
+        "eos_token_id": 256,
+        "bos_token_id": None,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 4,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    return Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        vision_start_token_id=VOCABULARY,
+        vision_end_token_id=VOCABULARY + 1,
+        image_token_id=VOCABULARY + 2,
+        video_token_id=VOCABULARY + 3,
+    )
+
+
 def _llava() -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
@@ -333,5 +366,6 @@ FAMILIES = [
         extractor=("Speech2TextFeatureExtractor", {"feature_size": 16, "num_mel_bins": 16}),
     ),
     Family("qwen2_5_vl", build=_qwen2_5_vl, model="Qwen2_5_VLForConditionalGeneration"),
+    Family("qwen3_vl", build=_qwen3_vl, model="Qwen3VLForConditionalGeneration"),
     Family("llava", build=_llava, model="LlavaForConditionalGeneration"),
 ]

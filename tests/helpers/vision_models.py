@@ -15,16 +15,19 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% for part in m.content %}{% if part.type == 'image' %}"
     "MARK{% else %}{{ part.text }}{% endif %}{% endfor %}\n{% endfor %}"
 )
-MARKS = {"qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>", "llava": "<image>"}
-_TOKENS = {
-    "qwen2_5_vl": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
-    "llava": ["<image>"],
-}
+_MARKED = "<|vision_start|><|image_pad|><|vision_end|>"
+MARKS = {"qwen2_5_vl": _MARKED, "qwen3_vl": _MARKED, "llava": "<image>"}
+_QWEN = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+_TOKENS = {"qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN, "llava": ["<image>"]}
 # As published: the class that transformers names where torchvision is installed; without it the one that needs Pillow alone is taken.
 _PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
         "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2,
         "size": {"shortest_edge": 64, "longest_edge": 1024}, "processor_class": "Qwen2_5_VLProcessor",
+    },
+    "qwen3_vl": {
+        "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2,
+        "size": {"shortest_edge": 64, "longest_edge": 1024}, "processor_class": "Qwen3VLProcessor",
     },
     "llava": {
         "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back
 from compress.run.manifest import records, write_manifest, write_metadata
 from compress.run.plan import plan_session
+from compress.run.record import RunRecord, evaluation_prompts
 from compress.run.session import ModelState, Session, identity, kind_of, layers_before
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint, read_json
@@ -44,6 +44,8 @@ class AppliedArtifact:
         manifest: content of compress.json.
         seconds: wall-clock time of each phase of this run (a resumed run counts only what it did itself).
         peak_memory: largest resident memory of the process, in bytes; of several, of the one that took most.
+        prompts: texts that samples can continue: the recipe's, else beginnings of held-out text.
+        samples: what `compress.run.record.add_samples` made of them; None: nothing.
     """
 
     path: Path
@@ -52,6 +54,8 @@ class AppliedArtifact:
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory: int = 0
     warnings: list[str] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
+    samples: dict[str, Any] | None = None
 
 
 class LimitError(CompressError):
@@ -138,6 +142,7 @@ def apply(
     device: str = "auto",
     quiet: bool = False,
     max_memory: int | None = None,
+    command: str | None = None,
 ) -> AppliedArtifact:
     """Run a recipe. Of several processes that a launcher has started the main one runs it, and all share what takes longest: statistics of
     calibration data, the layers of a block, and the training of recoveries.
@@ -148,6 +153,7 @@ def apply(
         overwrite: replace a finished artifact or an unfinished run of this tool in `output`.
         device: where blocks run: auto, cpu, cuda, cuda:1.
         max_memory: bytes that the process may take, all in all; None: what is free. Of several processes each may take so much.
+        command: the command line, for the run record.
 
     Raises:
         RequestError: the request cannot be carried out (nothing was changed). CompressError: it failed on the way; what was
@@ -165,11 +171,12 @@ def apply(
             manifest = read_json(path / MANIFEST)
             return AppliedArtifact(path, manifest["metrics"], manifest, peak_memory=peak_bytes())
         with helpers(team, path), team.working():
-            clock = _Clock()
             directory = RunDirectory(path, resume, overwrite)
             if not resume:  # refused before a model is read
                 directory.inspect({})
-            session = Session.open(recipe, str(team.device(choose_device(device))))
+            where = str(team.device(choose_device(device)))
+            clock = RunRecord(command, where, team.size)
+            session = Session.open(recipe, where)
             return _accept(_apply(session, directory, max_memory, quiet, team, clock))
 
 
@@ -179,7 +186,7 @@ def apply_recipe(recipe: Mapping[str, Any], output: Path) -> None:
 
 
 def _apply(
-    session: Session, directory: RunDirectory, max_memory: int | None, quiet: bool, team: Team, clock: _Clock
+    session: Session, directory: RunDirectory, max_memory: int | None, quiet: bool, team: Team, clock: RunRecord
 ) -> AppliedArtifact:
     context, path = session.context, directory.path
     begun = directory.begun()
@@ -206,6 +213,7 @@ def _apply(
     clock.lap("prepare")
     with directory.claimed(), disk_errors(f"writing to {path}"), Reporter(path / LOG, quiet) as reporter:
         directory.warn = reporter.warn
+        clock.begin(path, reporter.warn)
         check_source_files(directory.work, context.original)
         reporter.info(plan.headline())
         for warning in [*plan.warnings, context.calibration.warning if context.reads_text else None]:
@@ -221,7 +229,8 @@ def _apply(
         if max_memory is not None and highest > max_memory:
             one = "the run" if team.size == 1 else "one of the processes"
             reporter.warn(f"{one} took {size(highest)} of memory, more than the {size(max_memory)} of max_memory")
-        return AppliedArtifact(path, manifest["metrics"], manifest, clock.seconds, highest, reporter.warnings)
+        prompts = [session.recipe.sample] if session.recipe.sample else evaluation_prompts(run.session.context)
+        return AppliedArtifact(path, manifest["metrics"], manifest, clock.seconds, highest, reporter.warnings, prompts)
 
 
 @dataclass
@@ -236,7 +245,7 @@ class _Run:
     session: Session
     store: Store
     reporter: Reporter
-    clock: _Clock
+    clock: RunRecord
 
     def run(self, own: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """Run all that is not done; the manifest, and the most memory that a process has taken. `own`: identity of the run."""
@@ -258,8 +267,9 @@ class _Run:
         for job in self.session.after:
             metrics = self._finish(job, metrics, entries)
             files += [file for place in job.holds(self.store) for file in sorted(place.iterdir())]
-        manifest = write_manifest(context, directory, own, metrics, entries, files)
-        return manifest, max(made["peak_memory"], peak_bytes())
+        highest = max(made["peak_memory"], peak_bytes())
+        clock.write(highest)
+        return write_manifest(context, directory, own, metrics, entries, files), highest
 
     def _make_models(self) -> None:
         """Run the jobs of phase "model" that are not done, and open the session of what they made."""
@@ -349,17 +359,3 @@ def _accept(result: AppliedArtifact) -> AppliedArtifact:
     if failed:
         raise LimitError(f"{'; '.join(failed)}; the artifact is complete in {result.path}", result)
     return result
-
-
-@dataclass
-class _Clock:
-    """Wall-clock seconds by phase."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    _last: float = field(default_factory=time.monotonic)
-
-    def lap(self, phase: str) -> None:
-        """Add the time since the last call to a phase."""
-        now = time.monotonic()
-        self.seconds[phase] = round(self.seconds.get(phase, 0.0) + now - self._last, 3)
-        self._last = now

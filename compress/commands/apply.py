@@ -65,7 +65,7 @@ def apply(
     failure: CompressError | None = None
     with stdout_reserved(as_json):
         from compress.recipe import locate_model
-        from compress.run.record import add_samples, recorded_samples, shown_command
+        from compress.run.record import make_samples, recorded_samples, shown_command
         from compress.run.run import LimitError
         from compress.run.run import apply as run
 
@@ -81,7 +81,8 @@ def apply(
         remember_artifact(artifact.path)
         prompts = artifact.prompts if prompt is None else [prompt] if prompt else []
         if prompts:
-            add_samples(artifact, locate_model(loaded), prompts, device, limit)
+            source, written = locate_model(loaded), bool(artifact.seconds)
+            artifact.samples = make_samples(artifact.path, source, prompts, device, limit, note=written)
         elif prompt is None and not artifact.seconds:  # finished before
             artifact.samples = recorded_samples(artifact.path)
     result = _result(artifact)

@@ -171,7 +171,7 @@ def _layers_chart(
         for number, (kind, values) in enumerate(series.items()):
             place = 0.7 * ((number + 0.5) / len(series) - 0.5) if beside else 0.0
             at = [blocks.index(block) + place for block in values]
-            look = {"color": color(number), "marker": _MARKERS[number // len(COLORS) % len(_MARKERS)]}
+            look: dict[str, Any] = {"color": color(number), "marker": _MARKERS[number // len(COLORS) % len(_MARKERS)]}
             size = 4 if len(blocks) <= _MARKED else 2
             axes.plot(at, list(values.values()), markersize=size, linewidth=0.0 if beside else 1.0, label=kind, **look)
         step = max(1, math.ceil(len(blocks) / 20))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -32,9 +32,6 @@ from runtime.system import processes
 from runtime.system.device import choose_device
 from runtime.system.memory import available_bytes
 from runtime.system.sizes import size
-
-if TYPE_CHECKING:
-    from compress.run.run import AppliedArtifact
 
 SAMPLE_TOKENS = 48
 _PROMPTS, _PROMPT_TOKENS = (
@@ -125,28 +122,33 @@ def evaluation_prompts(context: Context) -> list[str]:
     return [cut for text in texts if (cut := text.strip("\ufffd")).strip()]
 
 
-def add_samples(result: AppliedArtifact, source: Path, prompts: Sequence[str], device: str, limit: int | None) -> None:
-    """Continue prompts with the source and with its artifact, greedily and by equally many tokens; put both into `result`, and into the
-    record and the report of an artifact that this run has written. A model that this machine cannot run is left out, with the reason.
+def make_samples(
+    artifact: Path, source: Path, prompts: Sequence[str], device: str, limit: int | None, note: bool
+) -> dict[str, Any]:
+    """Continue prompts with the source and with its artifact, greedily and by equally many tokens.
 
     Args:
         source: directory of the recipe's model. limit: bytes that the process may take, all in all; None: what is free.
+        note: put them into the artifact's record and report.
+
+    Returns:
+        `prompts`, `tokens` (at most so many are new), `source` and `artifact` (a text for each prompt; None: this machine cannot run it),
+        `left_out` (why, by name).
     """
     made: dict[str, Any] = {"prompts": list(prompts), "tokens": SAMPLE_TOKENS, "left_out": {}}
-    for name, path in (("source", source), ("artifact", result.path)):
+    for name, path in (("source", source), ("artifact", artifact)):
         try:
             made[name] = _continued(path, list(prompts), device, limit, whole=name == "source")
         except RequestError as error:
             made[name], made["left_out"][name] = None, str(error)
-    result.samples = made
-    if result.seconds:
-        record = read_object(result.path / RECORD, "run it again")
-        _write(result.path / RECORD, record | {"samples": made})
-        write_report(result.path)
+    if note:
+        _write(artifact / RECORD, read_object(artifact / RECORD, "run it again") | {"samples": made})
+        write_report(artifact)
+    return made
 
 
 def recorded_samples(path: Path) -> dict[str, Any] | None:
-    """The samples of an artifact, as `add_samples` made them; None where there are none."""
+    """The samples of an artifact, as `make_samples` gave them; None where there are none."""
     if not (path / RECORD).is_file():
         return None
     found: dict[str, Any] | None = read_object(path / RECORD, "remove it").get("samples")

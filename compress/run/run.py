@@ -45,7 +45,7 @@ class AppliedArtifact:
         seconds: wall-clock time of each phase of this run (a resumed run counts only what it did itself).
         peak_memory: largest resident memory of the process, in bytes; of several, of the one that took most.
         prompts: texts that samples can continue: the recipe's, else beginnings of held-out text.
-        samples: what `compress.run.record.add_samples` made of them; None: nothing.
+        samples: what `compress.run.record.make_samples` gives; None: they were not continued.
     """
 
     path: Path

@@ -375,12 +375,12 @@ def pipeline(monkeypatch, tmp_path):
 
     monkeypatch.setattr(module, "apply", apply)
 
-    def add_samples(result, source, prompts, device, limit):
+    def make_samples(artifact, source, prompts, device, limit, note):
         texts = [f"{prompt} and so on" for prompt in prompts]
         left_out = {"source": "it is too large"}
-        result.samples = {"prompts": prompts, "tokens": 48, "source": None, "artifact": texts, "left_out": left_out}
+        return {"prompts": prompts, "tokens": 48, "source": None, "artifact": texts, "left_out": left_out}
 
-    monkeypatch.setattr("compress.run.record.add_samples", add_samples)
+    monkeypatch.setattr("compress.run.record.make_samples", make_samples)
     monkeypatch.setattr("compress.recipe.locate_model", lambda recipe: tmp_path / "m")
     return calls
 

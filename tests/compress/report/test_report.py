@@ -7,15 +7,17 @@ import re
 import shutil
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from compress.report import plot_tradeoff, write_report
-from compress.report.charts import bits_chart, error_chart, quality_chart
+from compress.report.charts import PRINTED, bits_chart, error_chart, figure, quality_chart
 from compress.report.facts import PARTS, gather, notes_text, part_of, split_layer_name
-from compress.report.plots import comparison
+from compress.report.plots import comparison, label_axes
 from runtime.errors import ArtifactError, RequestError
 
+ROOT = Path(__file__).resolve().parents[3]
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
@@ -337,3 +339,27 @@ class TestTradeoff:
         edit(artifact, **manifest)
         with pytest.raises(RequestError, match="text"):
             comparison([tiny_artifact, artifact])
+
+
+class TestPictures:
+    @pytest.mark.parametrize("points", [1, 6, 14])
+    def test_labels_cover_neither_each_other_nor_the_legend(self, points):
+        with figure(8.0, 4.6, *PRINTED) as (_, axes):
+            at = [(1 + 0.3 * number, 3 + 0.05 * (-1) ** number) for number in range(points)]
+            axes.step(*zip(*at, strict=True), where="post", marker="o", label="measured")
+            axes.axhline(3.02, label="whole")
+            label_axes(
+                axes, "x", "y", "#eeeeee", [(x, y, f"method {number}", "black") for number, (x, y) in enumerate(at)]
+            )
+            boxes = [text.get_window_extent() for text in axes.texts] + [axes.get_legend().get_window_extent()]
+            assert len(boxes) == points + 1
+            for number, one in enumerate(boxes):
+                assert not any(one.overlaps(other) for other in boxes[:number])
+
+    @pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "images").glob("*.svg")), ids=lambda path: path.stem)
+    def test_letters_of_the_docs_are_legible_in_1400_pixels(self, picture):
+        text = picture.read_text(encoding="utf-8")
+        width = float(re.search(r'viewBox="0 0 ([\d.]+)', text).group(1))
+        sizes = [float(size) for size in re.findall(r"font(?:-size)?: (?:\w+ )?([\d.]+)px", text)]
+        assert sizes
+        assert min(sizes) * 1400 / width >= 12

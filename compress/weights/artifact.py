@@ -61,7 +61,8 @@ def foresee(weights: WeightPlan, directory: Path) -> None:
     entries: dict[str, Any] = {}
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, task in weights.tasks.items():
-        shape = rows, columns = get_matrix(context.streamed.model.get_submodule(name)).shape
+        rows, columns = get_matrix(context.streamed.model.get_submodule(name)).shape
+        shape = (rows, columns)
         density = 1.0 - task.share
         storage, count = formats.choose(task.scheme, shape, density=density), round(rows * columns * density)
         specs, home = storage.tensors(task.scheme, shape, dtype, count), source.published_module(name)

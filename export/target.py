@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from export.source import Source
+from runtime.config.dtypes import dtype_name
 from runtime.errors import RequestError
 from runtime.formats.grid import GridScheme
 from runtime.system.distribution import how_to_install
@@ -27,6 +28,12 @@ class Options(BaseModel):
 
     requantize: bool = False
     """Round weights anew where the target cannot hold their grid, and report the loss; without it such an artifact is refused."""
+
+    @field_validator("dtype", mode="before", check_fields=False)
+    @classmethod
+    def _full_name(cls, written: Any) -> Any:
+        """`fp16` and `bf16` too, where a target has a dtype."""
+        return dtype_name(written)
 
 
 @dataclass(frozen=True)

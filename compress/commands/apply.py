@@ -18,6 +18,7 @@ from compress.commands.options import (
     OUTPUT,
     QUIET,
     RECIPE,
+    REPORT_TO,
     SET,
     memory_limit,
 )
@@ -47,6 +48,7 @@ def apply(
     device: str = DEVICE,
     max_memory: str | None = MAX_MEMORY,
     prompt: str | None = typer.Option(None, "--prompt", help="Continue this, not the recipe's `sample`; '' for none."),
+    report_to: str | None = REPORT_TO,
     quiet: bool = QUIET,
     as_json: bool = JSON,
 ) -> None:
@@ -85,6 +87,7 @@ def apply(
                 quiet=quiet,
                 max_memory=limit,
                 readers=readable_by,
+                report_to=report_to,
             )
         except LimitError as error:
             artifact, failure = error.result, error
@@ -117,11 +120,15 @@ def continue_prompt(path: Path, prompt: str, device: str, limit: int | None) -> 
 
 
 def _result(artifact: Any) -> dict[str, Any]:
+    from compress.evaluate.texts import describe
+
     optional = ("passes", "kv_cache", "kv_cache_bytes", "draft", "readable_by")
     return {
         "path": str(artifact.path),
         "bytes": artifact.manifest["bytes"],
         "metrics": artifact.metrics,
+        "texts": describe(*(artifact.manifest.get(name) for name in ("calibration", "evaluation"))),
+        "text_warnings": artifact.manifest.get("warnings", []),
         **{key: artifact.manifest[key] for key in optional if key in artifact.manifest},
         "seconds": artifact.seconds,
         "peak_memory": artifact.peak_memory,
@@ -141,6 +148,8 @@ def _show(result: dict[str, Any]) -> None:
         show_policy(result["kv_cache"], result["kv_cache_bytes"], metrics)
     if "draft" in result:
         show_draft(result["draft"])
+    for text in (result["texts"], *(f"Warning: {text}" for text in result["text_warnings"])):
+        print(f"{text}." if text else "")
     show_readers(result.get("readable_by") or [])
     times = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in result["seconds"].items())
     done = f"Time: {times}." if times else "Already finished; nothing was changed."

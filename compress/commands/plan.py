@@ -66,7 +66,13 @@ def _show(result: dict[str, Any]) -> None:
     print(f"Disk: about {size(result['disk_needed'])} of {size(result['disk_free'])} free")
     if result["kv_cache"] is not None:
         show_cache(result["kv_cache"]["description"], result["kv_cache"]["bytes"], result["kv_cache"]["needs"])
+    if result["texts"]:
+        print(f"{result['texts']}.")
+    if result["limits"]:
+        print(f"Limits: {', '.join(f'{name} {value:.4g}' for name, value in result['limits'].items())}")
     more = f" plus the draft ({result['draft']})" if result["draft"] else ""
     show_readers(result["readable_by"])
     print(f"Runs on {result['engine']}")
     print(f"Calibration: {result['calibration_tokens']:,} tokens    Time: about {duration(result['seconds'])}{more}")
+    for text in result["warnings"]:
+        print(f"Warning: {text}")

@@ -195,7 +195,11 @@ class Job:
 
 @dataclass
 class TensorPlan:
-    """One tensor of the source: what happens to it, by what, into which format; bytes are those on disk."""
+    """One tensor of the source: what happens to it, by what, into which format; bytes are those on disk.
+
+    Attributes:
+        bits: of the code of a weight, scales not counted; None: it is not compressed. sparsity: share of zeros that is asked for.
+    """
 
     name: str
     action: str
@@ -203,6 +207,8 @@ class TensorPlan:
     bytes_after: int
     method: str = ""
     format: str = ""
+    bits: float | None = None
+    sparsity: float = 0.0
 
 
 class LayersJob(Job):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compress.evaluate.metrics import exceeded
+from compress.evaluate.limits import exceeded
 from runtime.checkpoint.artifact import Artifact
 from runtime.errors import ArtifactError
 
@@ -49,6 +49,7 @@ class Facts:
         recipe: text of recipe.yaml, empty when the artifact has none.
         before, after: bytes of each of `PARTS`.
         warnings: one sentence each.
+        architecture: class of the model.
     """
 
     path: Path
@@ -57,6 +58,7 @@ class Facts:
     before: dict[str, int]
     after: dict[str, int]
     warnings: list[str]
+    architecture: str | None = None
 
     @property
     def layers(self) -> list[dict[str, Any]]:
@@ -129,6 +131,7 @@ def gather(artifact_path: str | Path) -> Facts:
         before={part: before[part] for part in PARTS},
         after={part: after[part] for part in PARTS},
         warnings=list(_warnings(manifest)),
+        architecture=next(iter(artifact.config.get("architectures") or []), None),
     )
 
 

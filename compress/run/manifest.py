@@ -18,6 +18,7 @@ from compress.core.run_directory import MANIFEST, UNHASHED, RunDirectory
 from compress.model.checkpoint_writer import copy_companions, guarded, write_index
 from compress.model.context import Context
 from compress.model.stage import LayersJob, Readers
+from compress.report.card import describe_source
 from compress.run.session import recipe_digest
 from runtime.checkpoint.artifact import SCHEMA_VERSION
 from runtime.checkpoint.checkpoint import Checkpoint
@@ -65,12 +66,13 @@ def write_manifest(
     entries: Mapping[str, Any],
     files: Sequence[Path],
     readers: Readers | None,
+    warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Account for every tensor and file, and write compress.json last of all.
 
     Args:
         entries: what stages of phase "artifact" say. files: what they have written into directories of their own.
-        readers: who can read it.
+        readers: who can read it. warnings: sentences on the texts.
     """
     done = records(context, directory)
     tensors = {name: entry for record in done for name, entry in record["tensors"].items()}
@@ -97,8 +99,10 @@ def write_manifest(
             "path_or_id": context.recipe.model,
             "fingerprint": identity["source_fingerprint"],
             "bytes": context.original.total_bytes,
+            **describe_source(context.original.path),
         },
         "calibration": _calibration(context, sorted({record.get("processes", 1) for record in done})),
+        "evaluation": _evaluation(context),
         "recipe_sha256": recipe_digest(context.recipe),
         "tensors": tensors,
         "layers": [layer for record in done for layer in record["layers"]],
@@ -111,6 +115,8 @@ def write_manifest(
             sum(entry["bytes_after"] for entry in tensors.values()),
         ),
     }
+    if warnings:
+        manifest["warnings"] = list(warnings)
     if context.records:
         manifest["passes"] = list(context.records)
     manifest |= entries
@@ -118,6 +124,7 @@ def write_manifest(
         manifest["readable_by"] = readers(directory.path, entries)
     manifest[KEY] = write_sealed(directory.path / MANIFEST, manifest)
     report.write_report(directory.path)
+    report.write_card(directory.path)
     return manifest
 
 
@@ -146,9 +153,16 @@ def _calibration(context: Context, processes: list[int]) -> dict[str, Any] | Non
     if not context.reads_text:
         return None
     data = context.calibration
-    told = {name: getattr(data, name) for name in ("description", "rows", "tokens", "sha256", "warning")}
+    told = {name: getattr(data, name) for name in ("description", "kind", "rows", "tokens", "sha256", "warning")}
     # The order of sums depends on it, and so may the last bit of anything.
     return told if processes == [1] else told | {"processes": processes}
+
+
+def _evaluation(context: Context) -> dict[str, Any] | None:
+    data = context.evaluation
+    if data is None:
+        return None
+    return {name: getattr(data, name) for name in ("description", "kind", "rows", "tokens", "sha256")}
 
 
 def toolchain() -> dict[str, str]:

@@ -46,7 +46,10 @@ def tensors(weights: WeightPlan) -> list[TensorPlan]:
         storage = formats.choose(task.scheme, (rows, columns), density=density)
         size_after = storage.bytes_estimate(task.scheme, (rows, columns), dtype, density)
         size_before = whole.nbytes(weight) if checkpoint.has(weight) else 0
-        plans.append(TensorPlan(weight, "compressed", size_before, size_after, task.describe(), storage.name))
+        values = task.scheme.weights
+        bits = 8.0 * dtype.itemsize if values is None else values.bits
+        how = (task.describe(), storage.name, bits, task.share)
+        plans.append(TensorPlan(weight, "compressed", size_before, size_after, *how))
     if weights.untie:
         for tied, source in context.streamed.ties.items():
             if not checkpoint.has(tied) and tied.rpartition(".")[0] not in weights.tasks and checkpoint.has(source):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from runtime.checkpoint.config_fields import check_config
 from runtime.checkpoint.guard import is_guard
 from runtime.checkpoint.headers import Header, TensorEntry, read_header
 from runtime.checkpoint.locate import check_inside, reading, resolve
@@ -136,7 +137,9 @@ class Checkpoint:
             nested = sorted(p.parent for p in self.path.glob("*/config.json"))
             hint = f"; {nested[0]} has one" if nested else ""
             raise ArtifactError(f"{self.path} is no checkpoint: it has no config.json{hint}")
-        return read_json(file)
+        config = read_json(file)
+        check_config(config, str(file))
+        return config
 
     def _find_files(self) -> tuple[list[str], dict[str, str] | None]:
         """Names of the safetensors files, and {tensor: file} where an index says so."""

@@ -86,6 +86,7 @@ def choose_engine(engine: TorchEngine, blueprint: Blueprint, policy: Policy | No
     """
     if policy is not None:
         engine.compress_cache(policy)
+    if policy is not None or blueprint.adapter is not None:
         return engine
     if blueprint.kernels == "auto":
         for load in entries(GROUP).values():
@@ -107,6 +108,8 @@ def why_modules(blueprint: Blueprint, compressed_cache: bool) -> str | None:
         return f"it is an {blueprint.kind}, and fused engines are for decoders"
     if compressed_cache:
         return "its cache is compressed, and fused engines have plain caches of their own"
+    if blueprint.adapter is not None:
+        return "it has an adapter, and fused engines have layers without"
     if not blueprint.compressed:
         return "none of its layers is compressed"
     if blueprint.kernels == "reference":

@@ -399,7 +399,8 @@ def test_apply_hands_its_options_on(capsys, pipeline, recipe, tmp_path):
     ((loaded, options),) = pipeline
     assert (loaded.model, loaded.seed, loaded.output_directory) == ("other", 3, tmp_path / "x")
     assert callable(options.pop("readers"))
-    assert options == {"resume": True, "overwrite": True, "device": "cpu", "quiet": True, "max_memory": 3_000_000_000}
+    expected = {"resume": True, "overwrite": True, "device": "cpu", "quiet": True, "max_memory": 3_000_000_000}
+    assert options == expected | {"report_to": None}
     for words in (
         "8.00 MB",
         "2.00 MB",

@@ -462,7 +462,7 @@ def test_python_apply_and_plan_hand_on_too(pipeline, recipe, monkeypatch):
     assert options["resume"] is True
     monkeypatch.setattr(
         "compress.run.plan.make_plan",
-        lambda recipe, max_memory: SimpleNamespace(name=recipe.name, limit=max_memory),
+        lambda recipe, max_memory, readers: SimpleNamespace(name=recipe.name, limit=max_memory),
     )
     assert compress.plan(recipe("fine")).name == "fine"
     assert compress.plan(recipe("fine"), max_memory="2GB").limit == 2_000_000_000

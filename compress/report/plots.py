@@ -155,7 +155,8 @@ def place_labels(axes: Axes, labels: list[tuple[float, float, str, str]], size: 
     legend = axes.get_legend()
     taken = [] if legend is None else [legend.get_window_extent()]
     taken += [
-        Bbox.from_bounds(*(axes.transData.transform((x, y)) - 4 * point), 8 * point, 8 * point) for x, y, *_ in labels
+        Bbox.from_extents(*(at - 4 * point), *(at + 4 * point))
+        for at in (axes.transData.transform((x, y)) for x, y, *_ in labels)
     ]
     for x, y, text, ink in labels:
         at = axes.transData.transform((x, y))

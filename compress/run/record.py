@@ -156,7 +156,10 @@ def recorded_samples(path: Path) -> dict[str, Any] | None:
 
 
 def _continued(path: Path, prompts: list[str], device: str, limit: int | None, whole: bool) -> tuple[list[str], str]:
-    """Continuations, and what computed them. `whole`: refuse a model that does not fit in memory, rather than read it from the disk for every token."""
+    """Continuations, and what computed them.
+
+    `whole`: refuse a model that does not fit in memory, rather than read it from the disk for every token.
+    """
     import runtime
 
     bound = None if limit is None else max(1, limit - memory_bytes())

@@ -66,12 +66,20 @@ def apply(
     """
     from compress.recipe import load
     from compress.run import run
+    from export.readers import readable_by
     from runtime.system.sizes import byte_count
 
     limit = None if max_memory is None else byte_count("max_memory", max_memory)
     loaded = load(recipe, model=model, output=output, set=set)
     return run.apply(
-        loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet, max_memory=limit, report_to=report_to
+        loaded,
+        resume=resume,
+        overwrite=overwrite,
+        device=device,
+        quiet=quiet,
+        max_memory=limit,
+        readers=readable_by,
+        report_to=report_to,
     )
 
 
@@ -119,10 +127,11 @@ def plan(
     """Tensors, sizes, memory, disk and time of `apply` with the same arguments. Nothing is compressed or written."""
     from compress.recipe import load
     from compress.run.plan import make_plan
+    from export.readers import readable_by
     from runtime.system.sizes import byte_count
 
     limit = None if max_memory is None else byte_count("max_memory", max_memory)
-    return make_plan(load(recipe, model=model, output=output, set=set), max_memory=limit)
+    return make_plan(load(recipe, model=model, output=output, set=set), max_memory=limit, readers=readable_by)
 
 
 def sweep(

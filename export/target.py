@@ -18,7 +18,7 @@ from runtime.formats.grid import GridScheme
 from runtime.system.distribution import how_to_install
 from runtime.system.progress import ProgressReporter
 
-_WORTH_SAYING = 100_000  # bytes
+WORTH_SAYING = 100_000  # bytes
 
 
 class Options(BaseModel):
@@ -56,7 +56,7 @@ class Conversion:
         """One line for people."""
         where = self.modules[0] if len(self.modules) == 1 else f"{len(self.modules)} layers"
         parts = [where, "exact" if self.exact else "changes weights"]
-        if self.bytes is not None and abs(self.bytes) >= _WORTH_SAYING:
+        if self.bytes is not None and abs(self.bytes) >= WORTH_SAYING:
             parts.append(f"{abs(self.bytes) / 1e6:.1f} MB {'more' if self.bytes > 0 else 'less'}")
         return f"{self.what} ({'; '.join(parts)})"
 

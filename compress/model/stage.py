@@ -29,6 +29,9 @@ Apply = Callable[[Mapping[str, Any], Path], None]
 """Runs a recipe, given as a dictionary, into a directory; on the CPU, quietly."""
 
 
+Readers = Callable[[Path, Mapping[str, Any]], list[dict[str, str]]]
+"""Who can read an artifact, by its directory and its manifest's entries: `export.readers.readable_by`, which a run is given."""
+
 WRITE = "compress"
 """Kind of the step that ends every run, and stands in no recipe (`LayersJob`)."""
 
@@ -234,6 +237,10 @@ class LayersJob(Job):
 
     def tensors(self) -> list[TensorPlan]:
         """What becomes of every tensor of the source, by name."""
+        raise NotImplementedError
+
+    def foresee(self, directory: Path) -> None:
+        """Write the artifact as it will be, of zeros that take no room on the disk, into a new directory."""
         raise NotImplementedError
 
     def config(self, entries: Mapping[str, Any]) -> dict[str, Any]:

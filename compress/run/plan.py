@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,16 @@ from compress.evaluate import texts
 from compress.evaluate.limits import cutting, limits
 from compress.model.context import Context
 from compress.model.footprint import Footprint, Rows, Speed
-from compress.model.stage import Job, TensorPlan
+from compress.model.stage import Job, Readers, TensorPlan
 from compress.recipe.models import AUTO, Recipe
 from compress.run.session import Session, layers_before
+from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.companions import left_behind
+from runtime.engines.choose import describe_choice
+from runtime.engines.torch.engine import Blueprint
 from runtime.modeling.layer_sizes import differing, is_ours
 from runtime.modeling.weights import first_name
+from runtime.system.device import choose_device
 from runtime.system.memory import available_bytes, free_bytes
 
 #: Part of a limit by which what was counted may be more than it: the least that a refusal has named works in another process too, which is
@@ -45,6 +50,7 @@ class Plan:
         texts: what is calibrated and evaluated on, in a sentence. limits: see `compress.evaluate.limits`.
         passes: what other stages make of the model first, in words.
         stages: what stages after compression say of themselves, each under a name of its own (`Job.plan`).
+        readable_by: see `export.readers.readable_by`. engine: what runs the artifact on this machine, in a sentence.
         problems, warnings: sentences; a run with any of the problems is refused.
     """
 
@@ -69,6 +75,8 @@ class Plan:
     passes: list[str] = field(default_factory=list)
     device_memory: int = 0
     available_device_memory: int = 0
+    readable_by: list[dict[str, str]] = field(default_factory=list)
+    engine: str = ""
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -102,16 +110,28 @@ class Plan:
         )
 
 
-def make_plan(recipe: Recipe, output: Path | None = None, device: str = "auto", max_memory: int | None = None) -> Plan:
+def make_plan(
+    recipe: Recipe,
+    output: Path | None = None,
+    device: str = "auto",
+    max_memory: int | None = None,
+    readers: Readers | None = None,
+) -> Plan:
     """Plan a recipe. Reads headers and text, times one small matrix product, and runs a model of at most `SMALL` bytes on some text, to see
     whether it reads such; changes nothing.
 
-    `max_memory`: bytes that the run may take.
+    `max_memory`: bytes that the run may take. `readers`: says who will be able to read the artifact.
     """
     session = Session.open(recipe, device)  # holds the checkpoints that the plan looks at
     plan = plan_session(session, Path(output) if output is not None else recipe.output_directory, max_memory)
     if session.context.original.total_bytes <= SMALL:
         plan.warnings += texts.doubt(session.context)
+    if readers is not None:
+        with tempfile.TemporaryDirectory(prefix="compress-plan-") as room:
+            session.layers.foresee(Path(room) / "artifact")
+            plan.readable_by = readers(Path(room) / "artifact", plan.stages)
+            blueprint = Blueprint(Artifact(Path(room) / "artifact"), choose_device(device), "auto", None, False)
+            plan.engine = describe_choice(blueprint, plan.kv_cache is not None, plan.draft is not None)
     return plan
 
 

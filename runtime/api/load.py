@@ -27,6 +27,7 @@ from runtime.engines.torch.engine import Blueprint
 from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine
 from runtime.errors import ArtifactError, RequestError
 from runtime.kv_cache.policy.policy import choose_policy
+from runtime.layers.adapter import check_adapter
 from runtime.sampling.options import reject_unknown
 from runtime.system.describe import integer, show
 from runtime.system.device import choose_device
@@ -44,7 +45,18 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-_OPTIONS = ["device", "kernels", "threads", "dtype", "verify", "max_memory", "kv_cache", "drafter", "trust_remote_code"]
+_OPTIONS = [
+    "device",
+    "kernels",
+    "threads",
+    "dtype",
+    "verify",
+    "max_memory",
+    "kv_cache",
+    "drafter",
+    "adapter",
+    "trust_remote_code",
+]
 
 
 def refuse_unfinished(path: str | Path) -> None:
@@ -69,6 +81,7 @@ def load(
     max_memory: int | str | None = None,
     kv_cache: str | Mapping[str, Any] | bool | None = None,
     drafter: Any = None,
+    adapter: str | Path | None = None,
     trust_remote_code: bool = False,
     **unknown: Any,
 ) -> Any:
@@ -99,6 +112,8 @@ def load(
             settings ({"method": "lookup", "depth": 10}, {"model": "draft", "acceptance": "exact", "lengths": "goodput"}), a list of these
             (the first that expects enough proposes), or a `Drafter`. None: the artifact's own draft, if it has one; False: none. The
             output stays that of plain decoding.
+        adapter: the directory of a LoRA adapter that PEFT has saved (docs/guides/finetune.md). It stays beside the weights, which stay
+            packed; transformers' modules compute, not the fused engine. None: there is none.
         trust_remote_code: run Python code that the checkpoint brings.
 
     Raises:
@@ -114,10 +129,14 @@ def load(
         check_written(drafter)
     if threads is not None:
         torch.set_num_threads(integer(1)("threads", threads))
+    beside = None if adapter is None else check_adapter(adapter)
+    if beside is not None and bound is not None:
+        raise RequestError("max_memory: with an adapter the model is loaded whole; leave one of them out")
     export = find_export(path)
     if export is not None and not export.is_checkpoint:
         for name, asked, why in (
             ("drafter", drafter not in (None, False), "cannot take tokens back"),
+            ("adapter", beside is not None, "has its layers compiled"),
             ("kv_cache", kv_cache is not None and not is_off(kv_cache), "has a cache of its own"),
         ):
             if asked:
@@ -135,7 +154,7 @@ def load(
         verify_files(artifact, export, readme=bool(verify))
     if target.type == "cuda":
         offer_kernels(artifact.path, target)
-    blueprint = Blueprint(artifact, target, kernels, compute, trust_remote_code)
+    blueprint = Blueprint(artifact, target, kernels, compute, trust_remote_code, beside)
     policy = choose_policy(kv_cache, artifact, blueprint.module.config)
     if blueprint.kind != "decoder":
         if drafter not in (None, False):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from runtime.checkpoint.config_fields import check_config
+from runtime.checkpoint.guard import is_guard
 from runtime.checkpoint.headers import Header, TensorEntry, read_header
 from runtime.checkpoint.locate import check_inside, reading, resolve
 from runtime.errors import ArtifactError
@@ -178,14 +179,19 @@ class Checkpoint:
 
     def _merge(self, index: dict[str, str] | None) -> dict[str, TensorEntry]:
         tensors: dict[str, TensorEntry] = {}
+        passed: dict[str, TensorEntry] = {}
         for header in self.headers.values():
             for name, entry in header.tensors.items():
+                if is_guard(entry.shape, entry.dtype):
+                    passed[name] = entry
+                    continue
                 if name in tensors:
                     files = f"{tensors[name].file.name} and {entry.file.name}"
                     raise ArtifactError(f"{self.path}: tensor {name} is stored twice, in {files}")
                 tensors[name] = entry
         for name, file in (index or {}).items():
-            if name not in tensors or tensors[name].file != self.path / file:
+            entry_of = tensors.get(name) or passed.get(name)
+            if entry_of is None or entry_of.file != self.path / file:
                 raise ArtifactError(
                     f"{self.path}: tensor {name} is missing: the index says it is in {file}, which does not have it"
                 )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.core.files import disk_errors, listed, write_sealed
+from compress.core.loaded_bytes import loaded_bytes
 from compress.core.processes import PartDone, Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import CHOICE, DRAFTS, LOG, MANIFEST, WORK, RunDirectory, remove
@@ -151,6 +152,8 @@ def exchange_draft(artifact: Artifact, made: DraftRecord) -> None:
     place = made.directory
     files = kept | listed(path, [] if place is None else sorted((path / place).iterdir()))
     changed = {"schema_version": SCHEMA_VERSION, "draft": asdict(made), "files": dict(sorted(files.items()))}
+    held = manifest["bytes"]
+    changed["bytes"] = loaded_bytes(path, manifest | changed, held["before"], held["after"])
     write_sealed(path / MANIFEST, manifest | changed)
     for name in DRAFTS:
         if name != place:

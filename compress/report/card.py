@@ -25,6 +25,9 @@ FILE = "README.md"
 #: What a card says of its model that stays true of a compressed one.
 _INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 _LONGEST = 200  # characters of a value that is inherited
+_PATH = re.compile(
+    r"(?<![\w:/.~])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\:;,]+[/\\])+[^\s/\\:;,]+"
+)  # an absolute one, of several parts
 _SNAPSHOT = re.compile(r"/models--([\w.-]+)/snapshots/([0-9a-f]+)$")
 
 
@@ -74,7 +77,7 @@ def card(facts: Facts) -> str:
     if manifest.get("draft"):
         parts.append(f"It brings a draft for speculative decoding, made by {manifest['draft']['method']}.")
     if facts.warnings:
-        parts += ["## Warnings", "\n".join(f"- {warning}" for warning in facts.warnings)]
+        parts += ["## Warnings", "\n".join(f"- {_nowhere(warning, facts)}" for warning in facts.warnings)]
     if readable:
         rows = [tuple(str(reader.get(key, "")) for key in ("name", "how", "note")) for reader in readable]
         parts += ["## Readable by", _table(("", "", ""), rows)]
@@ -163,6 +166,14 @@ def _without_places(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_places(each) for each in value]
     return base_name(value) if isinstance(value, str) else value
+
+
+def _nowhere(sentence: str, facts: Facts) -> str:
+    """A sentence in which paths of this machine are their last names."""
+    source = str((facts.manifest.get("source") or {}).get("path_or_id") or "")
+    if source:
+        sentence = sentence.replace(source, base_name(source))
+    return _PATH.sub(lambda found: base_name(found[0]), sentence)
 
 
 def base_name(written: str) -> str:

@@ -66,7 +66,7 @@ def test_what_other_engines_read_is_told(facts: Facts) -> None:
     ]
     facts.manifest["bytes"] |= {"draft": 2_000_000, "total": 9_000_000}
     facts.manifest["evaluation"] = {"description": "the bundled heldout text"}
-    facts.warnings = ["calibrated on text of another kind"]
+    facts.warnings = ["calibrated on text of another kind", "/home/me/my/model: odd; see https://a.b/c/d and ~/x/y.txt"]
     text = card(facts)
     for words in (
         "| vLLM | yes | 0.12 and later |", "vllm serve PATH", "import runtime", "AutoModelForCausalLM.from_pretrained",
@@ -74,6 +74,7 @@ def test_what_other_engines_read_is_told(facts: Facts) -> None:
         "- calibrated on text of another kind",
     ):  # fmt: skip
         assert words in text, words
+    assert "- model: odd; see https://a.b/c/d and y.txt" in text, "nothing of this machine"
     facts.manifest["readable_by"] = [
         {"name": "vLLM", "how": "no", "note": ""},
         {"name": "transformers", "how": "yes", "note": ""},

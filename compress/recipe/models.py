@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -26,6 +26,16 @@ from compress.recipe.stages import Stage
 from compress.recipe.yaml_source import Path as KeyPath
 from runtime.errors import RequestError
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+AUTO: Literal["auto"] = "auto"
+"""A limit that follows from how the layers are compressed."""
+NONE: Literal["none"] = "none"
+"""No limit, where there would be one by default."""
+
+T = TypeVar("T")
+Limit = Annotated[T | Literal["auto", "none"], BeforeValidator(lambda value: NONE if value is None else value)]
 BUNDLED = "bundled"
 """The word for the texts of this package."""
 
@@ -66,7 +76,7 @@ class DataEntry(BaseModel):
     """One of several texts that a section mixes.
 
     Attributes:
-        data: as in `TextSource`, one text.
+        data: one text, as the section's may be.
         weight: rows are taken in proportion to it.
         text_column, split, subset: in place of the section's.
     """
@@ -114,7 +124,7 @@ class TextSet:
         return self.origin.candidates((*self.path, "data"), self.data)
 
 
-_OPEN = ("sequence_length", "batch_size", "samples")
+OPEN = ("sequence_length", "batch_size", "samples")
 """Keys that `auto` may stand at, which is the same as to leave them out."""
 
 
@@ -148,7 +158,7 @@ class TextSource(Located):
     def _without_auto(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {key: value for key, value in values.items() if not (key in _OPEN and value == "auto")}
+        return {key: value for key, value in values.items() if not (key in OPEN and value == "auto")}
 
     def is_auto(self, name: str) -> bool:
         """Whether the recipe leaves the value of a key open."""
@@ -162,7 +172,7 @@ class TextSource(Located):
     def settled(self, values: Mapping[str, Any]) -> Self:
         """With values in the place of those that were left open."""
         found = self.model_copy(update=dict(values))
-        found._auto = frozenset(name for name in _OPEN if self.is_auto(name))
+        found._auto = frozenset(name for name in OPEN if self.is_auto(name))
         return found
 
     @property
@@ -249,8 +259,9 @@ class EvaluateConfig(TextSource):
         samples: rows to score, from the start of the text; None: all.
         max_perplexity: largest perplexity of the artifact, of its weights and, with a kv_cache stage, of weights and cache together.
         max_perplexity_increase: largest relative increase over the source model (`10%` or 0.1), for both likewise.
-        max_kl: largest mean KL divergence from the source model, in nats per token.
-        min_top1_agreement: smallest fraction of positions with the same most likely token.
+        max_kl: largest mean KL divergence from the source model, in nats per token; `auto`: usual for the bits and zeros of the layers
+            (`compress.evaluate.limits`); `none`: any.
+        min_agreement: smallest fraction of positions with the same most likely token; `auto` and `none` likewise.
         min_cosine: encoders only, to which the limits above do not apply: smallest mean cosine similarity between the embeddings
             that both models give a text.
     """
@@ -259,14 +270,14 @@ class EvaluateConfig(TextSource):
     samples: int | None = Field(default=None, ge=1)
     max_perplexity: float | None = Field(default=None, gt=0)
     max_perplexity_increase: Fraction | None = None
-    max_kl: float | None = Field(default=None, ge=0)
-    min_top1_agreement: Annotated[Fraction, Field(le=1)] | None = None
+    max_kl: Limit[Annotated[float, Field(ge=0)]] = AUTO
+    min_agreement: Limit[Annotated[Fraction, Field(le=1)]] = AUTO
     min_cosine: float | None = Field(default=None, ge=-1, le=1)
 
     def limits(self) -> dict[str, float]:
-        """The limits that are set."""
-        names = ("max_perplexity", "max_perplexity_increase", "max_kl", "min_top1_agreement", "min_cosine")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        """The limits that are set to a number."""
+        names = ("max_perplexity", "max_perplexity_increase", "max_kl", "min_agreement", "min_cosine")
+        return {name: value for name in names if isinstance(value := getattr(self, name), (int, float))}
 
 
 class Recipe(Located):
@@ -280,7 +291,7 @@ class Recipe(Located):
         stages: list of stages, in order.
         evaluate: see `EvaluateConfig`; None skips evaluation.
         output: directory of the artifact (relative to the working directory).
-        sample: a prompt that `compress apply` continues with the finished artifact.
+        sample: a prompt that `compress apply` continues with the source and with the artifact; None: beginnings of evaluation text.
         seed: seeds everything random that is not the draw of calibration rows.
         on_nonfinite: `fail`, or `skip` layers whose weights or activations hold NaN or Inf (copied, and recorded).
         true_sequential: layers of a block are solved in the order they run, on outputs of the compressed ones before.
@@ -328,7 +339,7 @@ class Recipe(Located):
         data = self.model_dump(mode="json", exclude={"stages", "output"}, exclude_none=True)
         for section in ("calibration", "evaluate"):
             config = getattr(self, section)
-            for name in () if config is None else _OPEN:
+            for name in () if config is None else OPEN:
                 if config.is_auto(name) and not config.is_settled and name in data[section]:
                     data[section][name] = "auto"  # until the model is known
         data["stages"] = [stage.resolved() for stage in self.stages]

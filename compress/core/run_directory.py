@@ -28,14 +28,15 @@ MANIFEST = "compress.json"
 LOG = "compress.log"
 REPORT = "report.html"
 CARD = "README.md"
+RECORD = "run.json"  # date, command, machine, times, samples (`compress.run.record`)
 DRAFT = "draft"  # directory of a draft
 DRAFTS = (DRAFT, "draft-2")  # a draft that replaces another is written beside it (`compress.distill.draft.redraft`)
 CHOICE = "drafter.json"  # the drafter that was found fastest on a machine, which loading follows
 # 1_Pooling/config.json: how sentence-transformers pools; draft/config.json and the like.
 NESTED = re.compile(r"[0-9]+_\w+/config\.json|draft(-2)?/[^/\\]+")
-# Not covered by the manifest's hashes: the manifest itself, the log (it has times in it), the report and the card (made from the
-# manifest; people edit cards), and what is chosen again on every machine.
-UNHASHED = (MANIFEST, LOG, REPORT, CARD, CHOICE)
+# Not covered by the manifest's hashes: the manifest itself, the log and the record (they have times in them), the report and the card (made
+# from the manifest and the record; people edit cards), and what is chosen again on every machine.
+UNHASHED = (MANIFEST, LOG, RECORD, REPORT, CARD, CHOICE)
 _STATE = "run.json"
 _log = logging.getLogger("compress")
 
@@ -113,7 +114,7 @@ class RunDirectory:
                 )
         elif path.exists():
             # A run killed before its first record leaves at most an empty work directory.
-            others = sorted(e.name for e in path.iterdir() if e.name not in (LOG, lock.LOCK, WORK))
+            others = sorted(e.name for e in path.iterdir() if e.name not in (LOG, RECORD, lock.LOCK, WORK))
             if others:
                 more = f" and {len(others) - 1} other entries" if len(others) > 1 else ""
                 raise RequestError(

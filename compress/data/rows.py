@@ -135,6 +135,10 @@ def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> Calibrat
             warnings.append(
                 f"{text.where} has only {len(rows)} {unit}; {count} {'would be better' if config.is_auto('samples') else 'were asked for'}"
             )
+    if warnings:  # proportions count for more than the number
+        kept = balanced(config.samples, texts, [len(rows) for rows, _ in parts])
+        chosen = [draw(torch.arange(len(part[0])), config, count) for part, count in zip(parts, kept, strict=True)]
+        parts = [(rows[some], mask[some]) for (rows, mask), some in zip(parts, chosen, strict=True)]
     rows, mask = _together(parts, config, tokenizer)
     where, kind = mixed(texts)
     tokens = int(mask.sum())
@@ -221,7 +225,9 @@ def load_evaluation(
         encoded = encode(text.documents, tokenizer, separate=True)
         ids = _joined(encoded if count is None else _take(encoded, count * config.sequence_length))
         found.append(windows(ids, config.sequence_length, text)[:count])
-    parts = [rows[:count] for rows, count in zip(found, balanced(config, texts, list(map(len, found))), strict=True)]
+    parts = [
+        rows[:count] for rows, count in zip(found, balanced(config.samples, texts, list(map(len, found))), strict=True)
+    ]
     if vocab_size is not None:
         for rows, text in zip(parts, texts, strict=True):
             check_vocabulary(rows, vocab_size, text.named, text.where)
@@ -237,14 +243,18 @@ def row_limit(config: EvaluateConfig, text: Text) -> int | None:
     return None if most is None else max(1, math.ceil(most * text.named.share))
 
 
-def balanced(config: EvaluateConfig, texts: Sequence[Text], there: Sequence[int]) -> list[int]:
-    """How many of the rows that are there of each text are evaluated, in proportion to the texts' shares, but one of each."""
+def balanced(samples: int | None, texts: Sequence[Text], there: Sequence[int]) -> list[int]:
+    """How many of the rows that are there of each text are taken, in proportion to the texts' shares, but one of each.
+
+    Args:
+        samples: rows of all at most; None: any number.
+    """
     if len(texts) == 1:
         return list(there)
     shares = [text.named.share for text in texts]
     total = min(int(count / share) for count, share in zip(there, shares, strict=True))
-    if config.samples is not None:
-        total = min(total, config.samples)
+    if samples is not None:
+        total = min(total, samples)
     return [min(most, max(1, count)) for count, most in zip(apportion(total, shares), there, strict=True)]
 
 

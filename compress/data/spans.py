@@ -56,7 +56,7 @@ def evaluation_spans(
         most = [
             len(ids) if limit is None else min(limit, len(ids)) for (ids, _), limit in zip(read, limits, strict=True)
         ]
-        counts = balanced(config, texts, most)
+        counts = balanced(config.samples, texts, most)
     else:
         sizes = [int(part.sum()) for part in like.characters.split(like.parts)]
         read = [

@@ -291,7 +291,7 @@ class Recipe(Located):
         stages: list of stages, in order.
         evaluate: see `EvaluateConfig`; None skips evaluation.
         output: directory of the artifact (relative to the working directory).
-        sample: a prompt that `compress apply` continues with the finished artifact.
+        sample: a prompt that `compress apply` continues with the source and with the artifact; None: beginnings of evaluation text.
         seed: seeds everything random that is not the draw of calibration rows.
         on_nonfinite: `fail`, or `skip` layers whose weights or activations hold NaN or Inf (copied, and recorded).
         true_sequential: layers of a block are solved in the order they run, on outputs of the compressed ones before.

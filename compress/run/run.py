@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -27,6 +26,7 @@ from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back
 from compress.run.manifest import records, write_manifest, write_metadata
 from compress.run.plan import plan_session
+from compress.run.record import RunRecord, evaluation_prompts
 from compress.run.session import ModelState, Session, identity, kind_of, layers_before
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint, read_json
@@ -46,6 +46,8 @@ class AppliedArtifact:
         manifest: content of compress.json.
         seconds: wall-clock time of each phase of this run (a resumed run counts only what it did itself).
         peak_memory: largest resident memory of the process, in bytes; of several, of the one that took most.
+        prompts: texts that samples can continue: the recipe's, else beginnings of held-out text.
+        samples: what `compress.run.record.make_samples` gives; None: they were not continued.
     """
 
     path: Path
@@ -54,6 +56,8 @@ class AppliedArtifact:
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory: int = 0
     warnings: list[str] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
+    samples: dict[str, Any] | None = None
 
 
 class LimitError(CompressError):
@@ -142,6 +146,7 @@ def apply(
     max_memory: int | None = None,
     readers: Readers | None = None,
     report_to: str | None = None,
+    command: str | None = None,
 ) -> AppliedArtifact:
     """Run a recipe. Of several processes that a launcher has started the main one runs it, and all share what takes longest: statistics of
     calibration data, the layers of a block, and the training of recoveries.
@@ -154,6 +159,7 @@ def apply(
         max_memory: bytes that the process may take, all in all; None: what is free. Of several processes each may take so much.
         readers: says who can read the artifact; None: its manifest does not say.
         report_to: tracker that receives the run's numbers: wandb, mlflow, trackio.
+        command: the command line, for the run record.
 
     Raises:
         RequestError: the request cannot be carried out (nothing was changed). CompressError: it failed on the way; what was
@@ -172,11 +178,12 @@ def apply(
             manifest = read_json(path / MANIFEST)
             return AppliedArtifact(path, manifest["metrics"], manifest, peak_memory=peak_bytes())
         with helpers(team, path), team.working():
-            clock = _Clock()
             directory = RunDirectory(path, resume, overwrite)
             if not resume:  # refused before a model is read
                 directory.inspect({})
-            session = Session.open(recipe, str(team.device(choose_device(device))))
+            where = str(team.device(choose_device(device)))
+            clock = RunRecord(command, where, team.size)
+            session = Session.open(recipe, where)
             return _accept(_apply(session, directory, max_memory, quiet, team, clock, readers, report_to))
 
 
@@ -191,7 +198,7 @@ def _apply(
     max_memory: int | None,
     quiet: bool,
     team: Team,
-    clock: _Clock,
+    clock: RunRecord,
     readers: Readers | None,
     report_to: str | None,
 ) -> AppliedArtifact:
@@ -229,6 +236,7 @@ def _apply(
         directory.warn = reporter.warn
         tracking = Tracking(report_to, context.recipe.name, context.recipe.resolved(), reporter.warn)
         reporter.tracking = stack.enter_context(tracked(tracking))
+        clock.begin(path, reporter.warn)
         check_source_files(directory.work, context.original)
         reporter.info(plan.headline())
         doubts = texts.doubt(context)
@@ -253,7 +261,8 @@ def _apply(
         if max_memory is not None and highest > max_memory:
             one = "the run" if team.size == 1 else "one of the processes"
             reporter.warn(f"{one} took {size(highest)} of memory, more than the {size(max_memory)} of max_memory")
-        return AppliedArtifact(path, manifest["metrics"], manifest, clock.seconds, highest, reporter.warnings)
+        prompts = [session.recipe.sample] if session.recipe.sample else evaluation_prompts(run.session.context)
+        return AppliedArtifact(path, manifest["metrics"], manifest, clock.seconds, highest, reporter.warnings, prompts)
 
 
 @dataclass
@@ -269,7 +278,7 @@ class _Run:
     session: Session
     store: Store
     reporter: Reporter
-    clock: _Clock
+    clock: RunRecord
     warnings: Sequence[str]
     readers: Readers | None = None
 
@@ -294,8 +303,10 @@ class _Run:
         for job in self.session.after:
             metrics = self._finish(job, metrics, entries)
             files += [file for place in job.holds(self.store) for file in sorted(place.iterdir())]
+        highest = max(made["peak_memory"], peak_bytes())
+        clock.write(highest)
         manifest = write_manifest(context, directory, own, metrics, entries, files, self.readers, self.warnings)
-        return manifest, max(made["peak_memory"], peak_bytes())
+        return manifest, highest
 
     def _make_models(self) -> None:
         """Run the jobs of phase "model" that are not done, and open the session of what they made."""
@@ -385,17 +396,3 @@ def _accept(result: AppliedArtifact) -> AppliedArtifact:
     if failed:
         raise LimitError(f"{'; '.join(failed)}; the artifact is complete in {result.path}", result)
     return result
-
-
-@dataclass
-class _Clock:
-    """Wall-clock seconds by phase."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    _last: float = field(default_factory=time.monotonic)
-
-    def lap(self, phase: str) -> None:
-        """Add the time since the last call to a phase."""
-        now = time.monotonic()
-        self.seconds[phase] = round(self.seconds.get(phase, 0.0) + now - self._last, 3)
-        self._last = now

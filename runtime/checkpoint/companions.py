@@ -28,7 +28,7 @@ _CODE = (
 )  # fmt: skip
 # What a run or an export writes itself, and what others say of how weights are compressed, which is another way in what is written.
 _OWN = (
-    "readme.md", "config.json", "compress.json", "compress.log", "report.html", "recipe.yaml", "drafter.json", "export.json",
+    "readme.md", "config.json", "compress.json", "compress.log", "run.json", "report.html", "recipe.yaml", "drafter.json", "export.json",
     "quantize_config.json", "quant_config.json", "hf_quant_config.json", "adapter_config.json",
 )  # fmt: skip
 # What sentence-transformers says about pooling; its modules have a folder each.

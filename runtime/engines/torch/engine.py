@@ -217,6 +217,21 @@ class TorchEngine(ModuleEngine, RowEngine):
         return DynamicCache(config=self.module.config.get_text_config())
 
     @torch.inference_mode()
+    def rewind(self, cache: Any, count: int) -> bool:
+        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+        if self.cache_factory is not None:  # what was evicted for one prompt is missing in the next
+            return False
+        for layer in cache.layers:
+            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+                return False
+            if count and layer.is_sliding and layer.get_seq_length() >= layer.sliding_window:
+                return False
+        if count:
+            cache.crop(-count)
+        return True
+
+    @torch.inference_mode()
     def forward(
         self,
         input_ids: torch.Tensor,

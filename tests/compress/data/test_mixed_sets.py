@@ -73,6 +73,15 @@ def test_each_set_has_a_held_out_part(sets):
     assert "the file a.txt without its held-out part has only" in text.warning
 
 
+def test_a_small_set_keeps_its_proportion(sets):
+    sets["b"].write_text(words(200, 24))
+    found = data.load(
+        recipe([{"data": str(sets["a"])}, {"data": str(sets["b"])}], samples=20).calibration, TOKENIZER, 503
+    )
+    assert sources(torch.cat([ids for ids, _ in found.batches])) == (3, 3)
+    assert found.warning.endswith("calibration.samples: the file b.txt has only 3 rows of 8 tokens; 10 were asked for")
+
+
 def test_bundled_text_in_a_mix_is_evaluated_on_its_own_held_out_text(sets):
     found = recipe([{"data": str(sets["a"])}, {"data": "bundled"}], {"samples": 4})
     apart = data.load_evaluation(found.evaluate, TOKENIZER, 503, found.calibration)

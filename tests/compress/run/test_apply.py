@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from random_models import UNLIMITED
+from runs import TIMED
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -61,7 +62,7 @@ def test_artifact_is_what_the_pipeline_computed(make_checkpoint, recipe, tmp_pat
     compressed = [n for n, entry in manifest["tensors"].items() if entry["action"] == "compressed"]
     assert len(compressed) == 3 * 7
     on_disk = {f.name for f in (tmp_path / "out").iterdir()}
-    assert set(manifest["files"]) | {"compress.json", "compress.log", "report.html", "README.md"} == on_disk
+    assert set(manifest["files"]) | {"compress.json", "README.md", *TIMED} == on_disk
     assert manifest["bytes"]["after"] < manifest["bytes"]["before"]
     ids = torch.randint(0, 257, (2, 20))
     ours = runtime.load(tmp_path / "out", kernels="reference").logits(ids)
@@ -81,8 +82,8 @@ def test_two_runs_give_the_same_bytes(make_checkpoint, recipe, tmp_path):
     evaluate = {**UNLIMITED, "data": recipe(model)["calibration"]["data"], "sequence_length": 32, "samples": 4}
     for name in ("a", "b"):
         run(recipe, model, STAGES["joint 2:4"], tmp_path / name, evaluate=evaluate)
-    files = sorted(f.name for f in (tmp_path / "a").iterdir() if f.name != "compress.log")
-    assert files == sorted(f.name for f in (tmp_path / "b").iterdir() if f.name != "compress.log")
+    files = sorted(f.name for f in (tmp_path / "a").iterdir() if f.name not in TIMED)
+    assert files == sorted(f.name for f in (tmp_path / "b").iterdir() if f.name not in TIMED)
     for file in files:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
 

@@ -13,6 +13,7 @@ import time
 import pytest
 import yaml
 from random_models import UNLIMITED
+from runs import TIMED
 
 import compress
 from runtime.errors import RequestError
@@ -55,8 +56,8 @@ def start(job, output):
 
 
 def same_bytes(a, b):
-    names = sorted(f.name for f in a.iterdir() if f.name != "compress.log")
-    assert names == sorted(f.name for f in b.iterdir() if f.name != "compress.log")
+    names = sorted(f.name for f in a.iterdir() if f.name not in TIMED)
+    assert names == sorted(f.name for f in b.iterdir() if f.name not in TIMED)
     for name in names:
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import TIMED
 
 import compress
 import runtime
@@ -45,8 +46,7 @@ def draft(method: str = "distillspec", **changes: Any) -> dict[str, Any]:
 
 
 def files(path: Path) -> dict[str, bytes]:
-    names = ("compress.log", "report.html")
-    return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file() and f.name not in names}
+    return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file() and f.name not in TIMED}
 
 
 @pytest.fixture

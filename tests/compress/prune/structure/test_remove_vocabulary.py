@@ -13,6 +13,7 @@ import torch
 from checkpoints import SMALL
 from encoder_models import bert, t5
 from random_models import UNLIMITED
+from runs import TIMED
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -389,7 +390,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bytes(
     straight = compress.apply(request, output=tmp_path / "straight", quiet=True)
     made = compress.apply(request, output=interrupted(request, stop), resume=True, quiet=True)
     for file in straight.path.iterdir():
-        if file.suffix in (".safetensors", ".json"):
+        if file.suffix in (".safetensors", ".json") and file.name not in TIMED:
             assert file.read_bytes() == (made.path / file.name).read_bytes(), file.name
 
 

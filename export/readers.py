@@ -26,7 +26,7 @@ from export.huggingface.compressed_tensors import refusal, slower
 from export.huggingface.fused_layers import disagreement, fused_sets
 from export.source import Source
 from export.target import WORTH_SAYING
-from runtime.errors import RequestError
+from runtime.errors import CompressError, RequestError
 from runtime.formats.quantization_config import OWN_METHOD
 from runtime.modeling.layer_sizes import differing, is_ours
 from runtime.modeling.skeleton import model_kind
@@ -43,18 +43,19 @@ def readable_by(path: str | Path, entries: Mapping[str, Any]) -> list[dict[str, 
         entries: of its manifest; `kv_cache` and `draft` count.
 
     Returns:
-        For each reader `name`, `how` ("yes", "no", "after export" or "with import runtime") and `note`, a short clause, or "".
-
-    Raises:
-        ArtifactError: the directory cannot be used.
+        For each reader `name`, `how` ("yes", "no", "after export" or "with import runtime") and `note`, a short clause, or "". Of a kind of
+        model that exports do not open, this runtime alone.
     """
-    source = Source(path)
+    rows = [{"name": "this runtime", "how": YES, "note": "runtime.load()"}]
+    try:
+        source = Source(path)
+    except CompressError:
+        return rows
     own = [what for what, key in (("cache policy", "kv_cache"), ("draft", "draft")) if entries.get(key)]
     found = [("transformers", *_transformers(source))]
     found += [(name, *_server(source, name)) for name in ("vLLM", "SGLang")]
     found.append(("llama.cpp", *_exported(source, "gguf")))
     without = f"without its {' and '.join(own)}" if own else ""
-    rows = [{"name": "this runtime", "how": YES, "note": "runtime.load()"}]
     for name, how, note in found:
         rows.append({"name": name, "how": how, "note": "; ".join(filter(None, (note, without if how != NO else "")))})
     return rows

@@ -7,49 +7,21 @@ from typing import Any
 
 import typer
 
-from compress.commands.options import (
-    DEVICE,
-    DRAFTER,
-    DTYPE,
-    JSON,
-    KERNELS,
-    KV_CACHE,
-    MODEL_MEMORY,
-    PATH,
-    THREADS,
-    TRUST,
-)
+from compress.commands.options import JSON, PATH, with_generation_options
 from compress.commands.output import finish, stdout_reserved
 from runtime.errors import RequestError
 
 
+@with_generation_options
 def generate(
     model: str = PATH,
     prompt: str = typer.Argument(..., metavar="PROMPT", help="The prompt, - for stdin, or a .wav file (speech)."),
-    max_new_tokens: int | None = typer.Option(
-        None, "--max-new-tokens", "-n", min=1, help="Stop after this many tokens (default: 128)."
-    ),
-    temperature: float = typer.Option(0.0, "--temperature", "-T", help="0: greedy; above 0: sample."),
-    top_k: int | None = typer.Option(None, "--top-k", help="Sample among the k most likely tokens."),
-    top_p: float = typer.Option(1.0, "--top-p", help="Sample among the likeliest tokens of this total probability."),
-    min_p: float = typer.Option(0.0, "--min-p", help="Drop tokens less likely than this fraction of the most likely."),
-    repetition_penalty: float = typer.Option(1.0, "--repetition-penalty", help="Above 1: discourage repetition."),
-    stop: list[str] = typer.Option([], "--stop", help="Stop before this text; repeatable."),
-    seed: int | None = typer.Option(None, "--seed", help="Make sampling reproducible."),
+    chat: bool = typer.Option(False, "--chat", help="Send the prompt as a message, through the model's chat template."),
+    sampling: Any = None,
     language: str | None = typer.Option(None, "--language", help="Speech models: language of the audio, such as en."),
     task: str | None = typer.Option(None, "--task", help="Speech models: transcribe or translate."),
     stream: bool = typer.Option(False, "--stream", help="Print the text as it is generated."),
-    verify: bool | None = typer.Option(
-        None, "--verify/--no-verify", show_default=False, help="Check all SHA-256 first (default: if up to 1 GiB)."
-    ),
-    device: str = DEVICE,
-    kernels: str = KERNELS,
-    dtype: str | None = DTYPE,
-    threads: int | None = THREADS,
-    max_memory: str | None = MODEL_MEMORY,
-    kv_cache: str | None = KV_CACHE,
-    drafter: str | None = DRAFTER,
-    trust_remote_code: bool = TRUST,
+    loading: Any = None,
     as_json: bool = JSON,
 ) -> None:
     """Generate text from a prompt. Only the new text goes to stdout; the speed goes to stderr.
@@ -58,6 +30,7 @@ def generate(
     Examples:
       compress generate out/llama_w4_sparse "def read_lines(path):"
       compress generate out/my-w4 "Once upon a time" --stream --temperature 0.8 --top-p 0.95 --seed 1
+      compress generate out/my-w4 "Name three rivers." --chat
       compress generate out/my-w4 - --kv-cache '{"method": "snapkv", "keys": "int4", "values": "int4"}' < long.txt
       compress generate out/whisper-w4 talk.wav --language en
       cat prompt.txt | compress generate out/my-w4 - -n 64 --stop $'\\n\\n'
@@ -66,28 +39,27 @@ def generate(
         raise RequestError("--stream prints text as it is generated, --json one object at the end; use one of them")
     if prompt == "-":
         prompt = sys.stdin.read()
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "repetition_penalty": repetition_penalty, "stop": stop, "seed": seed,
-    }  # fmt: skip
+    options: dict[str, Any] = dict(sampling)
     options |= {name: value for name, value in (("language", language), ("task", task)) if value is not None}
+    given: Any = [{"role": "user", "content": prompt}] if chat else prompt
     with stdout_reserved(as_json):
         import runtime
 
-        loaded = runtime.load(
-            model, device=device, kernels=kernels, dtype=dtype, threads=threads, trust_remote_code=trust_remote_code,
-            max_memory=max_memory, kv_cache=kv_cache, drafter=drafter, verify=verify,
-        )  # fmt: skip
+        loaded = runtime.load(model, **loading)
         if not hasattr(loaded, "generate"):
             raise RequestError(f"{model} holds a {type(loaded).__name__}, which makes embeddings, not text")
-        if stream and not hasattr(loaded, "stream"):
-            raise RequestError(f"{model} holds a {type(loaded).__name__}, which does not stream: leave out --stream")
+        for option, asked, can in (
+            ("--stream", stream, "does not stream"),
+            ("--chat", chat, "takes no conversation"),
+        ):
+            if asked and not isinstance(loaded, runtime.Model):
+                raise RequestError(f"{model} holds a {type(loaded).__name__}, which {can}: leave out {option}")
         if stream:
-            for part in loaded.stream(prompt, **options):
+            for part in loaded.stream(given, **options):
                 print(part, end="", flush=True)
             text = ""
         else:
-            text = loaded.generate(prompt, **options)
+            text = loaded.generate(given, **options)
     finish({"model": model, "prompt": prompt, "text": text, "stats": loaded.stats}, as_json, _show)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -44,6 +46,13 @@ def memory_limit(written: str | None) -> int | None:
     return None if written is None else byte_count("--max-memory", written)
 
 
+REPORT_TO = typer.Option(
+    None,
+    "--report-to",
+    metavar="TRACKER",
+    help="Send the run's numbers to wandb, mlflow or trackio, as that is set up.",
+)
+
 # Running a model.
 
 
@@ -70,7 +79,9 @@ def _read_drafter(value: str | None) -> Any:
 
 PATH = typer.Argument(..., metavar="MODEL", help="An artifact, or a Hugging Face checkpoint (directory or hub id).")
 KERNELS = typer.Option("auto", "--kernels", help="auto, fast (int8 activations allowed), reference, or a kernel name.")
-DTYPE = typer.Option(None, "--dtype", help="Compute dtype: float32, float16, bfloat16 (default: the checkpoint's).")
+DTYPE = typer.Option(
+    None, "--dtype", help="Compute dtype: float32, float16, bfloat16, or fp32, fp16, bf16 (default: the checkpoint's)."
+)
 THREADS = typer.Option(None, "--threads", min=1, help="CPU threads (default: torch's choice).")
 MODEL_MEMORY = typer.Option(
     None, "--max-memory", metavar="SIZE", help='Memory limit, such as "2GB"; blocks beyond it are read from disk.'
@@ -89,3 +100,66 @@ DRAFTER = typer.Option(
     help="A drafter's name, the directory of a draft model, JSON, or none (default: the artifact's own draft).",
 )
 TRUST = typer.Option(False, "--trust-remote-code", help="Run Python code that the checkpoint brings.")
+
+# Generating. By the names of `runtime.load` and of `Model.generate`, with their types.
+
+LOADING: dict[str, tuple[Any, Any]] = {
+    "verify": (
+        bool | None,
+        typer.Option(
+            None, "--verify/--no-verify", show_default=False, help="Check all SHA-256 first (default: if up to 1 GiB)."
+        ),
+    ),
+    "device": (str, DEVICE),
+    "kernels": (str, KERNELS),
+    "dtype": (str | None, DTYPE),
+    "threads": (int | None, THREADS),
+    "max_memory": (str | None, MODEL_MEMORY),
+    "kv_cache": (str | None, KV_CACHE),
+    "drafter": (str | None, DRAFTER),
+    "trust_remote_code": (bool, TRUST),
+}
+SAMPLING: dict[str, tuple[Any, Any]] = {
+    "max_new_tokens": (
+        int | None,
+        typer.Option(None, "--max-new-tokens", "-n", min=1, help="Stop after this many tokens (default: 128)."),
+    ),
+    "temperature": (float, typer.Option(0.0, "--temperature", "-T", help="0: greedy; above 0: sample.")),
+    "top_k": (int | None, typer.Option(None, "--top-k", help="Sample among the k most likely tokens.")),
+    "top_p": (
+        float,
+        typer.Option(1.0, "--top-p", help="Sample among the likeliest tokens of this total probability."),
+    ),
+    "min_p": (
+        float,
+        typer.Option(0.0, "--min-p", help="Drop tokens less likely than this fraction of the most likely."),
+    ),
+    "repetition_penalty": (
+        float,
+        typer.Option(1.0, "--repetition-penalty", help="Above 1: discourage repetition."),
+    ),
+    "stop": (list[str], typer.Option([], "--stop", help="Stop before this text; repeatable.")),
+    "seed": (int | None, typer.Option(None, "--seed", help="Make sampling reproducible.")),
+}
+
+
+def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the options of `SAMPLING` and `LOADING` in place of its parameters `sampling` and `loading`, which get them as keywords."""
+    groups = {"sampling": SAMPLING, "loading": LOADING}
+    signature = inspect.signature(command, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    for own in signature.parameters.values():
+        if own.name not in groups:
+            parameters.append(own)
+            continue
+        for name, (kind, option) in groups[own.name].items():
+            parameters.append(inspect.Parameter(name, own.kind, default=option, annotation=kind))
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        shared = {group: {name: given.pop(name) for name in options} for group, options in groups.items()}
+        command(**given, **shared)
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run

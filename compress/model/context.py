@@ -22,7 +22,7 @@ from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.engines.torch.encoder import position_limit
 from runtime.engines.torch.seq2seq import target_limit
 from runtime.errors import RequestError, first_line
-from runtime.modeling.skeleton import reads_features
+from runtime.modeling.skeleton import needs_code, reads_features
 from runtime.system.device import choose_device
 
 OTHER_TOKENS = (
@@ -119,7 +119,7 @@ class Context:
     @property
     def vocabulary(self) -> int:
         """Rows of the input embeddings."""
-        return _vocabulary(self.streamed)
+        return self.streamed.vocabulary
 
     # ------------------------------------------------------------ held-out text
     @property
@@ -138,8 +138,8 @@ class Context:
         if config is None:
             return None
         if self.kept_tokens and self.streamed.kind != "encoder":
-            for name in ("max_kl", "min_top1_agreement"):
-                if getattr(config, name) is not None:
+            for name in ("max_kl", "min_agreement"):
+                if name in config.limits():
                     raise RequestError(config.at(name, f"{OTHER_TOKENS}; set max_perplexity_increase in its place"))
             spans = self.same_text()[1]
             return data.EvaluationData.of(spans.ids, spans.where, spans.kind)
@@ -152,7 +152,7 @@ class Context:
         config = self.recipe.evaluate
         assert config is not None
         text = self.recipe.calibration
-        theirs = data.evaluation_spans(config, self.source_tokenizer, _vocabulary(self.reference), text)
+        theirs = data.evaluation_spans(config, self.source_tokenizer, self.reference.vocabulary, text)
         return theirs, data.evaluation_spans(config, self.tokenizer, self.vocabulary, text, theirs)
 
     # ------------------------------------------------------------ calibration
@@ -210,16 +210,17 @@ class Context:
         )
 
 
-def _vocabulary(streamed: StreamedModel) -> int:
-    return int(streamed.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
-
-
 def _tokenizer(checkpoint: Checkpoint) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(checkpoint.path))
+        # False and not the default, which would ask at a terminal whether to run the code.
+        return AutoTokenizer.from_pretrained(str(checkpoint.path), trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if "trust_remote_code" in str(error):
+            raise RequestError(
+                needs_code(f"the tokenizer in {checkpoint.path}", "tokenizer_config.json", None)
+            ) from error
         raise RequestError(
             f"{checkpoint.path} has no tokenizer that can be read ({first_line(error)}), and text needs one"
         ) from error

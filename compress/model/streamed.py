@@ -59,6 +59,11 @@ class StreamedModel(PartialModel):
         # What is added to hidden states in front of blocks, by batch: features of images (DeepStack). {block: (positions, values)}
         self._added: dict[tuple[Any, ...], dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
 
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the input embeddings."""
+        return int(self.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+
     # ---------------------------------------------------------------- rows
     def _entering(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the (first) stack reads of rows, as the model takes it."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -26,6 +26,16 @@ from compress.recipe.stages import Stage
 from compress.recipe.yaml_source import Path as KeyPath
 from runtime.errors import RequestError
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+AUTO: Literal["auto"] = "auto"
+"""A limit that follows from how the layers are compressed."""
+NONE: Literal["none"] = "none"
+"""No limit, where there would be one by default."""
+
+T = TypeVar("T")
+Limit = Annotated[T | Literal["auto", "none"], BeforeValidator(lambda value: NONE if value is None else value)]
 BUNDLED = "bundled"
 """The word for the texts of this package."""
 
@@ -249,8 +259,9 @@ class EvaluateConfig(TextSource):
         samples: rows to score, from the start of the text; None: all.
         max_perplexity: largest perplexity of the artifact, of its weights and, with a kv_cache stage, of weights and cache together.
         max_perplexity_increase: largest relative increase over the source model (`10%` or 0.1), for both likewise.
-        max_kl: largest mean KL divergence from the source model, in nats per token.
-        min_top1_agreement: smallest fraction of positions with the same most likely token.
+        max_kl: largest mean KL divergence from the source model, in nats per token; `auto`: usual for the bits and zeros of the layers
+            (`compress.evaluate.limits`); `none`: any.
+        min_agreement: smallest fraction of positions with the same most likely token; `auto` and `none` likewise.
         min_cosine: encoders only, to which the limits above do not apply: smallest mean cosine similarity between the embeddings
             that both models give a text.
     """
@@ -259,14 +270,14 @@ class EvaluateConfig(TextSource):
     samples: int | None = Field(default=None, ge=1)
     max_perplexity: float | None = Field(default=None, gt=0)
     max_perplexity_increase: Fraction | None = None
-    max_kl: float | None = Field(default=None, ge=0)
-    min_top1_agreement: Annotated[Fraction, Field(le=1)] | None = None
+    max_kl: Limit[Annotated[float, Field(ge=0)]] = AUTO
+    min_agreement: Limit[Annotated[Fraction, Field(le=1)]] = AUTO
     min_cosine: float | None = Field(default=None, ge=-1, le=1)
 
     def limits(self) -> dict[str, float]:
-        """The limits that are set."""
-        names = ("max_perplexity", "max_perplexity_increase", "max_kl", "min_top1_agreement", "min_cosine")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        """The limits that are set to a number."""
+        names = ("max_perplexity", "max_perplexity_increase", "max_kl", "min_agreement", "min_cosine")
+        return {name: value for name in names if isinstance(value := getattr(self, name), (int, float))}
 
 
 class Recipe(Located):
@@ -280,7 +291,7 @@ class Recipe(Located):
         stages: list of stages, in order.
         evaluate: see `EvaluateConfig`; None skips evaluation.
         output: directory of the artifact (relative to the working directory).
-        sample: a prompt that `compress apply` continues with the finished artifact.
+        sample: a prompt that `compress apply` continues with the source and with the artifact; None: beginnings of evaluation text.
         seed: seeds everything random that is not the draw of calibration rows.
         on_nonfinite: `fail`, or `skip` layers whose weights or activations hold NaN or Inf (copied, and recorded).
         true_sequential: layers of a block are solved in the order they run, on outputs of the compressed ones before.

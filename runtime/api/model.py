@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, overload
@@ -13,12 +15,14 @@ import torch
 from runtime.api.base import GeneratingModel, Texts
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.export_directory import Export
+from runtime.decoding.pages import PrefixCache
 from runtime.decoding.request import CausalRequest, Request
 from runtime.decoding.turns import Caller
 from runtime.drafting.speculation import Speculation
 from runtime.engines.base import Chunk, Engine
 from runtime.errors import RequestError
 from runtime.sampling.options import GenerationOptions
+from runtime.sampling.stats import GenerationStats
 
 SCORE_CHUNK = 512  # positions whose logits are in memory at once
 
@@ -51,6 +55,7 @@ class Model(GeneratingModel):
     """
 
     engine: Engine
+    _prefixes: PrefixCache | None = None  # of a session
 
     def __init__(
         self,
@@ -72,9 +77,10 @@ class Model(GeneratingModel):
 
         Args:
             prompt: a text gives a text, a list of texts a list of texts, a list of token ids the new token ids, a list of such
-                lists a list of them.
+                lists a list of them. A conversation, `[{"role": "user", "content": ...}, ...]`, goes through the tokenizer's chat
+                template and gives the reply.
             options: max_new_tokens, temperature (0, the default: greedy), top_k, top_p, min_p, repetition_penalty, stop, seed,
-                ignore_eos, progress, cache_memory, prefill_chunk; see `runtime.sampling.options.GenerationOptions`.
+                ignore_eos, progress, cache_memory, prefill_chunk, do_sample; see `runtime.sampling.options.GenerationOptions`.
 
         Raises:
             RequestError: an unknown option, a value out of range, an empty prompt or one that does not fit the context.
@@ -97,6 +103,26 @@ class Model(GeneratingModel):
             raise RequestError("stream takes one prompt; use generate for a batch")
         return self._pieces(request)
 
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation as `generate` reads it: through the chat template, up to where the reply begins.
+
+        Raises:
+            RequestError: the tokenizer has no chat template, or one that refuses the messages; more tokens than the context holds.
+        """
+        return self._reader.encode_chat(messages)
+
+    def session(self) -> Model:
+        """The same model, whose calls keep the KV cache of those before: a prompt is read only from where it differs from an earlier one.
+
+        For conversations, and for many questions on one text. The cache is freed with the session. Engines with a paged cache keep all
+        full pages (64 tokens) that there is room for. Transformers' modules keep the last sequence, where the cache is a plain one, can be
+        cut (no recurrent layers, no full sliding window) and nothing is drafted; elsewhere prompts are read as a whole.
+        """
+        found = copy.copy(self)
+        found._prefixes = PrefixCache()
+        found._last, found._own = GenerationStats(), threading.local()
+        return found
+
     def _pieces(self, request: Request) -> Iterator[Any]:
         output, is_text = request.outputs[0], request.prompts.are_text
         done = 0
@@ -113,8 +139,8 @@ class Model(GeneratingModel):
                 f"images: {function} continues text alone; load {self.artifact.path} with transformers' AutoModelForImageTextToText "
                 "after `import runtime` (docs/models.md)"
             )
-        options = GenerationOptions.from_keywords(keywords, function)
-        decoding = replace(self._decoding(), speculation=self.speculation)
+        options = GenerationOptions.from_keywords(keywords, function, self.eos_token_ids)
+        decoding = replace(self._decoding(), speculation=self.speculation, prefixes=self._prefixes)
         return CausalRequest(decoding, self._reader.read(prompt), options)
 
     # ---------------------------------------------------------------- logits and likelihood

@@ -5,9 +5,11 @@ Only full pages are shared. Nothing is ever written to a full page, so none is c
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 ROOT = 0  # the content before the first page
 
@@ -137,3 +139,33 @@ class Pages:
         if content is not None:
             self._on[page] = None
             del self._contents[content.parent, content.tokens]
+
+
+@dataclass(eq=False)
+class PrefixCache:
+    """A pool that outlives a call: sequences of the next one read their prompts only from where they differ from what it holds.
+
+    Attributes:
+        table: which page holds what; None: there is no pool yet.
+        pool: of the engine.
+        drafts: whether the pool was made for drafts.
+        lock: of the call that uses it. Another one at the same time has a pool of its own.
+    """
+
+    table: Pages | None = None
+    pool: Any = None
+    drafts: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def holds(self, count: int) -> bool:
+        """Whether there is a pool of `count` pages."""
+        return self.table is not None and self.table.count >= count
+
+    def take(self, table: Pages, drafts: bool, make: Callable[[int, bool], Any]) -> tuple[Pages, Any]:
+        """The table and the pool of a call that would have had `table`; a new pool, from `make`, where this one does not serve."""
+        if not self.holds(table.count) or self.drafts != drafts:
+            self.table = self.pool = None  # before memory is taken for the next
+            self.pool = make(table.count, drafts)
+            self.table, self.drafts = table, drafts
+        assert self.table is not None
+        return self.table, self.pool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from runtime.decoding.memory import cache_bound, pool_pages
+from runtime.decoding.pages import PrefixCache
 from runtime.decoding.scheduler import Scheduler
 from runtime.decoding.sequence import Sequence as Decoded
 from runtime.decoding.turns import Caller, Turns
@@ -41,6 +42,7 @@ class Decoding:
         eos: tokens that end a sequence.
         path: the model's directory, for messages.
         speculation: of the model; None: every step gives a sequence one token.
+        prefixes: of a session; None: no cache outlives a call.
     """
 
     engine: Any
@@ -49,6 +51,7 @@ class Decoding:
     eos: frozenset[int]
     path: Path
     speculation: Speculation | None = None
+    prefixes: PrefixCache | None = None
 
     @property
     def drafts(self) -> Speculation | None:
@@ -139,7 +142,9 @@ class CausalRequest(Request):
             sequences = [Decoded(ids[i], self.outputs[i], sources[i]) for i in batch.rows]
             speculation = decoding.drafts if batch.drafts else None
             caller = Caller(decoding.turns)
-            scheduler = Scheduler(decoding.engine, batch.pages, sequences, self._options, stats, caller, speculation)
+            scheduler = Scheduler(
+                decoding.engine, batch.pages, sequences, self._options, stats, caller, speculation, decoding.prefixes
+            )
             yield from scheduler.run()
 
     def _paged(self, rooms: Sequence[int]) -> list[Batch]:
@@ -149,6 +154,13 @@ class CausalRequest(Request):
         drafting = self._decoding.drafts
         nodes = 0 if drafting is None else getattr(drafting.lengths, "nodes", 1)
         pages = pool_pages(self._decoding.engine, positions, self._options.cache_memory, nodes)
+        prefixes = self._decoding.prefixes
+        if prefixes is not None and not prefixes.holds(pages):
+            # Room to grow, since a larger pool begins empty.
+            total, context = sum(positions), self._decoding.engine.context_length
+            ahead = 2 * total if context is None else max(total, min(2 * total, context))
+            with suppress(RequestError):
+                pages = pool_pages(self._decoding.engine, [ahead], self._options.cache_memory, nodes)
         return [Batch(range(len(positions)), pages)]
 
     def _rows(self, rooms: Sequence[int]) -> list[Batch]:

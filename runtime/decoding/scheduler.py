@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runtime.decoding.pages import Pages
+from runtime.decoding.pages import Pages, PrefixCache
 from runtime.decoding.sequence import Sequence
 from runtime.decoding.turns import Caller
 from runtime.drafting.drafters.base import Place, Verified
@@ -49,6 +49,7 @@ class Scheduler:
         stats: counted in, also when the caller stops early.
         caller: whose turn it is, where threads share the engine.
         speculation: of the model; None: every step gives a sequence one token.
+        prefixes: of a session; None: nothing outlives the call.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Scheduler:
         stats: GenerationStats,
         caller: Caller,
         speculation: Speculation | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self.pages = Pages(pages, engine.page_size)
         self._engine = engine
@@ -77,13 +79,23 @@ class Scheduler:
         self._speculator: Speculator | None = None
         if speculation is not None:
             self._speculator = Speculator(speculation, options, stats, engine)
+        # A batch of rows can only be continued where it is one row, and takes none of its tokens back where it has drafts.
+        if engine.lockstep and (speculation is not None or len(self._waiting) > 1):
+            prefixes = None
+        self._prefixes = prefixes
+        self._reuses = False
 
     def run(self) -> Iterator[int]:
         """Fill the outputs until all are finished; yields after every step how many ended in it."""
         stats, engine, pool = self._stats, self._engine, None
         stats.sequences += len(self._waiting)
+        drafts = self._speculator is not None
+        self._reuses = self._prefixes is not None and self._prefixes.lock.acquire(blocking=False)
         try:
-            pool = self._caller.run(engine.new_pages, self.pages.count, self._speculator is not None)
+            if self._prefixes is not None and self._reuses:
+                self.pages, pool = self._caller.run(self._prefixes.take, self.pages, drafts, engine.new_pages)
+            else:
+                pool = self._caller.run(engine.new_pages, self.pages.count, drafts)
             while self._running or self._waiting:
                 yield self._step(pool)
         finally:
@@ -99,11 +111,14 @@ class Scheduler:
             self._waiting.clear()
             if self._speculator is not None:
                 self._speculator.close()
+            if self._prefixes is not None and self._reuses:
+                self._reuses = False
+                self._prefixes.lock.release()
 
     # ---------------------------------------------------------------- a step
     def _step(self, pool: Any) -> int:
         started, written = time.perf_counter(), self._stats.new_tokens
-        self._admit()
+        self._admit(pool)
         parts = self._pack()
         trees = self._drafts(pool, parts)
         logits, hidden = self._compute(pool, parts, trees)
@@ -280,7 +295,7 @@ class Scheduler:
         return max(0, end - max(new, sequence.prompt))
 
     # ---------------------------------------------------------------- who takes part
-    def _admit(self) -> None:
+    def _admit(self, pool: Any) -> None:
         """Let requests in while the step has rows for them and the pool pages."""
         if not self._waiting or (self._no_room and self._running):
             return
@@ -292,6 +307,8 @@ class Scheduler:
             if not sequence.enter(self.pages, spare):
                 self._no_room = True
                 return
+            if self._reuses and self._engine.lockstep:
+                sequence.computed = self._caller.run(self._engine.resume, pool, sequence.tokens, sequence.pages[0])
             self._waiting.popleft()
             self._running.append(sequence)
             free -= sequence.rest

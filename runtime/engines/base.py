@@ -144,6 +144,14 @@ class Engine(ABC):
         the positions from `chunk.start` on. The others' are overwritten sooner or later.
         """
 
+    def resume(self, pool: Any, tokens: Sequence[int], page: int) -> int:
+        """Begin a sequence in the `page` of a pool whose only sequence, of an earlier call, has ended; only engines with `lockstep`.
+
+        Returns:
+            How many of its first `tokens` the pool holds already, fewer than all; everything else that it held is dropped.
+        """
+        raise NotImplementedError  # pages know what they hold
+
     def draft_room(self, pool: Any) -> int | None:
         """How many drafted tokens of a sequence the next step may verify, so that each is computed as it would be alone; None: any."""
         return None

@@ -52,6 +52,10 @@ class RowEngine(Engine):
     def cache_bytes(self, cache: Any) -> int:
         """Memory that `cache` holds."""
 
+    def rewind(self, cache: Any, count: int) -> bool:
+        """Take the last `count` tokens (0: none) of a cache of one row back, so that others can follow; False: it cannot be continued."""
+        return False
+
     # ---------------------------------------------------------------- as an engine of pages
     def new_pages(self, count: int, drafts: bool = False) -> RowPool:
         """An empty batch; `count` says nothing: it has the rows that its first step begins."""
@@ -71,6 +75,9 @@ class RowEngine(Engine):
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.forward(input_ids.to(self.device), None, None, None)
 
+    def resume(self, pool: RowPool, tokens: Sequence[int], page: int) -> int:
+        return pool.resume(tokens, page)
+
     def usage(self, pool: RowPool, touched: int) -> Usage:
         return pool.usage()
 
@@ -85,6 +92,7 @@ class RowPool:
         cache: of the engine.
         pages: of each row, its number in the scheduler's books.
         paths: of a page whose draft was verified in the last step, the accepted nodes; none for a page that is not here.
+        tokens: what the cache holds, where that is one row and the last step has ended well; else nothing.
     """
 
     def __init__(self, engine: RowEngine, cache: Any = None) -> None:
@@ -92,6 +100,7 @@ class RowPool:
         self.cache = engine.new_cache() if cache is None else cache
         self.pages: list[int] = []
         self.paths: dict[int, Sequence[int]] = {}
+        self.tokens: list[int] = []
         self._mask: torch.Tensor | None = None
         self._largest = 0
 
@@ -104,16 +113,35 @@ class RowPool:
             Float32 `[rows, vocab]`, and what the head reads of all tokens where `hidden` is asked for, `[tokens, hidden]`.
         """
         pages = [chunk.pages[0] for chunk in chunks]
+        before, self.tokens = self.tokens, []
         if not self.pages:
             self.pages = pages
             found = self._begin(chunks, every, hidden)
             self._measure()
-            return found
-        if pages != self.pages:
-            self._measure()
-            self._drop([self.pages.index(page) for page in pages])
-            self.pages = pages
-        return self._extend(chunks, every, hidden)
+        else:
+            if pages != self.pages:
+                self._measure()
+                self._drop([self.pages.index(page) for page in pages])
+                self.pages = pages
+            found = self._extend(chunks, every, hidden)
+        if len(chunks) == 1 and chunks[0].start == len(before):
+            before.extend(chunks[0].tokens)
+            self.tokens = before
+        return found
+
+    def resume(self, tokens: Sequence[int], page: int) -> int:
+        """As `Engine.resume`."""
+        held = self.tokens
+        pairs = zip(held, tokens[:-1], strict=False)
+        common = next(
+            (place for place, (one, other) in enumerate(pairs) if one != other), min(len(held), len(tokens) - 1)
+        )
+        if common and self.engine.rewind(self.cache, len(held) - common):
+            self.pages, self.tokens = [page], held[:common]
+            return common
+        self.cache = self.engine.new_cache()
+        self.pages, self.tokens, self._mask = [], [], None
+        return 0
 
     def _begin(self, chunks: Sequence[Chunk], every: bool, hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         ids, self._mask, positions = pad_left([chunk.tokens for chunk in chunks], self.engine.device)

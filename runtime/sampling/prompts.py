@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from runtime.errors import RequestError
+from runtime.errors import RequestError, first_line
 from runtime.system.describe import is_integer, show
 
 
@@ -29,7 +29,7 @@ class Prompts:
 
 
 class PromptReader:
-    """Reads texts, token ids, and lists (tensors, arrays) of either.
+    """Reads texts, token ids, conversations (lists of messages), and lists (tensors, arrays) of either.
 
     Args:
         tokenizer: a transformers tokenizer; None: texts are refused.
@@ -61,14 +61,39 @@ class PromptReader:
             if not prompt:
                 raise RequestError(f"the {what} is empty")
             prompt = [_plain(part) for part in prompt]
-            is_batch = not _are_ids(prompt)
+            is_batch = not _are_ids(prompt) and not _is_conversation(prompt)
             parts = prompt if is_batch else [prompt]
         names = [f"{what} {i}" for i in range(len(parts))] if is_batch else [f"the {what}"]
-        are_text = all(isinstance(part, str) for part in parts)
+        are_text = all(isinstance(part, str) or _is_conversation(part) for part in parts)
         if not are_text and not all(isinstance(part, (list, tuple)) and _are_ids(part) for part in parts):
             raise RequestError(f"{what} must be all texts or all token ids, not a mixture")
-        read = self.encode if are_text else self.check
+        read = self._read_text if are_text else self.check
         return Prompts([read(part, name) for part, name in zip(parts, names, strict=True)], are_text, is_batch)
+
+    def _read_text(self, text: Any, name: str) -> list[int]:
+        return self.encode(text, name) if isinstance(text, str) else self.encode_chat(text, name)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], name: str = "the conversation") -> list[int]:
+        """Token ids of a conversation through the tokenizer's chat template, up to where the reply begins.
+
+        Raises:
+            RequestError: no chat template, or one that refuses these messages.
+        """
+        if self._tokenizer is None or not getattr(self._tokenizer, "chat_template", None):
+            lacks = "tokenizer" if self._tokenizer is None else "chat template"
+            raise RequestError(f"{self._path} has no {lacks}, which a conversation needs: give plain text instead")
+        for number, message in enumerate(messages):
+            if not isinstance(message.get("role"), str) or "content" not in message:
+                raise RequestError(
+                    f'message {number} of {name} needs a "role" and a "content", not {show(dict(message))}'
+                )
+        try:
+            with self._lock:
+                text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs: jinja2 raises whatever comes up in one
+            raise RequestError(f"the chat template of {self._path} refuses {name}: {first_line(error)}") from error
+        # The template writes the special tokens itself.
+        return self.encode(text, name, add_special_tokens=False)
 
     def check(self, ids: Sequence[int], name: str = "the prompt") -> list[int]:
         """`ids` as Python integers, if they can be run."""
@@ -151,6 +176,10 @@ def pad_right(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor
 def _plain(value: Any) -> Any:
     """Tensors and arrays as lists."""
     return value.tolist() if hasattr(value, "tolist") and hasattr(value, "shape") else value
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(part, Mapping) for part in value)
 
 
 def _are_ids(values: Sequence[Any]) -> bool:

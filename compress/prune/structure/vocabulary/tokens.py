@@ -204,7 +204,7 @@ def _check_tokenizer(recipe: Recipe, path: Path, tokenizer: Any, tokens: Tokens)
         write_json(directory / "config.json", read_json(path / "config.json"))
         tokens.write(directory)
         try:
-            smaller: Any = AutoTokenizer.from_pretrained(room)
+            smaller: Any = AutoTokenizer.from_pretrained(room, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RequestError(f"{which} cannot be loaded with fewer tokens: {error}") from error
     for text in _texts(recipe, tokenizer):

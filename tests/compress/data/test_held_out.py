@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -146,6 +149,25 @@ def test_nothing_but_one_text(tmp_path):
         RequestError, match=r"calibration\.data: the file same\.jsonl without its held-out part holds no text"
     ):
         sides(recipe(path, {"sequence_length": 8}))
+
+
+def test_an_endless_stream(monkeypatch):
+    monkeypatch.setattr("compress.data.rows.ENOUGH_TOKENS", 100)
+    monkeypatch.setattr("compress.data.held_out.READ", 2000)
+    seen = []
+
+    class Endless:
+        def __iter__(self):
+            for number in itertools.count():
+                seen.append(number)
+                yield {"text": words(10 * (number % 45), 10)}
+
+    loaded = types.SimpleNamespace(load_dataset=lambda *a, **k: Endless())
+    monkeypatch.setitem(sys.modules, "datasets", loaded)
+    ours, theirs, _, apart = sides(recipe("org/set", {"sequence_length": 8}))
+    assert not ours & theirs
+    assert apart.description.startswith("the held-out part of the data set org/set, ")
+    assert len(seen) < 150
 
 
 def test_parts():

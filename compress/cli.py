@@ -23,7 +23,7 @@ from runtime.errors import CompressError
 
 INTERRUPTED = 130
 COMMANDS = (
-    "apply", "plan", "sweep", "eval", "inspect", "bench", "draft", "export", "generate", "report", "recipes", "methods",
+    "apply", "plan", "sweep", "eval", "inspect", "bench", "draft", "export", "generate", "report", "push", "recipes", "methods",
 )  # fmt: skip
 
 _RESUME = "; finished work is kept: run the same command with --resume to continue"

@@ -17,10 +17,19 @@ from compress.commands.options import (
     OUTPUT,
     QUIET,
     RECIPE,
+    REPORT_TO,
     SET,
     memory_limit,
 )
-from compress.commands.output import finish, print_table, show_draft, show_policy, stdout_reserved
+from compress.commands.output import (
+    finish,
+    print_table,
+    show_draft,
+    show_policy,
+    show_readers,
+    size_row,
+    stdout_reserved,
+)
 from compress.core.last_artifact import remember_artifact
 from compress.core.units import duration, size
 from runtime.errors import CompressError
@@ -39,6 +48,7 @@ def apply(
     prompt: str | None = typer.Option(
         None, "--prompt", help="Text that source and artifact continue, instead of the recipe's `sample`; '' for none."
     ),
+    report_to: str | None = REPORT_TO,
     quiet: bool = QUIET,
     as_json: bool = JSON,
 ) -> None:
@@ -65,15 +75,23 @@ def apply(
     failure: CompressError | None = None
     with stdout_reserved(as_json):
         from compress.recipe import locate_model
-        from compress.run.record import make_samples, recorded_samples, shown_command
+        from compress.run.record import COMMAND, make_samples, recorded_samples, shown_command
         from compress.run.run import LimitError
         from compress.run.run import apply as run
+        from export.readers import readable_by
 
+        COMMAND.set(shown_command(context.obj or []))
         try:
             artifact = run(
-                loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet, max_memory=limit,
-                command=shown_command(context.obj or []),
-            )  # fmt: skip
+                loaded,
+                resume=resume,
+                overwrite=overwrite,
+                device=device,
+                quiet=quiet,
+                max_memory=limit,
+                readers=readable_by,
+                report_to=report_to,
+            )
         except LimitError as error:
             artifact, failure = error.result, error
         if not is_first():  # rank 0 prints for all
@@ -90,11 +108,15 @@ def apply(
 
 
 def _result(artifact: Any) -> dict[str, Any]:
-    optional = ("passes", "kv_cache", "kv_cache_bytes", "draft")
+    from compress.evaluate.texts import describe
+
+    optional = ("passes", "kv_cache", "kv_cache_bytes", "draft", "readable_by")
     return {
         "path": str(artifact.path),
         "bytes": artifact.manifest["bytes"],
         "metrics": artifact.metrics,
+        "texts": describe(*(artifact.manifest.get(name) for name in ("calibration", "evaluation"))),
+        "text_warnings": artifact.manifest.get("warnings", []),
         **{key: artifact.manifest[key] for key in optional if key in artifact.manifest},
         "seconds": artifact.seconds,
         "peak_memory": artifact.peak_memory,
@@ -108,7 +130,9 @@ def _samples(made: dict[str, Any] | None) -> dict[str, Any]:
     if made is None:
         return {}
     texts = made["artifact"]
-    first = {} if texts is None else {"sample": {"prompt": made["prompts"][0], "text": texts[0]}}
+    first = (
+        {} if texts is None else {"sample": {"prompt": made["prompts"][0], "text": texts[0], "engine": made["engine"]}}
+    )
     return {"samples": made, **first}
 
 
@@ -116,8 +140,7 @@ def _show(result: dict[str, Any]) -> None:
     from compress.evaluate.metrics import Quality
     from compress.model.stage import row_of
 
-    before, after = result["bytes"]["before"], result["bytes"]["after"]
-    rows = [("size of the tensors", size(before), size(after), f"{before / max(after, 1):.2f} times smaller")]
+    rows = [size_row(result["bytes"])]
     metrics = result["metrics"]
     rows += [*map(row_of, result.get("passes") or []), *Quality.of(metrics).rows()]
     print_table(("", "before", "after", ""), rows, right=(1, 2))
@@ -125,6 +148,9 @@ def _show(result: dict[str, Any]) -> None:
         show_policy(result["kv_cache"], result["kv_cache_bytes"], metrics)
     if "draft" in result:
         show_draft(result["draft"])
+    for text in (result["texts"], *(f"Warning: {text}" for text in result["text_warnings"])):
+        print(f"{text}." if text else "")
+    show_readers(result.get("readable_by") or [])
     times = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in result["seconds"].items())
     done = f"Time: {times}." if times else "Already finished; nothing was changed."
     print(f"{done} Peak memory: {size(result['peak_memory'])}.")
@@ -145,6 +171,8 @@ def _show(result: dict[str, Any]) -> None:
 
 def _show_samples(samples: dict[str, Any]) -> None:
     """Print what source and artifact make of each prompt, and why one of them is left out."""
+    if samples["engine"] is not None:
+        print(f"Runs on {samples['engine']}")
     names = {"source": "The source", "artifact": "The artifact"}
     for number, prompt in enumerate(samples["prompts"]):
         for name, words in names.items():

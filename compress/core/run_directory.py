@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.core.files import DISK_FULL, read_object, read_sealed, sha256, write_sealed
+from runtime.checkpoint.guard import GUARDS
 from runtime.errors import CompressError, RequestError, ResourceError
 from runtime.system import lock
 
@@ -27,14 +28,15 @@ MANIFEST = "compress.json"
 LOG = "compress.log"
 REPORT = "report.html"
 RECORD = "run.json"  # date, command, machine, times, samples (`compress.run.record`)
+CARD = "README.md"
 DRAFT = "draft"  # directory of a draft
 DRAFTS = (DRAFT, "draft-2")  # a draft that replaces another is written beside it (`compress.distill.draft.redraft`)
 CHOICE = "drafter.json"  # the drafter that was found fastest on a machine, which loading follows
 # 1_Pooling/config.json: how sentence-transformers pools; draft/config.json and the like.
 NESTED = re.compile(r"[0-9]+_\w+/config\.json|draft(-2)?/[^/\\]+")
-# Not covered by the manifest's hashes: the manifest itself, the log and the record (they have times in them), the report (made from the
-# manifest and the record), and what is chosen again on every machine.
-UNHASHED = (MANIFEST, LOG, RECORD, REPORT, CHOICE)
+# Not covered by the manifest's hashes: the manifest itself, the log and the record (they have times in them), the report and the card
+# (made from these; people edit cards), and what is chosen again on every machine.
+UNHASHED = (MANIFEST, LOG, RECORD, REPORT, CARD, CHOICE)
 _STATE = "run.json"
 _log = logging.getLogger("compress")
 
@@ -171,7 +173,12 @@ class RunDirectory:
                 (self.path / name).unlink(missing_ok=True)
         # With a manifest or without: an interrupted run leaves a draft that no manifest lists.
         drafts = [self.path / name for name in DRAFTS]
-        for leftover in [*self.path.glob("model-*-of-*.safetensors"), *self.path.glob(".*.tmp"), *drafts]:
+        for leftover in [
+            *self.path.glob("model-*-of-*.safetensors"),
+            self.path / GUARDS,
+            *self.path.glob(".*.tmp"),
+            *drafts,
+        ]:
             remove(leftover)
         shutil.rmtree(self.work, ignore_errors=True)
 

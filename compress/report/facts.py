@@ -10,7 +10,7 @@ from typing import Any
 
 from compress.core.files import read_object
 from compress.core.run_directory import RECORD
-from compress.evaluate.metrics import exceeded
+from compress.evaluate.limits import exceeded
 from runtime.checkpoint.artifact import Artifact
 from runtime.errors import ArtifactError
 
@@ -52,6 +52,7 @@ class Facts:
         before, after: bytes of each of `PARTS`.
         warnings: one sentence each.
         record: content of run.json, empty when the artifact has none.
+        architecture: class of the model.
     """
 
     path: Path
@@ -61,6 +62,7 @@ class Facts:
     after: dict[str, int]
     warnings: list[str]
     record: dict[str, Any] = field(default_factory=dict)
+    architecture: str | None = None
 
     @property
     def texts(self) -> tuple[str, str]:
@@ -141,6 +143,7 @@ def gather(artifact_path: str | Path) -> Facts:
         after={part: after[part] for part in PARTS},
         warnings=list(_warnings(manifest)),
         record=read_object(record, "remove it, and the report is written without it") if record.is_file() else {},
+        architecture=next(iter(artifact.config.get("architectures") or []), None),
     )
 
 

@@ -26,7 +26,9 @@ _LIMIT_NAMES = {
     "max_perplexity_overall": "perplexity with weights and cache at most",
     "max_perplexity_increase_overall": "increase of the perplexity by weights and cache at most",
     "max_kl": "KL divergence at most",
-    "min_top1_agreement": "same most likely token at least",
+    "max_kl_cache": "KL divergence by the cache at most",
+    "min_agreement_cache": "same most likely token with the cache at least",
+    "min_agreement": "same most likely token at least",
     "min_cosine": "mean cosine similarity at least",
 }
 
@@ -155,7 +157,7 @@ def _limits(metrics: dict[str, Any]) -> str:
 
 
 def _limit_row(limit: dict[str, Any]) -> list[Cell]:
-    share = limit["name"].startswith(("max_perplexity_increase", "min_top1_agreement"))
+    share = limit["name"].startswith(("max_perplexity_increase", "min_agreement"))
     allowed, found = (
         "not measured" if value is None else f"{value:.2%}" if share else f"{value:.5g}"
         for value in (limit["limit"], limit["value"])

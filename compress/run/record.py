@@ -12,6 +12,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -40,6 +41,8 @@ _PROMPTS, _PROMPT_TOKENS = (
 )  # where the recipe names no prompt: how many beginnings of held-out windows, and how long
 #: A loaded model takes more than its tensors: buffers of a step, and weights that are being repacked.
 _LOADED = 1.2
+COMMAND: ContextVar[str | None] = ContextVar("COMMAND", default=None)
+"""The command line that runs; None: called from Python."""
 _SECRET = re.compile(r"(?<=://)[^/@\s]+(?=@)|\bhf_\w{8,}|(?i:(?<=token=)|(?<=secret=)|(?<=password=)|(?<=api_key=))\S+")
 
 
@@ -53,12 +56,10 @@ class RunRecord:
     """Wall-clock seconds of a run by phase, noted in the output after every phase.
 
     Attributes:
-        command: the command line; None: called from Python.
         device: "cpu", "cuda", "cuda:1". processes: how many share the run.
         seconds: {phase: seconds}.
     """
 
-    command: str | None = None
     device: str = "cpu"
     processes: int = 1
     seconds: dict[str, float] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class RunRecord:
         """Write the file; `peak_memory`: bytes, once they are known."""
         assert self._file is not None
         run = {
-            "date": self._date, "command": self.command, "compress_version": VERSION, "processes": self.processes,
+            "date": self._date, "command": COMMAND.get(), "compress_version": VERSION, "processes": self.processes,
             "machine": machine(self.device), "seconds": self.seconds, "peak_memory": peak_memory,
         }  # fmt: skip
         _write(self._file, {"runs": [*self._earlier, run]})
@@ -133,14 +134,14 @@ def make_samples(
 
     Returns:
         `prompts`, `tokens` (at most so many are new), `source` and `artifact` (a text for each prompt; None: this machine cannot run it),
-        `left_out` (why, by name).
+        `left_out` (why, by name), `engine` (what computed the artifact's; None where it was left out).
     """
-    made: dict[str, Any] = {"prompts": list(prompts), "tokens": SAMPLE_TOKENS, "left_out": {}}
+    made: dict[str, Any] = {"prompts": list(prompts), "tokens": SAMPLE_TOKENS, "left_out": {}, "engine": None}
     for name, path in (("source", source), ("artifact", artifact)):
         try:
-            made[name] = _continued(path, list(prompts), device, limit, whole=name == "source")
+            made[name], made["engine"] = _continued(path, list(prompts), device, limit, whole=name == "source")
         except RequestError as error:
-            made[name], made["left_out"][name] = None, str(error)
+            made[name], made["engine"], made["left_out"][name] = None, None, str(error)
     if note:
         _write(artifact / RECORD, read_object(artifact / RECORD, "run it again") | {"samples": made})
         write_report(artifact)
@@ -155,8 +156,12 @@ def recorded_samples(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def _continued(path: Path, prompts: list[str], device: str, limit: int | None, whole: bool) -> list[str]:
-    """`whole`: refuse a model that does not fit in memory, rather than read it from the disk for every token."""
+def _continued(path: Path, prompts: list[str], device: str, limit: int | None, whole: bool) -> tuple[list[str], str]:
+    """The texts, and the engine that computed them.
+
+    Args:
+        whole: refuse a model that does not fit in memory, rather than read it from the disk for every token.
+    """
     import runtime
 
     bound = None if limit is None else max(1, limit - memory_bytes())
@@ -166,4 +171,5 @@ def _continued(path: Path, prompts: list[str], device: str, limit: int | None, w
     model = runtime.load(path, device=device, max_memory=bound)
     if not hasattr(model, "generate"):
         raise RequestError(f"{path} does not continue text")
-    return list(model.generate(prompts, max_new_tokens=SAMPLE_TOKENS))
+    engine = f"{model.engine.device.type}: {model.engine.description}"
+    return list(model.generate(prompts, max_new_tokens=SAMPLE_TOKENS)), engine

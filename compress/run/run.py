@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from compress.core.memory_bounds import Bounds
 from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import LOG, MANIFEST, WORK, RunDirectory, remove
+from compress.core.tracking import Tracking, check_tracker, tracked
+from compress.evaluate import texts
 from compress.evaluate.artifact import evaluate_artifact
-from compress.evaluate.metrics import exceeded
-from compress.model.stage import Compressed, Job, Store
+from compress.evaluate.limits import exceeded, limits
+from compress.model.stage import Compressed, Job, Readers, Store
 from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back
 from compress.run.manifest import records, write_manifest, write_metadata
@@ -142,7 +144,8 @@ def apply(
     device: str = "auto",
     quiet: bool = False,
     max_memory: int | None = None,
-    command: str | None = None,
+    readers: Readers | None = None,
+    report_to: str | None = None,
 ) -> AppliedArtifact:
     """Run a recipe. Of several processes that a launcher has started the main one runs it, and all share what takes longest: statistics of
     calibration data, the layers of a block, and the training of recoveries.
@@ -153,13 +156,15 @@ def apply(
         overwrite: replace a finished artifact or an unfinished run of this tool in `output`.
         device: where blocks run: auto, cpu, cuda, cuda:1.
         max_memory: bytes that the process may take, all in all; None: what is free. Of several processes each may take so much.
-        command: the command line, for the run record.
+        readers: says who can read the artifact; None: its manifest does not say.
+        report_to: tracker that receives the run's numbers: wandb, mlflow, trackio.
 
     Raises:
         RequestError: the request cannot be carried out (nothing was changed). CompressError: it failed on the way; what was
             finished stays, and --resume goes on from there. A limit of `evaluate` that is exceeded is a CompressError too,
             raised after the artifact is complete.
     """
+    check_tracker(report_to)
     if max_memory is not None:
         keep_nothing_freed()
     path = Path(output) if output is not None else recipe.output_directory
@@ -175,9 +180,9 @@ def apply(
             if not resume:  # refused before a model is read
                 directory.inspect({})
             where = str(team.device(choose_device(device)))
-            clock = RunRecord(command, where, team.size)
+            clock = RunRecord(where, team.size)
             session = Session.open(recipe, where)
-            return _accept(_apply(session, directory, max_memory, quiet, team, clock))
+            return _accept(_apply(session, directory, max_memory, quiet, team, clock, readers, report_to))
 
 
 def apply_recipe(recipe: Mapping[str, Any], output: Path) -> None:
@@ -186,7 +191,14 @@ def apply_recipe(recipe: Mapping[str, Any], output: Path) -> None:
 
 
 def _apply(
-    session: Session, directory: RunDirectory, max_memory: int | None, quiet: bool, team: Team, clock: RunRecord
+    session: Session,
+    directory: RunDirectory,
+    max_memory: int | None,
+    quiet: bool,
+    team: Team,
+    clock: RunRecord,
+    readers: Readers | None,
+    report_to: str | None,
 ) -> AppliedArtifact:
     context, path = session.context, directory.path
     begun = directory.begun()
@@ -205,26 +217,44 @@ def _apply(
             kind.check_finished(jobs.get(kind.name), manifest, path)
         Artifact(path).verify()
         directory.settle()
-        return AppliedArtifact(path, manifest["metrics"], manifest, clock.seconds, peak_bytes())
+        return AppliedArtifact(
+            path, manifest["metrics"], manifest, clock.seconds, peak_bytes(), manifest.get("warnings", [])
+        )
     if plan is None:
         plan = plan_session(session, path, max_memory, context.bounds)
     if plan.problems:
         raise ResourceError("; ".join(plan.problems))
     clock.lap("prepare")
-    with directory.claimed(), disk_errors(f"writing to {path}"), Reporter(path / LOG, quiet) as reporter:
+    with (
+        directory.claimed(),
+        disk_errors(f"writing to {path}"),
+        Reporter(path / LOG, quiet) as reporter,
+        ExitStack() as stack,
+    ):
         directory.warn = reporter.warn
         clock.begin(path, reporter.warn)
+        tracking = Tracking(report_to, context.recipe.name, context.recipe.resolved(), reporter.warn)
+        reporter.tracking = stack.enter_context(tracked(tracking))
         check_source_files(directory.work, context.original)
         reporter.info(plan.headline())
-        for warning in [*plan.warnings, context.calibration.warning if context.reads_text else None]:
+        doubts = texts.doubt(context)
+        for warning in [*plan.warnings, context.calibration.warning if context.reads_text else None, *doubts]:
             if warning:
                 reporter.warn(warning)
         for kind in apart:
             if kind.name not in jobs:
                 directory.forget(kind.name)
                 kind.forget(path)
-        run = _Run(session, Store(path, directory.work, directory, apply_recipe, plan.spill, team), reporter, clock)
+        run = _Run(
+            session,
+            Store(path, directory.work, directory, apply_recipe, plan.spill, team),
+            reporter,
+            clock,
+            (*texts.bundled(context), *doubts),
+            readers,
+        )
         manifest, highest = run.run(own)
+        tracking.log(manifest["metrics"] | {"bytes": manifest["bytes"], "seconds": clock.seconds})
         directory.finish()
         if max_memory is not None and highest > max_memory:
             one = "the run" if team.size == 1 else "one of the processes"
@@ -240,12 +270,15 @@ class _Run:
     Attributes:
         session: as it was opened; once stages have made another model, of that one.
         store: of the whole run.
+        warnings: sentences on the texts, for the manifest.
     """
 
     session: Session
     store: Store
     reporter: Reporter
     clock: RunRecord
+    warnings: Sequence[str]
+    readers: Readers | None = None
 
     def run(self, own: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """Run all that is not done; the manifest, and the most memory that a process has taken. `own`: identity of the run."""
@@ -260,7 +293,8 @@ class _Run:
         load_back.check_against_pipeline(context, bool(layers.needs), artifact, directory, reporter)
         clock.lap("load back")
         spill = directory.work if self.store.spill else None
-        metrics = evaluate_artifact(context, artifact, spill, reporter)
+        allowed = limits(context.recipe, layers.tensors(), context.streamed.kind == "encoder")
+        metrics = evaluate_artifact(context, artifact, allowed, spill, reporter)
         clock.lap("evaluate")
         entries: dict[str, Any] = {}
         files: list[Path] = []
@@ -269,7 +303,8 @@ class _Run:
             files += [file for place in job.holds(self.store) for file in sorted(place.iterdir())]
         highest = max(made["peak_memory"], peak_bytes())
         clock.write(highest)
-        return write_manifest(context, directory, own, metrics, entries, files), highest
+        manifest = write_manifest(context, directory, own, metrics, entries, files, self.readers, self.warnings)
+        return manifest, highest
 
     def _make_models(self) -> None:
         """Run the jobs of phase "model" that are not done, and open the session of what they made."""

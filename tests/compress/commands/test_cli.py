@@ -378,7 +378,14 @@ def pipeline(monkeypatch, tmp_path):
     def make_samples(artifact, source, prompts, device, limit, note):
         texts = [f"{prompt} and so on" for prompt in prompts]
         left_out = {"source": "it is too large"}
-        return {"prompts": prompts, "tokens": 48, "source": None, "artifact": texts, "left_out": left_out}
+        return {
+            "prompts": prompts,
+            "tokens": 48,
+            "source": None,
+            "artifact": texts,
+            "left_out": left_out,
+            "engine": "cpu: here",
+        }
 
     monkeypatch.setattr("compress.run.record.make_samples", make_samples)
     monkeypatch.setattr("compress.recipe.locate_model", lambda recipe: tmp_path / "m")
@@ -403,10 +410,9 @@ def test_apply_hands_its_options_on(capsys, pipeline, recipe, tmp_path):
     assert code == 0
     ((loaded, options),) = pipeline
     assert (loaded.model, loaded.seed, loaded.output_directory) == ("other", 3, tmp_path / "x")
-    command = options.pop("command")
-    assert command.startswith("compress apply ")
-    assert command.endswith("--device cpu -q --max-memory 3GB")
-    assert options == {"resume": True, "overwrite": True, "device": "cpu", "quiet": True, "max_memory": 3_000_000_000}
+    assert callable(options.pop("readers"))
+    expected = {"resume": True, "overwrite": True, "device": "cpu", "quiet": True, "max_memory": 3_000_000_000}
+    assert options == expected | {"report_to": None}
     for words in (
         "8.00 MB",
         "2.00 MB",
@@ -427,7 +433,7 @@ def test_apply_with_json_prints_one_object(capsys, pipeline, recipe):
     assert code == 0
     answer = json.loads(out)
     assert answer["bytes"] == {"before": 8_000_000, "after": 2_000_000}
-    assert answer["sample"] == {"prompt": "Say", "text": "Say and so on"}
+    assert answer["sample"] == {"prompt": "Say", "text": "Say and so on", "engine": "cpu: here"}
     assert "a library that prints" in err
     assert "error" not in answer
 

@@ -164,7 +164,7 @@ class TestPage:
         for layer in manifest["layers"]:
             layer |= {"method": evil, "notes": {evil: evil}, "name": f"{layer['name']}{evil}"}
         manifest["source"]["path_or_id"] = manifest["toolchain"]["torch"] = manifest["toolchain"][evil] = evil
-        edit(artifact, **manifest, warnings=[evil])
+        edit(artifact, **(manifest | {"warnings": [evil]}))
         (artifact / "recipe.yaml").write_text(f"name: {evil}\n</pre>{evil}\n")
         page = parse(write_report(artifact).read_text(encoding="utf-8"))
         assert page.tags.count("script") == 1  # the page's own
@@ -182,7 +182,7 @@ class TestPage:
         manifest["layers"][0]["notes"] = {"retries": 2, "damping": 0.08}
         edit(artifact, **manifest)
         text = " ".join(parse(write_report(artifact).read_text(encoding="utf-8")).words)
-        assert "max_kl is 0.5; the recipe's limit is 0.01" in text
+        assert "max_kl is 0.5; the limit is 0.01" in text
         assert f"{manifest['layers'][0]['name']}: the Hessian needed more damping" in text
         assert "exceeded" in text
 

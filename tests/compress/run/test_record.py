@@ -39,7 +39,7 @@ def test_a_command_notes_what_a_reader_asks(request_file, tmp_path, capsys):
     assert samples == answer["samples"]
     assert samples["prompts"] == ["line 3: the"]
     assert len(samples["source"]) == len(samples["artifact"]) == 1
-    assert answer["sample"] == {"prompt": "line 3: the", "text": samples["artifact"][0]}
+    assert answer["sample"] == {"prompt": "line 3: the", "text": samples["artifact"][0], "engine": samples["engine"]}
     page = (out / "report.html").read_text()
     assert "Sample outputs" in page
     assert str(request_file) in page

@@ -12,6 +12,7 @@ import time
 
 import pytest
 import yaml
+from random_models import UNLIMITED
 from runs import TIMED
 
 import compress
@@ -35,7 +36,7 @@ apply(load(sys.argv[1]), output=sys.argv[2], resume=True, quiet=True)
 def job(make_checkpoint, recipe, tmp_path):
     model = make_checkpoint(num_hidden_layers=6)
     data = recipe(model)["calibration"]["data"]
-    evaluate = {"data": data, "sequence_length": 32, "samples": 8}
+    evaluate = {**UNLIMITED, "data": data, "sequence_length": 32, "samples": 8}
     stages = (
         {"prune": {"method": "sparsegpt", "pattern": "2:4"}},
         {"quantize": {"method": "gptq", "bits": 4, "group_size": 32}},

@@ -57,6 +57,8 @@ def plain(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> Any:
 def test_an_artifact_brings_its_draft_and_decodes_with_it(plain):
     manifest = plain.manifest["draft"]
     assert manifest["drafter"] == {"model": "draft"}
+    held = plain.manifest["bytes"]
+    assert held["total"] == held["after"] + held["draft"] > held["after"]
     facts = manifest["facts"]
     assert set(facts["after"]) >= {"held_out", "text", "code", "chat"}
     assert facts["layers"] == [0]

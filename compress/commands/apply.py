@@ -45,10 +45,10 @@ def apply(
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier artifact in the output directory."),
     device: str = DEVICE,
     max_memory: str | None = MAX_MEMORY,
-    report_to: str | None = REPORT_TO,
     prompt: str | None = typer.Option(
         None, "--prompt", help="Text that source and artifact continue, instead of the recipe's `sample`; '' for none."
     ),
+    report_to: str | None = REPORT_TO,
     quiet: bool = QUIET,
     as_json: bool = JSON,
 ) -> None:
@@ -75,16 +75,23 @@ def apply(
     failure: CompressError | None = None
     with stdout_reserved(as_json):
         from compress.recipe import locate_model
-        from compress.run.record import make_samples, recorded_samples, shown_command
+        from compress.run.record import COMMAND, make_samples, recorded_samples, shown_command
         from compress.run.run import LimitError
         from compress.run.run import apply as run
         from export.readers import readable_by
 
+        COMMAND.set(shown_command(context.obj or []))
         try:
             artifact = run(
-                loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet, max_memory=limit,
-                readers=readable_by, report_to=report_to, command=shown_command(context.obj or []),
-            )  # fmt: skip
+                loaded,
+                resume=resume,
+                overwrite=overwrite,
+                device=device,
+                quiet=quiet,
+                max_memory=limit,
+                readers=readable_by,
+                report_to=report_to,
+            )
         except LimitError as error:
             artifact, failure = error.result, error
         if not is_first():  # rank 0 prints for all
@@ -123,7 +130,9 @@ def _samples(made: dict[str, Any] | None) -> dict[str, Any]:
     if made is None:
         return {}
     texts = made["artifact"]
-    first = {} if texts is None else {"sample": {"prompt": made["prompts"][0], "text": texts[0]}}
+    first = (
+        {} if texts is None else {"sample": {"prompt": made["prompts"][0], "text": texts[0], "engine": made["engine"]}}
+    )
     return {"samples": made, **first}
 
 
@@ -163,6 +172,8 @@ def _show(result: dict[str, Any]) -> None:
 
 def _show_samples(samples: dict[str, Any]) -> None:
     """Print what source and artifact make of each prompt, and why one of them is left out."""
+    if samples["engine"] is not None:
+        print(f"Runs on {samples['engine']}")
     names = {"source": "The source", "artifact": "The artifact"}
     for number, prompt in enumerate(samples["prompts"]):
         for name, words in names.items():

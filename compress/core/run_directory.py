@@ -27,15 +27,15 @@ WORK = ".compress"
 MANIFEST = "compress.json"
 LOG = "compress.log"
 REPORT = "report.html"
-CARD = "README.md"
 RECORD = "run.json"  # date, command, machine, times, samples (`compress.run.record`)
+CARD = "README.md"
 DRAFT = "draft"  # directory of a draft
 DRAFTS = (DRAFT, "draft-2")  # a draft that replaces another is written beside it (`compress.distill.draft.redraft`)
 CHOICE = "drafter.json"  # the drafter that was found fastest on a machine, which loading follows
 # 1_Pooling/config.json: how sentence-transformers pools; draft/config.json and the like.
 NESTED = re.compile(r"[0-9]+_\w+/config\.json|draft(-2)?/[^/\\]+")
-# Not covered by the manifest's hashes: the manifest itself, the log and the record (they have times in them), the report and the card (made
-# from the manifest and the record; people edit cards), and what is chosen again on every machine.
+# Not covered by the manifest's hashes: the manifest itself, the log and the record (they have times in them), the report and the card
+# (made from these; people edit cards), and what is chosen again on every machine.
 UNHASHED = (MANIFEST, LOG, RECORD, REPORT, CARD, CHOICE)
 _STATE = "run.json"
 _log = logging.getLogger("compress")

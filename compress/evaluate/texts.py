@@ -1,4 +1,4 @@
-"""What a run is calibrated and evaluated on, in a sentence, and whether the model reads it at all."""
+"""Texts of a run, in a sentence, and whether the model reads them at all."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ class Facts:
         recipe: text of recipe.yaml, empty when the artifact has none.
         before, after: bytes of each of `PARTS`.
         warnings: one sentence each.
-        architecture: class of the model.
         record: content of run.json, empty when the artifact has none.
+        architecture: class of the model.
     """
 
     path: Path
@@ -61,8 +61,8 @@ class Facts:
     before: dict[str, int]
     after: dict[str, int]
     warnings: list[str]
-    architecture: str | None = None
     record: dict[str, Any] = field(default_factory=dict)
+    architecture: str | None = None
 
     @property
     def texts(self) -> tuple[str, str]:
@@ -142,8 +142,8 @@ def gather(artifact_path: str | Path) -> Facts:
         before={part: before[part] for part in PARTS},
         after={part: after[part] for part in PARTS},
         warnings=list(_warnings(manifest)),
-        architecture=next(iter(artifact.config.get("architectures") or []), None),
         record=read_object(record, "remove it, and the report is written without it") if record.is_file() else {},
+        architecture=next(iter(artifact.config.get("architectures") or []), None),
     )
 
 

@@ -154,10 +154,9 @@ def place_labels(axes: Axes, labels: list[tuple[float, float, str, str]], size: 
     point, frame, drawn = axes.figure.get_dpi() / 72, axes.get_window_extent(), _drawn(axes)
     legend = axes.get_legend()
     taken = [] if legend is None else [legend.get_window_extent()]
-    taken += [
-        Bbox.from_extents(*(at - 4 * point), *(at + 4 * point))
-        for at in (axes.transData.transform((x, y)) for x, y, *_ in labels)
-    ]
+    for x, y, *_ in labels:
+        left, low = axes.transData.transform((x, y)) - 4 * point
+        taken.append(Bbox.from_bounds(left, low, 8 * point, 8 * point))
     for x, y, text, ink in labels:
         at = axes.transData.transform((x, y))
         measured = axes.annotate(text, (x, y), fontsize=size)

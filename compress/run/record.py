@@ -12,6 +12,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -40,6 +41,8 @@ _PROMPTS, _PROMPT_TOKENS = (
 )  # where the recipe names no prompt: how many beginnings of held-out windows, and how long
 #: A loaded model takes more than its tensors: buffers of a step, and weights that are being repacked.
 _LOADED = 1.2
+COMMAND: ContextVar[str | None] = ContextVar("COMMAND", default=None)
+"""The command line that runs; None: called from Python."""
 _SECRET = re.compile(r"(?<=://)[^/@\s]+(?=@)|\bhf_\w{8,}|(?i:(?<=token=)|(?<=secret=)|(?<=password=)|(?<=api_key=))\S+")
 
 
@@ -53,12 +56,10 @@ class RunRecord:
     """Wall-clock seconds of a run by phase, noted in the output after every phase.
 
     Attributes:
-        command: the command line; None: called from Python.
         device: "cpu", "cuda", "cuda:1". processes: how many share the run.
         seconds: {phase: seconds}.
     """
 
-    command: str | None = None
     device: str = "cpu"
     processes: int = 1
     seconds: dict[str, float] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class RunRecord:
         """Write the file; `peak_memory`: bytes, once they are known."""
         assert self._file is not None
         run = {
-            "date": self._date, "command": self.command, "compress_version": VERSION, "processes": self.processes,
+            "date": self._date, "command": COMMAND.get(), "compress_version": VERSION, "processes": self.processes,
             "machine": machine(self.device), "seconds": self.seconds, "peak_memory": peak_memory,
         }  # fmt: skip
         _write(self._file, {"runs": [*self._earlier, run]})
@@ -133,9 +134,9 @@ def make_samples(
 
     Returns:
         `prompts`, `tokens` (at most so many are new), `source` and `artifact` (a text for each prompt; None: this machine cannot run it),
-        `left_out` (why, by name), `engine` (what ran the artifact; None: nothing did).
+        `left_out` (why, by name), `engine` (what computed the artifact's; None where it was left out).
     """
-    made: dict[str, Any] = {"prompts": list(prompts), "tokens": SAMPLE_TOKENS, "left_out": {}}
+    made: dict[str, Any] = {"prompts": list(prompts), "tokens": SAMPLE_TOKENS, "left_out": {}, "engine": None}
     for name, path in (("source", source), ("artifact", artifact)):
         try:
             made[name], made["engine"] = _continued(path, list(prompts), device, limit, whole=name == "source")
@@ -156,9 +157,10 @@ def recorded_samples(path: Path) -> dict[str, Any] | None:
 
 
 def _continued(path: Path, prompts: list[str], device: str, limit: int | None, whole: bool) -> tuple[list[str], str]:
-    """Continuations, and what computed them.
+    """The texts, and the engine that computed them.
 
-    `whole`: refuse a model that does not fit in memory, rather than read it from the disk for every token.
+    Args:
+        whole: refuse a model that does not fit in memory, rather than read it from the disk for every token.
     """
     import runtime
 
@@ -169,6 +171,5 @@ def _continued(path: Path, prompts: list[str], device: str, limit: int | None, w
     model = runtime.load(path, device=device, max_memory=bound)
     if not hasattr(model, "generate"):
         raise RequestError(f"{path} does not continue text")
-    return list(
-        model.generate(prompts, max_new_tokens=SAMPLE_TOKENS)
-    ), f"{model.engine.device.type}: {model.engine.description}"
+    engine = f"{model.engine.device.type}: {model.engine.description}"
+    return list(model.generate(prompts, max_new_tokens=SAMPLE_TOKENS)), engine

@@ -146,7 +146,6 @@ def apply(
     max_memory: int | None = None,
     readers: Readers | None = None,
     report_to: str | None = None,
-    command: str | None = None,
 ) -> AppliedArtifact:
     """Run a recipe. Of several processes that a launcher has started the main one runs it, and all share what takes longest: statistics of
     calibration data, the layers of a block, and the training of recoveries.
@@ -159,7 +158,6 @@ def apply(
         max_memory: bytes that the process may take, all in all; None: what is free. Of several processes each may take so much.
         readers: says who can read the artifact; None: its manifest does not say.
         report_to: tracker that receives the run's numbers: wandb, mlflow, trackio.
-        command: the command line, for the run record.
 
     Raises:
         RequestError: the request cannot be carried out (nothing was changed). CompressError: it failed on the way; what was
@@ -182,7 +180,7 @@ def apply(
             if not resume:  # refused before a model is read
                 directory.inspect({})
             where = str(team.device(choose_device(device)))
-            clock = RunRecord(command, where, team.size)
+            clock = RunRecord(where, team.size)
             session = Session.open(recipe, where)
             return _accept(_apply(session, directory, max_memory, quiet, team, clock, readers, report_to))
 
@@ -234,9 +232,9 @@ def _apply(
         ExitStack() as stack,
     ):
         directory.warn = reporter.warn
+        clock.begin(path, reporter.warn)
         tracking = Tracking(report_to, context.recipe.name, context.recipe.resolved(), reporter.warn)
         reporter.tracking = stack.enter_context(tracked(tracking))
-        clock.begin(path, reporter.warn)
         check_source_files(directory.work, context.original)
         reporter.info(plan.headline())
         doubts = texts.doubt(context)

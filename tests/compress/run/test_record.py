@@ -6,6 +6,7 @@ import json
 from datetime import datetime
 
 import pytest
+from random_models import UNLIMITED
 from runs import TIMED, contents, make_request
 
 import compress
@@ -17,6 +18,7 @@ from compress.run.record import machine, shown_command
 @pytest.fixture
 def request_file(tmp_path):
     request = make_request(tmp_path, "compress") | {"sample": "line 3: the"}
+    request["evaluate"] = {**UNLIMITED, "data": request["calibration"]["data"], "sequence_length": 16, "samples": 7}
     file = tmp_path / "r.json"
     file.write_text(json.dumps(request))
     return file
@@ -39,7 +41,7 @@ def test_a_command_notes_what_a_reader_asks(request_file, tmp_path, capsys):
     assert samples == answer["samples"]
     assert samples["prompts"] == ["line 3: the"]
     assert len(samples["source"]) == len(samples["artifact"]) == 1
-    assert answer["sample"] == {"prompt": "line 3: the", "text": samples["artifact"][0]}
+    assert answer["sample"] == {"prompt": "line 3: the", "text": samples["artifact"][0], "engine": samples["engine"]}
     page = (out / "report.html").read_text()
     assert "Sample outputs" in page
     assert str(request_file) in page
@@ -83,7 +85,6 @@ def test_a_resumed_run_is_noted_after_the_first(request_file, tmp_path, monkeypa
 def test_without_a_prompt_held_out_text_is_continued(request_file, tmp_path):
     request = json.loads(request_file.read_text())
     del request["sample"]
-    request["evaluate"] = {"data": request["calibration"]["data"], "sequence_length": 16, "samples": 7}
     made = compress.apply(request, output=tmp_path / "out", quiet=True, device="cpu")
     assert len(made.prompts) == 3
     assert made.prompts[0].startswith("line 0")

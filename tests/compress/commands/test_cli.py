@@ -334,6 +334,31 @@ def test_drafters_are_listed_with_their_fields(capsys):
     assert "skip_mlp: a list of integers at least 0 (default: [])\n      those whose" in out
 
 
+def test_methods_are_grouped_in_the_order_of_a_recipe(capsys):
+    _, out, _ = run(capsys, "methods", "--json")
+    groups = json.loads(out)["groups"]
+    names = [group["stage"] for group in groups if " " not in group["stage"]]
+    assert names == ["structure", "recover", "prune", "quantize", "kv_cache", "draft", "drafter"]
+    _, out, _ = run(capsys, "methods")
+    places = [out.index(f"{group['stage']}: {group['summary']}") for group in groups]
+    assert places == sorted(places)
+    for group in groups:
+        code, out, _ = run(capsys, "methods", "show", group["stage"])
+        assert code == 0
+        assert out.startswith(f"{group['written']}\n")
+        _, out, _ = run(capsys, "methods", "show", group["stage"], "--json")
+        shown = json.loads(out)
+        assert shown["methods"]
+        assert all(field["description"] for field in shown["fields"])
+    _, out, _ = run(capsys, "methods", "show", "quantize", "--json")
+    names = [field["name"] for field in json.loads(out)["fields"]]
+    assert {"scheme", "bits", "group_size", "targets", "ignore"} <= set(names)
+    assert "damping" not in names, "only gptq has it"
+    code, _, err = run(capsys, "methods", "show", "quantise")
+    assert code == 2
+    assert "'quantize'" in err
+
+
 def test_a_method_says_its_fields(capsys):
     _, out, _ = run(capsys, "methods", "show", "gptq", "--json")
     shown = json.loads(out)

@@ -137,7 +137,9 @@ def method_groups() -> Iterator[MethodGroup]:
     yield MethodGroup("drafter", summary, "drafter: NAME, or drafter: {method: NAME, ...}", found, _DRAFTER)
     for key, registry in (("acceptance", RULES), ("lengths", LENGTHS)):
         written = f"drafter: {_PARTS[key][1]}"
-        parts = [MethodEntry(f"drafter {key}", each.name, each, written.replace("NAME", each.name)) for each in registry]
+        parts = [
+            MethodEntry(f"drafter {key}", each.name, each, written.replace("NAME", each.name)) for each in registry
+        ]
         yield _part("drafter", key, parts)
 
 

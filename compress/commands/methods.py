@@ -27,7 +27,11 @@ def methods(context: typer.Context, as_json: bool = JSON) -> None:
     from compress.commands.method_entries import method_groups
 
     groups = [group.describe() for group in method_groups()]
-    found = [{"name": each["name"], "stage": group["stage"], "summary": each["summary"]} for group in groups for each in group["methods"]]
+    found = [
+        {"name": each["name"], "stage": group["stage"], "summary": each["summary"]}
+        for group in groups
+        for each in group["methods"]
+    ]
     told = [{key: group[key] for key in ("stage", "summary", "written")} for group in groups]
     finish({"methods": found, "groups": told}, as_json, _show_list)
 

@@ -133,7 +133,9 @@ class RowPool:
         """As `Engine.resume`."""
         held = self.tokens
         pairs = zip(held, tokens[:-1], strict=False)
-        common = next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(held), len(tokens) - 1))
+        common = next(
+            (place for place, (one, other) in enumerate(pairs) if one != other), min(len(held), len(tokens) - 1)
+        )
         if common and self.engine.rewind(self.cache, len(held) - common):
             self.pages, self.tokens = [page], held[:common]
             return common

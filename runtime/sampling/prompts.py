@@ -84,7 +84,9 @@ class PromptReader:
             raise RequestError(f"{self._path} has no {lacks}, which a conversation needs: give plain text instead")
         for number, message in enumerate(messages):
             if not isinstance(message.get("role"), str) or "content" not in message:
-                raise RequestError(f'message {number} of {name} needs a "role" and a "content", not {show(dict(message))}')
+                raise RequestError(
+                    f'message {number} of {name} needs a "role" and a "content", not {show(dict(message))}'
+                )
         try:
             with self._lock:
                 text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)

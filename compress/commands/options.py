@@ -137,7 +137,7 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
 
 
 def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the options of `SAMPLING` and `LOADING` in place of its parameters `sampling` and `loading`, which get them as keywords."""
+    """A command with the options of `SAMPLING` and `LOADING` in place of its parameters `sampling` and `loading`, which get their values."""
     groups = {"sampling": SAMPLING, "loading": LOADING}
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []

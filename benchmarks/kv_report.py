@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compress.report.charts import PRINTED, figure, save
+from compress.report.plots import place_labels
+
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "kv_quality.json"
 DOCS = HERE.parent / "docs"
@@ -261,52 +264,50 @@ def front(found: list[dict[str, Any]], tool: str, better: bool) -> list[dict[str
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Quality against bytes: every method and budget a point, the best of each tool a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # letters, not their outlines
-    from matplotlib import pyplot
-
+    """Quality against bytes: every method and budget a point, the best of each tool a line; numbers name our best ones below each panel."""
     drawn = [panel for panel in panels(result) if panel.drawn]
-    figure, axes = pyplot.subplots(2, -(-len(drawn) // 2), figsize=(6.5 * -(-len(drawn) // 2), 9))
-    for axis, panel in zip(axes.flat, drawn, strict=False):
-        _draw_panel(axis, [p for p in points(result, panel) if p["reads"] is None], panel)
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="lower center", ncols=5, frameon=False)
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
-    figure.savefig(file)
+    columns = -(-len(drawn) // 2)
+    with figure(6.5 * columns, 12.5, *PRINTED) as (picture, _):
+        picture.clf()
+        axes = list(picture.subplots(2, columns, squeeze=False).flat)
+        for axis, panel in zip(axes, drawn, strict=False):
+            _draw_panel(axis, [p for p in points(result, panel) if p["reads"] is None], panel)
+        picture.legend(
+            *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=5, frameon=False, fontsize=11
+        )
+        for axis, panel in zip(axes, drawn, strict=False):  # once all have their places
+            _name_best(axis, front([p for p in points(result, panel) if p["reads"] is None], "compress", panel.better))
+        save(picture, file)
 
 
 def _draw_panel(axis: Any, found: list[dict[str, Any]], panel: Panel) -> None:
-    for tool, colour, name in (("kvpress", "0.55", "kvpress"), ("compress", "tab:blue", "ours")):
+    for tool, colour, name in (("kvpress", "#94a3b8", "kvpress"), ("compress", "#2563eb", "ours")):
         mine = [p for p in found if p["tool"] == tool and p["method"] not in ("full", "full cache")]
-        axis.plot(
-            [100 * p["bytes"] for p in mine],
-            [p["value"] for p in mine],
-            ".",
-            color=colour,
-            ms=5,
-            alpha=0.5,
-            label=f"{name}, all",
-        )
+        places = [100 * p["bytes"] for p in mine], [p["value"] for p in mine]
+        axis.plot(*places, ".", color=colour, ms=5, alpha=0.5, label=f"{name}, all")
         best_ones = front(found, tool, panel.better)
         line = [(100 * p["bytes"], p["value"]) for p in best_ones]
         line.append((100.0, line[-1][1]))
         axis.step(*zip(*line, strict=True), where="post", color=colour, lw=1.8, label=f"{name}, best for its bytes")
-        for point in best_ones if tool == "compress" else []:
-            axis.annotate(
-                point["method"], (100 * point["bytes"], point["value"]), fontsize=6, rotation=-35 if panel.better else 35,
-                va="top" if panel.better else "bottom",
-            )  # fmt: skip
     whole = [p["value"] for p in found if p["method"] == "full cache"]
-    axis.axhline(whole[0], color="k", lw=0.7, ls=":", label="full cache")
-    axis.set_title(panel.title, fontsize=10)
+    axis.axhline(whole[0], color="#0f172a", lw=0.9, ls=":", label="full cache")
+    axis.set_title(panel.title.replace(", perplexity", ",\nperplexity").replace(", right", ",\nright"), fontsize=11)
     axis.set_xlabel("bytes of the cache, % of a plain one" + (" of the whole text" if panel.decodes else ""))
     axis.set_xscale("log", base=2)
-    axis.set_xticks([3.125, 6.25, 12.5, 25, 50, 100], ["3.1", "6.25", "12.5", "25", "50", "100"])
-    axis.set_xlim(2.5, 110)
+    axis.set_xticks([1.5625, 3.125, 6.25, 12.5, 25, 50, 100], ["1.6", "3.1", "6.25", "12.5", "25", "50", "100"])
+    axis.set_xlim(min(2.5, *(95 * p["bytes"] for p in found)), 110)
+    axis.grid(color=PRINTED[1], linewidth=0.8)
     if not panel.better:
         axis.set_ylim(whole[0] * 0.98, whole[0] * 1.35)
+
+
+def _name_best(axis: Any, best_ones: list[dict[str, Any]]) -> None:
+    """A number at each point, and below the panel the method that it stands for; names beside the points would cover each other."""
+    names = list(dict.fromkeys(point["method"] for point in best_ones))
+    key = "\n".join(f"{number}  {name}" for number, name in enumerate(names, 1))
+    axis.annotate(key, (0, 0), (0, -42), "axes fraction", "offset points", va="top", fontsize=10, linespacing=1.35)
+    marks = [(100 * p["bytes"], p["value"], str(names.index(p["method"]) + 1), "#1e3a8a") for p in best_ones]
+    place_labels(axis, marks, size=11)
 
 
 def main() -> None:

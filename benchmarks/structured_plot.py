@@ -13,11 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from structured import RANKINGS
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from compress.report.charts import PRINTED, figure, save
 
 Cell = dict[str, Any]
 COLOURS = dict(zip(RANKINGS, ("#888888", "#d62728", "#ff7f0e", "#2ca02c", "#9467bd", "#1f77b4"), strict=True))
@@ -89,39 +87,48 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    figure, axes = plt.subplots(len(arguments.files), 2, figsize=(10, 3.6 * len(arguments.files)), squeeze=False)
-    for row, file in zip(axes, arguments.files, strict=True):
-        result = json.loads(file.read_text(encoding="utf-8"))
-        cells, shapes = result["channels"], result["latency"]["shapes"]
-        whole = cells[0]["perplexity_before"]
-        draw(row[0], cells, lambda cell: cell["parameters_after"] / 1e6)
-        others(row[0], result)
-        front(row[0], result, 10 * whole)
-        draw(row[1], cells, lambda cell, of=shapes: of[f"ffn {cell['ratio']}"]["ms_per_token"])  # type: ignore[misc]
-        row[0].set_xlabel(f"parameters of {result['model']}, millions")
-        row[1].set_xlabel(
-            f"measured ms a token of these shapes ({result['latency']['weights']}, {result['latency']['threads']} threads)"
+    with figure(11.0, 1.4 + 4.0 * len(arguments.files), *PRINTED) as (picture, _):
+        picture.clf()
+        axes = picture.subplots(len(arguments.files), 2, squeeze=False)
+        for row, file in zip(axes, arguments.files, strict=True):
+            draw_row(row, json.loads(file.read_text(encoding="utf-8")))
+        look = {"loc": "outside upper left", "ncols": 6, "frameon": False, "fontsize": 10, "alignment": "left"}
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        rankings, others_ = (
+            [(h, n) for h, n in zip(handles, labels, strict=True) if (n in RANKINGS) is own] for own in (True, False)
         )
-        for axis, at in ((row[0], cells[0]["parameters_before"] / 1e6), (row[1], shapes["whole"]["ms_per_token"])):
-            axis.plot([at], [whole], "k.", markersize=8)
-            axis.axhline(whole, color="#888888", linewidth=0.6)
-            axis.set_yscale("log")
-            ticks = [round(whole * times, 1) for times in (1, 1.1, 1.2, 1.5, 2, 3)]
-            axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-            axis.minorticks_off()
-            axis.set_ylim(whole * 0.98, whole * HIGHEST)
-            above = sum(cell["perplexity"] > whole * HIGHEST for cell in cells)
-            told = f"{above} worse cells of channels lie above" if above else ""
-            axis.text(0.02, 0.97, told, transform=axis.transAxes, va="top", fontsize=8, color="#555555")
-        row[0].set_ylabel("perplexity of held-out text")
-    axes[0][1].legend(
-        fontsize=8, title="solid: readers refitted\ndotted: as they were\nstars: recovered", title_fontsize=8
+        told = "channels by ranking; solid: readers refitted, dotted: as they were, stars: recovered"
+        picture.legend(*zip(*rankings, strict=True), title=told, **look)
+        told = "what else is removed, by its best ranking; filled: recovered"
+        picture.legend(*zip(*others_, strict=True), title=told, **(look | {"loc": "outside lower left", "ncols": 5}))
+        save(picture, arguments.out)
+
+
+def draw_row(row: Any, result: Cell) -> None:
+    """Both panels of a model."""
+    cells, shapes = result["channels"], result["latency"]["shapes"]
+    whole = cells[0]["perplexity_before"]
+    draw(row[0], cells, lambda cell: cell["parameters_after"] / 1e6)
+    others(row[0], result)
+    front(row[0], result, 10 * whole)
+    draw(row[1], cells, lambda cell, of=shapes: of[f"ffn {cell['ratio']}"]["ms_per_token"])  # type: ignore[misc]
+    row[0].set_xlabel(f"parameters of {result['model']}, millions")
+    row[1].set_xlabel(
+        f"measured ms a token of these shapes ({result['latency']['weights']}, {result['latency']['threads']} threads)"
     )
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    named = [(handle, name) for handle, name in zip(handles, labels, strict=True) if name not in RANKINGS]
-    axes[0][0].legend(*zip(*named, strict=True), fontsize=8, title="best ranking; filled: recovered", title_fontsize=8)
-    figure.tight_layout()
-    figure.savefig(arguments.out, metadata={"Date": None})
+    above = sum(cell["perplexity"] > whole * HIGHEST for cell in cells)
+    for axis, at in ((row[0], cells[0]["parameters_before"] / 1e6), (row[1], shapes["whole"]["ms_per_token"])):
+        axis.plot([at], [whole], ".", color="#0f172a", markersize=9)
+        axis.axhline(whole, color="#888888", linewidth=0.6)
+        axis.set_yscale("log")
+        ticks = [round(whole * times, 1) for times in (1, 1.1, 1.2, 1.5, 2, 3)]
+        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
+        axis.set_ylim(whole * 0.98, whole * HIGHEST)
+        axis.grid(color=PRINTED[1], linewidth=0.8)
+        if above:
+            axis.set_title(f"{above} worse cells of channels lie above", loc="right", fontsize=9)
+    row[0].set_ylabel("perplexity of held-out text")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress.core.shadowing import import_neighbours
 from compress.core.version import VERSION
-from runtime.system.aliases import ModuleAliases
+
+import_neighbours()  # before anything imports them
+
+from runtime.system.aliases import ModuleAliases  # noqa: E402
 
 if TYPE_CHECKING:
     from compress.recipe import Recipe
@@ -37,6 +41,7 @@ def apply(
     device: str = "auto",
     quiet: bool = False,
     max_memory: int | str | None = None,
+    report_to: str | None = None,
 ) -> AppliedArtifact:
     """Compress a checkpoint with a recipe.
 
@@ -50,6 +55,7 @@ def apply(
         device: where to compute: `auto`, `cpu`, `cuda`, `cuda:1`.
         quiet: no progress on stderr.
         max_memory: memory limit of the whole process, in bytes or such as `"6GB"`; None: nine tenths of what is free.
+        report_to: tracker that receives the run's numbers: wandb, mlflow, trackio.
 
     Returns:
         The artifact: `path`, `metrics`, `manifest`.
@@ -60,11 +66,21 @@ def apply(
     """
     from compress.recipe import load
     from compress.run import run
+    from export.readers import readable_by
     from runtime.system.sizes import byte_count
 
     limit = None if max_memory is None else byte_count("max_memory", max_memory)
     loaded = load(recipe, model=model, output=output, set=set)
-    return run.apply(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet, max_memory=limit)
+    return run.apply(
+        loaded,
+        resume=resume,
+        overwrite=overwrite,
+        device=device,
+        quiet=quiet,
+        max_memory=limit,
+        readers=readable_by,
+        report_to=report_to,
+    )
 
 
 def draft(
@@ -73,6 +89,7 @@ def draft(
     set: Iterable[str] | Mapping[str, Any] = (),
     device: str = "auto",
     quiet: bool = False,
+    report_to: str | None = None,
 ) -> dict[str, Any] | None:
     """Make or replace the draft of a finished artifact, for speculative decoding; processes of a launcher share the training.
 
@@ -82,6 +99,7 @@ def draft(
         set: as of `apply`.
         device: as of `apply`.
         quiet: as of `apply`.
+        report_to: as of `apply`.
 
     Returns:
         The manifest's entry of the draft; None in all processes but the first.
@@ -96,7 +114,7 @@ def draft(
     from compress.distill.draft.redraft import redraft
     from compress.run.run import apply_recipe
 
-    return redraft(Path(artifact), loaded, apply_recipe, device, quiet)
+    return redraft(Path(artifact), loaded, apply_recipe, device, quiet, report_to)
 
 
 def plan(
@@ -109,10 +127,11 @@ def plan(
     """Tensors, sizes, memory, disk and time of `apply` with the same arguments. Nothing is compressed or written."""
     from compress.recipe import load
     from compress.run.plan import make_plan
+    from export.readers import readable_by
     from runtime.system.sizes import byte_count
 
     limit = None if max_memory is None else byte_count("max_memory", max_memory)
-    return make_plan(load(recipe, model=model, output=output, set=set), max_memory=limit)
+    return make_plan(load(recipe, model=model, output=output, set=set), max_memory=limit, readers=readable_by)
 
 
 def sweep(
@@ -127,6 +146,7 @@ def sweep(
     device: str = "auto",
     quiet: bool = False,
     max_memory: int | str | None = None,
+    report_to: str | None = None,
 ) -> SweepResult:
     """Compress a checkpoint with many values of a recipe: a grid or a search, in local processes or on a Ray cluster.
 
@@ -142,6 +162,7 @@ def sweep(
         device: as of `apply`.
         quiet: no progress on stderr.
         max_memory: memory limit of concurrent trials together; None: what is free.
+        report_to: as of `apply`; one run of the tracker, a step a trial.
 
     Returns:
         `path`, `trials` (values, metrics, whether on the Pareto front), and all of sweep.json as `summary`.
@@ -156,5 +177,5 @@ def sweep(
     limit = None if max_memory is None else byte_count("max_memory", max_memory)
     return run.sweep(
         sweep, model=model, output=output, set=set, jobs=jobs, resume=resume, retry=retry, overwrite=overwrite,
-        device=device, quiet=quiet, max_memory=limit,
+        device=device, quiet=quiet, max_memory=limit, report_to=report_to,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from runtime.errors import CompressError
 
 INTERRUPTED = 130
 COMMANDS = (
-    "apply", "plan", "sweep", "eval", "inspect", "bench", "draft", "export", "generate", "chat", "report", "recipes", "methods",
+    "apply", "plan", "sweep", "eval", "inspect", "bench", "draft", "export", "generate", "chat", "report", "push", "recipes", "methods",
 )  # fmt: skip
 
 _RESUME = "; finished work is kept: run the same command with --resume to continue"
@@ -136,7 +136,7 @@ def _run(arguments: list[str]) -> int:
     arguments = arguments or ["--help"]
     wanted = (command,) if command in COMMANDS and arguments[0] == command else COMMANDS
     try:
-        result = build(wanted)(args=arguments, prog_name="compress", standalone_mode=False)
+        result = build(wanted)(args=arguments, prog_name="compress", standalone_mode=False, obj=arguments)
     except typer.Exit as stop:
         return stop.exit_code
     return result if isinstance(result, int) else 0

@@ -212,6 +212,8 @@ def _help(text: str) -> str:
 
 def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
     """Tables of a pydantic model and, after it, of the models below its keys."""
+    from compress.recipe.models import OPEN, TextSource
+
     told, fields, rows, below = _attributes(model), _schema(model), [], []
     for name, field in model.model_fields.items():
         inner = next((t for t in _types(field.annotation) if isinstance(t, type) and issubclass(t, BaseModel)), None)
@@ -219,8 +221,12 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
         kind, text = _kind(schema), field.description or told.get(name, "")
         if inner is not None and inner is not model:
             below.append((name, inner))
-            kind, text = "section", f"See [below](#{(prefix + name).replace('.', '').lower()})."
+            more = f"See [below](#{(prefix + name).replace('.', '').lower()})."
+            # A key that takes one value or a list of entries says what the value is.
+            kind, text = (kind, f"{text} {more}") if name == "data" else ("section", more)
         default = "required" if field.is_required() else _default(field)
+        if name in OPEN and issubclass(model, TextSource) and field.default is not None:
+            default = "`auto`"
         rows.append(
             (f"`{name}`", kind if kind != "any" else "list of stages" if name == "stages" else "", default, text)
         )
@@ -258,8 +264,9 @@ def _kind(schema: dict[str, Any]) -> str:
         return "one of " + ", ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:
         return f"`{schema['const']}`"
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_kind(s) for s in schema["anyOf"] if s.get("type") != "null"))
+    if "anyOf" in schema or "oneOf" in schema:
+        among = schema.get("anyOf") or schema["oneOf"]
+        return " or ".join(dict.fromkeys(_kind(s) for s in among if s.get("type") != "null"))
     words = {
         "string": "string",
         "integer": "integer",

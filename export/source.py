@@ -17,6 +17,7 @@ from torch import nn
 
 from runtime import formats
 from runtime.checkpoint.artifact import Artifact
+from runtime.checkpoint.companions import TOKENIZER_FILES as TOKENIZER_FILES
 from runtime.checkpoint.export_directory import find_export
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.quantization_config import ModuleEntry
@@ -29,13 +30,6 @@ from runtime.modeling.weights import main_dtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-# Copied into every export that is a directory for transformers or for `runtime.load`.
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.model", "sentencepiece.bpe.model",
-    "spm.model", "source.spm", "target.spm", "tekken.json",
-)  # fmt: skip
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -9,15 +9,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from export.source import Source
+from runtime.config.dtypes import dtype_name
 from runtime.errors import RequestError
 from runtime.formats.grid import GridScheme
 from runtime.system.distribution import how_to_install
 from runtime.system.progress import ProgressReporter
 
-_WORTH_SAYING = 100_000  # bytes
+WORTH_SAYING = 100_000  # bytes
 
 
 class Options(BaseModel):
@@ -27,6 +28,12 @@ class Options(BaseModel):
 
     requantize: bool = False
     """Round weights anew where the target cannot hold their grid, and report the loss; without it such an artifact is refused."""
+
+    @field_validator("dtype", mode="before", check_fields=False)
+    @classmethod
+    def _full_name(cls, written: Any) -> Any:
+        """`fp16` and `bf16` too, where a target has a dtype."""
+        return dtype_name(written)
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Conversion:
         """One line for people."""
         where = self.modules[0] if len(self.modules) == 1 else f"{len(self.modules)} layers"
         parts = [where, "exact" if self.exact else "changes weights"]
-        if self.bytes is not None and abs(self.bytes) >= _WORTH_SAYING:
+        if self.bytes is not None and abs(self.bytes) >= WORTH_SAYING:
             parts.append(f"{abs(self.bytes) / 1e6:.1f} MB {'more' if self.bytes > 0 else 'less'}")
         return f"{self.what} ({'; '.join(parts)})"
 

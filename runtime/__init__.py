@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from runtime.errors import ArtifactError as ArtifactError
     from runtime.errors import CompressError as CompressError
     from runtime.errors import RequestError as RequestError
+    from runtime.layers.hf import CompressConfig as CompressConfig
 
 _HOMES = {
     "ArtifactError": "runtime.errors",
+    "CompressConfig": "runtime.layers.hf",
     "CompressError": "runtime.errors",
     "EncoderModel": "runtime.api.encoder",
     "Model": "runtime.api.model",

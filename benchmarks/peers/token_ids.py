@@ -30,7 +30,7 @@ def main() -> None:
     wanted = CalibrationConfig(samples=arguments.samples, sequence_length=arguments.length, seed=arguments.seed)
     calibration = load(wanted, tokenizer, vocabulary)
     rows = torch.cat([ids for ids, _ in calibration.batches])
-    heldout = load_evaluation(EvaluateConfig(sequence_length=arguments.length), tokenizer, vocabulary)
+    heldout = load_evaluation(EvaluateConfig(sequence_length=arguments.length), tokenizer, vocabulary).ids
     facts = {"calibration": calibration.description, "calibration_sha256": calibration.sha256}
     data = {**facts, "input_ids": rows.tolist(), "heldout": heldout.tolist()}
     arguments.output.write_text(json.dumps(data))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,26 @@ from compress.commands.options import (
     OUTPUT,
     QUIET,
     RECIPE,
+    REPORT_TO,
     SET,
     memory_limit,
 )
-from compress.commands.output import finish, print_table, show_draft, show_policy, stdout_reserved
+from compress.commands.output import (
+    finish,
+    print_table,
+    show_draft,
+    show_policy,
+    show_readers,
+    size_row,
+    stdout_reserved,
+)
 from compress.core.last_artifact import remember_artifact
 from compress.core.units import duration, size
-from runtime.errors import CompressError, RequestError
-
-SAMPLE_TOKENS = 48
+from runtime.errors import CompressError
 
 
 def apply(
+    context: typer.Context,
     recipe: str = RECIPE,
     model: str | None = MODEL,
     output: Path | None = OUTPUT,
@@ -38,7 +45,10 @@ def apply(
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier artifact in the output directory."),
     device: str = DEVICE,
     max_memory: str | None = MAX_MEMORY,
-    prompt: str | None = typer.Option(None, "--prompt", help="Continue this, not the recipe's `sample`; '' for none."),
+    report_to: str | None = REPORT_TO,
+    prompt: str | None = typer.Option(
+        None, "--prompt", help="Text that source and artifact continue, instead of the recipe's `sample`; '' for none."
+    ),
     quiet: bool = QUIET,
     as_json: bool = JSON,
 ) -> None:
@@ -64,57 +74,64 @@ def apply(
     loaded = load(recipe, model=model, output=output, set=set_)
     failure: CompressError | None = None
     with stdout_reserved(as_json):
+        from compress.recipe import locate_model
+        from compress.run.record import make_samples, recorded_samples, shown_command
         from compress.run.run import LimitError
         from compress.run.run import apply as run
+        from export.readers import readable_by
 
         try:
-            artifact = run(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet, max_memory=limit)
+            artifact = run(
+                loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet, max_memory=limit,
+                readers=readable_by, report_to=report_to, command=shown_command(context.obj or []),
+            )  # fmt: skip
         except LimitError as error:
             artifact, failure = error.result, error
         if not is_first():  # rank 0 prints for all
             return
         remember_artifact(artifact.path)
-        wanted = prompt if prompt is not None else loaded.sample
-        text = continue_prompt(artifact.path, wanted, device, limit) if wanted else None
+        prompts = artifact.prompts if prompt is None else [prompt] if prompt else []
+        if prompts:
+            source, written = locate_model(loaded), bool(artifact.seconds)
+            artifact.samples = make_samples(artifact.path, source, prompts, device, limit, note=written)
+        elif prompt is None and not artifact.seconds:  # finished before
+            artifact.samples = recorded_samples(artifact.path)
     result = _result(artifact)
-    if text is not None:
-        result["sample"] = {"prompt": wanted, "text": text}
     finish(result, as_json, _show, failure)
 
 
-def continue_prompt(path: Path, prompt: str, device: str, limit: int | None) -> str | None:
-    """Continuation of `prompt` by the finished artifact; None, with the reason on stderr, where this machine cannot run it."""
-    import runtime
-    from compress.core.progress import memory_bytes
-
-    bound = None if limit is None else max(1, limit - memory_bytes())
-    try:
-        return str(runtime.load(path, device=device, max_memory=bound).generate(prompt, max_new_tokens=SAMPLE_TOKENS))
-    except RequestError as error:
-        left = "" if limit is None else f" within what the process leaves of --max-memory {size(limit)}"
-        print(f"compress: {path} is complete, but this machine cannot run its sample{left}: {error}", file=sys.stderr)
-        return None
-
-
 def _result(artifact: Any) -> dict[str, Any]:
-    optional = ("passes", "kv_cache", "kv_cache_bytes", "draft")
+    from compress.evaluate.texts import describe
+
+    optional = ("passes", "kv_cache", "kv_cache_bytes", "draft", "readable_by")
     return {
         "path": str(artifact.path),
         "bytes": artifact.manifest["bytes"],
         "metrics": artifact.metrics,
+        "texts": describe(*(artifact.manifest.get(name) for name in ("calibration", "evaluation"))),
+        "text_warnings": artifact.manifest.get("warnings", []),
         **{key: artifact.manifest[key] for key in optional if key in artifact.manifest},
         "seconds": artifact.seconds,
         "peak_memory": artifact.peak_memory,
         "warnings": artifact.warnings,
+        **_samples(artifact.samples),
     }
+
+
+def _samples(made: dict[str, Any] | None) -> dict[str, Any]:
+    """`samples`, and as `sample` the artifact's first."""
+    if made is None:
+        return {}
+    texts = made["artifact"]
+    first = {} if texts is None else {"sample": {"prompt": made["prompts"][0], "text": texts[0]}}
+    return {"samples": made, **first}
 
 
 def _show(result: dict[str, Any]) -> None:
     from compress.evaluate.metrics import Quality
     from compress.model.stage import row_of
 
-    before, after = result["bytes"]["before"], result["bytes"]["after"]
-    rows = [("size of the tensors", size(before), size(after), f"{before / max(after, 1):.2f} times smaller")]
+    rows = [size_row(result["bytes"])]
     metrics = result["metrics"]
     rows += [*map(row_of, result.get("passes") or []), *Quality.of(metrics).rows()]
     print_table(("", "before", "after", ""), rows, right=(1, 2))
@@ -122,13 +139,16 @@ def _show(result: dict[str, Any]) -> None:
         show_policy(result["kv_cache"], result["kv_cache_bytes"], metrics)
     if "draft" in result:
         show_draft(result["draft"])
+    for text in (result["texts"], *(f"Warning: {text}" for text in result["text_warnings"])):
+        print(f"{text}." if text else "")
+    show_readers(result.get("readable_by") or [])
     times = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in result["seconds"].items())
     done = f"Time: {times}." if times else "Already finished; nothing was changed."
     print(f"{done} Peak memory: {size(result['peak_memory'])}.")
     path, page = (shlex.quote(str(file)) for file in (result["path"], Path(result["path"]) / "report.html"))
-    if "sample" in result:
-        prompt = json.dumps(result["sample"]["prompt"], ensure_ascii=False)
-        print(f"\nThe artifact continues {prompt}:\n{result['sample']['text']}")
+    if "samples" in result:
+        print(f"Runs on {result['samples']['engine']}." if result["samples"].get("engine") else "")
+        _show_samples(result["samples"])
     print(f"\nWritten to {result['path']}. Next:")
     following = [] if "cosine" in metrics else [(f'compress generate {path} "import os"', "generate text")]
     following += [
@@ -139,3 +159,14 @@ def _show(result: dict[str, Any]) -> None:
     width = max(len(command) for command, _ in following)
     for command, what in following:
         print(f"  {command:<{width}}  {what}")
+
+
+def _show_samples(samples: dict[str, Any]) -> None:
+    """Print what source and artifact make of each prompt, and why one of them is left out."""
+    names = {"source": "The source", "artifact": "The artifact"}
+    for number, prompt in enumerate(samples["prompts"]):
+        for name, words in names.items():
+            if samples[name] is not None:
+                print(f"\n{words} continues {json.dumps(prompt, ensure_ascii=False)}:\n{samples[name][number]}")
+    for name, reason in samples["left_out"].items():
+        print(f"\n{names[name]} was not asked to continue text: {reason}")

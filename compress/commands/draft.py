@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 import compress
-from compress.commands.options import DEVICE, JSON, QUIET, RECIPE, SET
+from compress.commands.options import DEVICE, JSON, QUIET, RECIPE, REPORT_TO, SET
 from compress.commands.output import finish, show_draft, stdout_reserved
 
 
@@ -17,6 +17,7 @@ def draft(
     recipe: str = RECIPE,
     set_: list[str] = SET,
     device: str = DEVICE,
+    report_to: str | None = REPORT_TO,
     quiet: bool = QUIET,
     as_json: bool = JSON,
 ) -> None:
@@ -35,7 +36,7 @@ def draft(
       torchrun --nproc_per_node 2 -m compress.cli draft out/llama_w4 my.yaml --device cpu
     """
     with stdout_reserved(as_json):
-        made = compress.draft(artifact, recipe, set=set_, device=device, quiet=quiet)
+        made = compress.draft(artifact, recipe, set=set_, device=device, quiet=quiet, report_to=report_to)
     if made is not None:  # rank 0 prints for all
         finish({"path": str(artifact), "draft": made}, as_json, _show)
 

@@ -23,7 +23,9 @@ def eval(
     batch_size: int = typer.Option(8, "--batch-size", min=1, help="Windows per forward pass."),
     reference: str | None = typer.Option(None, "--reference", "-r", help="The uncompressed model, to compare with."),
     tasks: str | None = typer.Option(
-        None, "--tasks", help="lm-eval tasks, separated by commas, instead of a text (pip install 'compress\\[eval]')."
+        None,
+        "--tasks",
+        help="lm-eval tasks, separated by commas, instead of a text (pip install 'compress-checkpoints\\[eval]').",
     ),
     task_path: Path | None = typer.Option(None, "--task-path", help="Directory with your own lm-eval task files."),
     num_fewshot: int | None = typer.Option(None, "--num-fewshot", min=0, help="Examples in the prompt of a task."),

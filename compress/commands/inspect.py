@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from compress.commands.options import JSON
-from compress.commands.output import finish, print_table, show_policy, stdout_reserved
+from compress.commands.output import finish, print_table, show_policy, show_readers, size_row, stdout_reserved
 from compress.core.units import size
 from runtime.errors import ArtifactError, CompressError
 
@@ -61,7 +61,18 @@ def describe(artifact: Artifact) -> dict[str, Any]:
 
     rows = _accounted(artifact) if artifact.manifest is not None else _stored(artifact)
     with shown(artifact.path):
-        return artifact.summary() | {"tensors": list(rows), "tensor_count": len(artifact.checkpoint.names())}
+        found = artifact.summary() | {"tensors": list(rows), "tensor_count": len(artifact.checkpoint.names())}
+        return found | {"readable_by": (artifact.manifest or {}).get("readable_by") or _readers(artifact)}
+
+
+def _readers(artifact: Artifact) -> list[dict[str, str]]:
+    """Of a checkpoint, or of an artifact whose manifest does not say; nothing where transformers does not know the model."""
+    from export.readers import readable_by
+
+    try:
+        return readable_by(artifact.path, artifact.manifest or {})
+    except CompressError:
+        return []
 
 
 def _accounted(artifact: Artifact) -> Iterator[dict[str, Any]]:
@@ -118,8 +129,10 @@ def _show(result: dict[str, Any]) -> None:
     if result.get("quant_method"):
         print(f"Compressed: quant_method {result['quant_method']}, format {result['format']}")
     if result.get("source"):
-        source, ratio = result["source"]["path_or_id"], result["bytes"]["before"] / max(result["bytes"]["after"], 1)
-        print(f"Made by compress {result['compress_version']} from {source}: {ratio:.2f} times smaller")
+        what, before, after, note = size_row(result["bytes"])
+        print(f"Made by compress {result['compress_version']} from {result['source']['path_or_id']}")
+        print(f"{what[0].upper()}{what[1:]}: {before} -> {after}, {note}")
+    show_readers(result["readable_by"])
     lines = [(f"Pass: {label}", *row) for label, *row in map(row_of, result.get("passes") or [])]
     metrics = result.get("metrics") or {}
     if result.get("kv_cache"):

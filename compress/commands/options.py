@@ -48,6 +48,13 @@ def memory_limit(written: str | None) -> int | None:
     return None if written is None else byte_count("--max-memory", written)
 
 
+REPORT_TO = typer.Option(
+    None,
+    "--report-to",
+    metavar="TRACKER",
+    help="Send the run's numbers to wandb, mlflow or trackio, as that is set up.",
+)
+
 # Running a model.
 
 
@@ -74,7 +81,9 @@ def _read_drafter(value: str | None) -> Any:
 
 PATH = typer.Argument(..., metavar="MODEL", help="An artifact, or a Hugging Face checkpoint (directory or hub id).")
 KERNELS = typer.Option("auto", "--kernels", help="auto, fast (int8 activations allowed), reference, or a kernel name.")
-DTYPE = typer.Option(None, "--dtype", help="Compute dtype: float32, float16, bfloat16 (default: the checkpoint's).")
+DTYPE = typer.Option(
+    None, "--dtype", help="Compute dtype: float32, float16, bfloat16, or fp32, fp16, bf16 (default: the checkpoint's)."
+)
 THREADS = typer.Option(None, "--threads", min=1, help="CPU threads (default: torch's choice).")
 MODEL_MEMORY = typer.Option(
     None, "--max-memory", metavar="SIZE", help='Memory limit, such as "2GB"; blocks beyond it are read from disk.'
@@ -137,7 +146,7 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
 
 
 def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the options of `SAMPLING` and `LOADING` in place of its parameters `sampling` and `loading`, which get their values."""
+    """A command with the options of `SAMPLING` and `LOADING` in place of its parameters `sampling` and `loading`, which get them."""
     groups = {"sampling": SAMPLING, "loading": LOADING}
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []

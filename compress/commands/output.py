@@ -66,6 +66,27 @@ def counted(count: int, what: str) -> str:
 # Parts of a result that several commands show.
 
 
+def size_row(held: Mapping[str, int]) -> tuple[str, str, str, str]:
+    """The manifest's `bytes` in a table: what was measured, before, after, and a note."""
+    before, after = held["before"], held.get("total", held["after"])
+    parts = [("model", "after"), ("draft", "draft"), ("calibrated cache", "cache_files")]
+    several = [f"{name} {size(held[key])}" for name, key in parts if held.get(key)]
+    made = f": {' + '.join(several)}" if len(several) > 1 else ""
+    apart = f"; tokenizer {size(held['tokenizer'])} apart" if held.get("tokenizer") else ""
+    return (
+        "size, all that is loaded",
+        size(before),
+        size(after),
+        f"{before / max(after, 1):.2f} times smaller{made}{apart}",
+    )
+
+
+def show_readers(readers: Sequence[Mapping[str, str]]) -> None:
+    """Print who can read an artifact (manifest's `readable_by`)."""
+    if readers:
+        print_table(("readable by", "", ""), [(row["name"], row["how"], row["note"]) for row in readers])
+
+
 def show_policy(written: Any, sizes: Sequence[dict[str, int]], metrics: dict[str, Any]) -> None:
     """Print the cache policy of a manifest, its sizes and its measured effect."""
     from runtime.kv_cache.policy.policy import Policy

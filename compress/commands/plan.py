@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.commands.options import DEVICE, JSON, MAX_MEMORY, MODEL, OUTPUT, RECIPE, SET, memory_limit
-from compress.commands.output import finish, print_table, show_cache, stdout_reserved
+from compress.commands.output import finish, print_table, show_cache, show_readers, stdout_reserved
 from compress.core.units import duration, size
 from runtime.errors import RequestError
 
@@ -35,8 +35,9 @@ def plan(
     loaded = load(recipe, model=model, output=output, set=set_)
     with stdout_reserved(as_json):
         from compress.run.plan import make_plan
+        from export.readers import readable_by
 
-        made = make_plan(loaded, device=device, max_memory=limit)
+        made = make_plan(loaded, device=device, max_memory=limit, readers=readable_by)
     failure = RequestError("; ".join(made.problems)) if made.problems else None
     finish(made.to_dict(), as_json, _show, failure)
 
@@ -65,5 +66,13 @@ def _show(result: dict[str, Any]) -> None:
     print(f"Disk: about {size(result['disk_needed'])} of {size(result['disk_free'])} free")
     if result["kv_cache"] is not None:
         show_cache(result["kv_cache"]["description"], result["kv_cache"]["bytes"], result["kv_cache"]["needs"])
+    if result["texts"]:
+        print(f"{result['texts']}.")
+    if result["limits"]:
+        print(f"Limits: {', '.join(f'{name} {value:.4g}' for name, value in result['limits'].items())}")
     more = f" plus the draft ({result['draft']})" if result["draft"] else ""
+    show_readers(result["readable_by"])
+    print(f"Runs on {result['engine']}")
     print(f"Calibration: {result['calibration_tokens']:,} tokens    Time: about {duration(result['seconds'])}{more}")
+    for text in result["warnings"]:
+        print(f"Warning: {text}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from compress.commands.options import DEVICE, JSON, MODEL, QUIET, SET, completion, memory_limit
+from compress.commands.options import DEVICE, JSON, MODEL, QUIET, REPORT_TO, SET, completion, memory_limit
 from compress.commands.output import counted, finish, print_table, stdout_reserved
 from compress.core.resources import bundled_sweeps
 from compress.core.units import duration
@@ -33,6 +33,7 @@ def sweep(
     max_memory: str | None = typer.Option(
         None, "--max-memory", metavar="SIZE", help='Memory limit of all concurrent trials together, such as "12GB".'
     ),
+    report_to: str | None = REPORT_TO,
     quiet: bool = QUIET,
     as_json: bool = JSON,
 ) -> None:
@@ -58,7 +59,7 @@ def sweep(
         try:
             done = run(
                 sweep, model=model, output=output, set=set_, jobs=jobs, resume=resume, retry=retry, overwrite=overwrite,
-                device=device, quiet=quiet, max_memory=limit,
+                device=device, quiet=quiet, max_memory=limit, report_to=report_to,
             )  # fmt: skip
         except AllFailedError as error:
             done, failure = error.result, error

@@ -8,6 +8,7 @@ from types import TracebackType
 
 import psutil
 
+from compress.core.tracking import Tracking
 from runtime.system.progress import ProgressReporter
 from runtime.system.sizes import size
 
@@ -22,6 +23,8 @@ class Reporter(ProgressReporter):
         super().__init__(quiet)
         self._file = log_file.open("a", encoding="utf-8") if log_file is not None else None
         self._start = time.monotonic()
+        #: Receives numbers of the run beside people; nobody, unless the run is reported to a tracker.
+        self.tracking = Tracking(None, "", {}, self.warn)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

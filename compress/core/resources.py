@@ -23,6 +23,11 @@ def recipes_directory() -> Path:
     )
 
 
+def is_bundled(checkpoint: Path) -> bool:
+    """Whether a checkpoint is one of the package's, which read its texts."""
+    return (recipes_directory() / "checkpoints").resolve() in checkpoint.resolve().parents
+
+
 def bundled_recipes() -> dict[str, Path]:
     """File of every bundled recipe by its name."""
     return {path.stem: path for path in sorted(recipes_directory().glob("*.yaml"))}

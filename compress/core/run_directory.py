@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.core.files import DISK_FULL, read_object, read_sealed, sha256, write_sealed
+from runtime.checkpoint.guard import GUARDS
 from runtime.errors import CompressError, RequestError, ResourceError
 from runtime.system import lock
 
@@ -26,14 +27,16 @@ WORK = ".compress"
 MANIFEST = "compress.json"
 LOG = "compress.log"
 REPORT = "report.html"
+CARD = "README.md"
+RECORD = "run.json"  # date, command, machine, times, samples (`compress.run.record`)
 DRAFT = "draft"  # directory of a draft
 DRAFTS = (DRAFT, "draft-2")  # a draft that replaces another is written beside it (`compress.distill.draft.redraft`)
 CHOICE = "drafter.json"  # the drafter that was found fastest on a machine, which loading follows
 # 1_Pooling/config.json: how sentence-transformers pools; draft/config.json and the like.
 NESTED = re.compile(r"[0-9]+_\w+/config\.json|draft(-2)?/[^/\\]+")
-# Not covered by the manifest's hashes: the manifest itself, the log (it has times in it), the report (made from the manifest), and what is
-# chosen again on every machine.
-UNHASHED = (MANIFEST, LOG, REPORT, CHOICE)
+# Not covered by the manifest's hashes: the manifest itself, the log and the record (they have times in them), the report and the card (made
+# from the manifest and the record; people edit cards), and what is chosen again on every machine.
+UNHASHED = (MANIFEST, LOG, RECORD, REPORT, CARD, CHOICE)
 _STATE = "run.json"
 _log = logging.getLogger("compress")
 
@@ -111,7 +114,7 @@ class RunDirectory:
                 )
         elif path.exists():
             # A run killed before its first record leaves at most an empty work directory.
-            others = sorted(e.name for e in path.iterdir() if e.name not in (LOG, lock.LOCK, WORK))
+            others = sorted(e.name for e in path.iterdir() if e.name not in (LOG, RECORD, lock.LOCK, WORK))
             if others:
                 more = f" and {len(others) - 1} other entries" if len(others) > 1 else ""
                 raise RequestError(
@@ -170,7 +173,12 @@ class RunDirectory:
                 (self.path / name).unlink(missing_ok=True)
         # With a manifest or without: an interrupted run leaves a draft that no manifest lists.
         drafts = [self.path / name for name in DRAFTS]
-        for leftover in [*self.path.glob("model-*-of-*.safetensors"), *self.path.glob(".*.tmp"), *drafts]:
+        for leftover in [
+            *self.path.glob("model-*-of-*.safetensors"),
+            self.path / GUARDS,
+            *self.path.glob(".*.tmp"),
+            *drafts,
+        ]:
             remove(leftover)
         shutil.rmtree(self.work, ignore_errors=True)
 

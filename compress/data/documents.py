@@ -1,4 +1,4 @@
-"""Documents of a text source, lazily: bundled texts, .txt, .jsonl and .parquet files, and data sets of the hub."""
+"""Documents of a text, lazily: bundled texts, .txt, .jsonl and .parquet files, and data sets of the hub; conversations among them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from compress.core import resources
-from compress.recipe.models import TextSource
+from compress.data.chat import COLUMNS, render
+from compress.data.tokens import end_of_text
+from compress.recipe.models import BUNDLED, TextSet
 from compress.recipe.origin import nearest_path
 from runtime.config.messages import did_you_mean, listing
 from runtime.errors import RequestError, first_line
@@ -22,35 +24,35 @@ MAX_TEXT_BYTES = 64 * 2**20
 _DATASET_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?\Z")
 
 
-def documents(
-    source: TextSource, bundled: str, end_of_text: str | None, split_paragraphs: bool
-) -> tuple[Iterator[str], str]:
+def documents(source: TextSet, bundled: str, tokenizer: Any, split_paragraphs: bool) -> tuple[Iterator[str], str]:
     """The documents of `source` and a description of where they come from.
 
     Args:
-        source: the `calibration` or `evaluate` section.
+        source: of the `calibration` or `evaluate` section.
         bundled: which bundled text `data: bundled` means (`calibration` or `heldout`).
-        end_of_text: the tokenizer's end-of-text token; where it is written out in a .txt file, a document ends.
+        tokenizer: the model's: where its end-of-text token is written out in a .txt file, a document ends; its chat template writes
+            conversations (`Conversation`).
         split_paragraphs: without such marks, a blank line ends a document (else the whole .txt file is one).
 
     Raises:
         RequestError: no such file or data set, a missing column, text that cannot be decoded; on iteration too.
     """
-    if source.data == "bundled":
+    if source.data == BUNDLED:
         path = resources.bundled_text(bundled)
-        return _text(source, path, end_of_text, split_paragraphs), f"the bundled {bundled} text"
+        where = f"the bundled {bundled.replace('heldout', 'held-out')} text"
+        return _text(source, path, tokenizer, split_paragraphs), where
     file = _find(source)
     if file is not None:
         reader = READERS.get(file.suffix.lower())
         if reader is None:
             raise RequestError(source.at("data", f"'{file}' is no kind of text read here; allowed: {listing(READERS)}"))
-        return reader(source, file, end_of_text, split_paragraphs), f"the file {file.name}"
-    return _dataset(source), f"the data set {source.data}"
+        return reader(source, file, tokenizer, split_paragraphs), f"the file {file.name}"
+    return _dataset(source, tokenizer), f"the data set {source.data}"
 
 
-def _find(source: TextSource) -> Path | None:
+def _find(source: TextSet) -> Path | None:
     """The file that `data` names; None when it can only be a data set."""
-    tried = source.candidates("data", source.data)
+    tried = source.candidates()
     for path in tried:
         if path.is_file():
             return path
@@ -68,7 +70,7 @@ def _find(source: TextSource) -> Path | None:
 
 
 @contextmanager
-def reading(source: TextSource, path: Path, advice: str = "") -> Iterator[None]:
+def reading(source: TextSet, path: Path, advice: str = "") -> Iterator[None]:
     """RequestError in place of errors of a file that cannot be read or is not UTF-8 text."""
     try:
         yield
@@ -78,60 +80,92 @@ def reading(source: TextSource, path: Path, advice: str = "") -> Iterator[None]:
         raise RequestError(source.at("data", f"'{path}' is not UTF-8 text (byte {error.start})")) from None
 
 
-def _text(source: TextSource, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
+def _text(source: TextSet, path: Path, tokenizer: Any, split_paragraphs: bool) -> Iterator[str]:
     with reading(source, path), path.open("rb") as file:
         raw = file.read(MAX_TEXT_BYTES)
         whole = not file.read(1)  # else the limit may cut a character in two, and its first bytes are dropped
         text = codecs.getincrementaldecoder("utf-8-sig")().decode(raw, final=whole)
-    if end_of_text and end_of_text in text:
-        yield from (part.strip("\n") for part in text.split(end_of_text))
+    mark = end_of_text(tokenizer)
+    if mark and mark in text:
+        yield from (part.strip("\n") for part in text.split(mark))
     elif split_paragraphs:
         yield from re.split(r"\n\s*\n", text)
     else:
         yield text
 
 
-def _jsonl(source: TextSource, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
+def entries(source: TextSet) -> Iterator[tuple[Mapping[str, Any] | str, str]]:
+    """Rows of a .jsonl or .parquet file, or of a data set, with all their columns, and where each is; none of other files.
+
+    Raises:
+        RequestError: as `documents`.
+    """
+    file = _find(source)
+    if file is None:
+        return _dataset_rows(source)
+    kinds = {".jsonl": _json_rows, ".parquet": _parquet_rows}
+    return kinds[file.suffix.lower()](source, file) if file.suffix.lower() in kinds else iter(())
+
+
+def _jsonl(source: TextSet, path: Path, tokenizer: Any, split_paragraphs: bool) -> Iterator[str]:
+    for entry, where in _json_rows(source, path):
+        yield entry if isinstance(entry, str) else _column(source, entry, where, tokenizer)
+
+
+def _json_rows(source: TextSet, path: Path) -> Iterator[tuple[Mapping[str, Any] | str, str]]:
     with reading(source, path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _json_text(source, line.decode("utf-8-sig"), f"'{path}' line {number}")
+                where = f"'{path}' line {number}"
+                yield _json_entry(source, line.decode("utf-8-sig"), where), where
 
 
-def _json_text(source: TextSource, line: str, where: str) -> str:
+def _json_entry(source: TextSet, line: str, where: str) -> Mapping[str, Any] | str:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
         raise RequestError(source.at("data", f"{where} is not JSON: {reason}")) from None
-    if isinstance(entry, str):
-        return entry
-    if not isinstance(entry, dict):
+    if not isinstance(entry, (str, dict)):
         raise RequestError(source.at("data", f"{where} is neither an object nor a text"))
-    return _column(source, entry, where)
+    return entry
 
 
-def _parquet(source: TextSource, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
+def _parquet(source: TextSet, path: Path, tokenizer: Any, split_paragraphs: bool) -> Iterator[str]:
+    for row, where in _parquet_rows(source, path, whole=False):
+        yield _column(source, row, where, tokenizer)
+
+
+def _parquet_rows(source: TextSet, path: Path, whole: bool = True) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Rows, `whole` or without columns that text needs none of."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        _check_column(source, file.schema_arrow.names, f"'{path}'")
-        batches = file.iter_batches(batch_size=256, columns=[source.text_column])
+        names, columns, size = file.schema_arrow.names, None, 16
+        if not whole:
+            chosen = {column_of(source, names, f"'{path}'"), *(name for name in names if name == "tools")}
+            columns, size = sorted(chosen), 256
+        batches = file.iter_batches(batch_size=size, columns=columns)
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-            yield _column(source, row, f"'{path}' row {number}")
+            yield row, f"'{path}' row {number}"
     except (pyarrow.ArrowException, OSError) as error:
         raise RequestError(source.at("data", f"'{path}' is not a readable Parquet file: {first_line(error)}")) from None
 
 
-def _dataset(source: TextSource) -> Iterator[str]:
+def _dataset(source: TextSet, tokenizer: Any) -> Iterator[str]:
+    for row, where in _dataset_rows(source):
+        yield _column(source, row, where, tokenizer)
+
+
+def _dataset_rows(source: TextSet) -> Iterator[tuple[Mapping[str, Any], str]]:
     import datasets
 
     try:
         rows = datasets.load_dataset(source.data, source.subset, split=source.split, streaming=True)
         for number, row in enumerate(rows, 1):
-            yield _column(source, row, f"row {number} of the data set '{source.data}'")
+            yield row, f"row {number} of the data set '{source.data}'"
     except RequestError:
         raise
     except Exception as error:
@@ -140,24 +174,34 @@ def _dataset(source: TextSource) -> Iterator[str]:
         raise RequestError(source.at("data", text)) from None
 
 
-def _column(source: TextSource, row: Mapping[str, Any], where: str) -> str:
+def _column(source: TextSet, row: Mapping[str, Any], where: str, tokenizer: Any) -> str:
     """The text of a row."""
-    _check_column(source, row, where)
-    value = row[source.text_column]
+    column = column_of(source, row, where)
+    value = row[column]
+    if isinstance(value, list):
+        return render(source, value, row.get("tools"), where, tokenizer)
     if not isinstance(value, str):
-        text = f"{where} has {type(value).__name__} under '{source.text_column}' where a text is expected"
+        text = f"{where} has {type(value).__name__} under '{column}' where a text, or a list of messages, is expected"
         raise RequestError(source.at("text_column", text))
     return value
 
 
-def _check_column(source: TextSource, names: Collection[str], where: str) -> None:
+def column_of(source: TextSet, names: Collection[str], where: str) -> str:
+    """The name of the column that holds the text, or the conversation."""
+    if (
+        source.text_column == "text"
+        and "text" not in names
+        and (column := next((c for c in COLUMNS if c in names), None))
+    ):
+        return column
     if source.text_column not in names:
         hint = did_you_mean(source.text_column, names) or "."
         text = f"{where} has no column '{source.text_column}'{hint} Columns: {listing(names) or 'none'}"
         raise RequestError(source.at("text_column", text))
+    return source.text_column
 
 
-READERS: dict[str, Callable[[TextSource, Path, str | None, bool], Iterator[str]]] = {
+READERS: dict[str, Callable[[TextSet, Path, Any, bool], Iterator[str]]] = {
     ".txt": _text,
     ".jsonl": _jsonl,
     ".parquet": _parquet,

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from compress.data.documents import documents
-from compress.data.tokens import check_vocabulary, encode, end_of_text
+from compress.data.held_out import HELD_OUT, TOKENS, Text, apportion, calibration_texts, evaluation_texts, mixed
+from compress.data.tokens import check_vocabulary, encode
 from compress.recipe import Recipe, Stage
-from compress.recipe.models import CalibrationConfig, EvaluateConfig, TextSource
+from compress.recipe.models import BUNDLED, CalibrationConfig, EvaluateConfig
 from runtime.errors import RequestError
 
 ENOUGH = 16
@@ -22,6 +23,8 @@ ENOUGH = 16
 
 ENOUGH_TOKENS = 2_000_000
 """... but not before this many tokens, so that small requests still see the whole of a small file."""
+
+PROBE_TOKENS = 64
 
 
 @dataclass
@@ -33,6 +36,7 @@ class CalibrationData:
         tokens: tokens that are not padding.
         rows: rows drawn.
         description: one line, for the log and the report.
+        kind: `bundled` or `named` (by the recipe).
         sha256: of shapes, ids and masks.
         warning: a sentence the user should see (fewer rows than asked for), or empty.
     """
@@ -41,8 +45,65 @@ class CalibrationData:
     tokens: int
     rows: int
     description: str
+    kind: str
     sha256: str
     warning: str = ""
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """What the model is evaluated on.
+
+    Attributes:
+        ids: int64 `[rows, sequence_length]`.
+        rows, tokens: numbers of them.
+        description: a phrase: "the held-out part of the file mine.txt, 128 rows of 256 tokens".
+        kind: `bundled`, `held out` (of the calibration text) or `named` (by the recipe).
+        sha256: of the ids.
+    """
+
+    ids: torch.Tensor
+    rows: int
+    tokens: int
+    description: str
+    kind: str
+    sha256: str
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, where: str, kind: str) -> EvaluationData:
+        """Of rows of text."""
+        return cls(ids, len(ids), ids.numel(), f"{where}, {len(ids)} rows of {ids.shape[1]} tokens", kind, hashed(ids))
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """How a model reads text.
+
+    Attributes:
+        tokenizer: gives the model's. vocab_size: entries of the vocabulary.
+        limit: tokens that the model reads at most; None: any number.
+    """
+
+    tokenizer: Callable[[], Any]
+    vocab_size: int
+    limit: int | None
+
+    def calibration(self, config: CalibrationConfig) -> CalibrationData:
+        """As `load`."""
+        return load(config, self.tokenizer(), self.vocab_size)
+
+    def evaluation(self, config: EvaluateConfig, calibration: CalibrationConfig) -> EvaluationData:
+        """As `load_evaluation`."""
+        return load_evaluation(config, self.tokenizer(), self.vocab_size, calibration)
+
+    def warnings(self, config: CalibrationConfig) -> list[str]:
+        """What a user should know of calibration on such data before any work."""
+        return []
+
+    def probe(self) -> torch.Tensor:
+        """A row `[1, n]` of random tokens."""
+        length = min(PROBE_TOKENS, self.limit or PROBE_TOKENS)
+        return torch.randint(0, self.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
 
 
 def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> CalibrationData:
@@ -52,40 +113,75 @@ def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> Calibrat
     `seed` without overlap. With padding, each document is a row of its own (longer ones are cut).
 
     Args:
-        config: the `calibration` section.
+        config: the `calibration` section; what it leaves for evaluation is in no row.
         tokenizer: the model's Hugging Face tokenizer.
         vocab_size: entries of the model's vocabulary.
 
     Raises:
         RequestError: no text, less text than one row, ids outside the vocabulary, unreadable data.
     """
-    texts, where = documents(config, "calibration", end_of_text(tokenizer), split_paragraphs=not config.packing)
-    encoded = encode(texts, tokenizer, separate=config.packing)
-    wanted = config.samples * config.sequence_length
-    documents_read = list(_take(encoded, max(ENOUGH * wanted, ENOUGH_TOKENS)))
-    if not documents_read:
-        raise RequestError(config.at("data", f"{where} holds no text; the least is {config.sequence_length} tokens"))
-    if config.packing:
-        rows = draw(windows(_joined(documents_read), config, where), config)
-        mask = torch.ones_like(rows, dtype=torch.bool)
-    else:
-        rows, mask = _padded(config, documents_read, tokenizer)
-    check_vocabulary(rows[mask], vocab_size, config, where)
-    warning = ""
-    if len(rows) < config.samples:
-        unit = f"rows of {config.sequence_length} tokens" if config.packing else "documents"
-        warning = config.at("samples", f"{where} has only {len(rows)} {unit}; {config.samples} were asked for")
+    texts = calibration_texts(config, tokenizer)
+    counts = apportion(config.samples, [text.named.share for text in texts])
+    parts, warnings = [], []
+    for text, count in zip(texts, counts, strict=True):
+        if count == 0:
+            reason = f"a share of {100 * text.named.share:.2g}% gives none of {config.samples} rows; raise it, or calibration.samples"
+            raise RequestError(text.named.at("weight", reason))
+        rows, mask = _drawn(config, count, text, tokenizer)
+        check_vocabulary(rows[mask], vocab_size, text.named, text.where)
+        parts.append((rows, mask))
+        if len(rows) < count:
+            unit = f"rows of {config.sequence_length} tokens" if config.packing else "documents"
+            warnings.append(
+                f"{text.where} has only {len(rows)} {unit}; {count} {'would be better' if config.is_auto('samples') else 'were asked for'}"
+            )
+    if warnings:  # proportions count for more than the number
+        kept = balanced(config.samples, texts, [len(rows) for rows, _ in parts])
+        chosen = [draw(torch.arange(len(part[0])), config, count) for part, count in zip(parts, kept, strict=True)]
+        parts = [(rows[some], mask[some]) for (rows, mask), some in zip(parts, chosen, strict=True)]
+    rows, mask = _together(parts, config, tokenizer)
+    where, kind = mixed(texts)
     tokens = int(mask.sum())
-    kind = "packed" if config.packing else "padded"
-    shape = f"{len(rows)} {kind} rows of {rows.shape[1]} tokens"
+    shape = f"{len(rows)} {'packed' if config.packing else 'padded'} rows of {rows.shape[1]} tokens"
     return CalibrationData(
         batches=list(zip(rows.split(config.batch_size), mask.split(config.batch_size), strict=True)),
         tokens=tokens,
         rows=len(rows),
         description=f"{shape} from {where}, seed {config.seed} ({tokens:,} tokens)",
+        kind=BUNDLED if kind == BUNDLED else "named",
         sha256=digest([(rows, mask)]),
-        warning=warning,
+        warning=config.at("samples", "; ".join(warnings)) if warnings else "",
     )
+
+
+def _drawn(config: CalibrationConfig, count: int, text: Text, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`count` rows of a text or, where it has fewer, all, and their masks; each `[n, s]`."""
+    encoded = encode(text.documents, tokenizer, separate=config.packing)
+    read = list(_take(encoded, max(ENOUGH * count * config.sequence_length, ENOUGH_TOKENS)))
+    if not read:
+        reason = f"{text.where} holds no text; the least is {config.sequence_length} tokens{text.advice}"
+        raise RequestError(text.named.at("data", reason))
+    if config.packing:
+        rows = draw(windows(_joined(read), config.sequence_length, text), config, count)
+        return rows, torch.ones_like(rows, dtype=torch.bool)
+    rows, mask = _padded([torch.tensor(ids[: config.sequence_length]) for ids in read], tokenizer)
+    chosen = draw(torch.arange(len(read)), config, count)
+    return rows[chosen], mask[chosen]
+
+
+def _together(
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]], config: CalibrationConfig, tokenizer: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of one text as they are, those of several shuffled, so that each is in what comes first and what comes last."""
+    if len(parts) == 1:
+        return parts[0]
+    if config.packing:
+        rows = torch.cat([rows for rows, _ in parts])
+        mask = torch.ones_like(rows, dtype=torch.bool)
+    else:
+        rows, mask = _padded([row[kept] for part in parts for row, kept in zip(*part, strict=True)], tokenizer)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(config.seed))
+    return rows[order], mask[order]
 
 
 def load_training(recipe: Recipe, stage: Stage, tokenizer: Any, vocab_size: int) -> tuple[CalibrationData, list[str]]:
@@ -108,25 +204,58 @@ def load_training(recipe: Recipe, stage: Stage, tokenizer: Any, vocab_size: int)
     return data, [recipe.origin.at((*stage.path, "samples"), text)]
 
 
-def load_evaluation(config: EvaluateConfig, tokenizer: Any, vocab_size: int | None = None) -> torch.Tensor:
-    """The evaluation rows `[n, sequence_length]` int64: windows without overlap from the start of the text, in order.
+def load_evaluation(
+    config: EvaluateConfig, tokenizer: Any, vocab_size: int | None = None, calibration: CalibrationConfig | None = None
+) -> EvaluationData:
+    """The evaluation rows: windows without overlap from the start of the text, in order.
 
     Args:
         config: the `evaluate` section; `samples` limits the rows.
         tokenizer: the model's Hugging Face tokenizer.
         vocab_size: entries of the model's vocabulary; None leaves ids unchecked.
+        calibration: the section whose text is evaluated on where `config` names none.
 
     Raises:
         RequestError: as `load`.
     """
-    texts, where = documents(config, "heldout", end_of_text(tokenizer), split_paragraphs=False)
-    encoded = encode(texts, tokenizer, separate=True)
-    limit = None if config.samples is None else config.samples * config.sequence_length
-    ids = _joined(encoded if limit is None else _take(encoded, limit))
-    rows = windows(ids, config, where)[: config.samples]
+    texts = evaluation_texts(config, calibration, tokenizer)
+    found = []
+    for text in texts:
+        count = row_limit(config, text)
+        encoded = encode(text.documents, tokenizer, separate=True)
+        ids = _joined(encoded if count is None else _take(encoded, count * config.sequence_length))
+        found.append(windows(ids, config.sequence_length, text)[:count])
+    parts = [
+        rows[:count] for rows, count in zip(found, balanced(config.samples, texts, list(map(len, found))), strict=True)
+    ]
     if vocab_size is not None:
-        check_vocabulary(rows, vocab_size, config, where)
-    return rows
+        for rows, text in zip(parts, texts, strict=True):
+            check_vocabulary(rows, vocab_size, text.named, text.where)
+    return EvaluationData.of(torch.cat(parts), *mixed(texts))
+
+
+def row_limit(config: EvaluateConfig, text: Text) -> int | None:
+    """Most rows of a text that are evaluated; None: all."""
+    most = config.samples
+    if text.kind == HELD_OUT:
+        enough = max(1, TOKENS // config.sequence_length)
+        most = enough if most is None else min(most, enough)
+    return None if most is None else max(1, math.ceil(most * text.named.share))
+
+
+def balanced(samples: int | None, texts: Sequence[Text], there: Sequence[int]) -> list[int]:
+    """How many of the rows that are there of each text are taken, in proportion to the texts' shares, but one of each.
+
+    Args:
+        samples: rows of all at most; None: any number.
+    """
+    if len(texts) == 1:
+        return list(there)
+    shares = [text.named.share for text in texts]
+    total = min(int(count / share) for count, share in zip(there, shares, strict=True))
+    if samples is not None:
+        total = min(total, samples)
+    return [min(most, max(1, count)) for count, most in zip(apportion(total, shares), there, strict=True)]
 
 
 def _take(encoded: Iterator[list[int]], tokens: int) -> Iterator[list[int]]:
@@ -143,36 +272,39 @@ def _joined(encoded: Iterator[list[int]] | list[list[int]]) -> torch.Tensor:
     return torch.tensor(list(itertools.chain.from_iterable(encoded)), dtype=torch.int64)
 
 
-def windows(ids: torch.Tensor, config: TextSource, where: str) -> torch.Tensor:
-    """Running text, int64 `[n]`, as rows `[n // sequence_length, sequence_length]`.
+def windows(ids: torch.Tensor, length: int, text: Text) -> torch.Tensor:
+    """Running text, int64 `[n]`, as rows `[n // length, length]`.
 
     Raises:
         RequestError: it is shorter than one row.
     """
-    length = config.sequence_length
     count = len(ids) // length
     if count == 0:
-        text = f"{where} has {len(ids)} tokens, which is less than one row of sequence_length {length}"
-        raise RequestError(config.at("data", text))
+        reason = f"{text.where} has {len(ids)} tokens, which is less than one row of sequence_length {length}"
+        raise RequestError(text.named.at("data", reason + text.advice))
     return ids[: count * length].reshape(count, length)
 
 
-def _padded(config: CalibrationConfig, read: list[list[int]], tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(rows: Sequence[torch.Tensor], tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `[s]` of several lengths, and which of their tokens are none of padding."""
     fill = tokenizer.pad_token_id
     fill = (tokenizer.eos_token_id or 0) if fill is None else fill
-    cut = [torch.tensor(ids[: config.sequence_length]) for ids in read]
-    rows = pad_sequence(cut, batch_first=True, padding_value=fill)
-    mask = pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids in cut], batch_first=True)
-    chosen = draw(torch.arange(len(read)), config)
-    return rows[chosen], mask[chosen]
+    mask = pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids in rows], batch_first=True)
+    return pad_sequence(list(rows), batch_first=True, padding_value=fill), mask
 
 
-def draw(rows: torch.Tensor, config: CalibrationConfig) -> torch.Tensor:
-    """`samples` of the rows, by seed; all of them, in order, when there are no more than that."""
-    if len(rows) <= config.samples:
+def draw(rows: torch.Tensor, config: CalibrationConfig, count: int | None = None) -> torch.Tensor:
+    """`count` of the rows (default: `samples`), by seed; all of them, in order, when there are no more than that."""
+    count = config.samples if count is None else count
+    if len(rows) <= count:
         return rows
     generator = torch.Generator().manual_seed(config.seed)
-    return rows[torch.randperm(len(rows), generator=generator)[: config.samples]]
+    return rows[torch.randperm(len(rows), generator=generator)[:count]]
+
+
+def hashed(rows: torch.Tensor) -> str:
+    """SHA-256 (hex) of ids."""
+    return hashlib.sha256(rows.numpy().tobytes()).hexdigest()
 
 
 def digest(batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> str:

@@ -128,7 +128,7 @@ def _windows(model: Model, text: str | Path, sequence_length: int | None, sample
         problem = error.errors()[0]
         raise RequestError(f"{problem['loc'][0]}: {problem['msg']}, not {problem['input']!r}") from None
     config.locate(Origin(overrides={("evaluate", "data"): "text"}), ("evaluate",))
-    return load_evaluation(config, model.tokenizer, model.engine.vocab_size)
+    return load_evaluation(config, model.tokenizer, model.engine.vocab_size).ids
 
 
 def _check_same_tokens(model: Model, reference: Model) -> None:

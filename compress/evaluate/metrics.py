@@ -108,6 +108,7 @@ class Quality:
         kl: mean KL divergence from the model, in nats per token. top1_agreement: share of positions with the same most likely token. Of
             models with different vocabularies there is neither.
         cosine, worst: cosine similarity of an encoder's embeddings, mean and least.
+        text: what it was measured on.
     """
 
     before: float | None = None
@@ -116,6 +117,7 @@ class Quality:
     top1_agreement: float | None = None
     cosine: float | None = None
     worst: float | None = None
+    text: str = "held-out text"
 
     @classmethod
     def of(cls, metrics: Mapping[str, Any]) -> Quality:
@@ -123,14 +125,15 @@ class Quality:
         sides, cosine = (metrics.get("before") or {}, metrics.get("after") or {}), metrics.get("cosine") or {}
         before, after = (side.get("perplexity") for side in sides)
         kl, agreement = metrics.get("kl"), metrics.get("top1_agreement")
-        return cls(before, after, kl, agreement, cosine.get("mean"), cosine.get("min"))
+        text = metrics.get("text", cls.text)
+        return cls(before, after, kl, agreement, cosine.get("mean"), cosine.get("min"), text)
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Rows of a table: what was measured, before, after, and a note."""
         found = []
         if self.before is not None and self.after is not None:
             change = f"{self.after / self.before - 1:+.2%}"
-            found.append(("perplexity (held-out text)", f"{self.before:.5g}", f"{self.after:.5g}", change))
+            found.append(("perplexity", f"{self.before:.5g}", f"{self.after:.5g}", change))
         if self.kl is not None:
             found.append(("KL divergence from the original, nats per token", "", f"{self.kl:.5g}", ""))
         if self.top1_agreement is not None:
@@ -139,16 +142,6 @@ class Quality:
             note = f"worst {self.worst:.5f}"
             found.append(("cosine similarity to the original's embeddings", "", f"{self.cosine:.5f}", note))
         return found
-
-
-def exceeded(metrics: Mapping[str, Any]) -> list[str]:
-    """A sentence for each limit of the recipe that the metrics of a manifest exceed."""
-    found = []
-    for limit in metrics.get("limits") or []:
-        if not limit["ok"]:
-            value = "was not measured" if limit["value"] is None else f"is {limit['value']:.4g}"
-            found.append(f"{limit['name']} {value}; the recipe's limit is {limit['limit']:.4g}")
-    return found
 
 
 def _log_softmax(logits: torch.Tensor, whose: str) -> torch.Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,9 @@ class Comparison:
         before, after = self._run_both(windows, windows)
         base, ours = TokenMetrics(), TokenMetrics()
         with self.source.outside(), self.artifact.outside():
-            for number, part, ids in self._parts(self.source, windows):
-                targets = self.source.rows.labels(ids).reshape(-1)
-                reference = _logits(self.source, before, number, part, ids)
-                logits = _logits(self.artifact, after, number, part, ids)
-                scored = targets >= 0
-                if not bool(scored.all()):
-                    targets = targets[scored]
-                    reference, logits = reference[scored.to(reference.device)], logits[scored.to(logits.device)]
+            for number, part, ids in _parts(self.source, windows, self.batch_size):
+                targets, reference = _predictions(self.source, before, number, part, ids)
+                _, logits = _predictions(self.artifact, after, number, part, ids)
                 base.add(reference, targets)
                 ours.add(logits, targets, reference_logits=reference)
         before.drop()
@@ -112,7 +108,7 @@ class Comparison:
         self.reporter.phase("evaluate", 2 * len(self.source.blocks))
         nll, characters, tokens = [], [], []
         for name, model, spans in (("source", self.source, theirs), ("artifact", self.artifact, ours)):
-            metrics = self._scored(name, model, spans.ids)
+            metrics = score(model, spans.ids, self.batch_size, self._spill(name), partial(self._step, name))
             nll.append(metrics["nll"] * metrics["tokens"])
             tokens.append(metrics["tokens"])
             characters.append(int(model.rows.labels(spans.characters).sum()))
@@ -126,34 +122,64 @@ class Comparison:
             "before": before, "after": after, "tokens": tokens[0], "tokens_each": tokens_each, "reason": OTHER_TOKENS,
         }  # fmt: skip
 
-    @torch.inference_mode()
-    def _scored(self, name: str, model: StreamedModel, windows: torch.Tensor) -> dict[str, Any]:
-        states = self._run(name, model, windows)
-        metrics = TokenMetrics()
-        with model.outside():
-            for number, part, ids in self._parts(model, windows):
-                metrics.add(_logits(model, states, number, part, ids), model.rows.labels(ids).reshape(-1))
-        states.drop()
-        return metrics.result()
-
     def _run_both(self, source_windows: torch.Tensor, windows: torch.Tensor) -> tuple[HiddenStates, HiddenStates]:
         self.reporter.phase("evaluate", 2 * len(self.source.blocks))
         return self._run("source", self.source, source_windows), self._run("artifact", self.artifact, windows)
 
     def _run(self, name: str, model: StreamedModel, windows: torch.Tensor) -> HiddenStates:
-        """Hidden states after the last block, by batch."""
-        spill = self.spill and self.spill / f"eval-{name}"
-        batches: list[Batch] = [(rows, None) for rows in windows.split(self.batch_size)]
-        return run_blocks(model, batches, spill, lambda block: self.reporter.step(f"{name} block {block}"))
+        return _run(model, windows, self.batch_size, self._spill(name), partial(self._step, name))
 
-    def _parts(self, model: StreamedModel, windows: torch.Tensor) -> Iterator[tuple[int, slice, torch.Tensor]]:
-        """(batch, rows of it, their ids), about `LOGIT_ROWS` positions at a time."""
-        for number, ids in enumerate(windows.split(self.batch_size)):
-            rows = max(1, LOGIT_ROWS // model.rows.length(ids))
-            for start in range(0, len(ids), rows):
-                yield number, slice(start, start + rows), ids[start : start + rows]
+    def _spill(self, name: str) -> Path | None:
+        return self.spill and self.spill / f"eval-{name}"
+
+    def _step(self, name: str, block: int) -> None:
+        self.reporter.step(f"{name} block {block}")
 
 
-def _logits(model: StreamedModel, states: HiddenStates, number: int, part: slice, ids: torch.Tensor) -> torch.Tensor:
-    """`[positions, vocabulary]`: predictions of the next token, for all positions of some rows but their last."""
-    return model.outputs(states.get(number)[part].to(model.device), ids)[:, :-1].flatten(0, 1)
+@torch.inference_mode()
+def score(
+    model: StreamedModel,
+    windows: torch.Tensor,
+    batch_size: int = 8,
+    spill: Path | None = None,
+    on_block: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """What `TokenMetrics.result` says of a model alone on `windows` `[n, s]` int64; arguments as `Comparison`'s and `run_blocks`'s."""
+    states = _run(model, windows, batch_size, spill, on_block)
+    metrics = TokenMetrics()
+    with model.outside():
+        for number, part, ids in _parts(model, windows, batch_size):
+            targets, logits = _predictions(model, states, number, part, ids)
+            metrics.add(logits, targets)
+    states.drop()
+    return metrics.result()
+
+
+def _run(
+    model: StreamedModel,
+    windows: torch.Tensor,
+    batch_size: int,
+    spill: Path | None,
+    on_block: Callable[[int], None] | None,
+) -> HiddenStates:
+    """Hidden states after the last block, by batch."""
+    batches: list[Batch] = [(rows, None) for rows in windows.split(batch_size)]
+    return run_blocks(model, batches, spill, on_block)
+
+
+def _parts(model: StreamedModel, windows: torch.Tensor, batch_size: int) -> Iterator[tuple[int, slice, torch.Tensor]]:
+    """(batch, rows of it, their ids), about `LOGIT_ROWS` positions at a time."""
+    for number, ids in enumerate(windows.split(batch_size)):
+        rows = max(1, LOGIT_ROWS // model.rows.length(ids))
+        for start in range(0, len(ids), rows):
+            yield number, slice(start, start + rows), ids[start : start + rows]
+
+
+def _predictions(
+    model: StreamedModel, states: HiddenStates, number: int, part: slice, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scored tokens of some rows, int64 `[n]`, and the logits that predict them, `[n, vocabulary]`."""
+    targets = model.rows.labels(ids).reshape(-1)
+    logits = model.outputs(states.get(number)[part].to(model.device), ids)[:, :-1].flatten(0, 1)
+    scored = targets >= 0
+    return (targets, logits) if bool(scored.all()) else (targets[scored], logits[scored.to(logits.device)])

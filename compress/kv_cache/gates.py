@@ -18,7 +18,6 @@ from compress.kv_cache.statistics import hidden_states
 from compress.kv_cache.view import CalibrationView, Found
 from runtime.errors import RequestError
 from runtime.kv_cache.shape import Shape
-from runtime.layers.compressed_linear import CompressedLinear
 from runtime.modeling.layer_sizes import uniform
 from runtime.modeling.skeleton import find_blocks
 
@@ -26,23 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Gradients through compressed linear layers, whose kernels have none, and through deep models without keeping all of a forward.
+# Gradients through deep models without keeping all of a forward.
 
 KEEP = 1 << 30
-
-
-class _Straight(torch.autograd.Function):
-    """`y = kernel(x)` with the gradient of `x W^T`; rounding of activations is passed straight through."""
-
-    @staticmethod
-    def forward(ctx: Any, module: CompressedLinear, run: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        ctx.module = module
-        return run(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        # One layer's weight at a time is dense, and only while it is used.
-        return None, None, gradients[0] @ ctx.module.dequantize().to(gradients[0])
 
 
 @contextmanager
@@ -55,12 +40,6 @@ def _forwards(modules: Sequence[nn.Module], replaced: Callable[[Any], Callable[.
     finally:
         for module in modules:
             del module.forward  # the class's own again
-
-
-def differentiable(model: nn.Module) -> AbstractContextManager[None]:
-    """Within, gradients reach the inputs of the model's compressed layers."""
-    layers = [module for module in model.modules() if isinstance(module, CompressedLinear)]
-    return _forwards(layers, lambda layer: partial(_Straight.apply, layer, layer.forward))
 
 
 def recomputed(model: PreTrainedModel, tokens: int) -> AbstractContextManager[None]:
@@ -303,9 +282,8 @@ class _Trainer:
         history: list[torch.Tensor] = []
         losses: list[float] = []
         for step in range(options.steps):
-            with differentiable(self.model):
-                distance = self._distance(step % POOL, gates) / unit
-                torch.autograd.backward(distance + options.l1 * gates.abs().mean())
+            distance = self._distance(step % POOL, gates) / unit
+            torch.autograd.backward(distance + options.l1 * gates.abs().mean())
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():

@@ -92,9 +92,10 @@ class CheckedCache(Job):
         What follows prompts is scored with the compressed and with a plain cache, on the run's device, where the finished model must fit as
         a whole. `perplexity_increase_overall` is what weights and cache cost together: the increase of whole windows times the cache's,
         which is measured a token of the artifact's and counts for as many of them as are as much text as one of the source's. The limits
-        on perplexity hold for it too. Where the model does not fit, the cache is not measured, which these limits do not forgive.
+        on perplexity hold for it too, and those on KL divergence and agreement for the cache alone. Where the model does not fit, the
+        cache is not measured, which these limits do not forgive.
         """
-        from compress.evaluate.artifact import held_to
+        from compress.evaluate.limits import cache_limits, held_to
         from compress.evaluate.through_cache import through_cache
         from runtime.api.model import Model
         from runtime.checkpoint.artifact import Artifact
@@ -105,6 +106,7 @@ class CheckedCache(Job):
         if config is None or windows is None or "after" not in metrics:
             return metrics
         limits = {f"{name}_overall": limit for name, limit in config.limits().items() if name in _OVERALL}
+        limits |= cache_limits(context.recipe)
         artifact = Artifact(store.output)
         reason = reason_not_measured(context, artifact.checkpoint.total_bytes)
         if reason:
@@ -124,9 +126,10 @@ class CheckedCache(Job):
         factor = (1.0 + found["perplexity_increase_with_cache"]) ** metrics.get("tokens_each", 1.0)
         overall = (1.0 + metrics["perplexity_increase"]) * factor - 1.0
         perplexity = metrics["after"]["perplexity"] * factor
-        checked = held_to(
-            dict(zip((f"{name}_overall" for name in _OVERALL), (perplexity, overall), strict=True)), limits
-        )
+        facts = found["kv_cache"]
+        measured = {"max_kl_cache": facts["kl"], "min_agreement_cache": facts["top1_agreement"]}
+        measured |= dict(zip((f"{name}_overall" for name in _OVERALL), (perplexity, overall), strict=True))
+        checked = held_to(measured, limits)
         return metrics | found | {"perplexity_increase_overall": overall, "limits": metrics["limits"] + checked}
 
     def manifest(self, context: Context, record: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from torch import nn
 
 from compress.kv_cache.attention import AttentionCall
 from compress.model.module_hooks import hooks
-from runtime.layers.compressed_linear import CompressedLinear
 from runtime.modeling.skeleton import find_blocks
 
 if TYPE_CHECKING:
@@ -65,8 +64,7 @@ def activations_shown(model: PreTrainedModel, observers: Sequence[Observer]) -> 
 
     blocks = {block: f"block {number}" for number, block in enumerate(find_blocks(model)[1])}
     inner = [module for block in blocks for module in block.modules()]
-    linear = (nn.Linear, CompressedLinear)
-    layers = [module for module in inner if isinstance(module, linear) or type(module).__name__ == "Conv1D"]
+    layers = [module for module in inner if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"]
     entering = {block: partial(block_input, name) for block, name in blocks.items()}
     leaving = {block: partial(block_output, name) for block, name in blocks.items()}
     with hooks(entering, before=True, keywords=True), hooks(leaving), hooks(dict.fromkeys(layers, linear_input), True):

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from torch import nn
 
+from compress.data.vision import has_images
 from compress.model.streamed import StreamedModel
 from compress.recipe import Recipe
 from compress.recipe.targets import ModuleInfo
@@ -13,7 +14,7 @@ from runtime.engines.torch.encoder import position_limit
 from runtime.errors import RequestError
 from runtime.modeling.experts import routers
 from runtime.modeling.linear_modules import sides
-from runtime.modeling.skeleton import reads_features
+from runtime.modeling.skeleton import reads_features, reads_images
 
 # Settings of configs by which layers read inputs beside the hidden states that differ between sequences: a vector of each token for each
 # layer, keys and values of earlier layers (Gemma 4's small ones).
@@ -39,43 +40,47 @@ def check_streams(streamed: StreamedModel) -> None:
 
 def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
     """Raise `RequestError` where the recipe's rows do not fit the model, or its blocks cannot be streamed."""
+    name = type(streamed.model).__name__
     if reads_features(streamed.model):
-        _check_speech(recipe, type(streamed.model).__name__)
+        _check_layers_only(recipe, f"{name} hears", "models")
         return
-    for source in (recipe.calibration, recipe.evaluate):
-        if source is not None and source.language is not None:
-            text = f"{type(streamed.model).__name__} reads text, in any language; this is for models that hear: leave it out"
+    sources = [source for source in (recipe.calibration, recipe.evaluate) if source is not None]
+    if reads_images(streamed.model) and any(has_images(source) for source in sources):
+        _check_layers_only(recipe, "the recipe names images", "data")
+    for source in sources:
+        if source.language is not None:
+            text = f"{name} reads text, in any language; this is for models that hear: leave it out"
             raise RequestError(source.at("language", text))
     if streamed.kind == "decoder":
         states = getattr(streamed.config.get_text_config(), "altup_num_inputs", None) or 1
         if states > 1:
             raise RequestError(
-                f"the layers of a {type(streamed.model).__name__} hand on {states} hidden states at once (altup_num_inputs in "
+                f"the layers of a {name} hand on {states} hidden states at once (altup_num_inputs in "
                 "config.json); only models that hand on one can be compressed block by block"
             )
         return
     config = streamed.config.get_text_config()
-    name, count = type(streamed.model).__name__, getattr(config, "num_hidden_layers", None)
+    count = getattr(config, "num_hidden_layers", None)
     if streamed.kind == "encoder" and isinstance(count, int) and count != len(streamed.blocks):
         raise RequestError(
             f"{name} runs {count} layers and has the weights of {len(streamed.blocks)}: layers that share their weights cannot be "
             "compressed block by block"
         )
     limit = position_limit(streamed.model)
-    for section, source in (("calibration", recipe.calibration), ("evaluate", recipe.evaluate)):
-        if source is not None and limit is not None and source.sequence_length > limit:
-            text = f"rows of {source.sequence_length} tokens are more than the {limit} that {name} reads; set {section}.sequence_length"
-            raise RequestError(source.at("sequence_length", text))
+    for section, rows in (("calibration", recipe.calibration), ("evaluate", recipe.evaluate)):
+        if rows is not None and limit is not None and rows.sequence_length > limit:
+            text = f"rows of {rows.sequence_length} tokens are more than the {limit} that {name} reads; set {section}.sequence_length"
+            raise RequestError(rows.at("sequence_length", text))
     if streamed.kind == "encoder-decoder" and not recipe.calibration.packing:
         text = f"{name} is an encoder-decoder, which is calibrated on full rows only; set packing: true"
         raise RequestError(recipe.calibration.at("packing", text))
 
 
-def _check_speech(recipe: Recipe, name: str) -> None:
-    """Stages that work on layers one by one need sounds, or nothing; the others are made for text."""
+def _check_layers_only(recipe: Recipe, why: str, what: str) -> None:
+    """Stages that work on layers one by one take sounds and images, or nothing; the others are made for text."""
     for stage in recipe.stages:
         if stage.phase != "layers":
-            text = f"{name} hears, and only prune and quantize stages are for such models; leave this one out"
+            text = f"{why}, and only prune and quantize stages are for such {what}; leave this one out"
             raise RequestError(recipe.origin.at(stage.path, text))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,9 @@ from compress.model.couplings import shapes
 from runtime.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint
 from runtime.checkpoint.companions import companions
 from runtime.checkpoint.headers import pack_header
-from runtime.modeling.layer_sizes import is_ours
-from runtime.modeling.skeleton import build_skeleton
+from runtime.formats.quantization_config import OWN_METHOD
+from runtime.modeling.layer_sizes import is_ours, uniform
+from runtime.modeling.skeleton import build_skeleton, tied_names
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -42,6 +43,26 @@ def write_index(directory: Path, stored: Sequence[tuple[str, str, int]]) -> None
     size = sum(size for _, _, size in stored)
     shards = {name: shard for name, shard, _ in stored}
     write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": shards})
+
+
+def guarded(
+    streamed: StreamedModel, config: Mapping[str, Any], compressed: Collection[str], stored: Collection[str]
+) -> set[str]:
+    """Names of weights that a reader who does not know how an artifact stores them would not find, or take codes for; see
+    `runtime.checkpoint.guard`.
+
+    Args:
+        streamed: the model. config: what is in the artifact's config.json. compressed: the model's names of packed layers.
+        stored: names of the artifact's tensors.
+    """
+    found: set[str] = set()
+    if (config.get("quantization_config") or {}).get("quant_method") == OWN_METHOD:
+        found = {f"{streamed.checkpoint.published_module(name)}.weight" for name in compressed}
+    if is_ours(streamed.model):  # other readers build every layer alike, also those whose parts were removed
+        alike = build_skeleton(uniform(streamed.config), streamed.dtype)
+        packed = {f"{name}.weight" for name in compressed}
+        found |= alike.state_dict().keys() - packed - tied_names(alike).keys() - set(stored)
+    return found
 
 
 Form = tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]]
@@ -164,10 +185,17 @@ def zeros(directory: Path, streamed: StreamedModel, config: PretrainedConfig) ->
     tensors = {name: (shape, source.dtype(name)) for name, shape in shapes(model).items() if source.has(name)}
     described = config_dict(source, streamed.config, config)
     directory.mkdir(parents=True, exist_ok=True)
+    write_zeros(directory, source.path, described, tensors)
+    return described, tensors
+
+
+def write_zeros(
+    directory: Path, source: Path, config: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> None:
+    """A checkpoint of these tensors, of zeros that take no room on the disk, with the companions of another."""
     header, _ = pack_header(tensors)
     with (directory / SINGLE).open("wb") as file:
         file.write(header)
         file.truncate(len(header) + sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors.values()))
-    copy_companions(source.path, directory)
-    write_json(directory / "config.json", described)
-    return described, tensors
+    copy_companions(source, directory)
+    write_json(directory / "config.json", config)

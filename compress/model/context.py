@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ import torch
 
 from compress import data
 from compress.core.memory_bounds import Bounds, cut
+from compress.data.layout import ImageRows
+from compress.model.auto_rows import settle
 from compress.model.source import SourceCheckpoint
 from compress.model.streamed import Batch, StreamedModel
 from compress.recipe import Recipe
@@ -20,10 +22,9 @@ from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.engines.torch.encoder import position_limit
 from runtime.engines.torch.seq2seq import target_limit
 from runtime.errors import RequestError, first_line
-from runtime.modeling.skeleton import reads_features
+from runtime.modeling.skeleton import needs_code, reads_features
 from runtime.system.device import choose_device
 
-PROBE_TOKENS = 64
 OTHER_TOKENS = (
     "the vocabulary was cut, so that source and artifact split texts into other tokens: perplexity is that of the text, a token of the "
     "source's, and KL divergence and agreement, which compare token by token, are not measured"
@@ -35,7 +36,7 @@ class Context:
     """Model, data and bounds that every stage reads.
 
     Attributes:
-        recipe: whose text, seed and options count.
+        recipe: whose text, seed and options count; nothing is left open in it (`auto`).
         opened: the model's checkpoint. streamed: the model.
         source: the checkpoint that the recipe names, where stages have made another of it; else None.
         records: what stages before have recorded (phase "model").
@@ -75,6 +76,7 @@ class Context:
         if source is not None and source.path == checkpoint.path:
             source = None
         streamed = StreamedModel(checkpoint, choose_device(device), apart=experts_apart)
+        recipe = settle(recipe, streamed, source or checkpoint)
         return cls(recipe, checkpoint, streamed, source, **more)
 
     @property
@@ -117,12 +119,17 @@ class Context:
     @property
     def vocabulary(self) -> int:
         """Rows of the input embeddings."""
-        return _vocabulary(self.streamed)
+        return self.streamed.vocabulary
 
     # ------------------------------------------------------------ held-out text
-    @cached_property
+    @property
     def windows(self) -> torch.Tensor | None:
-        """Held-out ids `[n, s]` of the recipe's `evaluate`, or None when it asks for no evaluation.
+        """Held-out ids `[n, s]` of the recipe's `evaluate`, or None when it asks for no evaluation; errors as of `evaluation`."""
+        return None if self.evaluation is None else self.evaluation.ids
+
+    @cached_property
+    def evaluation(self) -> data.EvaluationData | None:
+        """Held-out text of the recipe's `evaluate`, or None when it asks for no evaluation.
 
         Raises:
             RequestError: a text that cannot be used, or a limit on what cannot be measured.
@@ -131,39 +138,39 @@ class Context:
         if config is None:
             return None
         if self.kept_tokens and self.streamed.kind != "encoder":
-            for name in ("max_kl", "min_top1_agreement"):
-                if getattr(config, name) is not None:
+            for name in ("max_kl", "min_agreement"):
+                if name in config.limits():
                     raise RequestError(config.at(name, f"{OTHER_TOKENS}; set max_perplexity_increase in its place"))
-            return self.same_text()[1].ids
-        if self.speech is not None:
-            return data.load_speech_evaluation(config, self.speech)
-        return self.framed(data.load_evaluation(config, self.tokenizer, self.vocabulary))
+            spans = self.same_text()[1]
+            return data.EvaluationData.of(spans.ids, spans.where, spans.kind)
+        found = self.reader.evaluation(config, self.recipe.calibration)
+        framed = self.framed(found.ids)
+        return found if framed is found.ids else replace(found, ids=framed, sha256=data.hashed(framed))
 
     def same_text(self) -> tuple[data.Spans, data.Spans]:
         """The evaluation text in the tokens of the recipe's model, and as much of it in those that are left of them."""
         config = self.recipe.evaluate
         assert config is not None
-        theirs = data.evaluation_spans(config, self.source_tokenizer, _vocabulary(self.reference))
-        characters = int(theirs.characters.sum())
-        return theirs, data.evaluation_spans(config, self.tokenizer, self.vocabulary, characters)
+        text = self.recipe.calibration
+        theirs = data.evaluation_spans(config, self.source_tokenizer, self.reference.vocabulary, text)
+        return theirs, data.evaluation_spans(config, self.tokenizer, self.vocabulary, text, theirs)
 
     # ------------------------------------------------------------ calibration
     @cached_property
-    def speech(self) -> data.SpeechReader | None:
-        """How the model hears and writes; None: it reads text."""
-        if not reads_features(self.streamed.model):
-            return None
-        reads = self.reads_text or self.recipe.evaluate is not None
-        tokenizer = self.tokenizer if reads else None
-        limit = target_limit(self.streamed.model)
-        return data.SpeechReader.of(Artifact(self.path), tokenizer, self.vocabulary, limit)
+    def reader(self) -> data.TextReader | data.SpeechReader:
+        """How the model reads what the recipe's `calibration` and `evaluate` name."""
+        model, arguments = self.streamed.model, (lambda: self.tokenizer, self.vocabulary)
+        if reads_features(model):
+            return data.SpeechReader.of(Artifact(self.path), *arguments, target_limit(model))
+        limit = position_limit(model)
+        if isinstance(self.streamed.rows, ImageRows):
+            return data.ImageReader(*arguments, limit, self.path, model.config, self.streamed.rows)
+        return data.TextReader(*arguments, limit)
 
     @cached_property
     def calibration(self) -> data.CalibrationData:
-        """Rows of the recipe's calibration text (or speech)."""
-        if self.speech is not None:
-            return data.load_speech(self.recipe.calibration, self.speech)
-        return data.load(self.recipe.calibration, self.tokenizer, self.vocabulary)
+        """Rows of the recipe's calibration text (or images with text, or speech)."""
+        return self.reader.calibration(self.recipe.calibration)
 
     @cached_property
     def batches(self) -> list[Batch]:
@@ -189,11 +196,7 @@ class Context:
     @cached_property
     def probe(self) -> torch.Tensor:
         """A row `[1, n]` that goes through every block, by which the artifact is compared with the pipeline."""
-        if self.speech is not None:
-            return self.speech.probe(PROBE_TOKENS // 2)
-        limit = min(PROBE_TOKENS, position_limit(self.streamed.model) or PROBE_TOKENS)
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, self.vocabulary, (1, limit), generator=generator)
+        return self.reader.probe()
 
     @cached_property
     def checkpoint_is_finite(self) -> bool:
@@ -207,16 +210,17 @@ class Context:
         )
 
 
-def _vocabulary(streamed: StreamedModel) -> int:
-    return int(streamed.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
-
-
 def _tokenizer(checkpoint: Checkpoint) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(checkpoint.path))
+        # False and not the default, which would ask at a terminal whether to run the code.
+        return AutoTokenizer.from_pretrained(str(checkpoint.path), trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if "trust_remote_code" in str(error):
+            raise RequestError(
+                needs_code(f"the tokenizer in {checkpoint.path}", "tokenizer_config.json", None)
+            ) from error
         raise RequestError(
             f"{checkpoint.path} has no tokenizer that can be read ({first_line(error)}), and text needs one"
         ) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -24,7 +25,6 @@ from runtime.engines.torch.encoder import TorchEncoderEngine
 from runtime.engines.torch.engine import TorchEngine
 from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine
 from runtime.errors import RequestError, first_line
-from runtime.layers.compressed_linear import NoWeight
 from runtime.modeling.experts import Experts, layout_of
 from runtime.modeling.linear_modules import is_matrix, sides
 from runtime.modeling.skeleton import find_stacks
@@ -172,6 +172,14 @@ def _handing_on(model: Any, name: str) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
+class NoWeight:
+    """In the place of a weight that will be packed: models look at the dtype of one before they compute (T5, DeepSeek-V3.2)."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
 class _Packed(nn.Module):
     """Stand-in for a layer that will be compressed and so has no weight that others could read; `read` lists the weights asked for."""
 
@@ -183,7 +191,7 @@ class _Packed(nn.Module):
 
     @property
     def weight(self) -> NoWeight:
-        """As `CompressedLinear` has it."""
+        """Of which nothing but dtype and device may be asked: everything else would dequantize it at every call."""
         name, instead, read = self.__dict__["_asked"]
         read.append(name)
         return instead  # type: ignore[no-any-return]

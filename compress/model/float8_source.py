@@ -16,6 +16,7 @@ import torch
 
 from runtime.api.load import end_of_sequence
 from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.config.dtypes import dtype_name
 from runtime.errors import ArtifactError, RequestError
 
 #: Last names of the scales that a float8 weight is multiplied by.
@@ -127,7 +128,7 @@ class Float8Checkpoint(Checkpoint):
 
 def _computes_in(config: dict[str, Any]) -> torch.dtype:
     named = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    found = getattr(torch, str(named).removeprefix("torch."), None)
+    found = getattr(torch, dtype_name(str(named)), None)
     return found if isinstance(found, torch.dtype) and found.itemsize > 1 else torch.bfloat16
 
 

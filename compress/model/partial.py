@@ -80,6 +80,7 @@ class Recorder(StandIn):
     Args:
         handover: what it returns beside them; shared by the recorders of a stack.
         run: run the block too, to learn what it hands over.
+        bare: it returns zeros in the place of hidden states.
     """
 
     def __init__(
@@ -89,9 +90,10 @@ class Recorder(StandIn):
         handover: Handover,
         instead: torch.Tensor | None = None,
         run: bool = False,
+        bare: bool = False,
     ) -> None:
         super().__init__(block)
-        self.__dict__.update(_sink=sink, _handover=handover, _instead=instead, _run=run)
+        self.__dict__.update(_sink=sink, _handover=handover, _instead=instead, _run=run, _bare=bare)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Hand the block's inputs to the sink; return the replacement, or the hidden states unchanged, in the block's form."""
@@ -101,6 +103,7 @@ class Recorder(StandIn):
             self._handover.learn(self._held(hidden_states.clone(), *args, **kwargs))
         self._sink(hidden_states, {**dict(zip(names[1:], args, strict=False)), **kwargs})
         value = hidden_states if self._instead is None else self._instead
+        value = torch.zeros_like(value) if self._bare else value
         return value if self._handover.extras is None else (value, *self._handover.extras)
 
 

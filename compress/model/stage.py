@@ -29,6 +29,9 @@ Apply = Callable[[Mapping[str, Any], Path], None]
 """Runs a recipe, given as a dictionary, into a directory; on the CPU, quietly."""
 
 
+Readers = Callable[[Path, Mapping[str, Any]], list[dict[str, str]]]
+"""Who can read an artifact, by its directory and its manifest's entries: `export.readers.readable_by`, which a run is given."""
+
 WRITE = "compress"
 """Kind of the step that ends every run, and stands in no recipe (`LayersJob`)."""
 
@@ -192,7 +195,11 @@ class Job:
 
 @dataclass
 class TensorPlan:
-    """One tensor of the source: what happens to it, by what, into which format; bytes are those on disk."""
+    """One tensor of the source: what happens to it, by what, into which format; bytes are those on disk.
+
+    Attributes:
+        bits: of the code of a weight, scales not counted; None: it is not compressed. sparsity: share of zeros that is asked for.
+    """
 
     name: str
     action: str
@@ -200,6 +207,8 @@ class TensorPlan:
     bytes_after: int
     method: str = ""
     format: str = ""
+    bits: float | None = None
+    sparsity: float = 0.0
 
 
 class LayersJob(Job):
@@ -228,6 +237,10 @@ class LayersJob(Job):
 
     def tensors(self) -> list[TensorPlan]:
         """What becomes of every tensor of the source, by name."""
+        raise NotImplementedError
+
+    def foresee(self, directory: Path) -> None:
+        """Write the artifact as it will be, of zeros that take no room on the disk, into a new directory."""
         raise NotImplementedError
 
     def config(self, entries: Mapping[str, Any]) -> dict[str, Any]:

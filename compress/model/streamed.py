@@ -5,7 +5,7 @@ no architecture: the embedding part runs once with every block replaced by a rec
 enter block 0 and the keyword arguments (masks, rotary tables) that each block is called with.
 
 From block to block goes a state `[b, n, hidden]`: the hidden states, followed in the decoder of an encoder-decoder by the encoder's
-output. What a row of integers means to a model, `TextRows`, `HalvedRows` and `SpeechRows` define.
+output. What a row of integers means to a model, `compress.data.layout` defines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from compress.core.tensors import products
-from compress.data import speech_rows
+from compress.data.layout import HalvedRows, ImageRows, SpeechRows, TextRows
 from compress.model.hidden_states import HiddenStates
 from compress.model.partial import Handover, PartialModel, Recorder
 from runtime.checkpoint.artifact import Artifact
@@ -29,107 +29,9 @@ from runtime.decoding.seq2seq import decoder_start
 from runtime.engines.torch.seq2seq import encoder_output
 from runtime.errors import CompressError
 from runtime.modeling.cache_argument import CACHE_ARGUMENTS
-from runtime.modeling.skeleton import FEATURES, reads_features
+from runtime.modeling.skeleton import reads_features, reads_images
 
 Batch = tuple[torch.Tensor, torch.Tensor | None]  # rows [b, s] int64, mask [b, s] bool (None: all tokens are valid)
-
-
-class TextRows:
-    """Rows `[n, s]` of token ids, all of which the model reads.
-
-    Attributes:
-        name: what the (first) stack calls its input.
-    """
-
-    name = "input_ids"
-
-    def source(self, rows: torch.Tensor) -> torch.Tensor:
-        """What the (first) stack reads."""
-        return rows
-
-    def target(self, rows: torch.Tensor) -> torch.Tensor:
-        """What the decoder of an encoder-decoder reads, int64 `[n, t]`, beginning with the start token."""
-        raise NotImplementedError("a model of one stack has no target")
-
-    def labels(self, rows: torch.Tensor) -> torch.Tensor:
-        """The tokens that all but the last of a row's logits predict; negative where a logit is not scored."""
-        return rows[:, 1:]
-
-    def shape(self, rows: torch.Tensor) -> tuple[Any, ...]:
-        """Equal for rows on which blocks are called alike, but for the mask."""
-        return tuple(rows.shape)
-
-    def encoded(self, rows: torch.Tensor) -> int | None:
-        """Positions that the (first) stack gives for a row; None: only a run shows."""
-        return int(self.source(rows).shape[1])
-
-    def positions(self, rows: torch.Tensor) -> tuple[int, int]:
-        """Rows, and positions of the hidden states of one, at most."""
-        return len(rows), int(rows.shape[1])
-
-    def length(self, rows: torch.Tensor) -> int:
-        """Tokens of a row, in words of the user."""
-        return int(rows.shape[1])
-
-
-class HalvedRows(TextRows):
-    """Rows of token ids whose first half is the source of an encoder-decoder; its decoder reads the rest."""
-
-    def __init__(self, start: int) -> None:
-        self.start = start
-
-    def source(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows[:, : self._half(rows)]
-
-    def target(self, rows: torch.Tensor) -> torch.Tensor:
-        return _begun(self.start, self.labels(rows))
-
-    def labels(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows[:, self._half(rows) :]
-
-    def _half(self, rows: torch.Tensor) -> int:
-        return max(1, rows.shape[1] // 2)
-
-
-class SpeechRows(TextRows):
-    """Rows that hold the features of a sound and its transcript (`compress.data.speech_rows`).
-
-    Args:
-        start: the token that a decoder begins with. window: positions of the encoder at most; None: as many as features.
-    """
-
-    name = FEATURES
-
-    def __init__(self, start: int, window: int | None) -> None:
-        self.start, self._window = start, window
-
-    def source(self, rows: torch.Tensor) -> torch.Tensor:
-        return speech_rows.features(rows)
-
-    def target(self, rows: torch.Tensor) -> torch.Tensor:
-        tokens = speech_rows.transcript(rows)
-        # A decoder looks back only, so what stands behind the last token does not matter.
-        return _begun(self.start, tokens.masked_fill(tokens == speech_rows.NOTHING, self.start))
-
-    def labels(self, rows: torch.Tensor) -> torch.Tensor:
-        return speech_rows.scored(rows)
-
-    def shape(self, rows: torch.Tensor) -> tuple[Any, ...]:
-        return (*rows.shape, *speech_rows.size(rows))
-
-    def encoded(self, rows: torch.Tensor) -> int | None:
-        return None
-
-    def positions(self, rows: torch.Tensor) -> tuple[int, int]:
-        frames = max(speech_rows.size(rows))
-        return len(rows), min(frames, self._window or frames) + self.length(rows) + 1
-
-    def length(self, rows: torch.Tensor) -> int:
-        return int(speech_rows.transcript(rows).shape[1])
-
-
-def _begun(start: int, tokens: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.full((len(tokens), 1), start, dtype=tokens.dtype), tokens], dim=1)
 
 
 class _PreludeDoneError(Exception):
@@ -145,7 +47,7 @@ class StreamedModel(PartialModel):
 
     def __init__(self, checkpoint: Checkpoint, *arguments: Any, **options: Any) -> None:
         super().__init__(checkpoint, *arguments, **options)
-        self.rows = TextRows()
+        self.rows = ImageRows(self.config) if reads_images(self.model) else TextRows()
         if self.kind == "encoder-decoder":
             start = decoder_start(Artifact(checkpoint.path))[0]
             window = getattr(self.config, "max_source_positions", None)
@@ -154,17 +56,24 @@ class StreamedModel(PartialModel):
         self._positions: dict[tuple[Any, ...], int] = {}  # that the encoder gives, for rows of a shape
         self._memory_names: list[str] = []  # what the decoder's blocks call the encoder's output
         self._kwargs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        # What is added to hidden states in front of blocks, by batch: features of images (DeepStack). {block: (positions, values)}
+        self._added: dict[tuple[Any, ...], dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the input embeddings."""
+        return int(self.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
 
     # ---------------------------------------------------------------- rows
-    def _entering(self, ids: torch.Tensor) -> torch.Tensor:
+    def _entering(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the (first) stack reads of rows, as the model takes it."""
-        source = self.rows.source(ids).to(self.device)
-        return source.to(self.dtype) if source.is_floating_point() else source
+        inputs = {name: value.to(self.device) for name, value in self.rows.inputs(ids).items()}
+        return {n: value.to(self.dtype) if value.is_floating_point() else value for n, value in inputs.items()}
 
     def call(self, module: Any, batch: Batch, **more: Any) -> Any:
         """Run `module`, a whole model of this kind, over a batch without a cache; an encoder without its heads."""
         ids, mask = batch
-        arguments: dict[str, Any] = {self.rows.name: self._entering(ids)}
+        arguments: dict[str, Any] = self._entering(ids)
         if mask is not None:
             arguments["attention_mask"] = mask.to(self.device).long()
         if self.kind == "encoder":
@@ -181,7 +90,7 @@ class StreamedModel(PartialModel):
             batch = batches[number]
             hidden, kwargs = self._record(0, batch, partial(self.call, self.model, batch))
             states.put(number, hidden)
-            self._kwargs.setdefault((0, *self._call_key(*batch)), kwargs)
+            self._remember((0, *self._call_key(*batch)), kwargs)
 
     @torch.inference_mode()
     def block_kwargs(self, batch: Batch, index: int = 0) -> dict[str, Any]:
@@ -190,12 +99,17 @@ class StreamedModel(PartialModel):
         key = (number, *self._call_key(*batch))
         if key not in self._kwargs:
             if number == 0:
-                self._kwargs[key] = self._record(0, batch, lambda: self.call(self.model, batch))[1]
+                self._remember(key, self._record(0, batch, lambda: self.call(self.model, batch))[1])
             else:
                 size = self.config.get_text_config().hidden_size
                 shape = len(batch[0]), self.own_length(0, batch), size
                 self._enter_decoder(torch.zeros(shape, dtype=self.dtype, device=self.device), batch)
         return self._kwargs[key][local]
+
+    def _remember(self, key: tuple[Any, ...], calls: list[dict[str, Any]]) -> None:
+        """Keep how blocks are called for a batch. What is equal for another batch (the usual case with images of one size) is kept once."""
+        if key not in self._kwargs:
+            self._kwargs[key] = next((known for known in self._kwargs.values() if _equal(known, calls)), calls)
 
     def _record(self, number: int, batch: Batch, call: Callable[[], Any]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
         """Run `call` with recorders for the blocks of a stack: what enters the first, and what each is called with."""
@@ -206,14 +120,21 @@ class StreamedModel(PartialModel):
         def sink(hidden: torch.Tensor, kwargs: dict[str, Any]) -> None:
             if not first:
                 first.append(hidden)
+            elif bare and bool(hidden.any()):
+                positions = hidden.any(dim=2)
+                self._added.setdefault(self._call_key(*batch), {})[len(calls)] = (
+                    positions.cpu(),
+                    hidden[positions].cpu(),
+                )
             calls.append({k: v for k, v in kwargs.items() if k not in (*CACHE_ARGUMENTS, "use_cache")})
             if len(calls) == len(stack.blocks):
                 raise _PreludeDoneError
 
         known = self._handovers.get(number)
         learn = known is None or known.depends_on_batch
+        bare = isinstance(self.rows, ImageRows)  # then what arrives at later blocks is what was added on the way
         handover = Handover(None) if known is None or learn else known
-        recorders = [Recorder(b, sink, handover, run=learn and i == 0) for i, b in enumerate(stack.blocks)]
+        recorders = [Recorder(b, sink, handover, run=learn and i == 0, bare=bare) for i, b in enumerate(stack.blocks)]
         with (
             suppress(_PreludeDoneError),
             self._replaced(number, recorders),
@@ -300,8 +221,14 @@ class StreamedModel(PartialModel):
             with torch.inference_mode():
                 encoder: Any = self.model.get_encoder()
                 with self._handing_on(0, state, batch):
-                    memory = encoder(**{self.rows.name: self._entering(batch[0])}).last_hidden_state
+                    memory = encoder(**self._entering(batch[0])).last_hidden_state
                 return self._enter_decoder(memory, batch)
+        if isinstance(self.rows, ImageRows) and index + 1 < len(self.blocks):
+            self.block_kwargs(batch, index)  # which learns what is added
+            added = self._added.get(self._call_key(*batch), {}).get(index + 1)
+            if added is not None:
+                positions, values = (value.to(self.device) for value in added)
+                state = state.to(self.device).index_put((positions,), values, accumulate=True)
         return state
 
     def _enter_decoder(self, memory: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -398,6 +325,21 @@ def run_blocks(
             if on_block is not None:
                 on_block(index)
     return states
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether nested arguments of blocks are equal, tensors by value."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[name]) for name, value in one.items())
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -61,7 +61,7 @@ def assign(data: dict[str, Any], parts: list[str], value: Any, label: str) -> Pa
             raise RequestError(f"{label}: stage {path[1]} is '{stage}', not '{part}'{did_you_mean(part, here)}")
         if last:
             here[step] = value
-        elif isinstance(here, dict) and here.get(part) is None:
+        elif isinstance(here, dict) and here.get(part) in (None, "auto"):
             here[step] = {}
         path = (*path, step)
         here = here[step]

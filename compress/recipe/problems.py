@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -67,15 +67,29 @@ def raise_all(problems: list[str]) -> None:
 
 
 def _walk(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[Path, FieldInfo | None, type[BaseModel]]:
-    """Follow pydantic's error location through nested models; what lies inside a field (a union's branch) drops."""
-    owner, field = model, None
-    for length, key in enumerate(location, 1):
-        field = owner.model_fields.get(str(key))
-        inner = None if field is None else _model_of(field.annotation)
+    """Follow pydantic's error location through nested models and lists of them; what lies inside a field (a union's branch) drops."""
+    owner, field, path, left = model, None, list[int | str](), list(location)
+    while left:
+        path.append(left.pop(0))
+        field = owner.model_fields.get(str(path[-1]))
+        if field is None:
+            break
+        inner, entry = _model_of(field.annotation), _entry_of(field.annotation)
+        if inner is None and entry is not None:
+            left = left[next((place for place, key in enumerate(left) if isinstance(key, int)), len(left)) :]
+            path, inner = [*path, *left[:1]], entry if left else None
+            left = left[1:]
         if inner is None:
-            return location[:length], field, owner
+            break
         owner = inner
-    return location, field, owner
+    return tuple(path), field, owner
+
+
+def _entry_of(annotation: Any) -> type[BaseModel] | None:
+    """The model that the entries of a list are."""
+    if get_origin(annotation) is list:
+        return _model_of(annotation)
+    return next((found for part in get_args(annotation) if (found := _entry_of(part)) is not None), None)
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.core.files import written_beside
-from compress.report.facts import PARTS, split_layer_name
+from compress.report.facts import split_layer_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,24 +75,32 @@ def legend_above(axes: Axes, lines: Sequence[Line2D] | None = None) -> None:
     """
     handles = axes.get_legend_handles_labels()[0] if lines is None else list(lines)
     words = [str(handle.get_label()) for handle in handles]
-    fits = sum(len(word) + 5 for word in words) <= 120
-    columns = len(words) if fits else max(1, 110 // (max(map(len, words)) + 5))
+    columns = -(-len(words) // legend_rows(words))
     axes.legend(
         handles, words, frameon=False, fontsize=9, ncols=columns, loc="lower left", bbox_to_anchor=(0.0, 1.0), handlelength=1.0,
         borderaxespad=0.2, columnspacing=1.2,
     )  # fmt: skip
 
 
-def log_where_wide(axes: Axes, values: Sequence[float], times: float = 8.0) -> None:
-    """A logarithmic y axis where the largest value is more than so many times the smallest."""
-    if not 0 < times * min(values) < max(values):
+def legend_rows(words: Sequence[str]) -> int:
+    """Rows of a legend over axes that are 9 inches wide: one if the words fit, else columns are as wide as the longest word."""
+    if sum(len(word) + 5 for word in words) <= 120:
+        return 1
+    return -(-len(words) // max(1, 110 // (max(map(len, words)) + 5)))
+
+
+def log_where_wide(
+    axes: Axes, values: Sequence[float], times: float = 8.0, shown: Callable[[float], str] = "{:g}".format
+) -> None:
+    """A logarithmic y axis where the largest value is more than so many times the smallest; `shown`: a tick in words."""
+    if not values or not 0 < times * min(values) < max(values):
         return
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")
     if max(values) < 1e3 * min(values):  # over more decades they alone are enough
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter(lambda value, _: shown(value))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
@@ -121,8 +129,10 @@ PART_COLORS = {
     "embeddings": "#8b5cf6", "attention": "#3b82f6", "mlp": "#14b8a6", "norms": "#d946ef", "output head": "#06b6d4",
     "other": "#94a3b8", "scales and indices": "#f59e0b",
 }  # fmt: skip
-_GROUPED_BLOCKS = 8
-"""Up to this many blocks each layer gets a bar; with more, bars would be hairlines and each kind of layer gets a line."""
+LOADED = {"draft": "#64748b", "calibrated cache files": "#a16207"}
+"""What is loaded beside the tensors of the model, with its colour."""
+_MARKERS = "osD^vP"
+_LEGEND_LINE = 0.2  # inches
 
 
 def error_chart(layers: Sequence[Mapping[str, Any]], name: str = "error") -> str:
@@ -131,42 +141,73 @@ def error_chart(layers: Sequence[Mapping[str, Any]], name: str = "error") -> str
     Args:
         name: what ids begin with, different for each chart of a page.
     """
-    blocks, series = _by_kind(layers)
+    return _layers_chart(layers, "error", "relative output error", lambda value: f"{100 * value:.3g}%", name)
+
+
+def bits_chart(layers: Sequence[Mapping[str, Any]]) -> str:
+    """SVG: bits per weight of every compressed layer, by block; kinds of equal bits stand beside each other."""
+    return _layers_chart(layers, "bits", "bits per weight", lambda value: f"{value:.3g}", "bits", beside=True)
+
+
+def _layers_chart(
+    layers: Sequence[Mapping[str, Any]],
+    key: str,
+    measured: str,
+    shown: Callable[[float], str],
+    name: str,
+    beside: bool = False,
+) -> str:
+    """Points, not bars, which would lie on an axis that begins where the data does; lines join layers of one kind.
+
+    Args:
+        key: of a layer. measured: label of the axis. shown: a value in words. name: what ids begin with.
+        beside: kinds have places beside each other and no lines, since their values are often the same.
+    """
+    blocks, series = _by_kind(layers, key)
     if not series:
         return ""
-    with figure(9.0, 3.4) as (drawn, axes):
-        if len(blocks) <= _GROUPED_BLOCKS:
-            _bars(axes, blocks, series)
-        else:
-            for number, (kind, values) in enumerate(series.items()):
-                at = [blocks.index(block) for block in values]
-                axes.plot(at, list(values.values()), marker="o", markersize=3, label=kind, color=color(number))
-        step = max(1, math.ceil(len(blocks) / 16))
-        names = ["outside" if block < 0 else f"block {block}" for block in blocks[::step]]
-        axes.set_xticks(range(0, len(blocks), step), names)
-        positive = [value for values in series.values() for value in values.values() if value > 0]
-        if positive and max(positive) > 100 * min(positive):
-            axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
-        axes.set_ylabel("relative output error")
+    rows = legend_rows(list(series))
+    with figure(9.0, 3.2 + rows * _LEGEND_LINE) as (drawn, axes):
+        for number, (kind, values) in enumerate(series.items()):
+            place = 0.7 * ((number + 0.5) / len(series) - 0.5) if beside else 0.0
+            at = [blocks.index(block) + place for block in values]
+            look: dict[str, Any] = {"color": color(number), "marker": _MARKERS[number // len(COLORS) % len(_MARKERS)]}
+            size = 4 if len(blocks) <= _MARKED else 2
+            axes.plot(at, list(values.values()), markersize=size, linewidth=0.0 if beside else 1.0, label=kind, **look)
+        step = max(1, math.ceil(len(blocks) / 20))
+        axes.set_xticks(range(0, len(blocks), step), ["outside" if b < 0 else str(b) for b in blocks[::step]])
+        axes.set_xlabel("block")
+        log_where_wide(
+            axes, [value for values in series.values() for value in values.values() if value > 0], shown=shown
+        )
+        if axes.get_yscale() == "linear":
+            axes.ticklabel_format(axis="y", useOffset=False)
+            axes.yaxis.set_major_formatter(lambda value, _: shown(value))
+        axes.set_ylabel(measured)
         axes.grid(axis="y", color=FAINT, linewidth=0.8)
         legend_above(axes)
         return svg(drawn, name)
 
 
 def bytes_chart(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """SVG: two stacked bars, the source and the artifact, each split by where its bytes are."""
+    """SVG: two stacked bars, the source and the artifact, each split by where its bytes are (`PARTS`, `LOADED`)."""
     largest = max(sum(before.values()), sum(after.values()), 1)
     units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
     scale, unit = next((scale, unit) for scale, unit in units if largest >= scale)
     with figure(9.0, 2.3) as (drawn, axes):
         left = [0.0, 0.0]
-        for part in PARTS:
+        for part, ink in (PART_COLORS | LOADED).items():
             values = [before.get(part, 0) / scale, after.get(part, 0) / scale]
             if any(values):
-                axes.barh([1, 0], values, left=left, height=0.62, color=PART_COLORS[part], label=part)
+                axes.barh([1, 0], values, left=left, height=0.62, color=ink, label=part)
                 left = [a + b for a, b in zip(left, values, strict=True)]
-        _label_bars(axes, left, f"{{:.3g}} {unit}", unit)
+        longest = max(*left, 1e-9)
+        for y, length in zip((1, 0), left, strict=True):
+            axes.text(length + longest * 0.01, y, f"{length:.3g} {unit}", va="center", color=INK)
+        axes.set_yticks([1, 0], ["before", "after"])
+        axes.set_xlim(0, longest * 1.13)
+        axes.set_xlabel(unit)
+        axes.grid(axis="x", color=FAINT, linewidth=0.8)
         legend_above(axes)
         return svg(drawn, "bytes")
 
@@ -176,48 +217,39 @@ def quality_chart(before: float, after: float) -> str:
     if not (math.isfinite(before) and math.isfinite(after)):
         return ""
     with figure(9.0, 1.5) as (drawn, axes):
-        axes.barh([1, 0], [before, after], height=0.62, color=[COLORS[-2], COLORS[0]])
-        _label_bars(axes, [before, after], "{:.4g}", "perplexity (lower is better)")
+        axes.plot([before, after], [1, 0], color=FAINT, linewidth=1.5, zorder=1)
+        for y, value, ink in ((1, before, COLORS[-2]), (0, after, COLORS[0])):
+            axes.plot([value], [y], marker="o", markersize=9, color=ink)
+            axes.annotate(f"{value:.4g}", (value, y), (9, 0), textcoords="offset points", va="center", color=INK)
+        axes.set_yticks([1, 0], ["before", "after"])
+        axes.set_ylim(-0.6, 1.6)
+        if 0 < 8 * min(before, after) < max(before, after):
+            axes.set_xscale("log")
+            axes.margins(x=0.15)
+        else:  # what differs by less than a few percent looks as if it did
+            low, high = sorted((before, after))
+            room = max(0.25 * (high - low), 0.02 * high)
+            axes.set_xlim(max(low - room, 0.5 * low), high + 1.6 * room)
+            axes.ticklabel_format(axis="x", useOffset=False)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
+        axes.set_xlabel("perplexity (lower is better)")
+        axes.grid(axis="x", color=FAINT, linewidth=0.8)
         return svg(drawn, "quality")
 
 
-def _label_bars(axes: Axes, lengths: Sequence[float], text: str, label: str) -> None:
-    """Ticks, grid and end labels of two horizontal bars, before above after."""
-    longest = max(*lengths, 1e-9)
-    for y, length in zip((1, 0), lengths, strict=True):
-        axes.text(length + longest * 0.01, y, text.format(length), va="center", color=INK)
-    axes.set_yticks([1, 0], ["before", "after"])
-    axes.set_xlim(0, longest * 1.13)
-    axes.set_xlabel(label)
-    axes.grid(axis="x", color=FAINT, linewidth=0.8)
-
-
-def _by_kind(layers: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, dict[int, float]]]:
-    """Blocks in order, and {kind: {block: error}}; an error that is None or not finite is left out."""
+def _by_kind(layers: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], dict[str, dict[int, float]]]:
+    """Blocks in order, and {kind: {block: value}}; a value that is None or not finite is left out."""
     series: dict[str, dict[int, float]] = {}
     blocks = []
     for layer in layers:
         block, kind = split_layer_name(layer["name"])
-        if layer["error"] is not None and math.isfinite(layer["error"]):
+        if layer[key] is not None and math.isfinite(layer[key]):
             blocks.append(block)
             values = series.setdefault(kind, {})
-            # Several layers of one kind in a block (experts): the worst stands for them.
-            values[block] = max(layer["error"], values.get(block, 0.0))
+            # Several layers of one kind in a block (experts): the largest stands for them.
+            values[block] = max(layer[key], values.get(block, 0.0))
     # Layers outside of the blocks (block -1: embeddings, head) come last.
     return sorted(set(blocks), key=lambda block: (block < 0, block)), series
-
-
-def _bars(axes: Axes, blocks: list[int], series: dict[str, dict[int, float]]) -> None:
-    """Grouped bars: each block's bars are centred on its tick, however many kinds of layers it has."""
-    width = 0.86 / max(1, len(series))
-    drawn: set[str] = set()
-    for at, block in enumerate(blocks):
-        kinds = [(number, kind) for number, kind in enumerate(series) if block in series[kind]]
-        for place, (number, kind) in enumerate(kinds):
-            x = at + (place - (len(kinds) - 1) / 2) * width
-            label = None if kind in drawn else kind
-            axes.bar(x, series[kind][block], width * 0.9, color=color(number), label=label)
-            drawn.add(kind)
 
 
 # What charts of a training share: what was measured after some updates as lines, and marks at updates that matter.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-Cell = str | tuple[str, str]
-"""Text of a table's cell, with CSS classes where it has any; `meter 0.3` draws a bar below the text."""
+Cell = str | tuple[str, str] | tuple[str, str, float | None]
+"""Text of a table's cell, CSS classes where it has any (`meter 0.3` draws a bar below the text), and the number that it is sorted by."""
 
 MANY = 60
 """Tables with more rows than this start folded."""
@@ -23,19 +23,24 @@ def folded(table: str, rows: int, what: str) -> str:
     return table if rows <= MANY else f"<details><summary>{rows} {what}</summary>{table}</details>"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-    """A table; a column whose name ends in `>` is right-aligned."""
+def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], sorts: bool = False) -> str:
+    """A table; a column whose name ends in `>` is right-aligned.
+
+    Args:
+        sorts: a click on a column's head sorts by it, where the browser runs scripts.
+    """
     right = [name.endswith(">") for name in columns]
     head = "".join(
         f'<th class="right">{escape(name[:-1])}</th>' if name.endswith(">") else f"<th>{escape(name)}</th>"
         for name in columns
     )
     body = "".join(f"<tr>{''.join(map(_cell, row, right))}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    kind = ' class="sorts"' if sorts else ""
+    return f'<div class="scroll"><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _cell(cell: Cell, right: bool) -> str:
-    text, classes = (cell, "") if isinstance(cell, str) else cell
+    text, classes, *by = (cell, "") if isinstance(cell, str) else cell
     names = classes.split()
     style = ""
     if "meter" in names:
@@ -44,17 +49,25 @@ def _cell(cell: Cell, right: bool) -> str:
     if right and "right" not in names:
         names.insert(0, "right")
     attribute = f' class="{" ".join(names)}"' if names else ""
+    if by:
+        attribute += f' data-by="{"" if by[0] is None else repr(float(by[0]))}"'
     return f"<td{attribute}{style}>{escape(text)}</td>"
 
 
 def error_cell(error: float | None, worst: float) -> Cell:
     """A relative error, with a bar that is full at `worst`; None: there is none."""
-    return "–" if error is None else (f"{error:.3%}", f"meter {error / worst:.3f}")
+    return ("–", "", None) if error is None else (f"{error:.3%}", f"meter {error / worst:.3f}", error)
 
 
 def note(text: str) -> str:
     """A paragraph in a softer colour."""
     return f'<p class="soft">{escape(text)}</p>'
+
+
+def pairs(entries: Mapping[str, object]) -> str:
+    """Names and what they are, as a list; entries that are None or empty are left out."""
+    items = (f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in entries.items() if v is not None and v != "")
+    return f"<dl>{''.join(items)}</dl>"
 
 
 def cards(numbers: Iterable[tuple[str, str, str]]) -> str:
@@ -65,7 +78,8 @@ def cards(numbers: Iterable[tuple[str, str, str]]) -> str:
 
 def document(title: str, heading: str, body: str, footer: str) -> str:
     """The whole page; `body` and `footer` are HTML."""
-    css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    css, script = (Path(__file__).with_name(f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    body += f"\n<script>\n{script}</script>" if '<table class="sorts">' in body else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compress.evaluate.metrics import exceeded
+from compress.core.files import read_object
+from compress.core.run_directory import RECORD
+from compress.evaluate.limits import exceeded
 from runtime.checkpoint.artifact import Artifact
 from runtime.errors import ArtifactError
 
@@ -49,6 +51,8 @@ class Facts:
         recipe: text of recipe.yaml, empty when the artifact has none.
         before, after: bytes of each of `PARTS`.
         warnings: one sentence each.
+        architecture: class of the model.
+        record: content of run.json, empty when the artifact has none.
     """
 
     path: Path
@@ -57,6 +61,15 @@ class Facts:
     before: dict[str, int]
     after: dict[str, int]
     warnings: list[str]
+    architecture: str | None = None
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """Calibration and evaluation text in words; empty where the manifest names none."""
+        told = (self.manifest.get(name) or {} for name in ("calibration", "evaluation"))
+        calibration, evaluation = (str(text.get("description") or "") for text in told)
+        return calibration, evaluation
 
     @property
     def layers(self) -> list[dict[str, Any]]:
@@ -121,7 +134,7 @@ def gather(artifact_path: str | Path) -> Facts:
         for stored in account.get("stored_as", []):
             where = PARTS[-1] if _OVERHEAD.search(stored) else part
             after[where] += artifact.checkpoint.nbytes(stored)
-    recipe = artifact.path / "recipe.yaml"
+    recipe, record = artifact.path / "recipe.yaml", artifact.path / RECORD
     return Facts(
         path=artifact.path,
         manifest=manifest,
@@ -129,6 +142,8 @@ def gather(artifact_path: str | Path) -> Facts:
         before={part: before[part] for part in PARTS},
         after={part: after[part] for part in PARTS},
         warnings=list(_warnings(manifest)),
+        architecture=next(iter(artifact.config.get("architectures") or []), None),
+        record=read_object(record, "remove it, and the report is written without it") if record.is_file() else {},
     )
 
 
@@ -166,6 +181,6 @@ def _short(value: Any) -> str:
 def split_layer_name(name: str) -> tuple[int, str]:
     """Block index and short kind of a layer: `model.layers.3.self_attn.q_proj` is (3, "q_proj"); -1 outside of blocks."""
     match = re.search(r"\.(\d+)\.(.+)$", "." + name)
-    if match is None:
-        return -1, name[:_LONGEST_KIND]
-    return int(match.group(1)), match.group(2).rsplit(".", 1)[-1][:_LONGEST_KIND]
+    block, kind = (-1, name) if match is None else (int(match.group(1)), match.group(2).rsplit(".", 1)[-1])
+    # Names of one model differ in their ends more often than in their beginnings.
+    return block, kind if len(kind) <= _LONGEST_KIND else f"{kind[:6]}…{kind[7 - _LONGEST_KIND :]}"

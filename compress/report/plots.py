@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,9 @@ from runtime.checkpoint.artifact import shown
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
+    from matplotlib.transforms import Bbox
 
 
 def comparison(artifacts: Sequence[str | Path]) -> list[dict[str, Any]]:
@@ -126,42 +129,81 @@ def _tradeoff(axes: Axes, points: list[Mapping[str, Any]], references: list[Mapp
 
 
 def label_axes(axes: Axes, x: str, y: str, faint: str, labels: list[tuple[float, float, str, str]]) -> None:
-    """Words of both axes, a grid, a legend, and labels of points; see `_place_labels`."""
+    """Words of both axes, a grid, a legend, and labels of points; see `place_labels`."""
     axes.margins(x=0.1, y=0.12)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(color=faint, linewidth=0.8)
     axes.legend(frameon=False, fontsize=9)
-    _place_labels(axes, labels)
+    place_labels(axes, labels)
 
 
-def _place_labels(axes: Axes, labels: list[tuple[float, float, str, str]]) -> None:
-    """Write (x, y, text, colour) beside its point, wherever it hides least of the points and labels that are there already."""
-    scale = 72 / axes.figure.get_dpi()  # pixels to points, the unit of offsets
+_DISTANCES = (7.0, 15.0, 26.0, 40.0)  # points between a label and what it names; from the third on a line joins them
+_DIRECTIONS = [(math.cos(turn * math.pi / 8), math.sin(turn * math.pi / 8)) for turn in (1, *range(16))]
+
+
+def place_labels(axes: Axes, labels: list[tuple[float, float, str, str]], size: float = 9.0) -> None:
+    """Write (x, y, text, colour) near its point, wherever it hides least of points, lines, legend and labels that are there already.
+
+    Args:
+        size: of the letters, in points.
+    """
+    from matplotlib.transforms import Bbox
+
     axes.figure.canvas.draw()  # axes get their place and their limits only now
-    place = axes.transData.transform
-    taken = [(*(place((x, y)) * scale - 4), 8.0, 8.0) for x, y, _, _ in labels]
+    point, frame, drawn = axes.figure.get_dpi() / 72, axes.get_window_extent(), _drawn(axes)
+    legend = axes.get_legend()
+    taken = [] if legend is None else [legend.get_window_extent()]
+    taken += [
+        Bbox.from_extents(*(at - 4 * point), *(at + 4 * point))
+        for at in (axes.transData.transform((x, y)) for x, y, *_ in labels)
+    ]
     for x, y, text, ink in labels:
-        at_x, at_y = place((x, y)) * scale
-        width, height = 4.8 * len(text), 10.0
-        left, middle = -6 - width, -width / 2
-        offsets = [(6, 4), (6, -12), (left, 4), (left, -12), (middle, 8), (middle, -17), (14, -4), (6, 16)]
-        boxes = [(at_x + dx, at_y + dy, width, height) for dx, dy in offsets]
-        hidden = [sum(_overlap(box, other) for other in taken) + _outside(axes, box, scale) for box in boxes]
-        best = hidden.index(min(hidden))
-        taken.append(boxes[best])
-        style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": ink, "annotation_clip": False}
-        axes.annotate(text, (x, y), xytext=offsets[best], **style)
+        at = axes.transData.transform((x, y))
+        measured = axes.annotate(text, (x, y), fontsize=size)
+        width, height = measured.get_window_extent().size
+        measured.remove()
+        best = (math.inf, 0.0, 0.0, 0.0)
+        for distance in _DISTANCES:
+            for across, up in _DIRECTIONS:
+                left = at[0] + across * distance * point + (across - 1) / 2 * width
+                low = at[1] + up * distance * point + (up - 1) / 2 * height
+                box = Bbox.from_bounds(left, low, width, height)
+                hidden = sum(_overlap(box, other) for other in taken) + width * height - _overlap(box, frame)
+                cost = hidden / height + point * (5 * box.padded(2 * point).count_contains(drawn) + 0.25 * distance)
+                best = min(best, (cost, left, low, distance), key=lambda place: place[0])
+        _, left, low, distance = best
+        taken.append(Bbox.from_bounds(left, low, width, height).padded(3 * point, 0))
+        line = (
+            {"arrowstyle": "-", "color": ink, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4}
+            if distance > _DISTANCES[1]
+            else None
+        )
+        axes.annotate(
+            text, (x, y), xytext=((left - at[0]) / point, (low - at[1]) / point), textcoords="offset points", fontsize=size, color=ink,
+            annotation_clip=False, arrowprops=line,
+        )  # fmt: skip
 
 
-def _outside(axes: Axes, box: tuple[float, ...], scale: float) -> float:
-    """Area of a box (in points) that lies beyond the right or the left edge of the axes."""
-    frame = axes.get_window_extent()
-    beyond = max(0.0, box[0] + box[2] - frame.x1 * scale) + max(0.0, frame.x0 * scale - box[0])
-    return beyond * box[3]
+def _drawn(axes: Axes) -> np.ndarray:
+    """Points `[n, 2]` (pixels) that markers cover and lines run through, close to each other."""
+    import numpy as np
+    from matplotlib.cbook import STEP_LOOKUP_MAP
+
+    found = [np.empty((0, 2))]
+    found += [those.get_offset_transform().transform(those.get_offsets()) for those in axes.collections]
+    for line in axes.lines:
+        steps = STEP_LOOKUP_MAP[line.get_drawstyle()]
+        at = line.get_transform().transform(np.column_stack(steps(*line.get_data(orig=False))))
+        found.append(at)
+        if line.get_linestyle() != "None":
+            for one, other in pairwise(at):
+                count = min(1000, int(np.hypot(*(other - one)) / 3)) if np.isfinite((one, other)).all() else 0
+                found.append(np.linspace(one, other, count + 2))
+    return np.concatenate(found)
 
 
-def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """Area that two boxes (x, y, width, height) share."""
-    sides = (min(one[i] + one[i + 2], other[i] + other[i + 2]) - max(one[i], other[i]) for i in (0, 1))
-    return math.prod(max(0.0, side) for side in sides)
+def _overlap(one: Bbox, other: Bbox) -> float:
+    """Area that two boxes share."""
+    width, height = min(one.x1, other.x1) - max(one.x0, other.x0), min(one.y1, other.y1) - max(one.y0, other.y0)
+    return float(max(0.0, width) * max(0.0, height))

@@ -48,7 +48,9 @@ def open_artifact(path: Path, context: Context) -> StreamedModel:
     def put(model: PreTrainedModel) -> None:
         install_compressed(model, checkpoint.config, checkpoint.names())
 
-    return StreamedModel(checkpoint, streamed.device, install=put, loaded=dense_for_now, dtype=streamed.dtype)
+    artifact = StreamedModel(checkpoint, streamed.device, install=put, loaded=dense_for_now, dtype=streamed.dtype)
+    artifact.rows = streamed.rows
+    return artifact
 
 
 @contextmanager

@@ -9,16 +9,20 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors.torch import save_file
 
 from compress import report
-from compress.core.files import listed, write_json, write_sealed, write_text
+from compress.core.files import listed, write_json, write_sealed, write_text, written_beside
+from compress.core.loaded_bytes import loaded_bytes
 from compress.core.run_directory import MANIFEST, UNHASHED, RunDirectory
-from compress.model.checkpoint_writer import copy_companions, write_index
+from compress.model.checkpoint_writer import copy_companions, guarded, write_index
 from compress.model.context import Context
-from compress.model.stage import LayersJob
+from compress.model.stage import LayersJob, Readers
+from compress.report.card import describe_source
 from compress.run.session import recipe_digest
 from runtime.checkpoint.artifact import SCHEMA_VERSION
 from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.checkpoint.guard import GUARDS, guards
 from runtime.errors import ArtifactError
 from runtime.system.lock import LOCK
 from runtime.system.self_hash import KEY
@@ -39,12 +43,19 @@ def write_metadata(layers: LayersJob, directory: RunDirectory) -> None:
     context = layers.context
     done = records(context, directory)
     stored = [(name, record["shard"], size) for record in done for name, size in record["stored"].items()]
-    write_index(directory.path, stored)
     recipe = yaml.safe_dump(context.recipe.resolved(), sort_keys=False, allow_unicode=True)
     write_text(directory.path / "recipe.yaml", recipe)
     copy_companions(context.checkpoint.path, directory.path)
     entries = {name: value for record in done for name, value in record["entries"].items()}
-    write_json(directory.path / "config.json", layers.config(entries))
+    config = layers.config(entries)
+    tensors = guards(guarded(context.streamed, config, entries, {name for name, _, _ in stored}))
+    if tensors:
+        with written_beside(directory.path / GUARDS) as temporary:
+            save_file(tensors, temporary, {"format": "pt"})
+        known = {name for name, _, _ in stored}
+        stored += [(name, GUARDS, 0) for name in tensors if name not in known]
+    write_index(directory.path, stored)
+    write_json(directory.path / "config.json", config)
 
 
 def write_manifest(
@@ -54,11 +65,14 @@ def write_manifest(
     metrics: dict[str, Any],
     entries: Mapping[str, Any],
     files: Sequence[Path],
+    readers: Readers | None,
+    warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Account for every tensor and file, and write compress.json last of all.
 
     Args:
         entries: what stages of phase "artifact" say. files: what they have written into directories of their own.
+        readers: who can read it. warnings: sentences on the texts.
     """
     done = records(context, directory)
     tensors = {name: entry for record in done for name, entry in record["tensors"].items()}
@@ -85,23 +99,32 @@ def write_manifest(
             "path_or_id": context.recipe.model,
             "fingerprint": identity["source_fingerprint"],
             "bytes": context.original.total_bytes,
+            **describe_source(context.original.path),
         },
         "calibration": _calibration(context, sorted({record.get("processes", 1) for record in done})),
+        "evaluation": _evaluation(context),
         "recipe_sha256": recipe_digest(context.recipe),
         "tensors": tensors,
         "layers": [layer for record in done for layer in record["layers"]],
         "metrics": metrics,
         "files": known,
-        "bytes": {
-            "before": context.original.total_bytes,
-            "after": sum(entry["bytes_after"] for entry in tensors.values()),
-        },
+        "bytes": loaded_bytes(
+            directory.path,
+            entries,
+            context.original.total_bytes,
+            sum(entry["bytes_after"] for entry in tensors.values()),
+        ),
     }
+    if warnings:
+        manifest["warnings"] = list(warnings)
     if context.records:
         manifest["passes"] = list(context.records)
     manifest |= entries
+    if readers is not None:
+        manifest["readable_by"] = readers(directory.path, entries)
     manifest[KEY] = write_sealed(directory.path / MANIFEST, manifest)
     report.write_report(directory.path)
+    report.write_card(directory.path)
     return manifest
 
 
@@ -130,9 +153,16 @@ def _calibration(context: Context, processes: list[int]) -> dict[str, Any] | Non
     if not context.reads_text:
         return None
     data = context.calibration
-    told = {name: getattr(data, name) for name in ("description", "rows", "tokens", "sha256", "warning")}
+    told = {name: getattr(data, name) for name in ("description", "kind", "rows", "tokens", "sha256", "warning")}
     # The order of sums depends on it, and so may the last bit of anything.
     return told if processes == [1] else told | {"processes": processes}
+
+
+def _evaluation(context: Context) -> dict[str, Any] | None:
+    data = context.evaluation
+    if data is None:
+        return None
+    return {name: getattr(data, name) for name in ("description", "kind", "rows", "tokens", "sha256")}
 
 
 def toolchain() -> dict[str, str]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,27 @@ from compress.core.memory_bounds import MEMORY_SHARE, Bounds, choose, cut, ways
 from compress.core.processes import on_this_machine
 from compress.core.progress import memory_bytes
 from compress.core.units import duration, size
+from compress.evaluate import texts
+from compress.evaluate.limits import cutting, limits
 from compress.model.context import Context
 from compress.model.footprint import Footprint, Rows, Speed
-from compress.model.stage import Job, TensorPlan
-from compress.recipe.models import Recipe
+from compress.model.stage import Job, Readers, TensorPlan
+from compress.recipe.models import AUTO, Recipe
 from compress.run.session import Session, layers_before
+from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.companions import left_behind
+from runtime.engines.choose import describe_choice
+from runtime.engines.torch.engine import Blueprint
 from runtime.modeling.layer_sizes import differing, is_ours
 from runtime.modeling.weights import first_name
+from runtime.system.device import choose_device
 from runtime.system.memory import available_bytes, free_bytes
 
 #: Part of a limit by which what was counted may be more than it: the least that a refusal has named works in another process too, which is
 #: not quite as large before it begins. What is counted errs high by more.
 LEAST_MARGIN = 0.02
+#: Bytes of a checkpoint that a plan runs, which takes seconds; `apply` runs any.
+SMALL = 2**30
 
 
 @dataclass
@@ -38,8 +47,10 @@ class Plan:
         peak_memory, memory: bytes at the peak, and what they are made of: the process as it is, workspaces, hidden states, and each phase,
             of which the largest counts. device_memory: bytes of a GPU's; 0 on the CPU, and where nothing is known of it.
         bounds: what is done to need less, in words. max_memory: the user's limit.
+        texts: what is calibrated and evaluated on, in a sentence. limits: see `compress.evaluate.limits`.
         passes: what other stages make of the model first, in words.
         stages: what stages after compression say of themselves, each under a name of its own (`Job.plan`).
+        readable_by: see `export.readers.readable_by`. engine: what runs the artifact on this machine, in a sentence.
         problems, warnings: sentences; a run with any of the problems is refused.
     """
 
@@ -58,10 +69,14 @@ class Plan:
     memory: dict[str, int] = field(default_factory=dict)
     bounds: str = ""
     max_memory: int | None = None
+    texts: str = ""
+    limits: dict[str, float] = field(default_factory=dict)
     stages: dict[str, Any] = field(default_factory=dict)
     passes: list[str] = field(default_factory=list)
     device_memory: int = 0
     available_device_memory: int = 0
+    readable_by: list[dict[str, str]] = field(default_factory=list)
+    engine: str = ""
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -95,13 +110,29 @@ class Plan:
         )
 
 
-def make_plan(recipe: Recipe, output: Path | None = None, device: str = "auto", max_memory: int | None = None) -> Plan:
-    """Plan a recipe. Reads headers, tokenizes the calibration text, and times one small matrix product; changes nothing.
+def make_plan(
+    recipe: Recipe,
+    output: Path | None = None,
+    device: str = "auto",
+    max_memory: int | None = None,
+    readers: Readers | None = None,
+) -> Plan:
+    """Plan a recipe. Reads headers and text, times one small matrix product, and runs a model of at most `SMALL` bytes on some text, to see
+    whether it reads such; changes nothing.
 
-    `max_memory`: bytes that the run may take.
+    `max_memory`: bytes that the run may take. `readers`: says who will be able to read the artifact.
     """
     session = Session.open(recipe, device)  # holds the checkpoints that the plan looks at
-    return plan_session(session, Path(output) if output is not None else recipe.output_directory, max_memory)
+    plan = plan_session(session, Path(output) if output is not None else recipe.output_directory, max_memory)
+    if session.context.original.total_bytes <= SMALL:
+        plan.warnings += texts.doubt(session.context)
+    if readers is not None:
+        with tempfile.TemporaryDirectory(prefix="compress-plan-") as room:
+            session.layers.foresee(Path(room) / "artifact")
+            plan.readable_by = readers(Path(room) / "artifact", plan.stages)
+            blueprint = Blueprint(Artifact(Path(room) / "artifact"), choose_device(device), "auto", None, False)
+            plan.engine = describe_choice(blueprint, plan.kv_cache is not None, plan.draft is not None)
+    return plan
 
 
 def plan_session(session: Session, output: Path, max_memory: int | None = None, settled: Bounds | None = None) -> Plan:
@@ -123,7 +154,8 @@ def plan_session(session: Session, output: Path, max_memory: int | None = None, 
         peak_memory=takes.memory, available_memory=takes.available_memory, disk_needed=takes.disk, disk_free=free,
         calibration_tokens=context.calibration.tokens if context.reads_text else 0,
         seconds=takes.seconds, spill=takes.bounds.spill, memory=takes.parts, bounds=takes.bounds.describe(),
-        max_memory=max_memory, passes=[job.describe() for job in session.before],
+        max_memory=max_memory, texts=texts.of_context(context), limits=limits(context.recipe, tensors, context.streamed.kind == "encoder"),
+        passes=[job.describe() for job in session.before],
         device_memory=takes.device, available_device_memory=takes.available_device,
         stages={name: value for job in session.after for name, value in job.plan(context).items()},
     )  # fmt: skip
@@ -132,6 +164,7 @@ def plan_session(session: Session, output: Path, max_memory: int | None = None, 
             sizes = f"{size(tensor.bytes_after)} instead of {size(tensor.bytes_before)}"
             plan.warnings.append(f"{tensor.name} will not get smaller: {tensor.method} stores {sizes}")
             break
+    plan.warnings += context.reader.warnings(context.recipe.calibration) if context.reads_text else []
     own = [t for t in tensors if t.format == "packed"]
     apart = is_ours(context.streamed.model)
     if apart:
@@ -146,7 +179,7 @@ def plan_session(session: Session, output: Path, max_memory: int | None = None, 
             f"compressed-tensors cannot store {first_name([t.name for t in own])} (a ragged group, or an embedding): the "
             f"artifact loads with runtime.load(){elsewhere}, but not elsewhere"
         )
-    plan.warnings += unused_limits(context)
+    plan.warnings += [*texts.bundled(context), *unused_limits(context)]
     for job in (session.layers, *session.before, *session.after):
         plan.warnings += [text for text in job.warnings(context, after) if text not in plan.warnings]
     source = context.original.path
@@ -179,7 +212,13 @@ def unused_limits(context: Context) -> list[str]:
     if context.recipe.evaluate is None:
         return []
     encoder = context.streamed.kind == "encoder"
-    return [
+    cuts, config = cutting(context.recipe), context.recipe.evaluate
+    open_limits = [name for name in ("max_kl", "min_agreement") if getattr(config, name) == AUTO]
+    found = []
+    if cuts and open_limits and not encoder and not context.kept_tokens:
+        text = f"a model that {' and '.join(cuts)} makes has no usual {' and '.join(open_limits)}, so it is not held to any; set them"
+        found.append(config.at(open_limits[0], text))
+    return found + [
         f"evaluate.{name} is not checked: {'an encoder is' if encoder else 'only encoders are'} judged by min_cosine"
         for name in context.recipe.evaluate.limits()
         if (name == "min_cosine") != encoder

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,16 @@ from compress.core.memory_bounds import Bounds
 from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import LOG, MANIFEST, WORK, RunDirectory, remove
+from compress.core.tracking import Tracking, check_tracker, tracked
+from compress.evaluate import texts
 from compress.evaluate.artifact import evaluate_artifact
-from compress.evaluate.metrics import exceeded
-from compress.model.stage import Compressed, Job, Store
+from compress.evaluate.limits import exceeded, limits
+from compress.model.stage import Compressed, Job, Readers, Store
 from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back
 from compress.run.manifest import records, write_manifest, write_metadata
 from compress.run.plan import plan_session
+from compress.run.record import RunRecord, evaluation_prompts
 from compress.run.session import ModelState, Session, identity, kind_of, layers_before
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint, read_json
@@ -44,6 +46,8 @@ class AppliedArtifact:
         manifest: content of compress.json.
         seconds: wall-clock time of each phase of this run (a resumed run counts only what it did itself).
         peak_memory: largest resident memory of the process, in bytes; of several, of the one that took most.
+        prompts: texts that samples can continue: the recipe's, else beginnings of held-out text.
+        samples: what `compress.run.record.make_samples` gives; None: they were not continued.
     """
 
     path: Path
@@ -52,6 +56,8 @@ class AppliedArtifact:
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory: int = 0
     warnings: list[str] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
+    samples: dict[str, Any] | None = None
 
 
 class LimitError(CompressError):
@@ -138,6 +144,9 @@ def apply(
     device: str = "auto",
     quiet: bool = False,
     max_memory: int | None = None,
+    readers: Readers | None = None,
+    report_to: str | None = None,
+    command: str | None = None,
 ) -> AppliedArtifact:
     """Run a recipe. Of several processes that a launcher has started the main one runs it, and all share what takes longest: statistics of
     calibration data, the layers of a block, and the training of recoveries.
@@ -148,12 +157,16 @@ def apply(
         overwrite: replace a finished artifact or an unfinished run of this tool in `output`.
         device: where blocks run: auto, cpu, cuda, cuda:1.
         max_memory: bytes that the process may take, all in all; None: what is free. Of several processes each may take so much.
+        readers: says who can read the artifact; None: its manifest does not say.
+        report_to: tracker that receives the run's numbers: wandb, mlflow, trackio.
+        command: the command line, for the run record.
 
     Raises:
         RequestError: the request cannot be carried out (nothing was changed). CompressError: it failed on the way; what was
             finished stays, and --resume goes on from there. A limit of `evaluate` that is exceeded is a CompressError too,
             raised after the artifact is complete.
     """
+    check_tracker(report_to)
     if max_memory is not None:
         keep_nothing_freed()
     path = Path(output) if output is not None else recipe.output_directory
@@ -165,12 +178,13 @@ def apply(
             manifest = read_json(path / MANIFEST)
             return AppliedArtifact(path, manifest["metrics"], manifest, peak_memory=peak_bytes())
         with helpers(team, path), team.working():
-            clock = _Clock()
             directory = RunDirectory(path, resume, overwrite)
             if not resume:  # refused before a model is read
                 directory.inspect({})
-            session = Session.open(recipe, str(team.device(choose_device(device))))
-            return _accept(_apply(session, directory, max_memory, quiet, team, clock))
+            where = str(team.device(choose_device(device)))
+            clock = RunRecord(command, where, team.size)
+            session = Session.open(recipe, where)
+            return _accept(_apply(session, directory, max_memory, quiet, team, clock, readers, report_to))
 
 
 def apply_recipe(recipe: Mapping[str, Any], output: Path) -> None:
@@ -179,7 +193,14 @@ def apply_recipe(recipe: Mapping[str, Any], output: Path) -> None:
 
 
 def _apply(
-    session: Session, directory: RunDirectory, max_memory: int | None, quiet: bool, team: Team, clock: _Clock
+    session: Session,
+    directory: RunDirectory,
+    max_memory: int | None,
+    quiet: bool,
+    team: Team,
+    clock: RunRecord,
+    readers: Readers | None,
+    report_to: str | None,
 ) -> AppliedArtifact:
     context, path = session.context, directory.path
     begun = directory.begun()
@@ -198,30 +219,50 @@ def _apply(
             kind.check_finished(jobs.get(kind.name), manifest, path)
         Artifact(path).verify()
         directory.settle()
-        return AppliedArtifact(path, manifest["metrics"], manifest, clock.seconds, peak_bytes())
+        return AppliedArtifact(
+            path, manifest["metrics"], manifest, clock.seconds, peak_bytes(), manifest.get("warnings", [])
+        )
     if plan is None:
         plan = plan_session(session, path, max_memory, context.bounds)
     if plan.problems:
         raise ResourceError("; ".join(plan.problems))
     clock.lap("prepare")
-    with directory.claimed(), disk_errors(f"writing to {path}"), Reporter(path / LOG, quiet) as reporter:
+    with (
+        directory.claimed(),
+        disk_errors(f"writing to {path}"),
+        Reporter(path / LOG, quiet) as reporter,
+        ExitStack() as stack,
+    ):
         directory.warn = reporter.warn
+        tracking = Tracking(report_to, context.recipe.name, context.recipe.resolved(), reporter.warn)
+        reporter.tracking = stack.enter_context(tracked(tracking))
+        clock.begin(path, reporter.warn)
         check_source_files(directory.work, context.original)
         reporter.info(plan.headline())
-        for warning in [*plan.warnings, context.calibration.warning if context.reads_text else None]:
+        doubts = texts.doubt(context)
+        for warning in [*plan.warnings, context.calibration.warning if context.reads_text else None, *doubts]:
             if warning:
                 reporter.warn(warning)
         for kind in apart:
             if kind.name not in jobs:
                 directory.forget(kind.name)
                 kind.forget(path)
-        run = _Run(session, Store(path, directory.work, directory, apply_recipe, plan.spill, team), reporter, clock)
+        run = _Run(
+            session,
+            Store(path, directory.work, directory, apply_recipe, plan.spill, team),
+            reporter,
+            clock,
+            (*texts.bundled(context), *doubts),
+            readers,
+        )
         manifest, highest = run.run(own)
+        tracking.log(manifest["metrics"] | {"bytes": manifest["bytes"], "seconds": clock.seconds})
         directory.finish()
         if max_memory is not None and highest > max_memory:
             one = "the run" if team.size == 1 else "one of the processes"
             reporter.warn(f"{one} took {size(highest)} of memory, more than the {size(max_memory)} of max_memory")
-        return AppliedArtifact(path, manifest["metrics"], manifest, clock.seconds, highest, reporter.warnings)
+        prompts = [session.recipe.sample] if session.recipe.sample else evaluation_prompts(run.session.context)
+        return AppliedArtifact(path, manifest["metrics"], manifest, clock.seconds, highest, reporter.warnings, prompts)
 
 
 @dataclass
@@ -231,12 +272,15 @@ class _Run:
     Attributes:
         session: as it was opened; once stages have made another model, of that one.
         store: of the whole run.
+        warnings: sentences on the texts, for the manifest.
     """
 
     session: Session
     store: Store
     reporter: Reporter
-    clock: _Clock
+    clock: RunRecord
+    warnings: Sequence[str]
+    readers: Readers | None = None
 
     def run(self, own: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """Run all that is not done; the manifest, and the most memory that a process has taken. `own`: identity of the run."""
@@ -251,15 +295,18 @@ class _Run:
         load_back.check_against_pipeline(context, bool(layers.needs), artifact, directory, reporter)
         clock.lap("load back")
         spill = directory.work if self.store.spill else None
-        metrics = evaluate_artifact(context, artifact, spill, reporter)
+        allowed = limits(context.recipe, layers.tensors(), context.streamed.kind == "encoder")
+        metrics = evaluate_artifact(context, artifact, allowed, spill, reporter)
         clock.lap("evaluate")
         entries: dict[str, Any] = {}
         files: list[Path] = []
         for job in self.session.after:
             metrics = self._finish(job, metrics, entries)
             files += [file for place in job.holds(self.store) for file in sorted(place.iterdir())]
-        manifest = write_manifest(context, directory, own, metrics, entries, files)
-        return manifest, max(made["peak_memory"], peak_bytes())
+        highest = max(made["peak_memory"], peak_bytes())
+        clock.write(highest)
+        manifest = write_manifest(context, directory, own, metrics, entries, files, self.readers, self.warnings)
+        return manifest, highest
 
     def _make_models(self) -> None:
         """Run the jobs of phase "model" that are not done, and open the session of what they made."""
@@ -349,17 +396,3 @@ def _accept(result: AppliedArtifact) -> AppliedArtifact:
     if failed:
         raise LimitError(f"{'; '.join(failed)}; the artifact is complete in {result.path}", result)
     return result
-
-
-@dataclass
-class _Clock:
-    """Wall-clock seconds by phase."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    _last: float = field(default_factory=time.monotonic)
-
-    def lap(self, phase: str) -> None:
-        """Add the time since the last call to a phase."""
-        now = time.monotonic()
-        self.seconds[phase] = round(self.seconds.get(phase, 0.0) + now - self._last, 3)
-        self._last = now

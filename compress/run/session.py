@@ -149,8 +149,8 @@ def identity(context: Context) -> dict[str, Any]:
     }
     if context.bounds.rows is not None:
         found["batch_rows"] = context.bounds.rows
-    if context.windows is not None:
-        found["evaluation_text"] = hashlib.sha256(context.windows.numpy().tobytes()).hexdigest()
+    if context.evaluation is not None:
+        found["evaluation_text"] = context.evaluation.sha256
     if context.reads_text:
         found["calibration_text"] = context.calibration.sha256
     return found

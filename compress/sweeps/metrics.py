@@ -60,7 +60,7 @@ METRICS: dict[str, Metric] = {
         Metric("cosine", "max", "cosine similarity of embeddings", "metrics.cosine.mean", 1.0),
         Metric("perplexity_with_cache", "min", "perplexity with the compressed cache"),
         Metric("perplexity_increase_overall", "min", "increase of the perplexity, weights and cache (%)", source=0.0, **_SHARE),
-        Metric("size", "min", "size of the tensors (MB)", "bytes.after", "bytes.before", origin="artifact", **_BYTES),
+        Metric("size", "min", "size of all that is loaded (MB)", "bytes.total", "bytes.before", origin="artifact", **_BYTES),
         Metric("cache_size", "min", "keys and values of a long text (MB)", origin="artifact", **_CACHE, **_BYTES),
         Metric("decode_speed", "max", "decoding (tokens/s)", "decode_tokens_per_second", origin="speed"),
         Metric("prefill_speed", "max", "prefill (tokens/s)", "prefill_tokens_per_second", origin="speed"),

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from compress.core import resources
 from compress.core.percent import fraction
-from compress.recipe.models import Recipe
+from compress.recipe.models import BUNDLED, Recipe
 from compress.recipe.origin import Origin
 from compress.recipe.overrides import apply_overrides, assign
 from compress.recipe.problems import problems_of, raise_all, show
@@ -29,6 +29,8 @@ _FIXED = {
     "description": "it changes nothing", "sample": "it changes nothing", "model": "trials are compared with one model; sweep each apart",
     "evaluate": "trials that are measured on different text cannot be compared",
 }  # fmt: skip
+# Of `calibration`: what decides which rows are evaluated, where a part of the text is held out.
+_SPLIT = ("text_column", "split", "subset", "packing", "sequence_length")
 
 
 def load_sweep(
@@ -149,10 +151,20 @@ def _limit(name: str, written: Any) -> float:
 
 
 def _check_evaluated(sweep: Sweep, base: BaseRecipe, origin: Origin) -> None:
-    """Refuse metrics of the recipe's evaluation where the recipe has none."""
+    """Refuse metrics of the recipe's evaluation where the recipe has none, and values by which trials are evaluated on different text."""
     wanted: list[tuple[KeyPath, str]] = [(("objectives",), name) for name in sweep.file.objectives]
     wanted += [(("constraints", constraint.metric), constraint.metric) for constraint in sweep.constraints]
     for path, name in wanted:
         if METRICS[name].origin == "evaluation" and base.data.get("evaluate") is None:
             text = f"{name} is not measured, as the recipe {base.origin.file} has no section 'evaluate'"
             raise RequestError(origin.at(path, text))
+    evaluate, calibration = base.data.get("evaluate"), base.data.get("calibration")
+    if not isinstance(evaluate, dict) or evaluate.get("data") is not None:
+        return
+    text = calibration.get("data", BUNDLED) if isinstance(calibration, dict) else BUNDLED
+    for key in sweep.vary:
+        name = key.partition(".")[2].partition(".")[0]
+        split = name in ("", "data") or (text != BUNDLED and name in _SPLIT)
+        if key.partition(".")[0] == "calibration" and split:
+            reason = f"a part of the calibration text is held out for evaluation, which {key} changes; name another in evaluate.data"
+            raise RequestError(origin.at(("vary", key), reason))

@@ -18,6 +18,7 @@ from rich.progress import track
 from compress.core.files import disk_errors, write_json, write_text
 from compress.core.processes import launched
 from compress.core.run_directory import remove
+from compress.core.tracking import Tracking, check_tracker, tracked
 from compress.core.units import duration
 from compress.evaluate.speed import SpeedRequest, run_isolated
 from compress.recipe import Recipe, locate_model
@@ -71,6 +72,7 @@ class Talk:
     """Progress on stderr, a line per trial; `quiet`: only warnings and trials that fail."""
 
     def __init__(self, quiet: bool) -> None:
+        self.tracking = Tracking(None, "", {}, self.warn)
         self._console = Console(stderr=True)
         self._quiet = quiet
         self._total = self._done = 0
@@ -91,9 +93,11 @@ class Talk:
             found = f"{'; '.join([', '.join(numbers), *trial.limits])} ({duration(trial.seconds)})"
         head = f"[{self._done}/{self._total}] trial {trial.number}: {sentence(trial.values)}"
         self.say(f"{head}: {found}", warning=trial.status != "finished")
+        self.tracking.log({"trial": trial.number, "values": trial.values, **trial.metrics, "seconds": trial.seconds})
 
     def timed(self, trial: Trial) -> None:
         """The speed of a trial."""
+        self.tracking.log({"trial": trial.number, **trial.metrics})
         speed = f"{METRICS['decode_speed'].show(trial.metrics.get('decode_speed'))} tokens/s"
         if trial.speed_error is not None:
             speed = f"its speed was not measured: {trial.speed_error}"
@@ -155,6 +159,7 @@ def sweep(
     device: str = "auto",
     max_memory: int | None = None,
     quiet: bool = False,
+    report_to: str | None = None,
     executor: MakeExecutor | None = None,
 ) -> SweepResult:
     """Carry out a sweep; see `compress.sweep`.
@@ -167,14 +172,17 @@ def sweep(
             f"a sweep starts its own processes, but a launcher has started {launched()} (WORLD_SIZE): run the command without the "
             "launcher, and set the number of trials at a time by jobs or ray"
         )
+    check_tracker(report_to)
     plan, base = load_sweep(source, model=model, output=output, set=set, jobs=jobs)
     search = open_search(plan)
     path = Path(plan.file.output) if plan.file.output else Path("out") / "sweeps" / plan.file.name
     recipe, unfit = first_recipe(plan, base, search, device, recorded(path) if resume else (), quiet)
     directory = SweepDirectory(path, identity(plan, base, recipe, device), resume, overwrite)
     try:
-        with disk_errors(f"writing to {path}"):
-            run = _Run(plan, base, search, recipe, unfit, directory, device, max_memory, Talk(quiet))
+        talk = Talk(quiet)
+        talk.tracking = Tracking(report_to, plan.file.name, plan.resolved(), talk.warn)
+        with disk_errors(f"writing to {path}"), tracked(talk.tracking):
+            run = _Run(plan, base, search, recipe, unfit, directory, device, max_memory, talk)
             return run.carry_out(executor or choose, retry)
     finally:
         directory.close()

@@ -64,7 +64,7 @@ def _apply(job: Mapping[str, Any]) -> dict[str, Any]:
         raise CompressError(text) from None
     import torch
 
-    from compress.evaluate.metrics import exceeded
+    from compress.evaluate.limits import exceeded
     from compress.run.run import LimitError, apply
     from compress.sweeps.base import BaseRecipe
     from compress.sweeps.metrics import of_artifact, of_source

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from compress.model.checkpoint_writer import write_zeros
 from compress.model.stage import TensorPlan
 from compress.weights.plan import WeightPlan
 from runtime import formats
-from runtime.formats.quantization_config import ModuleEntry, build, entry_from_dict, needs_dense_loading
+from runtime.formats.quantization_config import ModuleEntry, build, entry_from_dict, entry_to_dict, needs_dense_loading
 from runtime.modeling.experts import Experts, expert_of
 from runtime.modeling.linear_modules import get_matrix, is_linear, sides
 from runtime.modeling.unstored_buffers import initialiser
@@ -44,12 +46,47 @@ def tensors(weights: WeightPlan) -> list[TensorPlan]:
         storage = formats.choose(task.scheme, (rows, columns), density=density)
         size_after = storage.bytes_estimate(task.scheme, (rows, columns), dtype, density)
         size_before = whole.nbytes(weight) if checkpoint.has(weight) else 0
-        plans.append(TensorPlan(weight, "compressed", size_before, size_after, task.describe(), storage.name))
+        values = task.scheme.weights
+        bits = 8.0 * dtype.itemsize if values is None else values.bits
+        how = (task.describe(), storage.name, bits, task.share)
+        plans.append(TensorPlan(weight, "compressed", size_before, size_after, *how))
     if weights.untie:
         for tied, source in context.streamed.ties.items():
             if not checkpoint.has(tied) and tied.rpartition(".")[0] not in weights.tasks and checkpoint.has(source):
                 plans.append(TensorPlan(tied, "copied", 0, checkpoint.held_bytes(source)))
     return sorted(plans, key=lambda plan: plan.name)
+
+
+def foresee(weights: WeightPlan, directory: Path) -> None:
+    """See `compress.model.stage.LayersJob.foresee`; of pruned layers as many values are stored as the recipe asks for."""
+    context = weights.context
+    source, dtype = context.checkpoint, context.streamed.dtype
+    entries: dict[str, Any] = {}
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, task in weights.tasks.items():
+        rows, columns = get_matrix(context.streamed.model.get_submodule(name)).shape
+        shape = (rows, columns)
+        density = 1.0 - task.share
+        storage, count = formats.choose(task.scheme, shape, density=density), round(rows * columns * density)
+        specs, home = storage.tensors(task.scheme, shape, dtype, count), source.published_module(name)
+        found |= {f"{home}.{key}": (spec.shape, spec.dtype) for key, spec in specs.items()}
+        entry = ModuleEntry(task.scheme, storage.name, count if storage.name == "bitmap" else None)
+        entries[name] = entry_to_dict(entry)
+    untied = {tied: of for tied, of in context.streamed.ties.items() if weights.untie and not source.has(tied)}
+    copied = {name: name for name in source.names()} | {tied: of for tied, of in untied.items() if source.has(of)}
+    touched = {
+        source.expert_tensors[f"{n}.weight"].home for n in weights.tasks if f"{n}.weight" in source.expert_tensors
+    }
+    for name, of in copied.items():
+        if name.removesuffix(".weight") in weights.tasks:
+            continue
+        piece = source.expert_tensors.get(name)
+        if piece is not None and piece.home not in touched:
+            found[piece.source.name] = piece.source.shape, piece.source.dtype
+        else:
+            found[source.published(name)] = source.shape(of), source.dtype(of)
+    directory.mkdir(parents=True)
+    write_zeros(directory, source.path, config(weights, entries), found)
 
 
 def config(weights: WeightPlan, recorded: Mapping[str, Any]) -> dict[str, Any]:

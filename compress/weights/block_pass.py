@@ -198,6 +198,8 @@ def run_pass(job: BlockPass) -> None:
             # The states that entered this block stay: if those after it are damaged, it is run again.
             shutil.rmtree(directory.hidden_path(index - 1), ignore_errors=True)
             reporter.step(f"block {index}: {_summary(record['layers'])}")
+            errors = {layer["name"].partition(f".{index}.")[2]: layer["error"] for layer in record["layers"]}
+            reporter.tracking.log({"block": index, "layer_error": errors})
     last = compress_outside(job, embeddings, states)
     if last is not None:
         job.commit("outside", last)

@@ -70,6 +70,11 @@ class CheckedWeights(LayersJob):
 
         return tensors(self.weights)
 
+    def foresee(self, directory: Path) -> None:
+        from compress.weights.artifact import foresee
+
+        foresee(self.weights, directory)
+
     def config(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         from compress.weights.artifact import config
 

@@ -88,26 +88,37 @@ class CompressedTensors(Layout):
         return build(plan.entries, [name for name in source.shapes if name not in source.embeddings])
 
     def objections(self, entry: ModuleEntry, shape: tuple[int, int], options: Any) -> Iterator[str]:
-        weights, activations = grid_of(entry), entry.scheme.activations
-        if activations is None and weights.type == "int":
-            yield from _weight_only(weights, shape)
-        elif weights.strategy == "group" and not (
-            weights.bits == 4 and activations is not None and activations.dynamic
-        ):
-            yield f"vLLM has no kernel for {words(entry)}: it loads in transformers only"
-        elif activations is None:
-            return
-        elif weights.type == "int" and not weights.symmetric:
-            yield "vLLM takes int8 activations with symmetric weights only: this loads in transformers only"
-        elif not activations.dynamic and activations.strategy != "tensor":
-            yield "vLLM takes static activation scales a tensor only: this loads in transformers only"
-        elif weights.type == "int" and activations.dynamic and activations.strategy != "token":
-            yield "vLLM takes dynamic int8 activations a token only: this loads in transformers only"
+        why = refusal(entry)
+        if why is not None:
+            yield why
+        yield from slower(entry, shape)
 
 
-def _weight_only(weights: GridScheme, shape: tuple[int, int]) -> Iterator[str]:
-    if weights.bits not in (4, 8):
-        yield f"vLLM reads pack-quantized of 4 and 8 bits: int{weights.bits} loads in transformers only"
+def refusal(entry: ModuleEntry) -> str | None:
+    """The sentence that says why vLLM's loader has no scheme for a layer of one of these formats; None where it has one."""
+    weights, activations = grid_of(entry), entry.scheme.activations
+    if activations is None and weights.type == "int":
+        if weights.bits not in (4, 8):
+            return f"vLLM reads pack-quantized of 4 and 8 bits: int{weights.bits} loads in transformers only"
+        return None
+    if weights.strategy == "group" and not (weights.bits == 4 and activations is not None and activations.dynamic):
+        return f"vLLM has no kernel for {words(entry)}: it loads in transformers only"
+    if activations is None:
+        return None
+    if weights.type == "int" and not weights.symmetric:
+        return "vLLM takes int8 activations with symmetric weights only: this loads in transformers only"
+    if not activations.dynamic and activations.strategy != "tensor":
+        return "vLLM takes static activation scales a tensor only: this loads in transformers only"
+    if weights.type == "int" and activations.dynamic and activations.strategy != "token":
+        return "vLLM takes dynamic int8 activations a token only: this loads in transformers only"
+    return None
+
+
+def slower(entry: ModuleEntry, shape: tuple[int, int]) -> Iterator[str]:
+    """Sentences on what keeps vLLM's fast kernel of weight-only integers from a layer."""
+    weights = grid_of(entry)
+    if entry.scheme.activations is not None or weights.type != "int":
+        return
     if weights.strategy == "group" and weights.group_size not in KERNEL_GROUPS:
         size = weights.group_size
         yield f"vLLM's Marlin kernel knows groups of 32, 64 and 128: groups of {size} fall back to slower kernels or none"

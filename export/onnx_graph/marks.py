@@ -92,11 +92,11 @@ def attention(
 
 def mark_layers(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
     """Put marks in the place of every linear layer and embedding; returns {module: (rows, columns)}."""
-    from runtime.layers.compressed_linear import CompressedEmbedding, CompressedLinear
+    from runtime.layers.compressed_linear import CompressedEmbedding
 
     found: dict[str, tuple[int, int]] = {}
     for name, module in list(model.named_modules()):
-        if isinstance(module, (nn.Linear, CompressedLinear)):
+        if isinstance(module, nn.Linear):
             shape = (module.out_features, module.in_features)
             mark = Mark("Linear", name, shape, dtype)
         elif isinstance(module, (nn.Embedding, CompressedEmbedding)):

@@ -12,6 +12,7 @@ from runtime.checkpoint.export_directory import Export
 from runtime.decoding.request import Decoding
 from runtime.decoding.turns import Caller, Turns
 from runtime.errors import ArtifactError, first_line
+from runtime.modeling.skeleton import needs_code
 from runtime.sampling.prompts import PromptReader
 from runtime.sampling.stats import GenerationStats
 
@@ -30,9 +31,12 @@ def from_pretrained(loader: str, path: Path, files: Sequence[str], what: str, **
         return None
     import transformers
 
+    options = {"trust_remote_code": False, **options}  # their default asks at a terminal whether to run the code
     try:
         return getattr(transformers, loader).from_pretrained(str(path), **options)
     except Exception as error:  # transformers raises whatever comes up, bare Exception and ImportError included
+        if not options["trust_remote_code"] and "trust_remote_code" in str(error):
+            raise ArtifactError(needs_code(f"the {what} in {path}", "its config", False)) from error
         raise ArtifactError(f"the {what} in {path} cannot be read: {first_line(error)}") from error
 
 

@@ -16,7 +16,7 @@ from runtime.api.speech import SpeechModel
 from runtime.checkpoint.artifact import MANIFEST, Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.checkpoint.export_directory import Export, find_export, verify_files
-from runtime.config.messages import did_you_mean
+from runtime.config.dtypes import read_dtype
 from runtime.config.settings import is_off
 from runtime.decoding.seq2seq import generation_config
 from runtime.drafting.config.artifact_draft import CHOICE
@@ -27,6 +27,7 @@ from runtime.engines.torch.engine import Blueprint
 from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine
 from runtime.errors import ArtifactError, RequestError
 from runtime.kv_cache.policy.policy import choose_policy
+from runtime.layers.adapter import check_adapter
 from runtime.sampling.options import reject_unknown
 from runtime.system.describe import integer, show
 from runtime.system.device import choose_device
@@ -35,7 +36,6 @@ from runtime.system.sizes import byte_count
 # Hashing takes about a second a GB; below this it is not noticed, and a flipped bit is.
 VERIFY_BYTES = 2**30
 UNFINISHED = ".compress/run.json"  # what an interrupted run leaves
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Any of these means that the directory is meant to have a tokenizer.
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -45,7 +45,18 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-_OPTIONS = ["device", "kernels", "threads", "dtype", "verify", "max_memory", "kv_cache", "drafter", "trust_remote_code"]
+_OPTIONS = [
+    "device",
+    "kernels",
+    "threads",
+    "dtype",
+    "verify",
+    "max_memory",
+    "kv_cache",
+    "drafter",
+    "adapter",
+    "trust_remote_code",
+]
 
 
 def refuse_unfinished(path: str | Path) -> None:
@@ -70,6 +81,7 @@ def load(
     max_memory: int | str | None = None,
     kv_cache: str | Mapping[str, Any] | bool | None = None,
     drafter: Any = None,
+    adapter: str | Path | None = None,
     trust_remote_code: bool = False,
     **unknown: Any,
 ) -> Any:
@@ -84,7 +96,7 @@ def load(
         kernels: "auto" picks the fastest exact kernel of each layer; "fast" also rounds activations to int8 where that is faster; a
             name from `Model.explain()` forces one ("reference" is plain torch).
         threads: CPU threads of torch, for the whole process; None leaves them as they are.
-        dtype: compute dtype, "float32", "float16" or "bfloat16"; None: the checkpoint's.
+        dtype: compute dtype, "float32", "float16" or "bfloat16" (also "fp32", "fp16", "bf16"); None: the checkpoint's.
         verify: compare every file with its SHA-256 in the manifest first, and repacked weights of earlier loads
             (`runtime.engines.streaming`) with theirs; None does so up to 1 GiB, without the README.md of exports.
         max_memory: bytes, or "2GB", "1.5GiB": limit of what loading and computing add to the memory of this process (on a GPU: to
@@ -100,6 +112,8 @@ def load(
             settings ({"method": "lookup", "depth": 10}, {"model": "draft", "acceptance": "exact", "lengths": "goodput"}), a list of these
             (the first that expects enough proposes), or a `Drafter`. None: the artifact's own draft, if it has one; False: none. The
             output stays that of plain decoding.
+        adapter: the directory of a LoRA adapter that PEFT has saved (docs/guides/finetune.md). It stays beside the weights, which stay
+            packed; transformers' modules compute, not the fused engine. None: there is none.
         trust_remote_code: run Python code that the checkpoint brings.
 
     Raises:
@@ -107,7 +121,7 @@ def load(
     """
     reject_unknown(unknown, _OPTIONS, "load")
     target = read_device(device)
-    compute = _dtype(dtype)
+    compute = read_dtype(dtype)
     bound = None if max_memory is None else byte_count("max_memory", max_memory)
     if drafter is not None and drafter is not False:
         from runtime.drafting.config.build import check_written
@@ -115,10 +129,14 @@ def load(
         check_written(drafter)
     if threads is not None:
         torch.set_num_threads(integer(1)("threads", threads))
+    beside = None if adapter is None else check_adapter(adapter)
+    if beside is not None and bound is not None:
+        raise RequestError("max_memory: with an adapter the model is loaded whole; leave one of them out")
     export = find_export(path)
     if export is not None and not export.is_checkpoint:
         for name, asked, why in (
             ("drafter", drafter not in (None, False), "cannot take tokens back"),
+            ("adapter", beside is not None, "has its layers compiled"),
             ("kv_cache", kv_cache is not None and not is_off(kv_cache), "has a cache of its own"),
         ):
             if asked:
@@ -136,7 +154,7 @@ def load(
         verify_files(artifact, export, readme=bool(verify))
     if target.type == "cuda":
         offer_kernels(artifact.path, target)
-    blueprint = Blueprint(artifact, target, kernels, compute, trust_remote_code)
+    blueprint = Blueprint(artifact, target, kernels, compute, trust_remote_code, beside)
     policy = choose_policy(kv_cache, artifact, blueprint.module.config)
     if blueprint.kind != "decoder":
         if drafter not in (None, False):
@@ -189,15 +207,6 @@ def offer_kernels(path: Path, device: torch.device) -> None:
 def read_device(device: str | torch.device) -> torch.device:
     """The device that "auto", a name or a device means; RequestError where it is not usable here."""
     return torch.empty(0, device=choose_device(device)).device  # "cuda" becomes "cuda:0", so that devices compare equal
-
-
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise RequestError(f"dtype {name!r} is unknown{did_you_mean(name, DTYPES)}; allowed are {', '.join(DTYPES)}")
-    return DTYPES[name]
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:

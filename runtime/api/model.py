@@ -80,7 +80,7 @@ class Model(GeneratingModel):
                 lists a list of them. A conversation, `[{"role": "user", "content": ...}, ...]`, goes through the tokenizer's chat
                 template and gives the reply.
             options: max_new_tokens, temperature (0, the default: greedy), top_k, top_p, min_p, repetition_penalty, stop, seed,
-                ignore_eos, progress, cache_memory, prefill_chunk; see `runtime.sampling.options.GenerationOptions`.
+                ignore_eos, progress, cache_memory, prefill_chunk, do_sample; see `runtime.sampling.options.GenerationOptions`.
 
         Raises:
             RequestError: an unknown option, a value out of range, an empty prompt or one that does not fit the context.
@@ -134,7 +134,12 @@ class Model(GeneratingModel):
                     done = len(certain)
 
     def _request(self, prompt: Any, keywords: dict[str, Any], function: str) -> CausalRequest:
-        options = GenerationOptions.from_keywords(keywords, function)
+        if "images" in keywords:
+            raise RequestError(
+                f"images: {function} continues text alone; load {self.artifact.path} with transformers' AutoModelForImageTextToText "
+                "after `import runtime` (docs/models.md)"
+            )
+        options = GenerationOptions.from_keywords(keywords, function, self.eos_token_ids)
         decoding = replace(self._decoding(), speculation=self.speculation, prefixes=self._prefixes)
         return CausalRequest(decoding, self._reader.read(prompt), options)
 

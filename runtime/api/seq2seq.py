@@ -51,7 +51,7 @@ class Seq2SeqModel(GeneratingModel):
         Raises:
             RequestError: an unknown option, a value out of range, an empty source or one that does not fit the context.
         """
-        chosen = GenerationOptions.from_keywords(options, "generate")
+        chosen = GenerationOptions.from_keywords(options, "generate", self.eos_token_ids)
         sources = self._reader.read(source, "source")
         beginning = Beginning((self.start_token_id,), self.forced_token_id)
         return Seq2SeqRequest(self._decoding(), sources, chosen, beginning).complete(self._store)

@@ -53,7 +53,7 @@ class SpeechModel(Seq2SeqModel):
         Raises:
             RequestError: an unknown option, language or task, a sound that cannot be read or is too long.
         """
-        chosen = GenerationOptions.from_keywords(options, "generate")
+        chosen = GenerationOptions.from_keywords(options, "generate", self.eos_token_ids)
         beginning = self._prompts.beginning(language, task)
         sounds = self._read(source)
         # Sounds of one shape are decoded together, so that none is padded.

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from runtime.checkpoint.config_fields import check_config
+from runtime.checkpoint.guard import is_guard
 from runtime.checkpoint.headers import Header, TensorEntry, read_header
 from runtime.checkpoint.locate import check_inside, reading, resolve
 from runtime.errors import ArtifactError
@@ -135,7 +137,9 @@ class Checkpoint:
             nested = sorted(p.parent for p in self.path.glob("*/config.json"))
             hint = f"; {nested[0]} has one" if nested else ""
             raise ArtifactError(f"{self.path} is no checkpoint: it has no config.json{hint}")
-        return read_json(file)
+        config = read_json(file)
+        check_config(config, str(file))
+        return config
 
     def _find_files(self) -> tuple[list[str], dict[str, str] | None]:
         """Names of the safetensors files, and {tensor: file} where an index says so."""
@@ -175,14 +179,19 @@ class Checkpoint:
 
     def _merge(self, index: dict[str, str] | None) -> dict[str, TensorEntry]:
         tensors: dict[str, TensorEntry] = {}
+        passed: dict[str, TensorEntry] = {}
         for header in self.headers.values():
             for name, entry in header.tensors.items():
+                if is_guard(entry.shape, entry.dtype):
+                    passed[name] = entry
+                    continue
                 if name in tensors:
                     files = f"{tensors[name].file.name} and {entry.file.name}"
                     raise ArtifactError(f"{self.path}: tensor {name} is stored twice, in {files}")
                 tensors[name] = entry
         for name, file in (index or {}).items():
-            if name not in tensors or tensors[name].file != self.path / file:
+            entry_of = tensors.get(name) or passed.get(name)
+            if entry_of is None or entry_of.file != self.path / file:
                 raise ArtifactError(
                     f"{self.path}: tensor {name} is missing: the index says it is in {file}, which does not have it"
                 )

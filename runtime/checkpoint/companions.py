@@ -8,8 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from runtime.checkpoint.locate import leads_out
+from runtime.checkpoint.locate import is_checkpoint_file, leads_out
 
+#: Files that tokenizers are made of; exports that are directories for transformers or for `runtime.load` have them too.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.model", "sentencepiece.bpe.model",
+    "spm.model", "source.spm", "target.spm", "tekken.json",
+)  # fmt: skip
 #: Larger files are no tokenizers.
 MAXIMUM_BYTES = 256 * 2**20
 # Weights in any format (a run writes its own), pickles among them; and code, which is never carried along without being asked for.
@@ -22,7 +28,7 @@ _CODE = (
 )  # fmt: skip
 # What a run or an export writes itself, and what others say of how weights are compressed, which is another way in what is written.
 _OWN = (
-    "config.json", "compress.json", "compress.log", "report.html", "recipe.yaml", "drafter.json", "export.json",
+    "readme.md", "config.json", "compress.json", "compress.log", "run.json", "report.html", "recipe.yaml", "drafter.json", "export.json",
     "quantize_config.json", "quant_config.json", "hf_quant_config.json", "adapter_config.json",
 )  # fmt: skip
 # What sentence-transformers says about pooling; its modules have a folder each.
@@ -52,7 +58,7 @@ def _why_not(file: Path, directory: Path) -> str | None:
     """Why a file stays where it is; None: it does not."""
     if not file.is_file():
         return "it is no regular file, or a link to nothing"
-    if leads_out(file, directory):
+    if leads_out(file, directory) and not is_checkpoint_file(file):
         return "it is a link that leads out of the directory"
     size = file.stat().st_size
     return f"it has {size} bytes, and at most {MAXIMUM_BYTES} are taken along" if size > MAXIMUM_BYTES else None

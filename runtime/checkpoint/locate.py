@@ -17,6 +17,8 @@ HUB_PATTERNS = [
 ]  # fmt: skip
 # What a checkpoint is read from, by the end of its name; and how the hub's cache calls the directories that its blobs are in.
 _OWN = (".safetensors", ".json", ".model", ".spm", ".txt", ".jinja", ".tiktoken", ".yaml", ".py", ".bin", ".pt")
+# Manifests of artifacts and exports, which have the hash of every file.
+_HASHED = ("compress.json", "export.json")
 _REPOSITORIES = ("models--", "datasets--", "spaces--")
 _SHOWN = 200  # characters of a path that a sentence repeats
 _LONGEST_NAME = 255  # bytes
@@ -35,7 +37,8 @@ def resolve(source: str | Path, trust_remote_code: bool = False) -> Path:
     path = Path(text).expanduser()
     try:
         if path.is_dir():
-            _refuse_links_out(path)
+            if any((path / name).exists() for name in _HASHED):
+                _refuse_links_out(path)
             return path
         there = path.exists()
     except OSError as error:  # a name that is too long, a directory that may not be entered
@@ -74,15 +77,22 @@ def check_inside(name: str, where: str) -> None:
 
 
 def _refuse_links_out(directory: Path) -> None:
-    """ArtifactError where a file of a checkpoint is a link to somewhere else: what comes from others must not read what is ours.
+    """ArtifactError where something in an artifact or export is a link to somewhere else, which its hashes would not bind.
 
-    Links of the hub's cache lead to its blobs, and may.
+    Plain checkpoints are put together of links on clusters and in caches, and theirs are followed. Links of the hub's cache lead to its
+    blobs, and may everywhere.
     """
-    for file in directory.iterdir():
-        if file.name.endswith(_OWN) and leads_out(file, directory):
+    for file in directory.rglob("*"):
+        if (is_checkpoint_file(file) or file.is_dir()) and leads_out(file, directory):
             raise ArtifactError(
-                f"{file} is a link that leads out of the directory, to {file.resolve()}; put the file itself there"
+                f"{file} is a link that leads out of the directory, to {file.resolve()}; what has a manifest must hold its files "
+                "itself: put the file itself there"
             )
+
+
+def is_checkpoint_file(file: Path) -> bool:
+    """Whether a checkpoint could be read from a file, by its name."""
+    return file.name.endswith(_OWN)
 
 
 def leads_out(file: Path, directory: Path) -> bool:

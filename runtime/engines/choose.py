@@ -26,6 +26,7 @@ _EXPORTS = {
     "tensorrt": "runtime.engines.tensorrt.engine:load_tensorrt",
 }
 # `take_over(engine)` gives the fused engine of a device, or None where it does not fit.
+FUSED_NAMES = {"cpu": "the decoder in C", "cuda": "the engine with CUDA graphs"}
 _FUSED = {"cpu": "runtime.engines.native.engine:take_over", "cuda": "runtime.engines.cuda.engine:take_over"}
 
 
@@ -81,10 +82,11 @@ def load_engine(
 def choose_engine(engine: TorchEngine, blueprint: Blueprint, policy: Policy | None = None) -> Engine:
     """A fused engine where one fits (of another package, the decoder in C, the one with CUDA graphs), else the engine as it is.
 
-    Fused engines have caches of their own, which are not compressed: with a policy transformers' modules compute.
+    `why_modules` says when it is not asked for.
     """
     if policy is not None:
         engine.compress_cache(policy)
+    if policy is not None or blueprint.adapter is not None:
         return engine
     if blueprint.kernels == "auto":
         for load in entries(GROUP).values():
@@ -92,7 +94,44 @@ def choose_engine(engine: TorchEngine, blueprint: Blueprint, policy: Policy | No
             found = None if take_over is None else take_over(engine)
             if found is not None:
                 return found
-    return fused_engine(engine) if blueprint.compressed and blueprint.kernels != "reference" else engine
+    return engine if why_modules(blueprint, policy is not None) else fused_engine(engine)
+
+
+def why_modules(blueprint: Blueprint, compressed_cache: bool) -> str | None:
+    """The reason, known before weights are read, why transformers' modules compute a model; None: a fused engine may fit.
+
+    Args:
+        blueprint: the model. compressed_cache: its keys and values are held by a policy.
+    """
+    device = blueprint.device
+    if blueprint.kind != "decoder":
+        return f"it is an {blueprint.kind}, and fused engines are for decoders"
+    if compressed_cache:
+        return "its cache is compressed, and fused engines have plain caches of their own"
+    if blueprint.adapter is not None:
+        return "it has an adapter, and fused engines have layers without"
+    if not blueprint.compressed:
+        return "none of its layers is compressed"
+    if blueprint.kernels == "reference":
+        return "reference kernels were asked for"
+    if device.type not in _FUSED:
+        return f"there is no fused engine for {device.type}"
+    return None
+
+
+def describe_choice(blueprint: Blueprint, compressed_cache: bool, brings_draft: bool) -> str:
+    """A sentence on the engine that will run a model on its device, and on what a cache policy and a draft do to it."""
+    why, fused = why_modules(blueprint, compressed_cache), FUSED_NAMES.get(blueprint.device.type, "the fused engine")
+    modules = "transformers' modules with this runtime's kernels"
+    if why is None:
+        said = f"{fused} where it knows the model's structure, else {modules}"
+    else:
+        faster = compressed_cache and why_modules(blueprint, False) is None
+        said = f"{modules}: {why}" + (
+            f"; without the policy {fused} may run it, which decodes faster" if faster else ""
+        )
+    draft = "; its draft proposes tokens, and decoding skips it where that does not pay" if brings_draft else ""
+    return f"{blueprint.device.type}: {said}{draft}"
 
 
 def fused_engine(engine: TorchEngine) -> Engine:

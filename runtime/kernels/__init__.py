@@ -22,8 +22,8 @@ from runtime.kernels.reference import Reference
 from runtime.kernels.triton.linear import Sparse24Triton, W4A16Triton, W8A8Triton, W8A16Triton
 
 __all__ = [
-    "CLASSES", "KERNELS", "MODES", "REFERENCE", "Choice", "Kernel", "Layer", "ShapeClass", "candidates", "find", "names", "on_gpu",
-    "reference", "shape_class", "warn_of_reference",
+    "CLASSES", "KERNELS", "MODES", "REFERENCE", "Choice", "Kernel", "Layer", "ShapeClass", "candidates", "check_name", "find", "names",
+    "on_gpu", "reference", "shape_class", "warn_of_reference",
 ]  # fmt: skip
 
 REFERENCE = Reference()
@@ -114,11 +114,16 @@ def _why_reference(layer: Layer) -> str:
     return ", ".join(f"{name} says: {reason}" for reason, name in reasons.items() if reason)
 
 
+def check_name(kernels: str) -> None:
+    """RequestError unless it is what `find` takes."""
+    known = [*MODES, *names()]
+    if kernels not in known:
+        raise RequestError(f"unknown kernel {kernels!r}, known: {', '.join(known)}{did_you_mean(kernels, known)}")
+
+
 def _named(layer: Layer, name: str) -> Choice:
+    check_name(name)
     same = [kernel for kernel in KERNELS if kernel.name == name]
-    if not same:
-        known = [*MODES, *names()]
-        raise RequestError(f"unknown kernel {name!r}, known: {', '.join(known)}{did_you_mean(name, known)}")
     reasons = [_why_not(kernel, layer) for kernel in same]
     if None not in reasons:
         raise RequestError(f"kernel {name} cannot compute this layer: {reasons[0]}")

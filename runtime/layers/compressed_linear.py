@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from runtime import formats
 from runtime import kernels as kernel_table
@@ -52,16 +53,65 @@ class CompressedEmbedding(CompressedModule):
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.entry.format}"
 
 
-@dataclass(frozen=True)
-class NoWeight:
-    """In the place of a weight that is packed: models look at the dtype of one before they compute (T5, DeepSeek-V3.2)."""
+class PackedWeight(torch.Tensor):
+    """The weight `[out, in]` of a compressed layer as others see it: whatever reads its values is given the dequantized ones.
 
-    dtype: torch.dtype
-    device: torch.device
+    Assigning `.data`, as PEFT does to merge an adapter, makes the layer a plain nn.Linear. Reading shape, dtype or device is free.
+    """
+
+    layer: CompressedLinear
+    _is_hf_initialized: bool
+
+    @staticmethod
+    def __new__(cls, layer: CompressedLinear) -> PackedWeight:
+        """Around a layer; no memory is taken."""
+        wrapped = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        weight: PackedWeight = wrapped(cls, layer.shape, dtype=layer.dtype, device=layer.device)
+        weight.layer = layer
+        weight._is_hf_initialized = True  # transformers initialises no weight that a checkpoint brings
+        return weight
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.data.__set__ and isinstance(args[0], PackedWeight):  # type: ignore[attr-defined]
+            return args[0].layer.become_dense(args[1])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func._schema.is_mutable and isinstance(args[0], PackedWeight):
+            raise RequestError(
+                f"{func} would write to a packed weight; assign its .data, which makes the layer a dense one"
+            )
+        args, kwargs = tree_map_only(PackedWeight, lambda weight: weight.layer.dequantize(), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
-class CompressedLinear(CompressedModule):
-    """`y = x W^T + b` with `x` `[..., in]` in `dtype` and `W` `[out, in]` packed.
+class _Straight(torch.autograd.Function):
+    """`y = kernel(x)` with the gradient of `x W^T + b`; rounding of activations is passed straight through.
+
+    One layer's weight at a time is dense, and only while it is used.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, layer: CompressedLinear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.layer = layer
+        return layer.compute(x, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
+        (gradient,), (_, x, bias) = gradients, ctx.needs_input_grad
+        to_x = gradient @ ctx.layer.dequantize().to(gradient.dtype) if x else None
+        return None, to_x, gradient.flatten(0, -2).sum(0) if bias else None
+
+
+class CompressedLinear(CompressedModule, nn.Linear):
+    """`y = x W^T + b` with `x` `[..., in]` and `W` `[out, in]` packed, computed in `dtype` and returned in that of `x`.
+
+    Gradients reach `x` and the bias; the weight itself is not trained. An nn.Linear to whoever looks for those (PEFT).
 
     Attributes:
         entry: scheme and storage format.
@@ -76,17 +126,16 @@ class CompressedLinear(CompressedModule):
     ) -> None:
         super().__init__(entry, shape, dtype, device)
         self.out_features, self.in_features = self.shape
+        self.bias: nn.Parameter | None = None  # type: ignore[assignment]
         if bias:
             data = torch.empty(self.out_features, dtype=dtype, device=device)
-            self.bias: nn.Parameter | None = nn.Parameter(data, requires_grad=False)
-        else:
-            self.register_parameter("bias", None)
+            self.bias = nn.Parameter(data, requires_grad=False)
 
     @property
-    def weight(self) -> torch.Tensor | NoWeight:
-        """No tensor: there is no dense one."""
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """`[out, in]`, dequantized anew wherever its values are read."""
         stored = self._buffers.get("weight") if self.filling else None
-        return NoWeight(self.dtype, self.device) if stored is None else stored
+        return PackedWeight(self) if stored is None else stored
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         """As nn.Module's; a stored tensor may be called `weight` all the same."""
@@ -138,12 +187,18 @@ class CompressedLinear(CompressedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., out_features]` by the kernel chosen for this number of rows."""
+        if torch.is_grad_enabled() and (x.requires_grad or (self.bias is not None and self.bias.requires_grad)):
+            return _Straight.apply(self, x, self.bias)  # type: ignore[no-any-return, no-untyped-call]
+        return self.compute(x, self.bias)
+
+    def compute(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`forward` without gradients."""
         if self.choice is None:  # nobody has looked at the tensors yet
             self.check()
-        flat = x.reshape(-1, self.in_features)
+        flat = x.reshape(-1, self.in_features).to(self.dtype)
         kernel = kernel_table.REFERENCE if self.choice is None else self.choice.kernel(flat.shape[0])
-        y = kernel.run(flat, self._tensors(), self.layer, self.bias)
-        return y.view(*x.shape[:-1], self.out_features)
+        y = kernel.run(flat, self._tensors(), self.layer, None if bias is None else bias.to(self.dtype))
+        return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
     def dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """A plain nn.Linear with the dequantized weight."""
@@ -152,6 +207,16 @@ class CompressedLinear(CompressedModule):
         if self.bias is not None:
             layer.bias = nn.Parameter(self.bias.data.to(dtype or self.dtype), requires_grad=False)
         return layer
+
+    def become_dense(self, weight: torch.Tensor) -> None:
+        """Turn into the plain nn.Linear of a weight `[out, in]`, in place: whoever holds the layer holds that one then."""
+        bias = self.bias
+        for name in [name for name in vars(self) if name not in vars(nn.Module())]:
+            del self.__dict__[name]
+        self._buffers.clear()
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+        self.out_features, self.in_features = weight.shape
+        self._parameters = {"weight": nn.Parameter(weight.detach(), requires_grad=False), "bias": bias}
 
     def explain(self, rows: int = 1) -> str:
         """How `rows` tokens are computed."""

@@ -28,7 +28,7 @@ class CompressedModule(nn.Module):
     """
 
     def __init__(self, entry: ModuleEntry, shape: tuple[int, int], dtype: torch.dtype, device: Any = "meta") -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # of a class that is an nn.Linear too, which would make a weight
         self.entry, self.shape, self.dtype = entry, (int(shape[0]), int(shape[1])), dtype
         self.stored_dtype = dtype
         self.choice: Choice | None = None
@@ -168,6 +168,11 @@ class CompressedModule(nn.Module):
             for name, tensor in self.stored().items():
                 destination[prefix + name] = tensor
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.unprepare()
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if any(
+            prefix + name in state_dict for name in self._specs
+        ):  # else others are loaded (adapters), and kernels stay
+            self.unprepare()
+        elif args[1]:  # strict: prepared buffers do not tell what is missing
+            args[2].extend(prefix + name for name in self._specs if name not in self._buffers)
+        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -5,7 +5,6 @@ Both sides use it: the runtime fills it with an artifact's tensors, the offline 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from runtime.checkpoint.checkpoint import read_json
+from runtime.checkpoint.config_fields import check_config, uneven_heads
 from runtime.errors import ArtifactError, CompressError, first_line
 from runtime.modeling import layer_sizes
 from runtime.modeling.linear_modules import sides
@@ -21,41 +22,36 @@ from runtime.modeling.unstored_buffers import compute_unstored, materialise_buff
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Names of numbers in configs that say how many parts a model has, or how wide they are, with the most that is believed.
-_MOST = {
-    re.compile(r"(layers?|blocks|experts|depths?|heads?)$"): 2**14,
-    re.compile(r"(size|dim|rank|width|channels|n_embd|n_inner|d_model|d_ff|d_kv|window)$"): 2**24,
-}
-
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
 FEATURES = "input_features"
 """What transformers calls the features of sounds that an encoder reads."""
 
 
-def read_config(path: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The checkpoint's config, or ArtifactError when transformers does not know or cannot read it."""
+def read_config(path: str | Path, trust_remote_code: bool | None = None) -> PretrainedConfig:
+    """The checkpoint's config, or ArtifactError when transformers does not know or cannot read it.
+
+    Args:
+        trust_remote_code: run Python code that the checkpoint brings; None: nothing here may, as where models are compressed.
+    """
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=bool(trust_remote_code))
     except Exception as error:  # transformers' classes of configs compute what they like with what the file says
         if not trust_remote_code and "trust_remote_code" in str(error):
-            raise ArtifactError(
-                f"{path} needs Python code of its own to run (auto_map in config.json): read it, then allow it with "
-                "--trust-remote-code (trust_remote_code=True of runtime.load); what compresses a model runs no such code"
-            ) from error
+            raise ArtifactError(needs_code(str(path), "config.json", trust_remote_code)) from error
         # A validation error says which check failed; what was wrong is in its cause.
         detail = error.__cause__ if type(error).__name__.startswith("StrictDataclass") and error.__cause__ else error
-        raise ArtifactError(f"{path}/config.json cannot be used: {first_line(detail)}") from error
+        reason = uneven_heads(read_json(Path(path) / "config.json")) or first_line(detail)
+        raise ArtifactError(f"{path}/config.json cannot be used: {reason}") from error
 
 
-def check_sizes(config: Any, where: str = "config.json") -> None:
-    """ArtifactError where a model is described that no machine holds: its parts would be made one by one until memory or patience ends."""
-    for key, value in config.items() if isinstance(config, dict) else ():
-        most = next((most for pattern, most in _MOST.items() if pattern.search(str(key))), None)
-        if most is not None and isinstance(value, int) and abs(value) > most:
-            raise ArtifactError(f"{where}: {key} is {str(value)[:40]}; at most {most:,} are allowed")
-        check_sizes(value, f"{where}: {key}")
+def needs_code(what: str, file: str, trust_remote_code: bool | None) -> str:
+    """Why something that only code of the checkpoint can read is not read, and what to do; `trust_remote_code` as of `read_config`."""
+    how = "read it, then allow it with --trust-remote-code (trust_remote_code=True of runtime.load)"
+    if trust_remote_code is None:
+        how = "compressing runs no code of a checkpoint; only what transformers itself has can be compressed"
+    return f"{what} needs Python code of its own (auto_map in {file}): {how}"
 
 
 def model_kind(config: PretrainedConfig) -> Kind:
@@ -105,7 +101,7 @@ def build_skeleton(
     import copy
 
     try:
-        check_sizes(config.to_dict())
+        check_config(config.to_dict())
         config = copy.deepcopy(config)
     except RecursionError as error:
         raise ArtifactError("config.json is nested deeper than any config is") from error
@@ -130,7 +126,8 @@ def build_skeleton(
     except Exception as error:  # models compute what they like with what config.json says
         kind = model_kind(config)
         what = {"decoder": "causal language model"}.get(kind, kind)
-        raise ArtifactError(f"config.json describes no {what} that can be built: {first_line(error)}") from error
+        reason = uneven_heads(config.to_dict()) or first_line(error)
+        raise ArtifactError(f"config.json describes no {what} that can be built: {reason}") from error
     model.eval()
     model.requires_grad_(False)
     return model
@@ -210,6 +207,14 @@ def is_speech(config: PretrainedConfig) -> bool:
 def reads_features(model: PreTrainedModel) -> bool:
     """Whether the encoder of an encoder-decoder reads features of sounds (`input_features`) where others read token ids."""
     return model_kind(model.config) == "encoder-decoder" and model.main_input_name == FEATURES
+
+
+def reads_images(model: PreTrainedModel) -> bool:
+    """Whether a decoder reads images beside token ids (a vision-language model)."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    named = type(model).__name__ in _classes(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return named and model_kind(model.config) == "decoder" and model.config.get_text_config() is not model.config
 
 
 def _classes(mapping: Any) -> set[str]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.config.dtypes import dtype_name
 from runtime.config.messages import did_you_mean
 from runtime.errors import ArtifactError, first_line
 from runtime.modeling.skeleton import find_stacks, set_tensor, tied_names
@@ -30,7 +31,7 @@ def main_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """What the model computes in: config.json's dtype, else the float dtype that most weights are stored in."""
     named = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))
     if isinstance(named, str):
-        dtype = getattr(torch, named.removeprefix("torch."), None)
+        dtype = getattr(torch, dtype_name(named), None)
         if dtype not in FLOATS:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in FLOATS)
             raise ArtifactError(f"{checkpoint.path}/config.json has dtype {named!r}; allowed are {allowed}")

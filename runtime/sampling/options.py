@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from runtime.errors import RequestError
-from runtime.system.describe import integer, number, reject_unknown, show
+from runtime.system.describe import integer, is_integer, number, reject_unknown, show
 from runtime.system.sizes import byte_count
 
 __all__ = ["DEFAULT_NEW_TOKENS", "GenerationOptions", "reject_unknown"]
@@ -39,6 +39,56 @@ def _progress(name: str, value: Any) -> bool | Callable[[int, int], Any]:
     return value
 
 
+_DOOR = "use transformers' own generate: after `import runtime`, AutoModelForCausalLM.from_pretrained(path) has it"
+_SCORES = "use logits(input_ids) or score(text)"
+#: Keywords of transformers' generate: the value that asks for nothing, and what to use here for any other.
+_TRANSFORMERS: dict[str, tuple[Any, str]] = {
+    "num_beams": (1, _DOOR), "num_beam_groups": (1, _DOOR), "length_penalty": (1.0, _DOOR), "early_stopping": (False, _DOOR),
+    "no_repeat_ngram_size": (0, _DOOR), "typical_p": (1.0, _DOOR), "penalty_alpha": (0.0, _DOOR), "logits_processor": (None, _DOOR),
+    "stopping_criteria": (None, _DOOR), "bad_words_ids": (None, _DOOR),
+    "num_return_sequences": (1, "give a list that has the prompt several times, `[prompt] * n`, with temperature above 0"),
+    "max_length": (None, "it counts the prompt too; use max_new_tokens"),
+    "min_length": (0, "ignore_eos=True goes on to max_new_tokens"), "min_new_tokens": (0, "ignore_eos=True goes on to max_new_tokens"),
+    "eos_token_id": (None, "a text ends at the model's own eos_token_ids; use stop for other ends, ignore_eos=True for none"),
+    "input_ids": (None, "give texts or token ids as the first argument"), "inputs": (None, "give texts or token ids as the first argument"),
+    "attention_mask": (None, "prompts of any lengths go in one list, without padding"),
+    "streamer": (None, "use stream(prompt), which yields the text while it is made"),
+    "use_cache": (True, "the cache is always used; runtime.load(kv_cache=...) compresses it"),
+    "cache_implementation": (None, "runtime.load(kv_cache=...) compresses the cache"),
+    "past_key_values": (None, "prompts of a list share the cache of common beginnings by themselves"),
+    "assistant_model": (None, "use runtime.load(drafter=...)"), "generation_config": (None, "give its values as options"),
+    "output_scores": (False, _SCORES), "output_logits": (False, _SCORES), "return_dict_in_generate": (False, _SCORES),
+    "generator": (None, "use seed"),
+}  # fmt: skip
+
+
+def _translated(keywords: Mapping[str, Any], function: str, ends: Collection[int]) -> dict[str, Any]:
+    """Keywords without those of transformers' generate that are none of ours; RequestError says what to use for one that asks for more."""
+    found = {name: value for name, value in keywords.items() if name not in _TRANSFORMERS and name != "pad_token_id"}
+    for name, value in keywords.items():
+        neutral, instead = _TRANSFORMERS.get(name, (None, ""))
+        given = value if isinstance(value, list) else [value]
+        own = name == "eos_token_id" and all(map(is_integer, given)) and set(given) == set(ends)
+        if instead and not own and value is not None and not (isinstance(value, int | float) and value == neutral):
+            raise RequestError(f"{function}() has no option {name!r}: {instead}")
+    if "stop_strings" in found:
+        found.setdefault("stop", found.pop("stop_strings"))
+    sample = found.pop("do_sample", None)
+    if sample is not None:
+        warm = found.get("temperature")
+        if _switch("do_sample", sample):
+            found["temperature"] = 1.0 if warm is None else warm
+            if warm == 0:
+                raise RequestError("do_sample=True needs a temperature above 0")
+        elif warm is None or warm == 0:
+            found["temperature"] = 0.0
+        else:
+            raise RequestError(
+                f"do_sample=False takes the most likely token, and temperature={show(warm)} samples: give one of them"
+            )
+    return found
+
+
 def _option(default: Any, check: Callable[[str, Any], Any]) -> Any:
     return field(default=default, metadata={"check": check})
 
@@ -46,6 +96,9 @@ def _option(default: Any, check: Callable[[str, Any], Any]) -> Any:
 @dataclass(frozen=True)
 class GenerationOptions:
     """Options of `Model.generate` and `Model.stream`.
+
+    Keywords of transformers' generate that ask for nothing else are accepted: `do_sample=True` is a temperature of 1 unless one is given,
+    `do_sample=False` is greedy, `stop_strings` is `stop`; `num_beams=1`, `pad_token_id` and the model's own `eos_token_id` change nothing.
 
     Attributes:
         max_new_tokens: stop after this many tokens, >= 1. None: 128, or fewer when the context has no room for them.
@@ -83,14 +136,15 @@ class GenerationOptions:
     progress: bool | Callable[[int, int], Any] = _option(False, _progress)  # noqa: RUF009
 
     @classmethod
-    def from_keywords(cls, keywords: Mapping[str, Any], function: str) -> GenerationOptions:
-        """Build from the keywords a user gave to `function` (named in messages).
+    def from_keywords(cls, keywords: Mapping[str, Any], function: str, ends: Collection[int] = ()) -> GenerationOptions:
+        """Build from the keywords a user gave to `function` (named in messages); `ends` are the model's end-of-sequence tokens.
 
         Raises:
             RequestError: an unknown name, a wrong type or a value out of range.
         """
         known = {option.name: option for option in fields(cls) if function != "stream" or option.name != "progress"}
-        reject_unknown(keywords, list(known), function)
+        keywords = _translated(keywords, function, ends)
+        reject_unknown(keywords, [*known, "do_sample"], function)
         given = {
             name: value
             for name, value in keywords.items()

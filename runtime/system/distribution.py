@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from importlib import metadata
 
-NAMES = ("compress", "compress-runtime")  # the whole toolchain, the runtime alone
+#: The whole toolchain, the runtime alone. On the index, `compress` is somebody else's.
+NAMES = ("compress-checkpoints", "compress-checkpoints-runtime")
 
 
 def installed() -> metadata.Distribution | None:
@@ -19,28 +19,11 @@ def installed() -> metadata.Distribution | None:
 
 
 def how_to_install(extra: str) -> str:
-    """Command line that installs an extra: `pip install 'optuna>=5'`.
+    """Command line that adds an extra to this installation: `pip install 'compress-checkpoints[sweep]'`.
 
-    It names the packages and not `compress[extra]`: an install from a checkout would be replaced by the package of that name on the index.
+    pip finds the distribution installed, from the index or a checkout, and adds what the extra needs.
     """
-    found = requirements(extra)
-    if not found:
-        return f"pip install -e '.[{extra}]' in a checkout of {NAMES[0]}"
-    return f"pip install {' '.join(map(shlex.quote, found))}"
-
-
-def requirements(extra: str) -> list[str]:
-    """Requirements of an extra on this machine, extras in it spelled out; empty where the distribution has no such extra."""
-    from packaging.requirements import Requirement
-
-    distribution = installed()
-    found: dict[str, None] = {}
-    for requirement in map(Requirement, (distribution.requires or []) if distribution else []):
-        if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
-            continue
-        if requirement.name in NAMES:
-            found |= dict.fromkeys(text for other in sorted(requirement.extras) for text in requirements(other))
-        else:
-            requirement.marker = None
-            found[str(requirement)] = None
-    return list(found)
+    found = installed()
+    if found is not None and extra in (found.metadata.get_all("Provides-Extra") or ()):
+        return f"pip install '{found.metadata['Name']}[{extra}]'"
+    return f"pip install -e '.[{extra}]' in a checkout of compress"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import platform
 import signal
+import subprocess
+import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -39,6 +42,22 @@ def identity() -> str:
     return "\n".join(
         [platform.machine(), platform.processor(), *sorted(facts("model name", "cache size", "flags", "Features"))]
     )
+
+
+def name() -> str:
+    """The CPU as it calls itself, or its architecture where nobody says."""
+    known = next(iter(facts("model name")), "").partition(":")[2].strip()
+    if not known and sys.platform == "darwin":
+        asked = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        with suppress(OSError):
+            known = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    return known or platform.processor() or platform.machine()
+
+
+def instruction_sets() -> list[str]:
+    """Those that matter to products of matrices, sorted; empty where nobody says."""
+    products = set().union(*_PRODUCTS.values())
+    return sorted(flags() & (products | {"avx2", "fma", "avx512f", "asimd", "asimddp", "i8mm", "sve"}))
 
 
 def multiplies(dtype: torch.dtype) -> bool:

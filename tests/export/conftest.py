@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from artifact_kinds import SIZES, STAGES
+from random_models import UNLIMITED
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # gpu_launches
 
@@ -35,6 +36,7 @@ def made(
             "stages": STAGES[kind],
             "calibration": {"data": str(tiny_text), "samples": 4, "sequence_length": 32},
             "evaluate": {
+                **UNLIMITED,
                 "data": str(tiny_text),
                 "sequence_length": 32,
                 "samples": 2,

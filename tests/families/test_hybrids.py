@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from family_models import FAMILIES, Family
+from random_models import UNLIMITED
 
 import compress
 import runtime
@@ -131,7 +132,11 @@ GPTQ = {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}
 def test_layers_that_read_more_than_hidden_states(tmp_path: Path) -> None:
     """Of the small Gemma 4: what was computed of the first text would be taken for that of all."""
     path = Family("gemma4_text", BESIDE).write(tmp_path / "model")
-    for stages, more in (([GPTQ], {}), ([RTN], {"evaluate": {"sequence_length": 32, "samples": 8}}), ([layers(2)], {})):
+    for stages, more in (
+        ([GPTQ], {}),
+        ([RTN], {"evaluate": {**UNLIMITED, "sequence_length": 32, "samples": 8}}),
+        ([layers(2)], {}),
+    ):
         with pytest.raises(
             RequestError, match=r"\(hidden_size_per_layer_input 16, num_kv_shared_layers 2 in config.json"
         ):

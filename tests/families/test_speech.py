@@ -222,6 +222,28 @@ def opened(data: dict[str, Any]) -> Context:
     return Session.open(load_recipe(data)).context
 
 
+def test_a_part_of_the_sounds_is_held_out(whisper: Path, sounds: Path) -> None:
+    context = opened(recipe(whisper, GPTQ, calibration={"data": str(sounds)}, evaluate={}))
+    apart, text = context.evaluation, context.calibration
+    assert apart is not None
+    assert (text.rows, apart.rows, apart.kind) == (7, 3, "held out"), "three of ten"
+    assert apart.description == "the held-out part of " + sounds.name + ", 3 sounds"
+    heard = {tuple(row.tolist()) for rows, _ in text.batches for row in rows}
+    assert not any(tuple(row[row != speech_rows.NOTHING].tolist()) in heard for row in apart.ids)
+    named = opened(recipe(whisper, GPTQ, calibration={"data": str(sounds)}, evaluate={"data": str(sounds)}))
+    assert named.evaluation is not None
+    assert (named.calibration.rows, named.evaluation.rows, named.evaluation.kind) == (10, 10, "named")
+
+
+def test_one_sound_cannot_be_shared(whisper: Path, tmp_path: Path) -> None:
+    request = recipe(whisper, GPTQ, calibration={"data": str(write_sounds(tmp_path / "one", 1))}, evaluate={})
+    with pytest.raises(RequestError, match=r"calibration\.data: .*one' has one sound, and one more is needed"):
+        compress.plan(request)
+    several = [{"data": "a"}, {"data": "b"}]
+    with pytest.raises(RequestError, match=r"calibration\.data: 2 sets are mixed, and this model takes one"):
+        compress.plan(recipe(whisper, GPTQ, calibration={"data": several}))
+
+
 @pytest.mark.slow
 def test_calibration_on_sounds_is_better_than_none(whisper: Path, sounds: Path, tmp_path: Path) -> None:
     """And what `evaluate` says is what transformers' own model computes, token by token."""

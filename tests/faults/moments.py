@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import safetensors.torch
+from runs import TIMED
 
 _CHANGES = ("replace", "rename", "unlink", "remove", "rmdir", "mkdir", "fsync")
 _real_copytree = shutil.copytree
@@ -99,10 +100,10 @@ class Moments:
 
 
 def digest(directory: Path) -> str:
-    """Of names and contents, but for the log, which has times in it."""
+    """Of names and contents, but for what has times in it."""
     found = hashlib.sha256()
     for file in sorted(directory.rglob("*")):
-        if file.name != "compress.log":
+        if file.name not in TIMED:
             found.update(f"{file.relative_to(directory)}\0{file.is_dir()}\0".encode())
             found.update(file.read_bytes() if file.is_file() else b"")
     return found.hexdigest()

@@ -22,7 +22,7 @@ import compress
 from compress.cli import main
 
 FIRST = 6  # those before make the directory this run's: there the request is wrong, or nothing is there yet
-OPERATIONS = 46  # at least so many are there before the artifact is complete
+OPERATIONS = 58  # at least so many are there before the artifact is complete
 MORE = int(os.environ.get("FAULTS_MORE") or 1)
 Answer = tuple[int, dict[str, Any], str]
 Wrong = Callable[[Path, bool], BaseException]

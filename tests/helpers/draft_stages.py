@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from runs import TIMED
+
 RTN = {"quantize": {"method": "rtn", "bits": 4, "group_size": 32}}
 SHORT = {
     "layers": 1,
@@ -29,5 +31,4 @@ def draft(method: str = "distillspec", **changes: Any) -> dict[str, Any]:
 
 def files(path: Path) -> dict[str, bytes]:
     """All that a run writes, but for what has times in it."""
-    names = ("compress.log", "report.html")
-    return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file() and f.name not in names}
+    return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file() and f.name not in TIMED}

@@ -93,7 +93,7 @@ def _qwen2_5_vl() -> Any:
 
     text = {
         **_USUAL,
-        "vocab_size": VOCABULARY,
+        "vocab_size": VOCABULARY + 4,
         "max_position_embeddings": 128,
         "eos_token_id": 256,
         "bos_token_id": None,
@@ -113,10 +113,43 @@ def _qwen2_5_vl() -> Any:
     return Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
-        image_token_id=250,
-        video_token_id=251,
-        vision_start_token_id=252,
-        vision_end_token_id=253,
+        vision_start_token_id=VOCABULARY,
+        vision_end_token_id=VOCABULARY + 1,
+        image_token_id=VOCABULARY + 2,
+        video_token_id=VOCABULARY + 3,
+    )
+
+
+def _qwen3_vl() -> Any:
+    from transformers import Qwen3VLConfig
+
+    text = {
+        **_USUAL,
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "vocab_size": VOCABULARY + 4,
+        "max_position_embeddings": 128,
+        "eos_token_id": 256,
+        "bos_token_id": None,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 4,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    return Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        vision_start_token_id=VOCABULARY,
+        vision_end_token_id=VOCABULARY + 1,
+        image_token_id=VOCABULARY + 2,
+        video_token_id=VOCABULARY + 3,
     )
 
 
@@ -124,12 +157,12 @@ def _llava() -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
     text = LlamaConfig(
-        **_USUAL, vocab_size=VOCABULARY, max_position_embeddings=128, bos_token_id=None, eos_token_id=256
+        **_USUAL, vocab_size=VOCABULARY + 1, max_position_embeddings=128, bos_token_id=None, eos_token_id=256
     )
     vision = CLIPVisionConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
     )
-    return LlavaConfig(text_config=text, vision_config=vision, image_token_id=250)
+    return LlavaConfig(text_config=text, vision_config=vision, image_token_id=VOCABULARY)
 
 
 FAMILIES = [
@@ -333,5 +366,6 @@ FAMILIES = [
         extractor=("Speech2TextFeatureExtractor", {"feature_size": 16, "num_mel_bins": 16}),
     ),
     Family("qwen2_5_vl", build=_qwen2_5_vl, model="Qwen2_5_VLForConditionalGeneration"),
+    Family("qwen3_vl", build=_qwen3_vl, model="Qwen3VLForConditionalGeneration"),
     Family("llava", build=_llava, model="LlavaForConditionalGeneration"),
 ]

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+#: In `evaluate`: random models have flat predictions, whose most likely token changes with the last bit.
+UNLIMITED = {"max_kl": "none", "min_agreement": "none"}
+
 
 def random_config(**changes: Any) -> Any:
     """2 layers of 4 heads and 2 key heads, hidden 64, 257 tokens, 128 positions; no token has a meaning of its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -123,6 +124,31 @@ def test_a_model_that_needs_its_code_is_refused_in_a_sentence_that_says_how_to_a
     assert marker.exists(), "the user allowed it"
 
 
+def test_advice_about_code_can_be_followed_where_it_is_given(
+    tiny_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only commands that have --trust-remote-code name it, and nobody is asked at a terminal."""
+    path, marker = Path(shutil.copytree(tiny_llama(), tmp_path / "model")), tmp_path / "hacked"
+    (path / "evil.py").write_text(CODE.format(marker=str(marker)), encoding="utf-8")
+    config = json.loads((path / "config.json").read_text())
+    tokenizer = json.loads((path / "tokenizer_config.json").read_text())
+    recipe = tmp_path / "recipe.yaml"
+    stages = [{"quantize": {"method": "gptq", "bits": 4, "group_size": 32}}]
+    recipe.write_text(yaml.safe_dump({"name": "x", "model": str(path), "stages": stages}))
+    own = {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}, "tokenizer_class": "Other"}
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer | own))
+    for model_too in (False, True):
+        if model_too:
+            named = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+            (path / "config.json").write_text(json.dumps(config | {"auto_map": named, "model_type": "evil"}))
+        for command, allows in ((["plan", str(recipe)], False), (["generate", str(path), "x"], True)):
+            assert main(command) == 2
+            said = capsys.readouterr().err
+            assert "needs Python code of its own" in said
+            assert ("--trust-remote-code" in said) is allows
+    assert not marker.exists()
+
+
 class Boom:
     def __reduce__(self) -> Any:
         return os.system, ("touch hacked",)
@@ -147,14 +173,36 @@ def test_a_pickle_is_never_opened(
 
 
 # ---------------------------------------------------------------- links
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"])
-def test_a_link_out_of_the_directory_is_refused(tiny_llama: Callable[..., Path], tmp_path: Path, name: str) -> None:
-    path = Path(shutil.copytree(tiny_llama(), tmp_path / "model"))
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "compress.json", "draft/model.safetensors", "draft"])
+def test_a_link_out_of_an_artifact_is_refused(tiny_artifact: Path, tmp_path: Path, name: str) -> None:
+    path = Path(shutil.copytree(tiny_artifact, tmp_path / "model"))
+    (path / "draft").mkdir()
+    shutil.copyfile(next(path.glob("*.safetensors")), path / "draft" / "model.safetensors")
     (path / name).rename(tmp_path / "elsewhere")
     (path / name).symlink_to(tmp_path / "elsewhere")
     for call in (runtime.load, Checkpoint, Artifact):
         with pytest.raises(ArtifactError, match=f"{name}.*elsewhere"):
             call(path)
+
+
+def test_a_plain_checkpoint_may_be_made_of_links(
+    tiny_llama: Callable[..., Path], tmp_path: Path, tiny_text: Path
+) -> None:
+    """As clusters and caches have them. What is made of it holds the files themselves."""
+    farm = tmp_path / "farm"
+    farm.mkdir()
+    for file in tiny_llama().iterdir():
+        (farm / file.name).symlink_to(file)
+    (tmp_path / "secret").write_text("ours")
+    (farm / "LICENSE").symlink_to(tmp_path / "secret")
+    expected = runtime.load(tiny_llama(), device="cpu").generate([1, 2, 3], max_new_tokens=3)
+    assert runtime.load(farm, device="cpu").generate([1, 2, 3], max_new_tokens=3) == expected
+    recipe = {"name": "x", "model": str(farm), "stages": [{"quantize": {"method": "rtn", "bits": 8, "group_size": 32}}]}
+    made = compress.apply(recipe, output=tmp_path / "out", quiet=True)
+    assert (made.path / "tokenizer.json").read_bytes() == (farm / "tokenizer.json").read_bytes()
+    assert not any(file.is_symlink() for file in made.path.rglob("*"))
+    assert not (made.path / "LICENSE").exists(), "a name that no checkpoint is read from"
+    assert any("LICENSE stays behind" in warning for warning in made.warnings)
 
 
 def test_links_that_stay_inside_and_those_of_the_hubs_cache_are_followed(
@@ -201,6 +249,47 @@ def test_a_config_without_end_is_refused(
     (path / "config.json").write_text(json.dumps(config | {field: value}))
     with pytest.raises(ArtifactError, match=rf"{field} is {value}"):
         runtime.load(path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("hidden_size", 0, "hidden_size is 0; expected a whole number from 1 to 16,777,216"),
+        ("num_attention_heads", 0, "num_attention_heads is 0; expected a whole number from 1 to 16,384"),
+        ("num_hidden_layers", "many", "num_hidden_layers is 'many'; expected a whole number"),
+        ("vocab_size", -1, "vocab_size is -1; expected"),
+        ("intermediate_size", 12.5, "intermediate_size is 12.5; expected"),
+        ("num_hidden_layers", True, "num_hidden_layers is true; expected"),
+        ("num_key_value_heads", 3, "num_attention_heads is 4, which must be a multiple of num_key_value_heads, 3"),
+        ("num_attention_heads", 6, "hidden_size is 64, which must be a multiple of num_attention_heads, 6"),
+        ("rms_norm_eps", "small", "'rms_norm_eps' expected float, got str"),
+    ],
+)
+def test_a_nonsense_field_is_refused_by_name(
+    tiny_llama: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    field: str,
+    value: Any,
+    words: str,
+) -> None:
+    path = Path(shutil.copytree(tiny_llama(), tmp_path / "model"))
+    config = {key: value for key, value in json.loads((path / "config.json").read_text()).items() if key != "head_dim"}
+    if field == "num_attention_heads" and value == 6:
+        config["num_key_value_heads"] = 6
+    (path / "config.json").write_text(json.dumps(config | {field: value}))
+    recipe = {"name": "x", "model": str(path), "stages": [{"quantize": {"method": "rtn"}}]}
+    for call in (
+        lambda: runtime.load(path, device="cpu"),
+        lambda: compress.plan(recipe),
+        lambda: compress.apply(recipe),
+    ):
+        with pytest.raises(ArtifactError, match=re.escape(words)) as refused:
+            call()
+        assert str(path / "config.json") in str(refused.value)
+    if words.endswith("expected") or "; expected" in words:
+        assert main(["inspect", str(path)]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_a_file_name_that_is_no_name(tmp_path: Path) -> None:

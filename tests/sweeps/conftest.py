@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from random_models import UNLIMITED
 from sweep_runs import BITS, GROUP, Here
 
 from compress.sweeps.run import SweepResult, sweep
@@ -32,7 +33,7 @@ def recipe_file(tiny_llama, tiny_text, tmp_path) -> Path:
     """Rounding to nearest, which takes no calibration."""
     recipe = {
         "name": "tiny", "model": str(tiny_llama()), "stages": [{"quantize": {"method": "rtn", "bits": 4, "group_size": 32}}],
-        "evaluate": {"data": str(tiny_text), "sequence_length": 32, "samples": 4},
+        "evaluate": {**UNLIMITED, "data": str(tiny_text), "sequence_length": 32, "samples": 4},
     }  # fmt: skip
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(recipe), encoding="utf-8")

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import yaml
+from random_models import UNLIMITED
 from sweep_runs import BITS, Here
 
 from compress.sweeps.executors import launcher_variables, processes
@@ -67,7 +68,7 @@ def slow(tiny_llama, tiny_text, tmp_path):
         "name": "deep", "model": str(tiny_llama(num_hidden_layers=10)),
         "calibration": {"data": str(tiny_text), "samples": 16, "sequence_length": 32},
         "stages": [{"quantize": {"method": "gptq", "bits": 4, "group_size": 32}}],
-        "evaluate": {"data": str(tiny_text), "sequence_length": 32, "samples": 4},
+        "evaluate": {**UNLIMITED, "data": str(tiny_text), "sequence_length": 32, "samples": 4},
     }  # fmt: skip
     (tmp_path / "deep.yaml").write_text(yaml.safe_dump(recipe))
 

@@ -21,8 +21,8 @@ vary:
 def file(recipe_file):
     """Writes a sweep beside the recipe."""
 
-    def write(text):
-        path = recipe_file.parent / "mine.yaml"
+    def write(text, name="mine.yaml"):
+        path = recipe_file.parent / name
         path.write_text(text, encoding="utf-8")
         return path
 
@@ -120,3 +120,28 @@ def test_a_bundled_sweep_is_complete(name):
     assert base.at(first).evaluate is not None
     assert load(sweep.file.recipe).model == "checkpoints/stdlib-4m"
     assert bundled_sweeps()[name].read_text(encoding="utf-8").startswith("# "), "the file says first what it is for"
+
+
+@pytest.mark.parametrize(
+    ("key", "calibration", "evaluate", "refused"),
+    [
+        ("calibration.data", "bundled", "{}", True),
+        ("calibration.packing", "mine.txt", "{}", True),
+        ("calibration.packing", "bundled", "{}", False),
+        ("calibration.samples", "mine.txt", "{}", False),
+        ("calibration.data", "mine.txt", "{data: bundled}", False),
+    ],
+)
+def test_trials_are_evaluated_on_one_text(file, key, calibration, evaluate, refused):
+    file(
+        f"name: t\nmodel: m\nstages: [quantize: {{method: rtn}}]\ncalibration: {{data: {calibration}}}\nevaluate: {evaluate}\n",
+        "own.yaml",
+    )
+    path = file(f"name: mine\nrecipe: own.yaml\nvary:\n  {key}: [1, 2]\n", "sweep.yaml")
+    if not refused:
+        load_sweep(path)
+        return
+    with pytest.raises(
+        RequestError, match=rf"sweep\.yaml:4: vary\.{key}: a part of the calibration text is held out for evaluation"
+    ):
+        load_sweep(path)

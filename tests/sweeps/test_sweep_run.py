@@ -65,7 +65,7 @@ def test_what_is_written(run, settings, tmp_path, views):
     picture = (out / "pareto.svg").read_text()
     assert ET.fromstring(picture).tag.endswith("svg")
     for text in (
-        "size of the tensors (MB)",
+        "size of all that is loaded (MB)",
         "perplexity on held-out text",
         "on the Pareto front",
         "the original model",

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from compress.core.files import disk_errors, listed, write_sealed
+from compress.core.loaded_bytes import loaded_bytes
 from compress.core.processes import PartDone, Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import CHOICE, DRAFTS, LOG, MANIFEST, WORK, RunDirectory, remove
+from compress.core.tracking import Tracking, check_tracker, tracked
 from compress.distill.draft.job import DraftJob, DraftRecord, prepare, train_draft
 from compress.distill.draft.stage import STAGE
 from compress.model.stage import Apply, Store
 from compress.recipe import Recipe
-from compress.report import write_report
+from compress.report import write_card, write_report
 from runtime.api.load import UNFINISHED, load_tokenizer
 from runtime.checkpoint.artifact import SCHEMA_VERSION, Artifact
 from runtime.engines.torch.engine import Blueprint
@@ -31,7 +33,7 @@ from runtime.system.device import choose_device
 
 
 def redraft(
-    path: Path, recipe: Recipe, apply: Apply, device: str = "auto", quiet: bool = False
+    path: Path, recipe: Recipe, apply: Apply, device: str = "auto", quiet: bool = False, report_to: str | None = None
 ) -> dict[str, Any] | None:
     """Make the draft that a recipe's draft stage asks for and put it into a finished artifact.
 
@@ -40,6 +42,7 @@ def redraft(
         recipe: only its draft stage and its calibration text count.
         apply: runs another recipe, as some methods ask for.
         device: where the artifact computes and the draft is trained; of several processes each has the launcher's.
+        report_to: tracker that receives the training's numbers: wandb, mlflow, trackio.
 
     Returns:
         What the manifest says of the draft; None in all but the main process. A draft that is there already is not made again.
@@ -48,8 +51,9 @@ def redraft(
         RequestError: it cannot be made; nothing was changed. CompressError: it failed on the way; the artifact is as it was, and the same
             call goes on from there.
     """
+    check_tracker(report_to)
     with Team.join(device) as team, _alone(path) if team.is_main else nullcontext():
-        return _redraft(path, recipe, apply, device, quiet, team)
+        return _redraft(path, recipe, apply, device, quiet, team, report_to)
 
 
 @contextmanager
@@ -66,7 +70,9 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _redraft(path: Path, recipe: Recipe, apply: Apply, device: str, quiet: bool, team: Team) -> dict[str, Any] | None:
+def _redraft(
+    path: Path, recipe: Recipe, apply: Apply, device: str, quiet: bool, team: Team, report_to: str | None
+) -> dict[str, Any] | None:
     where = team.device(choose_device(device))
     with team.in_turn():
         artifact = _finished(path)
@@ -83,7 +89,11 @@ def _redraft(path: Path, recipe: Recipe, apply: Apply, device: str, quiet: bool,
             remove(leftover)
     log = artifact.path / LOG if team.is_main else None
     with disk_errors(f"writing to {artifact.path}") if team.is_main else nullcontext():
-        with Reporter(log, quiet or not team.is_main) as reporter:
+        with Reporter(log, quiet or not team.is_main) as reporter, ExitStack() as stack:
+            to = report_to if team.is_main else None
+            reporter.tracking = stack.enter_context(
+                tracked(Tracking(to, recipe.name, recipe.resolved(), reporter.warn))
+            )
             for warning in job.warnings() if team.is_main else ():
                 reporter.warn(warning)
             directory = RunDirectory(artifact.path)
@@ -92,6 +102,7 @@ def _redraft(path: Path, recipe: Recipe, apply: Apply, device: str, quiet: bool,
                 made = train_draft(job, artifact.path, store, where, tokenizer, reporter)
             except PartDone:
                 return None
+            reporter.tracking.log({"draft": made.facts})
         exchange_draft(artifact, made)
     return asdict(made)
 
@@ -117,7 +128,7 @@ def _job(recipe: Recipe, artifact: Artifact, tokenizer: Any, team: Team) -> Draf
     stage = next((stage for stage in recipe.stages if stage.kind == STAGE.name), None)
     if stage is None:
         raise RequestError(recipe.origin.at(("stages",), "there is no draft stage, which says what draft to make"))
-    blueprint = Blueprint(artifact, choose_device("cpu"), "auto", None, False)
+    blueprint = Blueprint(artifact, choose_device("cpu"), "auto", None, None)
     if tokenizer is None:
         raise RequestError(f"{artifact.path} has no tokenizer, and text needs one")
     job = prepare(recipe, stage, artifact.checkpoint, blueprint.module, tokenizer, bool(blueprint.compressed))
@@ -141,9 +152,12 @@ def exchange_draft(artifact: Artifact, made: DraftRecord) -> None:
     place = made.directory
     files = kept | listed(path, [] if place is None else sorted((path / place).iterdir()))
     changed = {"schema_version": SCHEMA_VERSION, "draft": asdict(made), "files": dict(sorted(files.items()))}
+    held = manifest["bytes"]
+    changed["bytes"] = loaded_bytes(path, manifest | changed, held["before"], held["after"])
     write_sealed(path / MANIFEST, manifest | changed)
     for name in DRAFTS:
         if name != place:
             remove(path / name)
     shutil.rmtree(path / WORK, ignore_errors=True)
     write_report(path)
+    write_card(path)

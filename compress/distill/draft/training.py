@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from compress.core.progress import Reporter
 
 _GROUP = 128  # of the schemes
-_NOT_OF_A_DRAFT = ("report.html", "compress.log", "recipe.yaml", "compress.json")
+_NOT_OF_A_DRAFT = ("README.md", "report.html", "compress.log", "run.json", "recipe.yaml", "compress.json")
 _AFTERWARDS = {"quantize", "accept_head"}  # fields of a draft section that matter only when training is over
 
 

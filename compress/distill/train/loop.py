@@ -350,6 +350,7 @@ class Training:
         at.looks.append({"step": at.step, **means})
         if self._reporting and at.losses:
             told = self.student.describe_means(means)
+            self._reporting.tracking.log({"training": at.losses[-1], "held_out": means})
             self._reporting.step(f"step {at.step}: loss {at.losses[-1]['loss']:.4f}, {told}")
 
     def _settled(self) -> bool:

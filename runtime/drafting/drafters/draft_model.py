@@ -17,6 +17,7 @@ from runtime.config.settings import ConfigError, read
 from runtime.drafting.config.target import UnfitError, check_fingerprint
 from runtime.engines.torch.drafts import columns
 from runtime.errors import ArtifactError, RequestError
+from runtime.modeling.linear_modules import is_linear
 
 DRAFT = "draft.json"
 
@@ -155,7 +156,7 @@ def _kept(path: Path, facts: Mapping[str, Any]) -> torch.Tensor | None:
 def _trim(module: Any, kept: torch.Tensor, path: Path) -> None:
     """Let a model's head compute only the rows of these tokens."""
     head = module.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
+    if not is_linear(head):
         raise ArtifactError(f"{path}: kept_tokens need a plain head, and this one is a {type(head).__name__}")
     if int(kept.min()) < 0 or int(kept.max()) >= head.out_features:
         raise ArtifactError(f"{path}: kept_tokens are ids below {head.out_features}, not {int(kept.max())}")

@@ -37,6 +37,7 @@ from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
 from runtime.kernels.cpu import library
 from runtime.layers.compressed_linear import CompressedLinear
+from runtime.modeling.linear_modules import is_linear
 
 WEIGHTS = "heads.safetensors"
 KEPT = "kept_tokens"
@@ -262,7 +263,7 @@ def rounded_linear(
 def round_linears(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Replace the linear layers inside a module by `rounded_linear`, and move everything else to `dtype` and `device`."""
     for name, child in list(module.named_modules()):
-        if isinstance(child, nn.Linear):
+        if is_linear(child):
             parent, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(parent), leaf, rounded_linear(child.weight, child.bias, dtype, device))
     for child in module.modules():

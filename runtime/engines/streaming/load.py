@@ -306,7 +306,7 @@ def give_all(blueprint: Blueprint, file: PreparedFile) -> TorchEngine:
         if place.value.device.type == "meta":
             raise NoCacheError(f"{file.path} lacks {place.name}")
     to_device(model, blueprint.device)
-    return TorchEngine(model, blueprint.device)
+    return TorchEngine(blueprint.complete(model), blueprint.device)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from runtime.kv_cache.policy.policy import Policy
 from runtime.kv_cache.shape import Shape
 from runtime.kv_cache.storage.base import StateError
 from runtime.kv_cache.token_store import TokenStore
+from runtime.layers.adapter import add_adapter
 from runtime.layers.install import install_compressed
 from runtime.modeling.cache_argument import CACHE_ARGUMENTS, cache_argument
 from runtime.modeling.linear_modules import is_matrix
@@ -321,6 +323,7 @@ class Blueprint:
         module: the skeleton (parameters on meta), compressed modules installed.
         compressed: their names; empty for a plain checkpoint.
         dtype: what is computed in.
+        adapter: directory of an adapter (`runtime.layers.adapter`) that is added when the weights are read; None: there is none.
     """
 
     def __init__(
@@ -329,12 +332,13 @@ class Blueprint:
         device: torch.device,
         kernels: str,
         dtype: torch.dtype | None,
-        trust_remote_code: bool,
+        trust_remote_code: bool | None,  # None: see `read_config`
+        adapter: Path | None = None,
     ) -> None:
         if not isinstance(artifact.config.get("quantization_config", {}), dict):
             raise ArtifactError(f"{artifact.path}/config.json: quantization_config is not an object")
-        self.artifact, self.device, self.kernels = artifact, device, kernels
-        self._trust_remote_code = trust_remote_code
+        self.artifact, self.device, self.kernels, self.adapter = artifact, device, kernels, adapter
+        self._trust_remote_code = bool(trust_remote_code)
         self._config = read_config(artifact.path, trust_remote_code)
         self.kind = model_kind(self._config)
         self._stored = main_dtype(artifact.checkpoint)
@@ -367,7 +371,11 @@ class Blueprint:
                     module.get_submodule(name).to(self.dtype)
             prepare_all(module, self.kernels)
             return_memory()
-        return module
+        return self.complete(module)
+
+    def complete(self, module: PreTrainedModel) -> PreTrainedModel:
+        """A module whose weights are there, with the adapter in it."""
+        return module if self.adapter is None else add_adapter(module, self.adapter)
 
 
 def weight_bytes(module: nn.Module) -> int:

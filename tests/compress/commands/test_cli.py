@@ -419,15 +419,23 @@ def pipeline(monkeypatch, tmp_path):
             {"bytes": {"before": 8_000_000, "after": 2_000_000}},
             {"compress": 61.0},
             5 * 10**8,
+            prompts=[recipe.sample],
         )
         if recipe.name == "over":
             raise module.LimitError("max_kl is 0.05, the limit is 0.01", result)
         return result
 
     monkeypatch.setattr(module, "apply", apply)
-    monkeypatch.setattr(
-        "compress.commands.apply.continue_prompt", lambda path, prompt, device, limit: f"{prompt} and so on"
-    )
+
+    def make_samples(artifact, source, prompts, device, limit, note):
+        texts = [f"{prompt} and so on" for prompt in prompts]
+        left_out = {"source": "it is too large"}
+        return {
+            "prompts": prompts, "tokens": 48, "source": None, "artifact": texts, "left_out": left_out, "engine": "cpu: here",
+        }  # fmt: skip
+
+    monkeypatch.setattr("compress.run.record.make_samples", make_samples)
+    monkeypatch.setattr("compress.recipe.locate_model", lambda recipe: tmp_path / "m")
     return calls
 
 
@@ -449,7 +457,12 @@ def test_apply_hands_its_options_on(capsys, pipeline, recipe, tmp_path):
     assert code == 0
     ((loaded, options),) = pipeline
     assert (loaded.model, loaded.seed, loaded.output_directory) == ("other", 3, tmp_path / "x")
-    assert options == {"resume": True, "overwrite": True, "device": "cpu", "quiet": True, "max_memory": 3_000_000_000}
+    command = options.pop("command")
+    assert command.startswith("compress apply ")
+    assert command.endswith("--device cpu -q --max-memory 3GB")
+    assert callable(options.pop("readers"))
+    expected = {"resume": True, "overwrite": True, "device": "cpu", "quiet": True, "max_memory": 3_000_000_000}
+    assert options == expected | {"report_to": None}
     for words in (
         "8.00 MB",
         "2.00 MB",
@@ -458,7 +471,8 @@ def test_apply_hands_its_options_on(capsys, pipeline, recipe, tmp_path):
         "90.00%",
         "compress 1 min 01 s",
         "500.00 MB",
-        "Once and so on",
+        'The artifact continues "Once":\nOnce and so on',
+        "The source was not asked to continue text: it is too large",
         "compress generate",
     ):
         assert words in out
@@ -469,7 +483,7 @@ def test_apply_with_json_prints_one_object(capsys, pipeline, recipe):
     assert code == 0
     answer = json.loads(out)
     assert answer["bytes"] == {"before": 8_000_000, "after": 2_000_000}
-    assert answer["sample"] == {"prompt": "Say", "text": "Say and so on"}
+    assert answer["sample"] == {"prompt": "Say", "text": "Say and so on", "engine": "cpu: here"}
     assert "a library that prints" in err
     assert "error" not in answer
 
@@ -500,7 +514,7 @@ def test_python_apply_and_plan_hand_on_too(pipeline, recipe, monkeypatch):
     assert options["resume"] is True
     monkeypatch.setattr(
         "compress.run.plan.make_plan",
-        lambda recipe, max_memory: SimpleNamespace(name=recipe.name, limit=max_memory),
+        lambda recipe, max_memory, readers: SimpleNamespace(name=recipe.name, limit=max_memory),
     )
     assert compress.plan(recipe("fine")).name == "fine"
     assert compress.plan(recipe("fine"), max_memory="2GB").limit == 2_000_000_000

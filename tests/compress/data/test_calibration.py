@@ -286,10 +286,10 @@ def test_a_stream_is_read_no_further_than_needed(monkeypatch):
 
 def test_evaluation_rows_come_in_order_from_the_start(text):
     section = {"data": str(text), "sequence_length": 16}
-    windows = calibration.load_evaluation(recipe("bundled", section).evaluate, TOKENIZER, 503)
+    windows = calibration.load_evaluation(recipe("bundled", section).evaluate, TOKENIZER, 503).ids
     assert windows.shape == (25, 16)
     assert torch.equal(windows.flatten(), torch.arange(400) + WORDS)
-    few = calibration.load_evaluation(recipe("bundled", section | {"samples": 3}).evaluate, TOKENIZER)
+    few = calibration.load_evaluation(recipe("bundled", section | {"samples": 3}).evaluate, TOKENIZER).ids
     assert torch.equal(few, windows[:3])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import runtime
 from compress.evaluate import evaluate_tasks
 from compress.evaluate.lm_eval import require_lm_eval
 from runtime.errors import RequestError
+from runtime.system.distribution import how_to_install
 
 TASK = """\
 task: {name}
@@ -43,7 +45,7 @@ metric_list: [{metric: exact_match}]
 
 def test_missing_extra_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RequestError, match=r"pip install 'lm-eval>="):
+    with pytest.raises(RequestError, match=re.escape(how_to_install("eval"))):
         require_lm_eval()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from random_models import UNLIMITED
 
 import compress
 from compress.cli import main
@@ -25,7 +26,13 @@ def request(*stages: dict[str, Any]) -> dict[str, Any]:
         "model": str(BUNDLED),
         "calibration": {"samples": 16, "sequence_length": 64},
         "stages": list(stages),
-        "evaluate": {"sequence_length": 128, "samples": 8, "max_perplexity": 1e6, "max_perplexity_increase": "100000%"},
+        "evaluate": {
+            **UNLIMITED,
+            "sequence_length": 128,
+            "samples": 8,
+            "max_perplexity": 1e6,
+            "max_perplexity_increase": "100000%",
+        },
     }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_models import UNLIMITED
 
 import compress
 import runtime
@@ -119,7 +120,10 @@ def test_a_limit_holds_for_weights_and_cache_together(bundled, recipe, tmp_path,
     both = (1 + metrics["perplexity_increase"]) * (1 + metrics["perplexity_increase_with_cache"]) - 1
     assert metrics["perplexity_increase_overall"] == pytest.approx(both)
     limits = {limit["name"]: limit["ok"] for limit in metrics["limits"]}
-    assert limits == {"max_perplexity_increase": True, "max_perplexity_increase_overall": False}
+    assert limits == {
+        "max_perplexity_increase": True, "max_perplexity_increase_overall": False, "max_kl_cache": False,
+        "min_agreement_cache": True,
+    }  # fmt: skip
     page = (tmp_path / "few" / "report.html").read_text(encoding="utf-8")
     assert "plain cache" in page
     assert "increase of the perplexity by weights and cache at most" in page
@@ -138,7 +142,8 @@ def test_a_limit_that_the_cache_keeps(bundled, recipe, tmp_path):
     limits = {"max_perplexity": 50.0, "max_perplexity_increase": "3%"}
     written = compress.apply(recipe(bundled, mild, evaluate={**HELDOUT, **limits}), output=tmp_path / "out", quiet=True)
     assert [limit["name"] for limit in written.metrics["limits"]] == [
-        "max_perplexity", "max_perplexity_increase", "max_perplexity_increase_overall", "max_perplexity_overall",
+        "max_perplexity", "max_perplexity_increase", "max_kl_cache", "max_perplexity_increase_overall", "max_perplexity_overall",
+        "min_agreement_cache",
     ]  # fmt: skip
     assert abs(written.metrics["perplexity_increase_with_cache"]) < 0.03
     assert written.manifest["metrics"] == written.metrics
@@ -148,7 +153,9 @@ def test_a_limit_that_the_cache_keeps(bundled, recipe, tmp_path):
 @pytest.mark.slow
 def test_a_policy_for_another_machine_costs_no_finished_work(bundled, recipe, tmp_path, capsys):
     """Offloading to the host is for GPUs: what was compressed on a CPU is measured without, complete, and says what cannot run here."""
-    there = recipe(bundled, {"kv_cache": {**FEW, "offload": "host"}}, evaluate=HELDOUT) | {"sample": "import os"}
+    there = recipe(bundled, {"kv_cache": {**FEW, "offload": "host"}}, evaluate={**HELDOUT, **UNLIMITED}) | {
+        "sample": "import os"
+    }
     file = tmp_path / "host.yaml"
     file.write_text(json.dumps(there), encoding="utf-8")
     assert main(["apply", str(file), "--output", str(tmp_path / "out"), "--device", "cpu", "--json"]) == 0
@@ -161,7 +168,13 @@ def test_a_policy_for_another_machine_costs_no_finished_work(bundled, recipe, tm
 
 
 def test_without_a_policy_no_cache_is_measured(make_checkpoint, recipe, text, tmp_path):
-    evaluation = {"data": str(text), "sequence_length": 32, "samples": 2, "max_perplexity_increase": "300%"}
+    evaluation = {
+        **UNLIMITED,
+        "data": str(text),
+        "sequence_length": 32,
+        "samples": 2,
+        "max_perplexity_increase": "300%",
+    }
     written = compress.apply(recipe(make_checkpoint(), RTN, evaluate=evaluation), output=tmp_path / "out", quiet=True)
     assert not [key for key in written.metrics if "cache" in key or "overall" in key]
     assert [limit["name"] for limit in written.metrics["limits"]] == ["max_perplexity_increase"]
@@ -169,7 +182,7 @@ def test_without_a_policy_no_cache_is_measured(make_checkpoint, recipe, text, tm
 
 def test_what_does_not_fit_is_not_measured_and_keeps_no_limit(make_checkpoint, recipe, text, tmp_path, monkeypatch):
     monkeypatch.setattr("runtime.system.memory.available_bytes", lambda device: 1000)
-    evaluation = {"data": str(text), "sequence_length": 32, "samples": 2}
+    evaluation = {**UNLIMITED, "data": str(text), "sequence_length": 32, "samples": 2}
     model = make_checkpoint()
     written = compress.apply(recipe(model, RTN, KV4, evaluate=evaluation), output=tmp_path / "out", quiet=True)
     (warning,) = [
@@ -190,7 +203,7 @@ def test_prefix_tokens_shorten_the_windows(make_checkpoint, recipe, text, tmp_pa
     model = make_checkpoint()
     known = {"fingerprint": fingerprint(read_config(model)), "prefix_tokens": [7, 8]}
     stage = {"kv_cache": {"method": "prefixquant", "recent": 8, "calibrated": known}}
-    evaluation = {"data": str(text), "sequence_length": 128, "samples": 2}
+    evaluation = {**UNLIMITED, "data": str(text), "sequence_length": 128, "samples": 2}
     written = compress.apply(recipe(model, stage, evaluate=evaluation), output=tmp_path / "out", quiet=True)
     assert written.metrics["sequence_length"] == 128
     assert written.metrics["kv_cache"]["sequence_length"] == 126

@@ -6,15 +6,18 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from compress.report import plot_tradeoff, write_report
-from compress.report.charts import error_chart, quality_chart
+from compress.report.charts import PRINTED, bits_chart, error_chart, figure, quality_chart
 from compress.report.facts import PARTS, gather, notes_text, part_of, split_layer_name
-from compress.report.plots import comparison
+from compress.report.plots import comparison, label_axes
 from runtime.errors import ArtifactError, RequestError
 
+ROOT = Path(__file__).resolve().parents[3]
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
@@ -23,11 +26,12 @@ class Balanced(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.open, self.tags, self.links, self.words, self.ids = [], [], [], [], []
+        self.open, self.tags, self.links, self.words, self.ids, self.by = [], [], [], [], [], []
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
+        self.by += [value for name, value in attrs if name == "data-by"]
         self.ids += [value for name, value in attrs if name == "id"]
         if tag not in VOID:
             self.open.append(tag)
@@ -83,11 +87,72 @@ class TestPage:
             assert expected in text, expected
         assert page.tags.count("svg") == 3
 
+    def test_shows_the_run_and_its_samples(self, artifact):
+        samples = {"prompts": ["Once"], "tokens": 48, "source": [" upon\n"], "artifact": ["\n<i>a"], "left_out": {}}
+        record = json.loads((artifact / "run.json").read_text()) | {"samples": samples}
+        (run,) = record["runs"]
+        run |= {
+            "command": "compress apply 'my recipe'",
+            "seconds": {"prepare": 1.5, "compress": 62.0},
+            "peak_memory": 2_000_000,
+        }
+        run["machine"] |= {"cpu": "A CPU <1>", "gpus": ["A GPU"]}
+        (artifact / "run.json").write_text(
+            json.dumps({**record, "runs": [run, run | {"date": "2026-01-02", "command": None}]})
+        )
+        text = write_report(artifact).read_text(encoding="utf-8")
+        words = parse(text).words
+        for expected in (
+            "compress apply 'my recipe'", "called from Python", "A CPU <1>", "A GPU", "1 min 02 s", "1 min 04 s", "2.00 MB", "2026-01-02",
+            run["date"],
+        ):  # fmt: skip
+            assert expected in words, expected
+        assert "<pre>\n upon\n</pre>" in text
+        assert "<pre>\n\n&lt;i&gt;a</pre>" in text, "a browser drops the first newline of a <pre>"
+        samples |= {"source": None, "left_out": {"source": "too large"}}
+        (artifact / "run.json").write_text(json.dumps(record))
+        assert "The source was left out: too large" in parse(write_report(artifact).read_text(encoding="utf-8")).words
+
+    def test_without_a_run_record(self, artifact):
+        (artifact / "run.json").unlink()
+        words = parse(write_report(artifact).read_text(encoding="utf-8")).words
+        assert "How it was made" not in words
+        assert "Layers" in words
+
+    @pytest.mark.parametrize("content", ["[]", "{", '{"runs": [1]}', '{"runs": 3}', '{"samples": {"prompts": ["a"]}}'])
+    def test_a_record_that_cannot_be_shown(self, artifact, content):
+        (artifact / "run.json").write_text(content)
+        with pytest.raises(ArtifactError):
+            write_report(artifact)
+
+    def test_names_texts_readers_and_all_that_is_loaded(self, artifact):
+        manifest = json.loads((artifact / "compress.json").read_text())
+        readers = [{"name": "vLLM", "how": "after export", "note": "target x"}]
+        sizes = {"draft": 7_900_000, "cache_files": 1_000, "tokenizer": 2_000, "total": 9_000_000}
+        texts = {"evaluation": {"description": "my stories"}, "calibration": {"description": "more of them"}}
+        edit(artifact, **texts, readable_by=readers, bytes=manifest["bytes"] | sizes)
+        words = parse(write_report(artifact).read_text(encoding="utf-8")).words
+        assert sum("on my stories" in word for word in words) >= 3, "both numbers of the headline, and the note"
+        assert sum("more of them" in word for word in words) >= 2, "the errors of layers, and the origin"
+        for expected in ("vLLM", "after export", "target x", "7.90 MB", "calibrated cache files", "9.00 MB"):
+            assert expected in words, expected
+
+    def test_layers_sort_by_numbers(self, artifact):
+        edit(artifact, layers=[layer | {"error": None} for layer in gather(artifact).layers[:1]])
+        page = parse(write_report(artifact).read_text(encoding="utf-8"))
+        (layer,) = gather(artifact).layers
+        numbers = [layer["bits"], layer["sparsity"], layer["bytes_before"], layer["bytes_after"]]
+        assert page.by[:5] == ["", *(repr(float(number)) for number in numbers)]
+
     def test_stands_alone(self, artifact):
         text = write_report(artifact).read_text(encoding="utf-8")
         page = parse(text)
         assert all(link.startswith("#") for link in page.links)
-        assert {"script", "link", "img", "iframe"}.isdisjoint(page.tags)
+        assert {"link", "img", "iframe"}.isdisjoint(page.tags)
+        assert page.tags.count("script") == 1  # inline: there are no links; tables stay readable without it
+        assert {"fetch", "XMLHttpRequest", "import", "innerHTML", "eval"}.isdisjoint(
+            re.findall(r"\w+", text.split("<script>")[1])
+        )
         assert re.search(r"url\((?!#)|@import|https?:", text) is None
         assert len(page.ids) == len(set(page.ids))
         assert all(link.removeprefix("#") in page.ids for link in page.links)
@@ -99,10 +164,10 @@ class TestPage:
         for layer in manifest["layers"]:
             layer |= {"method": evil, "notes": {evil: evil}, "name": f"{layer['name']}{evil}"}
         manifest["source"]["path_or_id"] = manifest["toolchain"]["torch"] = manifest["toolchain"][evil] = evil
-        edit(artifact, **manifest, warnings=[evil])
+        edit(artifact, **(manifest | {"warnings": [evil]}))
         (artifact / "recipe.yaml").write_text(f"name: {evil}\n</pre>{evil}\n")
         page = parse(write_report(artifact).read_text(encoding="utf-8"))
-        assert "script" not in page.tags
+        assert page.tags.count("script") == 1  # the page's own
         assert evil in page.words  # shown, as the text it is
 
     def test_without_evaluation(self, artifact):
@@ -117,7 +182,7 @@ class TestPage:
         manifest["layers"][0]["notes"] = {"retries": 2, "damping": 0.08}
         edit(artifact, **manifest)
         text = " ".join(parse(write_report(artifact).read_text(encoding="utf-8")).words)
-        assert "max_kl is 0.5; the recipe's limit is 0.01" in text
+        assert "max_kl is 0.5; the limit is 0.01" in text
         assert f"{manifest['layers'][0]['name']}: the Hessian needed more damping" in text
         assert "exceeded" in text
 
@@ -178,14 +243,41 @@ class TestCharts:
         names = ("self_attn.q_proj", "mlp.down_proj")
         return [{"name": f"model.layers.{b}.{n}", "error": 0.01 * (b + 1)} for b in range(blocks) for n in names]
 
-    @pytest.mark.parametrize("blocks", [1, 4, 60])
+    @pytest.mark.parametrize("blocks", [1, 2, 32, 200])
     def test_every_kind_is_in_the_legend(self, blocks):
         chart = error_chart([*self.layers(blocks), {"name": "lm_head", "error": 0.5}])
         words = " ".join(parse(chart).words)
         assert "q_proj" in words
         assert "down_proj" in words
         assert "lm_head" in words
-        assert "outside" in words or blocks == 60
+        assert "outside" in words or blocks == 200
+
+    @pytest.mark.parametrize("blocks", [2, 32, 200])
+    def test_ticks_do_not_overlap(self, blocks):
+        """Ticks of the x axis, as wide as the fonts of most pages make them."""
+        chart = error_chart([*self.layers(blocks), {"name": "lm_head", "error": 0.5}])
+        ticks = re.findall(r'id="error-xtick_\d+".*?<text[^>]* x="([\d.]+)"[^>]*>(\w+)<', chart, re.DOTALL)
+        assert len(ticks) >= min(blocks, 10)
+        for (at, word), (after, other) in pairwise(sorted((float(at), word) for at, word in ticks)):
+            assert at + 7 * (len(word) + len(other)) / 2 < after, (word, other)
+
+    def test_an_axis_begins_where_the_data_does(self):
+        """With points: a bar would be as long as the axis pleases."""
+        for chart in (
+            error_chart(self.layers(4)),
+            bits_chart([x | {"bits": 4.1 + x["error"]} for x in self.layers(4)]),
+        ):
+            assert "line2d" in chart
+            assert "0%" not in parse(chart).words
+        words = parse(quality_chart(14.05, 14.29)).words
+        assert {"14.05", "14.29", "14"} <= set(map(str.strip, words))
+        assert not {"0", "0.0"} & set(map(str.strip, words))
+
+    def test_long_names_stay_apart(self):
+        names = [f"attn.a_rather_long_name_number_{n}_of_the_family" for n in range(23)]
+        words = " ".join(parse(error_chart([{"name": f"h.0.{name}", "error": 0.1} for name in names])).words)
+        assert words.count("_of_the_family") == 23
+        assert "number" not in words
 
     def test_nothing_to_draw(self):
         assert error_chart([]) == ""
@@ -247,3 +339,27 @@ class TestTradeoff:
         edit(artifact, **manifest)
         with pytest.raises(RequestError, match="text"):
             comparison([tiny_artifact, artifact])
+
+
+class TestPictures:
+    @pytest.mark.parametrize("points", [1, 6, 14])
+    def test_labels_cover_neither_each_other_nor_the_legend(self, points):
+        with figure(8.0, 4.6, *PRINTED) as (_, axes):
+            at = [(1 + 0.3 * number, 3 + 0.05 * (-1) ** number) for number in range(points)]
+            axes.step(*zip(*at, strict=True), where="post", marker="o", label="measured")
+            axes.axhline(3.02, label="whole")
+            label_axes(
+                axes, "x", "y", "#eeeeee", [(x, y, f"method {number}", "black") for number, (x, y) in enumerate(at)]
+            )
+            boxes = [text.get_window_extent() for text in axes.texts] + [axes.get_legend().get_window_extent()]
+            assert len(boxes) == points + 1
+            for number, one in enumerate(boxes):
+                assert not any(one.overlaps(other) for other in boxes[:number])
+
+    @pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "images").glob("*.svg")), ids=lambda path: path.stem)
+    def test_letters_of_the_docs_are_legible_in_1400_pixels(self, picture):
+        text = picture.read_text(encoding="utf-8")
+        width = float(re.search(r'viewBox="0 0 ([\d.]+)', text).group(1))
+        sizes = [float(size) for size in re.findall(r"font(?:-size)?: (?:\w+ )?([\d.]+)px", text)]
+        assert sizes
+        assert min(sizes) * 1400 / width >= 12

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from random_models import UNLIMITED
+from runs import TIMED
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -60,7 +62,7 @@ def test_artifact_is_what_the_pipeline_computed(make_checkpoint, recipe, tmp_pat
     compressed = [n for n, entry in manifest["tensors"].items() if entry["action"] == "compressed"]
     assert len(compressed) == 3 * 7
     on_disk = {f.name for f in (tmp_path / "out").iterdir()}
-    assert set(manifest["files"]) | {"compress.json", "compress.log", "report.html"} == on_disk
+    assert set(manifest["files"]) | {"compress.json", "README.md", *TIMED} == on_disk
     assert manifest["bytes"]["after"] < manifest["bytes"]["before"]
     ids = torch.randint(0, 257, (2, 20))
     ours = runtime.load(tmp_path / "out", kernels="reference").logits(ids)
@@ -77,11 +79,11 @@ def test_artifact_is_what_the_pipeline_computed(make_checkpoint, recipe, tmp_pat
 
 def test_two_runs_give_the_same_bytes(make_checkpoint, recipe, tmp_path):
     model = make_checkpoint()
-    evaluate = {"data": recipe(model)["calibration"]["data"], "sequence_length": 32, "samples": 4}
+    evaluate = {**UNLIMITED, "data": recipe(model)["calibration"]["data"], "sequence_length": 32, "samples": 4}
     for name in ("a", "b"):
         run(recipe, model, STAGES["joint 2:4"], tmp_path / name, evaluate=evaluate)
-    files = sorted(f.name for f in (tmp_path / "a").iterdir() if f.name != "compress.log")
-    assert files == sorted(f.name for f in (tmp_path / "b").iterdir() if f.name != "compress.log")
+    files = sorted(f.name for f in (tmp_path / "a").iterdir() if f.name not in TIMED)
+    assert files == sorted(f.name for f in (tmp_path / "b").iterdir() if f.name not in TIMED)
     for file in files:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
 
@@ -135,8 +137,8 @@ def test_head_and_embeddings_on_request(make_checkpoint, recipe, tmp_path):
 def test_limits_fail_the_run_and_keep_the_artifact(make_checkpoint, recipe, tmp_path):
     model = make_checkpoint()
     text = recipe(model)["calibration"]["data"]
-    evaluate = {"data": text, "sequence_length": 32, "samples": 4, "min_top1_agreement": 1.0}
-    with pytest.raises(LimitError, match=r"min_top1_agreement .*\b1;") as caught:
+    evaluate = {**UNLIMITED, "data": text, "sequence_length": 32, "samples": 4, "min_agreement": 1.0}
+    with pytest.raises(LimitError, match=r"min_agreement .*\b1;") as caught:
         run(
             recipe,
             model,
@@ -289,7 +291,7 @@ def test_checkpoint_stored_wider_than_its_config_says(make_checkpoint, recipe, t
 def test_evaluation_compares_with_the_untouched_source(make_checkpoint, recipe, tmp_path, name):
     """What stood in for the layers while compressing is gone when the source is measured."""
     model = make_checkpoint()
-    evaluate = {"data": recipe(model)["calibration"]["data"], "sequence_length": 32, "samples": 4}
+    evaluate = {**UNLIMITED, "data": recipe(model)["calibration"]["data"], "sequence_length": 32, "samples": 4}
     metrics = run(recipe, model, STAGES[name], tmp_path / "out", evaluate=evaluate).metrics
     same = run(recipe, model, STAGES["rtn"], tmp_path / "rtn", evaluate=evaluate).metrics
     assert metrics["before"] == same["before"]

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from encoder_models import bert, save, t5
+from random_models import UNLIMITED
 from safetensors.torch import load_file, save_file
 
 import compress
@@ -167,6 +168,7 @@ def test_pooling_files_come_along_and_are_verified(recipe, tmp_path):
 
 def test_limits_and_plan_of_an_encoder(encoder, recipe, tmp_path, text):
     evaluate = {
+        **UNLIMITED,
         "data": str(text),
         "sequence_length": 32,
         "samples": 4,
@@ -201,7 +203,8 @@ def test_streamed_stacks_are_the_whole_model(seq2seq):
 @pytest.mark.parametrize("name", ["rtn", "gptq", "smoothquant", "sparse"])
 @torch.no_grad()
 def test_an_encoder_decoder_is_compressed(seq2seq, recipe, tmp_path, name):
-    evaluate = {"data": recipe(seq2seq)["calibration"]["data"], "sequence_length": 32, "samples": 8, "max_kl": 1.0}
+    evaluate = {"data": recipe(seq2seq)["calibration"]["data"], "sequence_length": 32, "samples": 8}
+    evaluate |= {**UNLIMITED, "max_kl": 1.0}
     applied = compress.apply(recipe(seq2seq, STAGES[name], evaluate=evaluate), output=tmp_path / "out", quiet=True)
     tensors = applied.manifest["tensors"]
     assert set(tensors) == set(Checkpoint(seq2seq).names())

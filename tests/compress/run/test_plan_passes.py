@@ -60,6 +60,7 @@ def planned(make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pyte
         if key not in source:
             source[key] = make_checkpoint(name=f"model{len(source)}", dtype=torch.float32, **config)
         monkeypatch.setattr(footprint, "memory_bytes", lambda: 0)
+        monkeypatch.setattr("compress.evaluate.texts.doubt", lambda _: [])
         monkeypatch.setattr(
             "compress.weights.footprint.WHOLE_BYTES", 0
         )  # of models so small, loading them whole takes most

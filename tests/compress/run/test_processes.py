@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from random_models import UNLIMITED
 
 import compress
 from compress.core.processes import Team
@@ -159,7 +160,7 @@ def test_calibration_is_shared(
     """Each process reads its own batches, and what comes of it is what one process makes of all of them."""
     request = recipe(make_checkpoint(family, dtype=torch.float32, **changes), *stages)
     request["calibration"] |= {"samples": 10, "batch_size": 2}
-    request["evaluate"] = {"data": request["calibration"]["data"], "samples": 8, "sequence_length": 32}
+    request["evaluate"] = {**UNLIMITED, "data": request["calibration"]["data"], "samples": 8, "sequence_length": 32}
     one = alone(request)
     code, said = together(request, what, processes)
     assert code == 0, said

@@ -12,6 +12,8 @@ import time
 
 import pytest
 import yaml
+from random_models import UNLIMITED
+from runs import TIMED
 
 import compress
 from runtime.errors import RequestError
@@ -34,7 +36,7 @@ apply(load(sys.argv[1]), output=sys.argv[2], resume=True, quiet=True)
 def job(make_checkpoint, recipe, tmp_path):
     model = make_checkpoint(num_hidden_layers=6)
     data = recipe(model)["calibration"]["data"]
-    evaluate = {"data": data, "sequence_length": 32, "samples": 8}
+    evaluate = {**UNLIMITED, "data": data, "sequence_length": 32, "samples": 8}
     stages = (
         {"prune": {"method": "sparsegpt", "pattern": "2:4"}},
         {"quantize": {"method": "gptq", "bits": 4, "group_size": 32}},
@@ -54,8 +56,8 @@ def start(job, output):
 
 
 def same_bytes(a, b):
-    names = sorted(f.name for f in a.iterdir() if f.name != "compress.log")
-    assert names == sorted(f.name for f in b.iterdir() if f.name != "compress.log")
+    names = sorted(f.name for f in a.iterdir() if f.name not in TIMED)
+    assert names == sorted(f.name for f in b.iterdir() if f.name not in TIMED)
     for name in names:
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
 

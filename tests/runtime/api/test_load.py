@@ -151,7 +151,7 @@ def test_dtype_is_the_checkpoints_unless_asked(tmp_path: Path) -> None:
     module = runtime.load(path).engine.module
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
     assert module.model.rotary_emb.inv_freq.dtype == torch.float32
-    for dtype in ("float32", torch.float32):
+    for dtype in ("float32", torch.float32, "fp32", "float"):
         module = runtime.load(path, dtype=dtype).engine.module
         assert {p.dtype for p in module.parameters()} == {torch.float32}
     edit_json(path / "config.json", dtype=None)

@@ -265,7 +265,7 @@ def test_hub_cache_links_are_followed_and_dangling_ones_refused(tmp_path: Path) 
     with pytest.raises(ArtifactError, match="model-00003-of-00003"):
         Checkpoint(snapshot)
     (snapshot / "model.safetensors").symlink_to("/dev/zero")
-    with pytest.raises(ArtifactError, match="/dev/zero"):
+    with pytest.raises(ArtifactError, match="no regular file"):
         Checkpoint(snapshot)
 
 

@@ -9,10 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from weight_cases import int_scheme, write_checkpoint
 
 import runtime
+from runtime.checkpoint.guard import NOTICE
 from runtime.formats.quantization_config import parse
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.layers.compressed_linear import CompressedLinear, install
@@ -115,8 +124,13 @@ def test_own_formats_load_and_save(tmp_path, scheme, embedding):
     model.save_pretrained(tmp_path / "b")
     original = load_file(tmp_path / "a" / "model.safetensors")
     saved = load_file(tmp_path / "b" / "model.safetensors")
-    assert set(saved) == set(original)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "b")), logits(model))
+    # Beside the stored tensors: what stops readers that do not know them.
+    packed = [name for name, module in model.named_modules() if isinstance(module, CompressedModule)]
+    assert set(saved) == set(original) | {f"{name}.weight" for name in packed} | {NOTICE}
+    again, told = AutoModelForCausalLM.from_pretrained(tmp_path / "b", output_loading_info=True)
+    assert torch.equal(logits(again), logits(model))
+    assert not told["unexpected_keys"]
+    torch.testing.assert_close(runtime.load(tmp_path / "b").logits(IDS), logits(model), rtol=1e-4, atol=1e-5)
     plain = model.dequantize()
     assert type(plain.lm_head) is torch.nn.Linear
     assert torch.equal(logits(plain), logits(dense))
@@ -161,6 +175,104 @@ def test_the_config_survives(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert json.loads(model.config.to_json_string(use_diff=False))["quantization_config"] == before
     assert copy.deepcopy(model.config).quantization_config.to_dict() == before
+
+
+# ---------------------------------------------------------------- CompressConfig, and what transformers builds on a model
+@pytest.mark.parametrize("scheme", [int_scheme(4, group=32), int_scheme(4, group=4)], ids=["own", "shared"])
+def test_a_users_config_chooses_kernels_and_keeps_weights_packed(tmp_path, scheme):
+    (tmp_path / "a").mkdir()
+    dense = save(tmp_path / "a", scheme)
+    asked = runtime.CompressConfig(kernels="reference", threads=torch.get_num_threads())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a", quantization_config=asked)
+    assert {m.kernel_name for m in model.modules() if isinstance(m, CompressedLinear)} == {"reference"}
+    assert isinstance(model.lm_head, CompressedLinear)
+    assert torch.equal(logits(model), logits(dense))
+    model.save_pretrained(tmp_path / "b")  # word for word, so that who read it before reads it still
+    before, after = (json.loads((tmp_path / n / "config.json").read_text())["quantization_config"] for n in "ab")
+    assert after == before
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "b", quantization_config=asked)), logits(dense)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kernels": "refrence"}, "unknown kernel 'refrence'.*did you mean 'reference'"),
+        ({"kernel": "reference"}, "has no option 'kernel'; did you mean 'kernels'"),
+        ({"format": "bitmap"}, "format is 'mixed-precision' in the checkpoint, not 'bitmap'"),
+        ({"threads": 0}, "threads must be an integer >= 1"),
+    ],
+    ids=str,
+)
+def test_a_users_config_cannot_change_the_checkpoint(tmp_path, options, message):
+    save(tmp_path, int_scheme(4, group=32))
+    with pytest.raises(runtime.RequestError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=runtime.CompressConfig(**options))
+
+
+def test_a_users_config_wants_a_compressed_checkpoint(tmp_path):
+    tiny().save_pretrained(tmp_path)
+    with pytest.raises(runtime.RequestError, match="this checkpoint is not compressed"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=runtime.CompressConfig())
+    with pytest.raises(runtime.RequestError, match="quant_method 'gptq'"):
+        runtime.CompressConfig().of_checkpoint({"quant_method": "gptq"})
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 4},
+        {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.7, "no_repeat_ngram_size": 2},
+        {"num_beams": 3, "do_sample": True, "temperature": 0.9},
+        {"do_sample": True, "top_k": 20},
+        {"cache_implementation": "static"},
+        {"use_cache": False},
+    ],
+    ids=str,
+)
+def test_generate_is_that_of_the_dense_model(tmp_path, options, kernels):
+    dense = save(tmp_path, int_scheme(4, False, 32, "2:4"), head=False)
+    config = runtime.CompressConfig(kernels=kernels)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    outputs = []
+    for each in (model, dense):
+        torch.manual_seed(3)
+        outputs.append(each.generate(IDS, max_new_tokens=12, pad_token_id=0, **options))
+    assert torch.equal(*outputs)
+
+
+def test_a_pipeline_generates(tiny_artifact):
+    from transformers import pipeline
+
+    made = pipeline("text-generation", model=str(tiny_artifact), do_sample=False, max_new_tokens=6)
+    assert made("line 1: the", return_full_text=False)[0]["generated_text"]
+    assert made("line 1: the", num_beams=4, num_return_sequences=2)[1]["generated_text"].startswith("line 1: the")
+
+
+def test_a_part_of_the_model_loads_as_the_whole_does(tmp_path):
+    dense = save(tmp_path, int_scheme(4, group=32))
+    config = runtime.CompressConfig(kernels="reference")
+    blocks = AutoModel.from_pretrained(tmp_path, quantization_config=config)
+    with torch.no_grad():
+        assert torch.equal(blocks(IDS).last_hidden_state, dense.model(IDS).last_hidden_state)
+
+
+def test_a_classifier_on_an_encoder(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = BertModel(BertConfig(vocab_size=99, **sizes)).eval()
+    names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    dense = write_checkpoint(tmp_path, model, dict.fromkeys(names, int_scheme(4, group=40)), torch.float32)
+    for name, weight in dense.items():
+        model.get_submodule(name).weight.data = weight
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    assert type(loaded.classifier) is torch.nn.Linear
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.bert(IDS).pooler_output, model(IDS).pooler_output, rtol=1e-4, atol=1e-5)
+    loaded(IDS, labels=torch.tensor([0, 2])).loss.backward()
+    assert loaded.classifier.weight.grad is not None
 
 
 # ---------------------------------------------------------------- the hook, in fresh interpreters

@@ -255,3 +255,75 @@ def test_dense_is_the_same_layer():
         layer.prepare("reference")
         assert torch.equal(layer.dense()(x), layer(x))
         assert layer.dense(torch.float32).weight.dtype == torch.float32
+
+
+# ---------------------------------------------------------------- gradients, and the weight as others see it
+@pytest.mark.parametrize("wanted", ["reference", "auto", "fast"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_gradients_are_those_of_the_dense_layer(scheme, wanted):
+    layer, _ = linear(scheme, dtype=torch.float32)
+    layer.prepare(wanted)
+    dense = layer.dense()
+    for each in (layer, dense):
+        each.bias.requires_grad_(True)
+    x = torch.randn(2, 5, 128, requires_grad=True)
+    out = torch.randn(2, 5, 48)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor.numel()) or tensor, lambda tensor: tensor
+    ):
+        y = layer(x)
+    assert not saved  # no dense weight lives until the backward pass
+    found = torch.autograd.grad(y, (x, layer.bias), out)
+    wanted = torch.autograd.grad(dense(x), (x, dense.bias), out)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        assert not layer(x).requires_grad
+
+
+def test_inputs_of_another_dtype_come_back_in_theirs():
+    layer, _ = linear(int_scheme(4, True, 32))
+    layer.prepare()
+    x = torch.randn(3, 128, requires_grad=True)
+    y = layer(x)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, layer(x.bfloat16()).float())
+    y.sum().backward()
+    assert x.grad.dtype == torch.float32
+
+
+def test_the_weight_is_dequantized_where_it_is_read():
+    layer, weight = linear(int_scheme(4, False, 32), bias=False)
+    layer.prepare()
+    assert isinstance(layer, nn.Linear)
+    seen = layer.weight
+    assert (seen.shape, seen.dtype, seen.device.type, seen.requires_grad) == ((48, 128), torch.bfloat16, "cpu", False)
+    assert torch.equal(seen + 0, weight.dequantize())
+    assert torch.equal(nn.functional.linear(torch.eye(128).bfloat16(), seen), weight.dequantize().T)
+    with pytest.raises(RequestError, match="would write to a packed weight"):
+        seen.mul_(2)
+    assert torch.equal(layer.dequantize(), weight.dequantize())
+
+
+def test_an_assigned_weight_makes_the_layer_dense():
+    layer, weight = linear(int_scheme(4, False, 32))
+    layer.prepare()
+    holder = nn.Sequential(layer)
+    bias = layer.bias.clone()
+    layer.weight.data += 1
+    assert type(holder[0]) is nn.Linear
+    assert set(holder.state_dict()) == {"0.weight", "0.bias"}
+    x = torch.randn(3, 128).bfloat16()
+    assert torch.equal(holder(x), nn.functional.linear(x, weight.dequantize() + 1, bias))
+    layer.weight.data -= 1  # as PEFT unmerges
+    assert isinstance(layer.weight, nn.Parameter)
+
+
+def test_loading_other_tensors_leaves_the_kernel():
+    layer, _ = linear(int_scheme(4, True, 32))
+    kernel = layer.prepare()
+    holder = nn.ModuleDict({"base": layer, "other": nn.Linear(2, 2)})
+    holder.load_state_dict({"other.weight": torch.ones(2, 2)}, strict=False)
+    assert layer.choice is kernel
+    with pytest.raises(RuntimeError, match=r"base\.weight_packed"):
+        holder.load_state_dict(holder["other"].state_dict(prefix="other."))

@@ -175,6 +175,16 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_new_token": 3}, "generate.. has no option 'max_new_token': did you mean 'max_new_tokens'?"),
     ({"temprature": 3}, "did you mean 'temperature'?"),
     ({"zzz": 3}, "allowed are max_new_tokens, temperature"),
+    ({"num_beams": 4}, "generate.. has no option 'num_beams': .* transformers' own generate"),
+    ({"num_return_sequences": 2}, r"`\[prompt\] \* n`"),
+    ({"max_length": 20}, "use max_new_tokens"),
+    ({"attention_mask": torch.ones(1, 2)}, "without padding"),
+    ({"streamer": object()}, "use stream"),
+    ({"eos_token_id": 5}, "use stop for other ends"),
+    ({"do_sample": 1}, "do_sample must be True or False"),
+    ({"do_sample": True, "temperature": 0}, "needs a temperature above 0"),
+    ({"do_sample": False, "temperature": 0.5}, "give one of them"),
+    ({"do_sample": True, "temperature": "hot"}, "temperature must be a number"),
 ]
 
 
@@ -183,6 +193,25 @@ def test_bad_options_are_one_sentence(keywords: dict[str, Any], message: str) ->
     with pytest.raises(RequestError, match=message) as caught:
         GenerationOptions.from_keywords(keywords, "generate")
     assert "\n" not in str(caught.value)
+
+
+def test_options_of_transformers_that_have_an_equivalent() -> None:
+    def read(**keywords: Any) -> GenerationOptions:
+        return GenerationOptions.from_keywords(keywords, "generate", frozenset({2, 7}))
+
+    nothing = {
+        "num_beams": 1,
+        "num_return_sequences": 1,
+        "pad_token_id": 0,
+        "eos_token_id": [7, 2],
+        "streamer": None,
+        "use_cache": True,
+    }
+    assert read(**nothing) == read(length_penalty=1) == GenerationOptions()
+    assert read(do_sample=True) == read(temperature=1.0)
+    assert read(do_sample=True, temperature=0.7, top_k=5) == read(temperature=0.7, top_k=5)
+    assert read(do_sample=False, temperature=None) == read(do_sample=None) == GenerationOptions()
+    assert read(stop_strings=["x"]) == read(stop="x")
 
 
 def test_options_accept_the_usual_spellings() -> None:

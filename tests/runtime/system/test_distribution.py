@@ -1,54 +1,56 @@
-"""What optional parts need is named by packages of the index, never by the name of this one."""
+"""Optional parts are installed by the name of this distribution, which is not `compress`: on the index that is somebody else's."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from email.message import Message
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from runtime.system import distribution
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
-def test_an_extra_is_spelled_out() -> None:
-    assert (
-        distribution.requirements("gguf")
-        == [text for text in distribution.requirements("gguf") if text.startswith("gguf>=")]
-        != []
-    )
-    assert distribution.how_to_install("sweep").startswith("pip install 'optuna>=")
-    assert set(distribution.requirements("onnx")) < set(distribution.requirements("tensorrt")), (
-        "an extra that is in another one"
-    )
-    for extra in ("onnx", "tensorrt", "gguf", "eval", "sweep", "ray", "gpu"):
-        assert "compress" not in distribution.how_to_install(extra)
-        assert ";" not in distribution.how_to_install(extra), "no markers, which a shell would end the command at"
+ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_pip_understands_it() -> None:
-    """What is installed for the tests is there already, so nothing is fetched."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--dry-run",
-        "--quiet",
-        "--no-index",
-        *distribution.requirements("sweep"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+def there(monkeypatch: pytest.MonkeyPatch, name: str, *extras: str) -> None:
+    """Only this distribution is installed."""
+    facts = Message()
+    facts["Name"] = name
+    for extra in extras:
+        facts["Provides-Extra"] = extra
+
+    def find(asked: str) -> SimpleNamespace:
+        if asked != name:
+            raise metadata.PackageNotFoundError(asked)
+        return SimpleNamespace(metadata=facts)
+
+    monkeypatch.setattr(metadata, "distribution", find)
+
+
+def test_the_names_are_those_of_the_projects() -> None:
+    files = ("pyproject.toml", "runtime/pyproject.toml")
+    projects = [tomllib.loads((ROOT / file).read_text())["project"] for file in files]
+    assert tuple(project["name"] for project in projects) == distribution.NAMES
+    for text in [need for needs in projects[0]["optional-dependencies"].values() for need in needs]:
+        assert not text.startswith("compress["), "somebody else's"
+
+
+def test_an_extra_is_added_to_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    there(monkeypatch, "compress-checkpoints", "sweep", "onnx")
+    assert distribution.how_to_install("sweep") == "pip install 'compress-checkpoints[sweep]'"
+    there(monkeypatch, "compress-checkpoints-runtime", "onnx")
+    assert distribution.how_to_install("onnx") == "pip install 'compress-checkpoints-runtime[onnx]'"
+    assert distribution.how_to_install("sweep") == "pip install -e '.[sweep]' in a checkout of compress"
 
 
 def test_where_the_package_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(name: str) -> None:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "distribution", gone)
+    there(monkeypatch, "compress", "sweep")  # somebody else's
     assert distribution.how_to_install("sweep") == "pip install -e '.[sweep]' in a checkout of compress"
-    other = SimpleNamespace(requires=["boltons", "pytest; extra == 'dev'"])
-    monkeypatch.setattr(metadata, "distribution", lambda name: other)  # somebody else's
-    assert distribution.requirements("sweep") == []

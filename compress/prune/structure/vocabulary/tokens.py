@@ -14,8 +14,7 @@ import torch
 
 from compress import data as calibration
 from compress.core.files import write_json
-from compress.data.documents import documents
-from compress.data.tokens import end_of_text
+from compress.data.held_out import calibration_texts
 from compress.model.checkpoint_writer import copy_companions
 from compress.model.streamed import StreamedModel
 from compress.prune.structure import METHODS, StructureConfig
@@ -205,7 +204,7 @@ def _check_tokenizer(recipe: Recipe, path: Path, tokenizer: Any, tokens: Tokens)
         write_json(directory / "config.json", read_json(path / "config.json"))
         tokens.write(directory)
         try:
-            smaller: Any = AutoTokenizer.from_pretrained(room)
+            smaller: Any = AutoTokenizer.from_pretrained(room, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RequestError(f"{which} cannot be loaded with fewer tokens: {error}") from error
     for text in _texts(recipe, tokenizer):
@@ -225,5 +224,5 @@ def _reads_alike(text: str, tokenizer: Any, smaller: Any, tokens: Tokens) -> boo
 
 
 def _texts(recipe: Recipe, tokenizer: Any) -> Iterator[str]:
-    found, _ = documents(recipe.calibration, "calibration", end_of_text(tokenizer), not recipe.calibration.packing)
-    return (text[:_CHARACTERS] for text in islice((text for text in found if text.strip()), _TEXTS))
+    for one in calibration_texts(recipe.calibration, tokenizer):
+        yield from (text[:_CHARACTERS] for text in islice((text for text in one.documents if text.strip()), _TEXTS))

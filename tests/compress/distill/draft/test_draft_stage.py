@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import TIMED
 
 import compress
 import runtime
@@ -45,8 +46,7 @@ def draft(method: str = "distillspec", **changes: Any) -> dict[str, Any]:
 
 
 def files(path: Path) -> dict[str, bytes]:
-    names = ("compress.log", "report.html")
-    return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file() and f.name not in names}
+    return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file() and f.name not in TIMED}
 
 
 @pytest.fixture
@@ -57,6 +57,8 @@ def plain(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> Any:
 def test_an_artifact_brings_its_draft_and_decodes_with_it(plain):
     manifest = plain.manifest["draft"]
     assert manifest["drafter"] == {"model": "draft"}
+    held = plain.manifest["bytes"]
+    assert held["total"] == held["after"] + held["draft"] > held["after"]
     facts = manifest["facts"]
     assert set(facts["after"]) >= {"held_out", "text", "code", "chat"}
     assert facts["layers"] == [0]

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from encoder_models import bert, save, t5
+from random_models import UNLIMITED
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -48,7 +49,7 @@ def bundled(*stages: dict[str, Any]) -> dict[str, Any]:
         "model": str(BUNDLED),
         "calibration": {"samples": 32, "sequence_length": 64},
         "stages": list(stages),
-        "evaluate": {"sequence_length": 64, "samples": 24},
+        "evaluate": {**UNLIMITED, "sequence_length": 64, "samples": 24},
     }
 
 

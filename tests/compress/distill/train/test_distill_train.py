@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from teachers import teacher_of
 
+from compress.core.tracking import Tracking
 from compress.distill.draft.student import Student, overlaps
 from compress.distill.train import checkpoint
 from compress.distill.train.data import Batch, MixedRows, OnPolicyRows
@@ -404,6 +405,8 @@ def test_progress_is_told() -> None:
     lines: list[str] = []
 
     class Told:
+        tracking = Tracking(None, "", {}, lines.append)
+
         def phase(self, title: str, total: int) -> None:
             lines.append(f"{title} {total}")
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import byte_tokenizer
 from encoder_models import bert, save, t5
+from random_models import UNLIMITED
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -93,7 +94,9 @@ def test_what_comes_after(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> 
         {"quantize": {"method": "rtn", "bits": 8, "group_size": 16}},
     ]
     text = recipe(Path())["calibration"]["data"]
-    request = recipe(make_checkpoint(), *stages, evaluate={"data": text, "sequence_length": 32, "samples": 4})
+    request = recipe(
+        make_checkpoint(), *stages, evaluate={**UNLIMITED, "data": text, "sequence_length": 32, "samples": 4}
+    )
     made = compress.apply(request, output=tmp_path / "out", quiet=True)
     assert widths(made.path) == WIDTHS
     model = runtime.load(made.path, device="cpu")

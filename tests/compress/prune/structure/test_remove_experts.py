@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VOCABULARY, byte_tokenizer
+from random_models import UNLIMITED
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -194,7 +195,7 @@ def test_the_result_can_be_quantized_and_has_published_names(
 ) -> None:
     source = checkpoint("mixtral", dtype=torch.bfloat16)
     stages = (stage("reap", keep=4), {"quantize": {"method": "rtn", "bits": 8, "group_size": 32}})
-    evaluate = {"data": str(text), "sequence_length": 32, "samples": 4}
+    evaluate = {**UNLIMITED, "data": str(text), "sequence_length": 32, "samples": 4}
     request = recipe(source, *stages, evaluate=evaluate)
     plan = make_plan(load_recipe(request), tmp_path / "out")
     assert plan.passes == ["experts 6 -> 4 experts by reap"]

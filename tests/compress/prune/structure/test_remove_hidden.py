@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import SMALL, byte_tokenizer
 from encoder_models import bert, save, t5
+from random_models import UNLIMITED
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -237,7 +238,7 @@ def test_dimensions_are_ranked_by_what_layers_read(
 def perplexity(tmp_path: Path, **fields: Any) -> float:
     recipe = {
         "name": "test", "model": str(BUNDLED), "calibration": {"samples": 64, "sequence_length": 128},
-        "evaluate": {"sequence_length": 128, "samples": 16}, "stages": [stage(**fields)],
+        "evaluate": {**UNLIMITED, "sequence_length": 128, "samples": 16}, "stages": [stage(**fields)],
     }  # fmt: skip
     made = compress.apply(recipe, output=tmp_path / "out", overwrite=True, quiet=True)
     return made.metrics["perplexity_increase"]
@@ -340,7 +341,7 @@ def test_what_follows_sees_the_smaller_model(
 ) -> None:
     request = recipe(
         checkpoint("qwen3"), stage(ratio="25%"), {"quantize": {"method": "gptq", "bits": 4, "group_size": 16}},
-        evaluate={"data": str(text), "sequence_length": 32, "samples": 8},
+        evaluate={**UNLIMITED, "data": str(text), "sequence_length": 32, "samples": 8},
     )  # fmt: skip
     made = compress.apply(request, output=tmp_path / "out", quiet=True)
     assert json.loads((made.path / "config.json").read_text())["hidden_size"] == 48

@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import SMALL, VOCABULARY, byte_tokenizer
 from encoder_models import bert, save, t5
+from random_models import UNLIMITED
 from safetensors.torch import load_file
 
 import compress
@@ -236,7 +237,7 @@ def test_refitted_readers_win_back_most_of_the_loss(tmp_path: Path) -> None:
         "name": "test",
         "model": str(BUNDLED),
         "calibration": {"samples": 64, "sequence_length": 128},
-        "evaluate": {"sequence_length": 128, "samples": 16},
+        "evaluate": {**UNLIMITED, "sequence_length": 128, "samples": 16},
     }
     loss = {}
     for method, fitted in (("random", False), ("random", True), ("wanda", False), ("wanda", True), ("obs", True)):
@@ -282,7 +283,7 @@ def test_stages_follow_each_other_and_the_rest_comes_after(
         {"prune": {"method": "sparsegpt", "pattern": "2:4"}},
         {"quantize": {"method": "gptq", "bits": 4, "group_size": 32}},
     )
-    request = recipe(source, *stages, evaluate={"data": str(text), "sequence_length": 32, "samples": 8})
+    request = recipe(source, *stages, evaluate={**UNLIMITED, "data": str(text), "sequence_length": 32, "samples": 8})
     plan = make_plan(load_recipe(request), tmp_path / "out")
     assert len(plan.passes) == 3
     assert "ffn 96 -> 64 channels by obs" in plan.headline()

@@ -1,0 +1,146 @@
+"""Command `compress push`: publishes an artifact or an export on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import sys
+from glob import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from compress.commands.options import JSON
+from compress.commands.output import counted, finish, stdout_reserved
+from compress.core.units import size
+from runtime.errors import CompressError, RequestError, first_line
+
+if TYPE_CHECKING:
+    from runtime.checkpoint.artifact import Artifact
+    from runtime.checkpoint.export_directory import Export
+
+
+def push(
+    artifact: Path = typer.Argument(..., help="Directory of an artifact or an export."),
+    repo: str = typer.Argument(..., help="Repository on the hub, NAME or ORG/NAME; made if there is none."),
+    private: bool = typer.Option(False, "--private", help="Make the repository private if it is made."),
+    revision: str | None = typer.Option(
+        None, "--revision", help="Branch to write (default: main); made if it is missing."
+    ),
+    commit_message: str | None = typer.Option(None, "--commit-message", help="Message of the commit."),
+    as_json: bool = JSON,
+) -> None:
+    """Publish an artifact or an export on the Hugging Face hub, with its model card.
+
+    Every file is compared with its SHA-256 first.
+    The files of the manifest go along, with README.md and report.html; logs and files of other origin stay.
+    It logs in as `hf auth login` or HF_TOKEN says.
+
+    \b
+    Examples:
+      compress push out/qwen3-w4 me/qwen3-w4
+      compress push out/qwen3-w4-gguf me/qwen3-w4-gguf --private
+    """
+    with stdout_reserved(as_json):
+        files = publishable(artifact)
+        result = _upload(artifact, sorted(files), repo, private, revision, commit_message)
+    result["bytes"] = sum((artifact / name).stat().st_size for name in files)
+    finish({"artifact": str(artifact), **result}, as_json, _show)
+
+
+def publishable(path: Path) -> set[str]:
+    """Names of the files of an artifact or export that belong to it, after each was compared with its hash.
+
+    Raises:
+        RequestError: neither; or an unfinished run. CompressError: a file is missing or differs.
+    """
+    from compress.report.card import base_name, write_card
+    from runtime.api.load import refuse_unfinished
+    from runtime.checkpoint.artifact import MANIFEST, REPORT, Artifact
+    from runtime.checkpoint.export_directory import MANIFEST as EXPORT
+    from runtime.checkpoint.export_directory import README, find_export
+
+    refuse_unfinished(path)
+    export = find_export(path)
+    opened = Artifact(path) if export is None or export.is_checkpoint else None
+    manifest = None if opened is None else opened.manifest
+    if export is None and manifest is None:
+        raise RequestError(f"{path} is a checkpoint that compress did not write; `hf upload` publishes it")
+    try:
+        _verify(opened, export)
+    except RequestError as error:  # it was asked for rightly, and what is there is damaged
+        raise CompressError(str(error)) from None
+    names = (
+        {README}
+        | set(export.manifest["files"] if export is not None else ())
+        | ({EXPORT} if export is not None else set())
+    )
+    if manifest is not None:
+        names |= {*manifest["files"], MANIFEST, REPORT}
+        if not (path / README).is_file():
+            write_card(path)
+        written = str((manifest.get("source") or {}).get("path_or_id", ""))
+        if base_name(written) != written:
+            print(
+                f"compress: note: {MANIFEST}, recipe.yaml and {REPORT} name {written}, a directory of this machine",
+                file=sys.stderr,
+            )
+    return {name for name in names if (path / name).is_file()}
+
+
+def _verify(opened: Artifact | None, export: Export | None) -> None:
+    from runtime.checkpoint.export_directory import verify_files
+
+    if opened is not None:
+        verify_files(opened, export, readme=False)
+    elif export is not None:
+        export.verify(readme=False)
+
+
+def _upload(
+    path: Path, files: list[str], repo: str, private: bool, revision: str | None, message: str | None
+) -> dict[str, Any]:
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise RequestError(f"{repo!r} is no name of a repository, NAME or ORG/NAME: {first_line(error)}") from None
+    if get_token() is None:
+        raise RequestError("nobody is logged in to the Hugging Face hub: run `hf auth login`, or set HF_TOKEN")
+    api = HfApi(library_name="compress")
+    try:
+        name = api.create_repo(repo, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(name, branch=revision, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=name, folder_path=path, revision=revision, allow_patterns=[escape(file) for file in files],
+            commit_message=message or f"Upload {path.resolve().name} with compress",
+        )  # fmt: skip
+    except Exception as error:  # the client raises its own, httpx' and OS errors
+        raise CompressError(_sentence(error, repo)) from error
+    url = f"{api.endpoint}/{name}" + (f"/tree/{revision}" if revision is not None else "")
+    return {"repo": name, "url": url, "commit": done.oid, "files": files}
+
+
+def _sentence(error: Exception, repo: str) -> str:
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    if isinstance(error, OfflineModeIsEnabled):
+        return f"{repo} was not published: HF_HUB_OFFLINE is set; unset it to reach the Hugging Face hub"
+    if isinstance(error, ValueError):  # of its check of a card's metadata, over several lines
+        return f"{repo} was not published: {' '.join(str(error).split())}"
+    if not isinstance(error, HfHubHTTPError):
+        return f"{repo} was not published: the Hugging Face hub cannot be reached ({type(error).__name__}: {first_line(error)})"
+    status, said = error.response.status_code, error.server_message or first_line(error)
+    reasons = {
+        401: "the hub does not accept this login: run `hf auth login` again, or set HF_TOKEN to a token that may write",
+        403: f"this login may not write to it ({said}); use a token that may write, or another repository",
+        404: "there is no such repository that this login may write to",
+    }
+    return f"{repo} was not published: {reasons.get(status, f'the hub answered {status} ({said}); try again later')}"
+
+
+def _show(result: dict[str, Any]) -> None:
+    print(f"{counted(len(result['files']), 'file')}, {size(result['bytes'])}, written to {result['url']}")

@@ -1,0 +1,95 @@
+"""What a run is calibrated and evaluated on, in a sentence, and whether the model reads it at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compress.core.resources import is_bundled
+from compress.evaluate.metrics import perplexity
+from compress.evaluate.streamed import score
+from runtime.errors import CompressError
+
+if TYPE_CHECKING:
+    from compress.model.context import Context
+
+#: Tokens that the model is judged by.
+JUDGED = 2048
+
+
+def describe(calibration: Mapping[str, Any] | None, evaluation: Mapping[str, Any] | None) -> str:
+    """The texts of a manifest: "Calibrated on 128 packed rows ...; evaluated on ..."; empty where none is read."""
+    parts = [("calibrated", calibration), ("evaluated", evaluation)]
+    told = "; ".join(f"{done} on {text['description']}" for done, text in parts if text)
+    return told[:1].upper() + told[1:]
+
+
+def of_context(context: Context) -> str:
+    """The same, before the run."""
+    texts = (context.calibration if context.reads_text else None, context.evaluation)
+    return describe(*(None if text is None else {"description": text.description} for text in texts))
+
+
+def bundled(context: Context) -> list[str]:
+    """A warning where a model that is not bundled meets the bundled text."""
+    texts = {"calibrated": context.calibration if context.reads_text else None, "evaluated": context.evaluation}
+    done = [name for name, text in texts.items() if text is not None and text.kind == "bundled"]
+    if not done or is_bundled(context.original.path):
+        return []
+    return [
+        f"{' and '.join(done)} on bundled Python source, which may be nothing like what this model reads; give text of its own kind in "
+        "calibration.data"
+    ]
+
+
+def doubt(context: Context) -> list[str]:
+    """A warning where the recipe's model does not read the recipe's text, so that numbers measured on it say little.
+
+    The model runs once over `JUDGED` tokens, block by block. Only decoders are judged: encoders predict nothing, encoder-decoders read such
+    rows as halves.
+    """
+    text = _text(context)
+    if text is None or context.reference.kind != "decoder":
+        return []
+    vocabulary = context.reference.vocabulary
+    rows = text[: max(1, JUDGED // context.reference.rows.length(text))]
+    tokens = context.reference.rows.labels(text)
+    frequencies = unigram_loss(tokens[tokens >= 0], vocabulary)
+    try:
+        found = score(context.reference, rows)["nll"]
+    except CompressError:  # NaN: the run finds out in which layer
+        return []
+    if found <= min(frequencies, math.log(vocabulary)):
+        return []
+    than = f"that of word frequencies alone, a unigram model's {perplexity(frequencies):.4g}"
+    if found > math.log(vocabulary):
+        than = f"that of guessing among its {vocabulary:,} tokens"
+    where = context.calibration.description if context.evaluation is None else context.evaluation.description
+    return [
+        f"{context.original.path} does not read the text: its perplexity is {perplexity(found):.4g}, worse than {than} ({where}); what is "
+        "measured on this text says little of the artifact, so give text of its own kind in calibration.data"
+    ]
+
+
+def _text(context: Context) -> torch.Tensor | None:
+    """The text in the tokens of the recipe's model, `[n, s]`; None where no text is read, or the model is not finite."""
+    if not context.checkpoint_is_finite:
+        return None
+    if context.windows is not None:
+        return context.same_text()[0].ids if context.kept_tokens else context.windows
+    return context.source_ids(context.calibration.batches[0][0]) if context.reads_text else None
+
+
+def unigram_loss(text: torch.Tensor, vocabulary: int) -> float:
+    """Mean loss, in nats per token, of a model that knows how often each token occurs in a text, int64 `[n]`, and nothing else.
+
+    Every token is predicted from the counts of all others, with half a count for each of the vocabulary (Krichevsky and Trofimov, 1981),
+    so that a short text is not known by heart.
+    """
+    counts = torch.bincount(text, minlength=vocabulary).double()
+    others = (counts - 1).clamp_min(0) + 0.5
+    total = text.numel() - 1 + 0.5 * vocabulary
+    return float(-(counts * (others / total).log()).sum() / text.numel())

@@ -1,0 +1,173 @@
+"""Model card of an artifact: README.md, as the Hugging Face hub shows it. The same manifest gives the same bytes.
+
+The manifest's hashes leave it out: a card is for people, who edit it. One that was edited stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from compress.core.files import write_text
+from compress.core.units import size
+from compress.evaluate.metrics import Quality
+from compress.report.facts import Facts, gather
+from runtime.checkpoint.artifact import shown
+from runtime.kv_cache.policy.policy import Policy
+from runtime.system.self_hash import page_is_whole, sealed_page
+
+FILE = "README.md"
+#: What a card says of its model that stays true of a compressed one.
+_INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+_LONGEST = 200  # characters of a value that is inherited
+_SNAPSHOT = re.compile(r"/models--([\w.-]+)/snapshots/([0-9a-f]+)$")
+
+
+def describe_source(checkpoint: Path) -> dict[str, Any]:
+    """What a manifest says of its source for the card: `repository` and `revision` on the hub, if it comes from there, and under `card`
+    the metadata of its README.md that is inherited."""
+    found: dict[str, Any] = {}
+    if match := _SNAPSHOT.search(checkpoint.absolute().as_posix()):
+        found |= {"repository": match[1].replace("--", "/", 1), "revision": match[2]}
+    try:
+        data = ModelCard((checkpoint / FILE).read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # there is none, or people wrote into it what no reader understands
+        return found
+    kept = {key: data[key] for key in _INHERITED if data.get(key) and len(str(data[key])) <= _LONGEST}
+    return found | ({"card": kept} if kept else {})
+
+
+def write_card(artifact: str | Path) -> Path | None:
+    """Write the card of an artifact; None, and nothing is written, where a card is there that people have edited."""
+    path = Path(artifact) / FILE
+    if path.is_file() and not page_is_whole(path.read_bytes()):
+        return None
+    with shown(Path(artifact)):
+        text = card(gather(artifact))
+    write_text(path, text)
+    return path
+
+
+def card(facts: Facts) -> str:
+    """The text of a card."""
+    manifest, recipe = facts.manifest, yaml.safe_load(facts.recipe) or {}
+    source = manifest.get("source") or {}
+    readable = manifest.get("readable_by") or []
+    name = str(recipe.get("name") or "compressed model")
+    base = source.get("repository") or base_name(str(source.get("path_or_id") or "the original"))
+    quality = Quality.of(facts.metrics)
+    text = (manifest.get("evaluation") or {}).get("description") or "held-out text"
+    plain = any(reader.get("name") == "transformers" and reader.get("how") == "yes" for reader in readable)
+    parts = [
+        f"# {name}",
+        f"{base}, compressed by the recipe `{name}` with compress {manifest.get('compress_version', '')}.",
+        _table(("", "before", "after", ""), [*_sizes(facts), *quality.rows()]),
+        f"Quality is measured on {text}." if quality.rows() else "The recipe asked for no evaluation.",
+    ]
+    if manifest.get("kv_cache"):
+        parts.append(f"KV cache: {Policy.parse(manifest['kv_cache']).describe()}.")
+    if manifest.get("draft"):
+        parts.append(f"It brings a draft for speculative decoding, made by {manifest['draft']['method']}.")
+    if facts.warnings:
+        parts += ["## Warnings", "\n".join(f"- {warning}" for warning in facts.warnings)]
+    if readable:
+        rows = [tuple(str(reader.get(key, "")) for key in ("name", "how", "note")) for reader in readable]
+        parts += ["## Readable by", _table(("", "", ""), rows)]
+    parts += ["## How to load", *_loading(facts, readable)]
+    resolved = yaml.safe_dump(_without_places(recipe), sort_keys=False, allow_unicode=True).rstrip()
+    parts += ["## Recipe, as resolved", f"```yaml\n{resolved}\n```"]
+    data = ModelCardData(
+        base_model=source.get("repository"), base_model_relation="quantized" if source.get("repository") else None,
+        library_name="transformers" if plain else "compress", tags=_tags(facts), **_metadata(facts),
+        model_name=name, eval_results=_results(quality, text, facts),
+    )  # fmt: skip
+    return sealed_page(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts))
+
+
+def _metadata(facts: Facts) -> dict[str, Any]:
+    """License, language and kind of model; those of the source's card, where it says them."""
+    own = (facts.manifest.get("source") or {}).get("card") or {}
+    return {"pipeline_tag": _pipeline(facts), **{key: own[key] for key in _INHERITED if key in own}}
+
+
+def _pipeline(facts: Facts) -> str | None:
+    if "cosine" in facts.metrics:
+        return "feature-extraction"
+    return "text-generation" if str(facts.architecture).endswith("ForCausalLM") else None
+
+
+def _tags(facts: Facts) -> list[str]:
+    methods = {str(layer.get("method")) for layer in facts.layers if layer.get("method")}
+    return ["compress", *sorted({part for method in methods for part in re.split(r"[+, ]+", method) if part})]
+
+
+def _results(quality: Quality, text: str, facts: Facts) -> list[EvalResult] | None:
+    values = {
+        "perplexity": quality.after, "kl_divergence": quality.kl, "top1_agreement": quality.top1_agreement,
+        "cosine_similarity": quality.cosine,
+    }  # fmt: skip
+    task = _metadata(facts).get("pipeline_tag") or "text-generation"
+    return [
+        EvalResult(
+            task_type=task, dataset_type="text", dataset_name=text, metric_type=name, metric_value=round(value, 6)
+        )
+        for name, value in values.items()
+        if value is not None
+    ] or None
+
+
+def _sizes(facts: Facts) -> list[tuple[str, str, str, str]]:
+    before, after = facts.bytes_before, facts.bytes_after
+    rows = [("tensors", size(before), size(after), f"{before / max(after, 1):.2f} times smaller")]
+    counted = facts.manifest["bytes"]
+    for key, what in (
+        ("draft", "draft"),
+        ("cache_files", "cache files"),
+        ("tokenizer", "tokenizer"),
+        ("total", "all that is loaded"),
+    ):
+        if counted.get(key):
+            rows.append((what, "", size(counted[key]), ""))
+    return rows
+
+
+def _loading(facts: Facts, readable: Sequence[Mapping[str, Any]]) -> list[str]:
+    how = {str(reader.get("name")): reader for reader in readable}
+    blocks = [
+        '```python\nimport runtime                                    # of compress\nmodel = runtime.load("PATH")\n```'
+    ]
+    told = how.get("transformers", {}).get("how")
+    if told in ("yes", "with import runtime"):
+        first = "import runtime                                    # registers the format\n" if told != "yes" else ""
+        kind = "AutoModelForCausalLM" if _pipeline(facts) == "text-generation" else "AutoModel"
+        blocks.append(f'```python\n{first}from transformers import {kind}\nmodel = {kind}.from_pretrained("PATH")\n```')
+    if how.get("vLLM", {}).get("how") == "yes":
+        blocks.append("```bash\nvllm serve PATH\n```")
+    return ["PATH is this directory, or its name on the hub.", *blocks]
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _without_places(value: Any) -> Any:
+    """A recipe without directories of this machine: of an absolute path the last name is left."""
+    if isinstance(value, dict):
+        return {key: _without_places(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_places(each) for each in value]
+    return base_name(value) if isinstance(value, str) else value
+
+
+def base_name(written: str) -> str:
+    """Last name of an absolute path, or of one above the working directory, which are of this machine; other texts as they are."""
+    for kind in (PurePosixPath, PureWindowsPath):
+        if kind(written).is_absolute() or written.startswith(("~", "..")):
+            return kind(written).name
+    return written

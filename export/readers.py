@@ -1,0 +1,136 @@
+"""Readers of an artifact: which engines load it as it is, which after an export, and which do not, with the reason.
+
+Nothing here is a list of recipes; each answer rests on what is stored:
+
+- this runtime: every artifact (`compress apply` has loaded it back).
+- transformers: `quant_method`. Its own loaders know `compressed-tensors`; ours is registered by `import runtime`. Layers of different sizes
+  it cannot build, and experts of 8-bit integers it refuses (`compress.weights.artifact`).
+- vLLM: what `CompressedTensorsConfig._get_scheme_from_parts` of its sources takes (`export.huggingface.compressed_tensors`), and that
+  layers which it fuses agree. It has removed its readers of 2:4 sparse checkpoints (Marlin 2:4 and Sparse24, early in 2026), so zeros
+  that an artifact leaves out must be stored for it, which is what an export does.
+- SGLang: the same, less what its copy of that class does not have: a format for each layer, zero points, int4 beside int8 activations.
+- llama.cpp, and any of them after an export: what the target says of the artifact (`Target.why_not`, `Target.conversions`).
+
+Whether an engine knows the architecture of an uncompressed model is its own affair and not asked here. No other engine has our cache
+policies and drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from export import targets
+from export.huggingface.compressed_tensors import refusal, slower
+from export.huggingface.fused_layers import disagreement, fused_sets
+from export.source import Source
+from export.target import WORTH_SAYING
+from runtime.errors import RequestError
+from runtime.formats.quantization_config import OWN_METHOD
+from runtime.modeling.layer_sizes import differing, is_ours
+from runtime.modeling.skeleton import model_kind
+from runtime.system.sizes import size
+
+YES, NO, EXPORT, IMPORT = "yes", "no", "after export", "with import runtime"
+
+
+def readable_by(path: str | Path, entries: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Who can read an artifact.
+
+    Args:
+        path: its directory; only headers, scales and the tokenizer are read, and no manifest.
+        entries: of its manifest; `kv_cache` and `draft` count.
+
+    Returns:
+        For each reader `name`, `how` ("yes", "no", "after export" or "with import runtime") and `note`, a short clause, or "".
+
+    Raises:
+        ArtifactError: the directory cannot be used.
+    """
+    source = Source(path)
+    own = [what for what, key in (("cache policy", "kv_cache"), ("draft", "draft")) if entries.get(key)]
+    found = [("transformers", *_transformers(source))]
+    found += [(name, *_server(source, name)) for name in ("vLLM", "SGLang")]
+    found.append(("llama.cpp", *_exported(source, "gguf")))
+    without = f"without its {' and '.join(own)}" if own else ""
+    rows = [{"name": "this runtime", "how": YES, "note": "runtime.load()"}]
+    for name, how, note in found:
+        rows.append({"name": name, "how": how, "note": "; ".join(filter(None, (note, without if how != NO else "")))})
+    return rows
+
+
+def _method(source: Source) -> str | None:
+    return (source.artifact.config.get("quantization_config") or {}).get("quant_method")
+
+
+def _transformers(source: Source) -> tuple[str, str]:
+    if is_ours(source.skeleton):
+        return NO, f"layers differ in {', '.join(sorted(differing(source.config)))}, and it builds all alike"
+    if _method(source) == OWN_METHOD:
+        return IMPORT, "without it, loading is refused"
+    expert = source.compressed_expert
+    if expert is not None and source.entries[expert].format == "int-quantized":
+        return NO, "it does not put experts of 8-bit integers together"
+    return YES, "with the compressed-tensors package" if source.entries else ""
+
+
+def _server(source: Source, name: str) -> tuple[str, str]:
+    """How vLLM or SGLang reads it."""
+    kind = model_kind(source.config)
+    if kind != "decoder":
+        return NO, f"not known to serve this {kind}"
+    if is_ours(source.skeleton):
+        return NO, f"layers differ in {', '.join(sorted(differing(source.config)))}, and it builds all alike"
+    why = next(_refusals(source, name), None)
+    if why is None:
+        return YES, next((text for m, e in source.entries.items() for text in slower(e, source.shapes[m])), "")
+    how, note = _exported(source, "huggingface")
+    if how == NO:
+        return NO, why
+    checked = name == "vLLM" or all(_sglang(entry) is None for entry in source.entries.values())
+    return (EXPORT, note) if checked else (NO, why)
+
+
+def _refusals(source: Source, name: str) -> Iterator[str]:
+    if _method(source) == OWN_METHOD:
+        yield "it does not know these formats"
+    for entry in source.entries.values():
+        why = refusal(entry) if entry.scheme.grid is not None else None
+        if why is not None:
+            yield why.partition(":")[0]
+        elif name == "SGLang" and (text := _sglang(entry)) is not None:
+            yield text
+    if name == "SGLang" and len({entry.format for entry in source.entries.values()}) > 1:
+        yield "it takes one format for all layers"
+    if (text := disagreement(fused_sets(source.shapes), source.entries)) is not None:
+        yield text
+
+
+def _sglang(entry: Any) -> str | None:
+    """What SGLang lacks beside vLLM, in a clause; None: nothing."""
+    weights, activations = entry.scheme.grid, entry.scheme.activations
+    if weights is None or weights.type == "float":
+        return None
+    if activations is None and not weights.symmetric:
+        return "it takes symmetric weight-only integers alone"
+    if activations is not None and weights.bits != 8:
+        return "it takes quantized activations beside 8-bit weights alone"
+    return None
+
+
+def _exported(source: Source, name: str) -> tuple[str, str]:
+    """How it is read once `compress export --target NAME` has written it."""
+    target = targets.get(name)
+    options = target.options()
+    try:
+        why = target.why_not(source, options)
+        changes = [] if why is not None else target.conversions(source, options)
+    except RequestError as error:  # grids that the scales rule out
+        why, changes = str(error), []
+    if why is not None:
+        return NO, why
+    more = sum(change.bytes or 0 for change in changes)
+    grown = f", {size(abs(more))} {'more' if more > 0 else 'less'}" if abs(more) >= WORTH_SAYING else ""
+    anew = "" if all(change.exact for change in changes) else ", weights change"
+    return EXPORT, f"compress export --target {name}{grown}{anew}"

@@ -149,7 +149,11 @@ def test_recipes_fit_their_families(name, family, tiny_text, tmp_path):
     model = next(each for each in FAMILIES if each.name == family).write(tmp_path / "model")
     small = {"samples": 4, "sequence_length": 32, "data": str(tiny_text)}
     change = {f"{part}.{key}": value for part in ("calibration", "evaluate") for key, value in small.items()}
-    change |= {"evaluate.max_perplexity_increase": "1000%"} if name != "bert_w8a8" else {"evaluate.min_cosine": -1.0}
+    if family == "bert":
+        change["evaluate.min_cosine"] = -1.0
+    else:  # rows of 64, and of random weights no quality is asked
+        change |= {"stages.0.quantize.group_size": 32, "evaluate.max_perplexity_increase": "100000%"}
+        change |= {"evaluate.max_kl": 100.0, "evaluate.min_agreement": 0.0}
     made = compress.apply(name, model=model, output=tmp_path / "out", set=change, quiet=True)
     assert any(entry["action"] == "compressed" for entry in made.manifest["tensors"].values())
     loaded = runtime.load(made.path)

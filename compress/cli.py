@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import logging
 import sys
 import traceback
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import typer
 
@@ -77,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
         given.remove("--debug")
     hint = _CONTINUE.get(given[0], "") if given else ""
     try:
-        with stoppable():
+        with stoppable(), _log_shown(quiet=bool({"--quiet", "-q"} & set(options))):
             code = _run(given)
         sys.stdout.flush()
         if code != INTERRUPTED:
@@ -108,6 +109,21 @@ def main(arguments: list[str] | None = None) -> int:
         first = (str(error).strip().splitlines() or [""])[0]
         hint = "" if debug else "; --debug shows the traceback"
         return _fail(f"unexpected {type(error).__name__}: {first}{hint}", 1, options, debug)
+
+
+@contextmanager
+def _log_shown(quiet: bool) -> Iterator[None]:
+    """Notes of the log on what takes long (the first compilation of the kernels) go to stderr."""
+    log = logging.getLogger("compress.native")
+    level, handler = log.level, logging.StreamHandler()
+    if not quiet:
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def _run(arguments: list[str]) -> int:

@@ -105,7 +105,8 @@ class Conversation:
         parts: list[str] = []
         stopped = False
         try:
-            with closing(self._model.stream(asked, **self._sampling | {"max_new_tokens": limit})) as reply:
+            reply: Any = self._model.stream(asked, **self._sampling | {"max_new_tokens": limit})
+            with closing(reply):
                 for part in reply:
                     print(part, end="", flush=True)
                     parts.append(part)

@@ -46,29 +46,106 @@ class MethodEntry:
         return found | (_of_stage(self.source) if hasattr(self.source, "config") else _of_preset(self.source))
 
 
-def method_entries() -> Iterator[MethodEntry]:
-    """Everything that has a name: methods of stages, what cache policies are made of, what drafts."""
+@dataclass(frozen=True)
+class MethodGroup:
+    """Methods that stand in the same place.
+
+    Attributes:
+        name: the `stage` of its entries.
+        summary: what all of them are for.
+        written: how one of them is asked for.
+        own: what says the fields that all have: the class of a policy, the names of a drafter's; None: the methods' config classes.
+    """
+
+    name: str
+    summary: str
+    written: str
+    entries: list[MethodEntry]
+    own: Any = None
+
+    def describe(self) -> dict[str, Any]:
+        """Everything about it: how it is written, methods, and the fields that all of them have."""
+        return {
+            "stage": self.name,
+            "summary": self.summary,
+            "written": self.written,
+            "methods": [{"name": entry.name, "summary": entry.summary} for entry in self.entries],
+            "fields": self._fields(),
+        }
+
+    def _fields(self) -> list[dict[str, Any]]:
+        if self.own is not None:
+            return [{"name": name, "type": "", "default": "", "description": text} for name, text in self.own.items()]
+        if not self.entries or not hasattr(self.entries[0].source, "config"):
+            return []
+        described = [_of_stage(entry.source)["fields"] for entry in self.entries]
+        common = set.intersection(*({field["name"] for field in fields} for fields in described))
+        return [field for field in described[0] if field["name"] in common]
+
+
+#: Of the parts of a policy and of a drafter, by the ends of their groups' names: what they are for, and how they are written.
+_PARTS = {
+    "evict.score": ("which tokens stay", "{evict: {score: NAME, ...}}"),
+    "evict.layers": ("how layers share the budget", "{evict: {layers: NAME, ...}}"),
+    "evict.heads": ("how the heads of a layer share its budget", "{evict: {heads: NAME, ...}}"),
+    "keys, values": ("how keys and values are stored", "{keys: NAME, values: NAME}"),
+    "select": ("which tokens a step reads", "{select: {method: NAME, ...}}"),
+    "acceptance": ("which proposed tokens become text", "{..., acceptance: {NAME: {}}}"),
+    "lengths": ("how many tokens are proposed", "{..., lengths: {NAME: {}}}"),
+}
+_PHASES = ("model", "layers", "artifact")
+_DRAFTER = {
+    "depth": "most tokens of a branch.",
+    "nodes": "most tokens of a tree.",
+    "lengths": "how many tokens are proposed: `compress methods show 'drafter lengths'`.",
+    "acceptance": "which of them become text: `compress methods show 'drafter acceptance'`.",
+}
+
+
+def method_groups() -> Iterator[MethodGroup]:
+    """Everything that has a name, in the order of a recipe: methods of stages, what cache policies are made of, what drafts."""
     from compress.recipe.stages import KINDS
     from runtime.drafting.config.registry import LENGTHS, RULES, drafters
+    from runtime.kv_cache.policy.policy import Policy
     from runtime.kv_cache.policy.presets import PRESETS
     from runtime.kv_cache.policy.registries import AXES
 
+    for kind in sorted(KINDS.values(), key=lambda kind: _PHASES.index(kind.phase)):
+        if kind.name != "kv_cache":
+            entries = [MethodEntry(kind.name, method.name, method) for method in kind.methods().values()]
+            yield MethodGroup(kind.name, kind.summary, f"{kind.name}: {{method: NAME, ...}}", entries)
+            continue
+        entries = [MethodEntry(kind.name, preset.name, preset) for preset in PRESETS.values()]
+        written = "kv_cache: NAME, or kv_cache: {method: NAME, ...}, or the keys below without a method"
+        told = {"keys": "how keys are stored.", "values": "how values are stored."}
+        told |= {name: text for name, text in _attributes(Policy).items() if name not in ("method", "calibrated")}
+        yield MethodGroup(kind.name, kind.summary, written, entries, told)
+        for key, registry in AXES.items():
+            name = f"{kind.name} {key}"
+            of_axis = [MethodEntry(name, method.name, method) for method in registry]
+            yield _part(kind.name, key, of_axis)
     ways = {
         "text": "{{method: {}}}", "target": "{{method: {}}}", "model": "{{model: DIRECTORY, method: {}}}", "heads": "{{model: DIRECTORY}}",
         "drafters": "{{of: [DRAFTER, DRAFTER, ...], method: {}}}",
     }  # fmt: skip
-    groups: list[tuple[str, Iterable[Any], str | None]] = [
-        *((kind.name, kind.methods().values(), None) for kind in KINDS.values()),
-        ("kv_cache", PRESETS.values(), None),
-        *((f"kv_cache {key}", registry, None) for key, registry in AXES.items()),
-        *(("drafter", drafters(source), way) for source, way in ways.items()),
-        ("drafter acceptance", RULES, "{{..., acceptance: {{{}: {{}}}}}}"),
-        ("drafter lengths", LENGTHS, "{{..., lengths: {{{}: {{}}}}}}"),
+    found = [
+        MethodEntry("drafter", method.name, method, f"drafter: {way.format(method.name)}")
+        for source, way in ways.items()
+        for method in drafters(source)
     ]
-    for stage, methods, way in groups:
-        for method in methods:
-            written = None if way is None else f"drafter: {way.format(method.name)}"
-            yield MethodEntry(stage, method.name, method, written)
+    summary = "propose tokens that the model verifies several at a time: `runtime.load(drafter=...)`, `--drafter`"
+    yield MethodGroup("drafter", summary, "drafter: NAME, or drafter: {method: NAME, ...}", found, _DRAFTER)
+    for key, registry in (("acceptance", RULES), ("lengths", LENGTHS)):
+        written = f"drafter: {_PARTS[key][1]}"
+        parts = [
+            MethodEntry(f"drafter {key}", each.name, each, written.replace("NAME", each.name)) for each in registry
+        ]
+        yield _part("drafter", key, parts)
+
+
+def _part(whole: str, key: str, entries: list[MethodEntry]) -> MethodGroup:
+    summary, written = _PARTS[key]
+    return MethodGroup(f"{whole} {key}", summary, f"{whole}: {written}", entries)
 
 
 def _of_stage(method: Any) -> dict[str, Any]:

@@ -13,38 +13,68 @@ from runtime.errors import RequestError
 
 
 def methods(context: typer.Context, as_json: bool = JSON) -> None:
-    """List the methods, or show one with its fields.
+    """List the methods by the stage that they belong to, or show one with its fields.
 
     \b
     Examples:
       compress methods
+      compress methods show quantize
       compress methods show gptq
       compress methods show lookup
     """
     if context.invoked_subcommand is not None:
         return
-    from compress.commands.method_entries import method_entries
+    from compress.commands.method_entries import method_groups
 
-    found = [{"name": entry.name, "stage": entry.stage, "summary": entry.summary} for entry in method_entries()]
-    finish({"methods": found}, as_json, _show_list)
+    groups = [group.describe() for group in method_groups()]
+    found = [
+        {"name": each["name"], "stage": group["stage"], "summary": each["summary"]}
+        for group in groups
+        for each in group["methods"]
+    ]
+    told = [{key: group[key] for key in ("stage", "summary", "written")} for group in groups]
+    finish({"methods": found, "groups": told}, as_json, _show_list)
 
 
 def _show_list(result: dict[str, Any]) -> None:
-    rows = [(entry["stage"], entry["name"], entry["summary"]) for entry in result["methods"]]
-    print_table(("stage", "method", "what it does"), rows)
-    print("Fields, defaults and the paper: compress methods show NAME")
+    for group in result["groups"]:
+        print(f"{group['stage']}: {group['summary']}")
+        print_table(("", ""), [(m["name"], m["summary"]) for m in result["methods"] if m["stage"] == group["stage"]])
+    print("Fields, defaults and the paper: compress methods show NAME; all of a group: compress methods show quantize")
 
 
-def show(name: str = typer.Argument(..., help="Name of a method."), as_json: bool = JSON) -> None:
-    """Print a method's description, paper and fields."""
-    from compress.commands.method_entries import method_entries
+def show(
+    name: str = typer.Argument(..., help="Name of a method, or of a group, such as quantize, kv_cache, drafter."),
+    as_json: bool = JSON,
+) -> None:
+    """Print a method's description, paper and fields; or of a group what it is for, how it is written, and its methods.
 
-    entries = list(method_entries())
+    \b
+    Examples:
+      compress methods show quantize
+      compress methods show gptq
+    """
+    from compress.commands.method_entries import method_groups
+
+    groups = {group.name: group for group in method_groups()}
+    if name in groups:
+        finish(groups[name].describe(), as_json, _show_group)
+        return
+    entries = [entry for group in groups.values() for entry in group.entries]
     described = [entry.describe() for entry in entries if entry.name == name]
     if not described:
-        hint = did_you_mean(name, (entry.name for entry in entries))
+        hint = did_you_mean(name, [*groups, *(entry.name for entry in entries)])
         raise RequestError(f"no method '{name}'{hint or '.'} All are listed by `compress methods`")
     finish(described[0] if len(described) == 1 else {"methods": described}, as_json, _show)
+
+
+def _show_group(result: dict[str, Any]) -> None:
+    print(f"{result['written']}\n\n{result['stage']}: {result['summary']}")
+    print_table(("method", "what it does"), [(method["name"], method["summary"]) for method in result["methods"]])
+    if result["fields"]:
+        print("Fields of all of them:\n")
+        _show_fields(result["fields"])
+    print("\nOne of them, with its own fields: compress methods show NAME")
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -52,5 +82,10 @@ def _show(result: dict[str, Any]) -> None:
         key = "method: " if " " not in shown["stage"] else ""
         written = shown.get("written", f"{shown['stage']}: {{{key}{shown['name']}}}")
         print(f"{written}\n\n{shown['description']}\n\nSource: {shown['paper']}\n")
-        for field in shown["fields"]:
-            print(f"  {field['name']}: {field['type']} (default: {field['default']})\n      {field['description']}")
+        _show_fields(shown["fields"])
+
+
+def _show_fields(fields: list[dict[str, Any]]) -> None:
+    for field in fields:
+        kind = f": {field['type']} (default: {field['default']})" if field["type"] else ""
+        print(f"  {field['name']}{kind}\n      {field['description']}")

@@ -32,7 +32,9 @@ RECIPE = typer.Argument(
     autocompletion=completion(bundled_recipes),
 )
 MODEL = typer.Option(None, "--model", "-m", help="Checkpoint directory or hub id, instead of the recipe's.")
-OUTPUT = typer.Option(None, "--output", "-o", help="Directory of the artifact, instead of the recipe's.")
+OUTPUT = typer.Option(
+    None, "--output", "-o", help="Directory of the artifact (default: the recipe's, and with --model RECIPE-MODEL)."
+)
 SET = typer.Option([], "--set", help="Change a recipe key, as in stages.0.quantize.bits=3; repeatable.")
 MAX_MEMORY = typer.Option(
     None, "--max-memory", metavar="SIZE", help='Memory limit of the process, such as "6GB"; larger runs are refused.'
@@ -144,7 +146,7 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
 
 
 def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the options of `SAMPLING` and `LOADING` in place of its parameters `sampling` and `loading`, which get them as keywords."""
+    """A command with the options of `SAMPLING` and `LOADING` in place of its parameters `sampling` and `loading`, which get them."""
     groups = {"sampling": SAMPLING, "loading": LOADING}
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []

@@ -25,15 +25,33 @@ def recipes(context: typer.Context, as_json: bool = JSON) -> None:
     if context.invoked_subcommand is not None:
         return
     recipes = [
-        entry | {"stages": [_stage(kind, fields) for stage in entry["stages"] for kind, fields in stage.items()]}
+        entry
+        | {
+            "family": _FAMILIES.get(entry["name"].partition("_")[0], "Others"),
+            "stages": [_stage(kind, fields) for stage in entry["stages"] for kind, fields in stage.items()],
+        }
         for entry in _entries(bundled_recipes(), "stages")
     ]
     finish({"recipes": recipes, "sweeps": _entries(bundled_sweeps(), "recipe")}, as_json, _show)
 
 
+#: By the first part of a recipe's name: the models that it is for.
+_FAMILIES = {
+    "llama": "Decoders (Llama, Qwen, Gemma, Mistral, Phi, ...)",
+    "moe": "Mixtures of experts",
+    "vlm": "Vision-language models",
+    "bert": "Encoders",
+}
+
+
 def _show(result: dict[str, Any]) -> None:
-    rows = [(entry["name"], ", ".join(entry["stages"]), entry["description"]) for entry in result["recipes"]]
-    print_table(("recipe", "stages", "what it does"), rows)
+    groups: dict[str, list[tuple[str, str, str]]] = {title: [] for title in _FAMILIES.values()}
+    for entry in result["recipes"]:
+        row = (entry["name"], ", ".join(entry["stages"]), entry["description"])
+        groups.setdefault(entry["family"], []).append(row)
+    for title, rows in groups.items():
+        print(title)
+        print_table(("recipe", "stages", "what it does"), rows)
     print("Run: compress apply NAME          Print: compress recipes show NAME\n")
     rows = [(entry["name"], entry["recipe"], entry["description"]) for entry in result["sweeps"]]
     print_table(("sweep", "recipe", "what it varies"), rows)

@@ -284,13 +284,13 @@ class Recipe(Located):
     """One compression, from checkpoint to artifact.
 
     Attributes:
-        name: name of the recipe; the default output is `out/NAME`.
+        name: name of the recipe; the default output is `out/NAME`, and for another model than the recipe's `out/NAME-MODEL`.
         description: one line for `compress recipes`.
         model: a checkpoint directory (relative to the recipe file, else to the working directory) or a hub id.
         calibration: see `CalibrationConfig`; `auto`: as if it were left out.
         stages: list of stages, in order.
         evaluate: see `EvaluateConfig`; None skips evaluation.
-        output: directory of the artifact (relative to the working directory).
+        output: directory of the artifact (relative to the working directory); for another model (`--model`) its name follows.
         sample: a prompt that `compress apply` continues with the source and with the artifact; None: beginnings of evaluation text.
         seed: seeds everything random that is not the draw of calibration rows.
         on_nonfinite: `fail`, or `skip` layers whose weights or activations hold NaN or Inf (copied, and recorded).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def load(
 
     Args:
         source: a YAML file, the name of a bundled recipe, a dictionary with a recipe's keys, or a `Recipe` (copied).
-        model: replaces the recipe's `model`.
+        model: replaces the recipe's `model`; without an output of its own, the output directory is then named after it too.
         output: replaces the recipe's `output`.
         set: `KEY=VALUE` texts, or values by dotted key, applied before validation.
 
@@ -42,9 +43,22 @@ def load(
         data, origin = source.resolved() | {"output": source.output}, copy.deepcopy(source.origin)
     else:
         data, origin = read_source(source, find_recipe, "recipe", Recipe)
+    own = data.get("model")
     replace_keys(data, origin, model=model, output=output)
     apply_overrides(data, set, origin)
+    given, base = data.get("model"), data.get("output") or f"out/{data.get('name')}"
+    chosen = output is not None or ("output",) in origin.overrides
+    if not chosen and given != own and isinstance(given, str) and isinstance(base, str):
+        data["output"] = f"{base}-{_directory_name(given)}"
     return build(data, origin)
+
+
+def _directory_name(model: str) -> str:
+    """The last part of a path or of a hub id, in characters that every file system takes."""
+    name = Path(model).expanduser().name
+    if not name.strip("."):  # `.` and `..` are called by what they are
+        name = Path(model).resolve().name
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model"
 
 
 def read_source(

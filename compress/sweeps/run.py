@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
@@ -37,7 +38,7 @@ from compress.sweeps.space import Range, Values, text_of
 from compress.sweeps.trial import finite
 from compress.sweeps.views import write_views
 from runtime.config.messages import listing
-from runtime.errors import CompressError, RequestError
+from runtime.errors import ArtifactError, CompressError, RequestError, ResourceError
 from runtime.system.memory import free_bytes
 
 # Speed of finished trials: measured apart, one artifact at a time, while no trial runs.
@@ -175,13 +176,13 @@ def sweep(
     plan, base = load_sweep(source, model=model, output=output, set=set, jobs=jobs)
     search = open_search(plan)
     path = Path(plan.file.output) if plan.file.output else Path("out") / "sweeps" / plan.file.name
-    recipe = first_recipe(plan, base, search, device, recorded(path) if resume else (), quiet)
+    recipe, unfit = first_recipe(plan, base, search, device, recorded(path) if resume else (), quiet)
     directory = SweepDirectory(path, identity(plan, base, recipe, device), resume, overwrite)
     try:
         talk = Talk(quiet)
         talk.tracking = Tracking(report_to, plan.file.name, plan.resolved(), talk.warn)
         with disk_errors(f"writing to {path}"), tracked(talk.tracking):
-            run = _Run(plan, base, search, recipe, directory, device, max_memory, talk)
+            run = _Run(plan, base, search, recipe, unfit, directory, device, max_memory, talk)
             return run.carry_out(executor or choose, retry)
     finally:
         directory.close()
@@ -194,19 +195,22 @@ _DRAWS = 200
 
 def first_recipe(
     sweep: Sweep, base: BaseRecipe, search: Grid | Study, device: str, known: Container[str] = (), quiet: bool = False
-) -> Recipe:
-    """The recipe of the first valid point. All points of a grid are checked; of a search, draws until one is valid.
+) -> tuple[Recipe, dict[str, str]]:
+    """The recipe of the first point that fits the model. All points of a grid are checked; of a search, draws until one fits.
 
     Args:
         known: keys (`Trial.key`) of points that were checked when the sweep was begun, and are not again.
         quiet: no progress bar.
 
+    Returns:
+        The recipe, and of a grid {key of a point that does not fit: the reason}.
+
     Raises:
-        RequestError: an invalid point of a grid; a search without a valid draw; or no such model.
+        RequestError: no point fits; the checkpoint cannot be used, or there is none.
     """
     located: dict[str, str] = {}
 
-    def check(values: dict[str, Any], where: str) -> Recipe | RequestError:
+    def check(values: dict[str, Any]) -> Recipe | RequestError:
         """The recipe of a point, or what is wrong with it."""
         recipe = None
         try:
@@ -215,30 +219,42 @@ def first_recipe(
                 located["model"] = str(locate_model(recipe))
             Session.open(recipe.model_copy(update=located), device)
         except RequestError as error:
-            if recipe is not None and not located:  # no values make up for a model that is not there
+            no_model = recipe is not None and not located
+            if no_model or isinstance(error, (ResourceError, ArtifactError)):  # no values make up for it
                 raise
-            written = listing(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
-            return RequestError(f"{error} ({where} {written})")
+            return error
         return recipe
 
+    def refusal(error: RequestError, values: dict[str, Any], where: str) -> RequestError:
+        written = listing(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
+        return RequestError(f"{error} ({where} {written})")
+
     if isinstance(search, Grid):
-        unchecked = [search.points[0], *(values for values in search.points[1:] if text_of(values) not in known)]
-        points = track(unchecked, "checking combinations", console=Console(stderr=True), transient=True, disable=quiet)
-        recipes = []
-        for values in points:
-            found = check(values, "in the trial with")
-            if isinstance(found, RequestError):
-                raise found
-            recipes.append(found)
-        return recipes[0]
+        new = [search.points[0], *(values for values in search.points[1:] if text_of(values) not in known)]
+        points = track(new, "checking combinations", console=Console(stderr=True), transient=True, disable=quiet)
+        recipe: Recipe | None = None
+        unfit: dict[str, str] = {}
+        reasons: dict[str, RequestError] = {}
+        for values in itertools.chain(points, (values for values in search.points if values not in new)):
+            if recipe is not None and text_of(values) in known:
+                continue
+            found = check(values)
+            if isinstance(found, Recipe):
+                recipe = recipe or found
+            else:
+                unfit[text_of(values)] = str(found)
+                reasons.setdefault(str(found), refusal(found, values, "in the trial with"))
+        if recipe is None:
+            raise RequestError("\n".join(map(str, reasons.values())))
+        return recipe, unfit
     draw = random.Random(0)  # the same combinations every time
     refused: list[CompressError] = []
     while len(refused) < _DRAWS:
         values = {key: _draw(values, draw) for key, values in sweep.vary.items()}
-        found = check(values, f"as in all {_DRAWS} combinations drawn, here")
-        if not isinstance(found, RequestError):
-            return found
-        refused.append(found)
+        found = check(values)
+        if isinstance(found, Recipe):
+            return found, {}
+        refused.append(refusal(found, values, f"as in all {_DRAWS} combinations drawn, here"))
     raise refused[0]
 
 
@@ -285,6 +301,7 @@ class _Run:
     base: BaseRecipe
     search: Grid | Study
     recipe: Recipe
+    unfit: Mapping[str, str]
     directory: SweepDirectory
     device: str
     max_memory: int | None
@@ -298,6 +315,11 @@ class _Run:
         if retry:
             self._forget_failures()
         self._tidy()
+        if self.unfit:
+            count = f"{len(self.unfit)} of {self.search.total}"
+            self.talk.warn(
+                f"{count} combinations do not fit the recipe or the model: they are skipped, with the reason in the table"
+            )
         begin = time.monotonic()
         self._run_trials(executor)
         result = summary(self.sweep, self.directory, self._source(), time.monotonic() - begin)
@@ -342,14 +364,17 @@ class _Run:
             executor.close()
 
     def _propose(self) -> Trial | None:
-        """The next trial, on record; one that the recipe refuses is settled already."""
+        """The next trial, on record; one that the recipe or, in a grid, the model refuses is settled already."""
         trial = self.search.propose(self.directory.in_order)
         if trial is None:
             return None
+        error = self.unfit.get(trial.key)
         try:
             self.base.at(trial.values)
-        except CompressError as error:
-            trial.status, trial.error = "refused", str(error)
+        except CompressError as refused:
+            error = str(refused)
+        if error is not None:
+            trial.status, trial.error = "refused", error
             self._settle(trial)
         else:
             self.directory.record(trial)

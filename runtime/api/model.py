@@ -69,7 +69,12 @@ class Model(GeneratingModel):
         self.speculation = speculation
 
     # ---------------------------------------------------------------- generation
-    def generate(self, prompt: Texts, **options: Any) -> Texts:
+    @overload
+    def generate(self, prompt: Texts, **options: Any) -> Texts: ...
+    @overload
+    def generate(self, prompt: Sequence[Mapping[str, Any]], **options: Any) -> str: ...
+
+    def generate(self, prompt: Any, **options: Any) -> Any:
         """Continue a prompt, or each of a batch of prompts of any number and lengths. Only what is new is returned.
 
         A long list is worked through with as many prompts at a time as fit, on engines with a paged KV cache letting one in
@@ -91,6 +96,8 @@ class Model(GeneratingModel):
     def stream(self, prompt: str, **options: Any) -> Iterator[str]: ...
     @overload
     def stream(self, prompt: list[int], **options: Any) -> Iterator[int]: ...
+    @overload
+    def stream(self, prompt: Sequence[Mapping[str, Any]], **options: Any) -> Iterator[str]: ...
 
     def stream(self, prompt: Any, **options: Any) -> Iterator[Any]:
         """Like `generate` for one prompt, but yields the text in parts (or the token ids one by one) while they are made.

@@ -27,6 +27,7 @@ FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trappin
 #: Tried in this order: not every compiler and CPU knows how to tune for itself.
 TUNING = (("-march=native",), ("-mcpu=native",), ())
 _log = logging.getLogger("compress.native")
+_SECONDS = 20  # all sources of this project, on one core
 
 
 @cache
@@ -85,10 +86,17 @@ def _build(source: Path, compiler: str, flags: tuple[str, ...], directory: Path)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / target.name
+        _say_once()
         command = [*shlex.split(compiler), *flags, str(source), "-o", str(built), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=300)
         built.replace(target)  # whole or not at all, whoever else compiles it at the same time
     return target
+
+
+@cache
+def _say_once() -> None:
+    """The first compilation of a process is told to whoever listens to the log at level INFO, as the command line does."""
+    _log.info("compiling the CPU kernels for this machine, once; this takes up to %d s", _SECONDS)
 
 
 def _key(code: bytes, compiler: str, flags: tuple[str, ...]) -> str:

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from family_models import FAMILIES
 
 import runtime
 from compress.core.resources import bundled_recipes
@@ -16,7 +17,7 @@ from compress.recipe import load, locate_model
 from runtime.checkpoint.artifact import Artifact
 
 # Recipes for models that do not come along.
-NEEDS_MODEL = {"bert_w8a8"}
+NEEDS_MODEL = {"bert_w8a8", "moe_w4", "vlm_w4"}
 RECIPES = {name: path for name, path in bundled_recipes().items() if name not in NEEDS_MODEL}
 QUICK = ["calibration.samples=16", "calibration.sequence_length=128", "evaluate.samples=16"]
 
@@ -37,6 +38,8 @@ BITS = {
     "llama_w8a8": 8.2,
     "llama_fp8": 8.2,
     "llama_sparse50": 9.3,
+    "llama_w3": 3.3,
+    "llama_phone": 4.6,
 }
 
 
@@ -124,3 +127,37 @@ def test_the_resolved_recipe_in_the_artifact_is_a_recipe(applied):
     assert again.name == name
     assert again.calibration.samples == 16
     assert (output / "report.html").stat().st_size > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("llama_w4", "qwen3"),
+        ("llama_w4", "gemma3"),
+        ("llama_kv4", "llama"),
+        ("moe_w4", "mixtral"),
+        ("moe_w4", "gpt_oss"),
+        ("vlm_w4", "qwen2_5_vl"),
+        ("vlm_w4", "llava"),
+        ("bert_w8a8", "bert"),
+    ],
+)
+def test_recipes_fit_their_families(name, family, tiny_text, tmp_path):
+    import compress
+
+    model = next(each for each in FAMILIES if each.name == family).write(tmp_path / "model")
+    small = {"samples": 4, "sequence_length": 32, "data": str(tiny_text)}
+    change = {f"{part}.{key}": value for part in ("calibration", "evaluate") for key, value in small.items()}
+    if family == "bert":
+        change["evaluate.min_cosine"] = -1.0
+    else:  # rows of 64, and of random weights no quality is asked
+        change |= {"stages.0.quantize.group_size": 32, "evaluate.max_perplexity_increase": "100000%"}
+        change |= {"evaluate.max_kl": 100.0, "evaluate.min_agreement": 0.0}
+    made = compress.apply(name, model=model, output=tmp_path / "out", set=change, quiet=True)
+    assert any(entry["action"] == "compressed" for entry in made.manifest["tensors"].values())
+    loaded = runtime.load(made.path)
+    if family == "bert":
+        assert loaded.embed(["a text"]).isfinite().all()
+    else:
+        assert len(loaded.generate([5, 6, 7], max_new_tokens=4, ignore_eos=True)) == 4

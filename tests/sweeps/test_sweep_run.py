@@ -91,8 +91,9 @@ def test_artifacts_that_are_kept(run, settings, tmp_path, keep, count):
 def test_a_point_that_the_recipe_refuses_is_found_before_anything_runs(run, settings, tmp_path):
     executor = Here()
     with pytest.raises(RequestError) as raised:
-        run(settings(vary={BITS: [4, 3, 99]}), executor)
+        run(settings(vary={BITS: [98, 99]}), executor)
     assert f"{BITS}: expected an integer between" in str(raised.value)
+    assert f"(in the trial with {BITS}=98)" in str(raised.value)
     assert f"(in the trial with {BITS}=99)" in str(raised.value)
     with pytest.raises(RequestError, match="'group_size'"):
         run(settings(vary={"stages.0.quantize.grup_size": [32]}), executor)
@@ -123,9 +124,28 @@ def test_points_with_a_record_are_not_checked_again(run, settings, monkeypatch):
 def test_a_point_that_the_model_refuses_is_found_before_anything_runs(run, settings, tmp_path):
     executor = Here()
     with pytest.raises(RequestError, match="nothing_called_so"):
-        run(settings(vary={"stages.0.quantize.targets": [["Linear"], ["nothing_called_so"]]}), executor)
+        run(settings(vary={"stages.0.quantize.targets": [["nothing_called_so"]]}), executor)
     assert not executor.started
     assert not (tmp_path / "out").exists()
+
+
+def test_points_that_do_not_fit_are_skipped_and_said(run, settings, tmp_path, capsys):
+    targets = "stages.0.quantize.targets"
+    executor = Here()
+    chosen = settings(vary={targets: [["nothing_called_so"], ["Linear"]], BITS: [99, 8]})
+    done = run(chosen, executor)
+    assert executor.started == [3], "what does not fit is not begun"
+    assert done.summary["counts"] == {"finished": 1, "failed": 0, "refused": 3, "proposed": 0}
+    assert [trial["status"] for trial in done.trials] == ["refused", "refused", "refused", "finished"]
+    assert "nothing_called_so" in done.trials[1]["error"]
+    assert "expected an integer between" in done.trials[2]["error"]
+    assert json.loads((tmp_path / "out" / "sweep.json").read_text())["trials"][1]["error"] == done.trials[1]["error"]
+    assert "refused: " in (tmp_path / "out" / "table.csv").read_text()
+    err = " ".join(capsys.readouterr().err.split())
+    assert "3 of 4 combinations do not fit" in err
+    again = run(settings(vary={targets: [["nothing_called_so"], ["Linear"]], BITS: [99, 8, 4]}), executor, resume=True)
+    assert executor.started == [3, 5], "what is on record is not tried again"
+    assert again.summary["counts"]["refused"] == 4
 
 
 def test_limits_and_constraints_keep_a_trial_off_the_front(run, settings, recipe_file):

@@ -151,7 +151,7 @@ def test_wrong_requests(run, artifact, options, message):
 
 def test_wrong_messages(artifact):
     model = runtime.load(artifact)
-    with pytest.raises(RequestError, match='message 0 .* needs a "role"'):
+    with pytest.raises(RequestError, match=r'message 0 .* needs a "role"'):
         model.generate([{"content": "hi"}])
     with pytest.raises(RequestError, match="no tools here"):
         model.generate([{"role": "tool", "content": "hi"}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,7 +73,7 @@ def test_each_command_has_help_with_examples(capsys, command):
     assert code == 0
     assert "Usage: compress" in out
     assert f"compress {command} " in out.replace("Usage: compress", "")
-    assert "--json" in out
+    assert "--json" in out or command == "chat", "a conversation is no one object"
 
 
 def test_help_and_recipes_are_quick_and_import_no_torch():
@@ -334,6 +335,31 @@ def test_drafters_are_listed_with_their_fields(capsys):
     assert "skip_mlp: a list of integers at least 0 (default: [])\n      those whose" in out
 
 
+def test_methods_are_grouped_in_the_order_of_a_recipe(capsys):
+    _, out, _ = run(capsys, "methods", "--json")
+    groups = json.loads(out)["groups"]
+    names = [group["stage"] for group in groups if " " not in group["stage"]]
+    assert names == ["structure", "recover", "prune", "quantize", "kv_cache", "draft", "drafter"]
+    _, out, _ = run(capsys, "methods")
+    places = [out.index(f"{group['stage']}: {group['summary']}") for group in groups]
+    assert places == sorted(places)
+    for group in groups:
+        code, out, _ = run(capsys, "methods", "show", group["stage"])
+        assert code == 0
+        assert out.startswith(f"{group['written']}\n")
+        _, out, _ = run(capsys, "methods", "show", group["stage"], "--json")
+        shown = json.loads(out)
+        assert shown["methods"]
+        assert all(field["description"] for field in shown["fields"])
+    _, out, _ = run(capsys, "methods", "show", "quantize", "--json")
+    names = [field["name"] for field in json.loads(out)["fields"]]
+    assert {"scheme", "bits", "group_size", "targets", "ignore"} <= set(names)
+    assert "damping" not in names, "only gptq has it"
+    code, _, err = run(capsys, "methods", "show", "quantise")
+    assert code == 2
+    assert "'quantize'" in err
+
+
 def test_a_method_says_its_fields(capsys):
     _, out, _ = run(capsys, "methods", "show", "gptq", "--json")
     shown = json.loads(out)
@@ -342,6 +368,32 @@ def test_a_method_says_its_fields(capsys):
     assert fields["damping"]["default"] == "0.01"
     assert "2210.17323" in shown["paper"]
     assert all(field["description"] for field in shown["fields"])
+
+
+def test_the_first_compilation_is_said_on_stderr_and_only_there(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from compress import cli\n"
+        "from runtime.system import native\n"
+        "def run(arguments):\n"
+        "    native.library(Path(arguments[0])); native.library(Path(arguments[1])); return 0\n"
+        "cli._run = run\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.c").write_text(f"int {name}(void) {{ return 1; }}\n")
+    command = [sys.executable, "-c", script, tmp_path / "one.c", tmp_path / "two.c"]
+
+    def stderr(*options, cache):
+        environment = os.environ | {"COMPRESS_CACHE": str(tmp_path / cache)}
+        done = subprocess.run(
+            [*command, *options], env=environment, capture_output=True, text=True, check=True, timeout=60
+        )
+        assert done.stdout == ""
+        return done.stderr
+
+    assert stderr(cache="a").count("compiling the CPU kernels") == 1
+    assert stderr(cache="a") == "", "it is in the cache now"
+    assert stderr("--quiet", cache="b") == ""
 
 
 # ------------------------------------------------------------------ apply and plan around the pipeline

@@ -369,3 +369,22 @@ def test_a_recipe_knows_its_fields():
         "on_nonfinite",
         "true_sequential",
     }
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("org/My-Model_1.5B", "out/d-My-Model_1.5B"),
+        ("~/models/my llama/", "out/d-my-llama"),
+        ("m", "out/d"),
+        (".", f"out/d-{Path().resolve().name}"),
+        ("/", "out/d-model"),
+    ],
+)
+def test_the_output_is_named_after_another_model(model, name):
+    data = {"name": "d", "model": "m", "stages": [{"quantize": {"method": "rtn"}}]}
+    assert load(data, model=model).output_directory == Path(name)
+    assert load(data | {"output": "out/d"}, model=model).output_directory == Path(name)
+    assert load(data, model=model, output="here").output_directory == Path("here")
+    assert load(data, model=model, set=["output=there"]).output_directory == Path("there")
+    assert load(load(data, model=model)).output_directory == Path(name)

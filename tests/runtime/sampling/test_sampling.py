@@ -179,7 +179,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"num_return_sequences": 2}, r"`\[prompt\] \* n`"),
     ({"max_length": 20}, "use max_new_tokens"),
     ({"attention_mask": torch.ones(1, 2)}, "without padding"),
-    ({"streamer": object()}, "use stream"),
+    ({"streamer": print}, "use stream"),
     ({"eos_token_id": 5}, "use stop for other ends"),
     ({"do_sample": 1}, "do_sample must be True or False"),
     ({"do_sample": True, "temperature": 0}, "needs a temperature above 0"),
@@ -188,7 +188,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("keywords", "message"), BAD_OPTIONS, ids=[str(k) for k, _ in BAD_OPTIONS])
+@pytest.mark.parametrize(("keywords", "message"), BAD_OPTIONS, ids=[f"{n} {next(iter(k))}" for n, (k, _) in enumerate(BAD_OPTIONS)])
 def test_bad_options_are_one_sentence(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         GenerationOptions.from_keywords(keywords, "generate")

@@ -79,7 +79,7 @@ def main() -> None:
                     f"{row['perplexity_increase']:+.1%}; limits {row['limits']}; exceeded {row['exceeded'] or 'none'}; {row['text']}",
                     flush=True,
                 )
-    RESULTS.write_text(json.dumps({"cpu": cpu_name(), "commit": commit(), "rows": rows}, indent=1) + "\n")
+                RESULTS.write_text(json.dumps({"cpu": cpu_name(), "commit": commit(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

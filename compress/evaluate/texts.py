@@ -55,7 +55,8 @@ def doubt(context: Context) -> list[str]:
     if text is None or context.reference.kind != "decoder":
         return []
     vocabulary = context.reference.vocabulary
-    rows = text[: max(1, JUDGED // context.reference.rows.length(text))]
+    count = max(1, JUDGED // context.reference.rows.length(text))
+    rows = text[:: max(1, len(text) // count)][:count]  # from all of the text
     tokens = context.reference.rows.labels(text)
     frequencies = unigram_loss(tokens[tokens >= 0], vocabulary)
     try:
@@ -69,7 +70,7 @@ def doubt(context: Context) -> list[str]:
         than = f"that of guessing among its {vocabulary:,} tokens"
     where = context.calibration.description if context.evaluation is None else context.evaluation.description
     return [
-        f"{context.original.path} does not read the text: its perplexity is {perplexity(found):.4g}, worse than {than} ({where}); what is "
+        f"{context.original.path} does not read the text: its perplexity is about {perplexity(found):.3g}, worse than {than} ({where}); what is "
         "measured on this text says little of the artifact, so give text of its own kind in calibration.data"
     ]
 

@@ -133,7 +133,7 @@ def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> Calibrat
         if len(rows) < count:
             unit = f"rows of {config.sequence_length} tokens" if config.packing else "documents"
             warnings.append(
-                f"{text.where} has only {len(rows)} {unit}; {count} {'would be better' if config.is_auto('samples') else 'were asked for'}"
+                f"{text.where} has only {len(rows)} {unit}; {count} {'are recommended' if config.is_auto('samples') else 'were asked for'}"
             )
     if warnings:  # proportions count for more than the number
         kept = balanced(config.samples, texts, [len(rows) for rows, _ in parts])
@@ -159,7 +159,7 @@ def _drawn(config: CalibrationConfig, count: int, text: Text, tokenizer: Any) ->
     encoded = encode(text.documents, tokenizer, separate=config.packing)
     read = list(_take(encoded, max(ENOUGH * count * config.sequence_length, ENOUGH_TOKENS)))
     if not read:
-        reason = f"{text.where} holds no text; the least is {config.sequence_length} tokens{text.advice}"
+        reason = f"{text.where} holds no text; at least {config.sequence_length} tokens are needed{text.advice}"
         raise RequestError(text.named.at("data", reason))
     if config.packing:
         rows = draw(windows(_joined(read), config.sequence_length, text), config, count)

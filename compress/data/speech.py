@@ -161,7 +161,7 @@ class SpeechReader:
 def _split(source: TextSet, files: list[Path]) -> tuple[list[Path], list[Path]]:
     """Sounds to be calibrated on, and those that are held out."""
     if len(files) < 2:
-        text = f"'{files[0].parent}' has one sound, and one more is needed to be held out; give more, or others in evaluate.data"
+        text = f"'{files[0].parent}' has only one sound, and evaluation needs a second; give more, or name others in evaluate.data"
         raise RequestError(source.at("data", text))
     out = choose([1] * len(files), 1 / 4)
     return tuple([file for file, apart in zip(files, out, strict=True) if apart is side] for side in (False, True))  # type: ignore[return-value]

@@ -49,7 +49,7 @@ def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
         _check_layers_only(recipe, "the recipe names images", "data")
     for source in sources:
         if source.language is not None:
-            text = f"{name} reads text, in any language; this is for models that hear: leave it out"
+            text = f"{name} is not a speech model, and this key is for speech models: leave it out"
             raise RequestError(source.at("language", text))
     if streamed.kind == "decoder":
         states = getattr(streamed.config.get_text_config(), "altup_num_inputs", None) or 1

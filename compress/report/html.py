@@ -138,7 +138,7 @@ def _quality(facts: Facts) -> str:
     metrics, on = facts.metrics, _on(facts.texts[1])
     quality = Quality.of(metrics)
     if not quality.rows():
-        return section("Quality", note("The recipe asked for no evaluation."))
+        return section("Quality", note("Quality was not evaluated."))
     content = table(("", "before>", "after>", "change>"), quality.rows()) + _limits(metrics)
     if quality.before is None or quality.after is None:
         texts = f"{metrics['windows']:,} held-out texts of {metrics['sequence_length']} tokens"

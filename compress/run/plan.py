@@ -216,7 +216,7 @@ def unused_limits(context: Context) -> list[str]:
     open_limits = [name for name in ("max_kl", "min_agreement") if getattr(config, name) == AUTO]
     found = []
     if cuts and open_limits and not encoder and not context.kept_tokens:
-        text = f"a model that {' and '.join(cuts)} makes has no usual {' and '.join(open_limits)}, so it is not held to any; set them"
+        text = f"after {' and '.join(cuts)} there is no default {' or '.join(open_limits)}, so none is checked; set a number to require one"
         found.append(config.at(open_limits[0], text))
     return found + [
         f"evaluate.{name} is not checked: {'an encoder is' if encoder else 'only encoders are'} judged by min_cosine"

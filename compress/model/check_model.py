@@ -77,10 +77,10 @@ def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
 
 
 def _check_layers_only(recipe: Recipe, why: str, what: str) -> None:
-    """Stages that work on layers one by one take sounds and images, or nothing; the others are made for text."""
+    """Refuse stages other than prune and quantize: only these calibrate on audio or images."""
     for stage in recipe.stages:
         if stage.phase != "layers":
-            text = f"{why}, and only prune and quantize stages are for such {what}; leave this one out"
+            text = f"{why}, and only prune and quantize stages support such {what}; leave this one out"
             raise RequestError(recipe.origin.at(stage.path, text))
 
 

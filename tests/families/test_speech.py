@@ -242,7 +242,9 @@ def test_one_sound_cannot_be_shared(whisper: Path, tmp_path: Path) -> None:
     ):
         compress.plan(request)
     several = [{"data": "a"}, {"data": "b"}]
-    with pytest.raises(RequestError, match=r"calibration\.data: 2 sets are mixed, but this kind of model takes only one"):
+    with pytest.raises(
+        RequestError, match=r"calibration\.data: 2 sets are mixed, but this kind of model takes only one"
+    ):
         compress.plan(recipe(whisper, GPTQ, calibration={"data": several}))
 
 

@@ -363,8 +363,8 @@ def test_wrong_sounds_get_a_sentence(
             {"stages": RTN, "evaluate": {"data": "bundled"}},
             "evaluate.data: the model reads speech, and none is bundled",
         ),
-        ({"stages": [{"recover": {"method": "finetune"}}]}, "only prune and quantize stages are for such models"),
-        ({"stages": [{"kv_cache": {"keys": "int4"}}]}, "only prune and quantize stages are for such models"),
+        ({"stages": [{"recover": {"method": "finetune"}}]}, "only prune and quantize stages support such models"),
+        ({"stages": [{"kv_cache": {"keys": "int4"}}]}, "only prune and quantize stages support such models"),
         ({"stages": [{"quantize": {"method": "rtn", "scheme": "W8A16", "targets": ["lm_head"]}}]}, "shares its weight"),
     ],
 )

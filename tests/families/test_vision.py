@@ -283,11 +283,11 @@ def test_what_cannot_be_read_gets_a_sentence(
     [
         (lambda m: (m / "preprocessor_config.json").unlink(), GPTQ, "has no processor (preprocessor_config.json)"),
         (lambda m: (m / "preprocessor_config.json").write_text("{"), GPTQ, "processor in .* cannot be read"),
-        (lambda m: None, [{"kv_cache": {"keys": "int4"}}], "only prune and quantize stages are for such data"),
+        (lambda m: None, [{"kv_cache": {"keys": "int4"}}], "only prune and quantize stages support such data"),
         (
             lambda m: None,
             [{"structure": {"method": "block_influence", "remove": "layers", "ratio": 0.5}}],
-            "only prune and quantize stages are for such data",
+            "only prune and quantize stages support such data",
         ),
     ],
 )

@@ -31,7 +31,7 @@ from compress.commands.output import (
     stdout_reserved,
 )
 from compress.core.last_artifact import remember_artifact
-from compress.core.units import duration, size
+from compress.core.units import decoding_speed, duration, size
 from runtime.errors import CompressError
 
 
@@ -74,8 +74,9 @@ def apply(
     loaded = load(recipe, model=model, output=output, set=set_)
     failure: CompressError | None = None
     with stdout_reserved(as_json):
+        from compress.core.run_directory import recorded_samples
         from compress.recipe import locate_model
-        from compress.run.record import COMMAND, make_samples, recorded_samples, shown_command
+        from compress.run.record import COMMAND, make_samples, shown_command
         from compress.run.run import LimitError
         from compress.run.run import apply as run
         from export.readers import readable_by
@@ -94,6 +95,8 @@ def apply(
             )
         except LimitError as error:
             artifact, failure = error.result, error
+        finally:
+            COMMAND.set(None)  # whoever calls this from Python may go on
         if not is_first():  # rank 0 prints for all
             return
         remember_artifact(artifact.path)
@@ -156,7 +159,6 @@ def _show(result: dict[str, Any]) -> None:
     print(f"{done} Peak memory: {size(result['peak_memory'])}.")
     path, page = (shlex.quote(str(file)) for file in (result["path"], Path(result["path"]) / "report.html"))
     if "samples" in result:
-        print(f"Runs on {result['samples']['engine']}." if result["samples"].get("engine") else "")
         _show_samples(result["samples"])
     print(f"\nWritten to {result['path']}. Next:")
     following = [] if "cosine" in metrics else [(f'compress generate {path} "import os"', "generate text")]
@@ -174,6 +176,8 @@ def _show_samples(samples: dict[str, Any]) -> None:
     """Print what source and artifact make of each prompt, and why one of them is left out."""
     if samples["engine"] is not None:
         print(f"Runs on {samples['engine']}")
+    if speed := decoding_speed(samples.get("speed"), "this machine"):
+        print(speed)
     names = {"source": "The source", "artifact": "The artifact"}
     for number, prompt in enumerate(samples["prompts"]):
         for name, words in names.items():

@@ -101,6 +101,9 @@ DRAFTER = typer.Option(
     callback=_read_drafter,
     help="A drafter's name, the directory of a draft model, JSON, or none (default: the artifact's own draft).",
 )
+ADAPTER = typer.Option(
+    None, "--adapter", metavar="DIR", help="LoRA adapter that PEFT has saved, beside the weights (default: none)."
+)
 TRUST = typer.Option(False, "--trust-remote-code", help="Run Python code that the checkpoint brings.")
 
 # Generating. By the names of `runtime.load` and of `Model.generate`, with their types.
@@ -119,6 +122,7 @@ LOADING: dict[str, tuple[Any, Any]] = {
     "max_memory": (str | None, MODEL_MEMORY),
     "kv_cache": (str | None, KV_CACHE),
     "drafter": (str | None, DRAFTER),
+    "adapter": (str | None, ADAPTER),
     "trust_remote_code": (bool, TRUST),
 }
 SAMPLING: dict[str, tuple[Any, Any]] = {

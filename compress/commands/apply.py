@@ -31,7 +31,7 @@ from compress.commands.output import (
     stdout_reserved,
 )
 from compress.core.last_artifact import remember_artifact
-from compress.core.units import duration, size
+from compress.core.units import decoding_speed, duration, size
 from runtime.errors import CompressError
 
 
@@ -74,8 +74,9 @@ def apply(
     loaded = load(recipe, model=model, output=output, set=set_)
     failure: CompressError | None = None
     with stdout_reserved(as_json):
+        from compress.core.run_directory import recorded_samples
         from compress.recipe import locate_model
-        from compress.run.record import COMMAND, make_samples, recorded_samples, shown_command
+        from compress.run.record import COMMAND, make_samples, shown_command
         from compress.run.run import LimitError
         from compress.run.run import apply as run
         from export.readers import readable_by
@@ -94,6 +95,8 @@ def apply(
             )
         except LimitError as error:
             artifact, failure = error.result, error
+        finally:
+            COMMAND.set(None)  # whoever calls this from Python may go on
         if not is_first():  # rank 0 prints for all
             return
         remember_artifact(artifact.path)
@@ -173,6 +176,8 @@ def _show_samples(samples: dict[str, Any]) -> None:
     """Print the continuations of each prompt by source and artifact, and why one of them has none."""
     if samples["engine"] is not None:
         print(f"Runs on {samples['engine']}")
+    if speed := decoding_speed(samples.get("speed"), "this machine"):
+        print(speed)
     names = {"source": "The source", "artifact": "The artifact"}
     for number, prompt in enumerate(samples["prompts"]):
         for name, words in names.items():

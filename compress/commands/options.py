@@ -101,6 +101,9 @@ DRAFTER = typer.Option(
     callback=_read_drafter,
     help="A drafter's name, the directory of a draft model, JSON, or none (default: the artifact's own draft).",
 )
+ADAPTER = typer.Option(
+    None, "--adapter", metavar="DIR", help="LoRA adapter saved by PEFT, beside the packed weights (default: none)."
+)
 TRUST = typer.Option(False, "--trust-remote-code", help="Run Python code from the checkpoint.")
 
 # Options of generation, with the names and types of `runtime.load` and `Model.generate`.
@@ -122,6 +125,7 @@ LOADING: dict[str, tuple[Any, Any]] = {
     "max_memory": (str | None, MODEL_MEMORY),
     "kv_cache": (str | None, KV_CACHE),
     "drafter": (str | None, DRAFTER),
+    "adapter": (str | None, ADAPTER),
     "trust_remote_code": (bool, TRUST),
 }
 SAMPLING: dict[str, tuple[Any, Any]] = {

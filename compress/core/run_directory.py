@@ -41,6 +41,18 @@ _STATE = "run.json"
 _log = logging.getLogger("compress")
 
 
+def recorded_samples(path: Path) -> dict[str, Any] | None:
+    """The samples of an artifact, as `compress.run.record.make_samples` gave them; None where there are none.
+
+    Raises:
+        ArtifactError: the record is damaged.
+    """
+    if not (path / RECORD).is_file():
+        return None
+    found: dict[str, Any] | None = read_object(path / RECORD, "remove it").get("samples")
+    return found
+
+
 class RunDirectory:
     """The output directory of one run.
 

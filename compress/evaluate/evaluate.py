@@ -62,7 +62,9 @@ def evaluate(
         raise RequestError(f"batch_size must be at least 1, not {batch_size}")
     trust = bool((load_options or {}).get("trust_remote_code", False))
     ours = _loaded(model, load_options)
-    base = None if reference is None else _loaded(reference, {**(load_options or {}), "kv_cache": False})
+    base = (
+        None if reference is None else _loaded(reference, {**(load_options or {}), "kv_cache": False, "adapter": None})
+    )
     if base is not None:
         _check_same_tokens(ours, base)
     evaluated_on = "the given windows"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.core.files import write_text
-from compress.core.units import duration, size
+from compress.core.units import decoding_speed, duration, size
 from compress.evaluate.metrics import Quality
 from compress.model.stage import row_of
 from compress.recipe.stages import KINDS
@@ -260,7 +260,8 @@ def _readable_by(manifest: dict[str, Any]) -> str:
 def _runs(record: dict[str, Any]) -> str:
     """When, how and on what machine the artifact was made, and how long each phase took."""
     shown = "".join(map(_run, record.get("runs") or []))
-    return section("How it was made", shown) if shown else ""
+    speed = decoding_speed((record.get("samples") or {}).get("speed"))
+    return section("How it was made", shown + (note(speed) if speed else "")) if shown else ""
 
 
 def _run(run: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -27,6 +28,7 @@ from compress.core.run_directory import RECORD
 from compress.core.version import VERSION
 from compress.model.context import Context
 from compress.report import write_report
+from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import ArtifactError, RequestError, ResourceError
 from runtime.system import processes
@@ -41,6 +43,8 @@ _PROMPTS, _PROMPT_TOKENS = (
 )  # where the recipe names no prompt: how many beginnings of held-out windows, and how long
 #: Memory of a loaded model relative to its tensors: buffers of a step, and weights being repacked.
 _LOADED = 1.2
+#: Seconds that loading and continuing may take for the artifact to be loaded again, to compare its speed.
+_PATIENCE = 20
 COMMAND: ContextVar[str | None] = ContextVar("COMMAND", default=None)
 """The current command line; None if called from Python."""
 _SECRET = re.compile(r"(?<=://)[^/@\s]+(?=@)|\bhf_\w{8,}|(?i:(?<=token=)|(?<=secret=)|(?<=password=)|(?<=api_key=))\S+")
@@ -134,14 +138,36 @@ def make_samples(
 
     Returns:
         `prompts`, `tokens` (largest number of new tokens), `source` and `artifact` (one text per prompt; None: cannot run on this machine),
-        `left_out` (the reason, by name), `engine` (of the artifact's texts; None if it was left out).
+        `left_out` (the reason, by name), `engine` (of the artifact's texts; None if it was left out), `speed` (decoding of one prompt, by
+        the artifact as it is and, where that does not take long, without its cache policy and without its draft: `how`,
+        `tokens_per_second`, `tokens`, `engine`).
     """
-    made: dict[str, Any] = {"prompts": list(prompts), "tokens": SAMPLE_TOKENS, "left_out": {}, "engine": None}
+    made: dict[str, Any] = {
+        "prompts": list(prompts),
+        "tokens": SAMPLE_TOKENS,
+        "left_out": {},
+        "engine": None,
+        "speed": [],
+    }
+    brings, quick = _brings(artifact), False
     for name, path in (("source", source), ("artifact", artifact)):
+        start = time.monotonic()
         try:
-            made[name], made["engine"] = _continued(path, list(prompts), device, limit, whole=name == "source")
+            model = _load(path, device, limit, whole=name == "source")
+            made[name] = list(model.generate(list(prompts), max_new_tokens=SAMPLE_TOKENS))
+            made["engine"] = f"{model.engine.device.type}: {model.engine.description}"
+            quick = time.monotonic() - start < _PATIENCE
+            if name == "artifact":
+                made["speed"] = [_decoding_speed(model, prompts[0], " and ".join(own for _, own, _ in brings))]
         except RequestError as error:
             made[name], made["engine"], made["left_out"][name] = None, None, str(error)
+        model = None
+    for option, _, without in brings if made["speed"] and quick else ():
+        with suppress(RequestError):  # it may run with its compressed cache alone: the plain one is larger
+            model = _load(artifact, device, limit, whole=False, verify=False, **{option: False})
+            model.generate(prompts[0], max_new_tokens=SAMPLE_TOKENS, ignore_eos=True)
+            made["speed"].append(_decoding_speed(model, prompts[0], without))
+        model = None
     if note:
         _write(artifact / RECORD, read_object(artifact / RECORD, "run it again") | {"samples": made})
         write_report(artifact)
@@ -154,10 +180,26 @@ def recorded_samples(path: Path) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] | None = read_object(path / RECORD, "remove it").get("samples")
     return found
+def _brings(artifact: Path) -> list[tuple[str, str, str]]:
+    """What else than weights an artifact decodes with: (option of `runtime.load`, words for with it, words for without)."""
+    known = {
+        "kv_cache": ("kv_cache", "with its compressed cache", "with a plain cache"),
+        "draft": ("drafter", "with its draft", "without the draft"),
+    }
+    manifest = Artifact(artifact).manifest or {}
+    return [words for key, words in known.items() if manifest.get(key)]
 
 
-def _continued(path: Path, prompts: list[str], device: str, limit: int | None, whole: bool) -> tuple[list[str], str]:
-    """The texts, and the engine that computed them.
+def _decoding_speed(model: Any, prompt: str, how: str) -> dict[str, Any]:
+    """Of a warm model (the first call compiles and tunes), rough because of few tokens: `how`, `tokens_per_second`, `tokens`, `engine`."""
+    model.generate(prompt, max_new_tokens=SAMPLE_TOKENS, ignore_eos=True)
+    found = model.stats
+    rate = round(found["tokens_per_second"], 1)
+    return {"how": how, "tokens_per_second": rate, "tokens": found["new_tokens"], "engine": found["engine"]}
+
+
+def _load(path: Path, device: str, limit: int | None, whole: bool, **options: Any) -> Any:
+    """A model that continues text.
 
     Args:
         whole: refuse a model that does not fit in memory, instead of streaming it from disk for every token.
@@ -168,8 +210,7 @@ def _continued(path: Path, prompts: list[str], device: str, limit: int | None, w
     free = available_bytes(torch.device(choose_device(device))) if bound is None else bound
     if whole and (needed := int(_LOADED * Checkpoint(path).total_bytes)) > free:
         raise ResourceError(f"running {path} needs about {size(needed)} of memory, and {size(free)} is free")
-    model = runtime.load(path, device=device, max_memory=bound)
+    model = runtime.load(path, device=device, max_memory=bound, **options)
     if not hasattr(model, "generate"):
         raise RequestError(f"{path} does not continue text")
-    engine = f"{model.engine.device.type}: {model.engine.description}"
-    return list(model.generate(prompts, max_new_tokens=SAMPLE_TOKENS)), engine
+    return model

@@ -74,7 +74,7 @@ class Model(GeneratingModel):
     @overload
     def generate(self, prompt: Sequence[Mapping[str, Any]], **options: Any) -> str: ...
 
-    def generate(self, prompt: Any, **options: Any) -> Any:
+    def generate(self, prompt: Any = None, **options: Any) -> Any:
         """Continue a prompt, or each of a batch of prompts of any number and lengths. Only what is new is returned.
 
         A long list is worked through with as many prompts at a time as fit, on engines with a paged KV cache letting one in
@@ -99,7 +99,7 @@ class Model(GeneratingModel):
     @overload
     def stream(self, prompt: Sequence[Mapping[str, Any]], **options: Any) -> Iterator[str]: ...
 
-    def stream(self, prompt: Any, **options: Any) -> Iterator[Any]:
+    def stream(self, prompt: Any = None, **options: Any) -> Iterator[Any]:
         """Like `generate` for one prompt, but yields the text in parts (or the token ids one by one) while they are made.
 
         The parts together are exactly what `generate` returns: text is withheld while it may belong to an unfinished

@@ -20,7 +20,7 @@ from compress.core.run_directory import LOG, MANIFEST, WORK, RunDirectory, remov
 from compress.core.tracking import Tracking, check_tracker, tracked
 from compress.evaluate import texts
 from compress.evaluate.artifact import evaluate_artifact
-from compress.evaluate.limits import exceeded, limits
+from compress.evaluate.limits import exceeded
 from compress.model.stage import Compressed, Job, Readers, Store
 from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back
@@ -250,6 +250,7 @@ def _apply(
             Store(path, directory.work, directory, apply_recipe, plan.spill, team),
             reporter,
             clock,
+            plan.limits,
             (*texts.bundled(context), *doubts),
             readers,
         )
@@ -270,13 +271,14 @@ class _Run:
     Attributes:
         session: as it was opened; once stages have made another model, of that one.
         store: of the whole run.
-        warnings: sentences on the texts, for the manifest.
+        limits: on quality. warnings: sentences on the texts, for the manifest.
     """
 
     session: Session
     store: Store
     reporter: Reporter
     clock: RunRecord
+    limits: Mapping[str, float]
     warnings: Sequence[str]
     readers: Readers | None = None
 
@@ -293,8 +295,7 @@ class _Run:
         load_back.check_against_pipeline(context, bool(layers.needs), artifact, directory, reporter)
         clock.lap("load back")
         spill = directory.work if self.store.spill else None
-        allowed = limits(context.recipe, layers.tensors(), context.streamed.kind == "encoder")
-        metrics = evaluate_artifact(context, artifact, allowed, spill, reporter)
+        metrics = evaluate_artifact(context, artifact, self.limits, spill, reporter)
         clock.lap("evaluate")
         entries: dict[str, Any] = {}
         files: list[Path] = []

@@ -7,6 +7,8 @@ from typing import Any
 
 from runs import TIMED
 
+from compress.core.tracking import Tracking
+
 RTN = {"quantize": {"method": "rtn", "bits": 4, "group_size": 32}}
 SHORT = {
     "layers": 1,
@@ -20,6 +22,9 @@ SHORT = {
 }
 # Fields that a method does not have.
 WITHOUT = {"medusa": ["layers"], "mtp": ["layers"], "kangaroo": ["layers"], "skip": [*SHORT]}
+
+#: Of a reporter that nobody follows.
+UNTRACKED = Tracking(None, "", {}, print)
 
 
 def draft(method: str = "distillspec", **changes: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from draft_stages import UNTRACKED
 from head_students import KINDS, head_student, write_heads
 from random_models import random_llama
 from safetensors.torch import load_file
@@ -377,7 +378,7 @@ def test_a_recipes_draft_stage_makes_heads(tiny_artifact: Path, tmp_path: Path, 
         artifact=tiny_artifact, teacher=Teacher.of(loaded),
         rows=torch.randint(1, 256, (12, 24), generator=torch.Generator().manual_seed(4)), kinds={"text": IDS},
         store=Store(tmp_path / "draft", tmp_path / "work", RunDirectory(tmp_path), apply_recipe),
-        reporter=SimpleNamespace(phase=lambda *_: None, step=told.append),
+        reporter=SimpleNamespace(phase=lambda *_: None, step=told.append, tracking=UNTRACKED),
     )  # fmt: skip
     config = method.config(steps=6, batch_size=4, evaluate_every=3, tokens=2, vocabulary=200, learning_rate=1e-2)
     assert method.make(making, config) == {"model": "draft"}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from draft_stages import UNTRACKED
 from teachers import acceptance_of, features_of
 
 import runtime
@@ -40,7 +41,7 @@ def loaded(tiny_artifact: Path) -> Any:
 @pytest.fixture
 def make(loaded: Any, tmp_path: Path) -> Callable[..., DraftTraining]:
     def build(**changes: Any) -> DraftTraining:
-        told = SimpleNamespace(phase=lambda *_: None, step=lambda *_: None)
+        told = SimpleNamespace(phase=lambda *_: None, step=lambda *_: None, tracking=UNTRACKED)
         fields = {
             "artifact": loaded.artifact.path, "teacher": Teacher.of(loaded), "rows": random_rows(16, 24), "kinds": {},
             "store": Store(tmp_path / "draft", tmp_path / "work", RunDirectory(tmp_path), apply_recipe), "reporter": told,

@@ -490,7 +490,7 @@ def test_apply_with_json_prints_one_object(capsys, pipeline, recipe):
     assert code == 0
     answer = json.loads(out)
     assert answer["bytes"] == {"before": 8_000_000, "after": 2_000_000}
-    assert answer["sample"] == {"prompt": "Say", "text": "Say and so on"}
+    assert answer["sample"] == {"prompt": "Say", "text": "Say and so on", "engine": "cpu: here"}
     assert "a library that prints" in err
     assert "error" not in answer
 

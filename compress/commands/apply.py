@@ -46,7 +46,7 @@ def apply(
     device: str = DEVICE,
     max_memory: str | None = MAX_MEMORY,
     prompt: str | None = typer.Option(
-        None, "--prompt", help="Text that source and artifact continue, instead of the recipe's `sample`; '' for none."
+        None, "--prompt", help="Prompt of the sample outputs, instead of the recipe's `sample`; '' for none."
     ),
     report_to: str | None = REPORT_TO,
     quiet: bool = QUIET,
@@ -129,7 +129,7 @@ def _result(artifact: Any) -> dict[str, Any]:
 
 
 def _samples(made: dict[str, Any] | None) -> dict[str, Any]:
-    """`samples`, and as `sample` the artifact's first."""
+    """`samples`, and the artifact's first one as `sample`."""
     if made is None:
         return {}
     texts = made["artifact"]
@@ -173,7 +173,7 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _show_samples(samples: dict[str, Any]) -> None:
-    """Print what source and artifact make of each prompt, and why one of them is left out."""
+    """Print the continuations of each prompt by source and artifact, and why one of them has none."""
     if samples["engine"] is not None:
         print(f"Runs on {samples['engine']}")
     if speed := decoding_speed(samples.get("speed"), "this machine"):
@@ -184,4 +184,4 @@ def _show_samples(samples: dict[str, Any]) -> None:
             if samples[name] is not None:
                 print(f"\n{words} continues {json.dumps(prompt, ensure_ascii=False)}:\n{samples[name][number]}")
     for name, reason in samples["left_out"].items():
-        print(f"\n{names[name]} was not asked to continue text: {reason}")
+        print(f"\n{names[name]} has no sample output: {reason}")

@@ -111,7 +111,7 @@ def _show(result: dict[str, Any]) -> None:
     rows.append(("bits per weight, all weights", *bits))
     rows.append(("tokens scored per second", f"{result['tokens_per_second']:,.0f}", ""))
     print_table(("", "model", "reference" if base else ""), rows, right=(1, 2))
-    print(f"{result['tokens']:,} tokens scored in {result['windows']} windows of {result['sequence_length']}.")
+    print(f"{result['tokens']:,} tokens scored: {result['evaluated_on']}.")
     if "kv_cache" in result:
         facts = result["kv_cache"]
         saved = f"{size(facts['cache_bytes'])} instead of {size(facts['full_bytes'])}"

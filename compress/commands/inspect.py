@@ -112,6 +112,7 @@ def _stored(artifact: Artifact) -> Iterator[dict[str, Any]]:
 
 def _show(result: dict[str, Any]) -> None:
     from compress.evaluate.metrics import Quality
+    from compress.evaluate.texts import describe as describe_texts
     from compress.model.stage import row_of
 
     tensors = result["tensors"]
@@ -147,5 +148,9 @@ def _show(result: dict[str, Any]) -> None:
         print("; ".join(part for part in (f"{label} {change}".strip(), note) if part))
     if "reason" in metrics:
         print(metrics["reason"])
+    if told := describe_texts(result.get("calibration"), result.get("evaluation")):
+        print(f"{told}.")
+    for text in result.get("warnings") or []:
+        print(f"Warning: {text}")
     if result["verified_files"] is not None:
         print(f"Verified: all {result['verified_files']} files match their SHA-256.")

@@ -34,8 +34,8 @@ DRAFTS = (DRAFT, "draft-2")  # a draft that replaces another is written beside i
 CHOICE = "drafter.json"  # the drafter that was found fastest on a machine, which loading follows
 # 1_Pooling/config.json: how sentence-transformers pools; draft/config.json and the like.
 NESTED = re.compile(r"[0-9]+_\w+/config\.json|draft(-2)?/[^/\\]+")
-# Not covered by the manifest's hashes: the manifest itself, the log and the record (they have times in them), the report and the card
-# (made from these; people edit cards), and what is chosen again on every machine.
+# Not covered by the manifest's hashes: the manifest itself, the log and the record (they contain times), the report and the card (made
+# from these; people edit cards), and what is chosen per machine.
 UNHASHED = (MANIFEST, LOG, RECORD, REPORT, CARD, CHOICE)
 _STATE = "run.json"
 _log = logging.getLogger("compress")

@@ -478,7 +478,7 @@ def test_apply_hands_its_options_on(capsys, pipeline, recipe, tmp_path):
         "compress 1 min 01 s",
         "500.00 MB",
         'The artifact continues "Once":\nOnce and so on',
-        "The source was not asked to continue text: it is too large",
+        "The source has no sample output: it is too large",
         "Decodes 45 tokens/s with its compressed cache, 1,892 with a plain cache (48 tokens, on this machine; a rough figure).",
         "compress generate",
     ):

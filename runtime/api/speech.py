@@ -35,7 +35,9 @@ class SpeechModel(Seq2SeqModel):
         bins = artifact.config.get("num_mel_bins")
         self._bins = bins if isinstance(bins, int) else None
 
-    def generate(self, source: Any = None, *, language: str | None = None, task: str | None = None, **options: Any) -> Any:
+    def generate(
+        self, source: Any = None, *, language: str | None = None, task: str | None = None, **options: Any
+    ) -> Any:
         """What is said in a sound, or in each of a list of sounds.
 
         Args:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import byte_tokenizer
 from family_models import FAMILIES
 from test_hf import IDS, logits, method, save
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, CompressedTensorsConfig
@@ -114,6 +115,7 @@ def test_bfloat16_layers_under_float32_norms(tmp_path: Path) -> None:
 
 def test_dora_reads_the_weight(tmp_path: Path) -> None:
     save(tmp_path, OWN["ragged"], head=False)
+    byte_tokenizer().save_pretrained(tmp_path)
     model = adapted(AutoModelForCausalLM.from_pretrained(tmp_path), use_dora=True)
     losses = trained(model)
     assert losses[-1] < losses[0] - 0.5
@@ -137,6 +139,7 @@ def test_trainer_takes_the_model(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
     save(tmp_path, OWN["ragged"], head=False)
+    byte_tokenizer().save_pretrained(tmp_path)
     rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 8
     arguments = TrainingArguments(
         tmp_path / "out", max_steps=4, learning_rate=2e-2, lr_scheduler_type="constant", logging_steps=1, save_steps=2, report_to="none",
@@ -183,6 +186,7 @@ def test_a_classifier_on_the_blocks_of_a_language_model(tmp_path: Path) -> None:
 def pair(tmp_path: Path) -> tuple[Path, Path]:
     """An artifact with a tokenizer, and an adapter of it."""
     save(tmp_path, OWN["ragged"], head=False)
+    byte_tokenizer().save_pretrained(tmp_path)
     adapted(AutoModelForCausalLM.from_pretrained(tmp_path)).save_pretrained(tmp_path / "adapter")
     return tmp_path, tmp_path / "adapter"
 

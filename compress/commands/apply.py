@@ -75,12 +75,11 @@ def apply(
     failure: CompressError | None = None
     with stdout_reserved(as_json):
         from compress.recipe import locate_model
-        from compress.run.record import COMMAND, make_samples, recorded_samples, shown_command
+        from compress.run.record import make_samples, recorded_samples, shown_command
         from compress.run.run import LimitError
         from compress.run.run import apply as run
         from export.readers import readable_by
 
-        COMMAND.set(shown_command(context.obj or []))
         try:
             artifact = run(
                 loaded,
@@ -91,6 +90,7 @@ def apply(
                 max_memory=limit,
                 readers=readable_by,
                 report_to=report_to,
+                command=shown_command(context.obj or []),
             )
         except LimitError as error:
             artifact, failure = error.result, error

@@ -12,7 +12,6 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -35,14 +34,13 @@ from runtime.system.memory import available_bytes
 from runtime.system.sizes import size
 
 SAMPLE_TOKENS = 48
+_SAMPLES = {"prompts", "tokens", "source", "artifact", "left_out", "engine"}
 _PROMPTS, _PROMPT_TOKENS = (
     3,
     24,
 )  # where the recipe names no prompt: how many beginnings of held-out windows, and how long
 #: A loaded model takes more than its tensors: buffers of a step, and weights that are being repacked.
 _LOADED = 1.2
-COMMAND: ContextVar[str | None] = ContextVar("COMMAND", default=None)
-"""The command line that runs; None: called from Python."""
 _SECRET = re.compile(r"(?<=://)[^/@\s]+(?=@)|\bhf_\w{8,}|(?i:(?<=token=)|(?<=secret=)|(?<=password=)|(?<=api_key=))\S+")
 
 
@@ -57,11 +55,13 @@ class RunRecord:
 
     Attributes:
         device: "cpu", "cuda", "cuda:1". processes: how many share the run.
+        command: the command line that runs; None: called from Python.
         seconds: {phase: seconds}.
     """
 
     device: str = "cpu"
     processes: int = 1
+    command: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     _date: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds"))
     _last: float = field(default_factory=time.monotonic)
@@ -90,7 +90,7 @@ class RunRecord:
         """Write the file; `peak_memory`: bytes, once they are known."""
         assert self._file is not None
         run = {
-            "date": self._date, "command": COMMAND.get(), "compress_version": VERSION, "processes": self.processes,
+            "date": self._date, "command": self.command, "compress_version": VERSION, "processes": self.processes,
             "machine": machine(self.device), "seconds": self.seconds, "peak_memory": peak_memory,
         }  # fmt: skip
         _write(self._file, {"runs": [*self._earlier, run]})
@@ -118,7 +118,9 @@ def evaluation_prompts(context: Context) -> list[str]:
     """Beginnings of held-out windows, to be continued; empty where there are none, or the model does not continue text."""
     if context.windows is None or context.streamed.kind != "decoder":
         return []
-    rows = context.windows[:: -(-len(context.windows) // _PROMPTS), :_PROMPT_TOKENS]
+    starts = context.windows[:, :_PROMPT_TOKENS]
+    starts = starts[(starts >= 0).all(dim=1)]  # texts: pieces of images are no prompt
+    rows = starts[:: max(1, -(-len(starts) // _PROMPTS))]
     texts = context.tokenizer.batch_decode(rows, skip_special_tokens=True)
     return [cut for text in texts if (cut := text.strip("\ufffd")).strip()]
 
@@ -153,6 +155,8 @@ def recorded_samples(path: Path) -> dict[str, Any] | None:
     if not (path / RECORD).is_file():
         return None
     found: dict[str, Any] | None = read_object(path / RECORD, "remove it").get("samples")
+    if found is not None and not (isinstance(found, dict) and found.keys() >= _SAMPLES):
+        raise ArtifactError(f"{path / RECORD} has samples that no version of this tool writes; remove it")
     return found
 
 

@@ -1,18 +1,17 @@
-"""Readers of an artifact: which engines load it as it is, which after an export, and which do not, with the reason.
+"""Readers of an artifact: the engines that load it directly, after an export, or not at all, with the reason.
 
-Nothing here is a list of recipes; each answer rests on what is stored:
+Each answer is derived from what is stored, not from a list of recipes:
 
 - this runtime: every artifact (`compress apply` has loaded it back).
-- transformers: `quant_method`. Its own loaders know `compressed-tensors`; ours is registered by `import runtime`. Layers of different sizes
-  it cannot build, and experts of 8-bit integers it refuses (`compress.weights.artifact`).
-- vLLM: what `CompressedTensorsConfig._get_scheme_from_parts` of its sources takes (`export.huggingface.compressed_tensors`), and that
-  layers which it fuses agree. It has removed its readers of 2:4 sparse checkpoints (Marlin 2:4 and Sparse24, early in 2026), so zeros
-  that an artifact leaves out must be stored for it, which is what an export does.
-- SGLang: the same, less what its copy of that class does not have: a format for each layer, zero points, int4 beside int8 activations.
-- llama.cpp, and any of them after an export: what the target says of the artifact (`Target.why_not`, `Target.conversions`).
+- transformers: `quant_method`. It knows `compressed-tensors`; our own method is registered by `import runtime`. It can build neither
+  layers of different sizes nor 8-bit integer experts (`compress.weights.artifact`).
+- vLLM: the schemes that its `CompressedTensorsConfig._get_scheme_from_parts` accepts (`export.huggingface.compressed_tensors`); layers that
+  it fuses must agree. It has removed support for 2:4 sparse checkpoints (Marlin 2:4 and Sparse24, early in 2026), so an export must store
+  the zeros.
+- SGLang: the same, without what its copy of that class lacks: formats per layer, zero points, int4 with int8 activations.
+- llama.cpp, and every engine after an export: what the export target accepts (`Target.why_not`, `Target.conversions`).
 
-Whether an engine knows the architecture of an uncompressed model is its own affair and not asked here. No other engine has our cache
-policies and drafts.
+Whether an engine supports the architecture is not checked. No other engine has our cache policies and drafts.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ YES, NO, EXPORT, IMPORT = "yes", "no", "after export", "with import runtime"
 
 
 def readable_by(path: str | Path, entries: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Who can read an artifact.
+    """Readers of an artifact.
 
     Args:
-        path: its directory; only headers, scales and the tokenizer are read, and no manifest.
-        entries: of its manifest; `kv_cache` and `draft` count.
+        path: its directory; only headers, scales and the tokenizer are read, not the manifest.
+        entries: of its manifest; `kv_cache` and `draft` are used.
 
     Returns:
-        For each reader `name`, `how` ("yes", "no", "after export" or "with import runtime") and `note`, a short clause, or "". Of a kind of
-        model that exports do not open, this runtime alone.
+        For each reader `name`, `how` ("yes", "no", "after export" or "with import runtime") and `note`, a short clause, or "". Models that
+        exports do not support have only this runtime.
     """
     rows = [{"name": "this runtime", "how": YES, "note": "runtime.load()"}]
     try:
@@ -67,22 +66,22 @@ def _method(source: Source) -> str | None:
 
 def _transformers(source: Source) -> tuple[str, str]:
     if is_ours(source.skeleton):
-        return NO, f"layers differ in {', '.join(sorted(differing(source.config)))}, and it builds all alike"
+        return NO, f"layers differ in {', '.join(sorted(differing(source.config)))}, and it needs equal layers"
     if _method(source) == OWN_METHOD:
         return IMPORT, "without it, loading is refused"
     expert = source.compressed_expert
     if expert is not None and source.entries[expert].format == "int-quantized":
-        return NO, "it does not put experts of 8-bit integers together"
+        return NO, "it cannot load 8-bit integer experts"
     return YES, "with the compressed-tensors package" if source.entries else ""
 
 
 def _server(source: Source, name: str) -> tuple[str, str]:
-    """How vLLM or SGLang reads it."""
+    """`how` and `note` for vLLM or SGLang."""
     kind = model_kind(source.config)
     if kind != "decoder":
         return NO, f"not known to serve this {kind}"
     if is_ours(source.skeleton):
-        return NO, f"layers differ in {', '.join(sorted(differing(source.config)))}, and it builds all alike"
+        return NO, f"layers differ in {', '.join(sorted(differing(source.config)))}, and it needs equal layers"
     why = next(_refusals(source, name), None)
     if why is None:
         return YES, next((text for m, e in source.entries.items() for text in slower(e, source.shapes[m])), "")
@@ -109,19 +108,19 @@ def _refusals(source: Source, name: str) -> Iterator[str]:
 
 
 def _sglang(entry: Any) -> str | None:
-    """What SGLang lacks beside vLLM, in a clause; None: nothing."""
+    """What SGLang lacks compared with vLLM, in a clause; None: nothing."""
     weights, activations = entry.scheme.grid, entry.scheme.activations
     if weights is None or weights.type == "float":
         return None
     if activations is None and not weights.symmetric:
-        return "it takes symmetric weight-only integers alone"
+        return "it takes only symmetric weight-only integers"
     if activations is not None and weights.bits != 8:
-        return "it takes quantized activations beside 8-bit weights alone"
+        return "it takes quantized activations only with 8-bit weights"
     return None
 
 
 def _exported(source: Source, name: str) -> tuple[str, str]:
-    """How it is read once `compress export --target NAME` has written it."""
+    """`how` and `note` after `compress export --target NAME`."""
     target = targets.get(name)
     options = target.options()
     try:

@@ -31,7 +31,7 @@ from compress.commands.output import (
     stdout_reserved,
 )
 from compress.core.last_artifact import remember_artifact
-from compress.core.units import duration, size
+from compress.core.units import decoding_speed, duration, size
 from runtime.errors import CompressError
 
 
@@ -46,7 +46,7 @@ def apply(
     device: str = DEVICE,
     max_memory: str | None = MAX_MEMORY,
     prompt: str | None = typer.Option(
-        None, "--prompt", help="Text that source and artifact continue, instead of the recipe's `sample`; '' for none."
+        None, "--prompt", help="Prompt of the sample outputs, instead of the recipe's `sample`; '' for none."
     ),
     report_to: str | None = REPORT_TO,
     quiet: bool = QUIET,
@@ -74,8 +74,9 @@ def apply(
     loaded = load(recipe, model=model, output=output, set=set_)
     failure: CompressError | None = None
     with stdout_reserved(as_json):
+        from compress.core.run_directory import recorded_samples
         from compress.recipe import locate_model
-        from compress.run.record import make_samples, recorded_samples, shown_command
+        from compress.run.record import make_samples, shown_command
         from compress.run.run import LimitError
         from compress.run.run import apply as run
         from export.readers import readable_by
@@ -126,7 +127,7 @@ def _result(artifact: Any) -> dict[str, Any]:
 
 
 def _samples(made: dict[str, Any] | None) -> dict[str, Any]:
-    """`samples`, and as `sample` the artifact's first."""
+    """`samples`, and the artifact's first one as `sample`."""
     if made is None:
         return {}
     texts = made["artifact"]
@@ -156,7 +157,6 @@ def _show(result: dict[str, Any]) -> None:
     print(f"{done} Peak memory: {size(result['peak_memory'])}.")
     path, page = (shlex.quote(str(file)) for file in (result["path"], Path(result["path"]) / "report.html"))
     if "samples" in result:
-        print(f"Runs on {result['samples']['engine']}." if result["samples"].get("engine") else "")
         _show_samples(result["samples"])
     print(f"\nWritten to {result['path']}. Next:")
     following = [] if "cosine" in metrics else [(f'compress generate {path} "import os"', "generate text")]
@@ -171,13 +171,15 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _show_samples(samples: dict[str, Any]) -> None:
-    """Print what source and artifact make of each prompt, and why one of them is left out."""
+    """Print the continuations of each prompt by source and artifact, and why one of them has none."""
     if samples["engine"] is not None:
         print(f"Runs on {samples['engine']}")
+    if speed := decoding_speed(samples.get("speed"), "this machine"):
+        print(speed)
     names = {"source": "The source", "artifact": "The artifact"}
     for number, prompt in enumerate(samples["prompts"]):
         for name, words in names.items():
             if samples[name] is not None:
                 print(f"\n{words} continues {json.dumps(prompt, ensure_ascii=False)}:\n{samples[name][number]}")
     for name, reason in samples["left_out"].items():
-        print(f"\n{names[name]} was not asked to continue text: {reason}")
+        print(f"\n{names[name]} has no sample output: {reason}")

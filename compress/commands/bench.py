@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from compress.commands.options import (
+    ADAPTER,
     DEVICE,
     DRAFTER,
     DTYPE,
@@ -42,6 +43,7 @@ def bench(
     max_memory: str | None = MODEL_MEMORY,
     kv_cache: str | None = KV_CACHE,
     drafter: str | None = DRAFTER,
+    adapter: str | None = ADAPTER,
     drafters: bool = typer.Option(False, "--drafters", help="Compare all drafters that fit; store the best."),
     text: Path | None = typer.Option(None, "--text", help="With --drafters: a text file to cut prompts from."),
     save: bool = typer.Option(True, "--save/--no-save", help="With --drafters: store the best in the artifact."),
@@ -64,7 +66,7 @@ def bench(
 
     options: dict[str, Any] = {
         "device": device, "kernels": kernels, "dtype": dtype, "threads": threads, "trust_remote_code": trust_remote_code,
-        "max_memory": max_memory, "kv_cache": kv_cache, "drafter": drafter,
+        "max_memory": max_memory, "kv_cache": kv_cache, "drafter": drafter, "adapter": adapter,
     }  # fmt: skip
     shape: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from runtime import Model
 
 REPLY_TOKENS = 1024
-_HELP = """/reset   forget the conversation
+_HELP = """/reset   start a new conversation
 /quit    leave (also Ctrl-D)
-/help    this
+/help    show this help
 Ctrl-C stops a reply."""
 
 
@@ -29,11 +29,11 @@ def chat(
     sampling: Any = None,
     loading: Any = None,
 ) -> None:
-    """Talk to a model. Replies are streamed to stdout, everything else goes to stderr.
+    """Chat with a model. Replies are streamed to stdout; everything else goes to stderr.
 
-    A reply has at most --max-new-tokens, here 1,024 by default.
-    The KV cache is kept between turns: only what is new is read.
-    Where stdin is no terminal, each line is a turn.
+    --max-new-tokens limits a reply (default: 1,024).
+    The KV cache is kept between turns, so that only new tokens are computed.
+    If stdin is not a terminal, each line is a turn.
 
     \b
     Examples:
@@ -58,11 +58,11 @@ def chat(
             return
         if line == "/reset":
             conversation.reset()
-            _say("The conversation is forgotten.")
+            _say("A new conversation begins.")
         elif line == "/help":
             _say(_HELP)
         elif line.startswith("/") and " " not in line and "/" not in line[1:]:
-            _fail(terminal, RequestError(f"no command {line}; there are /reset, /quit and /help"))
+            _fail(terminal, RequestError(f"unknown command {line}; allowed: /reset, /quit, /help"))
         elif line:
             try:
                 conversation.turn(line)
@@ -86,19 +86,19 @@ class Conversation:
         self._check()
 
     def _check(self) -> None:
-        """Find before the first line is read what would be wrong with every one."""
+        """Raise errors that every turn would raise before the first line is read."""
         prompt = self._model.chat_prompt([*self._system, {"role": "user", "content": "?"}])
         self._model.stream(prompt, **self._sampling | {"max_new_tokens": None})
 
     def reset(self) -> None:
-        """Only the system message stays."""
+        """Drop all messages except the system message."""
         self.messages: list[dict[str, str]] = list(self._system)
 
     def turn(self, text: str) -> None:
-        """Say `text` and print the reply; in a terminal Ctrl-C ends it, and what was printed of it stays in the conversation.
+        """Send `text` and print the reply. In a terminal Ctrl-C stops it; the part that was printed stays in the conversation.
 
         Raises:
-            RequestError: the conversation does not fit the model's context. It stays as it was before.
+            RequestError: the conversation does not fit the model's context; it is left as it was.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         limit = self._room(asked)
@@ -115,7 +115,7 @@ class Conversation:
                 raise
             stopped = True
         if stopped and not parts:
-            _say("(stopped before the first word; the question is not kept)")
+            _say("(stopped before the first word; your message was discarded)")
             return
         print(flush=True)
         self.messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
@@ -126,7 +126,7 @@ class Conversation:
             _say(f"(the reply ends here: {'the context is full' if full else f'--max-new-tokens is {limit}'})")
 
     def _room(self, messages: list[dict[str, str]]) -> int:
-        """Tokens that the reply may have."""
+        """Largest number of tokens of the reply."""
         wanted = self._sampling["max_new_tokens"] or REPLY_TOKENS
         context = self._model.engine.context_length
         if context is None:
@@ -135,17 +135,17 @@ class Conversation:
             left = context - len(self._model.chat_prompt(messages))
         except RequestError as error:
             if len(messages) > len(self._system) + 1:
-                raise RequestError(f"{error}; nothing was dropped: /reset begins a new conversation") from None
+                raise RequestError(f"{error}; /reset starts a new conversation") from None
             raise
         if left < 1:
             raise RequestError(
-                f"the conversation fills the model's context of {context} tokens; nothing was dropped: /reset begins a new one"
+                f"the conversation fills the model's context of {context} tokens; /reset starts a new one"
             )
         return min(wanted, left)
 
 
 def _lines(terminal: bool) -> Iterator[str]:
-    """What the user says, stripped, until the end of stdin; in a terminal Ctrl-C throws a line away."""
+    """Lines of the user, stripped, until the end of stdin; in a terminal Ctrl-C discards a line."""
     if not terminal:
         try:
             yield from (line.strip() for line in sys.stdin)
@@ -153,7 +153,7 @@ def _lines(terminal: bool) -> Iterator[str]:
             raise RequestError(f"stdin is not UTF-8 text (byte {error.start} of what was read)") from None
         return
     with suppress(ImportError):
-        import readline  # noqa: F401  (lines can be edited and called back)
+        import readline  # noqa: F401  (line editing and history)
     while True:
         try:
             yield input("> ").strip()
@@ -169,7 +169,7 @@ def _say(text: str) -> None:
 
 
 def _fail(terminal: bool, error: CompressError) -> None:
-    """A wrong line: people can write another one, a script ends."""
+    """Report an error of one line; in a terminal the conversation goes on, a script ends."""
     if not terminal:
         raise error
     _say(f"compress: {error}")

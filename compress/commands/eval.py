@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from compress.commands.options import DEVICE, DTYPE, JSON, KERNELS, KV_CACHE, PATH, THREADS, TRUST
+from compress.commands.options import ADAPTER, DEVICE, DTYPE, JSON, KERNELS, KV_CACHE, PATH, THREADS, TRUST
 from compress.commands.output import finish, print_table, show_cache_quality, stdout_reserved
 from compress.core.units import size
 from runtime.errors import RequestError
@@ -35,6 +35,7 @@ def eval(
     dtype: str | None = DTYPE,
     threads: int | None = THREADS,
     kv_cache: str | None = KV_CACHE,
+    adapter: str | None = ADAPTER,
     trust_remote_code: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
@@ -53,7 +54,7 @@ def eval(
     """
     options: dict[str, Any] = {
         "device": device, "kernels": kernels, "dtype": dtype, "threads": threads, "trust_remote_code": trust_remote_code,
-        "kv_cache": kv_cache,
+        "kv_cache": kv_cache, "adapter": adapter,
     }  # fmt: skip
     names = _names(tasks)
     own = None if text == "bundled" else text
@@ -110,7 +111,7 @@ def _show(result: dict[str, Any]) -> None:
     rows.append(("bits per weight, all weights", *bits))
     rows.append(("tokens scored per second", f"{result['tokens_per_second']:,.0f}", ""))
     print_table(("", "model", "reference" if base else ""), rows, right=(1, 2))
-    print(f"{result['tokens']:,} tokens scored in {result['windows']} windows of {result['sequence_length']}.")
+    print(f"{result['tokens']:,} tokens scored: {result['evaluated_on']}.")
     if "kv_cache" in result:
         facts = result["kv_cache"]
         saved = f"{size(facts['cache_bytes'])} instead of {size(facts['full_bytes'])}"

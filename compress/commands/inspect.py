@@ -10,7 +10,7 @@ import typer
 
 from compress.commands.options import JSON
 from compress.commands.output import finish, print_table, show_policy, show_readers, size_row, stdout_reserved
-from compress.core.units import size
+from compress.core.units import decoding_speed, size
 from runtime.errors import ArtifactError, CompressError
 
 if TYPE_CHECKING:
@@ -55,13 +55,16 @@ def describe(artifact: Artifact) -> dict[str, Any]:
     """Summary of an artifact or checkpoint and a row for each of its tensors.
 
     Rows of an artifact are the tensors of its source: `name`, `action`, `format`, `bits`, `sparsity`, `bytes_before`, `bytes`,
-    `stored_as`; rows of a plain checkpoint are its own: `name`, `dtype`, `shape`, `bytes`.
+    `stored_as`; rows of a plain checkpoint are its own: `name`, `dtype`, `shape`, `bytes`. `speed` is what the run record says.
     """
+    from compress.core.run_directory import recorded_samples
     from runtime.checkpoint.artifact import shown
 
     rows = _accounted(artifact) if artifact.manifest is not None else _stored(artifact)
     with shown(artifact.path):
         found = artifact.summary() | {"tensors": list(rows), "tensor_count": len(artifact.checkpoint.names())}
+        samples = None if artifact.manifest is None else recorded_samples(artifact.path)
+        found["speed"] = (samples or {}).get("speed") or []
         return found | {"readable_by": (artifact.manifest or {}).get("readable_by") or _readers(artifact)}
 
 
@@ -109,6 +112,7 @@ def _stored(artifact: Artifact) -> Iterator[dict[str, Any]]:
 
 def _show(result: dict[str, Any]) -> None:
     from compress.evaluate.metrics import Quality
+    from compress.evaluate.texts import describe as describe_texts
     from compress.model.stage import row_of
 
     tensors = result["tensors"]
@@ -132,6 +136,8 @@ def _show(result: dict[str, Any]) -> None:
         what, before, after, note = size_row(result["bytes"])
         print(f"Made by compress {result['compress_version']} from {result['source']['path_or_id']}")
         print(f"{what[0].upper()}{what[1:]}: {before} -> {after}, {note}")
+    if speed := decoding_speed(result["speed"]):
+        print(speed)
     show_readers(result["readable_by"])
     lines = [(f"Pass: {label}", *row) for label, *row in map(row_of, result.get("passes") or [])]
     metrics = result.get("metrics") or {}
@@ -142,5 +148,9 @@ def _show(result: dict[str, Any]) -> None:
         print("; ".join(part for part in (f"{label} {change}".strip(), note) if part))
     if "reason" in metrics:
         print(metrics["reason"])
+    if told := describe_texts(result.get("calibration"), result.get("evaluation")):
+        print(f"{told}.")
+    for text in result.get("warnings") or []:
+        print(f"Warning: {text}")
     if result["verified_files"] is not None:
         print(f"Verified: all {result['verified_files']} files match their SHA-256.")

@@ -133,7 +133,7 @@ def method_groups() -> Iterator[MethodGroup]:
         for source, way in ways.items()
         for method in drafters(source)
     ]
-    summary = "propose tokens that the model verifies several at a time: `runtime.load(drafter=...)`, `--drafter`"
+    summary = "propose several tokens that the model verifies in one step: `runtime.load(drafter=...)`, `--drafter`"
     yield MethodGroup("drafter", summary, "drafter: NAME, or drafter: {method: NAME, ...}", found, _DRAFTER)
     for key, registry in (("acceptance", RULES), ("lengths", LENGTHS)):
         written = f"drafter: {_PARTS[key][1]}"

@@ -40,7 +40,7 @@ def _show_list(result: dict[str, Any]) -> None:
     for group in result["groups"]:
         print(f"{group['stage']}: {group['summary']}")
         print_table(("", ""), [(m["name"], m["summary"]) for m in result["methods"] if m["stage"] == group["stage"]])
-    print("Fields, defaults and the paper: compress methods show NAME; all of a group: compress methods show quantize")
+    print("Fields, defaults and the paper: compress methods show NAME; a whole group: compress methods show quantize")
 
 
 def show(
@@ -72,9 +72,9 @@ def _show_group(result: dict[str, Any]) -> None:
     print(f"{result['written']}\n\n{result['stage']}: {result['summary']}")
     print_table(("method", "what it does"), [(method["name"], method["summary"]) for method in result["methods"]])
     if result["fields"]:
-        print("Fields of all of them:\n")
+        print("Common fields:\n")
         _show_fields(result["fields"])
-    print("\nOne of them, with its own fields: compress methods show NAME")
+    print("\nA method with its own fields: compress methods show NAME")
 
 
 def _show(result: dict[str, Any]) -> None:

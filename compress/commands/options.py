@@ -33,7 +33,7 @@ RECIPE = typer.Argument(
 )
 MODEL = typer.Option(None, "--model", "-m", help="Checkpoint directory or hub id, instead of the recipe's.")
 OUTPUT = typer.Option(
-    None, "--output", "-o", help="Directory of the artifact (default: the recipe's, and with --model RECIPE-MODEL)."
+    None, "--output", "-o", help="Directory of the artifact (default: the recipe's; for another --model, RECIPE-MODEL)."
 )
 SET = typer.Option([], "--set", help="Change a recipe key, as in stages.0.quantize.bits=3; repeatable.")
 MAX_MEMORY = typer.Option(
@@ -52,7 +52,7 @@ REPORT_TO = typer.Option(
     None,
     "--report-to",
     metavar="TRACKER",
-    help="Send the run's numbers to wandb, mlflow or trackio, as that is set up.",
+    help="Log the run's metrics to wandb, mlflow or trackio, with that library's own settings.",
 )
 
 # Running a model.
@@ -101,15 +101,21 @@ DRAFTER = typer.Option(
     callback=_read_drafter,
     help="A drafter's name, the directory of a draft model, JSON, or none (default: the artifact's own draft).",
 )
-TRUST = typer.Option(False, "--trust-remote-code", help="Run Python code that the checkpoint brings.")
+ADAPTER = typer.Option(
+    None, "--adapter", metavar="DIR", help="LoRA adapter saved by PEFT, beside the packed weights (default: none)."
+)
+TRUST = typer.Option(False, "--trust-remote-code", help="Run Python code from the checkpoint.")
 
-# Generating. By the names of `runtime.load` and of `Model.generate`, with their types.
+# Options of generation, with the names and types of `runtime.load` and `Model.generate`.
 
 LOADING: dict[str, tuple[Any, Any]] = {
     "verify": (
         bool | None,
         typer.Option(
-            None, "--verify/--no-verify", show_default=False, help="Check all SHA-256 first (default: if up to 1 GiB)."
+            None,
+            "--verify/--no-verify",
+            show_default=False,
+            help="Check the SHA-256 of every file first (default: up to 1 GiB).",
         ),
     ),
     "device": (str, DEVICE),
@@ -119,18 +125,21 @@ LOADING: dict[str, tuple[Any, Any]] = {
     "max_memory": (str | None, MODEL_MEMORY),
     "kv_cache": (str | None, KV_CACHE),
     "drafter": (str | None, DRAFTER),
+    "adapter": (str | None, ADAPTER),
     "trust_remote_code": (bool, TRUST),
 }
 SAMPLING: dict[str, tuple[Any, Any]] = {
     "max_new_tokens": (
         int | None,
-        typer.Option(None, "--max-new-tokens", "-n", min=1, help="Stop after this many tokens (default: 128)."),
+        typer.Option(
+            None, "--max-new-tokens", "-n", min=1, help="Stop after this many tokens (default: 128; in a chat 1,024)."
+        ),
     ),
     "temperature": (float, typer.Option(0.0, "--temperature", "-T", help="0: greedy; above 0: sample.")),
     "top_k": (int | None, typer.Option(None, "--top-k", help="Sample among the k most likely tokens.")),
     "top_p": (
         float,
-        typer.Option(1.0, "--top-p", help="Sample among the likeliest tokens of this total probability."),
+        typer.Option(1.0, "--top-p", help="Sample among the most likely tokens up to this total probability."),
     ),
     "min_p": (
         float,
@@ -146,7 +155,7 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
 
 
 def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the options of `SAMPLING` and `LOADING` in place of its parameters `sampling` and `loading`, which get them."""
+    """A command whose parameters `sampling` and `loading` become the options of `SAMPLING` and `LOADING`, given as dicts."""
     groups = {"sampling": SAMPLING, "loading": LOADING}
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []

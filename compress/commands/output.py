@@ -67,12 +67,12 @@ def counted(count: int, what: str) -> str:
 
 
 def size_row(held: Mapping[str, int]) -> tuple[str, str, str, str]:
-    """The manifest's `bytes` in a table: what was measured, before, after, and a note."""
+    """Table row of the manifest's `bytes`: name, before, after, note."""
     before, after = held["before"], held.get("total", held["after"])
     parts = [("model", "after"), ("draft", "draft"), ("calibrated cache", "cache_files")]
     several = [f"{name} {size(held[key])}" for name, key in parts if held.get(key)]
     made = f": {' + '.join(several)}" if len(several) > 1 else ""
-    apart = f"; tokenizer {size(held['tokenizer'])} apart" if held.get("tokenizer") else ""
+    apart = f"; without the tokenizer, {size(held['tokenizer'])}" if held.get("tokenizer") else ""
     return (
         "size, all that is loaded",
         size(before),
@@ -82,7 +82,7 @@ def size_row(held: Mapping[str, int]) -> tuple[str, str, str, str]:
 
 
 def show_readers(readers: Sequence[Mapping[str, str]]) -> None:
-    """Print who can read an artifact (manifest's `readable_by`)."""
+    """Print the engines that read an artifact (the manifest's `readable_by`)."""
     if readers:
         print_table(("readable by", "", ""), [(row["name"], row["how"], row["note"]) for row in readers])
 

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 def push(
     artifact: Path = typer.Argument(..., help="Directory of an artifact or an export."),
-    repo: str = typer.Argument(..., help="Repository on the hub, NAME or ORG/NAME; made if there is none."),
-    private: bool = typer.Option(False, "--private", help="Make the repository private if it is made."),
+    repo: str = typer.Argument(..., help="Repository on the hub, NAME or ORG/NAME; created if it does not exist."),
+    private: bool = typer.Option(False, "--private", help="Create the repository as private."),
     revision: str | None = typer.Option(
-        None, "--revision", help="Branch to write (default: main); made if it is missing."
+        None, "--revision", help="Branch to push to (default: main); created if it does not exist."
     ),
-    commit_message: str | None = typer.Option(None, "--commit-message", help="Message of the commit."),
+    commit_message: str | None = typer.Option(None, "--commit-message", help="Commit message."),
     as_json: bool = JSON,
 ) -> None:
     """Publish an artifact or an export on the Hugging Face hub, with its model card.
 
-    Every file is compared with its SHA-256 first.
-    The files of the manifest go along, with README.md and report.html; logs and files of other origin stay.
-    It logs in as `hf auth login` or HF_TOKEN says.
+    Every file is checked against its SHA-256 first.
+    Uploads the files of the manifest, README.md and report.html; logs and other files are not uploaded.
+    Log in first with `hf auth login`, or set HF_TOKEN.
 
     \b
     Examples:
@@ -48,10 +48,10 @@ def push(
 
 
 def publishable(path: Path) -> set[str]:
-    """Names of the files of an artifact or export that belong to it, after each was compared with its hash.
+    """Names of the files that are uploaded for an artifact or export, each checked against its hash.
 
     Raises:
-        RequestError: neither; or an unfinished run. CompressError: a file is missing or differs.
+        RequestError: neither an artifact nor an export, or an unfinished run. CompressError: a file is missing or differs.
     """
     from compress.report.card import base_name, write_card
     from runtime.api.load import refuse_unfinished
@@ -64,10 +64,10 @@ def publishable(path: Path) -> set[str]:
     opened = Artifact(path) if export is None or export.is_checkpoint else None
     manifest = None if opened is None else opened.manifest
     if export is None and manifest is None:
-        raise RequestError(f"{path} is a checkpoint that compress did not write; `hf upload` publishes it")
+        raise RequestError(f"{path} is a checkpoint that compress did not write; publish it with `hf upload`")
     try:
         _verify(opened, export)
-    except RequestError as error:  # it was asked for rightly, and what is there is damaged
+    except RequestError as error:  # the request is fine, the files are damaged
         raise CompressError(str(error)) from None
     names = (
         {README}
@@ -81,7 +81,7 @@ def publishable(path: Path) -> set[str]:
         written = str((manifest.get("source") or {}).get("path_or_id", ""))
         if base_name(written) != written:
             print(
-                f"compress: note: {MANIFEST}, recipe.yaml and {REPORT} name {written}, a directory of this machine",
+                f"compress: note: {MANIFEST}, recipe.yaml and {REPORT} contain the local path {written}",
                 file=sys.stderr,
             )
     return {name for name in names if (path / name).is_file()}
@@ -106,9 +106,9 @@ def _upload(
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise RequestError(f"{repo!r} is no name of a repository, NAME or ORG/NAME: {first_line(error)}") from None
+        raise RequestError(f"{repo!r} is not a repository name (NAME or ORG/NAME): {first_line(error)}") from None
     if get_token() is None:
-        raise RequestError("nobody is logged in to the Hugging Face hub: run `hf auth login`, or set HF_TOKEN")
+        raise RequestError("not logged in to the Hugging Face hub: run `hf auth login`, or set HF_TOKEN")
     api = HfApi(library_name="compress")
     try:
         name = api.create_repo(repo, private=private, exist_ok=True).repo_id
@@ -129,18 +129,18 @@ def _sentence(error: Exception, repo: str) -> str:
 
     if isinstance(error, OfflineModeIsEnabled):
         return f"{repo} was not published: HF_HUB_OFFLINE is set; unset it to reach the Hugging Face hub"
-    if isinstance(error, ValueError):  # of its check of a card's metadata, over several lines
+    if isinstance(error, ValueError):  # from the check of the card's metadata, on several lines
         return f"{repo} was not published: {' '.join(str(error).split())}"
     if not isinstance(error, HfHubHTTPError):
         return f"{repo} was not published: the Hugging Face hub cannot be reached ({type(error).__name__}: {first_line(error)})"
     status, said = error.response.status_code, error.server_message or first_line(error)
     reasons = {
-        401: "the hub does not accept this login: run `hf auth login` again, or set HF_TOKEN to a token that may write",
-        403: f"this login may not write to it ({said}); use a token that may write, or another repository",
-        404: "there is no such repository that this login may write to",
+        401: "the hub does not accept this login: run `hf auth login` again, or set HF_TOKEN to a token with write access",
+        403: f"this login may not write to it ({said}); use a token with write access, or another repository",
+        404: "there is no repository of that name that this login may write to",
     }
     return f"{repo} was not published: {reasons.get(status, f'the hub answered {status} ({said}); try again later')}"
 
 
 def _show(result: dict[str, Any]) -> None:
-    print(f"{counted(len(result['files']), 'file')}, {size(result['bytes'])}, written to {result['url']}")
+    print(f"{counted(len(result['files']), 'file')}, {size(result['bytes'])} pushed to {result['url']}")

@@ -81,6 +81,8 @@ def _show(result: dict[str, Any]) -> None:
             print(f"trial {line[0]}: {line[-1]}")
     if len(lines) > _ROWS:
         print(f"{len(lines) - _ROWS} more trials in {Path(result['path']) / 'table.csv'}.")
+    if result["text"]:
+        print(f"Quality is measured on {result['text']}.")
     counts = result["counts"]
     told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     print(f"{told}; {len(result['pareto'])} on the Pareto front (*). Time: {duration(result['seconds'])}.")

@@ -1,4 +1,4 @@
-"""Bytes of an artifact: of everything that is loaded with it, and of its tokenizer, which stands apart."""
+"""Bytes of an artifact: everything that is loaded, and separately its tokenizer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def loaded_bytes(path: Path, manifest: Mapping[str, Any], before: int, after: in
     """The manifest's `bytes`.
 
     Args:
-        path: of the artifact. manifest: what it says of its draft and its cache policy. before, after: of the model's tensors, in the
-            source and in the artifact.
+        path: the artifact. manifest: with its draft and cache policy. before, after: bytes of the model's tensors in the source and
+            in the artifact.
 
     Returns:
-        `before`, `after`; `draft`: the tensors of the draft's directory; `cache_files`: what was calibrated for the cache policy, which
-        the manifest holds; `total`: what is loaded, the sum of the last three; `tokenizer`: its files, which are in neither.
+        `before`, `after`; `draft`: the tensors of the draft's directory; `cache_files`: calibrated values of the cache policy, which
+        the manifest holds; `total`: `after + draft + cache_files`, all that is loaded; `tokenizer`: its files, not in `total`.
     """
     place = ((manifest.get("draft") or {}).get("drafter") or {}).get("model")
     files = sorted((path / place).glob("*.safetensors")) if place in DRAFTS else []

@@ -20,7 +20,7 @@ from typing import Any
 
 from compress.core.files import DISK_FULL, read_object, read_sealed, sha256, write_sealed
 from runtime.checkpoint.guard import GUARDS
-from runtime.errors import CompressError, RequestError, ResourceError
+from runtime.errors import ArtifactError, CompressError, RequestError, ResourceError
 from runtime.system import lock
 
 WORK = ".compress"
@@ -34,11 +34,26 @@ DRAFTS = (DRAFT, "draft-2")  # a draft that replaces another is written beside i
 CHOICE = "drafter.json"  # the drafter that was found fastest on a machine, which loading follows
 # 1_Pooling/config.json: how sentence-transformers pools; draft/config.json and the like.
 NESTED = re.compile(r"[0-9]+_\w+/config\.json|draft(-2)?/[^/\\]+")
-# Not covered by the manifest's hashes: the manifest itself, the log and the record (they have times in them), the report and the card
-# (made from these; people edit cards), and what is chosen again on every machine.
+# Not covered by the manifest's hashes: the manifest itself, the log and the record (they contain times), the report and the card (made
+# from these; people edit cards), and what is chosen per machine.
 UNHASHED = (MANIFEST, LOG, RECORD, REPORT, CARD, CHOICE)
 _STATE = "run.json"
+_SAMPLES = {"prompts", "tokens", "source", "artifact", "left_out", "engine"}
 _log = logging.getLogger("compress")
+
+
+def recorded_samples(path: Path) -> dict[str, Any] | None:
+    """The samples of an artifact, as `compress.run.record.make_samples` gave them; None where there are none.
+
+    Raises:
+        ArtifactError: the record is damaged.
+    """
+    if not (path / RECORD).is_file():
+        return None
+    found: dict[str, Any] | None = read_object(path / RECORD, "remove it").get("samples")
+    if found is not None and not (isinstance(found, dict) and found.keys() >= _SAMPLES):
+        raise ArtifactError(f"{path / RECORD} has samples that no version of this tool writes; remove it")
+    return found
 
 
 class RunDirectory:

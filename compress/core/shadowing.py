@@ -1,4 +1,4 @@
-"""Packages of this distribution that a module of the user shadows: a `runtime.py` where Python looks first."""
+"""Packages of this distribution that a user's module shadows, such as a `runtime.py` earlier on the path."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-_OURS = {"runtime": "api", "export": "targets.py"}  # and what in each tells it from another of its name
+_OURS = {"runtime": "api", "export": "targets.py"}  # and a file by which ours is recognized
 
 
 def import_neighbours() -> None:
-    """Import `runtime` and `export` where another module would be taken for one of them.
+    """Import `runtime` and `export` even if other modules of these names come first.
 
-    `python -m compress` looks in the working directory first; nobody means that directory's modules there, so it is passed over.
+    `python -m compress` puts the working directory first on the path; modules there are ignored.
 
     Raises:
-        ImportError: in a program that imports this package; the sentence names the file that shadows a package. A command line
-            prints it and ends with exit code 2.
+        ImportError: names the file that shadows a package, in a program that imports this one. The command line prints the
+            message and exits with code 2 instead.
     """
     if all(_shadow(name) is None for name in _OURS):
         return
@@ -40,9 +40,9 @@ def import_neighbours() -> None:
 
 
 def _shadow(name: str) -> str | None:
-    """The module that would be imported in the place of ours; None where that is ours."""
+    """The module that would be imported instead of ours; None if it is ours."""
     spec = find_spec(name)
-    if spec is None:  # nothing is there, which whoever imports it says
+    if spec is None:  # not installed: the import itself reports it
         return None
     places = list(spec.submodule_search_locations or ())
     return None if any((Path(place) / _OURS[name]).exists() for place in places) else str(spec.origin or places[0])

@@ -1,6 +1,6 @@
-"""Experiment trackers (`--report-to`): Weights & Biases, trackio and MLflow receive the numbers of a run.
+"""Experiment trackers (`--report-to`): Weights & Biases, trackio and MLflow receive the metrics of a run.
 
-Each runs as its library is set up: offline with WANDB_MODE=offline, to a folder or database with MLFLOW_TRACKING_URI.
+Each library uses its own settings: offline with WANDB_MODE=offline, to a folder or database with MLFLOW_TRACKING_URI.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROJECT = "compress"
 
 
 class Tracker(Protocol):
-    """One run of a library, which is given the library, the run's name and its configuration."""
+    """One run of a tracking library, made from the imported library, the run's name and its configuration."""
 
     def __init__(self, library: Any, name: str, config: Mapping[str, Any]) -> None: ...
 
@@ -46,7 +46,7 @@ class WandbTracker(Tracker):
 class MlflowTracker(Tracker):
     """A run of MLflow."""
 
-    _MOST = 100  # parameters that a call takes
+    _MOST = 100  # parameters per call
 
     def __init__(self, library: Any, name: str, config: Mapping[str, Any]) -> None:
         self._library = library
@@ -67,12 +67,12 @@ TRACKERS: dict[str, type[Tracker]] = {"wandb": WandbTracker, "mlflow": MlflowTra
 
 
 class Tracking:
-    """A run's numbers on their way to a tracker. The library's errors cost no run: after the first, which is a warning, nothing is sent.
+    """Metrics of a run, logged to a tracker. An error of the library is a warning, after which nothing more is logged.
 
     Args:
-        report_to: name of a library; None: nobody receives them.
+        report_to: name of a library; None: nothing is logged.
         name, config: of the run.
-        warn: is called with a sentence.
+        warn: called with the warning.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Tracking:
             self._call(lambda: TRACKERS[report_to](importlib.import_module(report_to), name, config))
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record the numbers among nested `values`, `{"a": {"b": 1}}` as `a/b`. Every call is one step: libraries want steps to grow, and
-        trainings, blocks and trials count from 0 each."""
+        """Record the finite numbers of nested `values`, `{"a": {"b": 1}}` as `a/b`. Each call is one step, because libraries want steps to
+        increase, and training steps, blocks and trials each count from 0."""
         tracker, step = self._tracker, self._step
         found = {key: value for key, value in _flat(values, "/").items() if _is_number(value)}
         if tracker is not None and found:
@@ -102,9 +102,9 @@ class Tracking:
     def _call(self, call: Callable[[], Tracker | None]) -> None:
         try:
             made = call()
-        except Exception as error:  # libraries raise what they like; none of it is worth a run
+        except Exception as error:  # libraries raise anything; a run must survive it
             self._tracker = None
-            self._warn(f"{self._library} receives no numbers of this run: {type(error).__name__}: {first_line(error)}")
+            self._warn(f"logging to {self._library} stopped: {type(error).__name__}: {first_line(error)}")
         else:
             self._tracker = made or self._tracker
 
@@ -121,7 +121,7 @@ def tracked(tracking: Tracking) -> Iterator[Tracking]:
 
 
 def check_tracker(report_to: str | None) -> None:
-    """RequestError where `report_to` names no tracker, or one whose library is not installed."""
+    """RequestError if `report_to` is not a tracker, or its library is not installed."""
     if report_to is None:
         return
     if report_to not in TRACKERS:
@@ -131,8 +131,8 @@ def check_tracker(report_to: str | None) -> None:
         importlib.import_module(report_to)
     except ImportError as error:
         if error.name == report_to:
-            raise RequestError(f"--report-to {report_to}: it is not installed: pip install {report_to}") from None
-        raise RequestError(f"--report-to {report_to}: it cannot be imported: {first_line(error)}") from None
+            raise RequestError(f"--report-to {report_to}: not installed; run: pip install {report_to}") from None
+        raise RequestError(f"--report-to {report_to}: cannot be imported: {first_line(error)}") from None
 
 
 def _flat(values: Mapping[str, Any], between: str = ".", before: str = "") -> dict[str, Any]:

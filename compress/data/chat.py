@@ -1,4 +1,4 @@
-"""Conversations of a data set as the text that a model's chat template makes of them."""
+"""Conversations of a data set, rendered by the model's chat template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.config.messages import listing, show
 from runtime.errors import RequestError, first_line
 
 COLUMNS = ("messages", "conversations")
-"""Keys that conversations are looked for under where rows have no text."""
+"""Keys of conversations in rows without text."""
 
 _ROLES = {
     "human": "user",
@@ -22,7 +22,7 @@ _ROLES = {
 
 
 class Conversation(str):
-    """A conversation as its template writes it, with all special tokens."""
+    """A conversation rendered by a chat template, with all special tokens."""
 
 
 def render(
@@ -31,14 +31,14 @@ def render(
     """The text of a conversation.
 
     Args:
-        messages: [{"role", "content", ...}], or [{"from", "value"}]; contents are texts, or lists of parts that are texts.
-        tools: descriptions of tools, as chat templates take them, or their JSON; None: there are none.
+        messages: [{"role", "content", ...}], or [{"from", "value"}]; a content is text, or a list of text parts.
+        tools: tool descriptions as chat templates take them, or their JSON; None: no tools.
         where: the row, for messages.
-        tokenizer: has the chat template; a processor may.
-        image: what the template gets in the place of a part that is an image; None: contents are texts.
+        tokenizer: a tokenizer or processor with the chat template.
+        image: maps an image part to what the template gets; None: image parts are refused.
 
     Raises:
-        RequestError: it is no conversation, there is no chat template, or the template refuses it.
+        RequestError: not a conversation, no chat template, or the template rejects it.
     """
 
     def refused(reason: str) -> RequestError:
@@ -49,9 +49,9 @@ def render(
         if isinstance(tools, str):
             tools = json.loads(tools)
     except (ValueError, RecursionError) as error:
-        raise refused(f"is no conversation: {first_line(error)}") from None
+        raise refused(f"is not a conversation: {first_line(error)}") from None
     if not turns:
-        raise refused("is no conversation: the list of messages is empty")
+        raise refused("is not a conversation: the list of messages is empty")
     if not getattr(tokenizer, "chat_template", None):
         raise refused(
             "is a conversation, and the model's tokenizer has no chat template to write it with; calibrate on text, or add the "
@@ -65,12 +65,12 @@ def render(
     for turn in turns:
         known = turn["role"] in ("system", "developer", "user", "assistant", "tool")
         if not known and isinstance(turn["content"], str) and turn["content"].strip() not in text:
-            raise refused(f"has the role {show(turn['role'])}, which the model's chat template leaves out")
+            raise refused(f"has the role {show(turn['role'])}, which the model's chat template drops")
     return Conversation(text)
 
 
 def _turn(message: Any, image: Callable[[Any], Any] | None) -> dict[str, Any]:
-    """A message as templates take it; ValueError where it is none."""
+    """A message as templates take it; ValueError if it is not one."""
     if not isinstance(message, Mapping):
         raise ValueError(f"expected messages with a role and a content, got {show(message)}")
     told = {key: value for key, value in message.items() if value is not None}  # Parquet has every key in every message
@@ -96,7 +96,7 @@ def _turn(message: Any, image: Callable[[Any], Any] | None) -> dict[str, Any]:
     elif isinstance(content, list):
         content = "".join(map(_part, content))
     if not isinstance(content, (str, list)):
-        raise ValueError(f"the content of a message of role {show(told['role'])} is no text, but {show(content)}")
+        raise ValueError(f"the content of a message of role {show(told['role'])} must be text, got {show(content)}")
     if isinstance(calls, list):
         told["tool_calls"] = [_call(call) for call in calls]
     return {**told, "content": content}
@@ -106,12 +106,12 @@ def _part(part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, Mapping) else part
-        raise ValueError(f"a part of a message is no text, but {show(kind)}")
+        raise ValueError(f"a part of a message must be text, got {show(kind)}")
     return text
 
 
 def _call(call: Any) -> Any:
-    """A call with its arguments as a mapping, as templates expect them; APIs give their JSON."""
+    """A tool call with its arguments as a mapping, as templates expect; APIs give JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(arguments, str) or not isinstance(function, Mapping):

@@ -1,4 +1,4 @@
-"""Documents of a text, lazily: bundled texts, .txt, .jsonl and .parquet files, and data sets of the hub; conversations among them."""
+"""Documents of a text, read lazily: bundled texts, .txt, .jsonl and .parquet files, data sets of the hub; as text or conversations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def documents(source: TextSet, bundled: str, tokenizer: Any, split_paragraphs: b
     Args:
         source: of the `calibration` or `evaluate` section.
         bundled: which bundled text `data: bundled` means (`calibration` or `heldout`).
-        tokenizer: the model's: where its end-of-text token is written out in a .txt file, a document ends; its chat template writes
+        tokenizer: the model's. Its end-of-text token, written out in a .txt file, ends a document; its chat template renders
             conversations (`Conversation`).
         split_paragraphs: without such marks, a blank line ends a document (else the whole .txt file is one).
 
@@ -45,7 +45,7 @@ def documents(source: TextSet, bundled: str, tokenizer: Any, split_paragraphs: b
     if file is not None:
         reader = READERS.get(file.suffix.lower())
         if reader is None:
-            raise RequestError(source.at("data", f"'{file}' is no kind of text read here; allowed: {listing(READERS)}"))
+            raise RequestError(source.at("data", f"'{file}' has an unsupported file type; allowed: {listing(READERS)}"))
         return reader(source, file, tokenizer, split_paragraphs), f"the file {file.name}"
     return _dataset(source, tokenizer), f"the data set {source.data}"
 
@@ -137,7 +137,7 @@ def _parquet(source: TextSet, path: Path, tokenizer: Any, split_paragraphs: bool
 
 
 def _parquet_rows(source: TextSet, path: Path, whole: bool = True) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Rows, `whole` or without columns that text needs none of."""
+    """Rows with all columns (`whole`), or only those that text needs."""
     import pyarrow
     import pyarrow.parquet
 

@@ -1,6 +1,6 @@
-"""Split of a user's text into what a model is calibrated and trained on, and what is held out for its evaluation.
+"""Split of a user's text into a part for calibration and training, and a part held out for evaluation.
 
-It depends on the text alone: not on seeds, numbers of rows or the tokenizer, so that all stages and all models of a text agree about it.
+It depends on the text alone, not on seeds, sample counts or the tokenizer, so that it is the same for all stages and models.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ HELD_OUT = "held out"
 T = TypeVar("T")
 
 READ = 8_000_000
-"""Characters at the beginning of a text, some two million tokens, of which a part is held out; what follows is not."""
+"""Characters at the beginning of a text, about two million tokens, that are split; nothing after them is held out."""
 
 LONG = 400_000
-"""Characters from which an eighth is held out; of less a fourth, as few rows say little."""
+"""Characters from which an eighth is held out. Of shorter texts a quarter is, for enough rows."""
 
 PIECES = 16
-"""A document that is longer than this part of the text is cut into pieces that are not."""
+"""Documents longer than this fraction (1/16) of the text are cut into pieces."""
 
 TOKENS = 65_536
-"""Tokens of a text of which a part is held out that are evaluated at most: more takes time and hardly changes what is measured."""
+"""Largest number of held-out tokens that are evaluated: more takes time and hardly changes the result."""
 
-_ADVICE = "; give more text, or name another one to evaluate on in evaluate.data"
+_ADVICE = "; give more text, or name another text in evaluate.data"
 _LINE = 200  # characters in which a cut looks for the end of a line, or of a word
 
 
 @dataclass(frozen=True)
 class Text:
-    """Documents that a section means.
+    """Documents that a section names.
 
     Attributes:
-        documents: read as they are asked for. where: what they are, for messages.
+        documents: read lazily. where: description, for messages.
         kind: `bundled`, `held out` or `named`.
-        named: by whom, for messages.
-        advice: where the text is too little; empty: none but more text.
+        named: the set, for messages.
+        advice: what to do if the text is too short; empty: nothing but to give more.
     """
 
     documents: Iterator[str]
@@ -53,7 +53,7 @@ class Text:
 
 
 def calibration_texts(config: CalibrationConfig, tokenizer: Any) -> list[Text]:
-    """What is left to calibrate and to train on, of each set that the section names."""
+    """Text for calibration and training, of each set that the section names."""
     return [_calibration(config, named, tokenizer) for named in config.texts]
 
 
@@ -67,7 +67,7 @@ def _calibration(config: CalibrationConfig, named: TextSet, tokenizer: Any) -> T
 
 
 def evaluation_texts(config: EvaluateConfig, calibration: CalibrationConfig | None, tokenizer: Any) -> list[Text]:
-    """What is evaluated on: the sets that the section names, else of each that `calibration` names what it leaves."""
+    """Evaluation text: the sets that the section names, else the held-out part of each set that `calibration` names."""
     shared = calibration is not None and calibration.shared
     return [
         _held_out(calibration, named, tokenizer)
@@ -88,7 +88,7 @@ def _evaluation(named: TextSet, tokenizer: Any) -> Text:
 
 
 def mixed(texts: Sequence[Text]) -> tuple[str, str]:
-    """What several texts are together, each with its share, and their kind."""
+    """Description of several texts, each with its share, and their common kind."""
     kinds = {text.kind for text in texts}
     kind = HELD_OUT if HELD_OUT in kinds else "named" if "named" in kinds else BUNDLED
     if len(texts) == 1:
@@ -106,7 +106,7 @@ def apportion(total: int, shares: Sequence[float]) -> list[int]:
 
 
 def held_out(texts: Iterable[str]) -> list[str]:
-    """The documents, and pieces of long ones, that are held out: any first few of them are spread over the text."""
+    """Held-out documents and pieces of long ones, ordered so that any prefix is spread over the text."""
     read, _ = _read(texts)
     return spread([text for text, out in _split(read) if out])
 
@@ -118,7 +118,7 @@ def spread(parts: Sequence[T]) -> list[T]:
 
 
 def rest(texts: Iterable[str]) -> Iterator[str]:
-    """The others, in order, without such as say the same as one that is held out."""
+    """The documents that are not held out, in order, without duplicates of held-out ones."""
     read, more = _read(texts)
     parts = list(_split(read))
     out = {text.strip() for text, out in parts if out}
@@ -127,7 +127,7 @@ def rest(texts: Iterable[str]) -> Iterator[str]:
 
 
 def choose(sizes: Sequence[int], share: float) -> list[bool]:
-    """Which of some parts of a text are held out: about `share` of all, spread evenly."""
+    """For each part of a text whether it is held out: about `share` of the total size, spread evenly."""
     found, owed = [], 0.0
     for size in sizes:
         owed += share * size
@@ -138,7 +138,7 @@ def choose(sizes: Sequence[int], share: float) -> list[bool]:
 
 
 def _read(texts: Iterable[str]) -> tuple[list[str], Iterator[str]]:
-    """Documents that hold `READ` characters, and those behind them."""
+    """The documents within the first `READ` characters, and those after them."""
     more = (text for text in texts if text.strip())
     read, size = list[str](), 0
     while size < READ and (some := list(islice(more, 1))):
@@ -155,8 +155,8 @@ def _split(read: Sequence[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _cut(text: str, most: int) -> Iterator[str]:
-    """A document in pieces of about equal lengths, `most` characters or little more, which end with a line or word where they can;
-    a conversation as a whole."""
+    """A document in pieces of about equal length, about `most` characters, cut at the end of a line or word if possible.
+    Conversations are not cut."""
     if isinstance(text, Conversation):
         most = len(text)
     count = -(-len(text) // most)

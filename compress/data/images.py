@@ -12,15 +12,15 @@ from runtime.system.distribution import how_to_install
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 MOST_PIXELS = 100_000_000
-"""Pixels of an image at most: a file of a few kilobytes can hold one that fills the memory."""
+"""Largest number of pixels of an image: a file of a few kilobytes can decode to one that fills the memory."""
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def load_processor(path: Path, config: Any) -> Any:
-    """transformers' processor of a checkpoint: text and images to what the model reads; None where the directory has none.
+    """transformers' processor of a checkpoint, which makes model inputs of text and images; None if the directory has none.
 
-    Without torchvision, which transformers wants for videos alone where images are concerned, it is one that reads no videos.
+    Without torchvision, which transformers requires for videos, the processor reads images only.
 
     Raises:
         RequestError: Pillow is not installed. ArtifactError: the directory's files cannot be read.
@@ -45,9 +45,9 @@ def load_processor(path: Path, config: Any) -> Any:
 
 
 def open_image(value: Any, folder: Path | None) -> Any:
-    """An image (Pillow's, RGB) of a path, relative to `folder`, of `{"bytes", "path"}` as `datasets` stores it, or of Pillow's own.
+    """An RGB Pillow image from a path relative to `folder`, from `{"bytes", "path"}` as `datasets` stores it, or from a Pillow image.
 
-    Paths may lead out of the folder: who names a file of rows trusts it as far as which images are read.
+    Paths may lead out of the folder: a user who names a data file trusts it to choose which images are read.
 
     Raises:
         RequestError: no readable file, no image, one that is cut short, or one that is too large.
@@ -59,16 +59,16 @@ def open_image(value: Any, folder: Path | None) -> Any:
         content = value.get("bytes") or value.get("path")
     if isinstance(content, str):
         if "://" in content or content.startswith("data:"):
-            raise RequestError(f"'{content[:80]}' is an address, and only files are read: download it")
+            raise RequestError(f"'{content[:80]}' is a URL, and only local files are read: download it")
         file = (folder or Path()) / content
         name = f"'{file}'"
         if not file.is_file():
-            raise RequestError(f"{name} is no file")
+            raise RequestError(f"{name} is not a file")
         content = file
     elif isinstance(content, bytes):
         content = io.BytesIO(content)
     elif not isinstance(content, image_module.Image):
-        raise RequestError(f"it is {type(content).__name__}, and the path or the bytes of an image are expected")
+        raise RequestError(f"it is {type(content).__name__}; expected the path or the bytes of an image")
     try:
         image = content if isinstance(content, image_module.Image) else image_module.open(content)
         width, height = image.size

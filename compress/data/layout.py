@@ -1,4 +1,4 @@
-"""Layouts of rows: what a row of integers means to a model that reads text, text and images, or speech."""
+"""Layouts of integer rows: token ids, token ids with images, or speech features with a transcript."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class TextRows:
     """Rows `[n, s]` of token ids, all of which the model reads.
 
     Attributes:
-        name: what the (first) stack calls its input.
+        name: keyword of the (first) stack's input.
     """
 
     name = "input_ids"
 
     def source(self, rows: torch.Tensor) -> torch.Tensor:
-        """What the (first) stack reads."""
+        """Input of the (first) stack."""
         return rows
 
     def inputs(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """All that the model is called with but masks and targets, by the names that it has for them."""
+        """Keyword arguments of the model, without masks and targets."""
         return {self.name: self.source(rows)}
 
     def target(self, rows: torch.Tensor) -> torch.Tensor:
@@ -39,19 +39,19 @@ class TextRows:
         return rows[:, 1:]
 
     def shape(self, rows: torch.Tensor) -> tuple[Any, ...]:
-        """Equal for rows on which blocks are called alike, but for the mask."""
+        """A key that is equal for rows with equal block arguments, apart from the mask."""
         return tuple(rows.shape)
 
     def encoded(self, rows: torch.Tensor) -> int | None:
-        """Positions that the (first) stack gives for a row; None: only a run shows."""
+        """Output positions of the (first) stack for a row; None: known only after a run."""
         return int(self.source(rows).shape[1])
 
     def positions(self, rows: torch.Tensor) -> tuple[int, int]:
-        """Rows, and positions of the hidden states of one, at most."""
+        """Number of rows, and the largest number of positions of one."""
         return len(rows), int(rows.shape[1])
 
     def length(self, rows: torch.Tensor) -> int:
-        """Tokens of a row, in words of the user."""
+        """Tokens of a row, as a user counts them."""
         return int(rows.shape[1])
 
 
@@ -114,9 +114,9 @@ class SpeechRows(TextRows):
 class ImageRows(TextRows):
     """Rows of token ids, some of which stand for images.
 
-    Where the processor puts a placeholder, a row holds a negative number instead, made of a digest of what the row's images give
-    (`-2` and less), so that rows are batched, hashed and scored as text is; `NOTHING` fills rows up on the right. What the images
-    give is computed whenever the model reads them, because pixels take more room than anything else here.
+    In place of the processor's placeholder ids, a row holds a negative number (`-2` or less), a digest of its image features, so
+    that rows can be batched, hashed and scored like text; `NOTHING` pads on the right. Image features are recomputed whenever the
+    model reads them, because pixels take more memory than anything else here.
 
     Attributes:
         placeholder: id that stands for a piece of an image; None where the config names none, and no row has images.
@@ -128,11 +128,10 @@ class ImageRows(TextRows):
         self._features: dict[int, Callable[[], Mapping[str, torch.Tensor]]] = {}
 
     def pack(self, features: Callable[[], Mapping[str, torch.Tensor]]) -> torch.Tensor:
-        """A row, int64 `[n]`, of what a processor gives for one text with its images: tensors whose first dimension is that of the rows,
-        or of the images, of a batch.
+        """A row, int64 `[n]`, for one text with its images.
 
         Args:
-            features: computes it, the same at every call.
+            features: computes the processor's tensors, whose first dimension counts texts or images; the same at every call.
         """
         assert self.placeholder is not None
         found = features()

@@ -52,7 +52,7 @@ class CalibrationData:
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """What the model is evaluated on.
+    """Rows for evaluation.
 
     Attributes:
         ids: int64 `[rows, sequence_length]`.
@@ -71,17 +71,17 @@ class EvaluationData:
 
     @classmethod
     def of(cls, ids: torch.Tensor, where: str, kind: str) -> EvaluationData:
-        """Of rows of text."""
+        """Evaluation data of rows of text, int64 `[n, s]`."""
         return cls(ids, len(ids), ids.numel(), f"{where}, {len(ids)} rows of {ids.shape[1]} tokens", kind, hashed(ids))
 
 
 @dataclass(frozen=True)
 class TextReader:
-    """How a model reads text.
+    """Reader of calibration and evaluation text for a model.
 
     Attributes:
-        tokenizer: gives the model's. vocab_size: entries of the vocabulary.
-        limit: tokens that the model reads at most; None: any number.
+        tokenizer: returns the model's tokenizer. vocab_size: entries of the vocabulary.
+        limit: the model's context in tokens; None: no limit.
     """
 
     tokenizer: Callable[[], Any]
@@ -97,7 +97,7 @@ class TextReader:
         return load_evaluation(config, self.tokenizer(), self.vocab_size, calibration)
 
     def warnings(self, config: CalibrationConfig) -> list[str]:
-        """What a user should know of calibration on such data before any work."""
+        """Warnings about calibration on such data, before any work."""
         return []
 
     def probe(self) -> torch.Tensor:
@@ -113,7 +113,7 @@ def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> Calibrat
     `seed` without overlap. With padding, each document is a row of its own (longer ones are cut).
 
     Args:
-        config: the `calibration` section; what it leaves for evaluation is in no row.
+        config: the `calibration` section; text held out for evaluation is in no row.
         tokenizer: the model's Hugging Face tokenizer.
         vocab_size: entries of the model's vocabulary.
 
@@ -129,7 +129,7 @@ def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> Calibrat
         if len(rows) < count:
             unit = f"rows of {config.sequence_length} tokens" if config.packing else "documents"
             warnings.append(
-                f"{text.where} has only {len(rows)} {unit}; {count} {'would be better' if config.is_auto('samples') else 'were asked for'}"
+                f"{text.where} has only {len(rows)} {unit}; {count} {'are recommended' if config.is_auto('samples') else 'were asked for'}"
             )
     if warnings:  # proportions count for more than the number
         kept = balanced(config.samples, texts, [len(rows) for rows, _ in parts])
@@ -161,11 +161,11 @@ def portions(config: CalibrationConfig) -> list[int]:
 
 
 def _drawn(config: CalibrationConfig, count: int, text: Text, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """`count` rows of a text or, where it has fewer, all, and their masks; each `[n, s]`."""
+    """`count` rows of a text, or all if there are fewer, and their masks; each `[n, s]`."""
     encoded = encode(text.documents, tokenizer, separate=config.packing)
     read = list(_take(encoded, max(ENOUGH * count * config.sequence_length, ENOUGH_TOKENS)))
     if not read:
-        reason = f"{text.where} holds no text; the least is {config.sequence_length} tokens{text.advice}"
+        reason = f"{text.where} holds no text; at least {config.sequence_length} tokens are needed{text.advice}"
         raise RequestError(text.named.at("data", reason))
     if config.packing:
         rows = draw(windows(_joined(read), config.sequence_length, text), config, count)
@@ -178,7 +178,7 @@ def _drawn(config: CalibrationConfig, count: int, text: Text, tokenizer: Any) ->
 def _together(
     parts: Sequence[tuple[torch.Tensor, torch.Tensor]], config: CalibrationConfig, tokenizer: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of one text as they are, those of several shuffled, so that each is in what comes first and what comes last."""
+    """Rows of one text unchanged; rows of several texts shuffled, so that any part has rows of each."""
     if len(parts) == 1:
         return parts[0]
     if config.packing:
@@ -219,7 +219,7 @@ def load_evaluation(
         config: the `evaluate` section; `samples` limits the rows.
         tokenizer: the model's Hugging Face tokenizer.
         vocab_size: entries of the model's vocabulary; None leaves ids unchecked.
-        calibration: the section whose text is evaluated on where `config` names none.
+        calibration: the section whose held-out text is used if `config` names none.
 
     Raises:
         RequestError: as `load`.
@@ -241,7 +241,7 @@ def load_evaluation(
 
 
 def row_limit(config: EvaluateConfig, text: Text) -> int | None:
-    """Most rows of a text that are evaluated; None: all."""
+    """Largest number of rows of a text that are evaluated; None: all."""
     most = config.samples
     if text.kind == HELD_OUT:
         enough = max(1, TOKENS // config.sequence_length)
@@ -250,10 +250,10 @@ def row_limit(config: EvaluateConfig, text: Text) -> int | None:
 
 
 def balanced(samples: int | None, texts: Sequence[Text], there: Sequence[int]) -> list[int]:
-    """How many of the rows that are there of each text are taken, in proportion to the texts' shares, but one of each.
+    """Number of rows taken from each text, in proportion to the shares, at least one each.
 
     Args:
-        samples: rows of all at most; None: any number.
+        samples: largest total; None: no limit.
     """
     if len(texts) == 1:
         return list(there)
@@ -292,7 +292,7 @@ def windows(ids: torch.Tensor, length: int, text: Text) -> torch.Tensor:
 
 
 def _padded(rows: Sequence[torch.Tensor], tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `[s]` of several lengths, and which of their tokens are none of padding."""
+    """Rows `[s]` of several lengths, padded to `[n, s]`, and a mask that is True for tokens."""
     fill = tokenizer.pad_token_id
     fill = (tokenizer.eos_token_id or 0) if fill is None else fill
     mask = pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids in rows], batch_first=True)

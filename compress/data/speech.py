@@ -27,7 +27,7 @@ class SpeechReader:
     """How a model reads sounds and writes transcripts.
 
     Attributes:
-        listener: makes features. tokenizer: gives that of transcripts.
+        listener: computes features. tokenizer: returns the tokenizer of transcripts.
         prompts: what transcripts begin with. vocab_size: entries of the vocabulary.
         limit: tokens that the decoder reads at most, the start token included; None: any number.
     """
@@ -83,7 +83,7 @@ class SpeechReader:
         )
 
     def evaluation(self, config: EvaluateConfig, calibration: CalibrationConfig) -> EvaluationData:
-        """The sounds of a directory by name, `samples` of them at most.
+        """The sounds of a directory, sorted by name, at most `samples`.
 
         Raises:
             RequestError: as `calibration`; sounds that give features of different shapes.
@@ -159,9 +159,9 @@ class SpeechReader:
 
 
 def _split(source: TextSet, files: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Sounds to be calibrated on, and those that are held out."""
+    """Sounds for calibration, and held-out sounds."""
     if len(files) < 2:
-        text = f"'{files[0].parent}' has one sound, and one more is needed to be held out; give more, or others in evaluate.data"
+        text = f"'{files[0].parent}' has only one sound, and evaluation needs a second; give more, or name others in evaluate.data"
         raise RequestError(source.at("data", text))
     out = choose([1] * len(files), 1 / 4)
     return tuple([file for file, apart in zip(files, out, strict=True) if apart is side] for side in (False, True))  # type: ignore[return-value]

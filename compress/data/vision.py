@@ -27,14 +27,14 @@ from compress.recipe.models import BUNDLED, CalibrationConfig, EvaluateConfig, T
 from runtime.errors import RequestError, first_line
 
 MOST_ROWS = 2048
-"""Rows of a set that are read: they hold images, and a few hundred are enough."""
+"""Rows of a set that are read at most; a few hundred are enough."""
 
 _IMAGES = ("images", "image")
 _PEEK = 16  # rows that show whether a set has images
 
 
 def has_images(section: TextSource) -> bool:
-    """Whether a section names images with text: directories of images, or rows the first of which have some.
+    """Whether a section names images with text: a directory of images, or a set whose first rows have some.
 
     Raises:
         RequestError: as `compress.data.documents`.
@@ -56,7 +56,7 @@ class Sample:
     """A row of a set.
 
     Attributes:
-        named: the set. entry: columns of the row. folder: that paths in it are relative to. where: what messages call it.
+        named: the set. entry: columns of the row. folder: base of relative paths in it. where: name of the row in messages.
     """
 
     named: TextSet
@@ -85,7 +85,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class ImageReader(TextReader):
-    """How a vision-language model reads images with text, and text alone as any other model does. Attributes as `TextReader`'s, and
+    """Reader of images with text for vision-language models; text alone is read as by `TextReader`, whose attributes it has, and
 
     Attributes:
         path: the checkpoint. config: its configuration. layout: of rows with images.
@@ -127,7 +127,8 @@ class ImageReader(TextReader):
         )
 
     def evaluation(self, config: EvaluateConfig, calibration: CalibrationConfig) -> EvaluationData:
-        """The first rows, `samples` of them at most; of a held-out part also `TOKENS` tokens. Text alone: as `TextReader`.
+        """The first rows, at most `samples`, of a held-out part at most `TOKENS` tokens, as ids `[n, s]` padded right with `NOTHING`.
+        Text alone: as `TextReader`.
 
         Raises:
             RequestError: as `calibration`.
@@ -153,16 +154,16 @@ class ImageReader(TextReader):
         )
 
     def warnings(self, config: CalibrationConfig) -> list[str]:
-        """That the model sees no images, where the set has none."""
+        """A warning that calibration sees no images, if the set has none."""
         if has_images(config):
             return []
-        text = "the model reads images too, and its layers are calibrated on text alone; give rows with images (docs/models.md)"
+        text = "the model also reads images, but is calibrated on text alone; give rows with images (docs/models.md)"
         return [config.at("data", text)]
 
     # ---------------------------------------------------------------- rows
     @cached_property
     def processor(self) -> Any:
-        """transformers' processor of the checkpoint; RequestError where it has none, or one that says nothing of images."""
+        """transformers' processor of the checkpoint; RequestError if it has none, or the config names no image token."""
         found = load_processor(self.path, self.config)
         if found is None or self.layout.placeholder is None:
             what = "processor (preprocessor_config.json)" if found is None else "image_token_id in config.json"
@@ -170,19 +171,20 @@ class ImageReader(TextReader):
         return found
 
     def _row(self, source: TextSource, sample: Sample) -> torch.Tensor:
-        """Of a sample, int64 `[n]`, no longer than the section's `sequence_length`."""
+        """Row of a sample, int64 `[n]`, truncated to the section's `sequence_length`."""
         row = self.layout.pack(partial(self._features, sample))
         check_vocabulary(row[row >= 0], self.vocab_size, sample.named, sample.where)
         length = source.sequence_length
         if bool((row[length:] < 0).any()):
-            reason = f"{sample.where} has {len(row)} tokens, those of images included, which are not cut; raise it, or make images smaller"
+            held = f"{len(row)} tokens including those of its images"
+            reason = f"{sample.where} has {held}, which are never cut; raise it, or make the images smaller"
             raise RequestError(source.at("sequence_length", reason))
         if len(row) < 2:
             raise sample.refused("holds no text")
         return row[:length]
 
     def _features(self, sample: Sample) -> dict[str, torch.Tensor]:
-        """What the processor gives for it."""
+        """Tensors that the processor makes of it."""
         processor = self.processor
         text, named = self._text(sample)
         try:
@@ -192,7 +194,7 @@ class ImageReader(TextReader):
         mark = getattr(processor, "image_token", None)
         written = isinstance(text, Conversation)
         if mark and not written and (count := text.count(mark)) != len(images):
-            raise sample.refused(f"has {len(images)} images and {count} places for them ({mark}) in its text")
+            raise sample.refused(f"has {len(images)} images but {count} placeholders ({mark}) in its text")
         start = self.tokenizer().bos_token
         # A chat template writes what a text begins with.
         options = {"add_special_tokens": False} if written and start and text.startswith(start) else {}
@@ -202,15 +204,15 @@ class ImageReader(TextReader):
             raise sample.refused(f"cannot be read by the processor of {self.path}: {first_line(error)}") from None
         if images and not bool((found["input_ids"] == self.layout.placeholder).any()):
             raise sample.refused(
-                f"has images, for which the processor of {self.path} puts no token {self.layout.placeholder}"
+                f"has images, for which the processor of {self.path} inserts no token {self.layout.placeholder}"
             )
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
     def _text(self, sample: Sample) -> tuple[str, list[Any]]:
-        """The text of a row as its processor reads it, a `Conversation` where the chat template writes it; and its images in order.
+        """The text of a row for its processor (a `Conversation` if the chat template wrote it), and its images in order.
 
-        An image part names its image, or stands for the next one of the row's. Images that have no part come first in the first
-        message of a user, unless the text has places for them.
+        An image part names its image, or takes the row's next one. Images without a part come first in the first user message,
+        unless the text has placeholders for them.
         """
         entry, mark = sample.entry, getattr(self.processor, "image_token", None) or ""
         images = _images(entry)
@@ -241,7 +243,7 @@ class ImageReader(TextReader):
 
 
 def _led(messages: list[Any], count: int) -> list[Any]:
-    """Messages of which the first of a user begins with image parts."""
+    """Messages, with `count` image parts at the beginning of the first user message."""
     for number, message in enumerate(messages):
         if isinstance(message, Mapping) and (message.get("role") or message.get("from")) in ("user", "human"):
             key = "content" if message.get("content") is not None else "value"
@@ -252,7 +254,7 @@ def _led(messages: list[Any], count: int) -> list[Any]:
 
 
 def _parts(messages: Any) -> Iterator[Any]:
-    """Parts of the contents of messages; contents that are texts are one."""
+    """Parts of the contents of messages; a content that is text is one part."""
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, Mapping):
             content = message.get("content") or message.get("value")
@@ -297,7 +299,7 @@ def _pictures(folder: Path) -> list[Path]:
 
 
 def _samples(named: TextSet, shared: bool, apart: bool) -> tuple[list[Sample], str]:
-    """Rows of a set, where a part is held out (`shared`) those of this part (`apart`) or the others; and what they are called."""
+    """Rows of a set, and their name in messages. If a part is held out (`shared`): that part (`apart`), or the rest."""
     folder = _folder(named)
     file = next((path for path in named.candidates() if path.is_file()), None)
     found = list(islice(_read(named, folder, file), MOST_ROWS))

@@ -16,7 +16,7 @@ from compress.model.streamed import StreamedModel
 def evaluate_artifact(
     context: Context, artifact: StreamedModel, limits: Mapping[str, float], spill: Path | None, reporter: Reporter
 ) -> dict[str, Any]:
-    """Quality before and after on the recipe's held-out text, held to limits. Empty without `evaluate` in the recipe.
+    """Quality before and after on the recipe's evaluation text, with its limits checked. Empty without `evaluate` in the recipe.
 
     Args:
         limits: see `compress.evaluate.limits.limits`.

@@ -13,6 +13,7 @@ from compress.evaluate.metrics import TokenMetrics, rows_at_once
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
+    from compress.data import EvaluationData
     from runtime.api.model import Model
     from runtime.checkpoint.artifact import Artifact
     from runtime.checkpoint.export_directory import Export
@@ -47,9 +48,10 @@ def evaluate(
             False: a plain cache), ... A reference has a plain cache, whatever they say.
 
     Returns:
-        `perplexity`, `nll`, `tokens`, `sequence_length`, `windows`, `seconds`, `tokens_per_second` (of `model` alone), what
-        `sizes` says; with a policy what `through_cache` says (`perplexity_with_cache`, `perplexity_increase_with_cache`, `kv_cache`); with
-        a reference `kl`, `top1_agreement`, `perplexity_increase` and `reference` (its perplexity and sizes).
+        `perplexity`, `nll`, `tokens`, `evaluated_on` (the text in words), `sequence_length`, `windows`, `seconds`, `tokens_per_second` (of
+        `model` alone), and what `sizes` says; with a policy what `through_cache` says (`perplexity_with_cache`,
+        `perplexity_increase_with_cache`, `kv_cache`); with a reference `kl`, `top1_agreement`, `perplexity_increase` and `reference` (its
+        perplexity and sizes).
 
     Raises:
         RequestError: a path or a text that cannot be used, values out of range, a reference with another tokenizer, a policy that
@@ -60,11 +62,15 @@ def evaluate(
         raise RequestError(f"batch_size must be at least 1, not {batch_size}")
     trust = bool((load_options or {}).get("trust_remote_code", False))
     ours = _loaded(model, load_options)
-    base = None if reference is None else _loaded(reference, {**(load_options or {}), "kv_cache": False})
+    base = (
+        None if reference is None else _loaded(reference, {**(load_options or {}), "kv_cache": False, "adapter": None})
+    )
     if base is not None:
         _check_same_tokens(ours, base)
+    evaluated_on = "the given windows"
     if windows is None:
-        windows = _windows(ours, text, sequence_length, samples)
+        data = _text(ours, text, sequence_length, samples)
+        windows, evaluated_on = data.ids, data.description
     elif windows.dim() != 2 or windows.shape[1] < 2 or not len(windows):
         raise RequestError(f"windows must be token ids of shape [n, at least 2], not {list(windows.shape)}")
     metrics, reference_metrics = TokenMetrics(), TokenMetrics()
@@ -82,6 +88,7 @@ def evaluate(
             reference_metrics.add(reference_logits, targets)
         metrics.add(logits[:, :-1].flatten(0, 1), targets, reference_logits)
     result = metrics.result() | {
+        "evaluated_on": evaluated_on,
         "sequence_length": int(windows.shape[1]),
         "windows": len(windows),
         "seconds": seconds,
@@ -109,7 +116,7 @@ def _loaded(model: str | Path | Model, options: Mapping[str, Any] | None) -> Mod
     return loaded
 
 
-def _windows(model: Model, text: str | Path, sequence_length: int | None, samples: int | None) -> torch.Tensor:
+def _text(model: Model, text: str | Path, sequence_length: int | None, samples: int | None) -> EvaluationData:
     from pydantic import ValidationError
 
     from compress.data import load_evaluation
@@ -128,7 +135,7 @@ def _windows(model: Model, text: str | Path, sequence_length: int | None, sample
         problem = error.errors()[0]
         raise RequestError(f"{problem['loc'][0]}: {problem['msg']}, not {problem['input']!r}") from None
     config.locate(Origin(overrides={("evaluate", "data"): "text"}), ("evaluate",))
-    return load_evaluation(config, model.tokenizer, model.engine.vocab_size).ids
+    return load_evaluation(config, model.tokenizer, model.engine.vocab_size)
 
 
 def _check_same_tokens(model: Model, reference: Model) -> None:

@@ -1,4 +1,4 @@
-"""Limits that an artifact's quality is held to: the recipe's, and by default those usual for the bits and zeros of its layers."""
+"""Limits on an artifact's quality: the recipe's, or defaults that follow from the bits and zeros of its layers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from compress.model.stage import StageRoom, TensorPlan
 from compress.recipe import KINDS, Recipe
 from compress.recipe.models import AUTO
 
-# What rounding to so many bits may cost at most: KL divergence in nats per token, and the share of most likely tokens that change. They are
-# several times what the bundled models lose on text of their kind and less than what ruined ones do (benchmarks/results/limits.json).
+# Largest cost of rounding by bits: KL divergence in nats per token, and the share of top-1 tokens that change. The values are several
+# times what the bundled models lose on text of their own kind, and less than what ruined ones do (benchmarks/results/limits.json).
 _ROUNDING = {1.0: (1.0, 0.5), 2.0: (0.5, 0.4), 3.0: (0.25, 0.3), 4.0: (0.1, 0.2), 8.0: (0.03, 0.1)}
-# What zeros may cost: the factor of their share's square, and of the share.
+# Largest cost of zeros: a factor of their share squared (KL), and of their share (top-1).
 _ZEROS = (1.2, 0.5)
 
 
 def limits(recipe: Recipe, tensors: Sequence[TensorPlan], encoder: bool = False) -> dict[str, float]:
     """The limits of a recipe's `evaluate`, "auto" resolved.
 
-    There is no usual limit for encoders, for stages that make another model (cut channels, layers, tokens), and where no layer is
-    compressed.
+    There are no defaults for encoders, after stages that change the shapes (channels, layers, tokens), and if no layer is compressed.
 
     Args:
-        tensors: what becomes of every tensor.
+        tensors: the plan of every tensor.
     """
     config = recipe.evaluate
     if config is None:
@@ -38,7 +37,7 @@ def limits(recipe: Recipe, tensors: Sequence[TensorPlan], encoder: bool = False)
 
 
 def cache_limits(recipe: Recipe) -> dict[str, float]:
-    """Limits on a compressed cache, beside a plain one of the same model: the recipe's, or as usual for layers of 4 bits."""
+    """Limits on a compressed cache against a plain one of the same model: the recipe's, or the defaults of 4-bit layers."""
     config = recipe.evaluate
     names = dict(zip(("max_kl", "min_agreement"), _ROUNDING[4.0], strict=True))
     names["min_agreement"] = 1.0 - names["min_agreement"]
@@ -47,13 +46,13 @@ def cache_limits(recipe: Recipe) -> dict[str, float]:
 
 
 def cutting(recipe: Recipe) -> list[str]:
-    """Kinds of the stages that make another model of the recipe's."""
+    """Kinds of the stages that change the model's shapes."""
     kinds: Sequence[tuple[Any, StageRoom]] = [(stage, KINDS[stage.kind]) for stage in recipe.stages]
     return [room.name for stage, room in kinds if stage.phase == "model" and not room.settles_layers]
 
 
 def usual(tensors: Sequence[TensorPlan]) -> dict[str, float]:
-    """Usual limits `max_kl` and `min_agreement` for the layers that are compressed, each counted by its bytes; {}: none is."""
+    """Default `max_kl` and `min_agreement`: the mean over compressed layers, weighted by bytes; {} if none is compressed."""
     compressed = [tensor for tensor in tensors if tensor.bits is not None]
     total = sum(tensor.bytes_before for tensor in compressed)
     if not total:
@@ -69,7 +68,7 @@ def usual(tensors: Sequence[TensorPlan]) -> dict[str, float]:
 
 
 def _rounding(bits: float) -> tuple[float, float]:
-    """Of `_ROUNDING`, or between two of them; nothing for weights that are not rounded."""
+    """Entry of `_ROUNDING`, interpolated between bits; (0, 0) for weights that are not rounded."""
     if bits >= 16:
         return 0.0, 0.0
     bits = min(max(bits, min(_ROUNDING)), max(_ROUNDING))
@@ -80,7 +79,7 @@ def _rounding(bits: float) -> tuple[float, float]:
 
 
 def check(metrics: Mapping[str, Any], allowed: Mapping[str, float]) -> list[dict[str, Any]]:
-    """[{"name", "limit", "value", "ok"}] of the limits on something that was measured; NaN fails every limit."""
+    """[{"name", "limit", "value", "ok"}] for each limit on a measured metric; NaN fails every limit."""
     values = {
         "min_cosine": metrics.get("cosine", {}).get("mean"), "max_perplexity": metrics.get("after", {}).get("perplexity"),
         "max_perplexity_increase": metrics.get("perplexity_increase"), "max_kl": metrics.get("kl"),
@@ -90,7 +89,7 @@ def check(metrics: Mapping[str, Any], allowed: Mapping[str, float]) -> list[dict
 
 
 def held_to(values: Mapping[str, float], allowed: Mapping[str, float]) -> list[dict[str, Any]]:
-    """[{"name", "limit", "value", "ok"}] of the limits on one of `values`: those named min_ are the least allowed, others the most."""
+    """[{"name", "limit", "value", "ok"}] for each limit on one of `values`: min_ limits are lower bounds, the others upper bounds."""
     return [
         {
             "name": name,
@@ -113,16 +112,16 @@ def exceeded(metrics: Mapping[str, Any]) -> list[str]:
     return found
 
 
-#: KL divergence in nats per token from which a perplexity that falls says nothing good.
+#: KL divergence in nats per token above which a falling perplexity is not an improvement.
 _HIGH_KL = 0.05
 
 
 def contradiction(metrics: Mapping[str, Any]) -> str:
-    """Sentence for a perplexity that falls while the artifact predicts otherwise than its source; empty where it does not."""
+    """A warning that perplexity falls while the KL divergence from the source is high; else empty."""
     change, kl = metrics.get("perplexity_increase"), metrics.get("kl")
     if change is None or kl is None or not (change < 0 and kl > _HIGH_KL) or math.isnan(kl):
         return ""
     return (
         f"perplexity falls by {-change:.1%} while the KL divergence from the source is {kl:.3g} nats per token: the artifact predicts "
-        "other tokens, and this text does not show what that costs; judge it by KL divergence and agreement, on text that the model is for"
+        "other tokens, which perplexity on this text hides; judge it by KL divergence and top-1 agreement, on text like the model's own"
     )

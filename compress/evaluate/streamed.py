@@ -144,7 +144,7 @@ def score(
     spill: Path | None = None,
     on_block: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """What `TokenMetrics.result` says of a model alone on `windows` `[n, s]` int64; arguments as `Comparison`'s and `run_blocks`'s."""
+    """`TokenMetrics.result` of one model on `windows`, int64 `[n, s]`; other arguments as of `Comparison` and `run_blocks`."""
     states = _run(model, windows, batch_size, spill, on_block)
     metrics = TokenMetrics()
     with model.outside():
@@ -168,7 +168,7 @@ def _run(
 
 
 def _parts(model: StreamedModel, windows: torch.Tensor, batch_size: int) -> Iterator[tuple[int, slice, torch.Tensor]]:
-    """(batch, rows of it, their ids), about `LOGIT_ROWS` positions at a time."""
+    """(batch, its rows, their ids), about `LOGIT_ROWS` positions at a time."""
     for number, ids in enumerate(windows.split(batch_size)):
         rows = max(1, LOGIT_ROWS // model.rows.length(ids))
         for start in range(0, len(ids), rows):

@@ -1,4 +1,4 @@
-"""Texts of a run, in a sentence, and whether the model reads them at all."""
+"""Calibration and evaluation text of a run: description, and warnings where it does not suit the model."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from runtime.errors import CompressError
 if TYPE_CHECKING:
     from compress.model.context import Context
 
-#: Tokens that the model is judged by.
+#: Tokens on which the source model is judged.
 JUDGED = 2048
 
 
 def describe(calibration: Mapping[str, Any] | None, evaluation: Mapping[str, Any] | None) -> str:
-    """The texts of a manifest: "Calibrated on 128 packed rows ...; evaluated on ..."; empty where none is read."""
+    """The texts of a manifest: "Calibrated on 128 packed rows ...; evaluated on ..."; empty if there are none."""
     parts = [("calibrated", calibration), ("evaluated", evaluation)]
     told = "; ".join(f"{done} on {text['description']}" for done, text in parts if text)
     return told[:1].upper() + told[1:]
 
 
 def of_context(context: Context) -> str:
-    """The same, before the run."""
+    """`describe` before the run."""
     texts = (context.calibration if context.reads_text else None, context.evaluation)
     return describe(*(None if text is None else {"description": text.description} for text in texts))
 
 
 def bundled(context: Context) -> list[str]:
-    """A warning where a model that is not bundled meets the bundled text."""
+    """A warning if the bundled text is used for a model that is not bundled."""
     texts = {"calibrated": context.calibration if context.reads_text else None, "evaluated": context.evaluation}
     done = [name for name, text in texts.items() if text is not None and text.kind == "bundled"]
     if not done or is_bundled(context.original.path):
         return []
     return [
-        f"{' and '.join(done)} on bundled Python source, which may be nothing like what this model reads; give text of its own kind in "
+        f"{' and '.join(done)} on bundled Python source, which may be nothing like what this model reads; give text like its own in "
         "calibration.data"
     ]
 
@@ -64,21 +64,22 @@ def overlap(context: Context) -> list[str]:
 
 
 def doubt(context: Context) -> list[str]:
-    """A warning where the recipe's model does not read the recipe's text, so that numbers measured on it say little.
+    """A warning if the source model predicts the recipe's text worse than a unigram model, so that metrics on it mean little.
 
-    The model runs once over `JUDGED` tokens, block by block. Only decoders are judged: encoders predict nothing, encoder-decoders read such
-    rows as halves.
+    The model runs once over `JUDGED` tokens, block by block. Only decoders are judged: encoders predict nothing, and encoder-decoders
+    split such rows in halves.
     """
     text = _text(context)
     if text is None or context.reference.kind != "decoder":
         return []
     vocabulary = context.reference.vocabulary
-    rows = text[: max(1, JUDGED // context.reference.rows.length(text))]
+    count = max(1, JUDGED // context.reference.rows.length(text))
+    rows = text[:: max(1, len(text) // count)][:count]  # from all of the text
     tokens = context.reference.rows.labels(text)
     frequencies = unigram_loss(tokens[tokens >= 0], vocabulary)
     try:
         found = score(context.reference, rows)["nll"]
-    except CompressError:  # NaN: the run finds out in which layer
+    except CompressError:  # NaN: the run reports the layer
         return []
     if found <= min(frequencies, math.log(vocabulary)):
         return []
@@ -87,13 +88,13 @@ def doubt(context: Context) -> list[str]:
         than = f"that of guessing among its {vocabulary:,} tokens"
     where = context.calibration.description if context.evaluation is None else context.evaluation.description
     return [
-        f"{context.original.path} does not read the text: its perplexity is {perplexity(found):.4g}, worse than {than} ({where}); what is "
-        "measured on this text says little of the artifact, so give text of its own kind in calibration.data"
+        f"{context.original.path} cannot predict this text: its perplexity is about {perplexity(found):.3g}, worse than {than} ({where}); "
+        "numbers measured on it say little about the artifact, so give text like the model's own in calibration.data"
     ]
 
 
 def _text(context: Context) -> torch.Tensor | None:
-    """The text in the tokens of the recipe's model, `[n, s]`; None where no text is read, or the model is not finite."""
+    """Text in token ids of the recipe's model, int64 `[n, s]`; None if there is no text or the model has non-finite weights."""
     if not context.checkpoint_is_finite:
         return None
     if context.windows is not None:
@@ -110,10 +111,10 @@ def _text(context: Context) -> torch.Tensor | None:
 
 
 def unigram_loss(text: torch.Tensor, vocabulary: int) -> float:
-    """Mean loss, in nats per token, of a model that knows how often each token occurs in a text, int64 `[n]`, and nothing else.
+    """Mean loss, in nats per token, of a unigram model of a text, int64 `[n]`.
 
-    Every token is predicted from the counts of all others, with half a count for each of the vocabulary (Krichevsky and Trofimov, 1981),
-    so that a short text is not known by heart.
+    Each token is predicted from the counts of all others, plus half a count per vocabulary entry (Krichevsky and Trofimov, 1981), so
+    that the model does not memorize a short text.
     """
     counts = torch.bincount(text, minlength=vocabulary).double()
     others = (counts - 1).clamp_min(0) + 0.5

@@ -173,7 +173,7 @@ class KVCache(StageRoom):
     """The stage `kv_cache`; its config is a `runtime.kv_cache.policy.policy.Policy`."""
 
     name = "kv_cache"
-    summary = "how keys and values are held while the model writes"
+    summary = "compress keys and values during generation"
     phase: Phase = "artifact"
     once = "a model has one cache, and stage {first} says how it is held; put all keys there"
 

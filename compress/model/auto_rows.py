@@ -1,4 +1,4 @@
-"""Rows of text that fit a model, where a recipe leaves their length and number open (`auto`)."""
+"""Length and number of text rows that a recipe leaves to the model (`auto`)."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ if TYPE_CHECKING:
     from runtime.checkpoint.checkpoint import Checkpoint
 
 SMALL = 32 * 2**20
-"""Bytes of a checkpoint up to which rows have 256 tokens: such models are for trials, which should take seconds."""
+"""Largest checkpoint, in bytes, with rows of 256 tokens: such models are for trials, which should take seconds."""
 
 SHORT, LONG = 256, 4096
-"""Tokens of a row: of small models, and the most of others."""
+"""Tokens per row: for small models, and at most for others."""
 
 TOKENS = 128 * SHORT
-"""Tokens in all, at least."""
+"""Smallest total number of tokens."""
 
 TOKENS_PER_INPUT = 8
-"""Tokens in all for each input of the widest layer, whose second moments are noise where there are few."""
+"""Total tokens per input of the widest layer; with fewer, its Hessian is mostly noise."""
 
 LEAST_ROWS = 16
-"""Rows that calibration text should make, and half as many of text to evaluate; of less text, rows are shorter."""
+"""Rows that calibration text should yield (evaluation text half as many); for shorter texts, rows are shortened."""
 
 BATCH_TOKENS = 2048
-"""Tokens of a batch, but for one row: those of 8 rows of 256, so that longer rows need hardly more memory."""
+"""Tokens per batch (at least one row), as of 8 rows of 256, so that longer rows take hardly more memory."""
 
-_CHARACTERS = 4  # bytes of text for a token, about
+_CHARACTERS = 4  # bytes of text per token, approximately
 _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "hidden_size", "n_embd", "d_model")
 
 Source = TypeVar("Source", bound=TextSource)
 
 
 def settle(recipe: Recipe, streamed: StreamedModel, original: Checkpoint) -> Recipe:
-    """The recipe with numbers in the place of `auto`, the same at every stage, as cuts change neither positions nor `original`.
+    """The recipe with `auto` resolved, the same at every stage: structural pruning changes neither positions nor `original`.
 
     Args:
-        streamed: the model as it is. original: the checkpoint that the recipe names.
+        streamed: the current model. original: the checkpoint that the recipe names.
     """
     hears, limit = reads_features(streamed.model), position_limit(streamed.model)
     most = SHORT if original.total_bytes <= SMALL or hears or limit is None else LONG
@@ -52,7 +52,7 @@ def settle(recipe: Recipe, streamed: StreamedModel, original: Checkpoint) -> Rec
     longest = LONG if limit is None else min(LONG, limit)
 
     def shown(source: TextSource) -> bool:
-        """Whether rows are of images with text, which have lengths of their own and are not packed."""
+        """Whether rows are images with text, which vary in length and are not packed."""
         return reads_images(streamed.model) and has_images(source)
 
     calibration, evaluate = recipe.calibration, recipe.evaluate
@@ -83,7 +83,7 @@ def _with(source: Source, length: int, samples: int | None) -> Source:
 
 
 def _fitting(source: TextSource, bundled: str, most: int, rows: int) -> int:
-    """Tokens of a row, at most `most`, of which the texts of a section make so many rows, as far as their sizes tell."""
+    """Tokens per row, at most `most`, so that the texts of a section yield `rows` rows, estimated from file sizes."""
     length = most
     for text in source.texts:
         files = [resources.bundled_text(bundled)] if text.data == BUNDLED else text.candidates()
@@ -94,6 +94,6 @@ def _fitting(source: TextSource, bundled: str, most: int, rows: int) -> int:
 
 
 def _widest(original: Checkpoint) -> int:
-    """Inputs of the widest layer, as the config has it."""
+    """Inputs of the widest layer, according to the config."""
     config = read_config(original.path).get_text_config()
     return max((size for name in _WIDTHS if isinstance(size := getattr(config, name, None), int)), default=0)

@@ -49,7 +49,7 @@ def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
         _check_layers_only(recipe, "the recipe names images", "data")
     for source in sources:
         if source.language is not None:
-            text = f"{name} reads text, in any language; this is for models that hear: leave it out"
+            text = f"{name} is not a speech model, and this key is for speech models: leave it out"
             raise RequestError(source.at("language", text))
     if streamed.kind == "decoder":
         states = getattr(streamed.config.get_text_config(), "altup_num_inputs", None) or 1
@@ -77,10 +77,10 @@ def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
 
 
 def _check_layers_only(recipe: Recipe, why: str, what: str) -> None:
-    """Stages that work on layers one by one take sounds and images, or nothing; the others are made for text."""
+    """Refuse stages other than prune and quantize: only these calibrate on audio or images."""
     for stage in recipe.stages:
         if stage.phase != "layers":
-            text = f"{why}, and only prune and quantize stages are for such {what}; leave this one out"
+            text = f"{why}, and only prune and quantize stages support such {what}; leave this one out"
             raise RequestError(recipe.origin.at(stage.path, text))
 
 

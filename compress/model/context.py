@@ -36,7 +36,7 @@ class Context:
     """Model, data and bounds that every stage reads.
 
     Attributes:
-        recipe: whose text, seed and options count; nothing is left open in it (`auto`).
+        recipe: gives text, seed and options, with `auto` resolved.
         opened: the model's checkpoint. streamed: the model.
         source: the checkpoint that the recipe names, where stages have made another of it; else None.
         records: what stages before have recorded (phase "model").
@@ -158,7 +158,7 @@ class Context:
     # ------------------------------------------------------------ calibration
     @cached_property
     def reader(self) -> data.TextReader | data.SpeechReader:
-        """How the model reads what the recipe's `calibration` and `evaluate` name."""
+        """Reader of the data that the recipe's `calibration` and `evaluate` name."""
         model, arguments = self.streamed.model, (lambda: self.tokenizer, self.vocabulary)
         if reads_features(model):
             return data.SpeechReader.of(Artifact(self.path), *arguments, target_limit(model))

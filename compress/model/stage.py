@@ -30,7 +30,7 @@ Apply = Callable[[Mapping[str, Any], Path], None]
 
 
 Readers = Callable[[Path, Mapping[str, Any]], list[dict[str, str]]]
-"""Who can read an artifact, by its directory and its manifest's entries: `export.readers.readable_by`, which a run is given."""
+"""Function that returns the readers of an artifact, given its directory and manifest entries: `export.readers.readable_by`."""
 
 WRITE = "compress"
 """Kind of the step that ends every run, and stands in no recipe (`LayersJob`)."""
@@ -198,7 +198,7 @@ class TensorPlan:
     """One tensor of the source: what happens to it, by what, into which format; bytes are those on disk.
 
     Attributes:
-        bits: of the code of a weight, scales not counted; None: it is not compressed. sparsity: share of zeros that is asked for.
+        bits: per weight, without scales; None: not compressed. sparsity: requested fraction of zeros.
     """
 
     name: str

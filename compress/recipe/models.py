@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 AUTO: Literal["auto"] = "auto"
-"""A limit that follows from how the layers are compressed."""
+"""Limit that follows from how the layers are compressed."""
 NONE: Literal["none"] = "none"
-"""No limit, where there would be one by default."""
+"""No limit, instead of the default one."""
 
 T = TypeVar("T")
 Limit = Annotated[T | Literal["auto", "none"], BeforeValidator(lambda value: NONE if value is None else value)]
@@ -76,9 +76,9 @@ class DataEntry(BaseModel):
     """One of several texts that a section mixes.
 
     Attributes:
-        data: one text, as the section's may be.
+        data: as of the section, but one text only.
         weight: rows are taken in proportion to it.
-        text_column, split, subset: in place of the section's.
+        text_column, split, subset: override the section's.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -100,10 +100,10 @@ Data = Annotated[
 
 @dataclass(frozen=True)
 class TextSet:
-    """A text that a section names.
+    """One text of a section.
 
     Attributes:
-        path: of the keys, in the recipe. share: of the section's rows, above 0 to 1.
+        path: of its keys in the recipe. share: fraction of the section's rows, in (0, 1].
         data, text_column, split, subset: as in `TextSource`, of this text.
     """
 
@@ -120,7 +120,7 @@ class TextSet:
         return self.origin.at((*self.path, key), message)
 
     def candidates(self) -> list[Path]:
-        """The files or directories that `data` may mean, the likeliest first."""
+        """The files or directories that `data` may mean, in order of preference."""
         return self.origin.candidates((*self.path, "data"), self.data)
 
     @property
@@ -131,7 +131,7 @@ class TextSet:
 
 
 OPEN = ("sequence_length", "batch_size", "samples")
-"""Keys that `auto` may stand at, which is the same as to leave them out."""
+"""Keys that may be `auto`, which is their default."""
 
 
 class TextSource(Located):
@@ -139,14 +139,13 @@ class TextSource(Located):
 
     Attributes:
         data: `bundled`, a .txt, .jsonl or .parquet file, or the id of a data set on the Hugging Face hub, whose rows may have images
-            for vision-language models, as may a directory of images, each with its text beside it (cat.jpg, cat.txt); for speech
-            models a directory of .wav files, each with its transcript beside it (talk.wav, talk.txt). A list of entries mixes several,
-            each with a `weight`.
+            for vision-language models. A directory holds images, each with its text (cat.jpg, cat.txt), or, for speech models, .wav
+            files, each with its transcript (talk.wav, talk.txt). A list of entries mixes several sets, each with a `weight`.
         text_column: column (Parquet, data sets) or key (JSONL) that holds the text, or the messages of a conversation.
         split, subset: part of the data set.
-        sequence_length: tokens per row; for transcripts and rows with images the most. `auto`: as many as the model reads, 4,096 at
-            most; small models 256.
-        batch_size: rows per forward pass. `auto`: 8, fewer where rows are long.
+        sequence_length: tokens per row; an upper limit for transcripts and rows with images. `auto`: the model's context, at most
+            4,096; 256 for small models.
+        batch_size: rows per forward pass. `auto`: 8, fewer if rows are long.
         language: of the transcripts, such as `en`, for models of several languages; None: the checkpoint's.
     """
 
@@ -167,23 +166,23 @@ class TextSource(Located):
         return {key: value for key, value in values.items() if not (key in OPEN and value == "auto")}
 
     def is_auto(self, name: str) -> bool:
-        """Whether the recipe leaves the value of a key open."""
+        """Whether the value of a key is `auto`."""
         return name not in self.model_fields_set if self._auto is None else name in self._auto
 
     @property
     def is_settled(self) -> bool:
-        """Whether the values that were left open are known."""
+        """Whether `auto` has been resolved."""
         return self._auto is not None
 
     def settled(self, values: Mapping[str, Any]) -> Self:
-        """With values in the place of those that were left open."""
+        """A copy with `auto` resolved to `values`."""
         found = self.model_copy(update=dict(values))
         found._auto = frozenset(name for name in OPEN if self.is_auto(name))
         return found
 
     @property
     def texts(self) -> list[TextSet]:
-        """The texts that are named; the bundled one where none is."""
+        """The texts of the section; by default the bundled one."""
         if not isinstance(self.data, list):
             own = (self.data or BUNDLED, self.text_column, self.split, self.subset)
             return [TextSet(self._origin, self._path, 1.0, *own)]
@@ -198,19 +197,21 @@ class TextSource(Located):
 
     @property
     def text(self) -> TextSet:
-        """The only text that is named.
+        """The only text of the section.
 
         Raises:
-            RequestError: there are several.
+            RequestError: the section mixes several.
         """
         first, *more = self.texts
         if more:
-            raise RequestError(self.at("data", f"{len(more) + 1} sets are mixed, and this model takes one; give one"))
+            raise RequestError(
+                self.at("data", f"{len(more) + 1} sets are mixed, but this kind of model takes only one")
+            )
         return first
 
     @property
     def bundled(self) -> bool:
-        """No text but that of this package is named."""
+        """Whether all texts are the bundled one."""
         return all(text.data == BUNDLED for text in self.texts)
 
 
@@ -233,7 +234,7 @@ class CalibrationConfig(TextSource):
     """Text that the methods see while they compress.
 
     Attributes:
-        samples: number of rows to draw. `auto`: 128, fewer where `sequence_length` is `auto`, too, and rows are long.
+        samples: number of rows to draw. `auto`: 128; fewer if `sequence_length` is also `auto` and rows are long.
         seed: decides which rows are drawn.
         packing: true cuts documents laid end to end into full rows; false puts one document in a row, padded right.
         experts: see `ExpertsConfig`.
@@ -248,11 +249,11 @@ class CalibrationConfig(TextSource):
 
     @property
     def shared(self) -> bool:
-        """Whether a part of the text stays apart, on which the recipe evaluates."""
+        """Whether a part of the text is held out for evaluation."""
         return self._shared
 
     def share(self, evaluate: EvaluateConfig | None) -> None:
-        """Leave a part of the text to an `evaluate` section that names none."""
+        """Hold out a part of the text if an `evaluate` section names none."""
         self._shared = evaluate is not None and evaluate.data is None and not self.bundled
 
 
@@ -260,13 +261,13 @@ class EvaluateConfig(TextSource):
     """Held-out text and the limits that fail a run when they are exceeded (None: not checked).
 
     Attributes:
-        data: None: a part of the calibration text that nothing is calibrated or trained on; where that is bundled, the bundled held-out
-            text.
+        data: as of `calibration`. None: a part of the calibration text, held out of calibration and training; if that text is bundled, the
+            bundled held-out text.
         samples: rows to score, from the start of the text; None: all.
         max_perplexity: largest perplexity of the artifact, of its weights and, with a kv_cache stage, of weights and cache together.
         max_perplexity_increase: largest relative increase over the source model (`10%` or 0.1), for both likewise.
-        max_kl: largest mean KL divergence from the source model, in nats per token; `auto`: usual for the bits and zeros of the layers
-            (`compress.evaluate.limits`); `none`: any.
+        max_kl: largest mean KL divergence from the source model, in nats per token; `auto`: depends on the bits and zeros of the
+            layers (`compress.evaluate.limits`); `none`: no limit.
         min_agreement: smallest fraction of positions with the same most likely token; `auto` and `none` likewise.
         min_cosine: encoders only, to which the limits above do not apply: smallest mean cosine similarity between the embeddings
             that both models give a text.
@@ -290,13 +291,13 @@ class Recipe(Located):
     """One compression, from checkpoint to artifact.
 
     Attributes:
-        name: name of the recipe; the default output is `out/NAME`, and for another model than the recipe's `out/NAME-MODEL`.
+        name: name of the recipe; the default output is `out/NAME`, or `out/NAME-MODEL` for another model than the recipe's.
         description: one line for `compress recipes`.
         model: a checkpoint directory (relative to the recipe file, else to the working directory) or a hub id.
-        calibration: see `CalibrationConfig`; `auto`: as if it were left out.
+        calibration: see `CalibrationConfig`; `auto`: its defaults.
         stages: list of stages, in order.
         evaluate: see `EvaluateConfig`; None skips evaluation.
-        output: directory of the artifact (relative to the working directory); for another model (`--model`) its name follows.
+        output: directory of the artifact (relative to the working directory); `--model` appends the model's name.
         sample: a prompt that `compress apply` continues with the source and with the artifact; None: beginnings of evaluation text.
         seed: seeds everything random that is not the draw of calibration rows.
         on_nonfinite: `fail`, or `skip` layers whose weights or activations hold NaN or Inf (copied, and recorded).

@@ -1,6 +1,6 @@
 """Model card of an artifact: README.md, as the Hugging Face hub shows it. The same manifest gives the same bytes.
 
-The manifest's hashes leave it out: a card is for people, who edit it. One that was edited stays as it is.
+It is not hashed in the manifest, so that people can edit it; an edited card is never overwritten.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from runtime.kv_cache.policy.policy import Policy
 from runtime.system.self_hash import page_is_whole, sealed_page
 
 FILE = "README.md"
-#: What a card says of its model that stays true of a compressed one.
+#: Metadata of the source's card that is also true of the compressed model.
 _INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-_LONGEST = 200  # characters of a value that is inherited
+_LONGEST = 200  # characters of an inherited value
 _PATH = re.compile(
     r"(?<![\w:/.~])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\:;,]+[/\\])+[^\s/\\:;,]+"
 )  # an absolute one, of several parts
@@ -32,21 +32,21 @@ _SNAPSHOT = re.compile(r"/models--([\w.-]+)/snapshots/([0-9a-f]+)$")
 
 
 def describe_source(checkpoint: Path) -> dict[str, Any]:
-    """What a manifest says of its source for the card: `repository` and `revision` on the hub, if it comes from there, and under `card`
-    the metadata of its README.md that is inherited."""
+    """Facts about the source for the card: `repository` and `revision` if it comes from the hub, and under `card` the inherited metadata
+    of its README.md."""
     found: dict[str, Any] = {}
     if match := _SNAPSHOT.search(checkpoint.absolute().as_posix()):
         found |= {"repository": match[1].replace("--", "/", 1), "revision": match[2]}
     try:
         data = ModelCard((checkpoint / FILE).read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict()
-    except Exception:  # there is none, or people wrote into it what no reader understands
+    except Exception:  # no README.md, or metadata that cannot be parsed
         return found
     kept = {key: data[key] for key in _INHERITED if data.get(key) and len(str(data[key])) <= _LONGEST}
     return found | ({"card": kept} if kept else {})
 
 
 def write_card(artifact: str | Path) -> Path | None:
-    """Write the card of an artifact; None, and nothing is written, where a card is there that people have edited."""
+    """Write the card of an artifact; None, and nothing is written, if it has an edited card."""
     path = Path(artifact) / FILE
     if path.is_file() and not page_is_whole(path.read_bytes()):
         return None
@@ -70,12 +70,12 @@ def card(facts: Facts) -> str:
         f"# {name}",
         f"{base}, compressed by the recipe `{name}` with compress {manifest.get('compress_version', '')}.",
         _table(("", "before", "after", ""), [*_sizes(facts), *quality.rows()]),
-        f"Quality is measured on {text}." if quality.rows() else "The recipe asked for no evaluation.",
+        f"Quality is measured on {text}." if quality.rows() else "Quality was not evaluated.",
     ]
     if manifest.get("kv_cache"):
         parts.append(f"KV cache: {Policy.parse(manifest['kv_cache']).describe()}.")
     if manifest.get("draft"):
-        parts.append(f"It brings a draft for speculative decoding, made by {manifest['draft']['method']}.")
+        parts.append(f"It includes a draft for speculative decoding, made by {manifest['draft']['method']}.")
     if facts.warnings:
         parts += ["## Warnings", "\n".join(f"- {_nowhere(warning, facts)}" for warning in facts.warnings)]
     if readable:
@@ -93,7 +93,7 @@ def card(facts: Facts) -> str:
 
 
 def _metadata(facts: Facts) -> dict[str, Any]:
-    """License, language and kind of model; those of the source's card, where it says them."""
+    """License, language and pipeline tag, from the source's card if it has them."""
     own = (facts.manifest.get("source") or {}).get("card") or {}
     return {"pipeline_tag": _pipeline(facts), **{key: own[key] for key in _INHERITED if key in own}}
 
@@ -160,7 +160,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _without_places(value: Any) -> Any:
-    """A recipe without directories of this machine: of an absolute path the last name is left."""
+    """A recipe with absolute paths reduced to their last component."""
     if isinstance(value, dict):
         return {key: _without_places(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -169,7 +169,7 @@ def _without_places(value: Any) -> Any:
 
 
 def _nowhere(sentence: str, facts: Facts) -> str:
-    """A sentence in which paths of this machine are their last names."""
+    """A sentence with local paths reduced to their last component."""
     source = str((facts.manifest.get("source") or {}).get("path_or_id") or "")
     if source:
         sentence = sentence.replace(source, base_name(source))
@@ -177,7 +177,7 @@ def _nowhere(sentence: str, facts: Facts) -> str:
 
 
 def base_name(written: str) -> str:
-    """Last name of an absolute path, or of one above the working directory, which are of this machine; other texts as they are."""
+    """Last component of a local path (absolute, or outside the working directory); other texts unchanged."""
     for kind in (PurePosixPath, PureWindowsPath):
         if kind(written).is_absolute() or written.startswith(("~", "..")):
             return kind(written).name

@@ -130,7 +130,7 @@ PART_COLORS = {
     "other": "#94a3b8", "scales and indices": "#f59e0b",
 }  # fmt: skip
 LOADED = {"draft": "#64748b", "calibrated cache files": "#a16207"}
-"""What is loaded beside the tensors of the model, with its colour."""
+"""Parts that are loaded besides the model's tensors, with their colours."""
 _MARKERS = "osD^vP"
 _LEGEND_LINE = 0.2  # inches
 
@@ -145,7 +145,7 @@ def error_chart(layers: Sequence[Mapping[str, Any]], name: str = "error") -> str
 
 
 def bits_chart(layers: Sequence[Mapping[str, Any]]) -> str:
-    """SVG: bits per weight of every compressed layer, by block; kinds of equal bits stand beside each other."""
+    """SVG: bits per weight of every compressed layer, by block, with the kinds of layers side by side."""
     return _layers_chart(layers, "bits", "bits per weight", lambda value: f"{value:.3g}", "bits", beside=True)
 
 
@@ -238,7 +238,7 @@ def quality_chart(before: float, after: float) -> str:
 
 
 def _by_kind(layers: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], dict[str, dict[int, float]]]:
-    """Blocks in order, and {kind: {block: value}}; a value that is None or not finite is left out."""
+    """Blocks in order, and {kind: {block: value}}, without values that are None or not finite."""
     series: dict[str, dict[int, float]] = {}
     blocks = []
     for layer in layers:

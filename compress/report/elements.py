@@ -27,7 +27,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], sorts: bool = 
     """A table; a column whose name ends in `>` is right-aligned.
 
     Args:
-        sorts: a click on a column's head sorts by it, where the browser runs scripts.
+        sorts: clicking a column header sorts by it, if the browser runs scripts.
     """
     right = [name.endswith(">") for name in columns]
     head = "".join(

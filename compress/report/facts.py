@@ -66,7 +66,7 @@ class Facts:
 
     @property
     def texts(self) -> tuple[str, str]:
-        """Calibration and evaluation text in words; empty where the manifest names none."""
+        """Descriptions of the calibration and evaluation text; empty if the manifest names none."""
         told = (self.manifest.get(name) or {} for name in ("calibration", "evaluation"))
         calibration, evaluation = (str(text.get("description") or "") for text in told)
         return calibration, evaluation

@@ -1,4 +1,4 @@
-"""`report.html`: one page that stands alone, made from an artifact's manifest, headers and run record. The same give the same bytes."""
+"""`report.html`: one self-contained page, made from an artifact's manifest, headers and run record; equal inputs give equal bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.core.files import write_text
-from compress.core.units import duration, size
+from compress.core.units import decoding_speed, duration, size
 from compress.evaluate.metrics import Quality
 from compress.model.stage import row_of
 from compress.recipe.stages import KINDS
@@ -115,7 +115,7 @@ def _headline(facts: Facts) -> str:
 
 
 def _on(text: str) -> str:
-    """What follows a number that was measured on a text; empty where the manifest does not name it."""
+    """Suffix that names the text of a metric; empty if the manifest does not name one."""
     return f", on {text}" if text else ""
 
 
@@ -138,7 +138,7 @@ def _quality(facts: Facts) -> str:
     metrics, on = facts.metrics, _on(facts.texts[1])
     quality = Quality.of(metrics)
     if not quality.rows():
-        return section("Quality", note("The recipe asked for no evaluation."))
+        return section("Quality", note("Quality was not evaluated."))
     content = table(("", "before>", "after>", "change>"), quality.rows()) + _limits(metrics)
     if quality.before is None or quality.after is None:
         texts = f"{metrics['windows']:,} held-out texts of {metrics['sequence_length']} tokens"
@@ -167,7 +167,7 @@ def _limit_row(limit: dict[str, Any]) -> list[Cell]:
 
 
 def _layers_chart(facts: Facts) -> str:
-    text = "How far each layer's output moved on the calibration text, relative to the output itself (squared norms)"
+    text = "Change of each layer's output on the calibration text, relative to the output (squared norms)"
     chart, named = charts.error_chart(facts.layers), facts.texts[0]
     shown = section("Error of every layer", note(f"{text}{': ' if named else ''}{named}.") + chart) if chart else ""
     bits = [layer["bits"] for layer in facts.layers]
@@ -234,7 +234,7 @@ def _recipe(facts: Facts) -> str:
 
 
 def _samples(record: dict[str, Any]) -> str:
-    """What source and artifact make of each prompt, beside each other."""
+    """Continuations of each prompt by source and artifact, side by side."""
     samples = record.get("samples")
     if not samples:
         return ""
@@ -248,7 +248,7 @@ def _samples(record: dict[str, Any]) -> str:
         )
         shown += f'<div class="samples"><div><small>prompt</small><pre>\n{escape(prompt)}</pre></div>{told}</div>'
     missing = "".join(note(f"The {name} was left out: {reason}") for name, reason in samples["left_out"].items())
-    text = f"Continued greedily by {samples['tokens']} tokens at most, by the source and by the artifact."
+    text = f"Greedy continuations of at most {samples['tokens']} tokens by the source and by the artifact."
     return section("Sample outputs", note(text) + shown + missing)
 
 
@@ -260,7 +260,8 @@ def _readable_by(manifest: dict[str, Any]) -> str:
 def _runs(record: dict[str, Any]) -> str:
     """When, how and on what machine the artifact was made, and how long each phase took."""
     shown = "".join(map(_run, record.get("runs") or []))
-    return section("How it was made", shown) if shown else ""
+    speed = decoding_speed((record.get("samples") or {}).get("speed"))
+    return section("How it was made", shown + (note(speed) if speed else "")) if shown else ""
 
 
 def _run(run: dict[str, Any]) -> str:

@@ -47,10 +47,10 @@ class Plan:
         peak_memory, memory: bytes at the peak, and what they are made of: the process as it is, workspaces, hidden states, and each phase,
             of which the largest counts. device_memory: bytes of a GPU's; 0 on the CPU, and where nothing is known of it.
         bounds: what is done to need less, in words. max_memory: the user's limit.
-        texts: what is calibrated and evaluated on, in a sentence. limits: see `compress.evaluate.limits`.
+        texts: description of calibration and evaluation text. limits: see `compress.evaluate.limits`.
         passes: what other stages make of the model first, in words.
         stages: what stages after compression say of themselves, each under a name of its own (`Job.plan`).
-        readable_by: see `export.readers.readable_by`. engine: what runs the artifact on this machine, in a sentence.
+        readable_by: see `export.readers.readable_by`. engine: description of the engine that will run the artifact on this machine.
         problems, warnings: sentences; a run with any of the problems is refused.
     """
 
@@ -216,7 +216,7 @@ def unused_limits(context: Context) -> list[str]:
     open_limits = [name for name in ("max_kl", "min_agreement") if getattr(config, name) == AUTO]
     found = []
     if cuts and open_limits and not encoder and not context.kept_tokens:
-        text = f"a model that {' and '.join(cuts)} makes has no usual {' and '.join(open_limits)}, so it is not held to any; set them"
+        text = f"after {' and '.join(cuts)} there is no default {' or '.join(open_limits)}, so none is checked; set a number to require one"
         found.append(config.at(open_limits[0], text))
     return found + [
         f"evaluate.{name} is not checked: {'an encoder is' if encoder else 'only encoders are'} judged by min_cosine"

@@ -1,6 +1,6 @@
 """Run record of an artifact (`run.json`): date, command, machine, time and memory of each run that wrote it, and sample outputs.
 
-It is no part of what the manifest hashes: equal runs give equal artifacts, and other times.
+The manifest does not hash it, because equal runs take different times.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +27,7 @@ from compress.core.run_directory import RECORD
 from compress.core.version import VERSION
 from compress.model.context import Context
 from compress.report import write_report
+from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import ArtifactError, RequestError, ResourceError
 from runtime.system import processes
@@ -34,28 +36,29 @@ from runtime.system.memory import available_bytes
 from runtime.system.sizes import size
 
 SAMPLE_TOKENS = 48
-_SAMPLES = {"prompts", "tokens", "source", "artifact", "left_out", "engine"}
 _PROMPTS, _PROMPT_TOKENS = (
     3,
     24,
 )  # where the recipe names no prompt: how many beginnings of held-out windows, and how long
-#: A loaded model takes more than its tensors: buffers of a step, and weights that are being repacked.
+#: Memory of a loaded model relative to its tensors: buffers of a step, and weights being repacked.
 _LOADED = 1.2
+#: Seconds that loading and continuing may take for the artifact to be loaded again, to compare its speed.
+_PATIENCE = 20
 _SECRET = re.compile(r"(?<=://)[^/@\s]+(?=@)|\bhf_\w{8,}|(?i:(?<=token=)|(?<=secret=)|(?<=password=)|(?<=api_key=))\S+")
 
 
 def shown_command(arguments: Sequence[str]) -> str:
-    """The command line as a shell takes it, with passwords and access tokens replaced by `***`."""
+    """The command line, quoted for a shell, with passwords and access tokens replaced by `***`."""
     return shlex.join(["compress", *(_SECRET.sub("***", argument) for argument in arguments)])
 
 
 @dataclass
 class RunRecord:
-    """Wall-clock seconds of a run by phase, noted in the output after every phase.
+    """Wall-clock seconds of a run by phase, written to the output directory after every phase.
 
     Attributes:
-        device: "cpu", "cuda", "cuda:1". processes: how many share the run.
-        command: the command line that runs; None: called from Python.
+        device: "cpu", "cuda", "cuda:1". processes: number of processes of the run.
+        command: the current command line; None if called from Python.
         seconds: {phase: seconds}.
     """
 
@@ -69,7 +72,7 @@ class RunRecord:
     _earlier: list[Any] = field(default_factory=list)
 
     def begin(self, path: Path, warn: Callable[[str], None]) -> None:
-        """From now on the record is in a directory, after those of the runs there that this one resumes."""
+        """Start writing the record to a directory, after the entries of the runs that this one resumes."""
         self._file = path / RECORD
         if self._file.is_file():
             try:
@@ -79,7 +82,7 @@ class RunRecord:
         self.write()
 
     def lap(self, phase: str) -> None:
-        """Add the time since the last call to a phase."""
+        """Add the time since the last call to `phase`."""
         now = time.monotonic()
         self.seconds[phase] = round(self.seconds.get(phase, 0.0) + now - self._last, 3)
         self._last = now
@@ -97,12 +100,12 @@ class RunRecord:
 
 
 def _write(file: Path, record: dict[str, Any]) -> None:
-    """Not sorted by key: phases stay in order."""
+    """Write JSON with keys in insertion order, so that phases stay in order."""
     write_text(file, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
 def machine(device: str) -> dict[str, Any]:
-    """CPU by name, instruction sets, cores, threads of torch, GPU by name (where one computes), bytes of memory, system."""
+    """CPU name, instruction sets, physical cores, torch threads, GPU names (if one is used), bytes of memory, system."""
     gpus = [torch.cuda.get_device_name(device)] if device.startswith("cuda") else []
     return {
         "cpu": processes.name(), "instruction_sets": processes.instruction_sets(), "threads": torch.get_num_threads(),
@@ -115,7 +118,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def evaluation_prompts(context: Context) -> list[str]:
-    """Beginnings of held-out windows, to be continued; empty where there are none, or the model does not continue text."""
+    """Prompts from the beginnings of evaluation rows; empty without evaluation, or if the model does not generate text."""
     if context.windows is None or context.streamed.kind != "decoder":
         return []
     starts = context.windows[:, :_PROMPT_TOKENS]
@@ -128,52 +131,81 @@ def evaluation_prompts(context: Context) -> list[str]:
 def make_samples(
     artifact: Path, source: Path, prompts: Sequence[str], device: str, limit: int | None, note: bool
 ) -> dict[str, Any]:
-    """Continue prompts with the source and with its artifact, greedily and by equally many tokens.
+    """Continue prompts greedily with the source and with its artifact.
 
     Args:
-        source: directory of the recipe's model. limit: bytes that the process may take, all in all; None: what is free.
-        note: put them into the artifact's record and report.
+        source: directory of the recipe's model. limit: memory limit of the process in bytes; None: free memory.
+        note: add the samples to the artifact's `run.json` and report.
 
     Returns:
-        `prompts`, `tokens` (at most so many are new), `source` and `artifact` (a text for each prompt; None: this machine cannot run it),
-        `left_out` (why, by name), `engine` (what computed the artifact's; None where it was left out).
+        `prompts`, `tokens` (largest number of new tokens), `source` and `artifact` (one text per prompt; None: cannot run on this machine),
+        `left_out` (the reason, by name), `engine` (of the artifact's texts; None if it was left out), `speed` (decoding of one prompt, by
+        the artifact as it is and, where that does not take long, without its cache policy and without its draft: `how`,
+        `tokens_per_second`, `tokens`, `engine`).
     """
-    made: dict[str, Any] = {"prompts": list(prompts), "tokens": SAMPLE_TOKENS, "left_out": {}, "engine": None}
+    made: dict[str, Any] = {
+        "prompts": list(prompts),
+        "tokens": SAMPLE_TOKENS,
+        "left_out": {},
+        "engine": None,
+        "speed": [],
+    }
+    brings, quick = _brings(artifact), False
     for name, path in (("source", source), ("artifact", artifact)):
+        start = time.monotonic()
         try:
-            made[name], made["engine"] = _continued(path, list(prompts), device, limit, whole=name == "source")
+            model = _load(path, device, limit, whole=name == "source")
+            made[name] = list(model.generate(list(prompts), max_new_tokens=SAMPLE_TOKENS))
+            made["engine"] = f"{model.engine.device.type}: {model.engine.description}"
+            quick = time.monotonic() - start < _PATIENCE
+            if name == "artifact":
+                made["speed"] = [_decoding_speed(model, prompts[0], " and ".join(own for _, own, _ in brings))]
         except RequestError as error:
             made[name], made["engine"], made["left_out"][name] = None, None, str(error)
+        model = None
+    for option, _, without in brings if made["speed"] and quick else ():
+        with suppress(RequestError):  # it may run with its compressed cache alone: the plain one is larger
+            model = _load(artifact, device, limit, whole=False, verify=False, **{option: False})
+            model.generate(prompts[0], max_new_tokens=SAMPLE_TOKENS, ignore_eos=True)
+            made["speed"].append(_decoding_speed(model, prompts[0], without))
+        model = None
     if note:
         _write(artifact / RECORD, read_object(artifact / RECORD, "run it again") | {"samples": made})
         write_report(artifact)
     return made
 
 
-def recorded_samples(path: Path) -> dict[str, Any] | None:
-    """The samples of an artifact, as `make_samples` gave them; None where there are none."""
-    if not (path / RECORD).is_file():
-        return None
-    found: dict[str, Any] | None = read_object(path / RECORD, "remove it").get("samples")
-    if found is not None and not (isinstance(found, dict) and found.keys() >= _SAMPLES):
-        raise ArtifactError(f"{path / RECORD} has samples that no version of this tool writes; remove it")
-    return found
+def _brings(artifact: Path) -> list[tuple[str, str, str]]:
+    """What else than weights an artifact decodes with: (option of `runtime.load`, words for with it, words for without)."""
+    known = {
+        "kv_cache": ("kv_cache", "with its compressed cache", "with a plain cache"),
+        "draft": ("drafter", "with its draft", "without the draft"),
+    }
+    manifest = Artifact(artifact).manifest or {}
+    return [words for key, words in known.items() if manifest.get(key)]
 
 
-def _continued(path: Path, prompts: list[str], device: str, limit: int | None, whole: bool) -> tuple[list[str], str]:
-    """The texts, and the engine that computed them.
+def _decoding_speed(model: Any, prompt: str, how: str) -> dict[str, Any]:
+    """Of a warm model (the first call compiles and tunes), rough because of few tokens: `how`, `tokens_per_second`, `tokens`, `engine`."""
+    model.generate(prompt, max_new_tokens=SAMPLE_TOKENS, ignore_eos=True)
+    found = model.stats
+    rate = round(found["tokens_per_second"], 1)
+    return {"how": how, "tokens_per_second": rate, "tokens": found["new_tokens"], "engine": found["engine"]}
+
+
+def _load(path: Path, device: str, limit: int | None, whole: bool, **options: Any) -> Any:
+    """A model that continues text.
 
     Args:
-        whole: refuse a model that does not fit in memory, rather than read it from the disk for every token.
+        whole: refuse a model that does not fit in memory, instead of streaming it from disk for every token.
     """
     import runtime
 
     bound = None if limit is None else max(1, limit - memory_bytes())
     free = available_bytes(torch.device(choose_device(device))) if bound is None else bound
     if whole and (needed := int(_LOADED * Checkpoint(path).total_bytes)) > free:
-        raise ResourceError(f"running {path} takes about {size(needed)} of memory, and {size(free)} are left")
-    model = runtime.load(path, device=device, max_memory=bound)
+        raise ResourceError(f"running {path} needs about {size(needed)} of memory, and {size(free)} is free")
+    model = runtime.load(path, device=device, max_memory=bound, **options)
     if not hasattr(model, "generate"):
         raise RequestError(f"{path} does not continue text")
-    engine = f"{model.engine.device.type}: {model.engine.description}"
-    return list(model.generate(prompts, max_new_tokens=SAMPLE_TOKENS)), engine
+    return model

@@ -166,5 +166,5 @@ def _check_evaluated(sweep: Sweep, base: BaseRecipe, origin: Origin) -> None:
         name = key.partition(".")[2].partition(".")[0]
         split = name in ("", "data") or (text != BUNDLED and name in _SPLIT)
         if key.partition(".")[0] == "calibration" and split:
-            reason = f"a part of the calibration text is held out for evaluation, which {key} changes; name another in evaluate.data"
+            reason = f"{key} changes the held-out evaluation text, so points could not be compared; name a text in evaluate.data"
             raise RequestError(origin.at(("vary", key), reason))

@@ -27,7 +27,7 @@ class Trial:
         limits: sentences of the recipe's own limits that it exceeds.
         speed_error: why its speed could not be measured.
         search: the sampler's own notes, which it gets back after a resume.
-        seconds: wall-clock time; peak_memory: bytes; host: where it ran; threads: of torch.
+        text: that its quality was measured on. seconds: wall-clock time; peak_memory: bytes; host: where it ran; threads: of torch.
     """
 
     number: int
@@ -39,6 +39,7 @@ class Trial:
     limits: list[str] = field(default_factory=list)
     speed_error: str | None = None
     search: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
     seconds: float = 0.0
     peak_memory: int = 0
     host: str = ""

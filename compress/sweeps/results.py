@@ -46,6 +46,7 @@ def summary(sweep: Sweep, directory: SweepDirectory, source: dict[str, float | N
             status: sum(trial.status == status for trial in trials)
             for status in ("finished", "failed", "refused", "proposed")
         },
+        "text": next((trial.text for trial in trials if trial.text), ""),
         "pareto": on_front,
         "best": best(trials, sweep),
         "trials": [_row(trial, sweep, directory, on_front) for trial in trials],

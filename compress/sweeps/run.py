@@ -318,7 +318,7 @@ class _Run:
         if self.unfit:
             count = f"{len(self.unfit)} of {self.search.total}"
             self.talk.warn(
-                f"{count} combinations do not fit the recipe or the model: they are skipped, with the reason in the table"
+                f"{count} combinations do not fit the recipe or the model and are skipped; the table has the reasons"
             )
         begin = time.monotonic()
         self._run_trials(executor)

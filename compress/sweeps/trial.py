@@ -84,6 +84,7 @@ def _apply(job: Mapping[str, Any]) -> dict[str, Any]:
         "metrics": finite(of_artifact(artifact.manifest)),
         "source": finite(of_source(artifact.manifest)),
         "limits": exceeded(artifact.metrics),
+        "text": artifact.metrics.get("text", ""),
         "warnings": artifact.warnings,
     }
 

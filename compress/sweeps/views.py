@@ -175,6 +175,7 @@ def _page(result: dict[str, Any], sweep: Sweep) -> str:
     body = (
         elements.note(sweep.file.description) + elements.cards(numbers)
         + (elements.section("Quality against cost", chart) if chart else "")
+        + (elements.note(f"Quality is measured on {result['text']}.") if result["text"] else "")
         + elements.section("Trials", elements.folded(elements.table(heads, cells), len(cells), "trials"))
         + elements.section("Sweep", f"<pre>{escape(written)}</pre>")
     )  # fmt: skip

@@ -188,7 +188,7 @@ class Quantize(WeightsRoom):
     """The stage `quantize`."""
 
     name = "quantize"
-    summary = "store weights (and compute activations) in few bits"
+    summary = "store weights, and optionally compute activations, in few bits"
 
     def methods(self) -> Mapping[str, Any]:
         """See `compress.quantize`."""

@@ -112,8 +112,8 @@ def load(
             settings ({"method": "lookup", "depth": 10}, {"model": "draft", "acceptance": "exact", "lengths": "goodput"}), a list of these
             (the first that expects enough proposes), or a `Drafter`. None: the artifact's own draft, if it has one; False: none. The
             output stays that of plain decoding.
-        adapter: the directory of a LoRA adapter that PEFT has saved (docs/guides/finetune.md). It stays beside the weights, which stay
-            packed; transformers' modules compute, not the fused engine. None: there is none.
+        adapter: directory of a LoRA adapter saved by PEFT (docs/guides/finetune.md). The weights stay packed; transformers' modules run
+            the model, not the fused engine. None: no adapter.
         trust_remote_code: run Python code that the checkpoint brings.
 
     Raises:
@@ -131,7 +131,7 @@ def load(
         torch.set_num_threads(integer(1)("threads", threads))
     beside = None if adapter is None else check_adapter(adapter)
     if beside is not None and bound is not None:
-        raise RequestError("max_memory: with an adapter the model is loaded whole; leave one of them out")
+        raise RequestError("max_memory: a model with an adapter must fit in memory; leave out max_memory or adapter")
     export = find_export(path)
     if export is not None and not export.is_checkpoint:
         for name, asked, why in (

@@ -74,7 +74,7 @@ class Model(GeneratingModel):
     @overload
     def generate(self, prompt: Sequence[Mapping[str, Any]], **options: Any) -> str: ...
 
-    def generate(self, prompt: Any, **options: Any) -> Any:
+    def generate(self, prompt: Any = None, **options: Any) -> Any:
         """Continue a prompt, or each of a batch of prompts of any number and lengths. Only what is new is returned.
 
         A long list is worked through with as many prompts at a time as fit, on engines with a paged KV cache letting one in
@@ -99,7 +99,7 @@ class Model(GeneratingModel):
     @overload
     def stream(self, prompt: Sequence[Mapping[str, Any]], **options: Any) -> Iterator[str]: ...
 
-    def stream(self, prompt: Any, **options: Any) -> Iterator[Any]:
+    def stream(self, prompt: Any = None, **options: Any) -> Iterator[Any]:
         """Like `generate` for one prompt, but yields the text in parts (or the token ids one by one) while they are made.
 
         The parts together are exactly what `generate` returns: text is withheld while it may belong to an unfinished
@@ -111,19 +111,19 @@ class Model(GeneratingModel):
         return self._pieces(request)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation as `generate` reads it: through the chat template, up to where the reply begins.
+        """Token ids of a conversation as `generate` reads it: through the chat template, with its generation prompt.
 
         Raises:
-            RequestError: the tokenizer has no chat template, or one that refuses the messages; more tokens than the context holds.
+            RequestError: no chat template, messages that it rejects, or more tokens than the model's context.
         """
         return self._reader.encode_chat(messages)
 
     def session(self) -> Model:
-        """The same model, whose calls keep the KV cache of those before: a prompt is read only from where it differs from an earlier one.
+        """The same model with a prefix cache: calls keep the KV cache, and only the part of a prompt that is new is computed.
 
-        For conversations, and for many questions on one text. The cache is freed with the session. Engines with a paged cache keep all
-        full pages (64 tokens) that there is room for. Transformers' modules keep the last sequence, where the cache is a plain one, can be
-        cut (no recurrent layers, no full sliding window) and nothing is drafted; elsewhere prompts are read as a whole.
+        For conversations, and for many questions about one text. The cache is freed with the session. Engines with a paged cache keep
+        all full pages (64 tokens) that fit. Transformers' modules keep the last sequence if the cache is plain and can be cropped (no
+        recurrent layers, no full sliding window) and there is no draft; otherwise whole prompts are computed again.
         """
         found = copy.copy(self)
         found._prefixes = PrefixCache()
@@ -143,7 +143,7 @@ class Model(GeneratingModel):
     def _request(self, prompt: Any, keywords: dict[str, Any], function: str) -> CausalRequest:
         if "images" in keywords:
             raise RequestError(
-                f"images: {function} continues text alone; load {self.artifact.path} with transformers' AutoModelForImageTextToText "
+                f"images: {function} takes only text; load {self.artifact.path} with transformers' AutoModelForImageTextToText "
                 "after `import runtime` (docs/models.md)"
             )
         options = GenerationOptions.from_keywords(keywords, function, self.eos_token_ids)

@@ -39,7 +39,7 @@ class Seq2SeqModel(GeneratingModel):
         self._targets = PromptReader(tokenizer, artifact.path, engine.vocab_size, engine.decoder_context_length)
 
     # ---------------------------------------------------------------- generation
-    def generate(self, source: Texts, **options: Any) -> Texts:
+    def generate(self, source: Texts = None, **options: Any) -> Texts:  # type: ignore[assignment]
         """What the decoder makes of a source, or of each of a batch of sources of any lengths. The source is encoded once.
 
         Args:

@@ -93,7 +93,7 @@ class Artifact:
                 "bytes": self.manifest.get("bytes"),
                 "metrics": self.manifest.get("metrics", {}),
             }
-            for key in ("passes", "kv_cache", "kv_cache_bytes"):
+            for key in ("passes", "calibration", "evaluation", "warnings", "kv_cache", "kv_cache_bytes"):
                 if key in self.manifest:
                     result[key] = self.manifest[key]
         return result

@@ -1,4 +1,4 @@
-"""Sizes and counts of a config.json: refused by field where no model can be so, before one is built of them."""
+"""Sizes and counts of a config.json: impossible values are refused by field, before a model is built."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from runtime.config.messages import show
 from runtime.errors import ArtifactError
 
-# Names of numbers in configs that say how many parts a model has, or how wide they are, with the most that is believed.
+# Fields that count parts of a model or give their width, with the largest plausible value.
 _MOST = {
     re.compile(r"(layers?|blocks|experts|depths?|heads?)$"): 2**14,
     re.compile(r"(size|dim|rank|width|channels|n_embd|n_inner|d_model|d_ff|d_kv|window)$"): 2**24,
 }
-# What a model has at least one of, as the families of transformers call it.
+# Fields that must be positive, by their names in the families of transformers.
 _WIDTH = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embed_dim", "hidden_dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _HEAD_SIZE = ("head_dim", "d_kv", "attention_head_dim", "kv_channels", "qk_nope_head_dim")
@@ -27,11 +27,11 @@ _NEEDED = {
 
 
 def check_config(config: Any, where: str = "config.json") -> None:
-    """Check the numbers of a config, and those of the configs in it.
+    """Check the sizes and counts of a config and of the configs nested in it.
 
     Raises:
-        ArtifactError: a part that every model has is none, negative or no whole number; there are more, or wider ones, than any machine
-            holds, so that they would be made one by one until memory or patience ends; or heads do not share keys evenly.
+        ArtifactError: a required size or count is zero, negative or not an integer; one is so large that building the model would
+            exhaust memory or time; or key-value heads do not divide the attention heads.
     """
     if not isinstance(config, dict):
         return
@@ -41,7 +41,7 @@ def check_config(config: Any, where: str = "config.json") -> None:
             each = value if isinstance(value, list) else [value]  # some families have a number for each layer
             least = 0 if isinstance(value, list) else 1
             if not each or any(type(one) is not int or not least <= one <= most for one in each):
-                raise ArtifactError(f"{where}: {key} is {_short(value)}; expected a whole number from 1 to {most:,}")
+                raise ArtifactError(f"{where}: {key} is {_short(value)}; expected an integer from 1 to {most:,}")
         elif most is not None and isinstance(value, int) and abs(value) > most:
             raise ArtifactError(f"{where}: {key} is {_short(value)}; at most {most:,} are allowed")
         if not str(key).startswith("quantization"):
@@ -51,8 +51,7 @@ def check_config(config: Any, where: str = "config.json") -> None:
 
 
 def uneven_heads(config: Mapping[str, Any]) -> str | None:
-    """Why the width of a config that cannot be used is the reason, if its heads do not share it evenly: families differ in whether they
-    must."""
+    """Reason if heads do not divide the width; checked only after a config could not be used, because not all families require it."""
     if any(config.get(name) is not None for name in _HEAD_SIZE):
         return None
     return _uneven(config, _WIDTH, _HEADS)

@@ -1,4 +1,4 @@
-"""Names of compute dtypes, with the short ones that other tools take."""
+"""Names of compute dtypes, and their short aliases (`fp16`, `bf16`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALIASES = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "f
 
 
 def dtype_name(written: Any) -> Any:
-    """The full name of a dtype ("bf16", "torch.bfloat16", `torch.bfloat16`: "bfloat16"); whatever is no text or dtype stays as it is."""
+    """The full name of a dtype ("bf16", "torch.bfloat16", `torch.bfloat16`: "bfloat16"); other values are returned unchanged."""
     if not isinstance(written, str | torch.dtype):
         return written
     name = str(written).removeprefix("torch.")
@@ -22,7 +22,7 @@ def dtype_name(written: Any) -> Any:
 
 
 def read_dtype(written: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype to compute in, None for None; RequestError where it is none of `DTYPES`."""
+    """The compute dtype, None for None; RequestError if it is not one of `DTYPES`."""
     if written is None:
         return None
     name = dtype_name(written)

@@ -145,10 +145,10 @@ class Engine(ABC):
         """
 
     def resume(self, pool: Any, tokens: Sequence[int], page: int) -> int:
-        """Begin a sequence in the `page` of a pool whose only sequence, of an earlier call, has ended; only engines with `lockstep`.
+        """Start a sequence in `page` of a pool whose only sequence, of an earlier call, has ended. Only for engines with `lockstep`.
 
         Returns:
-            How many of its first `tokens` the pool holds already, fewer than all; everything else that it held is dropped.
+            Length of the prefix of `tokens` that the pool already holds, less than all of them; the rest of the pool is dropped.
         """
         raise NotImplementedError  # pages know what they hold
 

@@ -82,7 +82,7 @@ def load_engine(
 def choose_engine(engine: TorchEngine, blueprint: Blueprint, policy: Policy | None = None) -> Engine:
     """A fused engine where one fits (of another package, the decoder in C, the one with CUDA graphs), else the engine as it is.
 
-    `why_modules` says when it is not asked for.
+    `why_modules` gives the reasons why none is tried.
     """
     if policy is not None:
         engine.compress_cache(policy)
@@ -98,39 +98,39 @@ def choose_engine(engine: TorchEngine, blueprint: Blueprint, policy: Policy | No
 
 
 def why_modules(blueprint: Blueprint, compressed_cache: bool) -> str | None:
-    """The reason, known before weights are read, why transformers' modules compute a model; None: a fused engine may fit.
+    """The reason, known before weights are read, why transformers' modules run a model; None: a fused engine may fit.
 
     Args:
-        blueprint: the model. compressed_cache: its keys and values are held by a policy.
+        blueprint: the model. compressed_cache: whether it has a cache policy.
     """
     device = blueprint.device
     if blueprint.kind != "decoder":
-        return f"it is an {blueprint.kind}, and fused engines are for decoders"
+        return f"it is an {blueprint.kind}, and fused engines run decoders only"
     if compressed_cache:
-        return "its cache is compressed, and fused engines have plain caches of their own"
+        return "its cache is compressed, and fused engines have plain caches only"
     if blueprint.adapter is not None:
-        return "it has an adapter, and fused engines have layers without"
+        return "it has an adapter, which fused engines do not support"
     if not blueprint.compressed:
         return "none of its layers is compressed"
     if blueprint.kernels == "reference":
-        return "reference kernels were asked for"
+        return "reference kernels were requested"
     if device.type not in _FUSED:
         return f"there is no fused engine for {device.type}"
     return None
 
 
 def describe_choice(blueprint: Blueprint, compressed_cache: bool, brings_draft: bool) -> str:
-    """A sentence on the engine that will run a model on its device, and on what a cache policy and a draft do to it."""
+    """Description of the engine that will run a model on its device, and of the effect of a cache policy and a draft."""
     why, fused = why_modules(blueprint, compressed_cache), FUSED_NAMES.get(blueprint.device.type, "the fused engine")
     modules = "transformers' modules with this runtime's kernels"
     if why is None:
-        said = f"{fused} where it knows the model's structure, else {modules}"
+        said = f"{fused} if it supports the model's structure, otherwise {modules}"
     else:
         faster = compressed_cache and why_modules(blueprint, False) is None
         said = f"{modules}: {why}" + (
             f"; without the policy {fused} may run it, which decodes faster" if faster else ""
         )
-    draft = "; its draft proposes tokens, and decoding skips it where that does not pay" if brings_draft else ""
+    draft = "; its draft is used while it speeds decoding up" if brings_draft else ""
     return f"{blueprint.device.type}: {said}{draft}"
 
 

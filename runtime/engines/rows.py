@@ -53,7 +53,7 @@ class RowEngine(Engine):
         """Memory that `cache` holds."""
 
     def rewind(self, cache: Any, count: int) -> bool:
-        """Take the last `count` tokens (0: none) of a cache of one row back, so that others can follow; False: it cannot be continued."""
+        """Remove the last `count` tokens (may be 0) from a cache of one row; False if such a cache cannot be continued."""
         return False
 
     # ---------------------------------------------------------------- as an engine of pages
@@ -92,7 +92,7 @@ class RowPool:
         cache: of the engine.
         pages: of each row, its number in the scheduler's books.
         paths: of a page whose draft was verified in the last step, the accepted nodes; none for a page that is not here.
-        tokens: what the cache holds, where that is one row and the last step has ended well; else nothing.
+        tokens: the tokens in the cache, if it has one row and the last step succeeded; else empty.
     """
 
     def __init__(self, engine: RowEngine, cache: Any = None) -> None:

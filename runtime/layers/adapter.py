@@ -1,4 +1,4 @@
-"""LoRA adapter of PEFT beside the layers of a model, whose weights it leaves as they are."""
+"""LoRA adapters (PEFT) on top of a model's packed layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_adapter(path: str | Path) -> Path:
     missing = [name for name in (CONFIG, WEIGHTS) if not (directory / name).is_file()]
     if missing:
         raise RequestError(
-            f"adapter: {directory} has no {missing[0]}; it must be a directory that PEFT's save_pretrained has written"
+            f"adapter: {directory} has no {missing[0]}; it must be a directory written by PEFT's save_pretrained"
         )
     try:
         import peft  # noqa: F401
@@ -36,11 +36,11 @@ def check_adapter(path: str | Path) -> Path:
 
 
 def add_adapter(module: Module, directory: Path) -> Module:
-    """`module` with the adapter in its layers, ready to compute; changed in place.
+    """Add the adapter to the layers of `module`, in place, and return it in evaluation mode.
 
     Raises:
-        RequestError: an adapter that is more than changes of layers (prompt learning).
-        ArtifactError: it is damaged, or of another model.
+        RequestError: a prompt-learning adapter.
+        ArtifactError: a damaged adapter, or one of another model.
     """
     from peft import PeftConfig, PeftModel, set_peft_model_state_dict
     from safetensors.torch import load_file
@@ -49,7 +49,7 @@ def add_adapter(module: Module, directory: Path) -> Module:
         config: Any = PeftConfig.from_pretrained(str(directory))
         if config.is_prompt_learning:
             raise RequestError(
-                f"adapter: {directory} is of type {config.peft_type.value}, which changes the prompt; only changes of layers run"
+                f"adapter: {directory} is of type {config.peft_type.value}, which changes the prompt; only adapters of layers are supported"
             )
         config.inference_mode = True
         wrapped: Any = PeftModel(module, config)  # type: ignore[arg-type]

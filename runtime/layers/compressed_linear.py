@@ -54,7 +54,7 @@ class CompressedEmbedding(CompressedModule):
 
 
 class PackedWeight(torch.Tensor):
-    """The weight `[out, in]` of a compressed layer as others see it: whatever reads its values is given the dequantized ones.
+    """The weight `[out, in]` of a compressed layer: operations that read its values get the dequantized ones.
 
     Assigning `.data`, as PEFT does to merge an adapter, makes the layer a plain nn.Linear. Reading shape, dtype or device is free.
     """
@@ -84,16 +84,16 @@ class PackedWeight(torch.Tensor):
     ) -> Any:
         if func._schema.is_mutable and isinstance(args[0], PackedWeight):
             raise RequestError(
-                f"{func} would write to a packed weight; assign its .data, which makes the layer a dense one"
+                f"{func} would write to a packed weight; assign to its .data, which makes the layer dense"
             )
         args, kwargs = tree_map_only(PackedWeight, lambda weight: weight.layer.dequantize(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 class _Straight(torch.autograd.Function):
-    """`y = kernel(x)` with the gradient of `x W^T + b`; rounding of activations is passed straight through.
+    """`y = kernel(x)` with the gradient of `x W^T + b`: a straight-through estimator of activation quantization.
 
-    One layer's weight at a time is dense, and only while it is used.
+    The backward pass dequantizes the weight, one layer at a time, and does not keep it.
     """
 
     @staticmethod
@@ -111,7 +111,7 @@ class _Straight(torch.autograd.Function):
 class CompressedLinear(CompressedModule, nn.Linear):
     """`y = x W^T + b` with `x` `[..., in]` and `W` `[out, in]` packed, computed in `dtype` and returned in that of `x`.
 
-    Gradients reach `x` and the bias; the weight itself is not trained. An nn.Linear to whoever looks for those (PEFT).
+    Gradients reach `x` and the bias; the weight itself is not trained. It is an nn.Linear, so that PEFT finds it.
 
     Attributes:
         entry: scheme and storage format.
@@ -133,7 +133,7 @@ class CompressedLinear(CompressedModule, nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """`[out, in]`, dequantized anew wherever its values are read."""
+        """`[out, in]`, dequantized each time its values are read."""
         stored = self._buffers.get("weight") if self.filling else None
         return PackedWeight(self) if stored is None else stored
 
@@ -209,7 +209,7 @@ class CompressedLinear(CompressedModule, nn.Linear):
         return layer
 
     def become_dense(self, weight: torch.Tensor) -> None:
-        """Turn into the plain nn.Linear of a weight `[out, in]`, in place: whoever holds the layer holds that one then."""
+        """Turn into a plain nn.Linear with a weight `[out, in]`, in place, so that all references see it."""
         bias = self.bias
         for name in [name for name in vars(self) if name not in vars(nn.Module())]:
             del self.__dict__[name]

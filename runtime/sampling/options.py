@@ -39,23 +39,26 @@ def _progress(name: str, value: Any) -> bool | Callable[[int, int], Any]:
     return value
 
 
-_DOOR = "use transformers' own generate: after `import runtime`, AutoModelForCausalLM.from_pretrained(path) has it"
+_DOOR = (
+    "use transformers' own generate: `import runtime`, then AutoModelForCausalLM.from_pretrained(path).generate(...)"
+)
 _SCORES = "use logits(input_ids) or score(text)"
-#: Keywords of transformers' generate: the value that asks for nothing, and what to use here for any other.
+#: Keywords of transformers' generate: the neutral value, and the alternative here for any other value.
 _TRANSFORMERS: dict[str, tuple[Any, str]] = {
     "num_beams": (1, _DOOR), "num_beam_groups": (1, _DOOR), "length_penalty": (1.0, _DOOR), "early_stopping": (False, _DOOR),
     "no_repeat_ngram_size": (0, _DOOR), "typical_p": (1.0, _DOOR), "penalty_alpha": (0.0, _DOOR), "logits_processor": (None, _DOOR),
     "stopping_criteria": (None, _DOOR), "bad_words_ids": (None, _DOOR),
-    "num_return_sequences": (1, "give a list that has the prompt several times, `[prompt] * n`, with temperature above 0"),
+    "num_return_sequences": (1, "repeat the prompt in a list, `[prompt] * n`, with temperature above 0"),
     "max_length": (None, "it counts the prompt too; use max_new_tokens"),
-    "min_length": (0, "ignore_eos=True goes on to max_new_tokens"), "min_new_tokens": (0, "ignore_eos=True goes on to max_new_tokens"),
-    "eos_token_id": (None, "a text ends at the model's own eos_token_ids; use stop for other ends, ignore_eos=True for none"),
+    "min_length": (0, "ignore_eos=True generates max_new_tokens tokens"),
+    "min_new_tokens": (0, "ignore_eos=True generates max_new_tokens tokens"),
+    "eos_token_id": (None, "the model's eos_token_ids end a text; use stop for other endings, ignore_eos=True for none"),
     "input_ids": (None, "give texts or token ids as the first argument"), "inputs": (None, "give texts or token ids as the first argument"),
-    "attention_mask": (None, "prompts of any lengths go in one list, without padding"),
-    "streamer": (None, "use stream(prompt), which yields the text while it is made"),
+    "attention_mask": (None, "give prompts of any length in one list, without padding"),
+    "streamer": (None, "use stream(prompt), which yields text as it is generated"),
     "use_cache": (True, "the cache is always used; runtime.load(kv_cache=...) compresses it"),
     "cache_implementation": (None, "runtime.load(kv_cache=...) compresses the cache"),
-    "past_key_values": (None, "prompts of a list share the cache of common beginnings by themselves"),
+    "past_key_values": (None, "prompts in a list share the cache of common prefixes; session() keeps it between calls"),
     "assistant_model": (None, "use runtime.load(drafter=...)"), "generation_config": (None, "give its values as options"),
     "output_scores": (False, _SCORES), "output_logits": (False, _SCORES), "return_dict_in_generate": (False, _SCORES),
     "generator": (None, "use seed"),
@@ -63,7 +66,7 @@ _TRANSFORMERS: dict[str, tuple[Any, str]] = {
 
 
 def _translated(keywords: Mapping[str, Any], function: str, ends: Collection[int]) -> dict[str, Any]:
-    """Keywords without those of transformers' generate that are none of ours; RequestError says what to use for one that asks for more."""
+    """Keywords without neutral ones of transformers' generate; RequestError names the alternative to any other."""
     found = {name: value for name, value in keywords.items() if name not in _TRANSFORMERS and name != "pad_token_id"}
     for name, value in keywords.items():
         neutral, instead = _TRANSFORMERS.get(name, (None, ""))
@@ -84,7 +87,7 @@ def _translated(keywords: Mapping[str, Any], function: str, ends: Collection[int
             found["temperature"] = 0.0
         else:
             raise RequestError(
-                f"do_sample=False takes the most likely token, and temperature={show(warm)} samples: give one of them"
+                f"do_sample=False is greedy, but temperature={show(warm)} samples: give only one of them"
             )
     return found
 
@@ -97,7 +100,7 @@ def _option(default: Any, check: Callable[[str, Any], Any]) -> Any:
 class GenerationOptions:
     """Options of `Model.generate` and `Model.stream`.
 
-    Keywords of transformers' generate that ask for nothing else are accepted: `do_sample=True` is a temperature of 1 unless one is given,
+    Neutral keywords of transformers' generate are accepted: `do_sample=True` is a temperature of 1 unless one is given,
     `do_sample=False` is greedy, `stop_strings` is `stop`; `num_beams=1`, `pad_token_id` and the model's own `eos_token_id` change nothing.
 
     Attributes:

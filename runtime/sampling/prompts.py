@@ -74,10 +74,10 @@ class PromptReader:
         return self.encode(text, name) if isinstance(text, str) else self.encode_chat(text, name)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], name: str = "the conversation") -> list[int]:
-        """Token ids of a conversation through the tokenizer's chat template, up to where the reply begins.
+        """Token ids of a conversation through the tokenizer's chat template, with its generation prompt.
 
         Raises:
-            RequestError: no chat template, or one that refuses these messages.
+            RequestError: no chat template, or it rejects these messages.
         """
         if self._tokenizer is None or not getattr(self._tokenizer, "chat_template", None):
             lacks = "tokenizer" if self._tokenizer is None else "chat template"

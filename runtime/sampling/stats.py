@@ -27,13 +27,13 @@ class GenerationStats:
         sequences: prompts in the call.
         prompt_tokens, new_tokens: sums over the prompts, as far as they were read and decoded.
         first_tokens: new tokens that came out of the prefill (one a sequence).
-        shared_prompt_tokens: those of `prompt_tokens` that were not computed because another sequence, or an earlier one of the
-            session, begins with them too.
+        shared_prompt_tokens: those of `prompt_tokens` that were not computed because they are a prefix shared with another sequence, or
+            with an earlier one of the session.
         preemptions: how often a sequence gave up its cache because memory was needed by an older one.
         recomputed_tokens: tokens that were computed again for that reason.
         steps: runs of the engine.
         prefill_seconds: reading prompts, until the first tokens were chosen. decode_seconds: everything after.
-        cache_bytes: the KV cache at its largest; it is freed when the call ends, that of a session with the session.
+        cache_bytes: the KV cache at its largest; freed when the call ends (in a session, when the session is).
         held_tokens, read_tokens: what steps could have read of compressed caches, and what a selection let them read, summed over
             steps, layers and key heads; 0 without a selection.
         drafted_tokens, accepted_tokens, draft_rounds: tokens that were verified, those of them that became text, and in how many

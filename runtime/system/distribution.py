@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-#: The whole toolchain, the runtime alone. On the index, `compress` is somebody else's.
+#: The whole toolchain; the runtime alone. (`compress` on PyPI is another project.)
 NAMES = ("compress-checkpoints", "compress-checkpoints-runtime")
 
 
@@ -21,7 +21,7 @@ def installed() -> metadata.Distribution | None:
 def how_to_install(extra: str) -> str:
     """Command line that adds an extra to this installation: `pip install 'compress-checkpoints[sweep]'`.
 
-    pip finds the distribution installed, from the index or a checkout, and adds what the extra needs.
+    pip finds the distribution already installed and adds the dependencies of the extra.
     """
     found = installed()
     if found is not None and extra in (found.metadata.get_all("Provides-Extra") or ()):

@@ -27,7 +27,7 @@ FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trappin
 #: Tried in this order: not every compiler and CPU knows how to tune for itself.
 TUNING = (("-march=native",), ("-mcpu=native",), ())
 _log = logging.getLogger("compress.native")
-_SECONDS = 20  # all sources of this project, on one core
+_SECONDS = 20  # to compile all sources of this project on one core
 
 
 @cache
@@ -95,7 +95,7 @@ def _build(source: Path, compiler: str, flags: tuple[str, ...], directory: Path)
 
 @cache
 def _say_once() -> None:
-    """The first compilation of a process is told to whoever listens to the log at level INFO, as the command line does."""
+    """Log the first compilation of a process at level INFO, which the command line shows."""
     _log.info("compiling the CPU kernels for this machine, once; this takes up to %d s", _SECONDS)
 
 

@@ -35,7 +35,7 @@ COMMAND = re.compile(rf"(?:^|\s)(?:\S*/)?(?:compress|-m compress(?:\.cli)?) (?=(
 #: What every run of `apply` is given, so that it takes seconds.
 FEW = (
     "calibration.samples=4", "calibration.sequence_length=64", "evaluate.samples=2", "evaluate.sequence_length=64",
-    "evaluate.max_perplexity_increase=1000%",
+    "evaluate.max_perplexity_increase=1000%", "evaluate.max_kl=none", "evaluate.min_agreement=none",
 )  # fmt: skip
 
 

@@ -237,10 +237,14 @@ def test_a_part_of_the_sounds_is_held_out(whisper: Path, sounds: Path) -> None:
 
 def test_one_sound_cannot_be_shared(whisper: Path, tmp_path: Path) -> None:
     request = recipe(whisper, GPTQ, calibration={"data": str(write_sounds(tmp_path / "one", 1))}, evaluate={})
-    with pytest.raises(RequestError, match=r"calibration\.data: .*one' has one sound, and one more is needed"):
+    with pytest.raises(
+        RequestError, match=r"calibration\.data: .*one' has only one sound, and evaluation needs a second"
+    ):
         compress.plan(request)
     several = [{"data": "a"}, {"data": "b"}]
-    with pytest.raises(RequestError, match=r"calibration\.data: 2 sets are mixed, and this model takes one"):
+    with pytest.raises(
+        RequestError, match=r"calibration\.data: 2 sets are mixed, but this kind of model takes only one"
+    ):
         compress.plan(recipe(whisper, GPTQ, calibration={"data": several}))
 
 
@@ -359,8 +363,8 @@ def test_wrong_sounds_get_a_sentence(
             {"stages": RTN, "evaluate": {"data": "bundled"}},
             "evaluate.data: the model reads speech, and none is bundled",
         ),
-        ({"stages": [{"recover": {"method": "finetune"}}]}, "only prune and quantize stages are for such models"),
-        ({"stages": [{"kv_cache": {"keys": "int4"}}]}, "only prune and quantize stages are for such models"),
+        ({"stages": [{"recover": {"method": "finetune"}}]}, "only prune and quantize stages support such models"),
+        ({"stages": [{"kv_cache": {"keys": "int4"}}]}, "only prune and quantize stages support such models"),
         ({"stages": [{"quantize": {"method": "rtn", "scheme": "W8A16", "targets": ["lm_head"]}}]}, "shares its weight"),
     ],
 )

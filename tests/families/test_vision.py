@@ -288,14 +288,14 @@ def _png(width: int = 24, height: int = 16) -> bytes:
         (b"", {}, "p.png' cannot be read as an image"),
         (_bomb(), {}, "pixels"),
         (_png(900, 2), {}, "aspect ratio"),
-        (None, {}, "p.png' is no file"),
+        (None, {}, "p.png' is not a file"),
         (_png(), {"image": "../pictures/p.png"}, None),
         (_png(), {"image": "https://example.com/p.png"}, "only files are read"),
         (_png(), {"image": 5}, "the path or the bytes of an image are expected"),
-        (_png(), {"text": "<|image_pad|> <|image_pad|>"}, "has 1 images and 2 places for them"),
+        (_png(), {"text": "<|image_pad|> <|image_pad|>"}, "has 1 images but 2 placeholders"),
         (_png(), {"text": None}, "where a text, or a list of messages, is expected"),
         (_png(), {"text": "x" * 200}, None),
-        (_png(80, 80), {"text": "x" * 90 + "<|image_pad|>"}, "those of images included"),
+        (_png(80, 80), {"text": "x" * 90 + "<|image_pad|>"}, "tokens including those of its images"),
         (_png(), {"messages": 5}, "where a text, or a list of messages, is expected"),
         (_png(), {"messages": [{"role": "user"}]}, "the content of a message of role"),
         (
@@ -303,7 +303,7 @@ def _png(width: int = 24, height: int = 16) -> bytes:
             {"messages": [{"role": "user", "content": [{"type": "image"}] * 2}]},
             "more image parts than images (1)",
         ),
-        (_png(), {"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "a part of a message is no text"),
+        (_png(), {"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "a part of a message must be text"),
         (_png(), {"messages": [{"role": "user", "content": "what?"}]}, None),
     ],
 )
@@ -333,11 +333,11 @@ def test_what_cannot_be_read_gets_a_sentence(
     [
         (lambda m: (m / "preprocessor_config.json").unlink(), GPTQ, "has no processor (preprocessor_config.json)"),
         (lambda m: (m / "preprocessor_config.json").write_text("{"), GPTQ, "processor in .* cannot be read"),
-        (lambda m: None, [{"kv_cache": {"keys": "int4"}}], "only prune and quantize stages are for such data"),
+        (lambda m: None, [{"kv_cache": {"keys": "int4"}}], "only prune and quantize stages support such data"),
         (
             lambda m: None,
             [{"structure": {"method": "block_influence", "remove": "layers", "ratio": 0.5}}],
-            "only prune and quantize stages are for such data",
+            "only prune and quantize stages support such data",
         ),
     ],
 )

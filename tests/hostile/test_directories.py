@@ -254,8 +254,8 @@ def test_a_config_without_end_is_refused(
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("hidden_size", 0, "hidden_size is 0; expected a whole number from 1 to 16,777,216"),
-        ("num_attention_heads", 0, "num_attention_heads is 0; expected a whole number from 1 to 16,384"),
+        ("hidden_size", 0, "hidden_size is 0; expected an integer from 1 to 16,777,216"),
+        ("num_attention_heads", 0, "num_attention_heads is 0; expected an integer from 1 to 16,384"),
         ("num_hidden_layers", "many", "num_hidden_layers is 'many'; expected a whole number"),
         ("vocab_size", -1, "vocab_size is -1; expected"),
         ("intermediate_size", 12.5, "intermediate_size is 12.5; expected"),

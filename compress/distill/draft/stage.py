@@ -26,7 +26,7 @@ class Draft(StageRoom):
     """The stage `draft`. It has an identity of its own: one that failed is corrected without compressing again."""
 
     name = "draft"
-    summary = "make a small model that proposes what the artifact writes"
+    summary = "train a draft for speculative decoding"
     phase: Phase = "artifact"
     once = "an artifact has one draft, and stage {first} says how it is made"
     own_identity = True

@@ -42,7 +42,7 @@ class Recover(StageRoom):
     """The stage `recover`."""
 
     name = "recover"
-    summary = "train what the stages before have left, towards the model's own outputs"
+    summary = "win quality back by training on the original model's outputs"
     settles_layers = True
 
     def methods(self) -> Mapping[str, Any]:

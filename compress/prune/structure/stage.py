@@ -21,7 +21,7 @@ class Structure(StageRoom):
     """The stage `structure`."""
 
     name = "structure"
-    summary = "remove channels, heads, layers, experts: the shapes shrink"
+    summary = "remove channels, heads, layers, experts: smaller shapes"
 
     @property
     def record_key(self) -> str:

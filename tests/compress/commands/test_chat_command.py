@@ -112,7 +112,7 @@ def test_a_terminal_goes_on_after_ctrl_c_and_wrong_lines(artifact, monkeypatch, 
     monkeypatch.setattr(runtime.Model, "stream", stream)
     assert main(["chat", str(artifact), "-n", "9"]) == 0
     captured = capsys.readouterr()
-    assert "no command /nothing" in captured.err
+    assert "unknown command /nothing" in captured.err
     assert "context holds 128" in captured.err
     assert "(stopped)" in captured.err
     model = runtime.load(artifact)

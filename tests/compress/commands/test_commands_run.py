@@ -54,7 +54,7 @@ class TestEval:
         code, out, _ = run("eval", tiny_artifact, "--text", tiny_text, "--samples", 2)
         assert code == 0
         assert "perplexity" in out
-        assert "254 tokens scored in 2 windows of 128." in out
+        assert "254 tokens scored: the file text.txt, 2 rows of 128 tokens." in out
 
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -52,7 +52,7 @@ def test_the_bytes_arrive_and_what_is_no_part_stays(
     assert found["README.md"].decode() == edited
     assert (hub.private, hub.messages) == ([True], ["First"])
     assert "Bearer hf_ours" in hub.tokens
-    assert "a directory of this machine" in said.err, "the manifest names the source"
+    assert "contain the local path" in said.err, "the manifest names the source"
 
 
 def test_a_missing_card_is_written_and_a_branch_is_made(hub: Hub, artifact: Path) -> None:
@@ -81,7 +81,7 @@ def test_what_cannot_be_published_is_said(
         assert words in said, said
 
     refused(2, "is a checkpoint that compress did not write", tiny_llama())
-    refused(2, "is no name of a repository", repo="a/b/c")
+    refused(2, "is not a repository name", repo="a/b/c")
     for status, words in (
         (401, "does not accept this login"),
         (403, "may not write to it (read only)"),
@@ -90,7 +90,7 @@ def test_what_cannot_be_published_is_said(
         hub.failing = {"/api/": (status, "read only")}
         refused(1, words)
     hub.failing = {"/commit/": (404, "gone")}
-    refused(1, "no such repository that this login may write to")
+    refused(1, "no repository of that name that this login may write to")
     hub.failing = {}
     (artifact / "README.md").write_text("---\nlicense: nonsense\n---\n")
     refused(1, '"license" must be one of')

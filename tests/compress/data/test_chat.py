@@ -117,18 +117,18 @@ def test_spans_of_conversations(tmp_path):
 BAD = {
     "no template": (TURNS, None, "line 2 is a conversation, and the model's tokenizer has no chat template"),
     "role": ([{"role": "critic", "content": "w1"}], TEMPLATE, "line 2 is refused by the model's chat template: no critic here (roles: critic)"),
-    "left out": ([{"role": "silent", "content": "w1"}], TEMPLATE, "line 2 has the role 'silent', which the model's chat template leaves out"),
+    "left out": ([{"role": "silent", "content": "w1"}], TEMPLATE, "line 2 has the role 'silent', which the model's chat template drops"),
     "broken": (TURNS, "{{ messages[7].content.nope }}", "line 2 is refused by the model's chat template: "),
     "syntax": (TURNS, "{% if %}", "line 2 is refused by the model's chat template: "),
-    "empty": ([], TEMPLATE, "line 2 is no conversation: the list of messages is empty"),
-    "texts": (["w1"], TEMPLATE, "line 2 is no conversation: expected messages with a role and a content, got 'w1'"),
-    "no role": ([{"content": "w1"}], TEMPLATE, "line 2 is no conversation: a message has no role; its keys: content"),
-    "odd role": ([{"role": 3, "content": "w1"}], TEMPLATE, "line 2 is no conversation: a message has no role"),
-    "no content": ([{"role": "user"}], TEMPLATE, "line 2 is no conversation: the content of a message of role 'user' is no text, but nothing"),
-    "number": ([{"role": "user", "content": 3}], TEMPLATE, "is no text, but 3"),
-    "image": ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], TEMPLATE, "line 2 is no conversation: a part of a message is no text, but 'image'"),
-    "part": ([{"role": "user", "content": [3]}], TEMPLATE, "a part of a message is no text, but 3"),
-    "call": ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], TEMPLATE, "line 2 is no conversation: "),
+    "empty": ([], TEMPLATE, "line 2 is not a conversation: the list of messages is empty"),
+    "texts": (["w1"], TEMPLATE, "line 2 is not a conversation: expected messages with a role and a content, got 'w1'"),
+    "no role": ([{"content": "w1"}], TEMPLATE, "line 2 is not a conversation: a message has no role; its keys: content"),
+    "odd role": ([{"role": 3, "content": "w1"}], TEMPLATE, "line 2 is not a conversation: a message has no role"),
+    "no content": ([{"role": "user"}], TEMPLATE, "line 2 is not a conversation: the content of a message of role 'user' must be text, got nothing"),
+    "number": ([{"role": "user", "content": 3}], TEMPLATE, "must be text, got 3"),
+    "image": ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], TEMPLATE, "line 2 is not a conversation: a part of a message must be text, got 'image'"),
+    "part": ([{"role": "user", "content": [3]}], TEMPLATE, "a part of a message must be text, got 3"),
+    "call": ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], TEMPLATE, "line 2 is not a conversation: "),
 }  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def test_bad_conversations_answer_in_one_sentence(tmp_path, case):
 @pytest.mark.parametrize(("row", "reason"), [
     ({"messages": "w1"}, None), ({"messages": 3}, "has int under 'messages' where a text, or a list of messages, is expected"),
     ({"messages": None}, "has NoneType under 'messages'"), ({"message": TURNS}, "has no column 'text'"),
-    ({"messages": TURNS, "tools": "{"}, "is no conversation: "),
+    ({"messages": TURNS, "tools": "{"}, "is not a conversation: "),
 ])  # fmt: skip
 def test_rows_that_are_something_else(tmp_path, row, reason):
     path = write(tmp_path / "chat.jsonl", [row])

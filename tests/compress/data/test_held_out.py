@@ -134,7 +134,7 @@ def test_too_little_text_for_both(tmp_path, content):
     path.write_text(content)
     found = recipe(path, {"sequence_length": 8})
     with pytest.raises(
-        RequestError, match=r"calibration\.data: the .*short\.txt.* to evaluate on in evaluate\.data"
+        RequestError, match=r"calibration\.data: the .*short\.txt.* name another text in evaluate\.data"
     ) as caught:
         sides(found)
     assert "\n" not in str(caught.value)

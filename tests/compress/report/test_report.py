@@ -173,7 +173,7 @@ class TestPage:
     def test_without_evaluation(self, artifact):
         edit(artifact, metrics={})
         page = parse(write_report(artifact).read_text(encoding="utf-8"))
-        assert "no evaluation" in " ".join(page.words)
+        assert "Quality was not evaluated" in " ".join(page.words)
         assert page.tags.count("svg") == 2
 
     def test_warnings_are_told(self, artifact):

@@ -179,6 +179,6 @@ def test_the_draft_and_the_calibrated_cache_count(tmp_path: Path) -> None:
     note = size_row(held)[-1]
     assert "3.33 times smaller" in note
     assert "model 10.00 kB + draft 20.00 kB" in note
-    assert "tokenizer 2 B apart" in note
+    assert "without the tokenizer, 2 B" in note
     without = loaded_bytes(tmp_path, {"draft": {"drafter": {"method": "lookup"}}}, 100_000, 10_000)
     assert (without["draft"], without["total"]) == (0, 10_000)

@@ -7,13 +7,16 @@ from datetime import datetime
 
 import pytest
 from random_models import UNLIMITED
-from runs import TIMED, contents, make_request
+from runs import STAGES, TIMED, contents, make_request
 
 import compress
+import runtime
 from compress.cli import main
+from compress.core.run_directory import recorded_samples
+from compress.core.units import decoding_speed
 from compress.run import record
-from compress.run.record import machine, shown_command
-from runtime.errors import ArtifactError
+from compress.run.record import machine, make_samples, shown_command
+from runtime.errors import ArtifactError, RequestError
 
 
 @pytest.fixture
@@ -43,8 +46,12 @@ def test_a_command_notes_what_a_reader_asks(request_file, tmp_path, capsys):
     assert samples["prompts"] == ["line 3: the"]
     assert len(samples["source"]) == len(samples["artifact"]) == 1
     assert answer["sample"] == {"prompt": "line 3: the", "text": samples["artifact"][0], "engine": samples["engine"]}
+    (speed,) = samples["speed"]
+    assert (speed["how"], speed["tokens"], f"cpu: {speed['engine']}") == ("", 48, samples["engine"])
+    assert speed["tokens_per_second"] > 0
     page = (out / "report.html").read_text()
     assert "Sample outputs" in page
+    assert decoding_speed([speed]) in page
     assert str(request_file) in page
     # Nothing is done again, and the samples are still told.
     assert main(["apply", str(request_file), "-o", str(out), "-q", "--device", "cpu", "--json", "--resume"]) == 0
@@ -92,6 +99,41 @@ def test_without_a_prompt_held_out_text_is_continued(request_file, tmp_path):
     assert made.samples is None
 
 
+@pytest.mark.parametrize(
+    ("stages", "hows"),
+    [
+        ([{"kv_cache": {"keys": "int8", "values": "int8"}}], ["with its compressed cache", "with a plain cache"]),
+        (STAGES["draft"], ["with its draft", "without the draft"]),
+    ],
+)
+def test_the_speed_is_given_without_what_an_artifact_brings_too(request_file, tmp_path, monkeypatch, stages, hows):
+    request = json.loads(request_file.read_text()) | {"stages": stages}
+    made = compress.apply(request, output=tmp_path / "out", quiet=True, device="cpu")
+    speed = make_samples(made.path, tmp_path / "model", ["line 3"], "cpu", None, note=True)["speed"]
+    assert [one["how"] for one in speed] == hows
+    told = decoding_speed(recorded_samples(made.path)["speed"])
+    assert f"tokens/s {hows[0]}, " in told
+    assert f"{hows[1]} (48 tokens, on the machine that made it; a rough figure)" in told
+    assert told in (made.path / "report.html").read_text()
+    monkeypatch.setattr(record, "_PATIENCE", 0)  # loading it again would take long
+    alone = make_samples(made.path, tmp_path / "model", ["line 3"], "cpu", None, note=False)["speed"]
+    assert [one["how"] for one in alone] == hows[:1]
+
+
+def test_no_speed_is_given_of_what_cannot_run(request_file, tmp_path, monkeypatch):
+    made = compress.apply(request_file, output=tmp_path / "out", quiet=True, device="cpu")
+
+    def load(*_, **__):
+        raise RequestError("not on this machine")
+
+    monkeypatch.setattr(runtime, "load", load)
+    samples = make_samples(made.path, tmp_path / "model", ["line 3"], "cpu", None, note=True)
+    assert samples["left_out"] == dict.fromkeys(("source", "artifact"), "not on this machine")
+    assert (samples["engine"], samples["speed"]) == (None, [])
+    assert decoding_speed(samples["speed"]) == ""
+    assert "Decodes" not in (made.path / "report.html").read_text()
+
+
 def test_a_source_that_does_not_fit_is_left_out_with_the_reason(request_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(record, "available_bytes", lambda device: 10)
     assert main(["apply", str(request_file), "-o", str(tmp_path / "out"), "-q", "--device", "cpu", "--json"]) == 0
@@ -106,7 +148,7 @@ def test_a_source_that_does_not_fit_is_left_out_with_the_reason(request_file, tm
 def test_samples_of_another_form(tmp_path, samples):
     (tmp_path / "run.json").write_text(json.dumps({"samples": samples}))
     with pytest.raises(ArtifactError, match=r"run\.json has samples that no version of this tool writes"):
-        record.recorded_samples(tmp_path)
+        recorded_samples(tmp_path)
 
 
 def test_no_secret_is_noted():

@@ -50,6 +50,12 @@ def ids(text: str) -> list[int]:
     return tokenizer()(text)["input_ids"]
 
 
+def test_what_a_tokenizer_gives_is_no_set_of_options(model: Model) -> None:
+    for call in (model.generate, model.stream):
+        with pytest.raises(RequestError, match="no option 'input_ids': give texts or token ids as the first argument"):
+            call(**tokenizer()("a"))  # type: ignore[call-overload]
+
+
 # -------------------------------------------------------------------- against transformers
 @torch.inference_mode()
 def test_logits_are_those_of_transformers(pair: tuple[Model, Any]) -> None:

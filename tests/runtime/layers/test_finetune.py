@@ -16,6 +16,7 @@ from weight_cases import int_scheme
 
 import compress
 import runtime
+from compress.cli import main
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.layers.compressed_linear import CompressedLinear
 
@@ -186,8 +187,10 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path, tmp_path / "adapter"
 
 
-def test_wrong_adapters_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_adapters_are_run_and_wrong_ones_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     path, adapter = pair
+    assert main(["generate", str(path), "a", "-n", "2", "--adapter", str(adapter)]) == 0
+    assert main(["generate", str(path), "a", "-n", "2", "--adapter", str(path)]) == 2
     with pytest.raises(runtime.RequestError, match=r"has no adapter_config\.json"):
         runtime.load(path, adapter=path)
     with pytest.raises(runtime.RequestError, match="max_memory: with an adapter"):

@@ -188,7 +188,9 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("keywords", "message"), BAD_OPTIONS, ids=[f"{n} {next(iter(k))}" for n, (k, _) in enumerate(BAD_OPTIONS)])
+@pytest.mark.parametrize(
+    ("keywords", "message"), BAD_OPTIONS, ids=[f"{n} {next(iter(k))}" for n, (k, _) in enumerate(BAD_OPTIONS)]
+)
 def test_bad_options_are_one_sentence(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         GenerationOptions.from_keywords(keywords, "generate")

@@ -42,7 +42,7 @@ def test_a_finished_artifact_gets_the_draft_that_apply_would_have_made(plain, re
     assert manifest["draft"] == made
     assert Artifact(plain).verify() == len(manifest["files"])
     assert "<h2>Draft</h2>" in (plain / "report.html").read_text(encoding="utf-8")
-    assert "It brings a draft" in (plain / "README.md").read_text(encoding="utf-8")
+    assert "It includes a draft" in (plain / "README.md").read_text(encoding="utf-8")
     assert drafts(plain) == ["draft"]
     straight = compress.apply(stages, output=tmp_path / "straight", quiet=True, device="cpu")
     assert straight.manifest["draft"] == made

@@ -76,12 +76,11 @@ def apply(
     with stdout_reserved(as_json):
         from compress.core.run_directory import recorded_samples
         from compress.recipe import locate_model
-        from compress.run.record import COMMAND, make_samples, shown_command
+        from compress.run.record import make_samples, shown_command
         from compress.run.run import LimitError
         from compress.run.run import apply as run
         from export.readers import readable_by
 
-        COMMAND.set(shown_command(context.obj or []))
         try:
             artifact = run(
                 loaded,
@@ -92,11 +91,10 @@ def apply(
                 max_memory=limit,
                 readers=readable_by,
                 report_to=report_to,
+                command=shown_command(context.obj or []),
             )
         except LimitError as error:
             artifact, failure = error.result, error
-        finally:
-            COMMAND.set(None)  # whoever calls this from Python may go on
         if not is_first():  # rank 0 prints for all
             return
         remember_artifact(artifact.path)

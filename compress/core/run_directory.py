@@ -20,7 +20,7 @@ from typing import Any
 
 from compress.core.files import DISK_FULL, read_object, read_sealed, sha256, write_sealed
 from runtime.checkpoint.guard import GUARDS
-from runtime.errors import CompressError, RequestError, ResourceError
+from runtime.errors import ArtifactError, CompressError, RequestError, ResourceError
 from runtime.system import lock
 
 WORK = ".compress"
@@ -38,6 +38,7 @@ NESTED = re.compile(r"[0-9]+_\w+/config\.json|draft(-2)?/[^/\\]+")
 # from these; people edit cards), and what is chosen per machine.
 UNHASHED = (MANIFEST, LOG, RECORD, REPORT, CARD, CHOICE)
 _STATE = "run.json"
+_SAMPLES = {"prompts", "tokens", "source", "artifact", "left_out", "engine"}
 _log = logging.getLogger("compress")
 
 
@@ -50,6 +51,8 @@ def recorded_samples(path: Path) -> dict[str, Any] | None:
     if not (path / RECORD).is_file():
         return None
     found: dict[str, Any] | None = read_object(path / RECORD, "remove it").get("samples")
+    if found is not None and not (isinstance(found, dict) and found.keys() >= _SAMPLES):
+        raise ArtifactError(f"{path / RECORD} has samples that no version of this tool writes; remove it")
     return found
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from compress.data.chat import Conversation
 from compress.data.documents import documents
 from compress.recipe.models import BUNDLED, CalibrationConfig, EvaluateConfig, TextSet
 
 HELD_OUT = "held out"
+
+T = TypeVar("T")
 
 READ = 8_000_000
 """Characters at the beginning of a text, about two million tokens, that are split; nothing after them is held out."""
@@ -106,9 +108,13 @@ def apportion(total: int, shares: Sequence[float]) -> list[int]:
 def held_out(texts: Iterable[str]) -> list[str]:
     """Held-out documents and pieces of long ones, ordered so that any prefix is spread over the text."""
     read, _ = _read(texts)
-    found = [text for text, out in _split(read) if out]
-    bits = len(found).bit_length()
-    return [found[i] for i in sorted(range(len(found)), key=lambda i: f"{i:0{bits}b}"[::-1])]
+    return spread([text for text, out in _split(read) if out])
+
+
+def spread(parts: Sequence[T]) -> list[T]:
+    """The parts in another order, in which any first few are spread over all."""
+    bits = len(parts).bit_length()
+    return [parts[i] for i in sorted(range(len(parts)), key=lambda i: f"{i:0{bits}b}"[::-1])]
 
 
 def rest(texts: Iterable[str]) -> Iterator[str]:

@@ -121,12 +121,8 @@ def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> Calibrat
         RequestError: no text, less text than one row, ids outside the vocabulary, unreadable data.
     """
     texts = calibration_texts(config, tokenizer)
-    counts = apportion(config.samples, [text.named.share for text in texts])
     parts, warnings = [], []
-    for text, count in zip(texts, counts, strict=True):
-        if count == 0:
-            reason = f"a share of {100 * text.named.share:.2g}% gives none of {config.samples} rows; raise it, or calibration.samples"
-            raise RequestError(text.named.at("weight", reason))
+    for text, count in zip(texts, portions(config), strict=True):
         rows, mask = _drawn(config, count, text, tokenizer)
         check_vocabulary(rows[mask], vocab_size, text.named, text.where)
         parts.append((rows, mask))
@@ -152,6 +148,16 @@ def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> Calibrat
         sha256=digest([(rows, mask)]),
         warning=config.at("samples", "; ".join(warnings)) if warnings else "",
     )
+
+
+def portions(config: CalibrationConfig) -> list[int]:
+    """Rows of each text of a section; RequestError where one gets none."""
+    counts = apportion(config.samples, [named.share for named in config.texts])
+    for named, count in zip(config.texts, counts, strict=True):
+        if count == 0:
+            reason = f"a share of {100 * named.share:.2g}% gives none of {config.samples} rows; raise it, or calibration.samples"
+            raise RequestError(named.at("weight", reason))
+    return counts
 
 
 def _drawn(config: CalibrationConfig, count: int, text: Text, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:

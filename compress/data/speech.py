@@ -11,7 +11,7 @@ import torch
 
 from compress.data import speech_rows
 from compress.data.documents import reading
-from compress.data.held_out import choose
+from compress.data.held_out import choose, spread
 from compress.data.rows import PROBE_TOKENS, CalibrationData, EvaluationData, digest, draw, hashed
 from compress.data.tokens import check_vocabulary
 from compress.recipe.models import BUNDLED, CalibrationConfig, EvaluateConfig, TextSet, TextSource
@@ -91,7 +91,7 @@ class SpeechReader:
         source: TextSource = calibration if calibration.shared else config
         folder, files = _sounds(source.text)
         if calibration.shared:
-            files = _split(source.text, files)[1]
+            files = spread(_split(source.text, files)[1])
         rows = self.rows(source, files[: config.samples])
         shapes = {(int(row[0]), int(row[1])) for row in rows}
         if len(shapes) > 1:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,10 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from compress.data.chat import COLUMNS, Conversation, render
 from compress.data.documents import column_of, entries, reading
-from compress.data.held_out import HELD_OUT, apportion, choose
+from compress.data.held_out import HELD_OUT, TOKENS, apportion, choose, spread
 from compress.data.images import SUFFIXES, load_processor, open_image
 from compress.data.layout import ImageRows
-from compress.data.rows import CalibrationData, EvaluationData, TextReader, digest, draw, hashed
+from compress.data.rows import CalibrationData, EvaluationData, TextReader, digest, draw, hashed, portions
 from compress.data.speech_rows import NOTHING
 from compress.data.tokens import check_vocabulary
 from compress.recipe.models import BUNDLED, CalibrationConfig, EvaluateConfig, TextSet, TextSource
@@ -45,7 +48,7 @@ def _has_images(named: TextSet) -> bool:
     folder = _folder(named)
     if folder is not None:
         return any(_pictures(folder))
-    return any(_shows(entry) for entry, _ in islice(entries(named), _PEEK))
+    return any(_shows(named, entry) for entry, _ in islice(entries(named), _PEEK))
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,20 @@ class Sample:
     def refused(self, reason: str) -> RequestError:
         """The error that says why it cannot be used."""
         return RequestError(self.named.at("data", f"{self.where} {reason}"))
+
+    @property
+    def keys(self) -> dict[Any, None]:
+        """What tells each image of the row from others, in order; of a row without images the row itself."""
+        own = map(_own, _image_parts(self.named, self.entry))
+        images = [*_images(self.entry), *(image for image in own if image is not None)]
+        return dict.fromkeys(map(self._key, images)) or {repr(self.entry): None}
+
+    def _key(self, image: Any) -> Any:
+        content = (image.get("bytes") or image.get("path")) if isinstance(image, Mapping) else image
+        if isinstance(content, str):
+            return ((self.folder or Path()) / content).resolve()
+        pixels = getattr(content, "tobytes", None)  # of Pillow's images
+        return content if isinstance(content, bytes) else hashlib.sha256(pixels()).digest() if pixels else repr(content)
 
 
 @dataclass(frozen=True)
@@ -87,8 +104,7 @@ class ImageReader(TextReader):
         if not has_images(config):
             return super().calibration(config)
         chosen, told, warnings = list[Sample](), [], []
-        counts = apportion(config.samples, [named.share for named in config.texts])
-        for named, count in zip(config.texts, counts, strict=True):
+        for named, count in zip(config.texts, portions(config), strict=True):
             samples, where = _samples(named, config.shared, False)
             chosen += [samples[i] for i in draw(torch.arange(len(samples)), config, count).tolist()]
             told.append(where)
@@ -111,7 +127,8 @@ class ImageReader(TextReader):
         )
 
     def evaluation(self, config: EvaluateConfig, calibration: CalibrationConfig) -> EvaluationData:
-        """The first rows, at most `samples`, as ids `[n, s]` padded right with `NOTHING`. Text alone: as `TextReader`.
+        """The first rows, at most `samples`, of a held-out part at most `TOKENS` tokens, as ids `[n, s]` padded right with `NOTHING`.
+        Text alone: as `TextReader`.
 
         Raises:
             RequestError: as `calibration`.
@@ -123,8 +140,13 @@ class ImageReader(TextReader):
         counts = [len(samples) for samples, _ in found]
         if config.samples is not None:
             counts = apportion(config.samples, [named.share for named in source.texts])
-        chosen = [sample for (samples, _), count in zip(found, counts, strict=True) for sample in samples[:count]]
-        rows = [self._row(source, sample) for sample in chosen]
+        rows = list[torch.Tensor]()
+        for (samples, _), named, count in zip(found, source.texts, counts, strict=True):
+            left = TOKENS * named.share if calibration.shared else math.inf
+            for sample in samples[: max(1, count)]:
+                if left > 0:
+                    rows.append(self._row(source, sample))
+                    left -= len(rows[-1])
         ids = _together(rows)
         where = f"{' + '.join(where for _, where in found)}, {len(rows)} rows of images with text"
         return EvaluationData(
@@ -208,7 +230,7 @@ class ImageReader(TextReader):
         left, placed = list(images), list[Any]()
 
         def place(part: Mapping[str, Any]) -> Any:
-            own = next((part[name] for name in ("image", "path", "url") if part.get(name)), None)
+            own = _own(part)
             if own is None and not left:
                 raise ValueError(f"there are more image parts than images ({len(images)})")
             placed.append(left.pop(0) if own is None else own)
@@ -243,6 +265,11 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "image"
 
 
+def _own(part: Mapping[str, Any]) -> Any:
+    """The image that a part names; None where it stands for one of the row's."""
+    return next((part[name] for name in ("image", "path", "url") if part.get(name)), None)
+
+
 def _together(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     return pad_sequence(list(rows), batch_first=True, padding_value=NOTHING)
 
@@ -253,11 +280,14 @@ def _images(entry: Mapping[str, Any]) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _shows(entry: Mapping[str, Any] | str) -> bool:
+def _image_parts(named: TextSet, entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    columns = dict.fromkeys((*COLUMNS, named.text_column))
+    return [part for name in columns for part in _parts(entry.get(name)) if _is_image(part)]
+
+
+def _shows(named: TextSet, entry: Mapping[str, Any] | str) -> bool:
     """Whether a row has images."""
-    if isinstance(entry, str):
-        return False
-    return bool(_images(entry)) or any(_is_image(part) for name in COLUMNS for part in _parts(entry.get(name)))
+    return not isinstance(entry, str) and bool(_images(entry) or _image_parts(named, entry))
 
 
 def _folder(named: TextSet) -> Path | None:
@@ -284,12 +314,17 @@ def _samples(named: TextSet, shared: bool, apart: bool) -> tuple[list[Sample], s
         )
     if not shared:
         return found, name
-    if len(found) < 2:
-        text = f"{name} has only one row, and evaluation needs a second; give more, or name others in evaluate.data"
+    keys = [sample.keys for sample in found]
+    alike = Counter(next(iter(own)) for own in keys)  # rows of one image stay together
+    sides = dict(zip(alike, choose(list(alike.values()), 1 / 4), strict=True))
+    held = [sides[next(iter(own))] for own in keys]
+    shown = {key for own, is_out in zip(keys, held, strict=True) if is_out for key in own}
+    out = [sample for sample, is_out in zip(found, held, strict=True) if is_out]
+    rest = [sample for sample, own in zip(found, keys, strict=True) if not shown & own.keys()]
+    if not out or not rest:
+        text = f"{name} has no two rows without a common image, one of them to be held out; give more, or others in evaluate.data"
         raise RequestError(named.at("data", text))
-    out = choose([1] * len(found), 1 / 4)
-    kept = [sample for sample, held in zip(found, out, strict=True) if held is apart]
-    return kept, f"the held-out part of {name}" if apart else f"{name} without its held-out part"
+    return (spread(out), f"the held-out part of {name}") if apart else (rest, f"{name} without its held-out part")
 
 
 def _read(named: TextSet, folder: Path | None, file: Path | None) -> Iterator[Sample]:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.core.resources import is_bundled
+from compress.data.layout import ImageRows
 from compress.evaluate.metrics import perplexity
 from compress.evaluate.streamed import score
+from compress.recipe.models import BUNDLED
 from runtime.errors import CompressError
 
 if TYPE_CHECKING:
@@ -42,6 +44,22 @@ def bundled(context: Context) -> list[str]:
     return [
         f"{' and '.join(done)} on bundled Python source, which may be nothing like what this model reads; give text like its own in "
         "calibration.data"
+    ]
+
+
+def overlap(context: Context) -> list[str]:
+    """A warning for each text that the recipe evaluates on, by name, although the model is calibrated on it."""
+    config = context.recipe.evaluate
+    if config is None or config.data is None or not context.reads_text:
+        return []
+    seen = {text.identity for text in context.recipe.calibration.texts}
+    return [
+        text.at(
+            "data",
+            f"'{text.data}' is calibrated on too, so numbers measured on it flatter; leave it out, and a part is held out",
+        )
+        for text in config.texts
+        if text.data != BUNDLED and text.identity in seen
     ]
 
 
@@ -81,7 +99,15 @@ def _text(context: Context) -> torch.Tensor | None:
         return None
     if context.windows is not None:
         return context.same_text()[0].ids if context.kept_tokens else context.windows
-    return context.source_ids(context.calibration.batches[0][0]) if context.reads_text else None
+    if not context.reads_text:
+        return None
+    batches = context.calibration.batches
+    if isinstance(context.streamed.rows, ImageRows):  # which tell padding apart themselves
+        return batches[0][0]
+    ids, mask = (torch.cat(part) for part in zip(*batches, strict=True))
+    lengths = mask.sum(dim=1)
+    middle = int(lengths.median())  # of padded rows the longer half, cut to be equally long
+    return context.source_ids(ids[lengths >= middle][:, :middle]) if middle > 1 else None
 
 
 def unigram_loss(text: torch.Tensor, vocabulary: int) -> float:

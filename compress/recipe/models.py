@@ -123,6 +123,12 @@ class TextSet:
         """The files or directories that `data` may mean, in order of preference."""
         return self.origin.candidates((*self.path, "data"), self.data)
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for sets that are the same file or directory, or the same split of a data set."""
+        file = next((path.resolve() for path in self.candidates() if path.exists()), None)
+        return (self.data, self.split, self.subset) if file is None else (file,)
+
 
 OPEN = ("sequence_length", "batch_size", "samples")
 """Keys that may be `auto`, which is their default."""

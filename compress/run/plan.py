@@ -179,7 +179,7 @@ def plan_session(session: Session, output: Path, max_memory: int | None = None, 
             f"compressed-tensors cannot store {first_name([t.name for t in own])} (a ragged group, or an embedding): the "
             f"artifact loads with runtime.load(){elsewhere}, but not elsewhere"
         )
-    plan.warnings += [*texts.bundled(context), *unused_limits(context)]
+    plan.warnings += [*texts.bundled(context), *texts.overlap(context), *unused_limits(context)]
     for job in (session.layers, *session.before, *session.after):
         plan.warnings += [text for text in job.warnings(context, after) if text not in plan.warnings]
     source = context.original.path

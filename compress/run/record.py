@@ -13,7 +13,6 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -45,8 +44,6 @@ _PROMPTS, _PROMPT_TOKENS = (
 _LOADED = 1.2
 #: Seconds that loading and continuing may take for the artifact to be loaded again, to compare its speed.
 _PATIENCE = 20
-COMMAND: ContextVar[str | None] = ContextVar("COMMAND", default=None)
-"""The current command line; None if called from Python."""
 _SECRET = re.compile(r"(?<=://)[^/@\s]+(?=@)|\bhf_\w{8,}|(?i:(?<=token=)|(?<=secret=)|(?<=password=)|(?<=api_key=))\S+")
 
 
@@ -61,11 +58,13 @@ class RunRecord:
 
     Attributes:
         device: "cpu", "cuda", "cuda:1". processes: number of processes of the run.
+        command: the current command line; None if called from Python.
         seconds: {phase: seconds}.
     """
 
     device: str = "cpu"
     processes: int = 1
+    command: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     _date: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds"))
     _last: float = field(default_factory=time.monotonic)
@@ -94,7 +93,7 @@ class RunRecord:
         """Write the file; `peak_memory`: bytes, once they are known."""
         assert self._file is not None
         run = {
-            "date": self._date, "command": COMMAND.get(), "compress_version": VERSION, "processes": self.processes,
+            "date": self._date, "command": self.command, "compress_version": VERSION, "processes": self.processes,
             "machine": machine(self.device), "seconds": self.seconds, "peak_memory": peak_memory,
         }  # fmt: skip
         _write(self._file, {"runs": [*self._earlier, run]})
@@ -122,7 +121,9 @@ def evaluation_prompts(context: Context) -> list[str]:
     """Prompts from the beginnings of evaluation rows; empty without evaluation, or if the model does not generate text."""
     if context.windows is None or context.streamed.kind != "decoder":
         return []
-    rows = context.windows[:: -(-len(context.windows) // _PROMPTS), :_PROMPT_TOKENS]
+    starts = context.windows[:, :_PROMPT_TOKENS]
+    starts = starts[(starts >= 0).all(dim=1)]  # texts: pieces of images are no prompt
+    rows = starts[:: max(1, -(-len(starts) // _PROMPTS))]
     texts = context.tokenizer.batch_decode(rows, skip_special_tokens=True)
     return [cut for text in texts if (cut := text.strip("\ufffd")).strip()]
 
@@ -172,14 +173,6 @@ def make_samples(
         _write(artifact / RECORD, read_object(artifact / RECORD, "run it again") | {"samples": made})
         write_report(artifact)
     return made
-
-
-def recorded_samples(path: Path) -> dict[str, Any] | None:
-    """The samples of an artifact, as returned by `make_samples`; None if it has none."""
-    if not (path / RECORD).is_file():
-        return None
-    found: dict[str, Any] | None = read_object(path / RECORD, "remove it").get("samples")
-    return found
 
 
 def _brings(artifact: Path) -> list[tuple[str, str, str]]:

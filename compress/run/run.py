@@ -146,6 +146,7 @@ def apply(
     max_memory: int | None = None,
     readers: Readers | None = None,
     report_to: str | None = None,
+    command: str | None = None,
 ) -> AppliedArtifact:
     """Run a recipe. Of several processes that a launcher has started the main one runs it, and all share what takes longest: statistics of
     calibration data, the layers of a block, and the training of recoveries.
@@ -158,6 +159,7 @@ def apply(
         max_memory: bytes that the process may take, all in all; None: what is free. Of several processes each may take so much.
         readers: says who can read the artifact; None: its manifest does not say.
         report_to: tracker that receives the run's numbers: wandb, mlflow, trackio.
+        command: the command line, for the run's record; None: called from Python.
 
     Raises:
         RequestError: the request cannot be carried out (nothing was changed). CompressError: it failed on the way; what was
@@ -180,7 +182,7 @@ def apply(
             if not resume:  # refused before a model is read
                 directory.inspect({})
             where = str(team.device(choose_device(device)))
-            clock = RunRecord(where, team.size)
+            clock = RunRecord(where, team.size, command)
             session = Session.open(recipe, where)
             return _accept(_apply(session, directory, max_memory, quiet, team, clock, readers, report_to))
 
@@ -251,7 +253,7 @@ def _apply(
             reporter,
             clock,
             plan.limits,
-            (*texts.bundled(context), *doubts),
+            (*texts.bundled(context), *texts.overlap(context), *doubts),
             readers,
         )
         manifest, highest = run.run(own)

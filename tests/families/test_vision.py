@@ -12,15 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from random_models import UNLIMITED
 from vision_models import picture, write_rows, write_vision_model
 
 import compress
 import runtime
+from compress.data import vision
 from compress.data.images import load_processor
+from compress.data.vision import _samples
 from compress.model.context import Context
 from compress.model.hidden_states import HiddenStates
 from compress.model.streamed import run_blocks
 from compress.recipe import load as load_recipe
+from compress.run.record import evaluation_prompts
 from compress.run.session import Session
 from runtime.errors import RequestError
 
@@ -117,7 +121,7 @@ def test_positions_are_those_of_images(qwen: Path, rows: Path) -> None:
 @pytest.mark.slow
 def test_from_images_to_an_artifact(model: Path, rows: Path, tmp_path: Path) -> None:
     """Calibrated and evaluated on images; text and image prompts run on the artifact; towers are those of the source."""
-    given = recipe(model, rows, evaluate={"sequence_length": 96, "batch_size": 2})
+    given = recipe(model, rows, evaluate={**UNLIMITED, "sequence_length": 96, "batch_size": 2})
     artifact = compress.apply(given, output=tmp_path / "out", quiet=True)
     assert "rows of images with text" in artifact.manifest["calibration"]["description"]
     assert 0 < artifact.metrics["kl"] < 0.5
@@ -176,7 +180,7 @@ def test_statistics_are_not_those_of_text(qwen: Path, rows: Path, tmp_path: Path
         "".join(json.dumps({"text": json.loads(line).get("text", "x" * 90)}) + "\n" for line in rows.open())
     )
     with_images, without = recipe(qwen, rows), recipe(qwen, text, calibration={"packing": False})
-    assert not any("images" in warning for warning in compress.plan(with_images).warnings)
+    assert not any("calibrated on text alone" in warning for warning in compress.plan(with_images).warnings)
     assert any("calibrated on text alone" in warning for warning in compress.plan(without).warnings)
     made = [compress.apply(one, output=tmp_path / str(n), quiet=True) for n, one in enumerate((with_images, without))]
     packed = [{file.name: file.read_bytes() for file in one.path.glob("*.safetensors")} for one in made]
@@ -207,6 +211,52 @@ def test_every_kind_of_set_gives_the_same_rows(qwen: Path, tmp_path: Path) -> No
     assert found[0] == found[1] == found[2]
     picture(7).save(folder / "p1.png")
     assert opened(recipe(qwen, folder)).calibration.sha256 != found[0], "the images count, not their names"
+
+
+def test_rows_of_one_image_are_on_one_side(qwen: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions about an image that is calibrated on are held out from no evaluation; of what is, no more is scored than of text."""
+    entries: list[dict[str, Any]] = [
+        {"image": f"p{number % 4}.png", "text": f"question {number}"} for number in range(16)
+    ]
+    part = {"type": "image", "image": str(rows.parent / "p0.png")}
+    entries.append({"image": "p5.png", "messages": [{"role": "user", "content": [part, {"type": "image"}]}]})
+    file = rows.with_name("questions.jsonl")
+    file.write_text("\n".join(map(json.dumps, entries)))
+    named = load_recipe(recipe(qwen, file)).calibration.text
+    images = [{key for sample in _samples(named, True, apart)[0] for key in sample.keys} for apart in (False, True)]
+    assert all(images)
+    assert not images[0] & images[1]
+    given = recipe(qwen, file, evaluate={"sequence_length": 96})
+    whole = opened(given).evaluation
+    monkeypatch.setattr(vision, "TOKENS", 40)
+    cut = opened(given).evaluation
+    assert whole is not None
+    assert cut is not None
+    assert cut.tokens - len(cut.ids[-1]) < 40 <= cut.tokens < whole.tokens
+    file.write_text("\n".join(json.dumps({"image": "p1.png", "text": str(number)}) for number in range(5)))
+    with pytest.raises(RequestError, match="no two rows without a common image"):
+        compress.plan(given)
+
+
+def test_a_set_of_which_no_row_is_drawn(qwen: Path, rows: Path) -> None:
+    sets = [{"data": str(rows), "weight": 100}, {"data": str(rows), "weight": 1}]
+    given = recipe(qwen, rows)
+    given["calibration"] |= {"data": sets, "samples": 4}
+    with pytest.raises(RequestError, match="gives none of 4 rows"):
+        compress.plan(given)
+
+
+def test_images_are_no_prompts(qwen: Path, tmp_path: Path) -> None:
+    """Samples continue rows of text alone; where there are none, there are no samples."""
+    picture(1).save(tmp_path / "p.png")
+    shown = {"image": "p.png", "text": "<|image_pad|> is what is to be seen here"}
+    for text, prompts in (("A row without an image.", ["A row without an image."[:23]]), (None, [])):
+        entries = [shown] if text is None else [shown, {"text": text + " And more of it."}]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, entries)))
+        found = evaluation_prompts(
+            opened(recipe(qwen, "bundled", evaluate={"data": str(tmp_path / "rows.jsonl"), "sequence_length": 96}))
+        )
+        assert [prompt[:23] for prompt in found] == prompts
 
 
 def _bomb() -> bytes:

@@ -16,7 +16,7 @@ from compress.core.run_directory import recorded_samples
 from compress.core.units import decoding_speed
 from compress.run import record
 from compress.run.record import machine, make_samples, shown_command
-from runtime.errors import RequestError
+from runtime.errors import ArtifactError, RequestError
 
 
 @pytest.fixture
@@ -142,6 +142,13 @@ def test_a_source_that_does_not_fit_is_left_out_with_the_reason(request_file, tm
     assert "10 B is free" in samples["left_out"]["source"]
     assert samples["artifact"] is not None
     assert samples["left_out"]["source"] in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("samples", [{}, [], {"prompts": []}, 5])
+def test_samples_of_another_form(tmp_path, samples):
+    (tmp_path / "run.json").write_text(json.dumps({"samples": samples}))
+    with pytest.raises(ArtifactError, match=r"run\.json has samples that no version of this tool writes"):
+        recorded_samples(tmp_path)
 
 
 def test_no_secret_is_noted():

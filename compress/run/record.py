@@ -180,6 +180,8 @@ def recorded_samples(path: Path) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] | None = read_object(path / RECORD, "remove it").get("samples")
     return found
+
+
 def _brings(artifact: Path) -> list[tuple[str, str, str]]:
     """What else than weights an artifact decodes with: (option of `runtime.load`, words for with it, words for without)."""
     known = {

@@ -256,7 +256,7 @@ def test_a_config_without_end_is_refused(
     [
         ("hidden_size", 0, "hidden_size is 0; expected an integer from 1 to 16,777,216"),
         ("num_attention_heads", 0, "num_attention_heads is 0; expected an integer from 1 to 16,384"),
-        ("num_hidden_layers", "many", "num_hidden_layers is 'many'; expected a whole number"),
+        ("num_hidden_layers", "many", "num_hidden_layers is 'many'; expected an integer"),
         ("vocab_size", -1, "vocab_size is -1; expected"),
         ("intermediate_size", 12.5, "intermediate_size is 12.5; expected"),
         ("num_hidden_layers", True, "num_hidden_layers is true; expected"),

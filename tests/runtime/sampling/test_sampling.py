@@ -180,10 +180,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_length": 20}, "use max_new_tokens"),
     ({"attention_mask": torch.ones(1, 2)}, "without padding"),
     ({"streamer": print}, "use stream"),
-    ({"eos_token_id": 5}, "use stop for other ends"),
+    ({"eos_token_id": 5}, "use stop for other endings"),
     ({"do_sample": 1}, "do_sample must be True or False"),
     ({"do_sample": True, "temperature": 0}, "needs a temperature above 0"),
-    ({"do_sample": False, "temperature": 0.5}, "give one of them"),
+    ({"do_sample": False, "temperature": 0.5}, "give only one of them"),
     ({"do_sample": True, "temperature": "hot"}, "temperature must be a number"),
 ]
 

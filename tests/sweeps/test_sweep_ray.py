@@ -18,7 +18,7 @@ PATIENCE = 120.0
 
 def test_without_ray_the_extra_is_named(settings, run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(RequestError, match=r"ray>="):
+    with pytest.raises(RequestError, match=r"compress-checkpoints\[ray\]"):
         sweep(settings(vary={BITS: [4]}, ray={}), output=tmp_path / "out", device="cpu", quiet=True)
     done = run(settings(vary={BITS: [4]}))
     assert done.summary["counts"]["finished"] == 1, "a sweep without trials is none that must be resumed"

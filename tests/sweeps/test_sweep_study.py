@@ -89,5 +89,5 @@ def test_steps_are_kept(settings):
 def test_without_optuna_the_extra_is_named(settings, monkeypatch):
     sweep = make(settings)
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(RequestError, match=r"optuna>="):
+    with pytest.raises(RequestError, match=r"compress-checkpoints\[sweep\]"):
         Study(sweep)

@@ -12,6 +12,7 @@ import typer
 from compress.commands.options import JSON
 from compress.commands.output import counted, finish, stdout_reserved
 from compress.core.units import size
+from runtime.config.messages import listing
 from runtime.errors import CompressError, RequestError, first_line
 
 if TYPE_CHECKING:
@@ -53,11 +54,12 @@ def publishable(path: Path) -> set[str]:
     Raises:
         RequestError: neither an artifact nor an export, or an unfinished run. CompressError: a file is missing or differs.
     """
-    from compress.report.card import base_name, write_card
+    from compress.report.card import write_card
     from runtime.api.load import refuse_unfinished
     from runtime.checkpoint.artifact import MANIFEST, REPORT, Artifact
     from runtime.checkpoint.export_directory import MANIFEST as EXPORT
     from runtime.checkpoint.export_directory import README, find_export
+    from runtime.checkpoint.locate import leads_out
 
     refuse_unfinished(path)
     export = find_export(path)
@@ -78,13 +80,32 @@ def publishable(path: Path) -> set[str]:
         names |= {*manifest["files"], MANIFEST, REPORT}
         if not (path / README).is_file():
             write_card(path)
-        written = str((manifest.get("source") or {}).get("path_or_id", ""))
-        if base_name(written) != written:
+        if places := _places(path, manifest):
             print(
-                f"compress: note: {MANIFEST}, recipe.yaml and {REPORT} contain the local path {written}",
+                f"compress: note: {MANIFEST}, recipe.yaml or {REPORT} contain local paths: {listing(places, 4)}",
                 file=sys.stderr,
             )
+    for name in sorted(names):
+        if leads_out(path / name, path):  # the card, which no hash binds, could be any file of this machine
+            raise RequestError(f"{path / name} is a link that leads out of the directory: put the file itself there")
     return {name for name in names if (path / name).is_file()}
+
+
+def _places(path: Path, manifest: dict[str, Any]) -> list[str]:
+    """Local paths that a reader of the published files sees: of the manifest, of the recipe, and of the commands in the report."""
+    import yaml
+
+    from compress.core.files import read_object
+    from compress.core.run_directory import RECORD
+    from compress.report.card import local_paths
+
+    recipe, record = path / "recipe.yaml", path / RECORD
+    published: list[Any] = [{key: value for key, value in manifest.items() if key != "files"}]
+    if recipe.is_file():
+        published.append(yaml.safe_load(recipe.read_text(encoding="utf-8")))
+    if record.is_file():
+        published.append(read_object(record, "remove it").get("runs"))
+    return sorted({place for each in published for place in local_paths(each)})
 
 
 def _verify(opened: Artifact | None, export: Export | None) -> None:
@@ -107,17 +128,23 @@ def _upload(
         validate_repo_id(repo)
     except HFValidationError as error:
         raise RequestError(f"{repo!r} is not a repository name (NAME or ORG/NAME): {first_line(error)}") from None
+    if revision is not None and not revision.strip():
+        raise RequestError("--revision: the name is empty; leave the option out for main")
     if get_token() is None:
         raise RequestError("not logged in to the Hugging Face hub: run `hf auth login`, or set HF_TOKEN")
     api = HfApi(library_name="compress")
     try:
         name = api.create_repo(repo, private=private, exist_ok=True).repo_id
+        if private and not api.repo_info(name).private:  # it was there already, and stays as it is
+            raise RequestError(f"{name} exists and is public: leave out --private, or make it private on the hub first")
         if revision is not None:
             api.create_branch(name, branch=revision, exist_ok=True)
         done = api.upload_folder(
             repo_id=name, folder_path=path, revision=revision, allow_patterns=[escape(file) for file in files],
             commit_message=message or f"Upload {path.resolve().name} with compress",
         )  # fmt: skip
+    except RequestError:
+        raise
     except Exception as error:  # the client raises its own, httpx' and OS errors
         raise CompressError(_sentence(error, repo)) from error
     url = f"{api.endpoint}/{name}" + (f"/tree/{revision}" if revision is not None else "")

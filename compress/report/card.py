@@ -6,7 +6,7 @@ It is not hashed in the manifest, so that people can edit it; an edited card is 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -64,7 +64,7 @@ def card(facts: Facts) -> str:
     name = str(recipe.get("name") or "compressed model")
     base = source.get("repository") or base_name(str(source.get("path_or_id") or "the original"))
     quality = Quality.of(facts.metrics)
-    text = (manifest.get("evaluation") or {}).get("description") or "held-out text"
+    text = _nowhere((manifest.get("evaluation") or {}).get("description") or "held-out text", facts)
     plain = any(reader.get("name") == "transformers" and reader.get("how") == "yes" for reader in readable)
     parts = [
         f"# {name}",
@@ -174,6 +174,15 @@ def _nowhere(sentence: str, facts: Facts) -> str:
     if source:
         sentence = sentence.replace(source, base_name(source))
     return _PATH.sub(lambda found: base_name(found[0]), sentence)
+
+
+def local_paths(value: Any) -> Iterator[str]:
+    """Local paths in the texts of a nested value."""
+    if isinstance(value, (Mapping, list)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from local_paths(each)
+    elif isinstance(value, str):
+        yield from [value] if base_name(value) != value else _PATH.findall(value)
 
 
 def base_name(written: str) -> str:

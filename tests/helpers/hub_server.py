@@ -17,7 +17,8 @@ class Hub:
 
     Attributes:
         endpoint: its address.
-        files: {repository@revision: {file: bytes}}. private, tokens, messages: of what was asked, in order.
+        files: {repository@revision: {file: bytes}}. public: names of repositories.
+        private, tokens, messages: of what was asked, in order.
         failing: {part of a path: (status, message) that it answers}.
     """
 
@@ -25,6 +26,7 @@ class Hub:
         self.endpoint = ""
         self.files: dict[str, dict[str, bytes]] = {}
         self.private: list[bool] = []
+        self.public: set[str] = set()
         self.tokens: list[str | None] = []
         self.messages: list[str] = []
         self.failing: dict[str, tuple[int, str]] = {}
@@ -72,7 +74,7 @@ class Hub:
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/([^/]+)", path):
             return 200, self._commit(f"{found[1]}@{found[2]}", [json.loads(line) for line in body.splitlines()])
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/.*)?", path):
-            return 200, {"id": found[1], "sha": "0" * 40, "siblings": []}
+            return 200, {"id": found[1], "sha": "0" * 40, "siblings": [], "private": found[1] not in self.public}
         return 404, {"error": f"{method} {path}"}
 
     def _commit(self, place: str, lines: list[dict[str, Any]]) -> dict[str, Any]:

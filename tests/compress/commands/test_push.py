@@ -52,7 +52,7 @@ def test_the_bytes_arrive_and_what_is_no_part_stays(
     assert found["README.md"].decode() == edited
     assert (hub.private, hub.messages) == ([True], ["First"])
     assert "Bearer hf_ours" in hub.tokens
-    assert "contain the local path" in said.err, "the manifest names the source"
+    assert "contain local paths" in said.err, "the manifest names the source"
 
 
 def test_a_missing_card_is_written_and_a_branch_is_made(hub: Hub, artifact: Path) -> None:
@@ -60,6 +60,35 @@ def test_a_missing_card_is_written_and_a_branch_is_made(hub: Hub, artifact: Path
     (artifact / "README.md").unlink()
     assert main(["push", str(artifact), "org/name", "--revision", "w4", "--json"]) == 0
     assert hub.files["org/name@w4"]["README.md"].decode() == written
+
+
+def test_a_private_push_never_ends_in_a_public_repository(
+    hub: Hub, artifact: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.public = {"org/name"}
+    assert main(["push", str(artifact), "org/name", "--private"]) == 2
+    assert "org/name exists and is public" in capsys.readouterr().err
+    assert main(["push", str(artifact), "org/name", "--revision", ""]) == 2
+    assert "--revision: the name is empty" in capsys.readouterr().err
+    assert hub.files == {}
+
+
+def test_links_bring_no_other_file_along(
+    hub: Hub, artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "key").write_text("ours")
+    (artifact / "README.md").unlink()
+    (artifact / "README.md").symlink_to(tmp_path / "key")
+    assert main(["push", str(artifact), "org/name"]) == 2
+    assert "README.md is a link that leads out of the directory" in capsys.readouterr().err
+    assert hub.files == {}
+
+
+def test_all_local_paths_are_named(hub: Hub, artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = "compress apply llama_w4 --set calibration.data=/home/me/mine.txt"
+    (artifact / "run.json").write_text(json.dumps({"runs": [{"command": command}]}))
+    assert main(["push", str(artifact), "org/name"]) == 0
+    assert "/home/me/mine.txt" in capsys.readouterr().err
 
 
 def test_an_export_is_published(hub: Hub, tiny_artifact: Path, tmp_path: Path) -> None:

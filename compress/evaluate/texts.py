@@ -56,7 +56,7 @@ def overlap(context: Context) -> list[str]:
     return [
         text.at(
             "data",
-            f"'{text.data}' is the calibration text too, so its numbers look better than they are; leave this out, and a part of it is held out",
+            f"'{text.data}' is the calibration text too, so its numbers look better than they are; without this key a part is held out",
         )
         for text in config.texts
         if text.data != BUNDLED and text.identity in seen

@@ -139,7 +139,7 @@ def test_a_source_that_does_not_fit_is_left_out_with_the_reason(request_file, tm
     assert main(["apply", str(request_file), "-o", str(tmp_path / "out"), "-q", "--device", "cpu", "--json"]) == 0
     samples = json.loads(capsys.readouterr().out)["samples"]
     assert samples["source"] is None
-    assert "10 B are left" in samples["left_out"]["source"]
+    assert "10 B is free" in samples["left_out"]["source"]
     assert samples["artifact"] is not None
     assert samples["left_out"]["source"] in (tmp_path / "out" / "report.html").read_text()
 

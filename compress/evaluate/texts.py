@@ -56,7 +56,7 @@ def overlap(context: Context) -> list[str]:
     return [
         text.at(
             "data",
-            f"'{text.data}' is calibrated on too, so numbers measured on it flatter; leave it out, and a part is held out",
+            f"'{text.data}' is the calibration text too, so its numbers look better than they are; without this key a part is held out",
         )
         for text in config.texts
         if text.data != BUNDLED and text.identity in seen
@@ -69,8 +69,8 @@ def doubt(context: Context) -> list[str]:
     The model runs once over `JUDGED` tokens, block by block. Only decoders are judged: encoders predict nothing, and encoder-decoders
     split such rows in halves.
     """
-    text = _text(context)
-    if text is None or context.reference.kind != "decoder":
+    text = _text(context) if context.reference.kind == "decoder" else None
+    if text is None:
         return []
     vocabulary = context.reference.vocabulary
     count = max(1, JUDGED // context.reference.rows.length(text))

@@ -45,7 +45,7 @@ def test_a_model_of_another_text_is_doubted(documents: Path, packing: bool) -> N
     words = documents.with_name("words.jsonl")
     words.write_text("\n".join(json.dumps({"text": f"{'zebra quilt ' * (5 + n % 7)}{n}"}) for n in range(600)))
     (sentence,) = doubt(opened("recall-1m", {"data": str(words), "packing": packing}))
-    assert "does not read the text" in sentence
+    assert "cannot predict this text" in sentence
     assert "the file words.jsonl" in sentence
 
 
@@ -56,7 +56,7 @@ def test_text_that_was_calibrated_on_flatters(documents: Path) -> None:
     own, other = {"data": str(documents)}, {"data": str(documents.with_name("b.jsonl"))}
     (sentence,) = overlap(opened("stdlib-4m", own, {"data": str(again)}))
     assert "evaluate.data" in sentence
-    assert "is calibrated on too" in sentence
+    assert "is the calibration text too" in sentence
     assert overlap(opened("stdlib-4m", {"data": [own, other]}, other))
     for evaluate in (other, {}, {"data": "bundled"}, None):
         assert overlap(opened("stdlib-4m", own, evaluate)) == []

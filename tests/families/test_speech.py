@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from family_models import FAMILIES
+from random_models import UNLIMITED
 from safetensors.torch import load_file, save_file
 from sounds import RATE, write_sounds, write_wav
 
@@ -253,11 +254,12 @@ def test_calibration_on_sounds_is_better_than_none(whisper: Path, sounds: Path, 
     """And what `evaluate` says is what transformers' own model computes, token by token."""
     stages = [{"quantize": {"method": "gptq", "bits": 3, "group_size": 32}}]
     data = {"data": str(sounds), "batch_size": 4}
+    judged = {**data, **UNLIMITED}
     fitted = compress.apply(
-        recipe(whisper, stages, calibration=data, evaluate=data), output=tmp_path / "gptq", quiet=True
+        recipe(whisper, stages, calibration=data, evaluate=judged), output=tmp_path / "gptq", quiet=True
     )
     stages = [{"quantize": {"method": "rtn", "bits": 3, "group_size": 32}}]
-    rounded = compress.apply(recipe(whisper, stages, evaluate=data), output=tmp_path / "rtn", quiet=True)
+    rounded = compress.apply(recipe(whisper, stages, evaluate=judged), output=tmp_path / "rtn", quiet=True)
     assert 0 < fitted.metrics["kl"] < 0.7 * rounded.metrics["kl"]
     assert fitted.metrics["before"]["perplexity"] == pytest.approx(perplexity(whisper, sounds), rel=1e-4)
     assert rounded.metrics["before"] == fitted.metrics["before"]

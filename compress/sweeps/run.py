@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import random
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.progress import track
 
 from compress.core.files import disk_errors, write_json, write_text
 from compress.core.processes import launched
@@ -27,6 +23,7 @@ from compress.run.session import identity as identity_of_run
 from compress.sweeps.base import BaseRecipe
 from compress.sweeps.directory import SweepDirectory, read, recorded
 from compress.sweeps.executors import Executor
+from compress.sweeps.fit import first_recipe
 from compress.sweeps.labels import sentence
 from compress.sweeps.metrics import METRICS, of_speed
 from compress.sweeps.models import SpeedConfig, Sweep
@@ -34,11 +31,9 @@ from compress.sweeps.reading import load_sweep
 from compress.sweeps.records import Trial, kept
 from compress.sweeps.results import summary, write_results
 from compress.sweeps.search import Grid, Study, open_search
-from compress.sweeps.space import Range, Values, text_of
 from compress.sweeps.trial import finite
 from compress.sweeps.views import write_views
-from runtime.config.messages import listing
-from runtime.errors import ArtifactError, CompressError, RequestError, ResourceError
+from runtime.errors import CompressError, RequestError
 from runtime.system.memory import free_bytes
 
 # Speed of finished trials: measured apart, one artifact at a time, while no trial runs.
@@ -186,83 +181,6 @@ def sweep(
             return run.carry_out(executor or choose, retry)
     finally:
         directory.close()
-
-
-# Checks before the first trial.
-
-_DRAWS = 200
-
-
-def first_recipe(
-    sweep: Sweep, base: BaseRecipe, search: Grid | Study, device: str, known: Container[str] = (), quiet: bool = False
-) -> tuple[Recipe, dict[str, str]]:
-    """The recipe of the first point that fits the model. All points of a grid are checked; of a search, draws until one fits.
-
-    Args:
-        known: keys (`Trial.key`) of points that were checked when the sweep was begun, and are not again.
-        quiet: no progress bar.
-
-    Returns:
-        The recipe, and of a grid {key of a point that does not fit: the reason}.
-
-    Raises:
-        RequestError: no point fits; the checkpoint cannot be used, or there is none.
-    """
-    located: dict[str, str] = {}
-
-    def check(values: dict[str, Any]) -> Recipe | RequestError:
-        """The recipe of a point, or what is wrong with it."""
-        recipe = None
-        try:
-            recipe = base.at(values)
-            if not located:  # once: a hub is asked over the network
-                located["model"] = str(locate_model(recipe))
-            Session.open(recipe.model_copy(update=located), device)
-        except RequestError as error:
-            no_model = recipe is not None and not located
-            if no_model or isinstance(error, (ResourceError, ArtifactError)):  # no values make up for it
-                raise
-            return error
-        return recipe
-
-    def refusal(error: RequestError, values: dict[str, Any], where: str) -> RequestError:
-        written = listing(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
-        return RequestError(f"{error} ({where} {written})")
-
-    if isinstance(search, Grid):
-        new = [search.points[0], *(values for values in search.points[1:] if text_of(values) not in known)]
-        points = track(new, "checking combinations", console=Console(stderr=True), transient=True, disable=quiet)
-        recipe: Recipe | None = None
-        unfit: dict[str, str] = {}
-        reasons: dict[str, RequestError] = {}
-        for values in itertools.chain(points, (values for values in search.points if values not in new)):
-            if recipe is not None and text_of(values) in known:
-                continue
-            found = check(values)
-            if isinstance(found, Recipe):
-                recipe = recipe or found
-            else:
-                unfit[text_of(values)] = str(found)
-                reasons.setdefault(str(found), refusal(found, values, "in the trial with"))
-        if recipe is None:
-            raise RequestError("\n".join(map(str, reasons.values())))
-        return recipe, unfit
-    draw = random.Random(0)  # the same combinations every time
-    refused: list[CompressError] = []
-    while len(refused) < _DRAWS:
-        values = {key: _draw(values, draw) for key, values in sweep.vary.items()}
-        found = check(values)
-        if isinstance(found, Recipe):
-            return found, {}
-        refused.append(refusal(found, values, f"as in all {_DRAWS} combinations drawn, here"))
-    raise refused[0]
-
-
-def _draw(values: Values, draw: random.Random) -> Any:
-    if not isinstance(values, Range):
-        return draw.choice(values.choices)
-    count = values.count()
-    return draw.uniform(values.low, values.high) if count is None else values.at(draw.randrange(count))
 
 
 def identity(sweep: Sweep, base: BaseRecipe, recipe: Recipe, device: str) -> dict[str, Any]:

@@ -122,15 +122,19 @@ def _sglang(entry: Any) -> str | None:
 def _exported(source: Source, name: str) -> tuple[str, str]:
     """`how` and `note` after `compress export --target NAME`."""
     target = targets.get(name)
-    options = target.options()
-    try:
-        why = target.why_not(source, options)
-        changes = [] if why is not None else target.conversions(source, options)
-    except RequestError as error:  # grids that the scales rule out
-        why, changes = str(error), []
+    for requantize in (False, True):
+        options = target.options(requantize=requantize)
+        try:
+            why = target.why_not(source, options)
+            changes = [] if why is not None else target.conversions(source, options)
+        except RequestError as error:  # grids that the scales rule out, unless they are rounded anew
+            why, changes = str(error), []
+        if why is None:
+            break
     if why is not None:
         return NO, why
     more = sum(change.bytes or 0 for change in changes)
     grown = f", {size(abs(more))} {'more' if more > 0 else 'less'}" if abs(more) >= WORTH_SAYING else ""
     anew = "" if all(change.exact for change in changes) else ", weights change"
-    return EXPORT, f"compress export --target {name}{grown}{anew}"
+    flag = " --requantize" if options.requantize else ""
+    return EXPORT, f"compress export --target {name}{flag}{grown}{anew}"

@@ -54,7 +54,7 @@ def chat(
     if terminal:
         _say("/help lists the commands, /quit leaves.")
     for line in _lines(terminal):
-        if line == "/quit":
+        if line in ("/quit", "/exit"):
             return
         if line == "/reset":
             conversation.reset()
@@ -62,7 +62,7 @@ def chat(
         elif line == "/help":
             _say(_HELP)
         elif line.startswith("/") and " " not in line and "/" not in line[1:]:
-            _fail(terminal, RequestError(f"unknown command {line}; allowed: /reset, /quit, /help"))
+            _say(f"unknown command {line}; allowed: /reset, /quit, /help")  # and no turn: a reply to it would puzzle
         elif line:
             try:
                 conversation.turn(line)

@@ -29,4 +29,6 @@ def decoding_speed(measured: Sequence[Mapping[str, Any]] | None, machine: str = 
     shown = [f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}" for rate in rates]
     shown[0] += " tokens/s"
     numbers = ", ".join(f"{rate} {one['how']}".strip() for rate, one in zip(shown, measured, strict=True))
-    return f"Decodes {numbers} ({measured[0]['tokens']} tokens, on {machine}; a rough figure)."
+    engines = list(dict.fromkeys(str(one["engine"]) for one in measured))
+    by = f"; engines: {', '.join(engines)}" if len(engines) > 1 else ""
+    return f"Decodes {numbers} ({measured[0]['tokens']} tokens, on {machine}; a rough figure{by})."

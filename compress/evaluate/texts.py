@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Tokens on which the source model is judged.
 JUDGED = 2048
+#: Part of the loss of guessing that a model has at most on text that it reads: a perplexity of 147 with 4,096 tokens, 1,160 with 128,000.
+PLAUSIBLE = 0.6
 
 
 def describe(calibration: Mapping[str, Any] | None, evaluation: Mapping[str, Any] | None) -> str:
@@ -64,7 +66,8 @@ def overlap(context: Context) -> list[str]:
 
 
 def doubt(context: Context) -> list[str]:
-    """A warning if the source model predicts the recipe's text worse than a unigram model, so that metrics on it mean little.
+    """A warning if the source model predicts the recipe's text worse than a unigram model, or implausibly badly, so that metrics on it mean
+    little.
 
     The model runs once over `JUDGED` tokens, block by block. Only decoders are judged: encoders predict nothing, and encoder-decoders
     split such rows in halves.
@@ -81,15 +84,22 @@ def doubt(context: Context) -> list[str]:
         found = score(context.reference, rows)["nll"]
     except CompressError:  # NaN: the run reports the layer
         return []
-    if found <= min(frequencies, math.log(vocabulary)):
-        return []
-    than = f"that of word frequencies alone, a unigram model's {perplexity(frequencies):.4g}"
-    if found > math.log(vocabulary):
+    guessing = math.log(vocabulary)
+    if found > guessing:
         than = f"that of guessing among its {vocabulary:,} tokens"
+    elif found > frequencies:
+        than = f"that of word frequencies alone, a unigram model's {perplexity(frequencies):.4g}"
+    elif found > PLAUSIBLE * guessing:
+        than = (
+            f"is plausible for a vocabulary of {vocabulary:,} tokens (at most {perplexity(PLAUSIBLE * guessing):.3g})"
+        )
+    else:
+        return []
     where = context.calibration.description if context.evaluation is None else context.evaluation.description
     return [
-        f"{context.original.path} cannot predict this text: its perplexity is about {perplexity(found):.3g}, worse than {than} ({where}); "
-        "numbers measured on it say little about the artifact, so give text like the model's own in calibration.data"
+        f"{context.original.path} cannot predict this text: its perplexity is about {perplexity(found):.3g}, worse than {than} "
+        f"({rows.numel():,} tokens of {where}); numbers measured on it say little about the artifact, so give text like the model's own in "
+        "calibration.data"
     ]
 
 

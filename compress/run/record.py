@@ -23,6 +23,7 @@ import torch
 
 from compress.core.files import read_object, write_text
 from compress.core.progress import memory_bytes
+from compress.core.resources import bundled_recipes
 from compress.core.run_directory import RECORD
 from compress.core.version import VERSION
 from compress.model.context import Context
@@ -117,15 +118,22 @@ def machine(device: str) -> dict[str, Any]:
 # ------------------------------------------------------------ sample outputs
 
 
-def evaluation_prompts(context: Context) -> list[str]:
-    """Prompts from the beginnings of evaluation rows; empty without evaluation, or if the model does not generate text."""
+def sample_prompts(context: Context) -> list[str]:
+    """The recipe's `sample`; without one, or where it is a bundled recipe's and the text is not, the beginnings of evaluation rows. Empty if
+    there is neither, or the model does not generate text.
+    """
+    sample, evaluation, origin = context.recipe.sample, context.evaluation, context.recipe.origin
+    written = None if origin.override_of(("sample",)) else origin.file
+    shipped = written is not None and written.resolve() in {file.resolve() for file in bundled_recipes().values()}
+    if sample and (not shipped or evaluation is None or evaluation.kind == "bundled"):
+        return [sample]
     if context.windows is None or context.streamed.kind != "decoder":
         return []
     starts = context.windows[:, :_PROMPT_TOKENS]
     starts = starts[(starts >= 0).all(dim=1)]  # texts: pieces of images are no prompt
     rows = starts[:: max(1, -(-len(starts) // _PROMPTS))]
     texts = context.tokenizer.batch_decode(rows, skip_special_tokens=True)
-    return [cut for text in texts if (cut := text.strip("\ufffd")).strip()]
+    return [cut for text in texts if (cut := text.strip("\ufffd")).strip()] or ([sample] if sample else [])
 
 
 def make_samples(

@@ -26,7 +26,7 @@ from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back
 from compress.run.manifest import records, write_manifest, write_metadata
 from compress.run.plan import plan_session
-from compress.run.record import RunRecord, evaluation_prompts
+from compress.run.record import RunRecord, sample_prompts
 from compress.run.session import ModelState, Session, identity, kind_of, layers_before
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint, read_json
@@ -262,7 +262,7 @@ def _apply(
         if max_memory is not None and highest > max_memory:
             one = "the run" if team.size == 1 else "one of the processes"
             reporter.warn(f"{one} took {size(highest)} of memory, more than the {size(max_memory)} of max_memory")
-        prompts = [session.recipe.sample] if session.recipe.sample else evaluation_prompts(run.session.context)
+        prompts = sample_prompts(run.session.context)
         return AppliedArtifact(path, manifest["metrics"], manifest, clock.seconds, highest, reporter.warnings, prompts)
 
 

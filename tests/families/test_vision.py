@@ -24,7 +24,7 @@ from compress.model.context import Context
 from compress.model.hidden_states import HiddenStates
 from compress.model.streamed import run_blocks
 from compress.recipe import load as load_recipe
-from compress.run.record import evaluation_prompts
+from compress.run.record import sample_prompts
 from compress.run.session import Session
 from runtime.errors import RequestError
 
@@ -253,7 +253,7 @@ def test_images_are_no_prompts(qwen: Path, tmp_path: Path) -> None:
     for text, prompts in (("A row without an image.", ["A row without an image."[:23]]), (None, [])):
         entries = [shown] if text is None else [shown, {"text": text + " And more of it."}]
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, entries)))
-        found = evaluation_prompts(
+        found = sample_prompts(
             opened(recipe(qwen, "bundled", evaluate={"data": str(tmp_path / "rows.jsonl"), "sequence_length": 96}))
         )
         assert [prompt[:23] for prompt in found] == prompts

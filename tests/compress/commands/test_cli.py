@@ -370,6 +370,7 @@ def test_a_method_says_its_fields(capsys):
     assert all(field["description"] for field in shown["fields"])
 
 
+@pytest.mark.slow
 def test_the_first_compilation_is_said_on_stderr_and_only_there(tmp_path):
     script = (
         "import sys; from pathlib import Path; from compress import cli\n"
@@ -467,6 +468,9 @@ def test_apply_hands_its_options_on(capsys, pipeline, recipe, tmp_path):
     ((loaded, options),) = pipeline
     assert (loaded.model, loaded.seed, loaded.output_directory) == ("other", 3, tmp_path / "x")
     assert callable(options.pop("readers"))
+    command = options.pop("command")
+    assert command.startswith("compress apply ")
+    assert command.endswith("--device cpu -q --max-memory 3GB")
     expected = {"resume": True, "overwrite": True, "device": "cpu", "quiet": True, "max_memory": 3_000_000_000}
     assert options == expected | {"report_to": None}
     for words in (
@@ -479,7 +483,7 @@ def test_apply_hands_its_options_on(capsys, pipeline, recipe, tmp_path):
         "500.00 MB",
         'The artifact continues "Once":\nOnce and so on',
         "The source has no sample output: it is too large",
-        "Decodes 45 tokens/s with its compressed cache, 1,892 with a plain cache (48 tokens, on this machine; a rough figure).",
+        "Decodes 45 tokens/s with its compressed cache, 1,892 with a plain cache (48 tokens, on this machine; a rough figure; engines: here, there).",
         "compress generate",
     ):
         assert words in out

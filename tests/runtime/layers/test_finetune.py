@@ -197,7 +197,7 @@ def test_adapters_are_run_and_wrong_ones_refused(pair: tuple[Path, Path], tmp_pa
     assert main(["generate", str(path), "a", "-n", "2", "--adapter", str(path)]) == 2
     with pytest.raises(runtime.RequestError, match=r"has no adapter_config\.json"):
         runtime.load(path, adapter=path)
-    with pytest.raises(runtime.RequestError, match="max_memory: with an adapter"):
+    with pytest.raises(runtime.RequestError, match="max_memory: a model with an adapter"):
         runtime.load(path, adapter=adapter, max_memory="4GB")
     other = tmp_path / "other"
     shutil.copytree(adapter, other)

@@ -119,8 +119,9 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def sample_prompts(context: Context) -> list[str]:
-    """The recipe's `sample`; without one, or where it is a bundled recipe's and the text is not, the beginnings of evaluation rows. Empty if
-    there is neither, or the model does not generate text.
+    """The recipe's `sample`; without one, or where it is a bundled recipe's and the text is not, the beginnings of evaluation rows.
+
+    Empty if there is neither, or the model does not generate text.
     """
     sample, evaluation, origin = context.recipe.sample, context.evaluation, context.recipe.origin
     written = None if origin.override_of(("sample",)) else origin.file

@@ -24,7 +24,7 @@ from export import targets
 from export.huggingface.compressed_tensors import refusal, slower
 from export.huggingface.fused_layers import disagreement, fused_sets
 from export.source import Source
-from export.target import WORTH_SAYING
+from export.target import WORTH_SAYING, missing_packages, needs
 from runtime.errors import CompressError, RequestError
 from runtime.formats.quantization_config import OWN_METHOD
 from runtime.modeling.layer_sizes import differing, is_ours
@@ -122,17 +122,20 @@ def _sglang(entry: Any) -> str | None:
 def _exported(source: Source, name: str) -> tuple[str, str]:
     """`how` and `note` after `compress export --target NAME`."""
     target = targets.get(name)
+    missing = missing_packages(target.packages)  # without them, only what the structure tells is known
     for requantize in (False, True):
         options = target.options(requantize=requantize)
         try:
             why = target.why_not(source, options)
-            changes = [] if why is not None else target.conversions(source, options)
+            changes = [] if missing or why is not None else target.conversions(source, options)
         except RequestError as error:  # grids that the scales rule out, unless they are rounded anew
             why, changes = str(error), []
         if why is None:
             break
     if why is not None:
         return NO, why
+    if missing:
+        return EXPORT, f"compress export --target {name}, which {needs(missing, target.extra)}"
     more = sum(change.bytes or 0 for change in changes)
     grown = f", {size(abs(more))} {'more' if more > 0 else 'less'}" if abs(more) >= WORTH_SAYING else ""
     anew = "" if all(change.exact for change in changes) else ", weights change"

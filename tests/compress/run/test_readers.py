@@ -182,3 +182,14 @@ def test_the_draft_and_the_calibrated_cache_count(tmp_path: Path) -> None:
     assert "without the tokenizer, 2 B" in note
     without = loaded_bytes(tmp_path, {"draft": {"drafter": {"method": "lookup"}}}, 100_000, 10_000)
     assert (without["draft"], without["total"]) == (0, 10_000)
+
+
+def test_what_is_not_installed_is_named_and_not_imported(tiny_artifact, monkeypatch):
+    """An artifact's run ends by telling who reads it, also where the extras of the exports are missing."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr("export.target.importlib.util.find_spec", lambda name: None)
+    (row,) = [row for row in readable_by(tiny_artifact, {}) if row["name"] == "llama.cpp"]
+    assert row["how"] == "after export"
+    assert row["note"].startswith(
+        "compress export --target gguf, which needs gguf, which is not installed: pip install "
+    )

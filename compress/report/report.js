@@ -5,7 +5,7 @@ for (const table of document.querySelectorAll("table.sorts")) {
     const cells = [...body.rows].map((row) => row.cells[column]);
     const numeric = cells.some((cell) => "by" in cell.dataset);
     const value = (row) => numeric ? parseFloat(row.cells[column].dataset.by) : row.cells[column].textContent;
-    const missing = (it) => it === "" || Number.isNaN(it);
+    const missing = (it) => it === "" || it !== it;  // the latter is no number
     const button = document.createElement("button");
     button.type = "button";
     button.append(...head.childNodes);

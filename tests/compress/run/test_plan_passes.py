@@ -226,10 +226,10 @@ def test_passes_take_time(planned: Callable[..., Plan]) -> None:
 def test_the_time_of_a_pass_is_that_of_its_kind(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layered: bool
 ) -> None:
-    from compress.run import run
+    from compress.run import record
 
     now = [0.0]
-    monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(record.time, "monotonic", lambda: now[0])
     for kind, seconds in ((StructureJob, 3.0), (RecoverJob, 10.0)):
 
         def timed(*arguments: Any, real: Any = kind.run, seconds: float = seconds) -> Any:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import compress
 from compress.cli import main
 from compress.core.resources import bundled_text, recipes_directory
 from compress.evaluate import limits
-from compress.evaluate.texts import doubt, unigram_loss
+from compress.evaluate.texts import doubt
 from compress.model.stage import TensorPlan
 from compress.recipe import load
 from compress.run.run import LimitError
@@ -89,15 +86,6 @@ def test_a_perplexity_that_falls_while_predictions_change(metrics: dict[str, flo
     found = limits.contradiction(metrics)
     assert told in found
     assert bool(found) is bool(told)
-
-
-def test_frequencies_of_words() -> None:
-    text = torch.randint(0, 7, (200,), generator=torch.Generator().manual_seed(0))
-    counts, total = Counter(text.tolist()), 0.0
-    for token in text.tolist():
-        total -= math.log((counts[token] - 1 + 0.5) / (len(text) - 1 + 0.5 * 11))
-    assert unigram_loss(text, 11) == pytest.approx(total / len(text))
-    assert unigram_loss(torch.arange(11), 11) > math.log(11), "nothing is known of a token that occurs once"
 
 
 @pytest.mark.parametrize(("model", "reads"), [("stdlib-4m", True), ("recall-1m", False)])

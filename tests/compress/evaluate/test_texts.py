@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,14 @@ def test_text_that_was_calibrated_on_flatters(documents: Path) -> None:
     assert overlap(opened("stdlib-4m", {"data": [own, other]}, other))
     for evaluate in (other, {}, {"data": "bundled"}, None):
         assert overlap(opened("stdlib-4m", own, evaluate)) == []
+
+
+def test_a_unigram_model_by_counting() -> None:
+    text = torch.randint(0, 7, (200,), generator=torch.Generator().manual_seed(0))
+    counts, total = Counter(text.tolist()), 0.0
+    for token in text.tolist():
+        total -= math.log((counts[token] - 1 + 0.5) / (len(text) - 1 + 0.5 * 11))
+    assert unigram_loss(text, 11) == pytest.approx(total / len(text))
 
 
 def test_a_unigram_model_does_not_know_a_text_by_heart() -> None:

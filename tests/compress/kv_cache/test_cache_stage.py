@@ -159,10 +159,11 @@ def test_a_policy_for_another_machine_costs_no_finished_work(bundled, recipe, tm
     file = tmp_path / "host.yaml"
     file.write_text(json.dumps(there), encoding="utf-8")
     assert main(["apply", str(file), "--output", str(tmp_path / "out"), "--device", "cpu", "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["metrics"]["perplexity_with_cache"] > 1
-    assert "is complete" in err
-    assert "kv_cache: offload: host is for caches of a GPU" in err
+    result = json.loads(capsys.readouterr().out)
+    assert result["metrics"]["perplexity_with_cache"] > 1
+    assert result["samples"]["source"]
+    assert result["samples"]["artifact"] is None
+    assert "kv_cache: offload: host is for caches of a GPU" in result["samples"]["left_out"]["artifact"]
     with pytest.raises(ValueError, match="offload"):
         runtime.load(tmp_path / "out", device="cpu")
 

@@ -158,12 +158,18 @@ def test_a_policy_for_another_machine_costs_no_finished_work(bundled, recipe, tm
     }
     file = tmp_path / "host.yaml"
     file.write_text(json.dumps(there), encoding="utf-8")
-    assert main(["apply", str(file), "--output", str(tmp_path / "out"), "--device", "cpu", "--json"]) == 0
+    apply = ["apply", str(file), "--output", str(tmp_path / "out"), "--device", "cpu"]
+    assert main([*apply, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["metrics"]["perplexity_with_cache"] > 1
     assert result["samples"]["source"]
     assert result["samples"]["artifact"] is None
-    assert "kv_cache: offload: host is for caches of a GPU" in result["samples"]["left_out"]["artifact"]
+    reason = result["samples"]["left_out"]["artifact"]
+    assert "kv_cache: offload: host is for caches of a GPU" in reason
+    assert main([*apply, "--resume"]) == 0
+    shown = capsys.readouterr().out
+    assert "Already finished" in shown
+    assert f"The artifact has no sample output: {reason}" in shown
     with pytest.raises(ValueError, match="offload"):
         runtime.load(tmp_path / "out", device="cpu")
 

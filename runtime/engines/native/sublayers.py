@@ -14,10 +14,7 @@ from runtime.engines.native.engine import LlamaEngine, Pool, decoder_of
 from runtime.engines.native.parts import MLP, PROJECTIONS, Structures
 from runtime.errors import ArtifactError
 from runtime.kernels.cpu.decoder import PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder
-from runtime.kernels.cpu.library import KINDS, TYPES, Linear
-
-#: Bytes of a weight by kind; of 2:4, four bits a remaining weight and two for its position.
-_BYTES = {KINDS["w4"]: 0.5, KINDS["w8"]: 1.0, KINDS["s24"]: 0.375}
+from runtime.kernels.cpu.library import KINDS, TYPES, Linear, group_bytes
 
 
 class View:
@@ -104,8 +101,11 @@ def block_bytes(block: Block, skip: int = 0) -> float:
 
 def linear_bytes(linear: Linear) -> float:
     """Bytes of a layer's weights, without scales and the like."""
-    size = _BYTES.get(linear.kind) or next(dtype.itemsize for dtype, kind in TYPES.items() if kind == linear.scale_type)
-    return float(size * linear.rows * linear.columns)
+    if linear.kind == KINDS["dense"]:
+        size: float = next(dtype.itemsize for dtype, kind in TYPES.items() if kind == linear.scale_type)
+    else:
+        size = group_bytes(linear.kind, 32) / 32
+    return size * linear.rows * linear.columns
 
 
 def parts_of(engine: Any) -> LlamaEngine | str:

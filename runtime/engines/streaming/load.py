@@ -33,7 +33,7 @@ from runtime.engines.streaming.prepared_file import (
 from runtime.kernels import Kernel, Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import PanelKernel
-from runtime.kernels.cpu.panels import PANEL, Panels
+from runtime.kernels.cpu.panels import PANEL, S24, Panels
 from runtime.layers.compressed_linear import Chosen, choose
 from runtime.layers.compressed_module import PREPARED, CompressedModule
 from runtime.modeling.skeleton import tied_names
@@ -148,15 +148,15 @@ def _panels(panels: Panels, layer: Layer, stored: Mapping[str, Expected]) -> dic
     scale = stored["weight_scale"].dtypes[0]
     floats = (scale if scale in library.TYPES else torch.float32, *library.TYPES)
     found = {
-        "weight": Expected((high, groups, group * panels.column_bytes), (torch.uint8,)),
+        "weight": Expected((high, groups, panels.group_bytes(layer)), (torch.uint8,)),
         "scale": Expected(grid, floats),
     }
     if not weights.symmetric:
         found["zero_point"] = Expected(grid, (torch.int8,))
-    if panels.kind == "s24":
+    if panels is S24:
         found["sums"] = Expected((high, groups, PANEL), (torch.int16,))
     mask = {"bitmap": "weight_bitmap", "sparse24": "weight_metadata"}.get(layer.entry.format)
-    also = {mask: stored[mask]} if mask is not None and panels.kind != "s24" else {}
+    also = {mask: stored[mask]} if mask is not None and panels is not S24 else {}
     return {PREPARED + leaf: value for leaf, value in found.items()} | also
 
 

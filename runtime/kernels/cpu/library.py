@@ -65,8 +65,10 @@ def openmp() -> tuple[ctypes.c_void_p, ...] | None:
 
 
 SOURCE = Path(__file__).parent / "c" / "kernels.c"
-KINDS = {"dense": 0, "w4": 1, "w8": 2, "s24": 3}
+#: Of a `Linear`; codes of so many bits are that number.
+KINDS = {"dense": 0, "s24": 1} | {f"w{bits}": bits for bits in range(2, 9)}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOAT8 = 3  # of a weight only
 #: What each instruction set needs of the CPU, and the flags it is compiled with; best first.
 _X86 = {
     "avx512": (
@@ -90,6 +92,14 @@ class Linear(ctypes.Structure):
         *fields(ctypes.c_int64, "rows", "columns", "groups"),
         *fields(ctypes.c_void_p, "weight", "scale", "zero", "sums", "bias"),
     )
+
+
+def group_bytes(kind: int, group: int) -> int:
+    """Bytes that a group of so many columns takes a row in panels: `group_bytes` of planes.h, three words for 32 columns of 2:4."""
+    if kind == KINDS["s24"]:
+        return group // 32 * 12
+    half = sum(-(-width * 16 // 32) for width in (8, 4, 2, 1) if kind & width)
+    return 4 * (group // 32 * kind + (half if group % 32 else 0))
 
 
 def instruction_sets() -> list[str]:

@@ -2,6 +2,7 @@
 #include "simd.h"
 #include "pool.h"
 #include "digits.h"
+#include "planes.h"
 #include "linear.h"
 #include "sparse.h"
 #include "dense.h"

@@ -64,7 +64,7 @@ needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler"
             "reference",
             "reference",
         ),
-        (Scheme(GridScheme(8, "float", True, "channel")), torch.bfloat16, "reference", "reference"),
+        (Scheme(GridScheme(8, "float", True, "channel")), torch.bfloat16, "float8-c", "float8-c"),
         (Scheme(None, None, "2:4"), torch.bfloat16, "reference", "reference"),
     ],
     ids=str,

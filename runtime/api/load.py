@@ -129,7 +129,8 @@ def load(
     target = read_device(device)
     compute = read_dtype(dtype)
     bound = None if max_memory is None else byte_count("max_memory", max_memory)
-    kept = prefix_cache if prefix_cache in (None, 0, "0") else byte_count("prefix_cache", prefix_cache)
+    nothing = prefix_cache in (0, "0")
+    kept = None if prefix_cache is None else 0 if nothing else byte_count("prefix_cache", prefix_cache)
     if drafter is not None and drafter is not False:
         from runtime.drafting.config.build import check_written
 

@@ -150,4 +150,3 @@ class Pages:
         if content is not None:
             self._on[page] = None
             del self._contents[content.parent, content.tokens]
-

@@ -137,9 +137,7 @@ class CausalRequest(Request):
         streams: what is new is read after each step.
     """
 
-    def __init__(
-        self, decoding: Decoding, prompts: Prompts, options: GenerationOptions, streams: bool = False
-    ) -> None:
+    def __init__(self, decoding: Decoding, prompts: Prompts, options: GenerationOptions, streams: bool = False) -> None:
         engine = decoding.engine
         limits = [
             room(len(ids), options.max_new_tokens, engine.context_length, prompts.name(i))
@@ -155,9 +153,7 @@ class CausalRequest(Request):
         for group in self._groups:
             sequences = [Decoded(ids[i], self.outputs[i], sources[i]) for i in group.rows]
             speculation = decoding.drafts if group.drafts else None
-            call = Call(
-                sequences, self._options, stats, speculation, streams=self._streams, pages=group.pages
-            )
+            call = Call(sequences, self._options, stats, speculation, streams=self._streams, pages=group.pages)
             yield from self._scheduler(group, call).run(call)
 
     def _scheduler(self, group: Group, call: Call) -> Scheduler:

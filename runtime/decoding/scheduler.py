@@ -24,7 +24,9 @@ from runtime.engines.base import Engine
 from runtime.sampling.options import GenerationOptions
 from runtime.sampling.stats import GenerationStats
 
-_NAP_SECONDS = 0.1  # a waiting thread looks after itself that often, lest an interrupt swallowed the ring that was for it
+_NAP_SECONDS = (
+    0.1  # a waiting thread looks after itself that often, lest an interrupt swallowed the ring that was for it
+)
 
 
 class Scheduler:

@@ -143,7 +143,9 @@ class Steps:
             if len(places) == len(parts) and speculator.rests(len(parts)):
                 continue
             started = time.perf_counter()
-            for place, tree in zip(places, self._propose(speculator, [parts[at][0] for at in places], rows), strict=True):
+            for place, tree in zip(
+                places, self._propose(speculator, [parts[at][0] for at in places], rows), strict=True
+            ):
                 trees[place] = tree
                 rows += len(tree)
                 self._drafted |= len(tree) > 0

@@ -136,11 +136,15 @@ class Batch:
 
     def admit(self) -> None:
         """Let sequences in while the step has rows for them and the pool pages."""
-        while lost := [each for each in self.running if each.awaited is not None and each.awaited.lost]:
-            for sequence in lost:  # what it waited for was never computed
-                self.put_aside(sequence)
-        active = [sequence for sequence in self.running if not sequence.call.paused]
-        if not self.waiting or (self._no_room and len(active) == len(self.running) > 0):
+        while self.pages is not None and self.pages.lost:
+            self.pages.lost = False
+            for sequence in list(self.running):
+                if sequence.awaited is not None and sequence.awaited.lost:  # what it waits for was never computed
+                    self.put_aside(sequence)
+        if not self.waiting:
+            return
+        active = self._active()
+        if self._no_room and len(active) == len(self.running) > 0:
             return
         rows, place, reserved = self.engine.most_rows - sum(sequence.rest for sequence in active), 0, len(active)
         while place < len(self.waiting) and rows > 0 and reserved < self._most:
@@ -156,6 +160,10 @@ class Batch:
             self._youngest = max(self._youngest, sequence.age[0])
             rows -= sequence.rest
             reserved += 1
+
+    def _active(self) -> list[Sequence]:
+        """Those that run and are read."""
+        return [each for each in self.running if not (each.call.streams and each.call.paused)]
 
     def _enter(self, sequence: Sequence, reserved: int) -> bool:
         """Take pages for a sequence, of those whose streams nobody reads where there are too few; False: there is no room.
@@ -188,10 +196,12 @@ class Batch:
     def pack(self) -> list[tuple[Sequence, int]]:
         """What the next step computes: (sequence, number of its next tokens), oldest first, decoding before prompts."""
         parts: list[tuple[Sequence, int]] = []
-        active = [sequence for sequence in self.running if not sequence.call.paused]
+        active = self._active()
         for sequence in active:
             if len(parts) < self._most and sequence.rest == 1 and not sequence.waits and self._has_page(sequence):
                 parts.append((sequence, 1))
+        if len(parts) == len(active):
+            return parts
         room = self.engine.most_rows - len(parts)
         chunks: dict[Call, int] = {}  # what is left of each call's `prefill_chunk`
         for sequence in active:

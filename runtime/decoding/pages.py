@@ -39,6 +39,7 @@ class Pages:
 
     Attributes:
         touched: pages used so far, which is what the pool takes of memory.
+        lost: a page was abandoned that others may wait for; for the scheduler to reset.
         kept: pages up to which memory is taken only to remember what nobody holds.
     """
 
@@ -47,6 +48,7 @@ class Pages:
         self.size = size
         self.kept = count if kept is None else kept
         self.touched = 0
+        self.lost = False
         self._holders: list[int] = []  # of the touched ones, as `_on`
         self._blank: list[int] = []
         self._unused: OrderedDict[int, None] = OrderedDict()  # full pages nobody holds, longest unused first
@@ -142,7 +144,7 @@ class Pages:
         """The sequence that was to compute `page` goes before it has."""
         content = self._on[page]
         if content is not None and not content.ready:
-            content.lost = True
+            content.lost = self.lost = True
             self._forget(page)
 
     def _forget(self, page: int) -> None:

@@ -160,11 +160,11 @@ class Scheduler:
         steps.parts = batch.pack()
         if steps.parts:
             steps.run()
+            if steps.ended:
+                batch.end()
             for call in steps.news:
                 if not call.open:
                     self._finish(call)
-            batch.end()
-            for call in steps.news:
                 self._tell(call)
             steps.news.clear()
         elif any(not call.paused and not call.over for call in self._calls if call.joined):
@@ -172,10 +172,10 @@ class Scheduler:
 
     def _sweep(self) -> None:
         """Let new calls in and closed and cancelled ones out."""
-        for call in list(self._calls):
+        for call in self._calls[:]:
             if call.closed:
                 self._remove(call)
-            elif call.cancelled:
+            elif call.options.cancel is not None and call.options.cancel.is_set():
                 for sequence in call.sequences:
                     if not sequence.output.finished:
                         sequence.output.end("cancelled")

@@ -196,11 +196,6 @@ class Call:
         """Whether nothing more is to be computed until its stream is read."""
         return self.streams and self.ahead >= AHEAD and not self.waiting
 
-    @property
-    def cancelled(self) -> bool:
-        """Whether somebody has set `cancel`."""
-        return self.options.cancel is not None and self.options.cancel.is_set()
-
     def ring(self) -> None:
         """Wake its thread, or keep it from falling asleep."""
         with suppress(RuntimeError):  # it is rung already

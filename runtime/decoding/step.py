@@ -29,17 +29,11 @@ class Ready(NamedTuple):
     tokens: slice
 
 
-class Shares:
-    """What a step computed of one call: new tokens that were decoded, all rows, and the pages of its sequences in it."""
-
-    decoded = rows = pages = 0
-
-
 class Steps:
     """The steps of a batch.
 
     Attributes:
-        parts: of the last step, or of the one that is being computed.
+        parts: of the last step, or of the one that is being computed. ended: a sequence did in the last step.
         news: calls that have something to read since `news` was last emptied.
         speculators: of the calls that are there.
     """
@@ -47,6 +41,7 @@ class Steps:
     def __init__(self, batch: Batch) -> None:
         self.batch, self.engine = batch, batch.engine
         self.parts: Parts = []
+        self.ended = False
         self.news: set[Call] = set()
         self.speculators: dict[Speculation, Speculator] = {}
         self._drafting = 0.0
@@ -55,23 +50,28 @@ class Steps:
 
     def run(self) -> None:
         """Compute a step: every token that came of it is in the outputs then."""
-        started, self._written = time.perf_counter(), 0
+        started, self._written, self.ended = time.perf_counter(), 0, False
         batch, parts = self.batch, self.parts
         trees = self._drafts(parts)
         logits, hidden = self._compute(parts, trees)
         assert batch.pages is not None
-        shares: dict[Call, Shares] = {}
+        shares: dict[
+            Call, list[int]
+        ] = {}  # of each call new tokens that are decoded, all rows, and pages of its sequences
         chosen: list[Ready] = []
         verified: list[Ready] = []
         decoding = row = token = 0  # where a part's logits and its tokens begin
         for (sequence, count), tree in zip(parts, trees, strict=True):
-            share = shares.setdefault(sequence.call, Shares())
+            call = sequence.call
+            share = shares.get(call)
+            if share is None:
+                share = shares[call] = [0, 0, 0]
             decoded = _count(sequence, count)
             decoding += decoded
-            share.decoded += decoded
-            share.rows += count
-            share.pages += len(sequence.pages)
-            speculator = self._speculator(sequence)
+            share[0] += decoded
+            share[1] += count
+            share[2] += len(sequence.pages)
+            speculator = None if call.speculation is None else self._speculator(sequence)
             outputs = 1 + len(tree)
             if sequence.rest == count:
                 tokens = slice(token + count - 1, token + count + len(tree))
@@ -90,20 +90,21 @@ class Steps:
             sequence.advance(count, batch.pages)
             row += outputs
             token += count + len(tree)
-        for call, share in shares.items():
-            if share.pages > call.held:  # no less than the pages that are really different
+        for call, (_, _, held) in shares.items():
+            if held > call.held:  # no less than the pages that are really different
                 sequences = (sequence for sequence in call.sequences if sequence.pages)
                 call.held = max(call.held, len({page for sequence in sequences for page in sequence.pages}))
-        self._verify(verified, logits, hidden)
-        self._choose(chosen, logits)
-        rows = sum(count for _, count in parts)
-        if decoding == rows and len(self.speculators) == 1:
+        if verified:
+            self._verify(verified, logits, hidden)
+        if chosen:
+            self._choose(chosen, logits)
+        if len(self.speculators) == 1 and decoding == sum(count for _, count in parts):
             (speculator,) = self.speculators.values()
             seconds = time.perf_counter() - started - self._drafting
             speculator.timed(row, seconds, self._drafting, self._written)
         now = time.perf_counter()
-        for call, share in shares.items():
-            call.account(started, now, share.decoded, share.rows)
+        for call, (decoded, rows, _) in shares.items():
+            call.account(started, now, decoded, rows)
 
     def _speculator(self, sequence: Sequence) -> Speculator | None:
         speculation = sequence.call.speculation
@@ -116,7 +117,7 @@ class Steps:
 
     def _compute(self, parts: Parts, trees: Several[Tree]) -> tuple[torch.Tensor, torch.Tensor | None]:
         chunks = [sequence.chunk(count, tree) for (sequence, count), tree in zip(parts, trees, strict=True)]
-        hidden = any(speculator.hidden for speculator in self.speculators.values())
+        hidden = bool(self.speculators) and any(each.hidden for each in self.speculators.values())
         if not (self._drafted or hidden):
             return self.engine.step(self.batch.pool, chunks), None
         return self.engine.verify(self.batch.pool, chunks, hidden)
@@ -131,6 +132,8 @@ class Steps:
         self._drafting = 0.0
         self._drafted = False
         trees = [Tree()] * len(parts)
+        if not self.speculators and all(sequence.call.speculation is None for sequence, _ in parts):
+            return trees
         rows = sum(count for _, count in parts)
         by_speculator: dict[Speculator, list[int]] = {}
         for place, (sequence, count) in enumerate(parts):
@@ -202,8 +205,11 @@ class Steps:
     def _choose(self, ready: Several[Ready], logits: torch.Tensor) -> None:
         """The next token of each sequence, those with the same options together."""
         groups: dict[tuple[object, ...], list[Ready]] = {}
-        for each in ready:
-            groups.setdefault(each.sequence.call.sampling, []).append(each)
+        if len(ready) == 1:
+            groups[()] = list(ready)
+        else:
+            for each in ready:
+                groups.setdefault(each.sequence.call.sampling, []).append(each)
         for group in groups.values():
             rows = [each.rows.start for each in group]
             mine = logits
@@ -245,6 +251,7 @@ class Steps:
         assert self.batch.pages is not None
         sequence.leave(self.batch.pages)
         sequence.call.open -= 1
+        self.ended = True
         self.news.add(sequence.call)
         speculator = self._speculator(sequence)
         if speculator is not None:

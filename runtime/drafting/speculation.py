@@ -137,10 +137,12 @@ class Speculated(Text, Protocol):
     generator: torch.Generator | None
 
     @property
-    def options(self) -> GenerationOptions: ...
+    def options(self) -> GenerationOptions:
+        """Of its call."""
 
     @property
-    def stats(self) -> GenerationStats: ...
+    def stats(self) -> GenerationStats:
+        """Of its call."""
 
 
 @dataclass(eq=False)

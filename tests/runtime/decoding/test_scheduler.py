@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 from paged_reference import PagedReference, RowReference, hashed, model_of
+from speculation_cases import Scripted, ScriptedChain
 
 import runtime
 from runtime.api.model import Model
 from runtime.decoding import memory
+from runtime.drafting.lengths.fixed import Fixed
+from runtime.drafting.speculation import Speculation
 from runtime.errors import CompressError, RequestError
 
 OPTIONS: list[dict[str, Any]] = [
@@ -361,6 +364,31 @@ def test_the_decoder_in_c(tiny_artifact: Any, options: dict[str, Any]) -> None:
         assert together(calls) == expected  # type: ignore[arg-type]
     if not model.engine.lockstep:
         pages_are_back(model)
+
+
+def test_calls_with_different_drafters_share_steps(tiny_artifact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = runtime.load(tiny_artifact, dtype="float32", drafter=False, prefix_cache=0)
+    if model.engine.lockstep:
+        pytest.skip("the engine has no pages: no C compiler")
+    monkeypatch.setattr("speculation_cases.VOCABULARY", model.engine.vocab_size)
+    prompts = [[7, 8, 9] * 8, [4, 5] * 9, [6, 7, 8, 9] * 5]
+    expected = [model.generate(prompt, max_new_tokens=40, ignore_eos=True) for prompt in prompts]
+    truth = {tuple(prompt): new for prompt, new in zip(prompts, expected, strict=True)}
+    drafters = [Speculation(kind(truth), lengths=Fixed(depth=3, nodes=6)) for kind in (Scripted, ScriptedChain)]
+    streams = []
+    for speculation, prompt in zip([*drafters, None], prompts, strict=True):
+        model.speculation = speculation
+        streams.append(model.stream(prompt, max_new_tokens=40, ignore_eos=True))
+    found = [[next(stream)] for stream in streams]
+    for index in (2, 0, 1):
+        found[index] += streams[index]
+        stats = model.stats
+        assert stats["new_tokens"] == 40
+        assert (stats["drafted_tokens"] > 0) == (index < 2)
+        assert stats["accepted_tokens"] <= stats["drafted_tokens"]
+        assert (stats["draft_seconds"] > 0) == (index < 2)
+    assert found == expected
+    pages_are_back(model)
 
 
 # -------------------------------------------------------------------- for a while

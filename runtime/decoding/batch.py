@@ -50,7 +50,7 @@ class Batch:
         self._most = max(1, min(MOST_SEQUENCES, engine.most_rows // 2))
         self._no_room = False  # for the next in line, until somebody leaves
         self._used = False  # the pool is of an earlier call
-        self._youngest = 0  # of those that ever came in
+        self._time = 0.0  # the age with which a call begins that comes now
         self._numbers = count()
 
     # ---------------------------------------------------------------- the pool
@@ -97,11 +97,12 @@ class Batch:
     def join(self, call: Call) -> None:
         """Line a call's sequences up.
 
-        The first of them is next in line, and of several calls each has its turn: thousands of prompts hold up nobody's single one.
+        The first of them is next in line, and of several calls each has its turn: thousands of prompts hold up nobody's single one,
+        nor do thousands of calls hold up the next prompt of any.
         """
         number = next(self._numbers)
         for place, sequence in enumerate(call.sequences):
-            sequence.age = (self._youngest + place, number)
+            sequence.age = (self._time + place, number)
         self.waiting = sorted([*self.waiting, *call.sequences], key=_AGE)
         call.joined = True
 
@@ -157,7 +158,7 @@ class Batch:
                 return
             self.waiting.remove(sequence)
             insort(self.running, sequence, key=_AGE)
-            self._youngest = max(self._youngest, sequence.age[0])
+            self._time = max(self._time + 1 / MOST_SEQUENCES, sequence.age[0])
             rows -= sequence.rest
             reserved += 1
 

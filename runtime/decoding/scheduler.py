@@ -64,7 +64,10 @@ class Scheduler:
             while True:
                 self._await(call)
                 if call.error is not None:
-                    raise call.error
+                    try:
+                        raise call.error
+                    finally:
+                        call.error = None  # its traceback holds the call
                 over, left = call.over, call.open
                 yield reported - left
                 reported = left
@@ -75,6 +78,8 @@ class Scheduler:
                 self._measure(call)
                 call.closed = True
                 self._lead(call)
+            if call not in self._calls:  # sequences and call hold each other
+                call.sequences.clear()
 
     def claim(self, call: Call) -> bool:
         """Reserve a scheduler for a call that is to be run; False: another is there."""

@@ -38,7 +38,7 @@ class Sequence:
         self.generator = generator
         self.seen: torch.Tensor | None = None
         self.high = 0
-        self.age = (0, 0)
+        self.age = (0.0, 0)
         self.call: Call
         self.reset()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,9 +11,8 @@ from runtime.engines import llama_structure
 from runtime.engines.llama_structure import Program, read_program
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import Block, Decoder
-from runtime.kernels.cpu.integer import IntegerKernel
 from runtime.kernels.cpu.library import TYPES, Linear
-from runtime.layers.compressed_linear import CompressedLinear
+from runtime.layers.native_experts import CLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,17 +26,8 @@ class UnknownPartError(Exception):
     """A module that decoder.h cannot compute."""
 
 
-class Structures:
-    """Modules in the structures of decoder.h; UnknownPartError where it cannot compute one.
-
-    Attributes:
-        keep: what the structures point to.
-        digits: of the activations that layers take; layers of one decoder take the same.
-    """
-
-    def __init__(self) -> None:
-        self.keep: list[Any] = []
-        self.digits: set[int] = set()
+class Structures(CLinear):
+    """Modules in the structures of decoder.h; UnknownPartError where it cannot compute one. Layers of one decoder take the same digits."""
 
     def block(self, block: llama_structure.Block) -> Block:
         """A layer, without a cache."""
@@ -57,26 +47,10 @@ class Structures:
 
     def linear(self, module: nn.Module) -> Linear:
         """The layer as C reads it; a dense one as it lies in memory."""
-        if isinstance(module, CompressedLinear):
-            kernel = module.kernel
-            if not isinstance(kernel, IntegerKernel):
-                raise UnknownPartError(f"kernel {module.kernel_name} of one of its layers is not in C")
-            self.digits.add(kernel.digits(module.layer))
-            bias = None if module.bias is None else module.bias.detach().float()
-            tensors = module._tensors()
-            self.keep.append((tensors, bias))
-            return kernel.panels.linear(tensors, module.layer, bias)
-        if type(module) is not nn.Linear or module.weight.dtype not in TYPES or not module.weight.is_contiguous():
-            raise UnknownPartError(f"one of its layers is a {type(module).__name__}")
-        self.keep.append(module.weight)
-        return Linear(
-            kind=library.KINDS["dense"],
-            scale_type=TYPES[module.weight.dtype],
-            rows=module.weight.shape[0],
-            columns=module.weight.shape[1],
-            weight=module.weight.data_ptr(),
-            bias=None if module.bias is None else self.vector(module.bias),
-        )
+        found = self.of(module)
+        if isinstance(found, str):
+            raise UnknownPartError(found)
+        return found
 
 
 class Parts(Structures):

@@ -70,6 +70,7 @@ class NativeExperts:
 
     def __init__(self) -> None:
         self._seen: list[tuple[dict[str, Any], str, nn.Module, torch.Tensor | None]] = []
+        self._hooks: list[Any] = []
         self._ready: tuple[c_experts.Experts, CLinear, torch.dtype] | None = None
 
     def __deepcopy__(self, memo: Any) -> NativeExperts:
@@ -82,60 +83,45 @@ class NativeExperts:
         self, module: Experts, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor | None:
         """Arguments and result as of `Experts.forward`."""
-        trains = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad or self._trains(module))
-        if trains or x.device.type != "cpu" or self._watched(module):
+        if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad or _trains(module)):
             self._seen = []  # biases may be others the next time
             return None
-        if not self._same(module):
+        if module.everyone or module.separate or x.device.type != "cpu":
+            return None
+        if not self._seen or not all(store.get(name) is x and _weight(x) is w for store, name, x, w in self._seen):
             self._ready = self._read(module)
-        if self._ready is None or self._ready[2] != x.dtype:
+        if self._ready is None or self._ready[2] != x.dtype or any(self._hooks):
             return None
         return c_experts.run(self._ready[0], x, index, weights)
 
-    @staticmethod
-    def _trains(module: Experts) -> bool:
-        return any(parameter.requires_grad for parameter in module.parameters())
-
-    @staticmethod
-    def _watched(module: Experts) -> bool:
-        """Whether somebody is to see what a single layer reads."""
-        if module.everyone or module.separate:
-            return True
-        layers = (layer for expert in module.one_by_one() for layer in expert._modules.values())
-        return any(x._forward_hooks or x._forward_pre_hooks or "forward" in x.__dict__ for x in layers if x is not None)
-
-    def _same(self, module: Experts) -> bool:
-        """Whether the layers and their tensors are those that were last read."""
-        return bool(self._seen) and all(
-            store.get(name) is layer and _weight(layer) is held for store, name, layer, held in self._seen
-        )
-
     def _read(self, module: Experts) -> tuple[c_experts.Experts, CLinear, torch.dtype] | None:
+        """The experts in C's structures, what these point to, and the dtype of their rows; None where C does not compute them."""
         layout, reader = module.layout, CLinear()
+        experts = [expert._modules for expert in module.one_by_one()]
+        layers: list[Any] = [expert[name] for expert in experts for name in layout.projections]
         self._seen = [
-            (expert._modules, name, expert.get_submodule(name), _weight(expert.get_submodule(name)))
-            for expert in module.one_by_one()
-            for name in layout.projections
-        ]
+            (store, name, store[name], _weight(store[name])) for store in experts for name in layout.projections
+        ]  # type: ignore[arg-type,misc]
+        self._hooks = [hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
         gate = gate_of(module)
-        dtypes = {layer.dtype if isinstance(layer, CompressedLinear) else None for _, _, layer, _ in self._seen} - {
-            None
-        }
-        if gate is None or len(dtypes) != 1:
+        dtypes = {layer.dtype for layer in layers if isinstance(layer, CompressedLinear)}
+        if gate is None or len(dtypes) != 1 or any("forward" in layer.__dict__ for layer in layers):
             return None
-        found = [reader.of(layer) for _, _, layer, _ in self._seen]
-        layers = [layer for layer in found if isinstance(layer, library.Linear)]
-        if len(layers) < len(found) or len(reader.digits) != 1:
+        found = [reader.of(layer) for layer in layers]
+        linear = [layer for layer in found if isinstance(layer, library.Linear)]
+        if len(linear) < len(found) or len(reader.digits) != 1:
             return None
         count = len(layout.projections)
-        rows = [layers[i : i + count] for i in range(0, len(layers), count)]
+        rows = [linear[i : i + count] for i in range(0, len(linear), count)]
         made = c_experts.experts_of(
             [(row[0] if layout.gate else None, row[-2], row[-1]) for row in rows],
             reader.digits.pop(), gate.kind, gate.alpha, gate.limit,
         )  # fmt: skip
-        dtype = dtypes.pop()
-        assert dtype is not None
-        return None if isinstance(made, str) else (made, reader, dtype)
+        return None if isinstance(made, str) else (made, reader, dtypes.pop())
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _weight(layer: nn.Module) -> torch.Tensor | None:

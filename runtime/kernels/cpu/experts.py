@@ -25,12 +25,19 @@ class Expert(ctypes.Structure):
     _fields_ = (*fields(Linear, "gate", "up", "down"),)
 
 
+class Reading(ctypes.Structure):
+    """How layers of experts read their input: integer ones as digits in groups of columns, dense ones as numbers."""
+
+    _fields_ = (("groups", _i64), *fields(_i32, "group", "dense"))
+
+
 class Experts(ctypes.Structure):
     """All of a layer. `activation` is one of GATES, `digits` those of the activations of integer layers."""
 
     _fields_ = (
         *fields(ctypes.POINTER(Expert), "expert"),
         *fields(_i64, "count", "hidden", "inner"),
+        *fields(Reading, "first", "second"),
         *fields(_i32, "activation", "digits"),
         *fields(_f32, "alpha", "limit"),
     )
@@ -75,11 +82,14 @@ def experts_of(
             return "its experts are of different widths"
         if (own.rows, own.columns) != (first.columns, first.rows):
             return "its experts do not give back what they read"
+    readings = []
     for layers in ([x for each in linear for x in each[:2] if x is not None], [each[2] for each in linear]):
-        if len({(x.group, x.groups) for x in layers if x.kind != KINDS["dense"]}) > 1:
+        groups = {(x.groups, x.group) for x in layers if x.kind != KINDS["dense"]}
+        if len(groups) > 1:
             return "its experts' weights have groups of different sizes"
+        readings.append(Reading(*next(iter(groups), (0, 0)), any(x.kind == KINDS["dense"] for x in layers)))
     rows = (Expert * len(linear))(*(Expert(up if gate is None else gate, up, own) for gate, up, own in linear))
-    return Experts(rows, len(linear), first.columns, first.rows, GATES[gate], digits, alpha, limit)
+    return Experts(rows, len(linear), first.columns, first.rows, *readings, GATES[gate], digits, alpha, limit)
 
 
 def run(experts: Experts, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

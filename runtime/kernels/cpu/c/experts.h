@@ -7,9 +7,16 @@ typedef struct { Linear gate, up, down; } Expert;
 
 enum { GATE_NONE_SILU = 0, GATE_SILU = 1, GATE_CLAMPED = 2 };
 
+/* What layers of all experts read: integer ones (groups > 0: there are some) the same groups of columns, dense ones numbers. */
 typedef struct {
-    const Expert *expert;           /* [count], of one shape; integer layers that read the same have the same groups */
+    int64_t groups;
+    int32_t group, dense;
+} Reading;
+
+typedef struct {
+    const Expert *expert;           /* [count], of one shape */
     int64_t count, hidden, inner;
+    Reading first, second;          /* of gate and up, and of down */
     int32_t activation, digits;     /* silu(up) | silu(gate) up | (up + 1) gate sigmoid(alpha gate), both held within +-limit */
     float alpha, limit;
 } Experts;
@@ -33,23 +40,17 @@ typedef struct {
     int64_t *own;                   /* [rows, chosen]: a token's pairs, in the order of experts; -1 after the last */
     int64_t *source;                /* [pairs]: place in `index` and `weight` */
     float *x, *gate, *up, *out;     /* [pairs, hidden] (dense layers read it), [pairs, inner] twice, [pairs, hidden] */
-    char *hidden_digits, *inner_digits;
+    char *first_digits, *second_digits;
     int64_t rows, chosen;
 } Routed;
 
-static int64_t padded(const Linear *l) { return l->kind == KIND_DENSE ? 0 : (int64_t)l->group * l->groups; }
-static int64_t wider_digits(const Linear *l, int64_t pairs, int digits, int64_t bytes) {
-    int64_t wanted = l->kind == KIND_DENSE ? 0 : digits_bytes(pairs, digits, padded(l), l->groups);
-    return wanted > bytes ? wanted : bytes;
+static int64_t reading_bytes(const Reading *r, int64_t pairs, int digits) {
+    return r->groups ? digits_bytes(pairs, digits, r->group * r->groups, r->groups) : 0;
 }
 
 /* Where everything lies in `memory`; bytes in all. */
 static int64_t route_memory(const Experts *e, int64_t rows, int64_t chosen, char *memory, Routed *r) {
-    int64_t pairs = rows * chosen, at = 0, hidden_digits = 0, inner_digits = 0;
-    for (int64_t i = 0; i < e->count; i++) {
-        hidden_digits = wider_digits(&e->expert[i].up, pairs, e->digits, hidden_digits);
-        inner_digits = wider_digits(&e->expert[i].down, pairs, e->digits, inner_digits);
-    }
+    int64_t pairs = rows * chosen, at = 0;
     r->rows = rows, r->chosen = chosen;
     r->index = (int64_t *)(memory + at), at += (pairs * 8 + 63) / 64 * 64;
     r->weight = (float *)(memory + at), at += (pairs * 4 + 63) / 64 * 64;
@@ -60,8 +61,8 @@ static int64_t route_memory(const Experts *e, int64_t rows, int64_t chosen, char
     r->gate = (float *)(memory + at), at += (pairs * e->inner * 4 + 63) / 64 * 64;
     r->up = (float *)(memory + at), at += (pairs * e->inner * 4 + 63) / 64 * 64;
     r->out = (float *)(memory + at), at += (pairs * e->hidden * 4 + 63) / 64 * 64;
-    r->hidden_digits = memory + at, at += (hidden_digits + 63) / 64 * 64;
-    r->inner_digits = memory + at, at += (inner_digits + 63) / 64 * 64;
+    r->first_digits = memory + at, at += (reading_bytes(&e->first, pairs, e->digits) + 63) / 64 * 64;
+    r->second_digits = memory + at, at += (reading_bytes(&e->second, pairs, e->digits) + 63) / 64 * 64;
     return at;
 }
 
@@ -155,30 +156,14 @@ static Digits some_digits(Digits d, int64_t row, int64_t count) {
     return d;
 }
 
-/* The integer layer among those that read the same, whose groups the digits have; NULL: all are dense. */
-static const Linear *integer_layer(const Experts *e, int down, int *dense) {
-    const Linear *found = NULL;
-    *dense = 0;
-    for (int64_t i = 0; i < e->count; i++) {
-        const Linear *all[] = {down ? &e->expert[i].down : &e->expert[i].up, &e->expert[i].gate};
-        for (int j = 0; j < (down || e->activation == GATE_NONE_SILU ? 1 : 2); j++) {
-            if (all[j]->kind == KIND_DENSE) *dense = 1;
-            else found = all[j];
-        }
-    }
-    return found;
-}
-
 /* Rows of the pairs side by side, as numbers for dense layers and as digits for the others. */
 static void gather_pairs(const Experts *e, const Routed *r, const void *x, int type, Digits *digits, const Team *team) {
-    int dense;
-    const Linear *integer = integer_layer(e, 0, &dense);
     const int64_t hidden = e->hidden;
     int64_t start, end, pairs = r->first[e->count];
     if (pairs > 1 && one_row(e, r)) pairs = 1;
     float buffer[256];
-    if (integer) {
-        *digits = digits_in(r->hidden_digits, pairs, e->digits, integer->group, integer->groups);
+    if (e->first.groups) {
+        *digits = digits_in(r->first_digits, pairs, e->digits, e->first.group, e->first.groups);
         team_part(team, pairs * digits->groups, 1, &start, &end);
         for (int64_t unit = start; unit < end; unit++) {
             int64_t p = unit / digits->groups, g = unit % digits->groups, from = g * digits->group;
@@ -193,7 +178,7 @@ static void gather_pairs(const Experts *e, const Routed *r, const void *x, int t
             quantize_group(source, count, digits, p, g);
         }
     }
-    if (!dense) return;
+    if (!e->first.dense) return;
     team_part(team, pairs, 1, &start, &end);
     for (int64_t p = start; p < end; p++)
         for (int64_t i = 0; i < hidden; i++) r->x[p * hidden + i] = load_as(x, type, r->source[p] / r->chosen * hidden + i);
@@ -208,12 +193,10 @@ static float clamped_gate(const Experts *e, float gate, float up) {
 
 /* The gate over both first products, into r->gate, and its digits for down. */
 static void activate_pairs(const Experts *e, const Routed *r, Digits *digits, const Team *team) {
-    int dense;
-    const Linear *integer = integer_layer(e, 1, &dense);
-    const int64_t pairs = r->first[e->count], inner = e->inner, step = integer ? integer->group : 256;
-    const int64_t steps = integer ? integer->groups : (inner + step - 1) / step;
+    const int64_t pairs = r->first[e->count], inner = e->inner, step = e->second.groups ? e->second.group : 256;
+    const int64_t steps = e->second.groups ? e->second.groups : (inner + step - 1) / step;
     int64_t start, end;
-    if (integer) *digits = digits_in(r->inner_digits, pairs, e->digits, integer->group, integer->groups);
+    if (e->second.groups) *digits = digits_in(r->second_digits, pairs, e->digits, e->second.group, e->second.groups);
     team_part(team, pairs * steps, 1, &start, &end);
     for (int64_t unit = start; unit < end; unit++) {
         int64_t p = unit / steps, g = unit % steps, from = g * step;
@@ -224,7 +207,7 @@ static void activate_pairs(const Experts *e, const Routed *r, Digits *digits, co
         else
             for (int i = 0; i < count; i++)
                 gate[i] = e->activation == GATE_CLAMPED ? clamped_gate(e, gate[i], up[i]) : silu(up[i]);
-        if (integer) quantize_group(gate, count, digits, p, g);
+        if (e->second.groups) quantize_group(gate, count, digits, p, g);
     }
 }
 

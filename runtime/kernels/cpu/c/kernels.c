@@ -9,6 +9,8 @@
 #include "tiles.h"
 #include "elementwise.h"
 #include "attention.h"
+#include "program.h"
+#include "operations.h"
 #include "decoder.h"
 
 const char *isa_name(void) { return ISA_NAME; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ from runtime.engines.program.operations import (
     Rotation,
     UnknownError,
 )
-from runtime.engines.program.trace import Event, Mask, Trace, trace
+from runtime.engines.program.trace import TOKENS, Event, Mask, Trace, trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,7 +78,7 @@ class _Reader:
                 self._rotation(event)
         embeddings = self._embeddings(before, layers[0][0].inputs[0])
         read = tuple(self._layer(events) for events in layers)
-        for (*_, leave), (enter, *_) in zip(layers, layers[1:], strict=False):
+        for (*_, leave), (enter, *_) in pairwise(layers):
             if not torch.equal(leave.output[0], enter.inputs[0]):
                 raise UnknownError(f"{enter.name} reads something else than what {leave.name} leaves")
         tail, vocabulary = self._tail(after, layers[-1][-1].output[0])
@@ -115,15 +116,12 @@ class _Reader:
             if count > 1:
                 raise UnknownError(f"{self.trace.names[module]} is called {count} times")
         inside: list[nn.Module] = [each for module in called for each in module.modules()]
-        known = {id(each) for module in inside for each in (*module.parameters(), *module.buffers())}
+        known = {id(each) for module in inside for each in module.parameters()}
+        known |= {id(event.more.get("s_aux")) for event in self.trace.events}
         for name, module in self.model.named_modules():
-            if module not in inside and any(id(each) not in known for each in module.parameters(recurse=False)):
-                if not any(
-                    event.more.get("s_aux") is each for event in self.trace.events for each in module.parameters()
-                ):
-                    raise UnknownError(
-                        f"it has {name}, a {type(module).__name__}, which its forward pass does not call"
-                    )
+            if any(id(each) not in known for each in module.parameters(recurse=False)):
+                text = f"it has {name}, a {type(module).__name__}, which its forward pass does not call"
+                raise UnknownError(text)
 
     # ---------------------------------------------------------------- before the first layer
     def _rotation(self, event: Event) -> None:
@@ -192,17 +190,19 @@ class _Reader:
     def _norm(self, build: Builder, event: Event, name: str, head_norms: dict[str, _HeadNorm]) -> None:
         x, y = event.inputs[0], event.output[0]
         weights = read_norm(event.name, event.module)
-        if x.dim() == 3 or x.shape[:2] != (2, 3):
-            flat = x if x.dim() == 3 else x.reshape(2, 3, -1) if x.dim() == 2 else None
-            source = None if flat is None else build.source(flat, event.name)
-            if flat is not None and source is not None:
+        if x.dim() < 4:
+            flat = x.reshape(2, TOKENS, -1)
+            source = build.source(flat, event.name)
+            if source is not None:
                 build.add(Norm(source, Place(name), x.shape[-1], weights), y.reshape(flat.shape))
                 return
-        heads, given = (x, y) if x.dim() == 4 and x.shape[2] == 3 and x.shape[1] != 3 else (None, None)
-        for heads, given in [(x, y), (x.transpose(1, 2), y.transpose(1, 2))] if x.dim() == 4 else []:
-            if heads.shape[2] != 3:
-                continue
-            found = find_heads(heads, build.nodes(), (), (1.0,))
+        for turned in (False, True):  # [batch, heads, tokens, head_dim], or tokens before heads
+            heads, given = (
+                ((x, y) if not turned else (x.transpose(1, 2), y.transpose(1, 2))) if x.dim() == 4 else (x, y)
+            )
+            found = (
+                find_heads(heads, build.nodes(), (), (1.0,)) if heads.dim() == 4 and heads.shape[2] == TOKENS else None
+            )
             if found is not None:
                 head_norms[name] = _HeadNorm(weights, found.bases, found.name)
                 build.rows[name] = given.transpose(1, 2).flatten(2)
@@ -210,7 +210,7 @@ class _Reader:
         raise UnknownError(f"{event.name}, a {type(event.module).__name__}, norms something that it does not know")
 
     def _linear(self, build: Builder, event: Event, name: str) -> None:
-        x, y = (each if each.dim() == 3 else each.reshape(2, 3, -1) for each in (event.inputs[0], event.output[0]))
+        x, y = (each.reshape(2, TOKENS, -1) for each in (event.inputs[0], event.output[0]))
         source = build.source(x, event.name)
         if source is None:
             found = find_activation(
@@ -290,7 +290,7 @@ class _Reader:
         if isinstance(mask, Mask):
             window = mask.window(where)
         elif "causal" in more:
-            tensor, wanted = more["tensor"], torch.ones(3, 3, dtype=torch.bool).tril()
+            tensor, wanted = more["tensor"], torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
             seen = tensor if tensor is None or tensor.dtype == torch.bool else tensor == 0
             if not more["causal"] and (seen is None or not bool((seen == wanted).all())):
                 raise UnknownError(f"{where} computes attention with a mask that it does not know")

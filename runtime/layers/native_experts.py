@@ -11,54 +11,103 @@ from runtime.kernels.cpu import experts as c_experts
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import IntegerKernel
 from runtime.layers.compressed_linear import CompressedLinear
-from runtime.modeling.experts import Experts, gate_of
+from runtime.modeling.experts import Experts, gate_of, layout_of
+from runtime.modeling.linear_modules import is_conv1d, is_matrix
 
 
-class CLinear:
+class CLinears:
     """Linear layers as the C library reads them.
 
     Attributes:
-        keep: tensors that the structures point to. digits: of the activations that integer layers take.
+        keep: tensors that the structures point to.
+        digits: of the activations that integer layers take; those computed together take the same.
     """
 
     def __init__(self) -> None:
-        self.keep: list[Any] = []
+        self.keep: list[torch.Tensor] = []
         self.digits: set[int] = set()
 
-    def of(self, module: nn.Module) -> library.Linear | str:
-        """The layer, a dense one as it lies in memory; or the reason why C does not compute it."""
+    def of(self, module: nn.Module, name: str) -> library.Linear | str:
+        """The layer, a dense one as it lies in memory; or the reason why C does not compute it. `name` is what reasons call it."""
         if isinstance(module, CompressedLinear):
             kernel = module.kernel
             if not isinstance(kernel, IntegerKernel):
-                return f"kernel {module.kernel_name} of one of its layers is not in C"
+                return f"kernel {module.kernel_name} of {name} is not in C"
             self.digits.add(kernel.digits(module.layer))
-            tensors, bias = module._tensors(), _float(module.bias)
-            self.keep.append((tensors, bias))
+            bias = None if module.bias is None else module.bias.detach().float()
+            tensors = module._tensors()
+            self.keep += [*tensors.values(), *([] if bias is None else [bias])]
             return kernel.panels.linear(tensors, module.layer, bias)
-        if (
-            type(module) is not nn.Linear
-            or module.weight.dtype not in library.TYPES
-            or not module.weight.is_contiguous()
-        ):
-            return f"one of its layers is a {type(module).__name__}"
-        return self.dense(module.weight, module.bias)
+        if not is_matrix(module):
+            return f"{name} is a {type(module).__name__}"
+        bias = module.bias
+        return self.dense(rows_of(module), None if bias is None else bias.detach(), name)  # type: ignore[union-attr]
 
-    def dense(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> library.Linear:
-        """A weight `[out, in]` of one of `library.TYPES`, contiguous."""
-        bias = _float(bias)
-        self.keep.append((weight, bias))
+    def dense(self, weight: torch.Tensor, bias: torch.Tensor | None, name: str) -> library.Linear | str:
+        """A weight `[out, in]`, row after row in memory, and a bias `[out]`; or the reason why C does not compute it."""
+        if weight.dtype not in library.TYPES:
+            return f"{name} is in {weight.dtype}".replace("torch.", "")
+        self.keep.append(weight)
         return library.Linear(
             kind=library.KINDS["dense"],
             scale_type=library.TYPES[weight.dtype],
             rows=weight.shape[0],
             columns=weight.shape[1],
             weight=weight.data_ptr(),
-            bias=None if bias is None else bias.data_ptr(),
+            bias=None if bias is None else self.vector(bias),
         )
 
+    def vector(self, weight: torch.Tensor) -> int:
+        """Address of a weight in float32."""
+        vector = weight.detach().float().contiguous()
+        self.keep.append(vector)
+        return vector.data_ptr()
 
-def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.detach().float().contiguous()
+
+def rows_of(module: Any) -> torch.Tensor:
+    """Weight of a dense layer `[out, in]`, row after row in memory; from then on the module holds a view of this."""
+    turned = is_conv1d(module)
+    weight: torch.Tensor = module.weight.detach().t() if turned else module.weight.detach()
+    if not weight.is_contiguous():
+        weight = weight.contiguous()
+        module.weight.data = weight.t() if turned else weight
+    return weight
+
+
+def read_experts(module: nn.Module, reader: CLinears, name: str) -> c_experts.Experts | str:
+    """A module that holds experts, in one or one by one, as C reads it; or the reason why C does not compute it.
+
+    Experts in one whose matrices lie the other way round, or whose gate's and up projection's rows take turns, are copied.
+    """
+    layout = module.layout if isinstance(module, Experts) else layout_of(module)
+    gate = gate_of(module)
+    if layout is None or gate is None:
+        return f"{name}, a {type(module).__name__}, has a gate that C does not know"
+    rows = []
+    for number in range(layout.count):
+        row = []
+        for projection in layout.projections:
+            if isinstance(module, Experts):
+                found = reader.of(module[number].get_submodule(projection), f"{name}.{number}.{projection}")
+            else:
+                weight, bias = (
+                    layout.part(
+                        projection, module.get_parameter(layout.home(projection, is_bias))[number].detach(), is_bias
+                    )
+                    if layout.bias or not is_bias
+                    else None
+                    for is_bias in (False, True)
+                )
+                assert weight is not None
+                found = reader.dense(weight, bias, f"{name}.{projection}")
+            if isinstance(found, str):
+                return found
+            row.append(found)
+        rows.append((row[0] if layout.gate else None, row[-2], row[-1]))
+    if len(reader.digits) > 1:
+        return f"layers of {name} round their inputs in different ways"
+    made = c_experts.experts_of(rows, max(reader.digits, default=1), gate.kind, gate.alpha, gate.limit)
+    return f"{name}: {made}" if isinstance(made, str) else made
 
 
 class NativeExperts:
@@ -71,7 +120,7 @@ class NativeExperts:
     def __init__(self) -> None:
         self._seen: list[tuple[dict[str, Any], str, nn.Module, torch.Tensor | None]] = []
         self._hooks: list[Any] = []
-        self._ready: tuple[c_experts.Experts, CLinear, torch.dtype] | None = None
+        self._ready: tuple[c_experts.Experts, CLinears, torch.dtype] | None = None
 
     def __deepcopy__(self, memo: Any) -> NativeExperts:
         return NativeExperts()
@@ -94,29 +143,19 @@ class NativeExperts:
             return None
         return c_experts.run(self._ready[0], x, index, weights)
 
-    def _read(self, module: Experts) -> tuple[c_experts.Experts, CLinear, torch.dtype] | None:
+    def _read(self, module: Experts) -> tuple[c_experts.Experts, CLinears, torch.dtype] | None:
         """The experts in C's structures, what these point to, and the dtype of their rows; None where C does not compute them."""
-        layout, reader = module.layout, CLinear()
+        layout, reader = module.layout, CLinears()
         experts = [expert._modules for expert in module.one_by_one()]
         layers: list[Any] = [expert[name] for expert in experts for name in layout.projections]
         self._seen = [
             (store, name, store[name], _weight(store[name])) for store in experts for name in layout.projections
         ]  # type: ignore[arg-type,misc]
         self._hooks = [hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
-        gate = gate_of(module)
         dtypes = {layer.dtype for layer in layers if isinstance(layer, CompressedLinear)}
-        if gate is None or len(dtypes) != 1 or any("forward" in layer.__dict__ for layer in layers):
+        if len(dtypes) != 1 or any("forward" in layer.__dict__ for layer in layers):
             return None
-        found = [reader.of(layer) for layer in layers]
-        linear = [layer for layer in found if isinstance(layer, library.Linear)]
-        if len(linear) < len(found) or len(reader.digits) != 1:
-            return None
-        count = len(layout.projections)
-        rows = [linear[i : i + count] for i in range(0, len(linear), count)]
-        made = c_experts.experts_of(
-            [(row[0] if layout.gate else None, row[-2], row[-1]) for row in rows],
-            reader.digits.pop(), gate.kind, gate.alpha, gate.limit,
-        )  # fmt: skip
+        made = read_experts(module, reader, "experts")
         return None if isinstance(made, str) else (made, reader, dtypes.pop())
 
 

@@ -1,7 +1,7 @@
-"""Native CPU engine: a Llama-like decoder whose whole step runs in C, with a paged KV cache.
+"""Native CPU engine: a decoder whose whole step runs in C, as a program of typed operations, with a paged KV cache.
 
-It takes over a transformers model whose layers are compressed (the same weights, nothing is copied) where every part of its blocks is one
-that decoder.h knows; `read_parts` says what is missing otherwise, and the torch engine runs the model instead. The residual stream, norms
+It takes over a transformers model (the same weights, nothing is copied) where every part of its forward pass is an operation that
+program.h knows; `read_parts` says what is missing otherwise, and the torch engine runs the model instead. The residual stream, norms
 and attention are float32, so its numbers are closer to a float32 model than those of transformers in bfloat16.
 """
 
@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
 
 from runtime.engines.base import Chunk, output_rows
-from runtime.engines.llama_structure import FusedEngine
+from runtime.engines.fused import FusedEngine
 from runtime.engines.native.parts import Parts, read_parts
 from runtime.kernels.cpu import library
-from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Step
+from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Op, Step
 from runtime.layers.compressed_linear import CompressedLinear
 
 if TYPE_CHECKING:
@@ -89,11 +88,15 @@ def row_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
 
 
 def decoder_of(parts: Parts, blocks: Sequence[Block]) -> Decoder:
-    """A decoder with other blocks; it keeps the copies of these that it points to."""
+    """A decoder with other blocks; it keeps the copies of these and of their operations that it points to."""
     decoder = Decoder()
     ctypes.pointer(decoder)[0] = parts.decoder
     decoder.layers = len(blocks)
-    decoder.blocks = (Block * len(blocks))(*blocks)
+    own = (Block * len(blocks))(*blocks)
+    decoder.operations = [(Op * block.count)(*block.ops[: block.count]) for block in blocks]
+    for block, operations in zip(own, decoder.operations, strict=True):
+        block.ops = operations
+    decoder.blocks = own
     return decoder
 
 
@@ -147,8 +150,7 @@ class LlamaEngine(FusedEngine):
         self._library = found
         self.most_rows = MOST_ROWS
         self.page_bytes = 2 * len(parts.blocks) * parts.kv_heads * parts.head_dim * PAGE * parts.cache_dtype.itemsize
-        self._embedding: nn.Module = self.module.get_input_embeddings()
-        self._rotary = (torch.empty(0), torch.empty(0))
+        self._tables: tuple[int, list[torch.Tensor], ctypes.Array[ctypes.c_void_p]] = (0, [], (ctypes.c_void_p * 0)())
         self._local = threading.local()
         digits = parts.decoder.digits
         self.description = f"decoder in C ({found.isa_name().decode()}, {digits}-digit activations)"
@@ -176,7 +178,7 @@ class LlamaEngine(FusedEngine):
         self, pool: Pool, chunks: Sequence[Chunk], hidden: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits, x = self._run(pool, chunks, output_rows(chunks))
-        return logits, self._normed(x) if hidden else None
+        return logits, self.parts.normed(x) if hidden else None
 
     def keep(self, pool: Pool, chunk: Chunk, path: Sequence[int]) -> None:
         moves = [(index, place) for place, index in enumerate(path) if index != place]
@@ -186,12 +188,6 @@ class LlamaEngine(FusedEngine):
             self._library.decoder_copy(
                 ctypes.byref(pool.decoder), pages.data_ptr(), len(moves), source.data_ptr(), target.data_ptr()
             )
-
-    def _normed(self, x: torch.Tensor) -> torch.Tensor:
-        """What the head reads of the residual stream `[rows, hidden]`."""
-        parts = self.parts
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + parts.decoder.eps)
-        return x * scale * parts.final_norm
 
     @torch.inference_mode()
     def _run(self, pool: Pool, chunks: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,8 +220,7 @@ class LlamaEngine(FusedEngine):
         pages = [[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in chunks]
         tensors["pages"] = torch.tensor(pages, dtype=torch.int32)
         # A lookup is a tensor of its own: C may overwrite it.
-        tensors["x"] = self._embedding(ids).float().contiguous() if x is None else x
-        tensors["cosine"], tensors["sine"] = self._rotation(end)
+        tensors["x"] = self.parts.embed(ids, tensors["position"]) if x is None else x
         tensors["output"] = torch.tensor(list(outputs), dtype=torch.int32)
         tensors["logits"] = torch.empty(len(outputs), self.parts.vocabulary)
         tensors["memory"] = self._memory(decoder, ids.numel())
@@ -236,6 +231,7 @@ class LlamaEngine(FusedEngine):
             first=0,
             last=decoder.layers,
             decoder=ctypes.pointer(decoder),
+            tables=ctypes.addressof(self._rotations(end)),
             **{name: tensor.data_ptr() for name, tensor in tensors.items()},
         )
         return Ready(step, tensors["logits"], tensors["x"], tensors)
@@ -252,14 +248,13 @@ class LlamaEngine(FusedEngine):
             memory = self._local.memory = torch.empty(wanted, dtype=torch.uint8)
         return memory
 
-    def _rotation(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines `[positions or more, rotary / 2]`, float32, from the model's own rotary module."""
-        cosine, sine = self._rotary
-        if cosine.shape[0] < positions:
+    def _rotations(self, positions: int) -> ctypes.Array[ctypes.c_void_p]:
+        """Addresses of cosines and sines of so many positions or more, from the model's own rotary modules."""
+        if self._tables[0] < positions:
             count = max(256, 1 << (positions - 1).bit_length())
-            cosine, sine = self.parts.rotation(count)
-            self._rotary = (cosine, sine)
-        return cosine, sine
+            tables = self.parts.rotation(count)
+            self._tables = count, tables, (ctypes.c_void_p * len(tables))(*(each.data_ptr() for each in tables))
+        return self._tables[2]
 
 
 def take_over(engine: TorchEngine) -> LlamaEngine | None:

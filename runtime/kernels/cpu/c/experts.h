@@ -157,7 +157,7 @@ static Digits some_digits(Digits d, int64_t row, int64_t count) {
 }
 
 /* Rows of the pairs side by side, as numbers for dense layers and as digits for the others. */
-static void gather_pairs(const Experts *e, const Routed *r, const void *x, int type, Digits *digits, const Team *team) {
+static void gather_pairs(const Experts *e, const Routed *r, const void *x, int type, int64_t apart, Digits *digits, const Team *team) {
     const int64_t hidden = e->hidden;
     int64_t start, end, pairs = r->first[e->count];
     if (pairs > 1 && one_row(e, r)) pairs = 1;
@@ -170,9 +170,9 @@ static void gather_pairs(const Experts *e, const Routed *r, const void *x, int t
             int64_t row = r->source[p] / r->chosen;
             int count = (int)(hidden - from < digits->group ? hidden - from : digits->group);
             if (count < 0) count = 0;
-            const float *source = (const float *)x + row * hidden + from;
+            const float *source = (const float *)x + row * apart + from;
             if (type != TYPE_F32) {
-                for (int i = 0; i < count; i++) buffer[i] = load_as(x, type, row * hidden + from + i);
+                for (int i = 0; i < count; i++) buffer[i] = load_as(x, type, row * apart + from + i);
                 source = buffer;
             }
             quantize_group(source, count, digits, p, g);
@@ -181,10 +181,9 @@ static void gather_pairs(const Experts *e, const Routed *r, const void *x, int t
     if (!e->first.dense) return;
     team_part(team, pairs, 1, &start, &end);
     for (int64_t p = start; p < end; p++)
-        for (int64_t i = 0; i < hidden; i++) r->x[p * hidden + i] = load_as(x, type, r->source[p] / r->chosen * hidden + i);
+        for (int64_t i = 0; i < hidden; i++) r->x[p * hidden + i] = load_as(x, type, r->source[p] / r->chosen * apart + i);
 }
 
-static float silu(float x) { return x / (1.0f + exp_fast(-x)); }
 static float clamped_gate(const Experts *e, float gate, float up) {
     gate = gate > e->limit ? e->limit : gate;
     up = up > e->limit ? e->limit : up < -e->limit ? -e->limit : up;
@@ -203,10 +202,13 @@ static void activate_pairs(const Experts *e, const Routed *r, Digits *digits, co
         int count = (int)(inner - from < step ? inner - from : step);
         if (count < 0) count = 0;
         float *gate = r->gate + p * inner + from, *up = r->up + p * inner + from;
-        if (e->activation == GATE_SILU) swiglu(gate, up, count);
-        else
-            for (int i = 0; i < count; i++)
-                gate[i] = e->activation == GATE_CLAMPED ? clamped_gate(e, gate[i], up[i]) : silu(up[i]);
+        if (e->activation == GATE_CLAMPED)
+            for (int i = 0; i < count; i++) gate[i] = clamped_gate(e, gate[i], up[i]);
+        else if (e->activation == GATE_SILU) activate(ACT_SILU, gate, up, count);
+        else {
+            memcpy(gate, up, (size_t)count * 4);
+            activate(ACT_SILU, gate, NULL, count);
+        }
         if (e->second.groups) quantize_group(gate, count, digits, p, g);
     }
 }
@@ -243,7 +245,7 @@ static void multiply_pairs(const Experts *e, const Routed *r, int down, const Di
 }
 
 /* y [rows, hidden] (+)= the weighted sum of what a token's experts gave, in the order of their numbers. */
-static void sum_pairs(const Experts *e, const Routed *r, void *y, int type, int add, const Team *team) {
+static void sum_pairs(const Experts *e, const Routed *r, void *y, int type, int64_t apart, int add, const Team *team) {
     const int64_t hidden = e->hidden, step = 256, steps = (hidden + step - 1) / step;
     int64_t start, end;
     float total[256];
@@ -256,17 +258,18 @@ static void sum_pairs(const Experts *e, const Routed *r, void *y, int type, int 
             const float *out = r->out + r->own[k] * hidden + from, weight = r->weight[r->source[r->own[k]]];
             for (int i = 0; i < count; i++) total[i] += out[i] * weight;
         }
-        put_row(y, type, row * hidden + from, total, NULL, count, add);
+        put_row(y, type, row * apart + from, total, NULL, count, add);
     }
 }
 
 /* y (+)= what the experts in r->index make of x [rows, hidden], weighted; r->index and r->weight are complete when this is entered. */
-static void experts_part(const Experts *e, Routed *r, const void *x, int type, void *y, int y_type, int add, const Team *team) {
+static void experts_part(const Experts *e, Routed *r, const void *x, int type, int64_t x_apart, void *y, int y_type, int64_t y_apart,
+                         int add, const Team *team) {
     Digits hidden = {0}, inner = {0};
     if (team->index == 0) sort_pairs(e, r);
     team_barrier(team);
     const int shared = one_row(e, r);
-    gather_pairs(e, r, x, type, &hidden, team);
+    gather_pairs(e, r, x, type, x_apart, &hidden, team);
     team_barrier(team);
     multiply_pairs(e, r, 0, &hidden, shared, team);
     team_barrier(team);
@@ -274,20 +277,35 @@ static void experts_part(const Experts *e, Routed *r, const void *x, int type, v
     team_barrier(team);
     multiply_pairs(e, r, 1, &inner, 0, team);
     team_barrier(team);
-    sum_pairs(e, r, y, y_type, add, team);
+    sum_pairs(e, r, y, y_type, y_apart, add, team);
 }
 
 /* Experts and weights of every token into r. `logits` has room for rows x 3 x experts; complete after the next barrier. */
-static void route_part(const Router *router, const float *x, float *logits, Routed *r, const Team *team) {
+static void route_part(const Router *router, const float *x, int64_t apart, float *logits, Routed *r, const Team *team) {
     const int64_t n = router->logits.rows;
     int64_t start, end;
-    dense_part(&router->logits, x, router->logits.columns, r->rows, logits, TYPE_F32, 3 * n, 0, team);
+    dense_part(&router->logits, x, apart, r->rows, logits, TYPE_F32, 3 * n, 0, team);
     team_barrier(team);
     team_part(team, r->rows, 1, &start, &end);
     for (int64_t row = start; row < end; row++) {
         float *mine = logits + row * 3 * n;
         choose_experts(router, mine, n, mine + n, r->index + row * r->chosen, r->weight + row * r->chosen);
     }
+}
+
+/* Bytes that mixture_part wants. */
+static int64_t mixture_memory(const Router *router, const Experts *e, int64_t rows) {
+    Routed r;
+    return route_memory(e, rows, router->chosen, NULL, &r) + rows * 3 * e->count * 4;
+}
+/* y (+)= what experts make of x; rows of x and y are so many numbers apart. */
+static void mixture_part(const Router *router, const Experts *e, const float *x, int64_t x_apart, int64_t rows, float *y, int64_t y_apart,
+                         int add, char *memory, const Team *team) {
+    Routed r;
+    float *logits = (float *)(memory + route_memory(e, rows, router->chosen, memory, &r));
+    route_part(router, x, x_apart, logits, &r, team);
+    team_barrier(team);
+    experts_part(e, &r, x, TYPE_F32, x_apart, y, TYPE_F32, y_apart, add, team);
 }
 
 typedef struct {
@@ -307,7 +325,8 @@ static void experts_job(void *p, const Team *team) {
     Routed r;
     route_memory(job->experts, job->rows, job->chosen, job->memory, &r);
     r.index = (int64_t *)job->index, r.weight = (float *)job->weight; /* only read */
-    experts_part(job->experts, &r, job->x, job->x_type, job->y, job->y_type, 0, team);
+    const int64_t hidden = job->experts->hidden;
+    experts_part(job->experts, &r, job->x, job->x_type, hidden, job->y, job->y_type, hidden, 0, team);
 }
 
 int64_t experts_memory(const Experts *e, int64_t rows, int64_t chosen) {
@@ -324,7 +343,7 @@ void experts_run(const Experts *e, const void *x, int32_t x_type, int64_t rows, 
 static void router_job(void *p, const Team *team) {
     const ExpertsJob *job = p;
     Routed r = {.index = (int64_t *)job->index, .weight = (float *)job->weight, .rows = job->rows, .chosen = job->chosen};
-    route_part(job->router, job->x, (float *)job->memory, &r, team);
+    route_part(job->router, job->x, job->router->logits.columns, (float *)job->memory, &r, team);
 }
 /* x float32 [rows, hidden] -> index and weight [rows, chosen]; `memory`: rows x 3 x experts numbers. */
 void router_run(const Router *router, const float *x, int64_t rows, int64_t *index, float *weight, float *memory, int32_t threads) {

@@ -10,6 +10,8 @@
 #include "elementwise.h"
 #include "experts.h"
 #include "attention.h"
+#include "program.h"
+#include "operations.h"
 #include "decoder.h"
 
 const char *isa_name(void) { return ISA_NAME; }

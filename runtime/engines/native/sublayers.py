@@ -10,8 +10,9 @@ import torch
 
 from runtime.engines.base import Chunk, output_rows
 from runtime.engines.llama_structure import read_block
-from runtime.engines.native.engine import LlamaEngine, Pool, decoder_of
+from runtime.engines.native.engine import LlamaEngine
 from runtime.engines.native.parts import MLP, PROJECTIONS, Structures
+from runtime.engines.native.pool import Pool, decoder_of
 from runtime.errors import ArtifactError
 from runtime.kernels.cpu.decoder import PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder
 from runtime.kernels.cpu.library import KINDS, TYPES, Linear

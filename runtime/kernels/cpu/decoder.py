@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
+from runtime.kernels.cpu.attention import PAGE
 from runtime.kernels.cpu.library import Linear, fields
 
-PAGE = 64  # positions of a page of the KV cache (attention.h)
 SKIP_ATTENTION, SKIP_MLP = 1, 2  # of `Block.skip`
 
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -45,3 +45,6 @@ class Step(ctypes.Structure):
         *fields(_p, "output", "logits", "record", "memory"),  # whose logits, and where results go
         *fields(ctypes.POINTER(Decoder), "decoder"),
     )
+
+
+__all__ = ["PAGE", "SKIP_ATTENTION", "SKIP_MLP", "Block", "Decoder", "Step"]

@@ -126,45 +126,22 @@ static void place_heads(const Step *step, const Block *b, const Cache *cache, co
     }
 }
 
-/* Attention of every row and head into s->normed. Heads that share keys are computed together, and rows of one sequence. */
-static void attend_rows(const Step *step, const Block *b, const Cache *cache, const Scratch *s, const Team *team) {
-    const Decoder *d = step->decoder;
-    int64_t start, end, shared = d->heads / d->kv_heads, units = step->rows * d->kv_heads;
-    team_part(team, units, 1, &start, &end);
-    const float *query[QUERIES];
-    float *out[QUERIES];
-    int64_t from[QUERIES], until[QUERIES];
-    for (int64_t unit = start; unit < end; unit++) {
-        int64_t head = unit / step->rows, r = unit % step->rows; /* neighbours in time share a head's pages */
-        const int32_t *pages = step->pages + step->sequence[r] * step->pages_stride;
-        Branch branch;
-        int branches = step->slot && step->path[r] >= 0;
-        if (branches) branch = (Branch){step->base[r], step->slots + step->path[r]};
-        for (int64_t first = 0; first < shared; first += QUERIES) {
-            int count = (int)(shared - first < QUERIES ? shared - first : QUERIES);
-            for (int q = 0; q < count; q++) {
-                int64_t h = head * shared + first + q;
-                query[q] = s->q + (r * d->heads + h) * d->head_dim;
-                out[q] = s->normed + (r * d->heads + h) * d->head_dim;
-                until[q] = step->position[r] + 1;
-                from[q] = b->window && until[q] > b->window ? until[q] - b->window : 0;
-            }
-            attend(cache, (int)head, pages, count, query, from, until, branches ? &branch : NULL, d->scale, out);
-        }
-    }
-}
-
 static void run_attention(const Step *step, const Block *b, const Scratch *s, const Team *team) {
     const Decoder *d = step->decoder;
     int64_t rows = step->rows;
-    Cache cache = {b->keys, b->values, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim};
+    Cache cache = {b->keys, b->values, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim, (int32_t)d->head_dim};
+    Attention a = {
+        .cache = cache, .rows = rows, .heads = d->heads, .window = b->window, .pages_stride = step->pages_stride, .sequence = step->sequence,
+        .position = step->position, .base = step->base, .path = step->slot ? step->path : NULL, .slots = step->slots, .pages = step->pages,
+        .query = s->q, .out = s->normed, .scale = d->scale,
+    };
     norm_rows(step->x, b->input_norm, rows, d->hidden, d->eps, s->normed, team);
     team_barrier(team);
     project(d, (const Linear *[]){&b->query, &b->key, &b->value}, (float *[]){s->q, s->k, s->v}, 3, s->normed, rows, 0, s->digits, team);
     team_barrier(team);
     place_heads(step, b, &cache, s, team);
     team_barrier(team);
-    attend_rows(step, b, &cache, s, team);
+    attention_part(&a, team);
     team_barrier(team);
     project(d, (const Linear *[]){&b->output}, (float *[]){step->x}, 1, s->normed, rows, 1, s->digits, team);
     team_barrier(team);
@@ -214,7 +191,7 @@ void decoder_step(const Step *step, int32_t threads) { parallel(step_job, (void 
 void decoder_copy(const Decoder *d, const int32_t *pages, int64_t count, const int64_t *from, const int64_t *to) {
     for (int64_t layer = 0; layer < d->layers; layer++) {
         const Block *b = d->blocks + layer;
-        Cache cache = {b->keys, b->values, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim};
+        Cache cache = {b->keys, b->values, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim, (int32_t)d->head_dim};
         for (int64_t i = 0; i < count; i++) cache_copy(&cache, pages, from[i], to[i]);
     }
 }

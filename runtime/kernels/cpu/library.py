@@ -116,6 +116,7 @@ def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
         "linear_memory": (q, [p, q, i]),
         "linear_run": (None, [p, p, i, q, p, i, i, p, i]),
         "linear_dequantize": (None, [p, q, q, p, i, i]),
+        "attention": (None, [p, i]),
         "decoder_memory": (q, [p, q]),
         "decoder_step": (None, [p, i]),
         "decoder_copy": (None, [p, p, q, p, p]),

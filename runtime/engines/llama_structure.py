@@ -139,6 +139,7 @@ class _Match:
         sources = [
             (norm, stream),
             *((each, norm.target) for each in (q, k, v)),
+            (attend, heads.target),
             (output, attend.target),
             (mlp_norm, stream),
         ]

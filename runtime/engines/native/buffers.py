@@ -18,14 +18,12 @@ from runtime.engines.program.operations import (
 )
 from runtime.kernels.cpu import decoder
 
-_MOST = decoder.MOST_BUFFERS - 2  # without room for the rows whose logits are wanted
-
 
 class Buffers:
     """Numbers of the buffers that operations name, and their widths."""
 
     def __init__(self, program: Program) -> None:
-        self._heads = program.heads * program.value_dim
+        self._queries, self._values = program.heads * program.head_dim, program.heads * program.value_dim
         self._hidden = program.hidden
         self._widths = [program.hidden, program.vocabulary]
 
@@ -43,12 +41,9 @@ class Buffers:
 
     def _take(self, free: set[int], width: int) -> int:
         number = next((each for each in sorted(free) if self._widths[each] == width), None)
-        if number is None and len(self._widths) >= _MOST and free:
-            number = max(free, key=lambda each: self._widths[each])
         if number is None:
             number = len(self._widths)
             self._widths.append(width)
-        self._widths[number] = max(self._widths[number], width)
         free.discard(number)
         return number
 
@@ -57,8 +52,7 @@ class Buffers:
             return operation.outputs
         if isinstance(operation, Norm | Mixture):
             return operation.width
-        assert isinstance(operation, Attend)
-        return self._heads
+        return self._values if isinstance(operation, Attend) else self._queries
 
     def widths(self) -> list[int]:
         """Of all buffers, and of one more for the rows whose logits are wanted."""

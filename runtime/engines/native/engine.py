@@ -18,8 +18,9 @@ import torch
 from runtime.engines.base import Chunk, output_rows
 from runtime.engines.fused import FusedEngine
 from runtime.engines.native.parts import Parts, read_parts
+from runtime.engines.native.pool import Pool
 from runtime.kernels.cpu import library
-from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Op, Step
+from runtime.kernels.cpu.decoder import PAGE, Decoder, Step
 from runtime.layers.compressed_linear import CompressedLinear
 
 if TYPE_CHECKING:
@@ -28,26 +29,6 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 512
 _log = logging.getLogger("compress.engine")
-
-
-class Recorder:
-    """What every layer of one step leaves in the residual stream; `Pool.recorder` of the step's pool."""
-
-    def __init__(self) -> None:
-        self._states: dict[tuple[int, int], torch.Tensor] = {}
-
-    def fill(self, chunks: Sequence[Chunk], states: torch.Tensor) -> None:
-        """The step is done: float32 `[layers, tokens of all chunks, hidden]`."""
-        for chunk, mine in zip(chunks, states.split([len(chunk.tokens) for chunk in chunks], 1), strict=True):
-            self._states[_place(chunk.pages, chunk.start)] = mine
-
-    def of(self, pages: Sequence[int], start: int) -> torch.Tensor | None:
-        """`[layers, tokens, hidden]` of the chunk of these pages that began at `start`; None: there was none."""
-        return self._states.get(_place(pages, start))
-
-
-def _place(pages: Sequence[int], start: int) -> tuple[int, int]:
-    return start, pages[start // PAGE]  # what is written to belongs to one sequence
 
 
 def row_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
@@ -87,40 +68,6 @@ def row_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(each, dtype=torch.int32 if name in short else None) for name, each in found.items()}
 
 
-def decoder_of(parts: Parts, blocks: Sequence[Block]) -> Decoder:
-    """A decoder with other blocks; it keeps the copies of these and of their operations that it points to."""
-    decoder = Decoder()
-    ctypes.pointer(decoder)[0] = parts.decoder
-    decoder.layers = len(blocks)
-    own = (Block * len(blocks))(*blocks)
-    decoder.operations = [(Op * block.count)(*block.ops[: block.count]) for block in blocks]
-    for block, operations in zip(own, decoder.operations, strict=True):
-        block.ops = operations
-    decoder.blocks = own
-    return decoder
-
-
-class Pool:
-    """Pages of keys and values: for each layer `[pages, kv_heads, head_dim, PAGE]` and `[pages, kv_heads, PAGE, head_dim]`.
-
-    Attributes:
-        recorder: records the next step, once; None: nobody wants it.
-    """
-
-    def __init__(self, parts: Parts, count: int, blocks: Sequence[Block] | None = None) -> None:
-        """`blocks`: the layers; None: all of the model's."""
-        layers = parts.blocks if blocks is None else blocks
-        shape = (count, parts.kv_heads, parts.head_dim * PAGE)
-        # Not touched here: the operating system gives the memory when a page is first written.
-        self.tensors = [torch.empty(shape, dtype=parts.cache_dtype) for _ in range(2 * len(layers))]
-        self.count = count
-        self.decoder = decoder_of(parts, layers)
-        self.blocks = self.decoder.blocks
-        for i in range(len(layers)):
-            self.blocks[i].keys, self.blocks[i].values = (each.data_ptr() for each in self.tensors[2 * i : 2 * i + 2])
-        self.recorder: Recorder | None = None
-
-
 class Ready(NamedTuple):
     """A step to be run.
 
@@ -149,7 +96,9 @@ class LlamaEngine(FusedEngine):
         super().__init__(torch_engine, parts)
         self._library = found
         self.most_rows = MOST_ROWS
-        self.page_bytes = 2 * len(parts.blocks) * parts.kv_heads * parts.head_dim * PAGE * parts.cache_dtype.itemsize
+        self.page_bytes = (
+            len(parts.blocks) * parts.kv_heads * (parts.head_dim + parts.value_dim) * PAGE * parts.cache_dtype.itemsize
+        )
         self._tables: tuple[int, list[torch.Tensor], ctypes.Array[ctypes.c_void_p]] = (0, [], (ctypes.c_void_p * 0)())
         self._local = threading.local()
         digits = parts.decoder.digits
@@ -266,4 +215,4 @@ def take_over(engine: TorchEngine) -> LlamaEngine | None:
     return LlamaEngine(engine, parts)
 
 
-__all__ = ["LlamaEngine", "Pool", "Recorder", "take_over"]
+__all__ = ["LlamaEngine", "take_over"]

@@ -18,6 +18,7 @@ from runtime.engines.program.read import read
 from runtime.engines.program.tables import embed, rotation_tables
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import (
+    MOST_BUFFERS,
     OPS,
     SKIP_ATTENTION,
     SKIP_MLP,
@@ -112,10 +113,11 @@ class Structures(CLinears):
         op.heads = heads
 
     def _attend(self, op: Op, operation: typed.Attend, slots: dict[str, int]) -> None:
-        op.attend.query, op.attend.window = self._span(operation.query, slots), operation.window
+        op.attend.window = operation.window
         op.attend.scale, op.attend.softcap = operation.scale, operation.softcap
-        if operation.softcap or operation.sinks is not None:
-            raise UnknownPartError("its attention has a softcap or sinks")
+        if operation.sinks is not None:
+            parent, _, leaf = operation.sinks.rpartition(".")
+            op.attend.sinks = self.vector(getattr(self.module(parent), leaf))
 
     def _gate(self, op: Op, operation: typed.Gate, slots: dict[str, int]) -> None:
         other = operation.other
@@ -169,11 +171,7 @@ class Parts(Structures):
         self.buffers = Buffers(program)
         super().__init__(self.buffers, model)
         self.vocabulary = program.vocabulary
-        self.kv_heads, self.head_dim = program.kv_heads, program.head_dim
-        if program.value_dim != program.head_dim:
-            raise UnknownPartError(
-                f"its keys have {program.head_dim} numbers a head and its values {program.value_dim}"
-            )
+        self.kv_heads, self.head_dim, self.value_dim = program.kv_heads, program.head_dim, program.value_dim
         if dtype not in TYPES:
             raise UnknownPartError(f"its dtype is {dtype}")
         self.cache_dtype = dtype
@@ -182,12 +180,15 @@ class Parts(Structures):
         if len(self.digits) > 1:
             raise UnknownPartError("its layers round their inputs in different ways")
         widths = self.buffers.widths()
+        if len(widths) > MOST_BUFFERS:
+            raise UnknownPartError(f"it has rows of {len(widths)} different widths")
         self.decoder = Decoder(
             layers=len(self.blocks),
             hidden=program.hidden,
             heads=program.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
+            value_dim=self.value_dim,
             buffers=len(widths),
             tail_count=len(tail),
             wide=self.wide,

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from runtime.engines.base import Chunk, output_rows
-from runtime.engines.native.engine import LlamaEngine, Pool, decoder_of
+from runtime.engines.native.engine import LlamaEngine
 from runtime.engines.native.parts import Structures, linears
+from runtime.engines.native.pool import Pool, decoder_of
 from runtime.engines.program.operations import Norm
 from runtime.errors import ArtifactError
 from runtime.kernels.cpu.decoder import OPS, PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder, Op
@@ -144,7 +145,7 @@ class Adapter:
         parts = engine.parts
         self.engine = engine
         self.most_rows, self.logits_width = engine.most_rows, engine.logits_width
-        self.page_bytes = 2 * parts.kv_heads * parts.head_dim * PAGE * parts.cache_dtype.itemsize
+        self.page_bytes = parts.kv_heads * (parts.head_dim + parts.value_dim) * PAGE * parts.cache_dtype.itemsize
         model: Any = engine.module.model
         with torch.device("meta"):
             own = type(model.layers[layer])(model.config, layer)

@@ -75,7 +75,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Heads:
-    """Norms of query and key heads, rotation of their first `rotary` numbers, and keys and values into the cache; all in place.
+    """target `[heads * head_dim]` = query heads, normed and rotated in their first `rotary` numbers; keys likewise, into the cache with values.
 
     Attributes:
         rotation: which of the program's; `pairs`: neighbours are rotated against each other, not halves.
@@ -84,6 +84,7 @@ class Heads:
     query: Span
     key: Span
     value: Span
+    target: Place
     query_norm: NormWeights | None
     key_norm: NormWeights | None
     rotary: int
@@ -102,7 +103,7 @@ class Attend:
         sinks: name of the parameter `[heads]` of logits that take part in the softmax and have no value; None: there are none.
     """
 
-    query: Span
+    source: Place
     target: Place
     scale: float
     window: int = 0
@@ -241,7 +242,7 @@ def reads(operation: Operation) -> list[str]:
 
 def writes(operation: Operation) -> list[str]:
     """Buffers that it changes."""
-    names = {"Heads": ("query", "key"), "Gate": ("source",)}.get(type(operation).__name__, ("target",))
+    names = {"Heads": ("target", "key"), "Gate": ("source",)}.get(type(operation).__name__, ("target",))
     return [name for name in (_buffer(operation, each) for each in names) if name is not None]
 
 

@@ -289,13 +289,13 @@ class _Reader:
         self.heads.add((query.shape[1], kv_heads.pop(), query.shape[-1], value.shape[-1]))
         rotary = 0 if q.turn is None else q.turn.rotary
         index, pairs = (0, False) if q.turn is None else (q.turn.index, q.turn.pairs)
-        build.in_place(Heads(spans[0], spans[1], spans[2], norms[0], norms[1], rotary, index, pairs))
-        target = Place("attention")
+        queries, target = Place("queries"), Place("attention")
+        build.in_place(Heads(spans[0], spans[1], spans[2], queries, norms[0], norms[1], rotary, index, pairs))
         sinks = more.get("s_aux")
         name = None if sinks is None else next((n for n, p in self.model.named_parameters() if p is sinks), "")
         if name == "":
             raise UnknownError(f"{where} has sinks that are no parameter of it")
-        operation = Attend(spans[0], target, scale * q.factor, window, float(more.get("softcap") or 0.0), name)
+        operation = Attend(queries, target, scale * q.factor, window, float(more.get("softcap") or 0.0), name)
         build.add(operation, event.output[0])
 
     def _window(self, event: Event) -> int:

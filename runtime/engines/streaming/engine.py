@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from runtime.engines.base import Chunk, Engine
-from runtime.engines.native.engine import LlamaEngine, Pool
+from runtime.engines.native.engine import LlamaEngine
 from runtime.engines.native.parts import Parts, read_parts
+from runtime.engines.native.pool import Pool
 from runtime.engines.streaming.plan import Plan, cache_budget, plan, reserve_for
 from runtime.engines.streaming.prepared_file import Group, Place, PreparedFile, put, share, values
 from runtime.engines.streaming.ring import DeviceSlots, HostSlots, RangeReader, Ring, Slots, aligned

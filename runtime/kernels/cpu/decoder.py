@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from runtime.kernels.cpu.attention import PAGE
 from runtime.kernels.cpu.experts import Experts, Router
 from runtime.kernels.cpu.library import Linear, fields
 
-PAGE = 64  # positions of a page of the KV cache (attention.h)
 SKIP_ATTENTION, SKIP_MLP = 1, 2  # of `Block.skip` and `Op.half`
 STREAM, LOGITS, MOST_BUFFERS = 0, 1, 32  # buffers; the last of a decoder has the rows whose logits are wanted
 OPS = ("norm", "linear", "heads", "attend", "gate", "add", "cap", "mixture")
@@ -44,7 +44,7 @@ class HeadsOp(ctypes.Structure):
 class AttendOp(ctypes.Structure):
     """Attention over the cache."""
 
-    _fields_ = (("query", Span), ("window", _i64), ("sinks", _p), *fields(_f32, "scale", "softcap"))
+    _fields_ = (("window", _i64), ("sinks", _p), *fields(_f32, "scale", "softcap"))
 
 
 class GateOp(ctypes.Structure):
@@ -94,7 +94,9 @@ class Decoder(ctypes.Structure):
 
     operations: Any = ()
     _fields_ = (
-        *fields(_i64, "layers", "hidden", "heads", "kv_heads", "head_dim", "buffers", "tail_count", "wide"),
+        *fields(
+            _i64, "layers", "hidden", "heads", "kv_heads", "head_dim", "value_dim", "buffers", "tail_count", "wide"
+        ),
         *fields(_i32, "cache_type", "digits"),
         ("widths", ctypes.POINTER(_i64)),
         ("blocks", ctypes.POINTER(Block)),
@@ -112,3 +114,18 @@ class Step(ctypes.Structure):
         *fields(_p, "output", "logits", "record", "memory"),  # whose logits, and where results go
         *fields(ctypes.POINTER(Decoder), "decoder"),
     )
+
+
+__all__ = [
+    "LOGITS",
+    "MOST_BUFFERS",
+    "OPS",
+    "PAGE",
+    "SKIP_ATTENTION",
+    "SKIP_MLP",
+    "STREAM",
+    "Block",
+    "Decoder",
+    "Op",
+    "Step",
+]

@@ -119,6 +119,7 @@ def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
         "experts_memory": (q, [p, q, q]),
         "experts_run": (None, [p, p, i, q, q, p, p, p, i, p, i]),
         "router_run": (None, [p, p, q, p, p, p, i]),
+        "attention": (None, [p, i]),
         "decoder_memory": (q, [p, q]),
         "decoder_step": (None, [p, i]),
         "decoder_copy": (None, [p, p, q, p, p]),

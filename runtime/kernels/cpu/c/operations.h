@@ -36,17 +36,18 @@ static void run_linear(Run *run, const Op *op, const Team *team) {
     integer_part(l, digits, y, TYPE_F32, apart, op->add, team);
 }
 
-static void turn_head(const Run *run, const HeadsOp *heads, const float *norm, int64_t apart, int64_t head, int64_t at, float *x) {
-    int half = heads->rotary / 2;
-    if (norm) norm_row(x, norm + head * apart, NULL, heads->layer, heads->eps, run->decoder->head_dim, 0, x);
+/* out = a head, normed and rotated; it may be the head itself. */
+static void turn_head(const Run *run, const HeadsOp *heads, const float *norm, int64_t apart, int64_t head, int64_t at, const float *x, float *out) {
+    int64_t half = heads->rotary / 2, size = run->decoder->head_dim;
+    if (norm) norm_row(x, norm + head * apart, NULL, heads->layer, heads->eps, size, 0, out);
+    else if (x != out) memcpy(out, x, (size_t)size * 4);
     if (!half) return;
     const float *const *tables = run->step->tables + 2 * heads->rotation;
-    if (heads->pairs) rotate_pairs(x, tables[0] + at * half, tables[1] + at * half, half);
-    else rotate(x, tables[0] + at * half, tables[1] + at * half, half);
+    (heads->pairs ? rotate_pairs : rotate)(out, tables[0] + at * half, tables[1] + at * half, (int)half);
 }
 
 static Cache cache_of(const Decoder *d, const Block *b) {
-    return (Cache){b->keys, b->values, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim};
+    return (Cache){b->keys, b->values, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim, (int32_t)d->value_dim};
 }
 
 static void run_heads(Run *run, const Op *op, const Team *team) {
@@ -55,53 +56,34 @@ static void run_heads(Run *run, const Op *op, const Team *team) {
     const Step *step = run->step;
     Cache cache = cache_of(d, run->block);
     int64_t start, end, all = d->heads + d->kv_heads;
-    settle(run, BIT(heads->value.buffer), BIT(heads->query.buffer) | BIT(heads->key.buffer) | CACHE_BIT, team);
+    settle(run, BIT(heads->query.buffer) | BIT(heads->value.buffer), BIT(op->to) | BIT(heads->key.buffer) | CACHE_BIT, team);
     team_part(team, run->rows * all, 1, &start, &end);
     for (int64_t unit = start; unit < end; unit++) {
         int64_t r = unit / all, head = unit % all, at = step->position[r];
         if (head < d->heads) {
-            turn_head(run, heads, heads->query_norm, heads->query_apart, head, at, head_of(run, &heads->query, r, head));
+            turn_head(run, heads, heads->query_norm, heads->query_apart, head, at, head_of(run, &heads->query, r, head),
+                      row_of(run, op->to, op->to_at + head * d->head_dim, r));
             continue;
         }
         head -= d->heads;
         float *key = head_of(run, &heads->key, r, head);
-        turn_head(run, heads, heads->key_norm, heads->key_apart, head, at, key);
+        turn_head(run, heads, heads->key_norm, heads->key_apart, head, at, key, key);
         int64_t slot = step->slot ? step->slot[r] : at;
         int32_t page = step->pages[step->sequence[r] * step->pages_stride + slot / PAGE];
         cache_write(&cache, (int)head, page, (int)(slot % PAGE), key, head_of(run, &heads->value, r, head));
     }
 }
 
-/* Attention of every row and head. Heads that share keys are computed together, and rows of one sequence. */
 static void run_attend(Run *run, const Op *op, const Team *team) {
-    const AttendOp *a = &op->attend;
-    const Decoder *d = run->decoder;
     const Step *step = run->step;
-    Cache cache = cache_of(d, run->block);
-    int64_t start, end, shared = d->heads / d->kv_heads, units = run->rows * d->kv_heads;
-    settle(run, CACHE_BIT | BIT(a->query.buffer), BIT(op->to), team);
-    team_part(team, units, 1, &start, &end);
-    const float *query[QUERIES];
-    float *out[QUERIES];
-    int64_t from[QUERIES], until[QUERIES];
-    for (int64_t unit = start; unit < end; unit++) {
-        int64_t head = unit / run->rows, r = unit % run->rows; /* neighbours in time share a head's pages */
-        const int32_t *pages = step->pages + step->sequence[r] * step->pages_stride;
-        Branch branch;
-        int branches = step->slot && step->path[r] >= 0;
-        if (branches) branch = (Branch){step->base[r], step->slots + step->path[r]};
-        for (int64_t first = 0; first < shared; first += QUERIES) {
-            int count = (int)(shared - first < QUERIES ? shared - first : QUERIES);
-            for (int q = 0; q < count; q++) {
-                int64_t h = head * shared + first + q;
-                query[q] = head_of(run, &a->query, r, h);
-                out[q] = row_of(run, op->to, op->to_at + h * d->head_dim, r);
-                until[q] = step->position[r] + 1;
-                from[q] = a->window && until[q] > a->window ? until[q] - a->window : 0;
-            }
-            attend(&cache, (int)head, pages, count, query, from, until, branches ? &branch : NULL, a->scale, out);
-        }
-    }
+    Attention a = {
+        .cache = cache_of(run->decoder, run->block), .rows = run->rows, .heads = run->decoder->heads, .window = op->attend.window,
+        .pages_stride = step->pages_stride, .sequence = step->sequence, .position = step->position, .base = step->base,
+        .path = step->slot ? step->path : NULL, .slots = step->slots, .pages = step->pages, .query = row_of(run, op->from, 0, 0),
+        .out = row_of(run, op->to, 0, 0), .sinks = op->attend.sinks, .scale = op->attend.scale, .softcap = op->attend.softcap,
+    };
+    settle(run, CACHE_BIT | BIT(op->from), BIT(op->to), team);
+    attention_part(&a, team);
 }
 
 /* Of `count` numbers in every row, this member's, row by row. */

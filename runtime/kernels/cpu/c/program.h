@@ -27,7 +27,8 @@ typedef struct {
     int32_t layer;
 } NormOp;
 
-/* Norms of heads (NULL: none), rotation of their first `rotary` numbers, keys and values into the cache. All in place. */
+/* to [heads, head_dim] = the queries, normed (NULL: not) and rotated in their first `rotary` numbers; so the keys, in place, which go into
+ * the cache with the values. */
 typedef struct {
     Span query, key, value;
     const float *query_norm, *key_norm;
@@ -37,9 +38,8 @@ typedef struct {
     int32_t rotary, rotation, pairs; /* rotation: which tables; pairs: neighbours are rotated, not halves */
 } HeadsOp;
 
-/* to [heads, value_dim] = attention of the queries. */
+/* to [heads, value_dim] = attention of the queries in from. */
 typedef struct {
-    Span query;
     int64_t window; /* positions a query sees; 0: all before it */
     const float *sinks; /* [heads], or NULL */
     float scale, softcap; /* 0: none */
@@ -81,7 +81,7 @@ typedef struct {
 } Block;
 
 typedef struct {
-    int64_t layers, hidden, heads, kv_heads, head_dim, buffers, tail_count;
+    int64_t layers, hidden, heads, kv_heads, head_dim, value_dim, buffers, tail_count;
     int64_t wide;  /* numbers of the widest padded input of a linear layer */
     int32_t cache_type, digits;
     const int64_t *widths; /* [buffers]: of each buffer's rows */

@@ -221,6 +221,8 @@ class Trace(TorchFunctionMode):
             leaves: list[str] = []
             mixtures = find_mixtures(self._model)
             kinds = dict.fromkeys(mixtures, "experts") | dict.fromkeys(mixtures.values(), "router")
+            for router in mixtures.values():
+                twin_of(self._model.get_submodule(router))  # made while it has its own forward pass
             for name, module in self._model.named_modules(remove_duplicate=False):
                 if any(name.startswith(f"{leaf}.") for leaf in leaves[-1:]):
                     continue

@@ -34,7 +34,11 @@ def rotation_tables(program: Program, model: nn.Module, positions: int) -> list[
         with torch.inference_mode():
             like = torch.empty(0, dtype=torch.float32, device=device)
             both = module(like, torch.arange(positions, device=device)[None], *rotation.arguments)
-        for each in both:
-            half = each.shape[-1] // 2
-            found.append((each[0, :, ::2] if rotation.interleaved else each[0, :, :half]).contiguous())
+        found += [once(each[0], rotation.repeats).contiguous() for each in both]
     return found
+
+
+def once(table: torch.Tensor, repeats: str) -> torch.Tensor:
+    """Cosines or sines `[..., rotary / 2]` without the repetition that a model's have (`Rotation.repeats`)."""
+    half = table.shape[-1] // 2
+    return table[..., ::2] if repeats == "each" else table[..., :half] if repeats == "half" else table

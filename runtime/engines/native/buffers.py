@@ -9,6 +9,7 @@ from runtime.engines.program.operations import (
     STREAM,
     Attend,
     Linear,
+    Mixture,
     Norm,
     Operation,
     Program,
@@ -49,7 +50,7 @@ class Buffers:
     def _width(self, operation: Operation) -> int:
         if isinstance(operation, Linear):
             return operation.outputs
-        if isinstance(operation, Norm):
+        if isinstance(operation, Norm | Mixture):
             return operation.width
         return self._values if isinstance(operation, Attend) else self._queries
 

@@ -25,14 +25,14 @@ from runtime.kernels.cpu.decoder import (
     Block,
     Decoder,
     HeadsOp,
+    MixtureOp,
     NormOp,
     Op,
     Span,
 )
-from runtime.kernels.cpu.integer import IntegerKernel
+from runtime.kernels.cpu.experts import SCORES, Router
 from runtime.kernels.cpu.library import TYPES, Linear
-from runtime.layers.compressed_linear import CompressedLinear
-from runtime.modeling.linear_modules import is_conv1d, is_matrix
+from runtime.layers.native_experts import CLinears, read_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,20 +44,18 @@ class UnknownPartError(Exception):
     """A module that the operations in C cannot compute."""
 
 
-class Structures:
+class Structures(CLinears):
     """Operations and modules in the structures of program.h; UnknownPartError where it cannot compute one.
 
     Attributes:
-        keep: tensors that the structures point to; `arrays`: of structures.
-        digits: of the activations that layers take; layers of one decoder take the same.
+        arrays: of structures.
         wide: numbers of the widest padded input of a layer.
     """
 
     def __init__(self, buffers: Buffers, root: nn.Module, prefix: str = "") -> None:
         """`root`: has the modules that operations name; `prefix` is taken off their names."""
-        self.keep: list[torch.Tensor] = []
+        super().__init__()
         self.arrays: list[Any] = []
-        self.digits: set[int] = set()
         self.wide = 0
         self._buffers, self._root, self._prefix = buffers, root, prefix
 
@@ -129,6 +127,21 @@ class Structures:
     def _cap(self, op: Op, operation: typed.Cap, slots: dict[str, int]) -> None:
         op.cap = operation.cap
 
+    def _mixture(self, op: Op, operation: typed.Mixture, slots: dict[str, int]) -> None:
+        rule = operation.routing
+        module = self.module(rule.module)
+        bias, correction = (None if n is None else getattr(module, n).detach() for n in (rule.bias, rule.correction))
+        logits = self.dense(module.weight.detach().contiguous(), bias, rule.module)
+        experts = read_experts(self.module(operation.experts), self, operation.experts)
+        if isinstance(logits, str) or isinstance(experts, str):
+            raise UnknownPartError(next(each for each in (logits, experts) if isinstance(each, str)))
+        router = Router(
+            logits, SCORES[rule.score], rule.chosen, rule.groups, rule.best, rule.normalize, rule.epsilon, rule.scale,
+            None if correction is None else self.vector(correction),
+        )  # fmt: skip
+        self.arrays += [router, experts]
+        op.mixture = MixtureOp(ctypes.pointer(router), ctypes.pointer(experts))
+
     def _span(self, span: typed.Span, slots: dict[str, int]) -> Span:
         return Span(slots[span.buffer], span.group, span.at, span.step, span.group_step)
 
@@ -142,47 +155,12 @@ class Structures:
             apart,
         )
 
-    def vector(self, weight: torch.Tensor) -> int:
-        """Address of a weight in float32."""
-        vector = weight.detach().float().contiguous()
-        self.keep.append(vector)
-        return vector.data_ptr()
-
     def linear(self, module: nn.Module, name: str) -> Linear:
         """The layer as C reads it; a dense one as it lies in memory."""
-        if isinstance(module, CompressedLinear):
-            kernel = module.kernel
-            if not isinstance(kernel, IntegerKernel):
-                raise UnknownPartError(f"kernel {module.kernel_name} of {name} is not in C")
-            self.digits.add(kernel.digits(module.layer))
-            bias = None if module.bias is None else module.bias.detach().float()
-            tensors = module._tensors()
-            self.keep += [*tensors.values(), *([] if bias is None else [bias])]
-            return kernel.panels.linear(tensors, module.layer, bias)
-        if not is_matrix(module):
-            raise UnknownPartError(f"{name} is a {type(module).__name__}")
-        weight = rows_of(module)
-        if weight.dtype not in TYPES:
-            raise UnknownPartError(f"{name} is in {weight.dtype}".replace("torch.", ""))
-        self.keep.append(weight)
-        return Linear(
-            kind=library.KINDS["dense"],
-            scale_type=TYPES[weight.dtype],
-            rows=weight.shape[0],
-            columns=weight.shape[1],
-            weight=weight.data_ptr(),
-            bias=None if module.bias is None else self.vector(module.bias),  # type: ignore[arg-type]
-        )
-
-
-def rows_of(module: Any) -> torch.Tensor:
-    """Weight of a dense layer `[out, in]`, row after row in memory; from then on the module holds a view of this."""
-    turned = is_conv1d(module)
-    weight = module.weight.detach().t() if turned else module.weight.detach()
-    if not weight.is_contiguous():
-        weight = weight.contiguous()
-        module.weight.data = weight.t() if turned else weight
-    return weight
+        found = self.of(module, name)
+        if isinstance(found, str):
+            raise UnknownPartError(found)
+        return found
 
 
 class Parts(Structures):

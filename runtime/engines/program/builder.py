@@ -14,6 +14,7 @@ from runtime.engines.program.operations import (
     Cap,
     Half,
     Linear,
+    Mixture,
     Norm,
     Operation,
     Place,
@@ -122,7 +123,7 @@ class Builder:
             between = found[makers[0] + 1 : end] if makers else []
             readers = [each for each in found if name in reads(each)]
             maker = found[makers[0]] if makers else None
-            if len(makers) != 1 or readers != [add] or not isinstance(maker, Linear | Norm):
+            if len(makers) != 1 or readers != [add] or not isinstance(maker, Linear | Norm | Mixture):
                 continue
             if any(STREAM in (*reads(each), *writes(each)) for each in between):
                 continue

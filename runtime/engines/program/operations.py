@@ -145,7 +145,44 @@ class Cap:
     half: Half = None
 
 
-Operation: TypeAlias = Norm | Linear | Heads | Attend | Gate | Add | Cap
+@dataclass(frozen=True)
+class Routing:
+    """How the router `module` chooses experts and weighs them, of logits `x weight^T + bias`.
+
+    Attributes:
+        score: "softmax" over all experts, "chosen": softmax over the chosen ones, or "sigmoid".
+        chosen: experts of a token: those of the highest scores, plus the parameter or buffer `correction` if there is one.
+        groups, best: only experts of the `best` groups are chosen, those whose two highest scores add up to the most.
+        normalize: weights are divided by their sum + `epsilon`; then all are multiplied by `scale`.
+        bias: name of that parameter of the module.
+    """
+
+    module: str
+    score: str
+    chosen: int
+    groups: int
+    best: int
+    normalize: bool
+    epsilon: float
+    scale: float
+    bias: str | None
+    correction: str | None
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """target (+)= the weighted sum of what the chosen ones of `experts` make of `width` numbers of source."""
+
+    source: Place
+    target: Place
+    width: int
+    routing: Routing
+    experts: str
+    add: bool = False
+    half: Half = None
+
+
+Operation: TypeAlias = Norm | Linear | Heads | Attend | Gate | Add | Cap | Mixture
 
 
 @dataclass(frozen=True)
@@ -218,7 +255,7 @@ def modules(operation: Operation) -> Iterator[str]:
     """Names of the modules whose weights it uses."""
     for field in fields(operation):
         value = getattr(operation, field.name)
-        if isinstance(value, NormWeights):
+        if isinstance(value, NormWeights | Routing):
             yield value.module
-        elif field.name == "module":
+        elif field.name in ("module", "experts"):
             yield value

@@ -14,6 +14,7 @@ from runtime.engines.program.activations import find_activation
 from runtime.engines.program.builder import Builder
 from runtime.engines.program.layout import Turn, as_span, distinct, find_heads, same
 from runtime.engines.program.leaves import read_norm, shape_of
+from runtime.engines.program.mixtures import read_router
 from runtime.engines.program.operations import (
     LOGITS,
     Attend,
@@ -23,6 +24,7 @@ from runtime.engines.program.operations import (
     Heads,
     Layer,
     Linear,
+    Mixture,
     Norm,
     NormWeights,
     Operation,
@@ -110,7 +112,7 @@ class _Reader:
         """Everything with weights was called once."""
         called: dict[nn.Module, int] = {}
         for event in self.trace.events:
-            if event.kind in ("linear", "norm", "embedding"):
+            if event.kind in ("linear", "norm", "embedding", "router", "experts"):
                 called[event.module] = called.get(event.module, 0) + 1
         for module, count in called.items():
             if count > 1:
@@ -178,7 +180,9 @@ class _Reader:
                 self._linear(build, event, name)
             elif event.kind == "attention":
                 self._attention(build, event, head_norms)
-            elif event.kind != "rotary":
+            elif event.kind == "experts":
+                self._mixture(build, event, name, inner)
+            elif event.kind not in ("rotary", "router"):
                 raise UnknownError(f"{event.name}, a {type(event.module).__name__}, is in the middle of a layer")
         left = leave.output[0]
         whole = build.combination(left.reshape(enter.inputs[0].shape))
@@ -222,6 +226,19 @@ class _Reader:
             source = found.gate
         outputs, inputs = shape_of(event.name, event.module)
         build.add(Linear(source, Place(name), inputs, outputs, event.name), y)
+
+    def _mixture(self, build: Builder, event: Event, name: str, events: Sequence[Event]) -> None:
+        x, *given = event.inputs
+        router = next(
+            (e for e in events if e.kind == "router" and _agree(e.output, given) and _agree(e.inputs, (x,))), None
+        )
+        if router is None:
+            raise UnknownError(f"{event.name} is not given just what a router chose for the rows that it reads")
+        source = build.source(x.reshape(2, 3, -1), event.name)
+        if source is None:
+            raise UnknownError(f"{event.name} reads something that it does not know")
+        routing = read_router(router.name, router.module)
+        build.add(Mixture(source, Place(name), x.shape[-1], routing, event.name), event.output[0].reshape(2, 3, -1))
 
     def _no_activation(self, event: Event) -> str:
         layer = event.name[: event.name.rfind(".")]
@@ -332,3 +349,8 @@ class _Reader:
         if cap and same(cap * torch.tanh(head / cap), logits):
             return Cap(Place(LOGITS), width, 1.0, float(cap))
         raise UnknownError("its logits are what its head gave, changed in a way that it does not know")
+
+
+def _agree(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether these are the same tensors in any order, of any shape."""
+    return len(some) == len(others) and all(any(torch.equal(a.flatten(), b.flatten()) for b in others) for a in some)

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from runtime.engines.program.leaves import kind_of, shape_of
+from runtime.engines.program.mixtures import find_mixtures, outputs_of, twin_of
 from runtime.engines.program.operations import UnknownError
 from runtime.modeling.skeleton import find_blocks
 
@@ -37,8 +38,9 @@ class Event:
     """A module was called (`name`, `module`), or attention was computed; tensors as they were then.
 
     Attributes:
-        kind: "linear", "norm", "embedding", "rotary", "attention", "enter" and "leave" of a block.
-        inputs: what it read: of attention queries, keys and values `[batch, heads, tokens, head_dim]`.
+        kind: "linear", "norm", "embedding", "router", "experts", "rotary", "attention", "enter" and "leave" of a block.
+        inputs: what it read: of attention queries, keys and values `[batch, heads, tokens, head_dim]`, of experts also those of each
+            token and their weights.
         output: what it gave: of attention `[batch, tokens, heads * value_dim]`; of rotary modules cosines and sines.
     """
 
@@ -121,9 +123,24 @@ class Trace(TorchFunctionMode):
     # ---------------------------------------------------------------- in the place of modules
     def linear(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         outputs, _ = shape_of(self.names[module], module)
-        y = self.random(*x.shape[:-1], outputs)
-        y = y * SIZES if y.dim() == 3 else (y.view(*SIZES.shape[:2], -1) * SIZES).view(y.shape) if y.dim() == 2 else y
+        y = self._of_sizes(*x.shape[:-1], outputs)
         self.record("linear", module, (x,), (y,))
+        return y
+
+    def _of_sizes(self, *shape: int) -> torch.Tensor:
+        y = self.random(*shape)
+        return (
+            y * SIZES if y.dim() == 3 else (y.view(*SIZES.shape[:2], -1) * SIZES).view(y.shape) if y.dim() == 2 else y
+        )
+
+    def router(self, module: nn.Module, x: torch.Tensor) -> Any:
+        found = twin_of(module)(x)
+        self.record("router", module, (x,), outputs_of(found, self.names[module]))
+        return found
+
+    def experts(self, module: nn.Module, x: torch.Tensor, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        y = self._of_sizes(*x.shape)
+        self.record("experts", module, (x, *given, *named.values()), (y,))
         return y
 
     def norm(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -202,16 +219,24 @@ class Trace(TorchFunctionMode):
                 stack.callback(functools.partial(_restore, module, had))
 
             leaves: list[str] = []
+            mixtures = find_mixtures(self._model)
+            kinds = dict.fromkeys(mixtures, "experts") | dict.fromkeys(mixtures.values(), "router")
+            for router in mixtures.values():
+                twin_of(self._model.get_submodule(router))  # made while it has its own forward pass
             for name, module in self._model.named_modules(remove_duplicate=False):
                 if any(name.startswith(f"{leaf}.") for leaf in leaves[-1:]):
                     continue
-                kind = kind_of(module)
+                kind = kinds.get(name) or kind_of(module)
                 if kind is not None:
                     leaves.append(name)
                 if module._forward_hooks or module._forward_pre_hooks:
                     raise UnknownError(f"{name or 'the model'} has hooks, which may compute anything")
                 if kind == "linear":
                     put(module, functools.partial(self.linear, module))
+                elif kind == "router":
+                    put(module, functools.partial(self.router, module))
+                elif kind == "experts":
+                    put(module, functools.partial(self.experts, module))
                 elif kind == "norm":
                     put(module, functools.partial(self.norm, module))
                 elif kind == "embedding" and isinstance(module, nn.Embedding):

@@ -6,11 +6,12 @@ import ctypes
 from typing import Any
 
 from runtime.kernels.cpu.attention import PAGE
+from runtime.kernels.cpu.experts import Experts, Router
 from runtime.kernels.cpu.library import Linear, fields
 
 SKIP_ATTENTION, SKIP_MLP = 1, 2  # of `Block.skip` and `Op.half`
 STREAM, LOGITS, MOST_BUFFERS = 0, 1, 32  # buffers; the last of a decoder has the rows whose logits are wanted
-OPS = ("norm", "linear", "heads", "attend", "gate", "add", "cap")
+OPS = ("norm", "linear", "heads", "attend", "gate", "add", "cap", "mixture")
 """Kinds of operations, by their numbers."""
 
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -52,6 +53,12 @@ class GateOp(ctypes.Structure):
     _fields_ = (*fields(_i32, "activation", "other"), ("other_at", _i64))
 
 
+class MixtureOp(ctypes.Structure):
+    """Routed experts."""
+
+    _fields_ = (("router", ctypes.POINTER(Router)), ("experts", ctypes.POINTER(Experts)))
+
+
 class _Kinds(ctypes.Union):
     _fields_ = (
         ("linear", Linear),
@@ -59,6 +66,7 @@ class _Kinds(ctypes.Union):
         ("heads", HeadsOp),
         ("attend", AttendOp),
         ("gate", GateOp),
+        ("mixture", MixtureOp),
         ("cap", _f32),
     )
 

@@ -1,14 +1,27 @@
 /* A step of a decoder: the programs of all layers (or some: weights may be streamed) in one parallel region, then the tail. */
 static int64_t align64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
+/* Bytes that the mixtures of all layers share. */
+static int64_t experts_bytes(const Decoder *d, int64_t rows) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < d->layers; i++)
+        for (int64_t j = 0; j < d->blocks[i].count; j++) {
+            const Op *op = d->blocks[i].ops + j;
+            int64_t bytes = op->kind == OP_MIXTURE ? mixture_memory(op->mixture.router, op->mixture.experts, rows) : 0;
+            most = bytes > most ? bytes : most;
+        }
+    return most;
+}
+
 static int64_t lay_out(const Decoder *d, int64_t rows, char *memory, Run *run) {
     int64_t at = 0;
     for (int64_t i = LOGITS + 1; i < d->buffers; i++) {
         run->buffer[i] = (float *)(memory + at), run->width[i] = d->widths[i];
         at += align64(rows * d->widths[i] * 4);
     }
-    run->memory = memory + at;
-    return at + align64(digits_bytes(rows, d->digits, d->wide, d->wide / 16 + 1));
+    run->memory = memory + at, at += align64(digits_bytes(rows, d->digits, d->wide, d->wide / 16 + 1));
+    run->experts = memory + at;
+    return at + experts_bytes(d, rows);
 }
 int64_t decoder_memory(const Decoder *d, int64_t rows) {
     Run run;
@@ -16,7 +29,8 @@ int64_t decoder_memory(const Decoder *d, int64_t rows) {
 }
 
 static void run_ops(Run *run, const Op *ops, int64_t count, int64_t skip, const Team *team) {
-    static void (*const of[])(Run *, const Op *, const Team *) = {run_norm, run_linear, run_heads, run_attend, run_gate, run_add, run_cap};
+    static void (*const of[])(Run *, const Op *, const Team *) = {run_norm, run_linear, run_heads, run_attend, run_gate, run_add, run_cap,
+                                                                         run_mixture};
     for (int64_t i = 0; i < count; i++)
         if (!(ops[i].half & skip)) of[ops[i].kind](run, ops + i, team);
 }

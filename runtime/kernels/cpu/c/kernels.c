@@ -8,6 +8,7 @@
 #include "product.h"
 #include "tiles.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "attention.h"
 #include "program.h"
 #include "operations.h"

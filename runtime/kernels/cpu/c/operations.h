@@ -120,3 +120,11 @@ static void run_cap(Run *run, const Op *op, const Team *team) {
             for (int64_t i = 0; i < last - first; i++) y[i] = op->cap * tanh_fast(y[i] / op->cap);
     }
 }
+
+static void run_mixture(Run *run, const Op *op, const Team *team) {
+    const MixtureOp *mixture = &op->mixture;
+    settle(run, BIT(op->from), EXPERTS_BIT | BIT(op->to), team);
+    mixture_part(mixture->router, mixture->experts, row_of(run, op->from, op->from_at, 0), run->width[op->from], run->rows,
+                 row_of(run, op->to, op->to_at, 0), run->width[op->to], op->add, run->experts, team);
+    run->read = EXPERTS_BIT, run->written = BIT(op->to); /* since its last barrier */
+}

@@ -6,9 +6,10 @@
  * A step takes `rows` tokens of any sequences at any positions. Row r belongs to sequence sequence[r], whose pages are
  * pages[sequence[r] * pages_stride ...]; rows of one sequence are consecutive and in order. Rows of a tree (parents before children)
  * have positions of their own and slots one after another; what a row sees of its tree is its path. */
-enum { OP_NORM, OP_LINEAR, OP_HEADS, OP_ATTEND, OP_GATE, OP_ADD, OP_CAP };
+enum { OP_NORM, OP_LINEAR, OP_HEADS, OP_ATTEND, OP_GATE, OP_ADD, OP_CAP, OP_MIXTURE };
 enum { SKIP_ATTENTION = 1, SKIP_MLP = 2 };
 enum { STREAM, LOGITS, MOST_BUFFERS = 32 };
+#define EXPERTS_BIT (UINT64_C(1) << 61) /* scratch memory of mixtures */
 #define CACHE_BIT (UINT64_C(1) << 62) /* of the sets of what is read and written: keys and values */
 #define DIGITS_BIT (UINT64_C(1) << 63)
 #define BIT(B) (UINT64_C(1) << (B))
@@ -50,6 +51,12 @@ typedef struct {
     int64_t other_at;
 } GateOp;
 
+/* to (+)= what the experts that the router chooses of from make of it. */
+typedef struct {
+    const Router *router;
+    const Experts *experts;
+} MixtureOp;
+
 typedef struct {
     int32_t kind, half; /* half: of SKIP_ATTENTION and SKIP_MLP, what it is left out with */
     int32_t from, to, add; /* add: to what is in `to` */
@@ -61,6 +68,7 @@ typedef struct {
         HeadsOp heads;
         AttendOp attend;
         GateOp gate;
+        MixtureOp mixture;
         float cap; /* to = cap * tanh(to / cap); 0: none */
     };
 } Op;
@@ -106,7 +114,7 @@ typedef struct {
     const Block *block;
     float *buffer[MOST_BUFFERS];
     int64_t width[MOST_BUFFERS], rows;
-    char *memory; /* of digits */
+    char *memory, *experts; /* of digits, of mixtures */
     Digits digits;
     const Op *input; /* whose input they are; NULL: of no buffer as it is now */
     uint64_t read, written; /* since the last barrier, by any thread */

@@ -19,6 +19,7 @@ from runtime.engines.base import Chunk, output_rows
 from runtime.engines.fused import FusedEngine
 from runtime.engines.native.parts import Parts, read_parts
 from runtime.engines.native.pool import Pool
+from runtime.engines.native.proof import disproof
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Decoder, Step
 from runtime.layers.compressed_linear import CompressedLinear
@@ -68,6 +69,14 @@ def row_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(each, dtype=torch.int32 if name in short else None) for name, each in found.items()}
 
 
+class Tables(NamedTuple):
+    """Cosines and sines of so many positions, of every rotation, and their addresses."""
+
+    positions: int
+    tensors: list[torch.Tensor]
+    addresses: ctypes.Array[ctypes.c_void_p]
+
+
 class Ready(NamedTuple):
     """A step to be run.
 
@@ -75,13 +84,14 @@ class Ready(NamedTuple):
         step: of decoder.h.
         logits: float32 `[outputs, vocab]`, filled by it.
         x: float32 `[tokens, hidden]`, the residual stream: before it what the first layer reads, then what the last one leaves.
-        tensors: all that it points to.
+        tensors, tables: all that it points to.
     """
 
     step: Step
     logits: torch.Tensor
     x: torch.Tensor
     tensors: dict[str, torch.Tensor]
+    tables: Tables
 
 
 class LlamaEngine(FusedEngine):
@@ -99,7 +109,7 @@ class LlamaEngine(FusedEngine):
         self.page_bytes = (
             len(parts.blocks) * parts.kv_heads * (parts.head_dim + parts.value_dim) * PAGE * parts.cache_dtype.itemsize
         )
-        self._tables: tuple[int, list[torch.Tensor], ctypes.Array[ctypes.c_void_p]] = (0, [], (ctypes.c_void_p * 0)())
+        self._tables = Tables(0, [], (ctypes.c_void_p * 0)())
         self._local = threading.local()
         digits = parts.decoder.digits
         self.description = f"decoder in C ({found.isa_name().decode()}, {digits}-digit activations)"
@@ -173,6 +183,7 @@ class LlamaEngine(FusedEngine):
         tensors["output"] = torch.tensor(list(outputs), dtype=torch.int32)
         tensors["logits"] = torch.empty(len(outputs), self.parts.vocabulary)
         tensors["memory"] = self._memory(decoder, ids.numel())
+        tables = self._rotations(end)
         step = Step(
             rows=ids.numel(),
             outputs=len(outputs),
@@ -180,10 +191,10 @@ class LlamaEngine(FusedEngine):
             first=0,
             last=decoder.layers,
             decoder=ctypes.pointer(decoder),
-            tables=ctypes.addressof(self._rotations(end)),
+            tables=ctypes.addressof(tables.addresses),
             **{name: tensor.data_ptr() for name, tensor in tensors.items()},
         )
-        return Ready(step, tensors["logits"], tensors["x"], tensors)
+        return Ready(step, tensors["logits"], tensors["x"], tensors, tables)
 
     def compute(self, step: Step, pool: Pool | None = None) -> None:
         """Run a prepared step; the pool is what engines look up that do not have all weights in memory."""
@@ -197,22 +208,39 @@ class LlamaEngine(FusedEngine):
             memory = self._local.memory = torch.empty(wanted, dtype=torch.uint8)
         return memory
 
-    def _rotations(self, positions: int) -> ctypes.Array[ctypes.c_void_p]:
-        """Addresses of cosines and sines of so many positions or more, from the model's own rotary modules."""
-        if self._tables[0] < positions:
+    def _rotations(self, positions: int) -> Tables:
+        """Of so many positions or more, from the model's own rotary modules."""
+        found = self._tables
+        if found.positions < positions:
             count = max(256, 1 << (positions - 1).bit_length())
             tables = self.parts.rotation(count)
-            self._tables = count, tables, (ctypes.c_void_p * len(tables))(*(each.data_ptr() for each in tables))
-        return self._tables[2]
+            addresses = (ctypes.c_void_p * len(tables))(*(each.data_ptr() for each in tables))
+            found = self._tables = Tables(count, tables, addresses)
+        return found
 
 
 def take_over(engine: TorchEngine) -> LlamaEngine | None:
-    """The native engine for this model, or None where it does not fit; the reason goes to the log."""
+    """The native engine for this model, or None where it does not fit; the log and the engine's `explain` say why."""
+    found = read_engine(engine)
+    if isinstance(found, LlamaEngine):
+        return found
+    leave(engine, found)
+    return None
+
+
+def read_engine(engine: TorchEngine) -> LlamaEngine | str:
+    """The native engine, if it knows the model and computes a probe as the modules do; otherwise the reason."""
     parts = read_parts(engine.module, engine.device)
     if isinstance(parts, str):
-        _log.info("transformers computes this model, not the decoder in C: %s", parts)
-        return None
-    return LlamaEngine(engine, parts)
+        return parts
+    found = LlamaEngine(engine, parts)
+    return disproof(found) or found
 
 
-__all__ = ["LlamaEngine", "take_over"]
+def leave(engine: TorchEngine, reason: str) -> None:
+    """Say why transformers' modules compute a model."""
+    _log.info("transformers computes this model, not the decoder in C: %s", reason)
+    engine.why_modules = f"not the decoder in C: {reason}"
+
+
+__all__ = ["LlamaEngine", "leave", "read_engine", "take_over"]

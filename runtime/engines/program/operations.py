@@ -75,7 +75,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Heads:
-    """target `[heads * head_dim]` = query heads, normed and rotated in their first `rotary` numbers; keys likewise, into the cache with values.
+    """target = query heads, normed and rotated in their first `rotary` numbers; keys likewise, into the cache with values.
 
     Attributes:
         rotation: which of the program's; `pairs`: neighbours are rotated against each other, not halves.

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from runtime.engines.base import Chunk, Engine
-from runtime.engines.native.engine import LlamaEngine
-from runtime.engines.native.parts import Parts, read_parts
+from runtime.engines.native.engine import LlamaEngine, leave, read_engine
+from runtime.engines.native.parts import Parts
 from runtime.engines.native.pool import Pool
 from runtime.engines.streaming.plan import Plan, cache_budget, plan, reserve_for
 from runtime.engines.streaming.prepared_file import Group, Place, PreparedFile, put, share, values
@@ -128,13 +128,15 @@ def _streaming(blueprint: Blueprint, file: PreparedFile, decided: Plan, policy: 
     ring = Ring(_slots(file, blocks, decided, device), decided.streamed)
     try:
         fused = blueprint.compressed and blueprint.kernels != "reference" and policy is None
-        parts = read_parts(model, device) if fused else "transformers' modules are asked for"
-        if isinstance(parts, Parts):
+        found = read_engine(TorchEngine(model, device)) if fused else "transformers' modules are asked for"
+        if not isinstance(found, str):
             file.forget()  # the pages that were looked at (norms, biases) are copied where they are needed
             base = torch.frombuffer(file.mapped(), dtype=torch.uint8).data_ptr()
             ranges = {i: range(base + group.begin, base + group.end) for i, group in moving.items()}
-            return StreamedLlama(TorchEngine(model, device), parts, ranges, ring, decided.bytes)
+            return StreamedLlama(TorchEngine(model, device), found.parts, ranges, ring, decided.bytes)
         engine = StreamedTorch(model, device, file, moving, ring, decided.bytes)
+        if fused:
+            leave(engine, found)
         if policy is not None:
             engine.compress_cache(policy)
         return engine

@@ -68,7 +68,7 @@ def model_of(name: str, **changes: Any) -> Any:
     config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     cls = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
     made = config(**{**SIZES, **FAMILIES.get(name, {}), **changes})
-    made._attn_implementation = "eager" if family == "Gemma2" else "sdpa"
+    made._attn_implementation = "eager" if family in ("Gemma2", "GptOss") else "sdpa"
     torch.manual_seed(0)
     model = cls(made).eval()
     for key, parameter in model.named_parameters():

@@ -191,7 +191,17 @@ class Mixture:
     half: Half = None
 
 
-Operation: TypeAlias = Norm | Linear | Heads | Attend | Gate | Add | Cap | Mixture
+@dataclass(frozen=True)
+class Weigh:
+    """target = sigmoid(source) * target, in place; source is one number of a row."""
+
+    source: Place
+    target: Place
+    width: int
+    half: Half = None
+
+
+Operation: TypeAlias = Norm | Linear | Heads | Attend | Gate | Add | Cap | Mixture | Weigh
 
 
 @dataclass(frozen=True)
@@ -213,15 +223,11 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Rotation:
-    """A module of cosines and sines, called with positions and `arguments`.
-
-    Attributes:
-        form: they are repeated as a whole ("halves"), one by one ("pairs"), or not at all ("once").
-    """
+    """A module of cosines and sines, called with positions and `arguments`; it `repeats` their "half", "each" of them, or "none"."""
 
     module: str
     arguments: tuple[str, ...] = ()
-    form: Literal["halves", "pairs", "once"] = "halves"
+    repeats: Literal["half", "each", "none"] = "half"
 
 
 @dataclass(frozen=True)
@@ -248,7 +254,7 @@ class Program:
 def reads(operation: Operation) -> list[str]:
     """Buffers whose numbers it uses."""
     found = [_buffer(operation, name) for name in ("source", "other", "query", "key", "value", "key_rest")]
-    if isinstance(operation, Cap) or getattr(operation, "add", False) or isinstance(operation, Add):
+    if isinstance(operation, Cap | Weigh) or getattr(operation, "add", False) or isinstance(operation, Add):
         found.append(_buffer(operation, "target"))
     return [name for name in found if name is not None]
 

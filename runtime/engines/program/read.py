@@ -34,6 +34,7 @@ from runtime.engines.program.operations import (
     Span,
     Turned,
     UnknownError,
+    Weigh,
 )
 from runtime.engines.program.tables import once
 from runtime.engines.program.trace import TOKENS, Event, Mask, Trace, trace
@@ -138,16 +139,17 @@ class _Reader:
             raise UnknownError(f"its rotary embedding is of type {kinds}, which changes with the length")
         cosine, sine = (each.expand(2, -1, -1) for each in event.output)
         half = cosine.shape[-1] // 2
-        halves = torch.equal(cosine[..., :half], cosine[..., half:])
-        pairs = not halves and torch.equal(cosine[..., ::2], cosine[..., 1::2])
-        rotation = Rotation(
-            event.name, tuple(str(each) for each in arguments), "halves" if halves else "pairs" if pairs else "once"
-        )
+        repeats: Any = "none"
+        if torch.equal(cosine[..., :half], cosine[..., half:]):
+            repeats = "half"
+        elif torch.equal(cosine[..., ::2], cosine[..., 1::2]):
+            repeats = "each"
+        rotation = Rotation(event.name, tuple(str(each) for each in arguments), repeats)
         if rotation in self.rotations:
             return
-        tables = (once(cosine, rotation.form), once(sine, rotation.form))
-        for neighbours, apart in ((False, False), (True, False), (True, True)):
-            self.turns.append(Turn(len(self.rotations), neighbours, *tables, apart))
+        tables = (once(cosine, repeats), once(sine, repeats))
+        for pairs, apart in ((False, False), (True, False), (True, True)):
+            self.turns.append(Turn(len(self.rotations), pairs, *tables, apart))
         self.rotations.append(rotation)
 
     def _embeddings(self, before: Sequence[Event], first: torch.Tensor) -> tuple[Embedding, ...]:
@@ -189,7 +191,8 @@ class _Reader:
             elif event.kind not in ("rotary", "router"):
                 raise UnknownError(f"{event.name}, a {type(event.module).__name__}, is in the middle of a layer")
         left = leave.output[0]
-        whole = build.combination(left.reshape(enter.inputs[0].shape))
+        left = left.reshape(enter.inputs[0].shape)
+        whole = build.combination(left) or self._weighed(build, left)
         if whole is None:
             raise UnknownError(f"{enter.name} leaves no sum of what it read and computed")
         build.reach(whole, enter.name)
@@ -228,6 +231,21 @@ class _Reader:
             source = found.gate
         outputs, inputs = shape_of(event.name, event.module)
         build.add(Linear(source, Place(name), inputs, outputs, event.name), y)
+
+    def _weighed(self, build: Builder, left: torch.Tensor) -> dict[str, float] | None:
+        """The combination that `left` is once a node has been weighed by another's one number, as an expert is that all tokens share."""
+        nodes = build.nodes()
+        for weight, number in nodes:
+            for name, rows in nodes:
+                if number.shape[-1] != 1 or rows.shape != left.shape:
+                    continue
+                build.rows[name] = number.sigmoid() * rows
+                found = build.combination(left)
+                if found is not None:
+                    build.in_place(Weigh(Place(weight), Place(name), left.shape[-1]))
+                    return found
+                build.rows[name] = rows
+        return None
 
     def _mixture(self, build: Builder, event: Event, name: str, events: Sequence[Event]) -> None:
         x, *given = event.inputs

@@ -35,7 +35,7 @@ def rotation_tables(program: Program, model: nn.Module, positions: int) -> list[
             like = torch.empty(0, dtype=torch.float32, device=device)
             both = cosines_and_sines(module(like, torch.arange(positions, device=device)[None], *rotation.arguments))
         assert both is not None
-        found += [once(each[0], rotation.form).contiguous() for each in both]
+        found += [once(each[0], rotation.repeats).contiguous() for each in both]
     return found
 
 
@@ -48,7 +48,7 @@ def cosines_and_sines(given: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     return None
 
 
-def once(table: torch.Tensor, form: str) -> torch.Tensor:
-    """Every cosine or sine `[..., rotary / 2]` of those that a module repeats so."""
+def once(table: torch.Tensor, repeats: str) -> torch.Tensor:
+    """Cosines or sines `[..., rotary / 2]` without the repetition that a model's have (`Rotation.repeats`)."""
     half = table.shape[-1] // 2
-    return table if form == "once" else table[..., ::2] if form == "pairs" else table[..., :half]
+    return table[..., ::2] if repeats == "each" else table[..., :half] if repeats == "half" else table

@@ -131,3 +131,11 @@ static void run_mixture(Run *run, const Op *op, const Team *team) {
                  row_of(run, op->to, op->to_at, 0), run->width[op->to], op->add, run->experts, team);
     run->read = EXPERTS_BIT, run->written = BIT(op->to); /* since its last barrier */
 }
+
+static void run_weigh(Run *run, const Op *op, const Team *team) {
+    settle(run, BIT(op->from), BIT(op->to), team);
+    EACH_PART(run, op->count) {
+        float *y = row_of(run, op->to, op->to_at + first, r), weight = 1.0f / (1.0f + exp_fast(-*row_of(run, op->from, op->from_at, r)));
+        for (int64_t i = 0; i < last - first; i++) y[i] *= weight;
+    }
+}

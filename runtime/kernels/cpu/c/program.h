@@ -6,7 +6,7 @@
  * A step takes `rows` tokens of any sequences at any positions. Row r belongs to sequence sequence[r], whose pages are
  * pages[sequence[r] * pages_stride ...]; rows of one sequence are consecutive and in order. Rows of a tree (parents before children)
  * have positions of their own and slots one after another; what a row sees of its tree is its path. */
-enum { OP_NORM, OP_LINEAR, OP_HEADS, OP_ATTEND, OP_GATE, OP_ADD, OP_CAP, OP_MIXTURE };
+enum { OP_NORM, OP_LINEAR, OP_HEADS, OP_ATTEND, OP_GATE, OP_ADD, OP_CAP, OP_MIXTURE, OP_WEIGH };
 enum { SKIP_ATTENTION = 1, SKIP_MLP = 2 };
 enum { STREAM, LOGITS, MOST_BUFFERS = 32 };
 #define EXPERTS_BIT (UINT64_C(1) << 61) /* scratch memory of mixtures */

@@ -97,7 +97,9 @@ class Structures(CLinears):
 
     def _heads(self, op: Op, operation: typed.Heads, slots: dict[str, int]) -> None:
         spans = [self._span(each, slots) for each in (operation.query, operation.key, operation.value)]
-        heads = HeadsOp(*spans, rotary=operation.rotary, rotation=operation.rotation, pairs=operation.pairs)
+        turned, rest = operation.turned, operation.key_rest
+        heads = HeadsOp(*spans, rotary=turned.rotary, rotation=turned.rotation, pairs=turned.pairs, rotary_at=turned.at)
+        heads.rest = Span(buffer=-1) if rest is None else self._span(rest, slots)
         for side, norm in (("query", operation.query_norm), ("key", operation.key_norm)):
             if norm is None:
                 continue

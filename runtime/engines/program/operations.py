@@ -74,11 +74,21 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Turned:
+    """`rotary` numbers of a head from `at` on, rotated by the program's `rotation`: halves against each other, or neighbours (`pairs`)."""
+
+    rotary: int
+    rotation: int
+    pairs: bool
+    at: int = 0
+
+
+@dataclass(frozen=True)
 class Heads:
-    """target = query heads, normed and rotated in their first `rotary` numbers; keys likewise, into the cache with values.
+    """target = query heads, normed and rotated; keys likewise, into the cache with the values.
 
     Attributes:
-        rotation: which of the program's; `pairs`: neighbours are rotated against each other, not halves.
+        key_rest: where the rotated numbers of keys are, at the end of each (latent attention); None: with the others.
     """
 
     query: Span
@@ -87,9 +97,8 @@ class Heads:
     target: Place
     query_norm: NormWeights | None
     key_norm: NormWeights | None
-    rotary: int
-    rotation: int
-    pairs: bool
+    turned: Turned
+    key_rest: Span | None = None
     half: Half = None
 
 
@@ -244,7 +253,7 @@ class Program:
 
 def reads(operation: Operation) -> list[str]:
     """Buffers whose numbers it uses."""
-    found = [_buffer(operation, name) for name in ("source", "other", "query", "key", "value")]
+    found = [_buffer(operation, name) for name in ("source", "other", "query", "key", "value", "key_rest")]
     if isinstance(operation, Cap | Weigh) or getattr(operation, "add", False) or isinstance(operation, Add):
         found.append(_buffer(operation, "target"))
     return [name for name in found if name is not None]
@@ -252,7 +261,7 @@ def reads(operation: Operation) -> list[str]:
 
 def writes(operation: Operation) -> list[str]:
     """Buffers that it changes."""
-    names = {"Heads": ("target", "key"), "Gate": ("source",)}.get(type(operation).__name__, ("target",))
+    names = {"Gate": ("source",)}.get(type(operation).__name__, ("target",))
     return [name for name in (_buffer(operation, each) for each in names) if name is not None]
 
 

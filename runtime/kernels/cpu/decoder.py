@@ -33,11 +33,11 @@ class HeadsOp(ctypes.Structure):
     """Norms of heads, rotation, keys and values into the cache."""
 
     _fields_ = (
-        *fields(Span, "query", "key", "value"),
+        *fields(Span, "query", "key", "value", "rest"),
         *fields(_p, "query_norm", "key_norm"),
         *fields(_i64, "query_apart", "key_apart"),
         ("eps", _f32),
-        *fields(_i32, "layer", "rotary", "rotation", "pairs"),
+        *fields(_i32, "layer", "rotary", "rotation", "pairs", "rotary_at"),
     )
 
 

@@ -12,6 +12,7 @@ from program_families import compressed
 
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import LlamaEngine, read_engine
+from runtime.engines.native.sublayers import block_bytes
 from runtime.engines.program.mixtures import find_mixtures, read_router
 from runtime.engines.program.operations import Mixture, Routing, UnknownError
 from runtime.engines.program.read import read
@@ -167,3 +168,12 @@ def test_weights_that_are_changed_after_the_router_are_refused() -> None:
 def test_an_activation_that_experts_in_c_do_not_know_is_refused() -> None:
     model = model_of("Mixtral", hidden_act="gelu")
     assert "has a gate that C does not know" in str(read_engine(TorchEngine(model, CPU)))
+
+
+def test_a_token_reads_only_the_chosen_experts() -> None:
+    small, _ = compressed(apart(model_of("Mixtral")))
+    lean = native(small)
+    layer, mixture = small.model.layers[0], small.model.layers[0].mlp
+    others = sum(getattr(layer.self_attn, f"{p}_proj").in_features * getattr(layer.self_attn, f"{p}_proj").out_features for p in "qkvo")
+    expected = others / 2 + 2 * 3 * 72 * 40 / 2 + 4 * mixture.gate.weight.numel()
+    assert block_bytes(lean.parts.blocks[0]) == pytest.approx(expected)

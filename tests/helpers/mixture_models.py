@@ -32,6 +32,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "GraniteMoeShared": {**_LOCAL, "shared_intermediate_size": 44},
     "Olmoe": {**_LOCAL, "num_experts": 6},
     "GptOss": {**_LOCAL, "head_dim": 12, "sliding_window": 9, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "DeepseekV3": {**program_families.FAMILIES["DeepseekV3"], "moe_intermediate_size": 40},
     "Glm4Moe": {**_ROUTED, **_SHARED, "head_dim": 12, "n_group": 4, "topk_group": 2},
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ from where import commit, cpu_name
 
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.library import openmp
-from runtime.system import native
+from runtime.system import instruction_sets, native
 
 SHAPES = ((11008, 4096), (5632, 2048), (2048, 2048))
 GROUP = 128
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2", help="separated by commas")
     parser.add_argument("--kinds", default=",".join(KINDS), help="separated by commas")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of them")
-    parser.add_argument("--instruction-sets", default=library.instruction_sets()[0], help="separated by commas")
+    parser.add_argument("--instruction-sets", default=instruction_sets.chosen(), help="separated by commas")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     read, results = reader(), []

@@ -9,7 +9,10 @@
 #include "product.h"
 #include "tiles.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "attention.h"
+#include "program.h"
+#include "operations.h"
 #include "decoder.h"
 
 const char *isa_name(void) { return ISA_NAME; }

@@ -32,11 +32,11 @@ typedef struct {
     const uint8_t *w;
     int64_t panel, first, last;
     int cold;
-} Run;
+} Stretch;
 
 /* Where a group's scales are: `share` groups one after the other have the same. */
 typedef struct { int64_t at; int within, share; } Scales;
-INLINE Scales first_scales(const Linear *l, const Run *run) {
+INLINE Scales first_scales(const Linear *l, const Stretch *run) {
     int64_t sets = (l->groups + l->share - 1) / l->share;
     return (Scales){(run->panel * sets + run->first / l->share) * PANEL, (int)(run->first % l->share), l->share};
 }
@@ -110,7 +110,7 @@ INLINE void unit_run(const uint8_t *w, const int8_t *digit, int64_t apart, const
 }
 
 /* H vectors of a panel from the h0-th on, M rows of x from `row` on, D digits: added to out [M, 32]. */
-INLINE void tile_planes(const Linear *l, const Run *run, int h0, const int H, const Digits *x, int64_t row, const int M, const int D,
+INLINE void tile_planes(const Linear *l, const Stretch *run, int h0, const int H, const Digits *x, int64_t row, const int M, const int D,
                         const int bits, const int narrow, float *out) {
     const int S = M * D, sums = APART(H, S) || (bits == 8 && !narrow && !WIDE_SUMS) ? 2 * S : S, unit = unit_pieces(bits, EIGHTS) * PIECE;
     const int8_t *digit = x->digit + row * D * x->apart + run->first * l->group;

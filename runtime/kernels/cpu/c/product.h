@@ -14,14 +14,14 @@
 #else
 #define MOST_STREAMS(BITS) 1 /* vectors of vectors: one row at a time */
 #define VECTORS_OF(BITS, S) 1
-#define DIRECT 1
+#define DIRECT 0
 #endif
 #define MOST_ROWS 8 /* of x in a tile */
 #define BYTES 9     /* instead of bits: codes that are bytes, of any size; 8: of up to 4 bits */
 
 /* M rows of x in D digits and a run of a panel: added to out [M, 32]. There are tiles of so many streams, and of one row. */
 #define TILE(BITS, D, M, MOST)                                                                                       \
-    static void tile_##BITS##_##D##_##M(const Linear *l, const Run *run, const Digits *x, int64_t row, float *out) { \
+    static void tile_##BITS##_##D##_##M(const Linear *l, const Stretch *run, const Digits *x, int64_t row, float *out) { \
         const int bits = BITS == BYTES ? 8 : BITS, V = VECTORS_OF(BITS == 8 ? 4 : bits, D * M);                      \
         if (M > 1 && D * M > MOST) return;                                                                           \
         for (int h = 0; h < VECTORS; h += V) {                                                                       \
@@ -32,12 +32,14 @@
 #define FEW_TILES(B, MOST) TILE(B, 1, 1, MOST) TILE(B, 1, 2, MOST) TILE(B, 1, 3, MOST) TILE(B, 1, 4, MOST) TILE(B, 2, 1, MOST) TILE(B, 2, 2, MOST) TILE(B, 3, 1, MOST)
 #define ALL_TILES(B, MOST) FEW_TILES(B, MOST) TILE(B, 1, 5, MOST) TILE(B, 1, 6, MOST) TILE(B, 1, 7, MOST) TILE(B, 1, 8, MOST) TILE(B, 2, 3, MOST) TILE(B, 2, 4, MOST) TILE(B, 3, 2, MOST) TILE(B, 3, 3, MOST)
 ALL_TILES(1, MOST_STREAMS(4))
+#if DIRECT
 FEW_TILES(2, DIRECT)
 FEW_TILES(3, DIRECT)
 FEW_TILES(4, DIRECT)
 FEW_TILES(5, DIRECT)
 FEW_TILES(6, DIRECT)
 FEW_TILES(7, DIRECT)
+#endif
 #if WIDE_SUMS
 #define NARROW BYTES /* no difference */
 #else
@@ -46,8 +48,12 @@ ALL_TILES(8, MOST_STREAMS(4))
 #endif
 ALL_TILES(9, MOST_STREAMS(8))
 
-typedef void (*tile_t)(const Linear *, const Run *, const Digits *, int64_t, float *);
+typedef void (*tile_t)(const Linear *, const Stretch *, const Digits *, int64_t, float *);
+#if DIRECT
 #define FEW(B) {{tile_##B##_1_1, tile_##B##_1_2, tile_##B##_1_3, tile_##B##_1_4}, {tile_##B##_2_1, tile_##B##_2_2}, {tile_##B##_3_1}}
+#else
+#define FEW(B) {{NULL}}
+#endif
 #define ALL(B)                                                                                                                  \
     {{tile_##B##_1_1, tile_##B##_1_2, tile_##B##_1_3, tile_##B##_1_4, tile_##B##_1_5, tile_##B##_1_6, tile_##B##_1_7, tile_##B##_1_8}, \
      {tile_##B##_2_1, tile_##B##_2_2, tile_##B##_2_3, tile_##B##_2_4},                                                          \
@@ -114,7 +120,7 @@ static const uint8_t *as_bytes(const Linear *l, const uint8_t *w, int64_t groups
 #define BLOCK_COLUMNS 2048 /* at least MOST_GROUP */
 
 /* All rows of x from `row` on, `count` of them, with groups of the run, in tiles. */
-static void run_tiles(const Linear *l, Run *run, int bits, const Digits *x, int64_t row, int64_t count, float *out) {
+static void run_tiles(const Linear *l, Stretch *run, int bits, const Digits *x, int64_t row, int64_t count, float *out) {
     int most = (bits == BYTES ? MOST_STREAMS(8) : MOST_STREAMS(4)) / x->digits;
     int64_t tiles = tiles_of(count, most < 1 ? 1 : most > MOST_ROWS ? MOST_ROWS : most);
     for (int64_t t = 0, m, done = 0; t < tiles; t++, done += m, run->cold = 0) {
@@ -127,7 +133,7 @@ static void run_tiles(const Linear *l, Run *run, int bits, const Digits *x, int6
 static void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, int add, const Team *team) {
     _Alignas(64) uint8_t codes[BLOCK_COLUMNS * PANEL];
     _Alignas(64) float out[BLOCK_ROWS * PANEL];
-    const int bits = l->kind, direct = bits != KIND_S24 && bits != 8 && (x->rows == 1 || x->rows * x->digits <= DIRECT);
+    const int bits = l->kind, direct = bits != KIND_S24 && bits != 8 && DIRECT && (x->rows == 1 || x->rows * x->digits <= DIRECT);
     const int64_t size = run_bytes(l, 1), block = direct || bits == KIND_S24 ? x->groups : BLOCK_COLUMNS / l->group;
     int64_t start, end;
     team_part(team, l->rows, PANEL, &start, &end);
@@ -137,7 +143,7 @@ static void integer_part(const Linear *l, const Digits *x, void *y, int out_type
             int64_t count = x->rows - row < BLOCK_ROWS ? x->rows - row : BLOCK_ROWS;
             memset(out, 0, (size_t)count * PANEL * 4);
             for (int64_t g = 0; g < x->groups; g += block) {
-                Run run = {l->weight + (n / PANEL * x->groups + g) * size, n / PANEL, g, g + block < x->groups ? g + block : x->groups, 1};
+                Stretch run = {l->weight + (n / PANEL * x->groups + g) * size, n / PANEL, g, g + block < x->groups ? g + block : x->groups, 1};
                 if (direct) {
                     TILE_OF[bits][x->digits - 1][x->rows - 1](l, &run, x, 0, out);
                     continue;

@@ -66,8 +66,6 @@ static inline float f8_to_float(uint8_t byte) { return f16_to_float((uint16_t)((
 
 enum { TYPE_F32 = 0, TYPE_BF16 = 1, TYPE_F16 = 2, TYPE_F8 = 3 };
 
-
-
 INLINE F f_load_as(const void *p, int type, int64_t index) {
     if (type == TYPE_BF16) return f_load_bf16((const uint16_t *)p + index);
     if (type == TYPE_F16) return f_load_f16((const uint16_t *)p + index);

@@ -18,7 +18,7 @@ static void pair_tables(uint32_t first[2][16], uint32_t second[2][16]) {
 }
 
 /* As tile_planes. */
-INLINE void tile_s24(const Linear *l, const Run *run, int h0, const int H, const Digits *x, int64_t row, const int M, const int D,
+INLINE void tile_s24(const Linear *l, const Stretch *run, int h0, const int H, const Digits *x, int64_t row, const int M, const int D,
                      float *out) {
     uint32_t first[2][16], second[2][16];
     pair_tables(first, second);

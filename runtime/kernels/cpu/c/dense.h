@@ -58,7 +58,8 @@ DENSES(TYPE_BF16)
 DENSES(TYPE_F16)
 DENSES(TYPE_F8)
 #define DENSE_TABLE(TYPE) {dense_##TYPE##_1, dense_##TYPE##_2, dense_##TYPE##_3, dense_##TYPE##_4, dense_##TYPE##_5, dense_##TYPE##_6}
-static const dense_t DENSE_OF[4][6] = {DENSE_TABLE(TYPE_F32), DENSE_TABLE(TYPE_BF16), DENSE_TABLE(TYPE_F16), DENSE_TABLE(TYPE_F8)}; /* [type][rows - 1] */
+static const dense_t DENSE_OF[4][6] = { /* [type][rows - 1] */
+    DENSE_TABLE(TYPE_F32), DENSE_TABLE(TYPE_BF16), DENSE_TABLE(TYPE_F16), DENSE_TABLE(TYPE_F8)};
 
 static void dense_part(const Linear *l, const float *x, int64_t apart, int64_t rows, void *y, int out_type, int64_t out_stride,
                        int add, const Team *team) {

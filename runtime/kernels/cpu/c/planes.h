@@ -40,7 +40,10 @@ INLINE Eight eight_columns(const uint8_t *w, const Small *small, const int bits,
         return (Eight){w_and(v, mask), apart ? w_and(v, mask << 4) : w_and(w_shift(v, -4), mask)};
     }
     W low = v, high = w_shift(v, -4);
-    if (bits & 2) low = w_select(15, low, w_shift(small->two[k / 2], 4 - place)), high = w_select(15, high, w_shift(small->two[k / 2], -place));
+    if (bits & 2) {
+        low = w_select(15, low, w_shift(small->two[k / 2], 4 - place));
+        high = w_select(15, high, w_shift(small->two[k / 2], -place));
+    }
     if (bits == 5) low = w_select(15, low, w_shift(small->one, 4 - k)), high = w_select(15, high, w_shift(small->one, -k));
     if (bits == 7) low = w_select(63, low, w_shift(small->one, 6 - k)), high = w_select(63, high, w_shift(small->one, 2 - k));
     return (Eight){w_and(low, mask), w_and(high, mask)};

@@ -29,8 +29,12 @@
             else tile_planes(l, run, h, V, x, row, M, D, bits, BITS == 8, out);                                      \
         }                                                                                                            \
     }
-#define FEW_TILES(B, MOST) TILE(B, 1, 1, MOST) TILE(B, 1, 2, MOST) TILE(B, 1, 3, MOST) TILE(B, 1, 4, MOST) TILE(B, 2, 1, MOST) TILE(B, 2, 2, MOST) TILE(B, 3, 1, MOST)
-#define ALL_TILES(B, MOST) FEW_TILES(B, MOST) TILE(B, 1, 5, MOST) TILE(B, 1, 6, MOST) TILE(B, 1, 7, MOST) TILE(B, 1, 8, MOST) TILE(B, 2, 3, MOST) TILE(B, 2, 4, MOST) TILE(B, 3, 2, MOST) TILE(B, 3, 3, MOST)
+#define FEW_TILES(B, MOST)                                                                    \
+    TILE(B, 1, 1, MOST) TILE(B, 1, 2, MOST) TILE(B, 1, 3, MOST) TILE(B, 1, 4, MOST)           \
+    TILE(B, 2, 1, MOST) TILE(B, 2, 2, MOST) TILE(B, 3, 1, MOST)
+#define ALL_TILES(B, MOST)                                                                                        \
+    FEW_TILES(B, MOST) TILE(B, 1, 5, MOST) TILE(B, 1, 6, MOST) TILE(B, 1, 7, MOST) TILE(B, 1, 8, MOST)            \
+    TILE(B, 2, 3, MOST) TILE(B, 2, 4, MOST) TILE(B, 3, 2, MOST) TILE(B, 3, 3, MOST)
 ALL_TILES(1, MOST_STREAMS(4))
 #if DIRECT
 FEW_TILES(2, DIRECT)
@@ -143,7 +147,8 @@ static void integer_part(const Linear *l, const Digits *x, void *y, int out_type
             int64_t count = x->rows - row < BLOCK_ROWS ? x->rows - row : BLOCK_ROWS;
             memset(out, 0, (size_t)count * PANEL * 4);
             for (int64_t g = 0; g < x->groups; g += block) {
-                Stretch run = {l->weight + (n / PANEL * x->groups + g) * size, n / PANEL, g, g + block < x->groups ? g + block : x->groups, 1};
+                int64_t last = g + block < x->groups ? g + block : x->groups;
+                Stretch run = {l->weight + (n / PANEL * x->groups + g) * size, n / PANEL, g, last, 1};
                 if (direct) {
                     TILE_OF[bits][x->digits - 1][x->rows - 1](l, &run, x, 0, out);
                     continue;

@@ -154,8 +154,6 @@ def _why_not_streamed(parts: Parts, ranges: Mapping[int, range]) -> str | None:
     """Why the decoder in C cannot compute on a ring's buffers: weights lie in the file otherwise than it reads them."""
     for number, addresses in ranges.items():
         block = parts.blocks[number]
-        if any(OPS[block.ops[i].kind] == "mixture" for i in range(block.count)):
-            return "experts of its streamed layers are not read from a ring"
         if any(linear.weight not in addresses for _, linear in linears(block.ops, block.count)):
             return "matrices of its streamed layers lie transposed in the file"
     return None

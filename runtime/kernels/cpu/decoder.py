@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from runtime.kernels.cpu.attention import PAGE
+from runtime.kernels.cpu.attention import PAGE, Storage
 from runtime.kernels.cpu.library import Linear, fields
 
 SKIP_ATTENTION, SKIP_MLP = 1, 2  # of `Block.skip`
@@ -17,7 +17,7 @@ class Block(ctypes.Structure):
 
     _fields_ = (
         *fields(Linear, "query", "key", "value", "output", "gate", "up", "down"),
-        *fields(_p, "input_norm", "mlp_norm", "query_norm", "key_norm", "keys", "values"),
+        *fields(_p, "input_norm", "mlp_norm", "query_norm", "key_norm", "keys", "values", "stored"),
         *fields(_i64, "window", "skip"),
     )
 
@@ -29,6 +29,7 @@ class Decoder(ctypes.Structure):
         *fields(_i64, "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "rotary"),
         *fields(_i32, "cache_type", "digits"),
         *fields(_f32, "eps", "scale"),
+        *fields(Storage, "storage"),
         *fields(ctypes.POINTER(Block), "blocks"),
         *fields(_p, "final_norm"),
         *fields(Linear, "head"),
@@ -43,6 +44,8 @@ class Step(ctypes.Structure):
         *fields(_p, "x", "sequence", "position", "slot", "base", "path"),  # of each row
         *fields(_p, "slots", "pages", "cosine", "sine"),  # of all
         *fields(_p, "output", "logits", "record", "memory"),  # whose logits, and where results go
+        *fields(_p, "settle", "broken"),  # pages that are stored in fewer bits from now on
+        *fields(_i64, "settled"),
         *fields(ctypes.POINTER(Decoder), "decoder"),
     )
 

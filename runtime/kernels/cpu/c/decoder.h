@@ -8,6 +8,7 @@ typedef struct {
     const float *input_norm, *mlp_norm;
     const float *query_norm, *key_norm; /* [head_dim], or NULL */
     char *keys, *values;                /* this layer's pages */
+    char *stored;                       /* those of them that are stored in fewer bits, or NULL */
     int64_t window;                     /* positions a query sees; 0: all before it */
     int64_t skip;                       /* of SKIP_ATTENTION and SKIP_MLP: what is left out */
 } Block;
@@ -17,6 +18,7 @@ typedef struct {
     int64_t layers, hidden, intermediate, heads, kv_heads, head_dim, rotary; /* rotary: how many of head_dim are rotated */
     int32_t cache_type, digits;
     float eps, scale;
+    Storage storage;
     const Block *blocks;
     const float *final_norm;
     Linear head;
@@ -37,12 +39,15 @@ typedef struct {
     float *logits;              /* [outputs, vocabulary] */
     float *record;              /* [layers, rows, hidden]: x after each layer that is run; NULL: nobody wants it */
     char *memory;               /* decoder_memory(...) bytes */
+    const int32_t *settle;      /* [settled]: pages to be stored in fewer bits when their tokens are written */
+    int32_t *broken;            /* set to 1 where that cannot hold a number */
+    int64_t settled;
     const Decoder *decoder;
 } Step;
 
 typedef struct {
     float *normed, *q, *k, *v, *gate, *up;
-    char *digits;
+    char *digits, *partials;
 } Scratch;
 
 static int64_t wider(const Linear *l, int64_t width) { /* of the padded input of l */
@@ -67,6 +72,7 @@ static int64_t lay_out(const Decoder *d, int64_t rows, char *memory, Scratch *s)
     s->gate = (float *)(memory + at), at += align64(rows * d->intermediate * 4);
     s->up = (float *)(memory + at), at += align64(rows * d->intermediate * 4);
     s->digits = memory + at, at += align64(digits_bytes(rows, d->digits, wide, wide / 16 + 1));
+    s->partials = memory + at, at += align64(attention_memory(d->head_dim));
     return at;
 }
 int64_t decoder_memory(const Decoder *d, int64_t rows) {
@@ -126,14 +132,18 @@ static void place_heads(const Step *step, const Block *b, const Cache *cache, co
     }
 }
 
+static Cache layer_cache(const Decoder *d, const Block *b) {
+    return (Cache){b->keys, b->values, b->stored, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim, (int32_t)d->head_dim, d->storage};
+}
+
 static void run_attention(const Step *step, const Block *b, const Scratch *s, const Team *team) {
     const Decoder *d = step->decoder;
     int64_t rows = step->rows;
-    Cache cache = {b->keys, b->values, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim, (int32_t)d->head_dim};
+    Cache cache = layer_cache(d, b);
     Attention a = {
         .cache = cache, .rows = rows, .heads = d->heads, .window = b->window, .pages_stride = step->pages_stride, .sequence = step->sequence,
         .position = step->position, .base = step->base, .path = step->slot ? step->path : NULL, .slots = step->slots, .pages = step->pages,
-        .query = s->q, .out = s->normed, .scale = d->scale,
+        .query = s->q, .out = s->normed, .scale = d->scale, .memory = s->partials,
     };
     norm_rows(step->x, b->input_norm, rows, d->hidden, d->eps, s->normed, team);
     team_barrier(team);
@@ -141,6 +151,10 @@ static void run_attention(const Step *step, const Block *b, const Scratch *s, co
     team_barrier(team);
     place_heads(step, b, &cache, s, team);
     team_barrier(team);
+    if (step->settled) {
+        store_pages(&cache, step->settle, step->settled, step->broken, team);
+        team_barrier(team);
+    }
     attention_part(&a, team);
     team_barrier(team);
     project(d, (const Linear *[]){&b->output}, (float *[]){step->x}, 1, s->normed, rows, 1, s->digits, team);
@@ -191,7 +205,7 @@ void decoder_step(const Step *step, int32_t threads) { parallel(step_job, (void 
 void decoder_copy(const Decoder *d, const int32_t *pages, int64_t count, const int64_t *from, const int64_t *to) {
     for (int64_t layer = 0; layer < d->layers; layer++) {
         const Block *b = d->blocks + layer;
-        Cache cache = {b->keys, b->values, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim, (int32_t)d->head_dim};
+        Cache cache = layer_cache(d, b);
         for (int64_t i = 0; i < count; i++) cache_copy(&cache, pages, from[i], to[i]);
     }
 }

@@ -8,6 +8,8 @@
 #include "product.h"
 #include "tiles.h"
 #include "elementwise.h"
+#include "kv_page.h"
+#include "kv_store.h"
 #include "attention.h"
 #include "decoder.h"
 

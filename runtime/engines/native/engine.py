@@ -1,7 +1,7 @@
-"""Native CPU engine: a Llama-like decoder whose whole step runs in C, with a paged KV cache.
+"""Native CPU engine: a decoder whose whole step runs in C, as a program of typed operations, with a paged KV cache.
 
-It takes over a transformers model whose layers are compressed (the same weights, nothing is copied) where every part of its blocks is one
-that decoder.h knows; `read_parts` says what is missing otherwise, and the torch engine runs the model instead. The residual stream, norms
+It takes over a transformers model (the same weights, nothing is copied) where every part of its forward pass is an operation that
+program.h knows; `read_parts` says what is missing otherwise, and the torch engine runs the model instead. The residual stream, norms
 and attention are float32, so its numbers are closer to a float32 model than those of transformers in bfloat16.
 """
 
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
 
 from runtime.engines.base import Chunk, output_rows
-from runtime.engines.llama_structure import FusedEngine
+from runtime.engines.fused import FusedEngine
 from runtime.engines.native.parts import Parts, read_parts
 from runtime.engines.native.pool import Pool
+from runtime.engines.native.proof import disproof
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Decoder, Step
 from runtime.layers.compressed_linear import CompressedLinear
@@ -69,6 +69,14 @@ def row_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(each, dtype=torch.int32 if name in short else None) for name, each in found.items()}
 
 
+class Tables(NamedTuple):
+    """Cosines and sines of so many positions, of every rotation, and their addresses."""
+
+    positions: int
+    tensors: list[torch.Tensor]
+    addresses: ctypes.Array[ctypes.c_void_p]
+
+
 class Ready(NamedTuple):
     """A step to be run.
 
@@ -76,13 +84,14 @@ class Ready(NamedTuple):
         step: of decoder.h.
         logits: float32 `[outputs, vocab]`, filled by it.
         x: float32 `[tokens, hidden]`, the residual stream: before it what the first layer reads, then what the last one leaves.
-        tensors: all that it points to.
+        tensors, tables: all that it points to.
     """
 
     step: Step
     logits: torch.Tensor
     x: torch.Tensor
     tensors: dict[str, torch.Tensor]
+    tables: Tables
 
 
 class LlamaEngine(FusedEngine):
@@ -97,9 +106,10 @@ class LlamaEngine(FusedEngine):
         super().__init__(torch_engine, parts)
         self._library = found
         self.most_rows = MOST_ROWS
-        self.page_bytes = 2 * len(parts.blocks) * parts.kv_heads * parts.head_dim * PAGE * parts.cache_dtype.itemsize
-        self._embedding: nn.Module = self.module.get_input_embeddings()
-        self._rotary = (torch.empty(0), torch.empty(0))
+        self.page_bytes = (
+            len(parts.blocks) * parts.kv_heads * (parts.head_dim + parts.value_dim) * PAGE * parts.cache_dtype.itemsize
+        )
+        self._tables = Tables(0, [], (ctypes.c_void_p * 0)())
         self._local = threading.local()
         digits = parts.decoder.digits
         self.description = f"decoder in C ({found.isa_name().decode()}, {digits}-digit activations)"
@@ -127,7 +137,7 @@ class LlamaEngine(FusedEngine):
         self, pool: Pool, chunks: Sequence[Chunk], hidden: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits, x = self._run(pool, chunks, output_rows(chunks))
-        return logits, self._normed(x) if hidden else None
+        return logits, self.parts.normed(x) if hidden else None
 
     def keep(self, pool: Pool, chunk: Chunk, path: Sequence[int]) -> None:
         moves = [(index, place) for place, index in enumerate(path) if index != place]
@@ -137,12 +147,6 @@ class LlamaEngine(FusedEngine):
             self._library.decoder_copy(
                 ctypes.byref(pool.decoder), pages.data_ptr(), len(moves), source.data_ptr(), target.data_ptr()
             )
-
-    def _normed(self, x: torch.Tensor) -> torch.Tensor:
-        """What the head reads of the residual stream `[rows, hidden]`."""
-        parts = self.parts
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + parts.decoder.eps)
-        return x * scale * parts.final_norm
 
     @torch.inference_mode()
     def _run(self, pool: Pool, chunks: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,11 +179,11 @@ class LlamaEngine(FusedEngine):
         pages = [[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in chunks]
         tensors["pages"] = torch.tensor(pages, dtype=torch.int32)
         # A lookup is a tensor of its own: C may overwrite it.
-        tensors["x"] = self._embedding(ids).float().contiguous() if x is None else x
-        tensors["cosine"], tensors["sine"] = self._rotation(end)
+        tensors["x"] = self.parts.embed(ids, tensors["position"]) if x is None else x
         tensors["output"] = torch.tensor(list(outputs), dtype=torch.int32)
         tensors["logits"] = torch.empty(len(outputs), self.parts.vocabulary)
         tensors["memory"] = self._memory(decoder, ids.numel())
+        tables = self._rotations(end)
         step = Step(
             rows=ids.numel(),
             outputs=len(outputs),
@@ -187,9 +191,10 @@ class LlamaEngine(FusedEngine):
             first=0,
             last=decoder.layers,
             decoder=ctypes.pointer(decoder),
+            tables=ctypes.addressof(tables.addresses),
             **{name: tensor.data_ptr() for name, tensor in tensors.items()},
         )
-        return Ready(step, tensors["logits"], tensors["x"], tensors)
+        return Ready(step, tensors["logits"], tensors["x"], tensors, tables)
 
     def compute(self, step: Step, pool: Pool | None = None) -> None:
         """Run a prepared step; the pool is what engines look up that do not have all weights in memory."""
@@ -203,23 +208,39 @@ class LlamaEngine(FusedEngine):
             memory = self._local.memory = torch.empty(wanted, dtype=torch.uint8)
         return memory
 
-    def _rotation(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines `[positions or more, rotary / 2]`, float32, from the model's own rotary module."""
-        cosine, sine = self._rotary
-        if cosine.shape[0] < positions:
+    def _rotations(self, positions: int) -> Tables:
+        """Of so many positions or more, from the model's own rotary modules."""
+        found = self._tables
+        if found.positions < positions:
             count = max(256, 1 << (positions - 1).bit_length())
-            cosine, sine = self.parts.rotation(count)
-            self._rotary = (cosine, sine)
-        return cosine, sine
+            tables = self.parts.rotation(count)
+            addresses = (ctypes.c_void_p * len(tables))(*(each.data_ptr() for each in tables))
+            found = self._tables = Tables(count, tables, addresses)
+        return found
 
 
 def take_over(engine: TorchEngine) -> LlamaEngine | None:
-    """The native engine for this model, or None where it does not fit; the reason goes to the log."""
+    """The native engine for this model, or None where it does not fit; the log and the engine's `explain` say why."""
+    found = read_engine(engine)
+    if isinstance(found, LlamaEngine):
+        return found
+    leave(engine, found)
+    return None
+
+
+def read_engine(engine: TorchEngine) -> LlamaEngine | str:
+    """The native engine, if it knows the model and computes a probe as the modules do; otherwise the reason."""
     parts = read_parts(engine.module, engine.device)
     if isinstance(parts, str):
-        _log.info("transformers computes this model, not the decoder in C: %s", parts)
-        return None
-    return LlamaEngine(engine, parts)
+        return parts
+    found = LlamaEngine(engine, parts)
+    return disproof(found) or found
 
 
-__all__ = ["LlamaEngine", "take_over"]
+def leave(engine: TorchEngine, reason: str) -> None:
+    """Say why transformers' modules compute a model."""
+    _log.info("transformers computes this model, not the decoder in C: %s", reason)
+    engine.why_modules = f"not the decoder in C: {reason}"
+
+
+__all__ = ["LlamaEngine", "leave", "read_engine", "take_over"]

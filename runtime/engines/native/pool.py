@@ -9,7 +9,7 @@ import torch
 
 from runtime.engines.base import Chunk
 from runtime.engines.native.parts import Parts
-from runtime.kernels.cpu.decoder import PAGE, Block, Decoder
+from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Op
 
 
 class Recorder:
@@ -33,16 +33,20 @@ def _place(pages: Sequence[int], start: int) -> tuple[int, int]:
 
 
 def decoder_of(parts: Parts, blocks: Sequence[Block]) -> Decoder:
-    """A decoder with other blocks; it keeps the copies of these that it points to."""
+    """A decoder with other blocks; it keeps the copies of these and of their operations that it points to."""
     decoder = Decoder()
     ctypes.pointer(decoder)[0] = parts.decoder
     decoder.layers = len(blocks)
-    decoder.blocks = (Block * len(blocks))(*blocks)
+    own = (Block * len(blocks))(*blocks)
+    decoder.operations = [(Op * block.count)(*block.ops[: block.count]) for block in blocks]
+    for block, operations in zip(own, decoder.operations, strict=True):
+        block.ops = operations
+    decoder.blocks = own
     return decoder
 
 
 class Pool:
-    """Pages of keys and values: for each layer `[pages, kv_heads, head_dim, PAGE]` and `[pages, kv_heads, PAGE, head_dim]`.
+    """Pages of keys and values: for each layer `[pages, kv_heads, head_dim, PAGE]` and `[pages, kv_heads, PAGE, value_dim]`.
 
     Attributes:
         recorder: records the next step, once; None: nobody wants it.
@@ -51,9 +55,9 @@ class Pool:
     def __init__(self, parts: Parts, count: int, blocks: Sequence[Block] | None = None) -> None:
         """`blocks`: the layers; None: all of the model's."""
         layers = parts.blocks if blocks is None else blocks
-        shape = (count, parts.kv_heads, parts.head_dim * PAGE)
+        sizes = (parts.head_dim, parts.value_dim) * len(layers)
         # Not touched here: the operating system gives the memory when a page is first written.
-        self.tensors = [torch.empty(shape, dtype=parts.cache_dtype) for _ in range(2 * len(layers))]
+        self.tensors = [torch.empty(count, parts.kv_heads, size * PAGE, dtype=parts.cache_dtype) for size in sizes]
         self.count = count
         self.decoder = decoder_of(parts, layers)
         self.blocks = self.decoder.blocks

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from runtime.engines.base import Chunk, output_rows
-from runtime.engines.llama_structure import read_block
 from runtime.engines.native.engine import LlamaEngine
-from runtime.engines.native.parts import MLP, PROJECTIONS, Structures
+from runtime.engines.native.parts import Structures, linears
 from runtime.engines.native.pool import Pool, decoder_of
+from runtime.engines.program.operations import Norm
 from runtime.errors import ArtifactError
-from runtime.kernels.cpu.decoder import PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder
+from runtime.kernels.cpu.decoder import OPS, PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder, Op
 from runtime.kernels.cpu.library import KINDS, TYPES, Linear
 
 #: Bytes of a weight by kind; of 2:4, four bits a remaining weight and two for its position.
@@ -72,7 +73,7 @@ class View:
     def weight_bytes(self) -> float:
         """Bytes of weights that a token reads."""
         blocks = self.engine.parts.blocks
-        return linear_bytes(self.engine.parts.decoder.head) + sum(
+        return linear_bytes(self.engine.parts.head) + sum(
             block_bytes(blocks[layer], skip) for layer, skip in self._skips.items()
         )
 
@@ -99,8 +100,7 @@ def with_skip(block: Block, skip: int) -> Block:
 
 def block_bytes(block: Block, skip: int = 0) -> float:
     """Bytes of weights that a token reads of a block."""
-    fields = [*(() if skip & SKIP_ATTENTION else PROJECTIONS), *(() if skip & SKIP_MLP else MLP)]
-    return sum(linear_bytes(getattr(block, field)) for field in fields)
+    return sum(linear_bytes(linear) for op, linear in linears(block.ops, block.count) if not op.half & skip)
 
 
 def linear_bytes(linear: Linear) -> float:
@@ -145,7 +145,7 @@ class Adapter:
         parts = engine.parts
         self.engine = engine
         self.most_rows, self.logits_width = engine.most_rows, engine.logits_width
-        self.page_bytes = 2 * parts.kv_heads * parts.head_dim * PAGE * parts.cache_dtype.itemsize
+        self.page_bytes = parts.kv_heads * (parts.head_dim + parts.value_dim) * PAGE * parts.cache_dtype.itemsize
         model: Any = engine.module.model
         with torch.device("meta"):
             own = type(model.layers[layer])(model.config, layer)
@@ -161,18 +161,24 @@ class Adapter:
         if tensors.keys() != wanted.keys():
             raise ArtifactError(f"{where} holds {min(tensors.keys() - wanted)}, which is no part of an adapter")
         own.load_state_dict({name: tensor.contiguous() for name, tensor in tensors.items()}, strict=False, assign=True)
-        structures = Structures()
-        self.block = structures.block(read_block(own, model.config))
+        program = parts.program
+        structures = Structures(parts.buffers, own, f"{program.layers[layer].name}.")
+        self.block = structures.block(program.layers[layer])
         self.block.skip = 0 if whole else SKIP_MLP
-        self.norm = own.norm.weight.detach().float()
-        self._keep = [tensor for tensor in [*structures.keep, self.norm] if tensor.device.type != "meta"]
-        self.weight_bytes = sum(tensor.nbytes for tensor in self._keep)
-        self.read_bytes = block_bytes(self.block, self.block.skip) + linear_bytes(parts.decoder.head)
+        # The engine's tail with the adapter's norm.
+        self._tail = (Op * len(parts.tail))(*parts.tail)
+        final = next(each.weights for each in program.tail if isinstance(each, Norm))
+        weight, bias, _ = structures.norm(replace(final, module="norm"))
+        norm = next(op.norm for op in self._tail if OPS[op.kind] == "norm")
+        norm.weight, norm.bias = weight, bias
+        self._keep = [structures.arrays, *(each for each in structures.keep if each.device.type != "meta")]
+        self.weight_bytes = sum(tensor.nbytes for tensor in self._keep[1:])
+        self.read_bytes = block_bytes(self.block, self.block.skip) + linear_bytes(parts.head)
 
     def make_memory(self, count: int) -> Pool:
         """Pages of the adapter's own keys and values."""
         pool = Pool(self.engine.parts, count, [self.block])
-        pool.decoder.final_norm = self.norm.data_ptr()
+        pool.decoder.tail = self._tail
         return pool
 
     @torch.inference_mode()

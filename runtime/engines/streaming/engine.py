@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from runtime.engines.base import Chunk, Engine
-from runtime.engines.native.engine import LlamaEngine
-from runtime.engines.native.parts import Parts, read_parts
+from runtime.engines.native.engine import LlamaEngine, leave, read_engine
+from runtime.engines.native.parts import Parts
 from runtime.engines.native.pool import Pool
 from runtime.engines.streaming.plan import Plan, cache_budget, plan, reserve_for
 from runtime.engines.streaming.prepared_file import Group, Place, PreparedFile, put, share, values
 from runtime.engines.streaming.ring import DeviceSlots, HostSlots, RangeReader, Ring, Slots, aligned
 from runtime.engines.torch.engine import Blueprint, TorchEngine
 from runtime.errors import RequestError
-from runtime.kernels.cpu.decoder import Step
+from runtime.kernels.cpu.decoder import OPS, Block, Op, Step
 from runtime.modeling.weights import to_device
 from runtime.system.memory import free_bytes
 
@@ -128,13 +128,15 @@ def _streaming(blueprint: Blueprint, file: PreparedFile, decided: Plan, policy: 
     ring = Ring(_slots(file, blocks, decided, device), decided.streamed)
     try:
         fused = blueprint.compressed and blueprint.kernels != "reference" and policy is None
-        parts = read_parts(model, device) if fused else "transformers' modules are asked for"
-        if isinstance(parts, Parts):
+        found = read_engine(TorchEngine(model, device)) if fused else "transformers' modules are asked for"
+        if not isinstance(found, str):
             file.forget()  # the pages that were looked at (norms, biases) are copied where they are needed
             base = torch.frombuffer(file.mapped(), dtype=torch.uint8).data_ptr()
             ranges = {i: range(base + group.begin, base + group.end) for i, group in moving.items()}
-            return StreamedLlama(TorchEngine(model, device), parts, ranges, ring, decided.bytes)
+            return StreamedLlama(TorchEngine(model, device), found.parts, ranges, ring, decided.bytes)
         engine = StreamedTorch(model, device, file, moving, ring, decided.bytes)
+        if fused:
+            leave(engine, found)
         if policy is not None:
             engine.compress_cache(policy)
         return engine
@@ -179,7 +181,7 @@ class StreamedLlama(_Streamed, LlamaEngine):
     ) -> None:
         super().__init__(engine, parts)
         self._stream(ring, weights)
-        # Of each streamed block, where its C structure has addresses of tensors, and how far these are from the block's begin.
+        # Of each streamed block, where its operations have addresses of tensors, and how far these are from the block's begin.
         self._moves = {
             number: [
                 (offset, address - addresses.start)
@@ -207,17 +209,26 @@ class StreamedLlama(_Streamed, LlamaEngine):
                 super().compute(step, pool)
                 continue
             with self.ring.block(first) as slot:
-                at, base = ctypes.addressof(pool.blocks[first]), self.ring.slots.buffers[slot].data_ptr()
+                at, base = ctypes.addressof(pool.blocks[first].ops.contents), self.ring.slots.buffers[slot].data_ptr()
                 for offset, distance in self._moves[first]:
                     ctypes.c_void_p.from_address(at + offset).value = base + distance
                 super().compute(step, pool)
 
 
-def _addresses(structure: ctypes.Structure, at: int = 0) -> Iterator[tuple[int, int]]:
-    """Offset and value of every address in a structure."""
+def _addresses(block: Block) -> Iterator[tuple[int, int]]:
+    """Offset and value of every address of a weight in a block's operations."""
+    for number in range(block.count):
+        op = block.ops[number]
+        kind = OPS[op.kind]
+        field = getattr(Op, kind, None)  # of those that have weights
+        if field is not None and kind not in ("gate", "cap"):
+            yield from _within(getattr(op, kind), number * ctypes.sizeof(Op) + field.offset)
+
+
+def _within(structure: ctypes.Structure, at: int) -> Iterator[tuple[int, int]]:
     for name, kind in structure._fields_:  # type: ignore[misc]
         value, place = getattr(structure, name), at + getattr(type(structure), name).offset
         if issubclass(kind, ctypes.Structure):
-            yield from _addresses(value, place)
+            yield from _within(value, place)
         elif kind is ctypes.c_void_p and value is not None:
             yield place, value

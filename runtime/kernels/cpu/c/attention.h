@@ -62,7 +62,7 @@ typedef struct {
 } Visit;
 
 /* Weights of a page's scores, in place of them: [first, last) are positions that the query sees. Returns what is kept of sums so far. */
-static float page_softmax(float score[PAGE], int first, int last, Partial partial) {
+static float page_softmax(float *score, int first, int last, Partial partial) {
     float lane[16], top = *partial.largest;
     if (first > 0 || last < PAGE) /* what a query does not see weighs nothing; stale memory may hold anything */
         for (int p = 0; p < PAGE; p++) score[p] = p >= first && p < last ? score[p] : -INFINITY;
@@ -89,14 +89,14 @@ static float page_softmax(float score[PAGE], int first, int last, Partial partia
     return keep;
 }
 
-static void finish_scores(const Attention *a, float score[PAGE]) {
+static void finish_scores(const Attention *a, float *score) {
     for (int p = 0; p < PAGE; p++) score[p] *= a->scale;
     if (a->softcap > 0.0f) /* tanh x = 1 - 2 / (e^2x + 1) */
         for (int p = 0; p < PAGE; p++) score[p] = a->softcap * (1.0f - 2.0f / (exp_fast(score[p] * (2.0f / a->softcap)) + 1.0f));
 }
 
 /* Scores of positions [page * PAGE, end), of which the branch of the row has some elsewhere; and their values, in order. */
-static void branch_scores(const Attention *a, const Rows *b, int64_t page, int64_t end, const Visit *t, float *const *score, char *values) {
+static void branch_scores(const Attention *a, const Rows *b, int64_t page, int64_t end, const Visit *t, const Factors *query, Factors *score, char *values) {
     const Cache *cache = &a->cache;
     int64_t r = t->row[0], base = a->base[r], row = cache->value_dim * element_bytes(cache->type);
     const int32_t *slots = a->slots + a->path[r];
@@ -107,7 +107,7 @@ static void branch_scores(const Attention *a, const Rows *b, int64_t page, int64
         if (slot / PAGE != held) { /* a branch goes forward in memory: each page once */
             held = slot / PAGE;
             Matrix keys = plain_keys(cache, b->head, b->pages[held]);
-            page_product(&keys, 0, PAGE, 0, cache->head_dim, t->count, t->query, NULL, into);
+            page_product(&keys, 0, PAGE, 0, cache->head_dim, t->count, query, NULL, into);
         }
         for (int q = 0; q < t->count; q++) score[q][p % PAGE] = there[q][slot % PAGE];
         memcpy(values + p % PAGE * row, plain_values(cache, b->head, b->pages[slot / PAGE]).data + slot % PAGE * row, (size_t)row);
@@ -118,14 +118,19 @@ static void branch_scores(const Attention *a, const Rows *b, int64_t page, int64
 static void attend_page(const Attention *a, const Rows *b, int64_t page, int stored, int branch, const Visit *t) {
     const Cache *cache = &a->cache;
     char ordered[branch ? PAGE * cache->value_dim * 4 : 1];
-    float scores[QUERIES][PAGE], keep[QUERIES], *score[QUERIES], *out[QUERIES];
+    Factors factors[QUERIES], score[QUERIES];
+    const Factors *query = (const Factors *)factors;
+    float keep[QUERIES], *scores[QUERIES], *out[QUERIES];
     int first = PAGE, last = 0;
-    for (int q = 0; q < t->count; q++) score[q] = scores[q], out[q] = t->partial[q].out;
-    if (branch) branch_scores(a, b, page, a->position[t->row[0]] + 1, t, score, ordered);
-    else if (stored) stored_scores(cache, b->head, b->pages[page], t->count, t->query, score);
+    for (int q = 0; q < t->count; q++) {
+        scores[q] = score[q], out[q] = t->partial[q].out;
+        memcpy(factors[q], t->query[q], (size_t)cache->head_dim * 4);
+    }
+    if (branch) branch_scores(a, b, page, a->position[t->row[0]] + 1, t, query, score, ordered);
+    else if (stored) stored_scores(cache, b->head, b->pages[page], t->count, query, scores);
     else {
         Matrix keys = plain_keys(cache, b->head, b->pages[page]);
-        page_product(&keys, 0, PAGE, 0, cache->head_dim, t->count, t->query, NULL, score);
+        page_product(&keys, 0, PAGE, 0, cache->head_dim, t->count, query, NULL, scores);
     }
     for (int q = 0; q < t->count; q++) {
         int64_t from = row_from(a, t->row[q]) - page * PAGE, until = a->position[t->row[q]] + 1 - page * PAGE;
@@ -134,11 +139,11 @@ static void attend_page(const Attention *a, const Rows *b, int64_t page, int sto
         finish_scores(a, score[q]);
         keep[q] = page_softmax(score[q], begin, end, t->partial[q]);
     }
-    if (stored) stored_values(cache, b->head, b->pages[page], t->count, score, keep, out);
+    if (stored) stored_values(cache, b->head, b->pages[page], t->count, (const Factors *)score, keep, out);
     else {
         Matrix values = plain_values(cache, b->head, b->pages[page]);
         if (branch) values.data = ordered;
-        page_product(&values, 0, cache->value_dim, first, last, t->count, (const float *const *)score, keep, out);
+        page_product(&values, 0, cache->value_dim, first, last, t->count, (const Factors *)score, keep, out);
     }
 }
 

@@ -8,9 +8,12 @@
 #include "product.h"
 #include "tiles.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "kv_page.h"
 #include "kv_store.h"
 #include "attention.h"
+#include "program.h"
+#include "operations.h"
 #include "decoder.h"
 
 const char *isa_name(void) { return ISA_NAME; }

@@ -6,6 +6,7 @@
  * codes is then a shift away. */
 #define PAGE 64
 #define CODE_LANES 16
+#define MOST_CHANNELS 1024 /* of a head */
 #define QUERIES (LANES == 16 ? 8 : 4) /* multiplied together: they share every load */
 
 enum { KIND_INT8 = 3, KIND_INT4 = 4, KIND_INT2 = 5, KIND_FP8 = 6 }; /* after TYPE_F32, TYPE_BF16, TYPE_F16 */
@@ -57,10 +58,13 @@ INLINE F codes_as_floats(CodeWords words, const int kind, const int field) {
     return result.floats;
 }
 
+/* What a matrix is multiplied with: a row for each query, of channels or of positions. */
+typedef float Factors[MOST_CHANNELS + 16]; /* rows a power of two apart would share few cache lines */
+
 /* y[q][lane] = keep[q] * y[q][lane] + sum of x[q][i] * matrix[i][lane], lanes [begin, end) and indices [first, last); keep NULL: 0.
  * Of packed matrices lanes and indices begin and end at whole words. */
 INLINE void page_product_vectors(const Matrix *m, const int kind, int lane, int first, int last, const int count, const int vectors,
-                                 const float *const *x, const float *keep, float *const *y) {
+                                 const Factors *x, const float *keep, float *const *y) {
     F sum[QUERIES][2];
     UNROLL for (int q = 0; q < count; q++) UNROLL for (int v = 0; v < vectors; v++)
         sum[q][v] = keep ? f_mul(f_load(y[q] + lane + v * LANES), f_set1(keep[q])) : f_zero();
@@ -96,7 +100,7 @@ INLINE void page_product_vectors(const Matrix *m, const int kind, int lane, int 
     UNROLL for (int q = 0; q < count; q++) UNROLL for (int v = 0; v < vectors; v++) f_store(y[q] + lane + v * LANES, sum[q][v]);
 }
 INLINE void page_product_of(const Matrix *m, const int kind, int begin, int end, int first, int last, const int count,
-                            const float *const *x, const float *keep, float *const *y) {
+                            const Factors *x, const float *keep, float *const *y) {
     int lane = begin;
     for (; lane + 2 * LANES <= end; lane += 2 * LANES) page_product_vectors(m, kind, lane, first, last, count, 2, x, keep, y);
     for (; lane + LANES <= end; lane += LANES) page_product_vectors(m, kind, lane, first, last, count, 1, x, keep, y);
@@ -109,7 +113,7 @@ INLINE void page_product_of(const Matrix *m, const int kind, int begin, int end,
         }
 }
 #define PAGE_PRODUCT(NAME, KIND)                                                                                                        \
-    static void NAME(const Matrix *m, int begin, int end, int first, int last, int count, const float *const *x, const float *keep,    \
+    static void NAME(const Matrix *m, int begin, int end, int first, int last, int count, const Factors *x, const float *keep,    \
                      float *const *y) {                                                                                                \
         if (count == QUERIES) page_product_of(m, KIND, begin, end, first, last, QUERIES, x, keep, y);                                  \
         else                                                                                                                           \
@@ -128,9 +132,9 @@ PAGE_PRODUCT(page_product_int8, KIND_INT8)
 PAGE_PRODUCT(page_product_int4, KIND_INT4)
 PAGE_PRODUCT(page_product_int2, KIND_INT2)
 PAGE_PRODUCT(page_product_fp8, KIND_FP8)
-static void page_product(const Matrix *m, int begin, int end, int first, int last, int count, const float *const *x, const float *keep,
+static void page_product(const Matrix *m, int begin, int end, int first, int last, int count, const Factors *x, const float *keep,
                          float *const *y) {
-    static void (*const products[])(const Matrix *, int, int, int, int, int, const float *const *, const float *, float *const *) = {
+    static void (*const products[])(const Matrix *, int, int, int, int, int, const Factors *, const float *, float *const *) = {
         page_product_f32, page_product_bf16, page_product_f16, page_product_int8, page_product_int4, page_product_int2, page_product_fp8};
     products[m->kind](m, begin, end, first, last, count, x, keep, y);
 }

@@ -53,7 +53,7 @@ static Record record_of(const Cache *c, int head, int32_t page) {
 }
 
 /* score [count, PAGE] = query . keys of a stored page */
-static void stored_scores(const Cache *c, int head, int32_t page, int count, const float *const *query, float *const *score) {
+static void stored_scores(const Cache *c, int head, int32_t page, int count, const Factors *query, float *const *score) {
     Record r = record_of(c, head, page);
     int kind = r.keys.kind, n = c->head_dim;
     if (!kind_packed(kind) || kind == KIND_FP8) {
@@ -63,15 +63,12 @@ static void stored_scores(const Cache *c, int head, int32_t page, int count, con
             for (int p = 0; p < PAGE; p++) score[q][p] *= scale[p];
         return;
     }
-    float folded[QUERIES][n];
-    const float *x[QUERIES];
+    Factors folded[QUERIES];
     float scale[n], zero[n];
     for (int d = 0; d < n; d++) scale[d] = load_as(r.key_grid, TYPE_F16, d), zero[d] = load_as(r.key_grid, TYPE_F16, n + d);
-    for (int q = 0; q < count; q++) {
+    for (int q = 0; q < count; q++)
         for (int d = 0; d < n; d++) folded[q][d] = query[q][d] * scale[d];
-        x[q] = folded[q];
-    }
-    page_product(&r.keys, 0, PAGE, 0, n, count, x, NULL, score);
+    page_product(&r.keys, 0, PAGE, 0, n, count, (const Factors *)folded, NULL, score);
     for (int q = 0; q < count; q++) {
         float lane[16] = {0};
         for (int d = 0; d < n; d += 16)
@@ -83,14 +80,14 @@ static void stored_scores(const Cache *c, int head, int32_t page, int count, con
 }
 
 /* out [count, value_dim] = out * keep + weight [count, PAGE] . values of a stored page */
-static void stored_values(const Cache *c, int head, int32_t page, int count, float *const *weight, const float *keep, float *const *out) {
+static void stored_values(const Cache *c, int head, int32_t page, int count, const Factors *weight, const float *keep, float *const *out) {
     Record r = record_of(c, head, page);
     int kind = r.values.kind, n = c->value_dim, width = c->storage.group ? c->storage.group : n, groups = (n + width - 1) / width;
-    float folded[QUERIES][PAGE], scale[PAGE], zero[PAGE];
-    const float *x[QUERIES];
-    for (int q = 0; q < count; q++) x[q] = kind_packed(kind) ? folded[q] : weight[q];
+    Factors folded[QUERIES];
+    const Factors *x = (const Factors *)folded;
+    float scale[PAGE], zero[PAGE];
     if (!kind_packed(kind)) {
-        page_product(&r.values, 0, n, 0, PAGE, count, x, keep, out);
+        page_product(&r.values, 0, n, 0, PAGE, count, weight, keep, out);
         return;
     }
     if (kind == KIND_FP8) {
@@ -181,8 +178,8 @@ INLINE void put_code(const Matrix *m, int lane, int index, uint8_t code) {
 typedef struct { Matrix plain; int by_token, by_channel, size; } Side;
 
 static void store_floats8(const Side *s, const Matrix *m, float *scales, int tokens_are_lanes) {
-    float x[s->size];
-    uint8_t codes[s->size];
+    float x[MOST_CHANNELS];
+    uint8_t codes[MOST_CHANNELS];
     for (int p = 0; p < PAGE; p++) {
         for (int d = 0; d < s->size; d++) x[d] = load_as(s->plain.data, s->plain.kind, p * s->by_token + d * s->by_channel);
         scales[p] = find_scale(x, s->size, codes);

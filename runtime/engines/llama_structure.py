@@ -162,7 +162,9 @@ class _Match:
                 (heads.query, heads.key, heads.value), (general.heads, general.kv_heads, general.kv_heads), strict=True
             )
         ]
-        if found_spans != wanted or heads.pairs or not heads.rotary or attend.softcap or attend.sinks is not None:
+        turned = heads.turned
+        odd = turned.pairs or not turned.rotary or turned.at or attend.softcap or attend.sinks is not None
+        if found_spans != wanted or odd or heads.key_rest is not None:
             raise typed.UnknownError(f"heads of {layer.name} are laid out or rotated in another way than a Llama's")
         norms = [
             norm.weights,

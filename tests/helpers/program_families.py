@@ -30,7 +30,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "Qwen3": {"head_dim": 20},
     "Gemma": {"head_dim": 20},
-    "Gemma2": {"head_dim": 20, "query_pre_attn_scalar": 17, "sliding_window": 9, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0},
+    "Gemma2": {"head_dim": 20, "query_pre_attn_scalar": 17, "sliding_window": 9,
+        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0},
     "Gemma3": {
         "head_dim": 20, "query_pre_attn_scalar": 17, "sliding_window": 9, "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -38,7 +39,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi3": {"rope_parameters": _PARTIAL, "sliding_window": 9},
     "Olmo2": {},
     "Olmo3": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
-    "Granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0, "attention_bias": True},
+    "Granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0,
+        "attention_bias": True},
     "Glm": {"head_dim": 12, "attention_bias": True},
     "Glm4": {"head_dim": 16, "attention_bias": True, "rope_parameters": _PARTIAL},
     "StableLm": {"rope_parameters": _PARTIAL, "use_qkv_bias": True},
@@ -59,6 +61,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Nemotron": {},
     "Phi": {},
     "SmolLM3": {"no_rope_layers": [1, 0]},
+    "Mixtral": {"intermediate_size": 104, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 20, "mlp_only_layers": [0]},
+    "GraniteMoe": {
+        "intermediate_size": 104, "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.1, "logits_scaling": 8.0,
+    },
+    "GptOss": {"intermediate_size": 104, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 20, "sliding_window": 9},
+    "DeepseekV3": {
+        "num_key_value_heads": 6, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "n_shared_experts": 1,
+        "moe_intermediate_size": 32, "first_k_dense_replace": 1, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": 8,
+    },
 }  # fmt: skip
 
 
@@ -68,7 +83,7 @@ def model_of(name: str, **changes: Any) -> Any:
     config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     cls = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
     made = config(**{**SIZES, **FAMILIES.get(name, {}), **changes})
-    made._attn_implementation = "eager" if family == "Gemma2" else "sdpa"
+    made._attn_implementation = "eager" if family in ("Gemma2", "GptOss") else "sdpa"
     torch.manual_seed(0)
     model = cls(made).eval()
     for key, parameter in model.named_parameters():
@@ -87,7 +102,9 @@ def compressed(model: Any) -> tuple[Any, Any]:
         weight = nearest(get_matrix(module).detach().contiguous(), scheme)
         entry = ModuleEntry(scheme, "packed")
         bias = None if module.bias is None else module.bias.detach()
-        layer = CompressedLinear.from_tensors(entry, tuple(weight.values.shape), formats.get("packed").pack(weight), bias, torch.float32)  # type: ignore[arg-type]
+        layer = CompressedLinear.from_tensors(
+            entry, tuple(weight.values.shape), formats.get("packed").pack(weight), bias, torch.float32
+        )  # type: ignore[arg-type]
         layer.prepare()
         small.set_submodule(name, layer)
         twin = dense.get_submodule(name)

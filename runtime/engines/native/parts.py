@@ -30,7 +30,7 @@ from runtime.kernels.cpu.decoder import (
     Op,
     Span,
 )
-from runtime.kernels.cpu.experts import SCORES, Router
+from runtime.kernels.cpu.experts import GATES, SCORES, Router
 from runtime.kernels.cpu.library import TYPES, Linear
 from runtime.layers.native_experts import CLinears, read_experts
 
@@ -97,7 +97,9 @@ class Structures(CLinears):
 
     def _heads(self, op: Op, operation: typed.Heads, slots: dict[str, int]) -> None:
         spans = [self._span(each, slots) for each in (operation.query, operation.key, operation.value)]
-        heads = HeadsOp(*spans, rotary=operation.rotary, rotation=operation.rotation, pairs=operation.pairs)
+        turned, rest = operation.turned, operation.key_rest
+        heads = HeadsOp(*spans, rotary=turned.rotary, rotation=turned.rotation, pairs=turned.pairs, rotary_at=turned.at)
+        heads.rest = Span(buffer=-1) if rest is None else self._span(rest, slots)
         for side, norm in (("query", operation.query_norm), ("key", operation.key_norm)):
             if norm is None:
                 continue
@@ -224,9 +226,22 @@ class Parts(Structures):
         return x
 
 
-def linears(ops: Sequence[Op] | Any, count: int) -> list[tuple[Op, Linear]]:
-    """Of operations, those that are linear layers."""
-    return [(ops[i], ops[i].linear) for i in range(count) if OPS[ops[i].kind] == "linear"]
+def linears(ops: Sequence[Op] | Any, count: int) -> list[tuple[Op, Linear, float]]:
+    """Linear layers of operations, and how much of each a token reads: all, but a share of the experts."""
+    found: list[tuple[Op, Linear, float]] = []
+    for op in (ops[i] for i in range(count)):
+        if OPS[op.kind] == "linear":
+            found.append((op, op.linear, 1.0))
+        elif OPS[op.kind] == "mixture":
+            router, experts = op.mixture.router.contents, op.mixture.experts.contents
+            own = [experts.expert[i] for i in range(experts.count)]
+            each = [
+                x
+                for expert in own
+                for x in (expert.gate, expert.up, expert.down)[experts.activation == GATES["none"] :]
+            ]
+            found += [(op, router.logits, 1.0), *((op, linear, router.chosen / experts.count) for linear in each)]
+    return found
 
 
 def read_parts(model: PreTrainedModel, device: torch.device) -> Parts | str:

@@ -100,7 +100,9 @@ def with_skip(block: Block, skip: int) -> Block:
 
 def block_bytes(block: Block, skip: int = 0) -> float:
     """Bytes of weights that a token reads of a block."""
-    return sum(linear_bytes(linear) for op, linear in linears(block.ops, block.count) if not op.half & skip)
+    return sum(
+        share * linear_bytes(linear) for op, linear, share in linears(block.ops, block.count) if not op.half & skip
+    )
 
 
 def linear_bytes(linear: Linear) -> float:

@@ -63,10 +63,18 @@ class Builder:
             if rows.shape == x.shape and torch.equal(rows, x):
                 return self._settled(name)
         found = self.combination(x)
-        if found is None:
-            return None
-        self.reach(found, who)
-        return Place(STREAM)
+        if found is not None:
+            self.reach(found, who)
+            return Place(STREAM)
+        return self._slice(x)
+
+    def _slice(self, x: torch.Tensor) -> Place | None:
+        """Some columns of a node's rows."""
+        for name, rows in self.nodes():
+            for at in (rows[0, 0] == x[0, 0, 0]).nonzero().flatten().tolist():
+                if torch.equal(rows[..., at : at + x.shape[-1]], x):
+                    return Place(name, at)
+        return None
 
     def _settled(self, name: str) -> Place:
         return Place(STREAM if self._content == {name: 1.0} else name)

@@ -12,12 +12,17 @@ from runtime.engines.program.operations import Span
 
 @dataclass(frozen=True)
 class Turn:
-    """A rotation by numbers: cosines and sines `[2, tokens, rotary / 2]` of the trace; `pairs` as of `Heads`."""
+    """A rotation by numbers: cosines and sines `[2, tokens, rotary / 2]` of the trace; `pairs` as of `Heads`.
+
+    Attributes:
+        apart: the model then takes pairs apart, all first ones before all second ones: if queries and keys are so, scores are the same.
+    """
 
     index: int
     pairs: bool
     cosine: torch.Tensor
     sine: torch.Tensor
+    apart: bool = False
 
     @property
     def rotary(self) -> int:
@@ -53,7 +58,10 @@ def same(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-5) -> 
 
 
 def find_heads(
-    heads: torch.Tensor, nodes: Iterable[tuple[str, torch.Tensor]], turns: Sequence[Turn], factors: Sequence[float]
+    heads: torch.Tensor,
+    nodes: Sequence[tuple[str, torch.Tensor]],
+    turns: Sequence[Turn] = (),
+    factors: Sequence[float] = (1.0,),
 ) -> Found | None:
     """Of which node's rows `[2, tokens, width]` heads `[2, heads, tokens, head_dim]` are made.
 
@@ -61,19 +69,51 @@ def find_heads(
         turns: rotations that they may have gone through; none is tried first.
         factors: that they may be multiplied by.
     """
-    wanted = heads.transpose(1, 2)
-    scales = sorted({1.0, *(float(turn.cosine[0, 0, 0]) for turn in turns)}, key=lambda each: abs(each - 1.0))
+    wanted, width = heads.transpose(1, 2), heads.shape[-1]
+    fitting = [turn for turn in turns if turn.rotary <= width]
+    found = _find(wanted, nodes, (None, *(turn for turn in fitting if not turn.apart)), factors)
+    for turn in fitting:
+        if found is None and turn.apart:
+            n = turn.rotary
+            together = wanted.clone()
+            together[..., 0:n:2], together[..., 1:n:2] = wanted[..., : n // 2], wanted[..., n // 2 : n]
+            found = _find(together, nodes, (turn,), factors)
+    return found
+
+
+def _find(
+    wanted: torch.Tensor,
+    nodes: Iterable[tuple[str, torch.Tensor]],
+    turns: Sequence[Turn | None],
+    factors: Sequence[float],
+) -> Found | None:
+    scales = sorted(
+        {1.0, *(float(turn.cosine[0, 0, 0]) for turn in turns if turn is not None)}, key=lambda each: abs(each - 1.0)
+    )
     for name, rows in nodes:
-        width = wanted.shape[-1]
         for factor in factors:
             bases = _bases(wanted[0, 0] / factor, rows[0, 0], scales)
             if bases is None:
                 continue
-            index = torch.tensor(bases)[:, None] + torch.arange(width)
-            plain = rows[..., index] * factor
-            for turn in (None, *(each for each in turns if each.rotary <= width)):
+            plain = rows[..., torch.tensor(bases)[:, None] + torch.arange(wanted.shape[-1])] * factor
+            for turn in turns:
                 if same(plain if turn is None else turn(plain), wanted):
                     return Found(name, tuple(bases), factor, turn)
+    return None
+
+
+def find_parts(
+    heads: torch.Tensor, nodes: Sequence[tuple[str, torch.Tensor]], turns: Sequence[Turn], factors: Sequence[float]
+) -> tuple[Found, Found | None] | None:
+    """As `find_heads`, also of heads in two parts from different places, of which only the second is rotated (latent attention)."""
+    whole = find_heads(heads, nodes, turns, factors)
+    if whole is not None:
+        return whole, None
+    for rotary in dict.fromkeys(turn.rotary for turn in turns if turn.rotary < heads.shape[-1]):
+        first = find_heads(heads[..., :-rotary], nodes, (), factors)
+        second = find_heads(heads[..., -rotary:], nodes, [turn for turn in turns if turn.rotary == rotary], factors)
+        if first is not None and second is not None and first.factor == second.factor:
+            return first, second
     return None
 
 

@@ -74,11 +74,21 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Turned:
+    """`rotary` numbers of a head from `at` on, rotated by the program's `rotation`: halves against each other, or neighbours (`pairs`)."""
+
+    rotary: int
+    rotation: int
+    pairs: bool
+    at: int = 0
+
+
+@dataclass(frozen=True)
 class Heads:
-    """target = query heads, normed and rotated in their first `rotary` numbers; keys likewise, into the cache with values.
+    """target = query heads, normed and rotated; keys likewise, into the cache with the values.
 
     Attributes:
-        rotation: which of the program's; `pairs`: neighbours are rotated against each other, not halves.
+        key_rest: where the rotated numbers of keys are, at the end of each (latent attention); None: with the others.
     """
 
     query: Span
@@ -87,9 +97,8 @@ class Heads:
     target: Place
     query_norm: NormWeights | None
     key_norm: NormWeights | None
-    rotary: int
-    rotation: int
-    pairs: bool
+    turned: Turned
+    key_rest: Span | None = None
     half: Half = None
 
 
@@ -182,7 +191,17 @@ class Mixture:
     half: Half = None
 
 
-Operation: TypeAlias = Norm | Linear | Heads | Attend | Gate | Add | Cap | Mixture
+@dataclass(frozen=True)
+class Weigh:
+    """target = sigmoid(source) * target, in place; source is one number of a row."""
+
+    source: Place
+    target: Place
+    width: int
+    half: Half = None
+
+
+Operation: TypeAlias = Norm | Linear | Heads | Attend | Gate | Add | Cap | Mixture | Weigh
 
 
 @dataclass(frozen=True)
@@ -204,11 +223,11 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Rotation:
-    """A module of cosines and sines, called with positions and `arguments`; `interleaved`: it repeats each of them, not the half."""
+    """A module of cosines and sines, called with positions and `arguments`; it `repeats` their "half", "each" of them, or "none"."""
 
     module: str
     arguments: tuple[str, ...] = ()
-    interleaved: bool = False
+    repeats: Literal["half", "each", "none"] = "half"
 
 
 @dataclass(frozen=True)
@@ -234,15 +253,15 @@ class Program:
 
 def reads(operation: Operation) -> list[str]:
     """Buffers whose numbers it uses."""
-    found = [_buffer(operation, name) for name in ("source", "other", "query", "key", "value")]
-    if isinstance(operation, Cap) or getattr(operation, "add", False) or isinstance(operation, Add):
+    found = [_buffer(operation, name) for name in ("source", "other", "query", "key", "value", "key_rest")]
+    if isinstance(operation, Cap | Weigh) or getattr(operation, "add", False) or isinstance(operation, Add):
         found.append(_buffer(operation, "target"))
     return [name for name in found if name is not None]
 
 
 def writes(operation: Operation) -> list[str]:
     """Buffers that it changes."""
-    names = {"Heads": ("target", "key"), "Gate": ("source",)}.get(type(operation).__name__, ("target",))
+    names = {"Gate": ("source",)}.get(type(operation).__name__, ("target",))
     return [name for name in (_buffer(operation, each) for each in names) if name is not None]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from runtime.engines.program.activations import find_activation
 from runtime.engines.program.builder import Builder
-from runtime.engines.program.layout import Turn, as_span, distinct, find_heads, same
+from runtime.engines.program.layout import Turn, as_span, distinct, find_heads, find_parts, same
 from runtime.engines.program.leaves import read_norm, shape_of
 from runtime.engines.program.mixtures import read_router
 from runtime.engines.program.operations import (
@@ -31,8 +31,12 @@ from runtime.engines.program.operations import (
     Place,
     Program,
     Rotation,
+    Span,
+    Turned,
     UnknownError,
+    Weigh,
 )
+from runtime.engines.program.tables import once
 from runtime.engines.program.trace import TOKENS, Event, Mask, Trace, trace
 
 if TYPE_CHECKING:
@@ -133,17 +137,19 @@ class _Reader:
             kinds = kinds.get(arguments[0], "default") if arguments else "default"
         if kinds not in _STATIC_ROTATIONS:
             raise UnknownError(f"its rotary embedding is of type {kinds}, which changes with the length")
-        cosine, sine = (each.float().expand(2, -1, -1) for each in event.output)
+        cosine, sine = (each.expand(2, -1, -1) for each in event.output)
         half = cosine.shape[-1] // 2
-        interleaved = not torch.equal(cosine[..., :half], cosine[..., half:])
-        if interleaved and not torch.equal(cosine[..., ::2], cosine[..., 1::2]):
-            raise UnknownError(f"{event.name}, a {type(event.module).__name__}, repeats none of its cosines")
-        rotation = Rotation(event.name, tuple(str(each) for each in arguments), interleaved)
+        repeats: Any = "none"
+        if torch.equal(cosine[..., :half], cosine[..., half:]):
+            repeats = "half"
+        elif torch.equal(cosine[..., ::2], cosine[..., 1::2]):
+            repeats = "each"
+        rotation = Rotation(event.name, tuple(str(each) for each in arguments), repeats)
         if rotation in self.rotations:
             return
-        cut = slice(0, None, 2) if interleaved else slice(0, half)
-        for pairs in (False, True):
-            self.turns.append(Turn(len(self.rotations), pairs, cosine[..., cut], sine[..., cut]))
+        tables = (once(cosine, repeats), once(sine, repeats))
+        for pairs, apart in ((False, False), (True, False), (True, True)):
+            self.turns.append(Turn(len(self.rotations), pairs, *tables, apart))
         self.rotations.append(rotation)
 
     def _embeddings(self, before: Sequence[Event], first: torch.Tensor) -> tuple[Embedding, ...]:
@@ -185,7 +191,8 @@ class _Reader:
             elif event.kind not in ("rotary", "router"):
                 raise UnknownError(f"{event.name}, a {type(event.module).__name__}, is in the middle of a layer")
         left = leave.output[0]
-        whole = build.combination(left.reshape(enter.inputs[0].shape))
+        left = left.reshape(enter.inputs[0].shape)
+        whole = build.combination(left) or self._weighed(build, left)
         if whole is None:
             raise UnknownError(f"{enter.name} leaves no sum of what it read and computed")
         build.reach(whole, enter.name)
@@ -204,9 +211,7 @@ class _Reader:
             heads, given = (
                 ((x, y) if not turned else (x.transpose(1, 2), y.transpose(1, 2))) if x.dim() == 4 else (x, y)
             )
-            found = (
-                find_heads(heads, build.nodes(), (), (1.0,)) if heads.dim() == 4 and heads.shape[2] == TOKENS else None
-            )
+            found = find_heads(heads, build.nodes()) if heads.dim() == 4 and heads.shape[2] == TOKENS else None
             if found is not None:
                 head_norms[name] = _HeadNorm(weights, found.bases, found.name)
                 build.rows[name] = given.transpose(1, 2).flatten(2)
@@ -226,6 +231,21 @@ class _Reader:
             source = found.gate
         outputs, inputs = shape_of(event.name, event.module)
         build.add(Linear(source, Place(name), inputs, outputs, event.name), y)
+
+    def _weighed(self, build: Builder, left: torch.Tensor) -> dict[str, float] | None:
+        """The combination that `left` is once a node has been weighed by another's one number, as an expert is that all tokens share."""
+        nodes = build.nodes()
+        for weight, number in nodes:
+            for name, rows in nodes:
+                if number.shape[-1] != 1 or rows.shape != left.shape:
+                    continue
+                build.rows[name] = number.sigmoid() * rows
+                found = build.combination(left)
+                if found is not None:
+                    build.in_place(Weigh(Place(weight), Place(name), left.shape[-1]))
+                    return found
+                build.rows[name] = rows
+        return None
 
     def _mixture(self, build: Builder, event: Event, name: str, events: Sequence[Event]) -> None:
         x, *given = event.inputs
@@ -256,47 +276,57 @@ class _Reader:
         scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
         own = float(getattr(event.module, "scaling", 1.0) or 1.0)
         found = [
-            find_heads(query, build.nodes(), self.turns, tuple(dict.fromkeys((1.0, own)))),
-            find_heads(key, build.nodes(), self.turns, (1.0,)),
-            find_heads(value, build.nodes(), (), (1.0,)),
+            find_parts(query, build.nodes(), self.turns, tuple(dict.fromkeys((1.0, own)))),
+            find_parts(key, build.nodes(), self.turns, (1.0,)),
+            find_parts(value, build.nodes(), (), (1.0,)),
         ]
         for each, part in zip(found, ("queries", "keys", "values"), strict=True):
             if each is None:
-                raise UnknownError(
-                    f"{where}, a {type(event.module).__name__}, makes its {part} in a way that it does not know"
-                )
-        q, k, v = (each for each in found if each is not None)
-        if q.turn != k.turn:
+                kind = type(event.module).__name__
+                raise UnknownError(f"{where}, a {kind}, makes its {part} in a way that it does not know")
+        (q, q_rest), (k, k_rest), (v, _) = (each for each in found if each is not None)
+        turn = (q_rest or q).turn
+        if turn is not (k_rest or k).turn or (q_rest is None) != (k_rest is None):
             raise UnknownError(f"{where} rotates its queries and keys in different ways")
-        norms, spans = [], []
+        rotary = 0 if turn is None else turn.rotary
+        if q_rest is not None and (q_rest.name, q_rest.bases) != (q.name, _shifted(q.bases, query.shape[-1] - rotary)):
+            raise UnknownError(f"{where} makes its queries of two things")
+        spans, norms = [], []
         for each in (q, k, v):
             norm = head_norms.pop(each.name, None)
             name, bases = each.name, each.bases
             if norm is not None:
-                width = query.shape[-1]
-                name, bases = norm.name, tuple(norm.bases[base // width] for base in each.bases)
+                name, bases = norm.name, tuple(norm.bases[base // query.shape[-1]] for base in bases)
                 build.rows.pop(each.name)
-            span = as_span(name, bases if each is q else distinct(bases))
-            if span is None:
-                raise UnknownError(f"{where} has its heads in an order that it does not know")
-            spans.append(span)
+            spans.append(self._span(where, name, bases if each is q else distinct(bases)))
             norms.append(None if norm is None else norm.weights)
-        if norms[2] is not None:
-            raise UnknownError(f"{where} norms its values")
+        if norms[2] is not None or (k_rest is not None and any(norms)):
+            raise UnknownError(f"{where} norms its values, or parts of its keys")
         kv_heads = {len(distinct(each.bases)) for each in (k, v)}
         if len(kv_heads) != 1 or query.shape[1] % min(kv_heads):
             raise UnknownError(f"{where} has heads that do not divide among those of the cache")
         self.heads.add((query.shape[1], kv_heads.pop(), query.shape[-1], value.shape[-1]))
-        rotary = 0 if q.turn is None else q.turn.rotary
-        index, pairs = (0, False) if q.turn is None else (q.turn.index, q.turn.pairs)
+        rotation = Turned(
+            rotary,
+            0 if turn is None else turn.index,
+            turn is not None and turn.pairs,
+            0 if k_rest is None else query.shape[-1] - rotary,
+        )
+        rest = None if k_rest is None else self._span(where, k_rest.name, k_rest.bases)
         queries, target = Place("queries"), Place("attention")
-        build.in_place(Heads(spans[0], spans[1], spans[2], queries, norms[0], norms[1], rotary, index, pairs))
+        build.in_place(Heads(spans[0], spans[1], spans[2], queries, norms[0], norms[1], rotation, rest))
         sinks = more.get("s_aux")
         name = None if sinks is None else next((n for n, p in self.model.named_parameters() if p is sinks), "")
         if name == "":
             raise UnknownError(f"{where} has sinks that are no parameter of it")
         operation = Attend(queries, target, scale * q.factor, window, float(more.get("softcap") or 0.0), name)
         build.add(operation, event.output[0])
+
+    def _span(self, where: str, name: str, bases: Sequence[int]) -> Span:
+        found = as_span(name, bases)
+        if found is None:
+            raise UnknownError(f"{where} has its heads in an order that it does not know")
+        return found
 
     def _window(self, event: Event) -> int:
         more, where = event.more, event.name
@@ -349,6 +379,10 @@ class _Reader:
         if cap and same(cap * torch.tanh(head / cap), logits):
             return Cap(Place(LOGITS), width, 1.0, float(cap))
         raise UnknownError("its logits are what its head gave, changed in a way that it does not know")
+
+
+def _shifted(bases: Sequence[int], by: int) -> tuple[int, ...]:
+    return tuple(base + by for base in bases)
 
 
 def _agree(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

@@ -33,8 +33,22 @@ def rotation_tables(program: Program, model: nn.Module, positions: int) -> list[
         device = next(module.buffers()).device
         with torch.inference_mode():
             like = torch.empty(0, dtype=torch.float32, device=device)
-            both = module(like, torch.arange(positions, device=device)[None], *rotation.arguments)
-        for each in both:
-            half = each.shape[-1] // 2
-            found.append((each[0, :, ::2] if rotation.interleaved else each[0, :, :half]).contiguous())
+            both = cosines_and_sines(module(like, torch.arange(positions, device=device)[None], *rotation.arguments))
+        assert both is not None
+        found += [once(each[0], rotation.repeats).contiguous() for each in both]
     return found
+
+
+def cosines_and_sines(given: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Float32 `[batch, positions, ...]` each, of what a rotary module gives: both, or complex numbers; None: neither."""
+    if isinstance(given, torch.Tensor) and given.is_complex():
+        return given.real.float(), given.imag.float()
+    if isinstance(given, tuple) and len(given) == 2:
+        return given[0].float(), given[1].float()
+    return None
+
+
+def once(table: torch.Tensor, repeats: str) -> torch.Tensor:
+    """Cosines or sines `[..., rotary / 2]` without the repetition that a model's have (`Rotation.repeats`)."""
+    half = table.shape[-1] // 2
+    return table[..., ::2] if repeats == "each" else table[..., :half] if repeats == "half" else table

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from runtime.engines.program.leaves import kind_of, shape_of
 from runtime.engines.program.mixtures import find_mixtures, outputs_of, twin_of
 from runtime.engines.program.operations import UnknownError
+from runtime.engines.program.tables import cosines_and_sines
 from runtime.modeling.skeleton import find_blocks
 
 if TYPE_CHECKING:
@@ -260,10 +261,11 @@ class Trace(TorchFunctionMode):
 
     def _rotary(self, module: nn.Module, forward: Any, *given: Any, **named: Any) -> Any:
         found = forward(*given, **named)
-        if not isinstance(found, tuple) or len(found) != 2:
+        both = cosines_and_sines(found)
+        if both is None:
             raise UnknownError(f"{self.names[module]}, a {type(module).__name__}, gives no cosines and sines")
         extra = [*given[2:], *(value for name, value in named.items() if name not in ("x", "position_ids"))]
-        self.record("rotary", module, (), found, arguments=tuple(extra))
+        self.record("rotary", module, (), both, arguments=tuple(extra))
         return found
 
     def _block(self, module: nn.Module, forward: Any, *given: Any, **named: Any) -> Any:

@@ -184,8 +184,8 @@ class StreamedLlama(_Streamed, LlamaEngine):
         # Of each streamed block, where its operations have addresses of tensors, and how far these are from the block's begin.
         self._moves = {
             number: [
-                (offset, address - addresses.start)
-                for offset, address in _addresses(parts.blocks[number])
+                (place, address - addresses.start, shared)
+                for place, address, shared in _addresses(parts.blocks[number])
                 if address in addresses
             ]
             for number, addresses in ranges.items()
@@ -210,19 +210,28 @@ class StreamedLlama(_Streamed, LlamaEngine):
                 continue
             with self.ring.block(first) as slot:
                 at, base = ctypes.addressof(pool.blocks[first].ops.contents), self.ring.slots.buffers[slot].data_ptr()
-                for offset, distance in self._moves[first]:
-                    ctypes.c_void_p.from_address(at + offset).value = base + distance
+                for place, distance, shared in self._moves[first]:
+                    ctypes.c_void_p.from_address(place if shared else at + place).value = base + distance
                 super().compute(step, pool)
 
 
-def _addresses(block: Block) -> Iterator[tuple[int, int]]:
-    """Offset and value of every address of a weight in a block's operations."""
+def _addresses(block: Block) -> Iterator[tuple[int, int, bool]]:
+    """Where every address of a weight in a block's operations is, and its value.
+
+    A place is an offset from the operations, which every pool has its own copy of, or with `shared` an address: routers and experts are
+    there once.
+    """
     for number in range(block.count):
         op = block.ops[number]
         kind = OPS[op.kind]
         field = getattr(Op, kind, None)  # of those that have weights
-        if field is not None and kind not in ("gate", "cap"):
-            yield from _within(getattr(op, kind), number * ctypes.sizeof(Op) + field.offset)
+        if kind == "mixture":
+            experts = op.mixture.experts.contents
+            for each in (op.mixture.router.contents, *(experts.expert[i] for i in range(experts.count))):
+                yield from ((place, value, True) for place, value in _within(each, ctypes.addressof(each)))
+        elif field is not None and kind not in ("gate", "cap"):
+            found = _within(getattr(op, kind), number * ctypes.sizeof(Op) + field.offset)
+            yield from ((place, value, False) for place, value in found)
 
 
 def _within(structure: ctypes.Structure, at: int) -> Iterator[tuple[int, int]]:

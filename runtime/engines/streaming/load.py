@@ -170,11 +170,12 @@ def build(
     filling: Filling,
     chosen: dict[str, Chosen],
     admit: Callable[[int], None],
+    behind: bool = False,
 ) -> None:
     """Write the prepared file of a skeleton (empty again afterwards but with its kernels chosen) to `path`.
 
     The file is there whole or not at all, whoever else writes it at the same time. Before it is, `admit` is called with its size,
-    and may raise.
+    and may raise. `behind` as of `Writer`.
 
     Raises:
         OSError: it cannot be written. ArtifactError: the artifact cannot be read or is inconsistent.
@@ -185,7 +186,8 @@ def build(
     try:
         with name.open("xb") as stream:  # not `mkstemp`, whose files nobody else may read
             room = room_for(place.name for place in places(blueprint.module))
-            _write(Writer(stream, key, room), blueprint, filling, chosen)
+            with Writer(stream, key, room, behind) as writer:
+                _write(writer, blueprint, filling, chosen)
         admit(name.stat().st_size)
         note.write_text(f"{blueprint.artifact.path}\n", encoding="utf-8")
         os.replace(note, path.parent / "source.txt")
@@ -278,7 +280,7 @@ def prepared_file(blueprint: Blueprint, verify: bool, max_memory: int | None = N
         try:
             admit(sum(sizes))  # what is too large is not even begun
             cache.log.info("preparing the weights of %s for this machine, once", blueprint.artifact.path)
-            build(path, key, blueprint, filling, chosen, admit)
+            build(path, key, blueprint, filling, chosen, admit, behind=max_memory is None)
             found = opened()
         except OSError as error:
             raise NoCacheError(f"{path.parent} cannot be written: {error.strerror or error}") from error

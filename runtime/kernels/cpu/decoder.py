@@ -11,7 +11,7 @@ from runtime.kernels.cpu.library import Linear, fields
 
 SKIP_ATTENTION, SKIP_MLP = 1, 2  # of `Block.skip` and `Op.half`
 STREAM, LOGITS, MOST_BUFFERS = 0, 1, 32  # buffers; the last of a decoder has the rows whose logits are wanted
-OPS = ("norm", "linear", "heads", "attend", "gate", "add", "cap", "mixture")
+OPS = ("norm", "linear", "heads", "attend", "gate", "add", "cap", "mixture", "weigh")
 """Kinds of operations, by their numbers."""
 
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -33,11 +33,11 @@ class HeadsOp(ctypes.Structure):
     """Norms of heads, rotation, keys and values into the cache."""
 
     _fields_ = (
-        *fields(Span, "query", "key", "value"),
+        *fields(Span, "query", "key", "value", "rest"),
         *fields(_p, "query_norm", "key_norm"),
         *fields(_i64, "query_apart", "key_apart"),
         ("eps", _f32),
-        *fields(_i32, "layer", "rotary", "rotation", "pairs"),
+        *fields(_i32, "layer", "rotary", "rotation", "pairs", "rotary_at"),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import platform
 import threading
 from functools import cache
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from runtime.system import native, processes
+from runtime.system import instruction_sets, native
 
 # Working memory of the C kernels: one buffer a thread, kept between calls, so that concurrent calls never share one.
 
@@ -67,14 +66,6 @@ def openmp() -> tuple[ctypes.c_void_p, ...] | None:
 SOURCE = Path(__file__).parent / "c" / "kernels.c"
 KINDS = {"dense": 0, "w4": 1, "w8": 2, "s24": 3}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-#: What each instruction set needs of the CPU, and the flags it is compiled with; best first.
-_X86 = {
-    "avx512": (
-        {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
-        ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
-    ),
-    "avx2": ({"avx2", "fma", "f16c"}, ("-mavx2", "-mfma", "-mf16c")),
-}
 
 
 def fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
@@ -92,21 +83,14 @@ class Linear(ctypes.Structure):
     )
 
 
-def instruction_sets() -> list[str]:
-    """Those this machine can run, best first; "portable" is always the last."""
-    flags = processes.flags()
-    return [name for name, (needs, _) in _X86.items() if needs <= flags] + ["portable"]
-
-
 @cache
 def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
-    """The library for an instruction set (None: the best of this machine), or None without a compiler."""
-    chosen = instruction_set or instruction_sets()[0]
-    tunings: tuple[tuple[str, ...], ...]
-    if chosen in _X86:
-        tunings = (_X86[chosen][1],)
-    else:  # what the compiler makes of plain C; on x86 that is SSE2, elsewhere all the machine has
-        tunings = ((),) if platform.machine().lower() in ("x86_64", "amd64", "i686") else (("-mcpu=native",), ())
+    """The library for an instruction set (None: the forced one or the best of this machine), or None without a compiler.
+
+    Raises:
+        RequestError: `COMPRESS_ISA` names what this machine cannot run.
+    """
+    tunings = instruction_sets.tunings(instruction_set or instruction_sets.chosen())
     library = native.library(SOURCE, tuple(("-ffp-contract=off", *tuning) for tuning in tunings))
     if library is None:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from typing import Any
 
 import pytest
@@ -116,17 +115,19 @@ def test_what_is_not_known_is_refused(name: str, changes: dict[str, Any], said: 
     assert reason in engine.explain()["model"]
 
 
-def test_bounds_of_queries_are_seen() -> None:
+def test_bounds_of_numbers_are_seen() -> None:
     model = model_of("Llama")
-    q_proj = model.model.layers[1].self_attn
+    attention = model.model.layers[1].self_attn
 
-    class Clipped(type(q_proj)):  # type: ignore[misc]
+    class Clipped(type(attention)):  # type: ignore[misc]
         def forward(self, hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
             found = super().forward(hidden_states, *rest, **named)
             return found[0].clamp(-8, 8), found[1]
 
-    q_proj.__class__ = Clipped
-    assert "model.layers.1 leaves no sum" in str(read_parts(model, CPU))
+    attention.__class__ = Clipped
+    assert "model.layers.1.post_attention_layernorm" in str(read_parts(model, CPU)), (
+        "it reads no sum of what was computed"
+    )
 
 
 def test_a_program_that_computes_otherwise_is_found_out() -> None:

@@ -36,8 +36,8 @@ int64_t attention_memory(int64_t value_dim) { return PARTIALS * (value_dim + 2) 
 typedef struct { float *largest, *total, *out; } Partial;
 
 static void merge_partial(Partial into, float largest, float total, const float *out, int64_t n) {
-    float top = largest > *into.largest || largest != largest ? largest : *into.largest;
-    if (top == -INFINITY) return;
+    float top = largest > *into.largest ? largest : *into.largest;
+    if (top == -INFINITY) return; /* nothing was seen */
     float a = exp_fast(*into.largest - top), b = exp_fast(largest - top);
     *into.largest = top, *into.total = *into.total * a + total * b;
     for (int64_t d = 0; d < n; d++) into.out[d] = into.out[d] * a + out[d] * b;
@@ -61,31 +61,27 @@ typedef struct {
     int count;
 } Visit;
 
-/* Weights of a page's scores, in place of them: [first, last) are positions that the query sees. Returns what is kept of sums so far. */
+/* Weights of a page's scores, in place of them: [first, last) are positions that the query sees, one at least. Returns what is kept of sums
+ * so far. What is no number makes the weights none. */
 static float page_softmax(float *score, int first, int last, Partial partial) {
     float lane[16], top = *partial.largest;
     if (first > 0 || last < PAGE) /* what a query does not see weighs nothing; stale memory may hold anything */
         for (int p = 0; p < PAGE; p++) score[p] = p >= first && p < last ? score[p] : -INFINITY;
-    for (int j = 0; j < 16; j++) lane[j] = score[j];
-    for (int p = 16; p < PAGE; p += 16)
-        for (int j = 0; j < 16; j++) lane[j] = score[p + j] > lane[j] || score[p + j] != score[p + j] ? score[p + j] : lane[j];
-    for (int step = 8; step; step >>= 1)
-        for (int j = 0; j < step; j++) lane[j] = lane[j + step] > lane[j] || lane[j + step] != lane[j + step] ? lane[j + step] : lane[j];
-    top = lane[0] > top || lane[0] != lane[0] ? lane[0] : top;
-    if (top == -INFINITY) { /* nothing of this page */
-        memset(score, 0, PAGE * 4);
-        return 1.0f;
-    }
-    float keep = exp_fast(*partial.largest - top);
+    for (int j = 0; j < 16; j++) lane[j] = top;
+    for (int p = 0; p < PAGE; p += 16)
+        for (int j = 0; j < 16; j++) lane[j] = score[p + j] > lane[j] ? score[p + j] : lane[j];
+    for (int j = 0; j < 8; j++) lane[j] = lane[j + 8] > lane[j] ? lane[j + 8] : lane[j];
+    for (int j = 0; j < 4; j++) lane[j] = lane[j + 4] > lane[j] ? lane[j + 4] : lane[j];
+    for (int j = 0; j < 4; j++) top = lane[j] > top ? lane[j] : top;
+    if (top == -INFINITY) top = 0.0f;
+    float keep = *partial.largest == top ? 1.0f : exp_fast(*partial.largest - top);
     memset(lane, 0, sizeof lane);
     for (int p = 0; p < PAGE; p += 16)
         for (int j = 0; j < 16; j++) {
             score[p + j] = exp_fast(score[p + j] - top);
             lane[j] += score[p + j];
         }
-    for (int step = 8; step; step >>= 1)
-        for (int j = 0; j < step; j++) lane[j] += lane[j + step];
-    *partial.largest = top, *partial.total = *partial.total * keep + lane[0];
+    *partial.largest = top, *partial.total = *partial.total * keep + lane_sum(lane);
     return keep;
 }
 

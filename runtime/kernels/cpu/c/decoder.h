@@ -31,7 +31,7 @@ int64_t decoder_memory(const Decoder *d, int64_t rows) {
 
 static void run_ops(Run *run, const Op *ops, int64_t count, int64_t skip, const Team *team) {
     static void (*const of[])(Run *, const Op *, const Team *) = {run_norm, run_linear, run_heads, run_attend, run_gate, run_add, run_cap,
-                                                                         run_mixture};
+                                                                         run_mixture, run_weigh};
     for (int64_t i = 0; i < count; i++)
         if (!(ops[i].half & skip)) of[ops[i].kind](run, ops + i, team);
 }

@@ -17,6 +17,12 @@ INLINE int kind_bits(int kind) {
 INLINE int kind_packed(int kind) { return kind >= KIND_INT8; }
 INLINE int64_t element_bytes(int type) { return type == TYPE_F32 ? 4 : 2; }
 
+INLINE float lane_sum(float lane[16]) { /* in one order everywhere */
+    for (int j = 0; j < 8; j++) lane[j] += lane[j + 8];
+    for (int j = 0; j < 4; j++) lane[j] += lane[j + 4];
+    return (lane[0] + lane[2]) + (lane[1] + lane[3]);
+}
+
 typedef struct {
     const char *data;
     int32_t kind, lanes, indices;

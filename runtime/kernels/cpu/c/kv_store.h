@@ -73,9 +73,8 @@ static void stored_scores(const Cache *c, int head, int32_t page, int count, con
         float lane[16] = {0};
         for (int d = 0; d < n; d += 16)
             for (int j = 0; j < 16; j++) lane[j] += query[q][d + j] * zero[d + j];
-        for (int step = 8; step; step >>= 1)
-            for (int j = 0; j < step; j++) lane[j] += lane[j + step];
-        for (int p = 0; p < PAGE; p++) score[q][p] += lane[0];
+        float shift = lane_sum(lane);
+        for (int p = 0; p < PAGE; p++) score[q][p] += shift;
     }
 }
 
@@ -107,9 +106,8 @@ static void stored_values(const Cache *c, int head, int32_t page, int count, con
             float lane[16] = {0};
             for (int p = 0; p < PAGE; p += 16)
                 for (int j = 0; j < 16; j++) lane[j] += weight[q][p + j] * zero[p + j];
-            for (int step = 8; step; step >>= 1)
-                for (int j = 0; j < step; j++) lane[j] += lane[j + step];
-            for (int d = begin; d < end; d++) out[q][d] += lane[0];
+            float shift = lane_sum(lane);
+            for (int d = begin; d < end; d++) out[q][d] += shift;
         }
     }
 }
@@ -135,10 +133,9 @@ static void find_grid(const float *x, int n, int bits, uint16_t *scale, uint16_t
             float off = place[i] * wide + from - x[i];
             lane[i % 16] += off * off;
         }
-        for (int width = 8; width; width >>= 1)
-            for (int j = 0; j < width; j++) lane[j] += lane[j + width];
-        if (lane[0] < best) {
-            best = lane[0], *scale = step, *zero = z;
+        float error = lane_sum(lane);
+        if (error < best) {
+            best = error, *scale = step, *zero = z;
             for (int i = 0; i < n; i++) codes[i] = (uint8_t)place[i];
         }
     }

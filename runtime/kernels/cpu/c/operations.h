@@ -36,14 +36,13 @@ static void run_linear(Run *run, const Op *op, const Team *team) {
     integer_part(l, digits, y, TYPE_F32, apart, op->add, team);
 }
 
-/* out = a head, normed and rotated; it may be the head itself. */
-static void turn_head(const Run *run, const HeadsOp *heads, const float *norm, int64_t apart, int64_t head, int64_t at, const float *x, float *out) {
-    int64_t half = heads->rotary / 2, size = run->decoder->head_dim;
-    if (norm) norm_row(x, norm + head * apart, NULL, heads->layer, heads->eps, size, 0, out);
-    else if (x != out) memcpy(out, x, (size_t)size * 4);
+/* A head of a query in place, or the key that is to be written, normed and rotated. */
+static void turn_head(const Run *run, const HeadsOp *heads, const float *norm, int64_t apart, int64_t head, int64_t at, float *x) {
+    int64_t half = heads->rotary / 2;
+    if (norm) norm_row(x, norm + head * apart, NULL, heads->layer, heads->eps, run->decoder->head_dim, 0, x);
     if (!half) return;
     const float *const *tables = run->step->tables + 2 * heads->rotation;
-    (heads->pairs ? rotate_pairs : rotate)(out, tables[0] + at * half, tables[1] + at * half, (int)half);
+    (heads->pairs ? rotate_pairs : rotate)(x + heads->rotary_at, tables[0] + at * half, tables[1] + at * half, (int)half);
 }
 
 static Cache cache_of(const Decoder *d, const Block *b) {
@@ -55,19 +54,23 @@ static void run_heads(Run *run, const Op *op, const Team *team) {
     const Decoder *d = run->decoder;
     const Step *step = run->step;
     Cache cache = cache_of(d, run->block);
-    int64_t start, end, all = d->heads + d->kv_heads;
-    settle(run, BIT(heads->query.buffer) | BIT(heads->value.buffer), BIT(op->to) | BIT(heads->key.buffer) | CACHE_BIT, team);
+    int64_t start, end, all = d->heads + d->kv_heads, size = d->head_dim, own = heads->rest.buffer < 0 ? size : heads->rotary_at;
+    float key[size];
+    settle(run, BIT(heads->query.buffer) | BIT(heads->key.buffer) | BIT(heads->value.buffer) | (own < size ? BIT(heads->rest.buffer) : 0),
+           BIT(op->to) | CACHE_BIT, team);
     team_part(team, run->rows * all, 1, &start, &end);
     for (int64_t unit = start; unit < end; unit++) {
         int64_t r = unit / all, head = unit % all, at = step->position[r];
         if (head < d->heads) {
-            turn_head(run, heads, heads->query_norm, heads->query_apart, head, at, head_of(run, &heads->query, r, head),
-                      row_of(run, op->to, op->to_at + head * d->head_dim, r));
+            float *query = row_of(run, op->to, op->to_at + head * size, r);
+            memcpy(query, head_of(run, &heads->query, r, head), (size_t)size * 4);
+            turn_head(run, heads, heads->query_norm, heads->query_apart, head, at, query);
             continue;
         }
         head -= d->heads;
-        float *key = head_of(run, &heads->key, r, head);
-        turn_head(run, heads, heads->key_norm, heads->key_apart, head, at, key, key);
+        memcpy(key, head_of(run, &heads->key, r, head), (size_t)own * 4);
+        if (own < size) memcpy(key + own, head_of(run, &heads->rest, r, head), (size_t)(size - own) * 4);
+        turn_head(run, heads, heads->key_norm, heads->key_apart, head, at, key);
         int64_t slot = step->slot ? step->slot[r] : at;
         int32_t page = step->pages[step->sequence[r] * step->pages_stride + slot / PAGE];
         cache_write(&cache, (int)head, page, (int)(slot % PAGE), key, head_of(run, &heads->value, r, head));
@@ -132,4 +135,12 @@ static void run_mixture(Run *run, const Op *op, const Team *team) {
     mixture_part(mixture->router, mixture->experts, row_of(run, op->from, op->from_at, 0), run->width[op->from], run->rows,
                  row_of(run, op->to, op->to_at, 0), run->width[op->to], op->add, run->experts, team);
     run->read = EXPERTS_BIT, run->written = BIT(op->to); /* since its last barrier */
+}
+
+static void run_weigh(Run *run, const Op *op, const Team *team) {
+    settle(run, BIT(op->from), BIT(op->to), team);
+    EACH_PART(run, op->count) {
+        float *y = row_of(run, op->to, op->to_at + first, r), weight = 1.0f / (1.0f + exp_fast(-*row_of(run, op->from, op->from_at, r)));
+        for (int64_t i = 0; i < last - first; i++) y[i] *= weight;
+    }
 }

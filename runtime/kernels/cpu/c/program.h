@@ -6,7 +6,7 @@
  * A step takes `rows` tokens of any sequences at any positions. Row r belongs to sequence sequence[r], whose pages are
  * pages[sequence[r] * pages_stride ...]; rows of one sequence are consecutive and in order. Rows of a tree (parents before children)
  * have positions of their own and slots one after another; what a row sees of its tree is its path. */
-enum { OP_NORM, OP_LINEAR, OP_HEADS, OP_ATTEND, OP_GATE, OP_ADD, OP_CAP, OP_MIXTURE };
+enum { OP_NORM, OP_LINEAR, OP_HEADS, OP_ATTEND, OP_GATE, OP_ADD, OP_CAP, OP_MIXTURE, OP_WEIGH };
 enum { SKIP_ATTENTION = 1, SKIP_MLP = 2 };
 enum { STREAM, LOGITS, MOST_BUFFERS = 32 };
 #define EXPERTS_BIT (UINT64_C(1) << 61) /* scratch memory of mixtures */
@@ -27,15 +27,15 @@ typedef struct {
     int32_t layer;
 } NormOp;
 
-/* to [heads, head_dim] = the queries, normed (NULL: not) and rotated in their first `rotary` numbers; so the keys, in place, which go into
- * the cache with the values. */
+/* to [heads, head_dim] = the queries, normed (NULL: not) and `rotary` numbers of them rotated, from `rotary_at` on; so the keys, which go
+ * into the cache with the values. */
 typedef struct {
-    Span query, key, value;
+    Span query, key, value, rest; /* rest: where the keys' numbers from `rotary_at` on are; of no buffer (-1): with the others */
     const float *query_norm, *key_norm;
     int64_t query_apart, key_apart; /* from one head's weights to the next; 0: all have the same */
     float eps;
     int32_t layer; /* as of NormOp */
-    int32_t rotary, rotation, pairs; /* rotation: which tables; pairs: neighbours are rotated, not halves */
+    int32_t rotary, rotation, pairs, rotary_at; /* rotation: which tables; pairs: neighbours are rotated, not halves */
 } HeadsOp;
 
 /* to [heads, value_dim] = attention of the queries in from. */

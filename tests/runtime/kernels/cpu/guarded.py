@@ -14,6 +14,7 @@ import torch
 from weight_cases import int_scheme
 
 from runtime.kernels.cpu import library
+from runtime.system import instruction_sets
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -70,7 +71,7 @@ def check_dense(native: ctypes.CDLL, shape: tuple[int, int], dtype: torch.dtype)
 
 def main() -> None:
     torch.set_num_threads(1)
-    libraries = [library.load(name) for name in library.instruction_sets()]
+    libraries = [library.load(name) for name in instruction_sets.available()]
     for path in sys.argv[1:]:
         extra = ctypes.CDLL(path)
         extra.linear_memory.restype = ctypes.c_int64

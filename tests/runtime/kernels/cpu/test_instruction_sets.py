@@ -14,7 +14,7 @@ import torch
 from weight_cases import int_scheme
 
 from runtime.kernels.cpu import library
-from runtime.system import native
+from runtime.system import instruction_sets, native
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
 X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -57,7 +57,7 @@ def inputs(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize(("kind", "scheme"), GRIDS, ids=str)
 def test_every_instruction_set_gives_the_same(kind, scheme, emulated):
-    libraries = {name: library.load(name) for name in library.instruction_sets()} | {"emulated": emulated}
+    libraries = {name: library.load(name) for name in instruction_sets.available()} | {"emulated": emulated}
     assert "portable" in libraries
     columns = (
         544
@@ -83,7 +83,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(kind, scheme):
     columns = 640
     made = products.case(kind, scheme, (83, columns), torch.bfloat16)
     x = torch.randn(70, columns).to(torch.bfloat16)
-    for name, digits in itertools.product(library.instruction_sets(), (1, 2, 3)):
+    for name, digits in itertools.product(instruction_sets.available(), (1, 2, 3)):
         lib = library.load(name)
         alone = torch.cat([products.run(lib, made, x[i : i + 1], digits) for i in range(70)])
         for rows in (*range(2, 18), 70):
@@ -101,7 +101,7 @@ def test_every_tile_of_every_instruction_set_gives_the_same(kind, scheme, digits
     made = products.case(kind, scheme, (37, 160), torch.float32, storage="sparse24" if scheme.sparsity else "packed")
     x, bias = torch.randn(17, 160, generator=torch.Generator().manual_seed(5)), torch.randn(37)
     alone = torch.cat([products.run(library.load("portable"), made, row[None], digits, bias=bias) for row in x])
-    for name, lib in (("emulated", emulated), *((name, library.load(name)) for name in library.instruction_sets())):
+    for name, lib in (("emulated", emulated), *((name, library.load(name)) for name in instruction_sets.available())):
         for rows in range(1, 18):
             assert torch.equal(products.run(lib, made, x[:rows], digits, bias=bias), alone[:rows]), (name, rows)
 
@@ -118,7 +118,7 @@ def test_dense_products_are_the_same_everywhere(shape, dtype, emulated):
         a.double() @ b.double().t() + c.double() for a, b, c in ((x, weight, bias), (x.abs(), weight.abs(), bias.abs()))
     )
     assert ((alone.double() - exact).abs() <= (shape[1] / 16 + 22) * 2.0**-24 * size).all()
-    for name, lib in (("emulated", emulated), *((name, library.load(name)) for name in library.instruction_sets())):
+    for name, lib in (("emulated", emulated), *((name, library.load(name)) for name in instruction_sets.available())):
         for rows, threads in itertools.product(range(1, 18), (1, 3)):
             assert torch.equal(products.multiply(lib, linear, x[:rows], 1, threads), alone[:rows]), (
                 name,
@@ -139,7 +139,7 @@ def test_dequantized_tiles_are_the_weight(kind, scheme, emulated):
     )
     linear = ctypes.byref(made.layout.linear(made.prepared, made.layer, None))
     exact = products.exact_weight(made.weight)
-    for lib in [emulated, *map(library.load, library.instruction_sets())]:
+    for lib in [emulated, *map(library.load, instruction_sets.available())]:
         for first, last, dtype in ((0, 3, torch.float32), (1, 2, torch.bfloat16), (2, 3, torch.float16)):
             rows = slice(first * 16, min(37, last * 16))
             tile = torch.full((exact.shape[1], rows.stop - rows.start), float("nan"), dtype=dtype)
@@ -154,7 +154,7 @@ def test_numbers_that_are_no_pair_read_the_same_everywhere(emulated):
     words[:, :, 2] = torch.randint(0, 256, words[:, :, 2].shape, generator=torch.Generator().manual_seed(1))
     linear = ctypes.byref(made.layout.linear(made.prepared, made.layer, None))
     x = torch.randn(ROWS, 544, generator=torch.Generator().manual_seed(2))
-    for lib in [emulated, *map(library.load, library.instruction_sets())]:
+    for lib in [emulated, *map(library.load, instruction_sets.available())]:
         tile = torch.empty(544, 37)
         lib.linear_dequantize(linear, 0, 3, tile.data_ptr(), library.TYPES[torch.float32], 1)
         for rows in (1, ROWS):
@@ -165,7 +165,7 @@ def test_numbers_that_are_no_pair_read_the_same_everywhere(emulated):
 @pytest.mark.skipif(not X86, reason="needs an x86 compiler")
 def test_the_avx512_path_compiles(tmp_path):
     compiler = native.find_compiler()
-    flags = library._X86["avx512"][1]
+    flags = instruction_sets.X86["avx512"].flags
     command = [
         *compiler.split(),
         *native.FLAGS,

@@ -13,8 +13,9 @@ from runtime.kernels.cpu.attention import KINDS, PAGE, Attention, Cache, Storage
 from runtime.kv_cache.storage.base import unpack_codes
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
+from runtime.system import instruction_sets
 
-_SETS = library.instruction_sets()
+_SETS = instruction_sets.available()
 
 
 def _pages(lengths: list[int], generator: torch.Generator) -> list[list[int]]:

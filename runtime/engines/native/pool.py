@@ -9,7 +9,11 @@ import torch
 
 from runtime.engines.base import Chunk
 from runtime.engines.native.parts import Parts
-from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Op
+from runtime.engines.native.plain_pages import PlainPages
+from runtime.engines.native.storage import PageStorage
+from runtime.errors import RequestError
+from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Op, Step
+from runtime.kernels.cpu.library import TYPES
 
 
 class Recorder:
@@ -48,19 +52,62 @@ def decoder_of(parts: Parts, blocks: Sequence[Block]) -> Decoder:
 class Pool:
     """Pages of keys and values: for each layer `[pages, kv_heads, head_dim, PAGE]` and `[pages, kv_heads, PAGE, value_dim]`.
 
+    With a storage these are the plain pages, of which there are fewer, and each page also has a record of few bits.
+
     Attributes:
         recorder: records the next step, once; None: nobody wants it.
+        plain: which pages are plain; None: all are.
     """
 
-    def __init__(self, parts: Parts, count: int, blocks: Sequence[Block] | None = None) -> None:
-        """`blocks`: the layers; None: all of the model's."""
+    def __init__(
+        self, parts: Parts, count: int, blocks: Sequence[Block] | None = None, storage: PageStorage | None = None
+    ) -> None:
+        """`blocks`: the layers; None: all of the model's. `storage`: of pages that are no longer recent; None: all stay plain."""
         layers = parts.blocks if blocks is None else blocks
+        dtype = (storage and storage.floats) or parts.cache_dtype
         sizes = (parts.head_dim, parts.value_dim) * len(layers)
         # Not touched here: the operating system gives the memory when a page is first written.
-        self.tensors = [torch.empty(count, parts.kv_heads, size * PAGE, dtype=parts.cache_dtype) for size in sizes]
+        self.tensors = [torch.empty(count, parts.kv_heads, size * PAGE, dtype=dtype) for size in sizes]
         self.count = count
         self.decoder = decoder_of(parts, layers)
+        self.decoder.cache_type = TYPES[dtype]
         self.blocks = self.decoder.blocks
         for i in range(len(layers)):
             self.blocks[i].keys, self.blocks[i].values = (each.data_ptr() for each in self.tensors[2 * i : 2 * i + 2])
         self.recorder: Recorder | None = None
+        self.plain: PlainPages | None = None
+        self._broken = torch.zeros(1, dtype=torch.int32)
+        if storage is not None and not storage.is_plain:
+            self.plain = PlainPages(count, storage)
+            self.decoder.storage = storage.structure(dtype)
+            self.decoder.storage.plain_at = self.plain.places.data_ptr()
+            width = parts.kv_heads * storage.record_bytes(parts)
+            self.records = [torch.empty(count, width, dtype=torch.uint8) for _ in layers]
+            for i, records in enumerate(self.records):
+                self.blocks[i].stored = records.data_ptr()
+
+    @property
+    def plain_bytes(self) -> int:
+        """Memory of plain pages beside those in few bits, at its largest; 0 where all are plain."""
+        return 0 if self.plain is None else self.plain.most * sum(each[0].nbytes for each in self.tensors)
+
+    def begin(self, step: Step, chunks: Sequence[Chunk]) -> torch.Tensor | None:
+        """Before a step: plain pages for what it writes, and in `step` the pages that are stored in few bits from it on.
+
+        Returns:
+            What `step` points to.
+        """
+        if self.plain is None:
+            return None
+        pages = torch.tensor(self.plain.begin(chunks), dtype=torch.int32)
+        step.stored, step.broken, step.stored_count = pages.data_ptr(), self._broken.data_ptr(), len(pages)
+        return pages
+
+    def check(self) -> None:
+        """After a step: RequestError where a key or value is none that the storage can hold."""
+        if self._broken.item():
+            self._broken.zero_()
+            raise RequestError(
+                "kv_cache: a key or value is not finite, or beyond 65504, which the storage of the policy cannot hold; compute in a "
+                "wider dtype (float32, bfloat16), or take keys and values: plain"
+            )

@@ -7,6 +7,7 @@ import ctypes
 from runtime.kernels.cpu.library import fields
 
 PAGE = 64  # positions of a page of the KV cache
+MOST_CHANNELS = 1024  # of a head
 
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 

@@ -1,9 +1,12 @@
 /* The pages of a cache: plain ones, which new tokens are written to, and pages that are stored in fewer bits once they are no longer recent.
  *
  * A stored page holds for each head one record: keys, their grids, values, their grids. Integers are x = zero + scale * code (KIVI, arXiv
- * 2402.02750): keys on a grid a channel, values on grids a token, of `group` channels each; fp8 is x = scale * code, one scale a token.
+ * 2402.02750): keys on a grid for 32 tokens of a channel, values on grids a token, of `group` channels each; fp8 is x = scale * code, one scale a token.
  * The codes and scales are those of runtime/kv_cache/storage. Queries meet codes, not numbers: scale and zero of a channel are folded into
  * the query, those of a token into its weight. */
+#define GRID 32 /* tokens of a channel that share a grid: a page of runtime/kv_cache */
+#define GRIDS (PAGE / GRID)
+
 typedef struct {
     const int32_t *plain_at; /* [pages]: where a page lies among the plain ones; NULL: at its number */
     int32_t key_kind, value_kind, group; /* group 0: all channels */
@@ -40,7 +43,7 @@ static Record record_at(const Cache *c, char *at) {
     int64_t width = s->group ? s->group : c->value_dim, groups = (c->value_dim + width - 1) / width;
     Record r = {.keys = {at, s->key_kind, PAGE, c->head_dim}};
     r.key_grid = at + matrix_bytes(s->key_kind, PAGE, c->head_dim);
-    at = r.key_grid + (s->key_kind == KIND_FP8 ? PAGE * 4 : kind_packed(s->key_kind) ? c->head_dim * 4 : 0);
+    at = r.key_grid + (s->key_kind == KIND_FP8 ? PAGE * 4 : kind_packed(s->key_kind) ? GRIDS * c->head_dim * 4 : 0);
     r.values = (Matrix){at, s->value_kind, c->value_dim, PAGE};
     r.value_grid = at + matrix_bytes(s->value_kind, c->value_dim, PAGE);
     r.end = r.value_grid + (s->value_kind == KIND_FP8 ? PAGE * 4 : kind_packed(s->value_kind) ? groups * PAGE * 4 : 0);
@@ -65,16 +68,21 @@ static void stored_scores(const Cache *c, int head, int32_t page, int count, con
     }
     Factors folded[QUERIES];
     float scale[n], zero[n];
-    for (int d = 0; d < n; d++) scale[d] = load_as(r.key_grid, TYPE_F16, d), zero[d] = load_as(r.key_grid, TYPE_F16, n + d);
-    for (int q = 0; q < count; q++)
-        for (int d = 0; d < n; d++) folded[q][d] = query[q][d] * scale[d];
-    page_product(&r.keys, 0, PAGE, 0, n, count, (const Factors *)folded, NULL, score);
-    for (int q = 0; q < count; q++) {
-        float lane[16] = {0};
-        for (int d = 0; d < n; d += 16)
-            for (int j = 0; j < 16; j++) lane[j] += query[q][d + j] * zero[d + j];
-        float shift = lane_sum(lane);
-        for (int p = 0; p < PAGE; p++) score[q][p] += shift;
+    for (int grid = 0; grid < GRIDS; grid++) {
+        for (int d = 0; d < n; d++) {
+            scale[d] = load_as(r.key_grid, TYPE_F16, grid * n + d);
+            zero[d] = load_as(r.key_grid, TYPE_F16, (GRIDS + grid) * n + d);
+        }
+        for (int q = 0; q < count; q++)
+            for (int d = 0; d < n; d++) folded[q][d] = query[q][d] * scale[d];
+        page_product(&r.keys, grid * GRID, (grid + 1) * GRID, 0, n, count, (const Factors *)folded, NULL, score);
+        for (int q = 0; q < count; q++) {
+            float lane[16] = {0};
+            for (int d = 0; d < n; d += 16)
+                for (int j = 0; j < 16; j++) lane[j] += query[q][d + j] * zero[d + j];
+            float shift = lane_sum(lane);
+            for (int p = grid * GRID; p < (grid + 1) * GRID; p++) score[q][p] += shift;
+        }
     }
 }
 
@@ -193,13 +201,15 @@ static int holds(const Matrix *plain, int kind) { /* whether all numbers can be 
 
 static void store_keys(const Cache *c, const Record *r, const Matrix *plain) {
     int bits = kind_bits(r->keys.kind), n = c->head_dim;
-    float x[PAGE];
-    uint8_t codes[PAGE];
-    for (int d = 0; d < n; d++) {
-        for (int p = 0; p < PAGE; p++) x[p] = load_as(plain->data, plain->kind, (int64_t)d * PAGE + p);
-        find_grid(x, PAGE, bits, (uint16_t *)r->key_grid + d, (uint16_t *)r->key_grid + n + d, codes);
-        for (int p = 0; p < PAGE; p++) put_code(&r->keys, p, d, codes[p]);
-    }
+    float x[GRID];
+    uint8_t codes[GRID];
+    uint16_t *scale = (uint16_t *)r->key_grid, *zero = scale + GRIDS * n;
+    for (int d = 0; d < n; d++)
+        for (int grid = 0; grid < GRIDS; grid++) {
+            for (int p = 0; p < GRID; p++) x[p] = load_as(plain->data, plain->kind, (int64_t)d * PAGE + grid * GRID + p);
+            find_grid(x, GRID, bits, scale + grid * n + d, zero + grid * n + d, codes);
+            for (int p = 0; p < GRID; p++) put_code(&r->keys, grid * GRID + p, d, codes[p]);
+        }
 }
 static void store_values(const Cache *c, const Record *r, const Matrix *plain) {
     int bits = kind_bits(r->values.kind), n = c->value_dim, width = c->storage.group ? c->storage.group : n, groups = (n + width - 1) / width;

@@ -10,7 +10,7 @@ import torch
 
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.attention import KINDS, PAGE, Attention, Cache, Storage
-from runtime.kv_cache.storage.base import unpack_codes
+from runtime.kv_cache.pages import PAGE as CODEC_PAGE
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
 from runtime.system import instruction_sets
@@ -162,8 +162,8 @@ def _codec(kind: str, keys: bool, group: int) -> Integer | Float8 | None:
 def _as_stored(states: torch.Tensor, codec: Integer | Float8 | None, pages: range) -> torch.Tensor:
     """`[tokens, heads, size]` as a codec of runtime.kv_cache gives these pages back, in float32."""
     result = states.float().clone()
-    for page in pages if codec is not None else ():
-        place = slice(page * PAGE, (page + 1) * PAGE)
+    for grid in range(pages.start * 2, pages.stop * 2) if codec is not None else ():
+        place = slice(grid * CODEC_PAGE, (grid + 1) * CODEC_PAGE)
         packed = codec.encode(states[place].transpose(0, 1))
         result[place] = codec.decode(packed.parts, states.shape[-1], torch.float32).transpose(0, 1)
     return result
@@ -207,7 +207,9 @@ def test_pages_in_few_bits_are_those_of_the_storage(
     codecs = [_codec(kind, side == 0, group) for side, kind in enumerate(stored)]
     for row, (s, p) in enumerate(places):
         settled = range(first, max(first, (p - recent) // PAGE))
-        key, value = (_as_stored(states[s], codec, settled) for states, codec in zip((keys, values), codecs, strict=True))
+        key, value = (
+            _as_stored(states[s], codec, settled) for states, codec in zip((keys, values), codecs, strict=True)
+        )
         torch.testing.assert_close(found[row], _reference(query[row], key, value, p), atol=3e-4, rtol=3e-4)
     assert torch.equal(found, _attend(query, keys, values, sequence, position, pages, threads=2, **kinds))
     row = len(places) - 1

@@ -18,8 +18,7 @@ import torch
 from runtime.engines.base import Chunk, Usage, output_rows
 from runtime.engines.fused import FusedEngine
 from runtime.engines.native.parts import Parts, read_parts
-from runtime.engines.native.plain_pages import PlainPages
-from runtime.engines.native.pool import Pool
+from runtime.engines.native.pool import PlainPages, Pool
 from runtime.engines.native.proof import disproof
 from runtime.engines.native.storage import PageStorage
 from runtime.kernels.cpu import library

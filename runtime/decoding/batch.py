@@ -72,6 +72,7 @@ class Batch:
         self.drafts = call.speculation is not None
         self.pool = engine.new_pages(total, self.drafts)
         self.pages = Pages(total, engine.page_size)
+        self.pages.sharing = engine.sharing(self.pool)
         self.set_kept()
 
     def set_kept(self) -> None:

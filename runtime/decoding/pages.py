@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from runtime.engines.base import Sharing
+
 ROOT = 0  # the content before the first page
 
 
@@ -40,6 +42,7 @@ class Pages:
     Attributes:
         touched: pages used so far, which is what the pool takes of memory.
         lost: a page was abandoned that others may wait for; for the scheduler to reset.
+        sharing: what the engine says to sequences that share pages; None: nothing.
         kept: pages up to which memory is taken only to remember what nobody holds.
     """
 
@@ -49,6 +52,7 @@ class Pages:
         self.kept = count if kept is None else kept
         self.touched = 0
         self.lost = False
+        self.sharing: Sharing | None = None
         self._holders: list[int] = []  # of the touched ones, as `_on`
         self._blank: list[int] = []
         self._unused: OrderedDict[int, None] = OrderedDict()  # full pages nobody holds, longest unused first
@@ -101,6 +105,8 @@ class Pages:
                 break
             found.append(content)
             parent = content.name
+        if self.sharing is not None:
+            del found[self.sharing.usable([content.page for content in found]) :]
         return found
 
     def unused(self, contents: Sequence[Content]) -> int:
@@ -134,7 +140,7 @@ class Pages:
         if content.page == page:
             content.ready = True
             return page
-        if not content.ready or self._on[content.page] is not content:
+        if not content.ready or self._on[content.page] is not content or self.sharing is not None:
             return page
         self.hold(content)
         self.release([page])

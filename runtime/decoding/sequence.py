@@ -85,6 +85,8 @@ class Sequence:
             return False
         self.pages = [pages.hold(content) for content in found]
         self.pages += [pages.take() for _ in range(needed)]
+        if pages.sharing is not None and found:
+            pages.sharing.enter(self.pages, len(found))
         self.contents = found
         self.awaited = found[-1] if found else None  # whoever computes the last of them has the ones before
         self.settled = len(found)

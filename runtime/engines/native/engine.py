@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from runtime.engines.base import Chunk, output_rows
+from runtime.engines.base import Chunk, Usage, output_rows
 from runtime.engines.fused import FusedEngine
 from runtime.engines.native.parts import Parts, read_parts
-from runtime.engines.native.pool import Pool
+from runtime.engines.native.pool import PlainPages, Pool
 from runtime.engines.native.proof import disproof
+from runtime.engines.native.storage import PageStorage
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Decoder, Step
 from runtime.layers.compressed_linear import CompressedLinear
@@ -98,7 +99,6 @@ class LlamaEngine(FusedEngine):
     """See `runtime.engines.base.Engine`. Made by `take_over`."""
 
     page_size = PAGE
-    trees = True
 
     def __init__(self, torch_engine: TorchEngine, parts: Parts) -> None:
         found = library.load()
@@ -109,6 +109,7 @@ class LlamaEngine(FusedEngine):
         self.page_bytes = (
             len(parts.blocks) * parts.kv_heads * (parts.head_dim + parts.value_dim) * PAGE * parts.cache_dtype.itemsize
         )
+        self.storage: PageStorage | None = None
         self._tables = Tables(0, [], (ctypes.c_void_p * 0)())
         self._local = threading.local()
         digits = parts.decoder.digits
@@ -124,8 +125,25 @@ class LlamaEngine(FusedEngine):
         return found
 
     # ---------------------------------------------------------------- pages
+    def store(self, storage: PageStorage) -> None:
+        """From now on pools hold pages that are no longer recent in few bits."""
+        parts, self.storage = self.parts, storage
+        if not storage.is_plain:
+            self.page_bytes = len(parts.blocks) * parts.kv_heads * storage.record_bytes(parts)
+
+    @property
+    def trees(self) -> bool:  # type: ignore[override]
+        """Whether chunks may be trees: all of a tree, and the page it begins in, must be among the newest tokens, which are plain."""
+        return self.storage is None or self.storage.is_plain or self.storage.recent >= PAGE
+
     def new_pages(self, count: int, drafts: bool = False) -> Pool:
-        return Pool(self.parts, count)
+        return Pool(self.parts, count, storage=self.storage)
+
+    def usage(self, pool: Pool, touched: int) -> Usage:
+        return Usage(touched * self.page_bytes + pool.plain_bytes)
+
+    def sharing(self, pool: Pool) -> PlainPages | None:
+        return pool.plain
 
     def make_memory(self, count: int) -> Pool:
         """As `new_pages`."""
@@ -157,7 +175,10 @@ class LlamaEngine(FusedEngine):
         if recorder is not None:
             states = torch.empty(len(self.parts.blocks), *ready.x.shape)
             ready.step.record = states.data_ptr()
+        stored = pool.begin(ready.step, chunks)  # what the step points to
         self.compute(ready.step, pool)
+        if stored is not None:
+            pool.check()
         if recorder is not None:
             recorder.fill(chunks, states)
         return ready.logits, ready.x

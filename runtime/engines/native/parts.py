@@ -17,6 +17,7 @@ from runtime.engines.program.operations import NormWeights, Program
 from runtime.engines.program.read import read
 from runtime.engines.program.tables import embed, rotation_tables
 from runtime.kernels.cpu import library
+from runtime.kernels.cpu.attention import MOST_CHANNELS
 from runtime.kernels.cpu.decoder import (
     MOST_BUFFERS,
     OPS,
@@ -176,6 +177,8 @@ class Parts(Structures):
         self.kv_heads, self.head_dim, self.value_dim = program.kv_heads, program.head_dim, program.value_dim
         if dtype not in TYPES:
             raise UnknownPartError(f"its dtype is {dtype}")
+        if max(self.head_dim, self.value_dim) > MOST_CHANNELS:
+            raise UnknownPartError(f"its heads have more than {MOST_CHANNELS} channels")
         self.cache_dtype = dtype
         self.blocks = [self.block(layer) for layer in program.layers]
         tail = self.ops(program.tail)

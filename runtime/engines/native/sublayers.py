@@ -114,6 +114,8 @@ def linear_bytes(linear: Linear) -> float:
 def parts_of(engine: Any) -> LlamaEngine | str:
     """The engine, where parts of it can compute by themselves, or the reason why not."""
     if type(engine) is LlamaEngine:
+        if engine.storage is not None:
+            return "parts of a model compute over a plain cache, and this one has a policy"
         return engine
     wanted = "only the decoder in C, on a CPU, computes with parts of a model"
     if isinstance(engine, LlamaEngine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from runtime.kernels.cpu.attention import PAGE
+from runtime.kernels.cpu.attention import PAGE, Storage
 from runtime.kernels.cpu.experts import Experts, Router
 from runtime.kernels.cpu.library import Linear, fields
 
@@ -86,7 +86,7 @@ class Op(ctypes.Structure):
 class Block(ctypes.Structure):
     """One layer: its operations, and its part of the cache."""
 
-    _fields_ = (("ops", ctypes.POINTER(Op)), ("count", _i64), *fields(_p, "keys", "values"), ("skip", _i64))
+    _fields_ = (("ops", ctypes.POINTER(Op)), ("count", _i64), *fields(_p, "keys", "values", "stored"), ("skip", _i64))
 
 
 class Decoder(ctypes.Structure):
@@ -98,6 +98,7 @@ class Decoder(ctypes.Structure):
             _i64, "layers", "hidden", "heads", "kv_heads", "head_dim", "value_dim", "buffers", "tail_count", "wide"
         ),
         *fields(_i32, "cache_type", "digits"),
+        ("storage", Storage),
         ("widths", ctypes.POINTER(_i64)),
         ("blocks", ctypes.POINTER(Block)),
         ("tail", ctypes.POINTER(Op)),
@@ -112,6 +113,8 @@ class Step(ctypes.Structure):
         *fields(_p, "x", "sequence", "position", "slot", "base", "path"),  # of each row
         *fields(_p, "slots", "pages", "tables"),  # of all
         *fields(_p, "output", "logits", "record", "memory"),  # whose logits, and where results go
+        *fields(_p, "stored", "broken"),  # pages that are stored in fewer bits from now on
+        ("stored_count", _i64),
         *fields(ctypes.POINTER(Decoder), "decoder"),
     )
 

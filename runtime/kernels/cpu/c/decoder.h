@@ -20,6 +20,7 @@ static int64_t lay_out(const Decoder *d, int64_t rows, char *memory, Run *run) {
         at += align64(rows * d->widths[i] * 4);
     }
     run->memory = memory + at, at += align64(digits_bytes(rows, d->digits, d->wide, d->wide / 16 + 1));
+    run->partials = memory + at, at += align64(attention_memory(d->value_dim));
     run->experts = memory + at;
     return at + experts_bytes(d, rows);
 }

@@ -10,6 +10,8 @@
 #include "tiles.h"
 #include "elementwise.h"
 #include "experts.h"
+#include "kv_page.h"
+#include "kv_store.h"
 #include "attention.h"
 #include "program.h"
 #include "operations.h"

@@ -46,7 +46,7 @@ static void turn_head(const Run *run, const HeadsOp *heads, const float *norm, i
 }
 
 static Cache cache_of(const Decoder *d, const Block *b) {
-    return (Cache){b->keys, b->values, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim, (int32_t)d->value_dim};
+    return (Cache){b->keys, b->values, b->stored, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim, (int32_t)d->value_dim, d->storage};
 }
 
 static void run_heads(Run *run, const Op *op, const Team *team) {
@@ -84,8 +84,13 @@ static void run_attend(Run *run, const Op *op, const Team *team) {
         .pages_stride = step->pages_stride, .sequence = step->sequence, .position = step->position, .base = step->base,
         .path = step->slot ? step->path : NULL, .slots = step->slots, .pages = step->pages, .query = row_of(run, op->from, 0, 0),
         .out = row_of(run, op->to, 0, 0), .sinks = op->attend.sinks, .scale = op->attend.scale, .softcap = op->attend.softcap,
+        .memory = run->partials,
     };
     settle(run, CACHE_BIT | BIT(op->from), BIT(op->to), team);
+    if (a.cache.stored && step->stored_count) {
+        store_pages(&a.cache, step->stored, step->stored_count, step->broken, team);
+        team_barrier(team);
+    }
     attention_part(&a, team);
 }
 

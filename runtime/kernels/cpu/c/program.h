@@ -77,6 +77,7 @@ typedef struct {
     const Op *ops;
     int64_t count;
     char *keys, *values; /* this layer's pages */
+    char *stored;        /* those that are stored in fewer bits; NULL: none */
     int64_t skip;        /* of SKIP_ATTENTION and SKIP_MLP: what is left out */
 } Block;
 
@@ -84,6 +85,7 @@ typedef struct {
     int64_t layers, hidden, heads, kv_heads, head_dim, value_dim, buffers, tail_count;
     int64_t wide;  /* numbers of the widest padded input of a linear layer */
     int32_t cache_type, digits;
+    Storage storage; /* of pages */
     const int64_t *widths; /* [buffers]: of each buffer's rows */
     const Block *blocks;
     const Op *tail; /* from the residual stream to the logits */
@@ -104,6 +106,9 @@ typedef struct {
     float *logits;              /* [outputs, vocabulary] */
     float *record;              /* [layers, rows, hidden]: the residual stream after each layer that is run; NULL: nobody wants it */
     char *memory;               /* decoder_memory(...) bytes */
+    const int32_t *stored;      /* [stored_count]: pages that are stored in fewer bits once their tokens are written */
+    int32_t *broken;            /* set to 1 where that cannot hold a number */
+    int64_t stored_count;
     const Decoder *decoder;
 } Step;
 
@@ -114,7 +119,7 @@ typedef struct {
     const Block *block;
     float *buffer[MOST_BUFFERS];
     int64_t width[MOST_BUFFERS], rows;
-    char *memory, *experts; /* of digits, of mixtures */
+    char *memory, *experts, *partials; /* of digits, of mixtures, of attention */
     Digits digits;
     const Op *input; /* whose input they are; NULL: of no buffer as it is now */
     uint64_t read, written; /* since the last barrier, by any thread */

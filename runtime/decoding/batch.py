@@ -122,11 +122,14 @@ class Batch:
         self._no_room = False
 
     def restore(self, sequences: Iterable[Sequence]) -> None:
-        """Begin again with these, with an empty pool."""
+        """Begin again with those of these that have not ended, with an empty pool."""
         self.drop()
-        self.running, self.waiting, self._no_room = [], sorted(sequences, key=_AGE), False
-        for sequence in self.waiting:
-            sequence.restore()
+        self.running, self.waiting, self._no_room = [], [], False
+        for sequence in sorted(sequences, key=_AGE):
+            if not sequence.output.finished:
+                sequence.restore()
+            if not sequence.output.finished:  # nor with its last token, which was all that was left to read
+                self.waiting.append(sequence)
 
     def put_aside(self, sequence: Sequence) -> None:
         """A sequence gives up its pages, to be computed again."""

@@ -44,7 +44,7 @@ class Scheduler:
         self._steps = Steps(self.batch)
         self._caller = Caller(turns)
         self._calls: list[Call] = []
-        self._leader: Call | None = None
+        self._leader: tuple[Call, int] | None = None  # and its thread: a call that is closed any thread may take out
         self._broken = False  # the batch is being changed
         # Held for an assignment only, by `with` alone: an interrupt cannot leave it locked. Streams may be collected anywhere, and
         # are closed then.
@@ -105,36 +105,37 @@ class Scheduler:
     def _await(self, call: Call) -> None:
         """Wait for news, leading where nobody else does."""
         call.ahead, call.since, call.waiting = 0, time.perf_counter(), True
-        while not call.news:
+        while not (call.news or call.over):
             if not self._lead(call):
                 call.sleep(_NAP_SECONDS)
         call.waiting, call.since, call.news = False, None, False
 
     def _lead(self, call: Call) -> bool:
         """Compute steps until the call has news, or take it out where it is closed; False: another one leads."""
+        me = (call, threading.get_ident())
         try:
             with self._lock:
                 if self._leader is None:
-                    self._leader = call
-            if self._leader is not call:
+                    self._leader = me
+            if self._leader != me:
                 return False
             if self._broken:  # an interrupt has hit what follows one
                 self._break_off(set(), None)
             if call.closed:
                 self._change(self._sweep)
-            while not (call.news or call.closed):  # a turn each
+            while not (call.news or call.over or call.closed):  # a turn each
                 self._caller.run(self._change, self._step)
             if not self._calls:
                 self._change(self._idle)
         except BaseException as error:
-            if self._leader is not call or not self._broken:
+            if self._leader != me or not self._broken:
                 raise
             parts = {sequence.call for sequence, _ in self._steps.parts}
             self._break_off((parts or set(self._calls)) if isinstance(error, Exception) else {call}, error)
             if call.closed:
                 raise
         finally:
-            if self._leader is call:
+            if self._leader == me:
                 self._leader = None
                 self._pass_on()
         return True
@@ -168,9 +169,10 @@ class Scheduler:
             if steps.ended:
                 batch.end()
             for call in steps.news:
-                if not call.open:
+                if call.open:
+                    self._tell(call)
+                else:
                     self._finish(call)
-                self._tell(call)
             steps.news.clear()
         elif any(not call.paused and not call.over for call in self._calls if call.joined):
             raise RuntimeError("the scheduler has sequences and nothing to compute")  # a mistake in this room
@@ -180,26 +182,29 @@ class Scheduler:
         for call in self._calls[:]:
             if call.closed:
                 self._remove(call)
+                self._leave(call)
             elif call.options.cancel is not None and call.options.cancel.is_set():
                 for sequence in call.sequences:
                     if not sequence.output.finished:
                         sequence.output.end("cancelled")
-                self._finish(call)
                 self._remove(call)
-                self._tell(call)
+                self._finish(call)
             elif not call.joined:
                 self.batch.join(call)
 
     def _finish(self, call: Call) -> None:
+        """The call is over, and told so. Nothing of it is in the batch any more."""
         self._measure(call)
-        call.over = True
+        call.over = True  # before it is out: whatever is hit by an interrupt here is found over by its thread, or by the next leader
+        self._leave(call)
+        self._tell(call)
+
+    def _leave(self, call: Call) -> None:
         with suppress(ValueError):
             self._calls.remove(call)
 
     def _remove(self, call: Call) -> None:
-        """Take a call out that has not come to its end."""
-        with suppress(ValueError):
-            self._calls.remove(call)
+        """Take the sequences out of a call that has not come to its end."""
         self.batch.remove(call)
         if call.speculation is not None and call.speculation in self._steps.speculators:
             for sequence in call.sequences:
@@ -207,7 +212,7 @@ class Scheduler:
 
     def _tell(self, call: Call) -> None:
         call.news = True
-        if call.waiting and call is not self._leader:
+        if call.waiting and self._leader != (call, threading.get_ident()):
             call.ring()
 
     def _idle(self) -> None:
@@ -229,16 +234,15 @@ class Scheduler:
         """A step has failed, or was interrupted anywhere: the calls that it hit are over, the others begin again from their tokens."""
         for call in hit:
             call.error = error
-            self._finish(call)
             self._remove(call)
-        rest = [sequence for call in self._calls if call.joined for sequence in call.sequences]
-        self.batch.restore(sequence for sequence in rest if not sequence.output.finished)
+            self._finish(call)
+        self.batch.restore(sequence for call in self._calls if call.joined for sequence in call.sequences)
         for call in list(self._calls):
             call.open = sum(not sequence.output.finished for sequence in call.sequences)
-            if not call.open:
+            if call.open:
+                self._tell(call)
+            else:
                 self._finish(call)
-        for call in {*hit, *self._calls}:
-            self._tell(call)
         self._steps.parts = []
         self._steps.news.clear()
         if not self._calls:

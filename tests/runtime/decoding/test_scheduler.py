@@ -19,9 +19,13 @@ from speculation_cases import Scripted, ScriptedChain
 import runtime
 from runtime.api.model import Model
 from runtime.decoding import memory
+from runtime.decoding.scheduler import Scheduler
+from runtime.decoding.sequence import Call, Sequence
 from runtime.drafting.lengths.fixed import Fixed
 from runtime.drafting.speculation import Speculation
 from runtime.errors import CompressError, RequestError
+from runtime.sampling.options import GenerationOptions
+from runtime.sampling.stats import GenerationStats
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -287,6 +291,78 @@ def test_an_interrupt_in_one_thread_changes_nothing_for_the_others(where: str, m
     assert found[0] >= 4
     assert found[1:] == [True] * 3
     pages_are_back(model)
+
+
+@pytest.mark.timeout(60)  # a call that nobody tells that it is over waits for ever
+@pytest.mark.parametrize("again", [0, 1, 12])
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[3]], ids=["seed", "penalty"])
+def test_an_interrupt_at_any_place_of_a_step(
+    options: dict[str, Any], again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any token is written, the last one included, and while its call ends; `again`: so many places later, of the repair."""
+    left = [0]
+
+    def interrupt_before(owner: type, name: str) -> None:
+        function = getattr(owner, name)
+
+        def interrupting(*arguments: Any) -> Any:
+            left[0] -= 1
+            if left[0] in (-1, -1 - again):
+                raise KeyboardInterrupt
+            return function(*arguments)
+
+        monkeypatch.setattr(owner, name, interrupting)
+
+    asked: list[tuple[Any, int]] = [
+        ("cat", 6),
+        ([20, 21, 22], 5),
+        ("Once upon a time", 2),  # nothing of it is unread when it ends
+    ]
+    model = model_of(PagedReference(hashed()), eos=())
+    expected = [list(model.stream(prompt, max_new_tokens=new, **options)) for prompt, new in asked]
+    interrupt_before(runtime.sampling.output.SequenceOutput, "push")
+    interrupt_before(Sequence, "leave")
+    interrupt_before(Scheduler, "_finish")
+    interrupt_before(Scheduler, "_tell")
+    for place in range(1000):
+        left[0] = 1000
+        streams = [model.stream(prompt, max_new_tokens=new, **options) for prompt, new in asked]
+        found = [[next(stream)] for stream in streams]
+        left[0] = place
+        with suppress(KeyboardInterrupt):
+            model.generate([5, 6, 7], max_new_tokens=6)
+        interrupted, left[0] = left[0] < 0, 1000
+        for stream, pieces in zip(streams, found, strict=True):
+            pieces += stream
+        assert [_joined(pieces) for pieces in found] == [_joined(pieces) for pieces in expected], place
+        pages_are_back(model)
+        if not interrupted:
+            break
+    assert place > 20
+
+
+def _joined(pieces: list[Any]) -> Any:
+    """A stream's text, however it was cut; or its tokens."""
+    return "".join(pieces) if isinstance(pieces[0], str) else pieces
+
+
+def test_a_closed_call_is_taken_out_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own or by whoever led before, which do not both lead then."""
+    scheduler = model_of(PagedReference(hashed()))._scheduler
+    assert scheduler is not None
+    call = Call((), GenerationOptions(), GenerationStats())
+    call.closed = True
+    others: list[bool] = []
+
+    def sweep() -> None:
+        if not others:
+            others.append(True)
+            with ThreadPoolExecutor(1) as threads:
+                others[0] = threads.submit(scheduler._lead, call).result()
+
+    monkeypatch.setattr(scheduler, "_sweep", sweep)
+    assert scheduler._lead(call)
+    assert others == [False]
 
 
 def test_broken_numbers_end_the_calls_and_not_the_model() -> None:

@@ -17,7 +17,8 @@ SHAPES = {
 }  # fmt: skip
 PRUNE = {"prune": {"method": "magnitude", "pattern": "2:4", "ignore": []}}
 QUANTIZE = {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128, "ignore": []}}
-ARTIFACTS = {"w4": [QUANTIZE], "w4-2:4": [PRUNE, QUANTIZE]}
+DENSE_HEAD = {"quantize": {**QUANTIZE["quantize"], "ignore": ["lm_head"]}}
+ARTIFACTS = {"w4": [QUANTIZE], "w4-2:4": [PRUNE, QUANTIZE], "w4-dense-head": [DENSE_HEAD]}
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ DEEP_ENGINES = {
     "onnxruntime-genai": Engine("ONNX Runtime GenAI int4", "onnxruntime_genai", "own"),
     "onnxruntime": Engine("ONNX Runtime, own graph", "onnxruntime", "own"),
     "openvino-genai": Engine("OpenVINO GenAI u4", "openvino_genai", "own"),
-    "vllm": Engine("vLLM CPU W4A16", "vllm", "w4"),
+    "vllm": Engine("vLLM CPU W4A16, bf16 head", "vllm", "w4-dense-head", {"eager": True}),
 }
 HOMES = {"ik_llama": "ik", "mistralrs": "mistralrs", "vllm": "vllm"}  # scripts whose packages have an environment of their own
 PRODUCTS = ("bandwidth", *OURS, "llama.cpp", "onnxruntime", "openvino", "torch-int4")

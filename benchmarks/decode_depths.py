@@ -119,7 +119,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prepare", action="store_true", help="only make what the engines read")
     parser.add_argument("--work", type=Path, help="keeps checkpoints and converted models")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "decode_depths.json")
-    parser.add_argument("--more", action="store_true", help="add rounds to what the output holds")
+    parser.add_argument("--more", action="store_true", help="go on with the rounds that the output holds")
     parser.add_argument("--render", type=Path, help="only print the table of this JSON and draw its picture")
     arguments = parser.parse_args()
     if arguments.render is None and (arguments.peers is None or arguments.work is None):
@@ -167,11 +167,11 @@ def main() -> None:
     }
     if arguments.more and arguments.output.exists():
         data = continued(json.loads(arguments.output.read_text()), data)
-    done = max((run["round"] for run in data["runs"]), default=0)
-    for number in range(done + 1, done + arguments.rounds + 1):
+    done = {(run["round"], run["model"], run["threads"], run["engine"]) for run in data["runs"]}
+    for number in range(1, arguments.rounds + 1):
         for bench in benches:
             for threads in arguments.threads:
-                for name in names:
+                for name in (n for n in names if (number, bench.model.name, threads, n) not in done):
                     if time.perf_counter() - begin > arguments.minutes * 60:
                         print("the time is over", flush=True)
                         finish(data, arguments.output)

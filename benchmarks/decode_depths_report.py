@@ -99,7 +99,10 @@ def table(data: dict[str, Any]) -> str:
     rounds = max((run["round"] for run in data["runs"]), default=0)
     loads = [run["load_before"] for run in data["runs"] if "load_before" in run]
     if loads:
-        out += ["", f"Median of up to {rounds} rounds. Load average before a process: median {statistics.median(loads):.1f}."]
+        out += [
+            "",
+            f"Median of up to {rounds} rounds. Load average before a process: median {statistics.median(loads):.1f}.",
+        ]
     return "\n".join(out).strip()
 
 
@@ -131,13 +134,20 @@ def plot(data: dict[str, Any], path: Path) -> None:
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_xticks(range(len(columns)), [Cell("", 0, *column).title() for column in columns], fontsize=8)
     axis.xaxis.tick_top()
-    labels = [f"{model}, {threads} thread{'s' if threads > 1 else ''}: {DEEP_ENGINES[n].label}" for model, threads, n in rows]
+    labels = [
+        f"{model}, {threads} thread{'s' if threads > 1 else ''}: {DEEP_ENGINES[n].label}" for model, threads, n in rows
+    ]
     axis.set_yticks(range(len(rows)), labels, fontsize=7)
     axis.tick_params(length=0)
     for side in axis.spines.values():
         side.set_visible(False)
     goals = f"green: decode {DECODE}x, prompts {EXACT}x exact and {FAST}x fast; amber: ahead, but less; red: behind; grey: not measured"
-    axis.set_title(f"ours / the best peer, random weights, batch 1; {data['machine']['cpu']}\n{goals}", fontsize=8, loc="left", pad=24)
+    axis.set_title(
+        f"ours / the best peer, random weights, batch 1; {data['machine']['cpu']}\n{goals}",
+        fontsize=8,
+        loc="left",
+        pad=24,
+    )
     drawn.tight_layout()
     drawn.savefig(path, dpi=140, facecolor="white", metadata={"Software": None})
 

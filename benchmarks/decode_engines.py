@@ -71,6 +71,10 @@ DEEP_ENGINES = {
     "openvino-genai": Engine("OpenVINO GenAI u4", "openvino_genai", "own"),
     "vllm": Engine("vLLM CPU W4A16, bf16 head", "vllm", "w4-dense-head", {"eager": True}),
 }
-HOMES = {"ik_llama": "ik", "mistralrs": "mistralrs", "vllm": "vllm"}  # scripts whose packages have an environment of their own
+HOMES = {
+    "ik_llama": "ik",
+    "mistralrs": "mistralrs",
+    "vllm": "vllm",
+}  # scripts whose packages have an environment of their own
 PRODUCTS = ("bandwidth", *OURS, "llama.cpp", "onnxruntime", "openvino", "torch-int4")
 ROWS, COLUMNS, GROUP = 11008, 4096, 128

@@ -39,7 +39,9 @@ def load(request: dict[str, Any]) -> Generate:
         )  # fmt: skip
         usage = runner.send_completion_request(asked).usage
         if abs(usage.prompt_tokens - len(ids)) > 1 or usage.completion_tokens != new + 1:  # it may add <s>
-            raise RuntimeError(f"{usage.prompt_tokens} and {usage.completion_tokens} tokens, not {len(ids)} and {new + 1}")
+            raise RuntimeError(
+                f"{usage.prompt_tokens} and {usage.completion_tokens} tokens, not {len(ids)} and {new + 1}"
+            )
         return usage.total_prompt_time_sec, usage.total_completion_time_sec
 
     return generate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -32,9 +33,8 @@ class Decoder:
 
         self.genai, self.context = genai, request["context"]
         config = genai.Config(request["path"])
-        config.overlay(
-            '{"model": {"decoder": {"session_options": {"intra_op_num_threads": %d}}}}' % request["threads"]
-        )
+        options = {"session_options": {"intra_op_num_threads": request["threads"]}}
+        config.overlay(json.dumps({"model": {"decoder": options}}))
         self.model = genai.Model(config)
         self.generator: Any = None
 

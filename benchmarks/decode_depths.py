@@ -31,7 +31,7 @@ from decode_engines import DEEP_ENGINES, OURS, SHAPES, Engine
 from where import commit
 
 POSITIONS = 32768
-DEFAULT_MODELS = "1.1b/4,3b/4,moe/4"
+DEFAULT_MODELS = "1.1b/2,3b/1,moe/2"
 
 
 class Model:

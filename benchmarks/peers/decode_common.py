@@ -290,19 +290,23 @@ def measure_depths(request: dict[str, Any], load: Callable[[dict[str, Any]], Dee
             if mark in cells.depths:
                 cells.wrote(mark, steps(engine, token, cells.new))
     position, spent, repeated = 0, 0.0, []
+    can_repeat = hasattr(engine, "repeat")
     for mark in [mark for mark in cells.marks() if not cells.short(mark)]:
-        if position and mark > max(cells.prefills, default=0) and hasattr(engine, "repeat"):
+        needless = can_repeat and mark > max(cells.prefills, default=0)
+        if needless or not cells.affords(mark, mark - position, 1.5):
+            if not can_repeat or mark not in cells.depths:
+                continue
+            cells.left_out.pop(f"decode {mark}", None)
             engine.repeat(mark)
             repeated.append(mark)
             token = int(np.argmax(engine.step(FIRST)))
-        else:
-            if not cells.affords(mark, mark - position, 1.5):
-                break
-            ids = some_ids(mark - position, vocabulary, mark)
-            start = time.perf_counter()
-            token = int(np.argmax(engine.extend(ids) if position else engine.prefill(ids)))
-            spent += time.perf_counter() - start
-            cells.read(mark, mark, spent)
+            cells.wrote(mark, steps(engine, token, cells.new))
+            continue
+        ids = some_ids(mark - position, vocabulary, mark)
+        start = time.perf_counter()
+        token = int(np.argmax(engine.extend(ids) if position else engine.prefill(ids)))
+        spent += time.perf_counter() - start
+        cells.read(mark, mark, spent)
         position = mark
         if mark in cells.depths:
             cells.wrote(mark, steps(engine, token, cells.new))

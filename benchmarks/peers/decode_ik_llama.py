@@ -36,7 +36,7 @@ class Decoder:
         if not self.model:
             raise RuntimeError(f"ik_llama.cpp cannot load {file.decode()}")
         params = llama.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = request["context"], BATCH, BATCH, 2
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 2 * request["context"], BATCH, BATCH, 2
         params.n_threads = params.n_threads_batch = request["threads"]
         self.context = ctypes.c_void_p(llama.llama_init_from_model(self.model, params))
         if not self.context:

@@ -91,7 +91,7 @@ class Decoder:
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {file.decode()}")
         params = llama.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = request["context"], BATCH, BATCH
+        params.n_ctx, params.n_batch, params.n_ubatch = 2 * request["context"], BATCH, BATCH  # room for `repeat`
         params.n_threads = params.n_threads_batch = request["threads"]
         params.n_seq_max, params.kv_unified = 2, True  # the second is for `repeat`
         self.context = llama.llama_init_from_model(self.model, params)

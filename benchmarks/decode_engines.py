@@ -65,7 +65,7 @@ DEEP_ENGINES = {
     "ours-fast-kv4": Engine("ours, fast, int4 cache", "ours", "w4", {"kernels": "fast", **INT4_CACHE}),
     "llama.cpp": ENGINES["llama.cpp"],
     "ik_llama.cpp": Engine("ik_llama.cpp Q4_0, repacked", "ik_llama", "llama_cpp", grid="q4_0"),
-    "mistral.rs": Engine("mistral.rs Q4_0", "mistralrs", "own", {"isq": "Q4_0"}),
+    "mistral.rs": Engine("mistral.rs Q4K", "mistralrs", "own", {"isq": "Q4K"}),
     "onnxruntime-genai": Engine("ONNX Runtime GenAI int4", "onnxruntime_genai", "own"),
     "onnxruntime": Engine("ONNX Runtime, own graph", "onnxruntime", "own"),
     "openvino-genai": Engine("OpenVINO GenAI u4", "openvino_genai", "own"),

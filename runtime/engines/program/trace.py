@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -88,13 +89,18 @@ def _register() -> None:
     AttentionMaskInterface.register(NAME, lambda *_, mask_function, **__: Mask(mask_function))
 
 
-_running: list[Trace] = []  # of this process, innermost last: the interface has no other way to it
+class _Running(threading.local):
+    trace: Trace | None = None  # of this thread: the interface of attention has no other way to it
+
+
+_running = _Running()
 
 
 def _attention(
     module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **more: Any
 ) -> tuple[torch.Tensor, None]:
-    return _running[-1].attention(module, query, key, value, {**more, "mask": mask}), None
+    assert _running.trace is not None
+    return _running.trace.attention(module, query, key, value, {**more, "mask": mask}), None
 
 
 class Trace(TorchFunctionMode):
@@ -190,7 +196,7 @@ class Trace(TorchFunctionMode):
         configs = {id(each): each for each in (config, *(getattr(m, "config", config) for m in self.names))}.values()
         before = [each._attn_implementation for each in configs]
         training = [each for each in self.names if each.training]
-        _running.append(self)
+        _running.trace = self
         try:
             for module in training:
                 module.training = False  # no dropout
@@ -202,7 +208,7 @@ class Trace(TorchFunctionMode):
                     arguments["position_ids"] = places
                 self.logits = self._model(**arguments).logits.detach()
         finally:
-            _running.remove(self)
+            _running.trace = None
             for module in training:
                 module.training = True
             for each, old in zip(configs, before, strict=True):

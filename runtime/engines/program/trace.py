@@ -182,7 +182,7 @@ class Trace(TorchFunctionMode):
             )
             more = {"scaling": kwargs.get("scale"), "tensor": mask, "causal": causal}
             module = next(each for each in reversed(self._calling) if "ttention" in type(each).__name__)
-            return self.attention(module, *args[:3], more).transpose(1, 2)
+            return self.attention(module, args[0], args[1], args[2], more).transpose(1, 2)
         return func(*args, **kwargs)
 
     # ---------------------------------------------------------------- the pass
@@ -191,7 +191,8 @@ class Trace(TorchFunctionMode):
         _register()
         config: Any = self._model.config
         far = max(int(getattr(config, "max_position_embeddings", None) or FAR), 2 * TOKENS)
-        ids = torch.tensor([[3, 5, 6], [7, 8, 9]]) % max(1, self._model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+        embedding: Any = self._model.get_input_embeddings()
+        ids = torch.tensor([[3, 5, 6], [7, 8, 9]]) % max(1, int(embedding.num_embeddings))
         places = torch.tensor([[0, 1, 2], [far - 3, far - 2, far - 1]])
         configs = {id(each): each for each in (config, *(getattr(m, "config", config) for m in self.names))}.values()
         before = [each._attn_implementation for each in configs]

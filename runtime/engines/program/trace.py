@@ -128,7 +128,7 @@ class Trace(TorchFunctionMode):
         self.events.append(Event(kind, self.names.get(module, ""), module, kept[0], kept[1], more))
 
     # ---------------------------------------------------------------- in the place of modules
-    def linear(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def _linear(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         outputs, _ = shape_of(self.names[module], module)
         y = self._of_sizes(*x.shape[:-1], outputs)
         self.record("linear", module, (x,), (y,))
@@ -140,28 +140,29 @@ class Trace(TorchFunctionMode):
             y * SIZES if y.dim() == 3 else (y.view(*SIZES.shape[:2], -1) * SIZES).view(y.shape) if y.dim() == 2 else y
         )
 
-    def router(self, module: nn.Module, x: torch.Tensor) -> Any:
+    def _router(self, module: nn.Module, x: torch.Tensor) -> Any:
         found = twin_of(module)(x)
         self.record("router", module, (x,), outputs_of(found, self.names[module]))
         return found
 
-    def experts(self, module: nn.Module, x: torch.Tensor, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+    def _experts(self, module: nn.Module, x: torch.Tensor, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         y = self._of_sizes(*x.shape)
         self.record("experts", module, (x, *given, *named.values()), (y,))
         return y
 
-    def norm(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def _norm(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = self.random(*x.shape)
         self.record("norm", module, (x,), (y,))
         return y
 
-    def lookup(self, module: nn.Module, ids: torch.Tensor, width: int) -> torch.Tensor:
+    def _lookup(self, module: nn.Module, ids: torch.Tensor, width: int) -> torch.Tensor:
         kinds, places = ids.unique(return_inverse=True)
         y = self.random(len(kinds), width)[places]
         self.record("embedding", module, (ids,), (y,))
         return y
 
     def attention(self, module: nn.Module, query: Any, key: Any, value: Any, more: dict[str, Any]) -> torch.Tensor:
+        """In its place, `[batch, tokens, heads, value_dim]` for queries, keys and values `[batch, heads, tokens, head_dim]`."""
         y = self.random(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
         self.record("attention", module, (query, key, value), (y.flatten(2),), **more)
         return y
@@ -172,7 +173,7 @@ class Trace(TorchFunctionMode):
             ids, weight = args[:2] if func is functional.embedding else args[1::-1]
             name = self._tables.get(id(weight))
             if name is not None:
-                return self.lookup(self._model.get_submodule(name), ids, weight.shape[1])
+                return self._lookup(self._model.get_submodule(name), ids, weight.shape[1])
         if func is functional.scaled_dot_product_attention:
             names = ("query", "key", "value", "mask", "dropout", "causal")
             given = dict(zip(names, args, strict=False))
@@ -240,13 +241,13 @@ class Trace(TorchFunctionMode):
                 if module._forward_hooks or module._forward_pre_hooks:
                     raise UnknownError(f"{name or 'the model'} has hooks, which may compute anything")
                 if kind == "linear":
-                    put(module, functools.partial(self.linear, module))
+                    put(module, functools.partial(self._linear, module))
                 elif kind == "router":
-                    put(module, functools.partial(self.router, module))
+                    put(module, functools.partial(self._router, module))
                 elif kind == "experts":
-                    put(module, functools.partial(self.experts, module))
+                    put(module, functools.partial(self._experts, module))
                 elif kind == "norm":
-                    put(module, functools.partial(self.norm, module))
+                    put(module, functools.partial(self._norm, module))
                 elif kind == "embedding" and isinstance(module, nn.Embedding):
                     self._tables[id(module.weight)] = name
                 elif kind == "embedding":
@@ -264,7 +265,7 @@ class Trace(TorchFunctionMode):
             yield
 
     def _compressed(self, module: Any, ids: torch.Tensor) -> torch.Tensor:
-        return self.lookup(module, ids, int(module.shape[1]))
+        return self._lookup(module, ids, int(module.shape[1]))
 
     def _rotary(self, module: nn.Module, forward: Any, *given: Any, **named: Any) -> Any:
         found = forward(*given, **named)

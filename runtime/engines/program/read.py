@@ -315,11 +315,11 @@ class _Reader:
         rest = None if k_rest is None else self._span(where, k_rest.name, k_rest.bases)
         queries, target = Place("queries"), Place("attention")
         build.in_place(Heads(spans[0], spans[1], spans[2], queries, norms[0], norms[1], rotation, rest))
-        sinks = more.get("s_aux")
-        name = None if sinks is None else next((n for n, p in self.model.named_parameters() if p is sinks), "")
-        if name == "":
+        given = more.get("s_aux")
+        sinks = None if given is None else next((n for n, p in self.model.named_parameters() if p is given), "")
+        if sinks == "":
             raise UnknownError(f"{where} has sinks that are no parameter of it")
-        operation = Attend(queries, target, scale * q.factor, window, float(more.get("softcap") or 0.0), name)
+        operation = Attend(queries, target, scale * q.factor, window, float(more.get("softcap") or 0.0), sinks)
         build.add(operation, event.output[0])
 
     def _span(self, where: str, name: str, bases: Sequence[int]) -> Span:

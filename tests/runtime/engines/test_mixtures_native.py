@@ -174,6 +174,9 @@ def test_a_token_reads_only_the_chosen_experts() -> None:
     small, _ = compressed(apart(model_of("Mixtral")))
     lean = native(small)
     layer, mixture = small.model.layers[0], small.model.layers[0].mlp
-    others = sum(getattr(layer.self_attn, f"{p}_proj").in_features * getattr(layer.self_attn, f"{p}_proj").out_features for p in "qkvo")
+    others = sum(
+        getattr(layer.self_attn, f"{p}_proj").in_features * getattr(layer.self_attn, f"{p}_proj").out_features
+        for p in "qkvo"
+    )
     expected = others / 2 + 2 * 3 * 72 * 40 / 2 + 4 * mixture.gate.weight.numel()
     assert block_bytes(lean.parts.blocks[0]) == pytest.approx(expected)

@@ -139,7 +139,8 @@ class _Loaded:
 def _load_runtime(request: SpeedRequest) -> _Loaded:
     import runtime
 
-    model = runtime.load(request.model, **request.options)
+    # The same prompts are read again and again: none may be found in the cache.
+    model = runtime.load(request.model, **{"prefix_cache": 0, **request.options})
     if not isinstance(model, runtime.Model):
         raise RequestError(f"{request.model} is a {type(model).__name__}; speed is measured of causal language models")
 

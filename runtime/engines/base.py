@@ -81,7 +81,7 @@ class Engine(ABC):
         trees: whether chunks may have `parents`; else they are chains.
         lockstep: all sequences of a pool begin in its first step, with their whole prompts, and take part in every step until they end.
         padding_is_exact: False when a left-padded row of a lockstep engine is not computed as it would be alone.
-        cache_budget: bytes that the pages of a call may take where it says nothing; only engines under a bound have it.
+        cache_budget: bytes that the pages of calls may take that say nothing; only engines under a bound have it.
     """
 
     device: torch.device

@@ -112,7 +112,8 @@ class LlamaEngine(FusedEngine):
         self._tables = Tables(0, [], (ctypes.c_void_p * 0)())
         self._local = threading.local()
         digits = parts.decoder.digits
-        self.description = f"decoder in C ({found.isa_name().decode()}, {digits}-digit activations)"
+        activations = f"{digits}-digit activations" if parts.digits else "dense"
+        self.description = f"decoder in C ({found.isa_name().decode()}, {activations})"
 
     def explain(self) -> dict[str, str]:
         """As the modules say, but for compressed layers: here one kernel serves every number of rows."""

@@ -115,9 +115,7 @@ def parts_of(engine: Any) -> LlamaEngine | str:
     """The engine, where parts of it can compute by themselves, or the reason why not."""
     if type(engine) is LlamaEngine:
         return engine
-    wanted = (
-        "only the decoder in C computes with parts of a model: a compressed Llama, Mistral, Qwen2 or Qwen3 on a CPU"
-    )
+    wanted = "only the decoder in C, on a CPU, computes with parts of a model"
     if isinstance(engine, LlamaEngine):
         return f"{wanted}, all of it in memory; this one's layers are read from disk while others compute"
     return f"{wanted}; this one runs on {getattr(engine, 'description', type(engine).__name__)}"
@@ -148,10 +146,12 @@ class Adapter:
         self.engine = engine
         self.most_rows, self.logits_width = engine.most_rows, engine.logits_width
         self.page_bytes = parts.kv_heads * (parts.head_dim + parts.value_dim) * PAGE * parts.cache_dtype.itemsize
-        model: Any = engine.module.model
+        program = parts.program
+        final = next(each.weights for each in program.tail if isinstance(each, Norm))
+        block, norm = (engine.module.get_submodule(name) for name in (program.layers[layer].name, final.module))
         with torch.device("meta"):
-            own = type(model.layers[layer])(model.config, layer)
-            own.norm = type(model.norm)(parts.decoder.hidden)
+            own: Any = type(block)(engine.module.config, layer)  # type: ignore[call-arg, arg-type]
+            own.norm = type(norm)(parts.decoder.hidden)  # type: ignore[call-arg]
         whole = any(name.startswith("mlp.") for name in tensors)
         wanted = {
             name: like
@@ -163,16 +163,14 @@ class Adapter:
         if tensors.keys() != wanted.keys():
             raise ArtifactError(f"{where} holds {min(tensors.keys() - wanted)}, which is no part of an adapter")
         own.load_state_dict({name: tensor.contiguous() for name, tensor in tensors.items()}, strict=False, assign=True)
-        program = parts.program
         structures = Structures(parts.buffers, own, f"{program.layers[layer].name}.")
         self.block = structures.block(program.layers[layer])
         self.block.skip = 0 if whole else SKIP_MLP
         # The engine's tail with the adapter's norm.
         self._tail = (Op * len(parts.tail))(*parts.tail)
-        final = next(each.weights for each in program.tail if isinstance(each, Norm))
         weight, bias, _ = structures.norm(replace(final, module="norm"))
-        norm = next(op.norm for op in self._tail if OPS[op.kind] == "norm")
-        norm.weight, norm.bias = weight, bias
+        last = next(op.norm for op in self._tail if OPS[op.kind] == "norm")
+        last.weight, last.bias = weight, bias
         self._keep = [structures.arrays, *(each for each in structures.keep if each.device.type != "meta")]
         self.weight_bytes = sum(tensor.nbytes for tensor in self._keep[1:])
         self.read_bytes = block_bytes(self.block, self.block.skip) + linear_bytes(parts.head)

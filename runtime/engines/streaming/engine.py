@@ -14,7 +14,7 @@ from torch import nn
 
 from runtime.engines.base import Chunk, Engine
 from runtime.engines.native.engine import LlamaEngine, leave, read_engine
-from runtime.engines.native.parts import Parts
+from runtime.engines.native.parts import Parts, linears
 from runtime.engines.native.pool import Pool
 from runtime.engines.streaming.plan import Plan, cache_budget, plan, reserve_for
 from runtime.engines.streaming.prepared_file import Group, Place, PreparedFile, put, share, values
@@ -127,15 +127,20 @@ def _streaming(blueprint: Blueprint, file: PreparedFile, decided: Plan, policy: 
     moving = {i: blocks[i] for i in decided.streamed}
     ring = Ring(_slots(file, blocks, decided, device), decided.streamed)
     try:
-        fused = blueprint.compressed and blueprint.kernels != "reference" and policy is None
-        found = read_engine(TorchEngine(model, device)) if fused else "transformers' modules are asked for"
-        if not isinstance(found, str):
-            file.forget()  # the pages that were looked at (norms, biases) are copied where they are needed
+        fused = device.type == "cpu" and blueprint.kernels != "reference" and policy is None
+        found: LlamaEngine | str = "transformers' modules are asked for"
+        ranges: dict[int, range] = {}
+        if fused:
             base = torch.frombuffer(file.mapped(), dtype=torch.uint8).data_ptr()
             ranges = {i: range(base + group.begin, base + group.end) for i, group in moving.items()}
+            found = read_engine(TorchEngine(model, device))
+        if not isinstance(found, str):
+            found = _why_not_streamed(found.parts, ranges) or found
+        if not isinstance(found, str):
+            file.forget()  # the pages that were looked at (norms, biases) are copied where they are needed
             return StreamedLlama(TorchEngine(model, device), found.parts, ranges, ring, decided.bytes)
         engine = StreamedTorch(model, device, file, moving, ring, decided.bytes)
-        if fused:
+        if fused and isinstance(found, str):
             leave(engine, found)
         if policy is not None:
             engine.compress_cache(policy)
@@ -143,6 +148,15 @@ def _streaming(blueprint: Blueprint, file: PreparedFile, decided: Plan, policy: 
     except BaseException:
         ring.close()
         raise
+
+
+def _why_not_streamed(parts: Parts, ranges: Mapping[int, range]) -> str | None:
+    """Why the decoder in C cannot compute on a ring's buffers: weights lie in the file otherwise than it reads them."""
+    for number, addresses in ranges.items():
+        block = parts.blocks[number]
+        if any(linear.weight not in addresses for _, linear in linears(block.ops, block.count)):
+            return "matrices of its streamed layers lie transposed in the file"
+    return None
 
 
 def _settle(model: Any, file: PreparedFile, groups: list[Group], device: torch.device) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.attention import PAGE, Attention, Cache
+from runtime.system import instruction_sets
 
-_SETS = library.instruction_sets()
+_SETS = instruction_sets.available()
 
 
 def _pages(lengths: list[int], generator: torch.Generator) -> list[list[int]]:

@@ -49,7 +49,11 @@ def test_settings_that_do_not_go_together(make_checkpoint, recipe, stage, said):
         ("gemma2", draft("mtp"), "a Gemma2ForCausalLM does more to its logits than its head"),
         ("gemma2", draft("s2d"), "does more to its logits than norm and head; it cannot be nested"),
         ("gemma2", draft("pard"), "a parallel draft needs full attention in all its layers"),
-        ("opt", draft("kangaroo", exit_layer=1), "only the decoder in C .*: OPTForCausalLM is not computed as a Llama is"),
+        (
+            "opt",
+            draft("kangaroo", exit_layer=1),
+            "only the decoder in C .*: OPTForCausalLM is not computed as a Llama is",
+        ),
         ("opt", draft("skip", sequence_length=32), "only the decoder in C"),
     ],
 )

@@ -4,8 +4,9 @@
     python benchmarks/product_bandwidth.py --output benchmarks/results/product_bandwidth.json
 
 `decode_cpu.py` compares products with the best reading of a large buffer in another process, calls from Python included; what
-pages a process got and what neighbours did meanwhile is in its numbers. Here each round reads the buffers and multiplies with
-them, so a ratio has neither. Random weights in the layout of linear.h, more of them than four last-level caches.
+pages a process got and what neighbours did meanwhile is in its numbers. Here a buffer is read, then others multiplied with, a
+millisecond apart, so a ratio has neither. Random weights and scales in the layout of linear.h, more of them than four last-level
+caches; scales are bytes too. With `--output`, cells that the file has and this run does not measure stay.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,16 @@ from where import commit, cpu_name
 
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.library import openmp
-from runtime.system import native
+from runtime.system import instruction_sets, native
 
-SHAPES = ((11008, 4096), (2048, 5632), (8192, 2048))
+SHAPES = ((11008, 4096), (5632, 2048), (2048, 2048))
 GROUP = 128
-WEIGHT_BYTES = {"w4": 0.5, "w8": 1.0}  # a weight
+DENSE = {
+    "bf16": (library.TYPES[torch.bfloat16], 2),
+    "fp8": (library.FLOAT8, 1),
+    "f32": (library.TYPES[torch.float32], 4),
+}
+KINDS = ("w2", "w3", "w4", "w5", "w6", "w8", "s24", *DENSE)
 READER = r"""
 #include <stdint.h>
 #include "POOL"
@@ -73,76 +78,105 @@ def reader() -> Any:
     return found.read_all
 
 
-def measure(kind: str, shape: tuple[int, int], threads: int, rounds: int, read: Any) -> dict[str, Any]:
-    """GB/s of reading and of products with one and two digits, and the ratios within the rounds."""
-    kernels = library.load()
+class Weight:
+    """A random weight of a kind: its bytes, scales behind them, and what C is given."""
+
+    def __init__(self, kind: str, rows: int, columns: int) -> None:
+        self.linear = linear = library.Linear(rows=rows, columns=columns)
+        if kind in DENSE:
+            linear.kind, (linear.scale_type, size) = library.KINDS["dense"], DENSE[kind]
+            codes, scales = rows * columns * size, 4 * rows
+        else:
+            linear.kind, linear.scale_type = library.KINDS[kind], library.TYPES[torch.bfloat16]
+            linear.group, linear.share, linear.groups = GROUP, 1, columns // GROUP
+            codes, scales = rows * linear.groups * library.group_bytes(linear.kind, GROUP), 2 * rows * linear.groups
+        self.bytes = codes + scales
+        sums = torch.zeros(rows * (columns // GROUP), dtype=torch.int16)
+        self._keep = (torch.randint(0, 120, (self.bytes + 64,), dtype=torch.uint8), sums)
+        linear.weight, linear.sums = self._keep[0].data_ptr(), sums.data_ptr()
+        if kind == "fp8" or kind not in DENSE:
+            linear.scale = linear.weight + codes
+
+
+def measure(kind: str, shape: tuple[int, int], threads: int, rounds: int, read: Any, isa: str) -> dict[str, Any]:
+    """GB/s of reading and of products, with one and two digits if the weight is of integers, and the ratios within the rounds."""
+    kernels = library.load(isa)
     assert kernels is not None
     rows, columns = shape
-    size = int(rows * columns * WEIGHT_BYTES[kind])
-    copies = -(-4 * last_level_cache() // size) + 1
-    weights = [torch.randint(0, 256, (size,), dtype=torch.uint8) for _ in range(copies)]
-    scales = torch.rand(rows * columns // GROUP).bfloat16()
-    x, y = torch.randn(columns).bfloat16(), torch.empty(rows).bfloat16()
-    layers = []
-    for weight in weights:
-        layer = library.Linear()
-        layer.kind, layer.scale_type = library.KINDS[kind], library.TYPES[torch.bfloat16]
-        layer.group, layer.share, layer.rows, layer.columns, layer.groups = GROUP, 1, rows, columns, columns // GROUP
-        layer.weight, layer.scale = weight.data_ptr(), scales.data_ptr()
-        layers.append(layer)
-    memory = torch.empty(kernels.linear_memory(ctypes.byref(layers[0]), 1, 2), dtype=torch.uint8)
-
-    def product(digits: int) -> Callable[[int], None]:
-        given = x.data_ptr(), 1, 1, y.data_ptr(), 1, digits, memory.data_ptr(), threads
-        return lambda i: kernels.linear_run(ctypes.byref(layers[i]), *given)
-
-    calls: dict[str, Callable[[int], Any]] = {
-        "read": lambda i: read(weights[i].data_ptr(), size, threads), "fast": product(1), "exact": product(2),
-    }  # fmt: skip
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    first = Weight(kind, rows, columns)
+    copies = -(-4 * last_level_cache() // first.bytes) + 1
+    weights = [first, *(Weight(kind, rows, columns) for _ in range(copies - 1))]
+    dtype = library.TYPES[torch.float32]
+    x, y = torch.randn(columns), torch.empty(rows)
+    memory = torch.empty(kernels.linear_memory(ctypes.byref(first.linear), 1, 2), dtype=torch.uint8)
+    digits = {"product": 1} if kind in DENSE else {"fast": 1, "exact": 2}
+    found: dict[str, list[float]] = {name: [] for name in ("read", *digits)}
     for turn in range(rounds + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            for i in range(copies):
-                call(i)
-            if turn:  # the first is for the pages
-                found[name].append(copies * size / (time.perf_counter() - start) / 1e9)
-    ratio = {
-        name: statistics.median(a / b for a, b in zip(found[name], found["read"], strict=True))
-        for name in ("fast", "exact")
-    }
+        spent = dict.fromkeys(found, 0.0)
+        for i in range(copies):
+            for place, name in enumerate(found):
+                weight = weights[(i + place * copies // 3) % copies]
+                start = time.perf_counter()
+                if name == "read":
+                    read(weight.linear.weight, weight.bytes, threads)
+                else:
+                    kernels.linear_run(
+                        ctypes.byref(weight.linear),
+                        x.data_ptr(),
+                        dtype,
+                        1,
+                        y.data_ptr(),
+                        dtype,
+                        digits[name],
+                        memory.data_ptr(),
+                        threads,
+                    )
+                spent[name] += time.perf_counter() - start
+        if turn:  # the first is for the pages
+            for name, seconds in spent.items():
+                found[name].append(copies * first.bytes / seconds / 1e9)
+    ratio = {name: statistics.median(a / b for a, b in zip(found[name], found["read"], strict=True)) for name in digits}
     return {
-        "kind": kind, "shape": shape, "threads": threads, "of_reading": {k: round(v, 3) for k, v in ratio.items()},
+        "kind": kind, "shape": shape, "threads": threads, "instruction_set": isa,
+        "of_reading": {k: round(v, 3) for k, v in ratio.items()},
         "gb_per_second": {name: round(statistics.median(values), 2) for name, values in found.items()},
         "best_gb_per_second": {name: round(max(values), 2) for name, values in found.items()},
+        "weights_per_ns": {name: round(rows * columns / first.bytes * statistics.median(found[name]), 1) for name in digits},
     }  # fmt: skip
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", default="1,2", help="separated by commas")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="separated by commas")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of them")
+    parser.add_argument("--instruction-sets", default=instruction_sets.chosen(), help="separated by commas")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     read, results = reader(), []
-    for kind in WEIGHT_BYTES:
-        for shape in SHAPES:
-            for threads in (int(t) for t in arguments.threads.split(",")):
-                result = measure(kind, shape, threads, arguments.rounds, read)
+    for kind in arguments.kinds.split(","):
+        for shape in SHAPES[: arguments.shapes]:
+            for threads, isa in (
+                (int(t), i) for t in arguments.threads.split(",") for i in arguments.instruction_sets.split(",")
+            ):
+                result = measure(kind, shape, threads, arguments.rounds, read, isa)
                 results.append(result)
                 speeds = "  ".join(f"{name} {value:.1f}" for name, value in result["gb_per_second"].items())
                 shares = "  ".join(f"{name} {value:.0%}" for name, value in result["of_reading"].items())
                 print(
-                    f"{kind} {shape[0]}x{shape[1]}, {threads} threads: GB/s {speeds}; of reading {shares}", flush=True
+                    f"{isa} {kind} {shape[0]}x{shape[1]}, {threads} threads: GB/s {speeds}; of reading {shares}",
+                    flush=True,
                 )
-    kernels = library.load()
-    assert kernels is not None
-    data = {
-        "cpu": cpu_name(), "cores": os.cpu_count(), "instruction_set": kernels.isa_name().decode(), "commit": commit(),
-        "rounds": arguments.rounds, "load_average": os.getloadavg()[0], "results": results,
-    }  # fmt: skip
     if arguments.output:
+        cell = lambda r: (r["kind"], tuple(r["shape"]), r["threads"], r["instruction_set"])  # noqa: E731
+        before = json.loads(arguments.output.read_text())["results"] if arguments.output.exists() else []
+        measured = {cell(r): r for r in (*before, *results) if "instruction_set" in r}
+        data = {
+            "cpu": cpu_name(), "cores": os.cpu_count(), "commit": commit(), "rounds": arguments.rounds,
+            "load_average": os.getloadavg()[0], "results": list(measured.values()),
+        }  # fmt: skip
         arguments.output.write_text(json.dumps(data, indent=1) + "\n")
 
 

@@ -166,14 +166,15 @@ def ours(paths: dict[str, Path], options: argparse.Namespace, result: dict[str, 
     from runtime.api.model import Model
     from runtime.drafting.config.build import Target, choose_speculation
 
-    plain = runtime.load(paths["target"], drafter=False, threads=options.threads, device=options.device)
+    # No prompt may be found in the cache: plain decoding comes first, and drafters read prompts.
+    plain = runtime.load(paths["target"], drafter=False, prefix_cache=0, threads=options.threads, device=options.device)
     prompts = chosen(prompts_of(plain.tokenizer, options.prompts), options)
     target = Target(plain.artifact, plain.engine)
     models = {}
     for name in options.drafters or DRAFTERS:
         value = json.loads(json.dumps(DRAFTERS[name]).replace("DRAFT", str(paths["draft"])))
         models[name] = Model(
-            plain.engine, plain.tokenizer, plain.artifact, plain.eos_token_ids, choose_speculation(value, target)
+            plain.engine, plain.tokenizer, plain.artifact, plain.eos_token_ids, choose_speculation(value, target), 0
         )
     rows: list[dict[str, Any]] = []
     result["ours"] = {"engine": plain.stats["engine"], "weight_bytes": plain.stats["weight_bytes"], "rows": rows}

@@ -268,8 +268,9 @@ def _run(run: dict[str, Any]) -> str:
     machine, peak = run["machine"], run.get("peak_memory")
     entries = {
         "date": run["date"], "command": run["command"] or "called from Python", "CPU": machine["cpu"],
-        "instruction sets": ", ".join(machine["instruction_sets"]), "cores": machine["cores"], "threads": machine["threads"],
-        "GPU": ", ".join(machine["gpus"]), "processes": run["processes"] if run["processes"] > 1 else None,
+        "instruction sets": ", ".join(machine["instruction_sets"]), "C kernels": machine.get("kernels"),
+        "cores": machine["cores"], "threads": machine["threads"], "GPU": ", ".join(machine["gpus"]),
+        "processes": run["processes"] if run["processes"] > 1 else None,
         "memory of the machine": size(machine["memory"]), "system": machine["system"],
         "most memory taken": None if peak is None else size(peak),
     }  # fmt: skip

@@ -31,7 +31,7 @@ from compress.report import write_report
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import ArtifactError, RequestError, ResourceError
-from runtime.system import processes
+from runtime.system import instruction_sets, processes
 from runtime.system.device import choose_device
 from runtime.system.memory import available_bytes
 from runtime.system.sizes import size
@@ -106,12 +106,12 @@ def _write(file: Path, record: dict[str, Any]) -> None:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """CPU name, instruction sets, physical cores, torch threads, GPU names (if one is used), bytes of memory, system."""
+    """CPU name, instruction sets, the one of the C kernels, physical cores, torch threads, GPUs used, bytes of memory, system."""
     gpus = [torch.cuda.get_device_name(device)] if device.startswith("cuda") else []
     return {
         "cpu": processes.name(), "instruction_sets": processes.instruction_sets(), "threads": torch.get_num_threads(),
-        "cores": psutil.cpu_count(logical=False) or os.cpu_count(), "gpus": gpus, "memory": int(psutil.virtual_memory().total),
-        "system": platform.platform(),
+        "kernels": instruction_sets.chosen(), "cores": psutil.cpu_count(logical=False) or os.cpu_count(), "gpus": gpus,
+        "memory": int(psutil.virtual_memory().total), "system": platform.platform(),
     }  # fmt: skip
 
 

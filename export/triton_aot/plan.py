@@ -15,6 +15,7 @@ from export.target import missing_packages
 from export.triton_aot.options import TritonOptions
 from runtime import kernels as table
 from runtime.engines import llama_structure
+from runtime.engines.program import joined
 from runtime.kernels import REFERENCE, Choice, Kernel, Layer
 from runtime.kernels.triton import gpu, jit, tuning
 from runtime.kernels.triton.base import ROWS, TritonKernel
@@ -211,17 +212,17 @@ def call_decoder(model: PreTrainedModel) -> None:
         decoder(x, Rows(*numbers), memory, attend)
 
 
-def _joined(layers: llama_structure.Joined) -> llama_structure.Joined:
+def _joined(layers: joined.Joined) -> joined.Joined:
     """As `Joined.of` joins them, but for looking at numbers."""
     dense = all(type(layer) is nn.Linear for layer in layers.layers)
-    whole = llama_structure.join_dense(layers.layers) if dense else _whole(layers.layers)
+    whole = joined.join_dense(layers.layers) if dense else _whole(layers.layers)
     if whole is not None:
         layers.layers = [whole]
     return layers
 
 
 def _whole(layers: list[nn.Module]) -> CompressedLinear | None:
-    linear = llama_structure.alike(layers)
+    linear = joined.alike(layers)
     if linear is None:
         return None
     first = linear[0]

@@ -55,6 +55,7 @@ _OPTIONS = [
     "kv_cache",
     "drafter",
     "adapter",
+    "prefix_cache",
     "trust_remote_code",
 ]
 
@@ -82,6 +83,7 @@ def load(
     kv_cache: str | Mapping[str, Any] | bool | None = None,
     drafter: Any = None,
     adapter: str | Path | None = None,
+    prefix_cache: int | str | None = None,
     trust_remote_code: bool = False,
     **unknown: Any,
 ) -> Any:
@@ -114,6 +116,10 @@ def load(
             output stays that of plain decoding.
         adapter: directory of a LoRA adapter saved by PEFT (docs/guides/finetune.md). The weights stay packed; transformers' modules run
             the model, not the fused engine. None: no adapter.
+        prefix_cache: bytes, or "512MB": on engines with a paged cache, what the KV cache of ended calls may take, so that later prompts
+            with the same beginning are not computed again, the longest unused dropped first; 0: nothing outlives a call. A cache that
+            grew larger for the calls that were running is freed when the last of them ends. None: 512 MiB, or a sixteenth of the memory
+            that is free if that is less; with `max_memory`, never more than that leaves for the cache.
         trust_remote_code: run Python code that the checkpoint brings.
 
     Raises:
@@ -123,6 +129,8 @@ def load(
     target = read_device(device)
     compute = read_dtype(dtype)
     bound = None if max_memory is None else byte_count("max_memory", max_memory)
+    nothing = prefix_cache in (0, "0")
+    kept = None if prefix_cache is None else 0 if nothing else byte_count("prefix_cache", prefix_cache)
     if drafter is not None and drafter is not False:
         from runtime.drafting.config.build import check_written
 
@@ -144,7 +152,7 @@ def load(
         if verify or (verify is None and export.total_bytes <= VERIFY_BYTES):
             export.verify(readme=bool(verify))
         engine = load_export(export, target, EngineOptions(kernels, threads, compute, bound))
-        return _model(export.facts.get("kind", "decoder"), engine, export, trust_remote_code)
+        return _model(export.facts.get("kind", "decoder"), engine, export, trust_remote_code, kept)
     refuse_unfinished(path)
     artifact = Artifact(path, trust_remote_code)
     known = artifact.manifest is not None or export is not None
@@ -181,18 +189,20 @@ def load(
 
         models = {} if drafts is None else drafts.models
         speculation = choose_speculation(drafter, Target(artifact, engine, trust_remote_code, drafts=models))
-    model = _model("decoder", engine, artifact, trust_remote_code)
+    model = _model("decoder", engine, artifact, trust_remote_code, kept)
     model.speculation = speculation
     return model
 
 
-def _model(kind: str, engine: Any, source: Artifact | Export, trust_remote_code: bool) -> Any:
+def _model(
+    kind: str, engine: Any, source: Artifact | Export, trust_remote_code: bool, prefix_cache: int | None = None
+) -> Any:
     tokenizer = load_tokenizer(source.path, trust_remote_code)
     if kind == "encoder":
         return EncoderModel(engine, tokenizer, source)
     ends = end_of_sequence(source, tokenizer)
     if kind == "decoder":
-        return Model(engine, tokenizer, source, ends)
+        return Model(engine, tokenizer, source, ends, prefix_cache=prefix_cache)
     return (SpeechModel if engine.features else Seq2SeqModel)(engine, tokenizer, source, ends)
 
 

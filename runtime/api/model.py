@@ -15,8 +15,8 @@ import torch
 from runtime.api.base import GeneratingModel, Texts
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.export_directory import Export
-from runtime.decoding.pages import PrefixCache
 from runtime.decoding.request import CausalRequest, Request
+from runtime.decoding.scheduler import Scheduler
 from runtime.decoding.turns import Caller
 from runtime.drafting.speculation import Speculation
 from runtime.engines.base import Chunk, Engine
@@ -43,8 +43,9 @@ class Score:
 class Model(GeneratingModel):
     """A loaded causal language model. Made by `runtime.load`.
 
-    Threads may call everything at once: they take turns on the engine, a step each, so that calls go on side by side and a
-    stream that nobody reads holds nobody up. Results do not depend on it. After an exception or Ctrl-C the model is as before.
+    Threads may call everything at once. On engines with a paged KV cache their calls decode together, in the same steps; on others
+    they take turns on the engine, a step each. A stream that nobody reads holds nobody up. Results do not depend on it. After an
+    exception or Ctrl-C in one call the others go on, and the model is as before.
 
     Attributes:
         tokenizer: the transformers tokenizer of the directory; None when it has none (token ids still work).
@@ -55,7 +56,7 @@ class Model(GeneratingModel):
     """
 
     engine: Engine
-    _prefixes: PrefixCache | None = None  # of a session
+    _session: Scheduler | None = None  # on an engine with rows
 
     def __init__(
         self,
@@ -64,9 +65,11 @@ class Model(GeneratingModel):
         artifact: Artifact | Export,
         eos_token_ids: frozenset[int],
         speculation: Speculation | None = None,
+        prefix_cache: int | None = None,
     ) -> None:
         super().__init__(engine, tokenizer, artifact, eos_token_ids)
         self.speculation = speculation
+        self._scheduler = None if engine.lockstep else Scheduler(engine, self._turns, keep=prefix_cache)
 
     # ---------------------------------------------------------------- generation
     @overload
@@ -85,7 +88,7 @@ class Model(GeneratingModel):
                 lists a list of them. A conversation, `[{"role": "user", "content": ...}, ...]`, goes through the tokenizer's chat
                 template and gives the reply.
             options: max_new_tokens, temperature (0, the default: greedy), top_k, top_p, min_p, repetition_penalty, stop, seed,
-                ignore_eos, progress, cache_memory, prefill_chunk, do_sample; see `runtime.sampling.options.GenerationOptions`.
+                ignore_eos, cancel, progress, cache_memory, prefill_chunk, do_sample; see `runtime.sampling.options.GenerationOptions`.
 
         Raises:
             RequestError: an unknown option, a value out of range, an empty prompt or one that does not fit the context.
@@ -119,14 +122,18 @@ class Model(GeneratingModel):
         return self._reader.encode_chat(messages)
 
     def session(self) -> Model:
-        """The same model with a prefix cache: calls keep the KV cache, and only the part of a prompt that is new is computed.
+        """The same model, whose calls keep the KV cache, so that only the part of a prompt that is new is computed.
 
-        For conversations, and for many questions about one text. The cache is freed with the session. Engines with a paged cache keep
-        all full pages (64 tokens) that fit. Transformers' modules keep the last sequence if the cache is plain and can be cropped (no
-        recurrent layers, no full sliding window) and there is no draft; otherwise whole prompts are computed again.
+        For conversations, and for many questions about one text. Engines with a paged cache have one for all calls, and keep its full
+        pages (64 tokens) up to `runtime.load(prefix_cache=)`; while a session lives they keep all that fit. Transformers' modules keep
+        the last sequence of a session if the cache is plain and can be cropped (no recurrent layers, no full sliding window) and there
+        is no draft; otherwise whole prompts are computed again.
         """
         found = copy.copy(self)
-        found._prefixes = PrefixCache()
+        if self._scheduler is not None:
+            self._scheduler.keep_for(found)
+        else:
+            found._session = Scheduler(self.engine, self._turns, pages=1)
         found._last, found._own = GenerationStats(), threading.local()
         return found
 
@@ -135,10 +142,10 @@ class Model(GeneratingModel):
         done = 0
         with closing(request.run(self._store)) as steps:
             for _ in steps:
-                certain = output.text if is_text else output.tokens
-                if len(certain) > done:
-                    yield from [certain[done:]] if is_text else certain[done:]
-                    done = len(certain)
+                new: Any = (output.text if is_text else output.tokens)[done:]
+                if new:
+                    done += len(new)  # more may come while these are read
+                    yield from [new] if is_text else new
 
     def _request(self, prompt: Any, keywords: dict[str, Any], function: str) -> CausalRequest:
         if "images" in keywords:
@@ -147,8 +154,10 @@ class Model(GeneratingModel):
                 "after `import runtime` (docs/models.md)"
             )
         options = GenerationOptions.from_keywords(keywords, function, self.eos_token_ids)
-        decoding = replace(self._decoding(), speculation=self.speculation, prefixes=self._prefixes)
-        return CausalRequest(decoding, self._reader.read(prompt), options)
+        decoding = replace(
+            self._decoding(), speculation=self.speculation, scheduler=self._scheduler, session=self._session
+        )
+        return CausalRequest(decoding, self._reader.read(prompt), options, streams=function == "stream")
 
     # ---------------------------------------------------------------- logits and likelihood
     def logits(self, input_ids: torch.Tensor | Sequence[Sequence[int]]) -> torch.Tensor:

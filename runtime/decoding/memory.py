@@ -1,4 +1,4 @@
-"""Memory of one call's KV cache, and whether its requests fit in it."""
+"""Memory of the KV cache, and whether the requests of a call fit in it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,28 @@ _SHARE = 0.25  # of the memory that is free, for a call that says nothing
 _MOST = 0.75  # of it, where a single prompt needs more than that
 
 
-def pool_pages(engine: Engine, positions: Sequence[int], cache_memory: int | None, drafts: int = 0) -> int:
-    """How many pages the pool of a call gets: what all requests together could use, as far as the memory bound allows.
+KEPT = 512 * 2**20
+_KEPT_SHARE = 1 / 16  # of the memory that is free
+
+
+def kept_bytes(engine: Engine) -> int:
+    """Memory that the pages of ended calls may take where `runtime.load` was told nothing."""
+    return int(min(KEPT, _KEPT_SHARE * available_bytes(engine.device)))
+
+
+def most_pages(engine: Engine, positions: int, cache_memory: int | None, drafts: int = 0) -> int:
+    """How many pages a pool may have.
 
     Args:
-        positions: cache positions that each request takes at most.
+        positions: cache positions that the largest request takes at most.
         cache_memory: the user's bound in bytes; None: the engine's `cache_budget` where it has one, else the default of
             `GenerationOptions`.
         drafts: most drafted tokens of a text, which want places too, where memory allows; 0: none.
 
     Raises:
-        RequestError: a request could never be finished within the bound, or a whole draft never has a place in it.
+        RequestError: the request could never be finished within the bound, or a whole draft never has a place in it.
     """
-    pages = [-(-count // engine.page_size) for count in positions]
-    largest, tree = max(pages), -(-drafts // engine.page_size)
+    largest, tree = -(-positions // engine.page_size), -(-drafts // engine.page_size)
     allowed, limit = _allowed(engine, cache_memory)
     bound = allowed // engine.page_bytes
     if cache_memory is None and engine.cache_budget is None:
@@ -35,14 +43,21 @@ def pool_pages(engine: Engine, positions: Sequence[int], cache_memory: int | Non
     if largest > bound:
         need = _gigabytes(largest * engine.page_bytes)
         raise RequestError(
-            f"a prompt and its new tokens take {max(positions)} positions, {need} of KV cache; {limit}, or ask for fewer max_new_tokens"
+            f"a prompt and its new tokens take {positions} positions, {need} of KV cache; {limit}, or ask for fewer max_new_tokens"
         )
     if tree > bound:
         need = _gigabytes(tree * engine.page_bytes)
         raise RequestError(
             f"drafter: a tree of {drafts} tokens takes {need} of KV cache; {limit}, or draft fewer (nodes)"
         )
-    return min(bound, sum(pages) + (len(pages) if drafts else 0))
+    return bound
+
+
+def pool_pages(engine: Engine, positions: Sequence[int], cache_memory: int | None, drafts: int = 0) -> int:
+    """How many pages a pool gets that is for one call alone: what its requests, of so many positions each, could use, as far as
+    `most_pages` allows."""
+    bound = most_pages(engine, max(positions), cache_memory, drafts)
+    return min(bound, sum(-(-count // engine.page_size) + bool(drafts) for count in positions))
 
 
 def cache_bound(engine: Engine, needs: Sequence[int], cache_memory: int | None) -> int:
@@ -50,7 +65,7 @@ def cache_bound(engine: Engine, needs: Sequence[int], cache_memory: int | None) 
 
     Args:
         needs: bytes of each prompt's cache at its largest.
-        cache_memory: as for `pool_pages`.
+        cache_memory: as for `most_pages`.
 
     Raises:
         RequestError: a prompt alone needs more.

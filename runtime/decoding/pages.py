@@ -5,11 +5,11 @@ Only full pages are shared. Nothing is ever written to a full page, so none is c
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runtime.engines.base import Sharing
 
 ROOT = 0  # the content before the first page
 
@@ -22,34 +22,42 @@ class Content:
         name: a number that no other content ever gets, so that (parent, tokens) names a whole prefix exactly: prefixes are
             compared token by token (a dict compares keys that hash alike), and never by a hash alone.
         ready: its keys and values are computed; False while the sequence that came first still has to.
+        lost: that sequence left before it had: nobody computes it, and whoever waits for it must look again.
     """
 
     name: int
     parent: int
     tokens: tuple[int, ...]
     page: int
-    ready: bool
+    ready: bool = False
+    lost: bool = False
 
 
 class Pages:
     """`count` pages of `size` positions with reference counts.
 
-    A page is taken in this order: freed pages of no use to others, pages never used yet (whose memory the engine has not
-    touched), then full pages that nobody holds, the one longest unused first.
+    A page is taken in this order: freed pages of no use to others, up to `kept` pages never used yet (whose memory the engine has
+    not touched), full pages that nobody holds, the one longest unused first, and then the other pages never used yet.
 
     Attributes:
         touched: pages used so far, which is what the pool takes of memory.
+        lost: a page was abandoned that others may wait for; for the scheduler to reset.
+        sharing: what the engine says to sequences that share pages; None: nothing.
+        kept: pages up to which memory is taken only to remember what nobody holds.
     """
 
-    def __init__(self, count: int, size: int) -> None:
+    def __init__(self, count: int, size: int, kept: int | None = None) -> None:
         self.count = count
         self.size = size
+        self.kept = count if kept is None else kept
         self.touched = 0
-        self._holders = [0] * count
+        self.lost = False
+        self.sharing: Sharing | None = None
+        self._holders: list[int] = []  # of the touched ones, as `_on`
         self._blank: list[int] = []
         self._unused: OrderedDict[int, None] = OrderedDict()  # full pages nobody holds, longest unused first
         self._contents: dict[tuple[int, tuple[int, ...]], Content] = {}
-        self._on: list[Content | None] = [None] * count
+        self._on: list[Content | None] = []
         self._names = ROOT
 
     # ---------------------------------------------------------------- taking and giving back
@@ -62,8 +70,10 @@ class Pages:
         """A page to write to; `available` must be above 0."""
         if self._blank:
             page = self._blank.pop()
-        elif self.touched < self.count:
+        elif self.touched < self.count and (self.touched < self.kept or not self._unused):
             page = self.touched
+            self._holders.append(0)
+            self._on.append(None)
             self.touched += 1
         else:
             page, _ = self._unused.popitem(last=False)
@@ -95,6 +105,8 @@ class Pages:
                 break
             found.append(content)
             parent = content.name
+        if self.sharing is not None:
+            del found[self.sharing.usable([content.page for content in found]) :]
         return found
 
     def unused(self, contents: Sequence[Content]) -> int:
@@ -116,7 +128,7 @@ class Pages:
         content = self._contents.get(key)
         if content is None:
             self._names += 1
-            content = Content(self._names, parent, key[1], page, ready=False)
+            content = Content(self._names, parent, key[1], page)
             self._contents[key] = self._on[page] = content
         return content
 
@@ -128,44 +140,21 @@ class Pages:
         if content.page == page:
             content.ready = True
             return page
-        if not content.ready or self._on[content.page] is not content:
+        if not content.ready or self._on[content.page] is not content or self.sharing is not None:
             return page
         self.hold(content)
         self.release([page])
         return content.page
+
+    def abandon(self, page: int) -> None:
+        """The sequence that was to compute `page` goes before it has."""
+        content = self._on[page]
+        if content is not None and not content.ready:
+            content.lost = self.lost = True
+            self._forget(page)
 
     def _forget(self, page: int) -> None:
         content = self._on[page]
         if content is not None:
             self._on[page] = None
             del self._contents[content.parent, content.tokens]
-
-
-@dataclass(eq=False)
-class PrefixCache:
-    """A pool that outlives a call: sequences of the next one read their prompts only from where they differ from what it holds.
-
-    Attributes:
-        table: which page holds what; None: there is no pool yet.
-        pool: of the engine.
-        drafts: whether the pool was made for drafts.
-        lock: of the call that uses it. Another one at the same time has a pool of its own.
-    """
-
-    table: Pages | None = None
-    pool: Any = None
-    drafts: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def holds(self, count: int) -> bool:
-        """Whether there is a pool of `count` pages."""
-        return self.table is not None and self.table.count >= count
-
-    def take(self, table: Pages, drafts: bool, make: Callable[[int, bool], Any]) -> tuple[Pages, Any]:
-        """The table and the pool of a call that would have had `table`; a new pool, from `make`, where this one does not serve."""
-        if not self.holds(table.count) or self.drafts != drafts:
-            self.table = self.pool = None  # before memory is taken for the next
-            self.pool = make(table.count, drafts)
-            self.table, self.drafts = table, drafts
-        assert self.table is not None
-        return self.table, self.pool

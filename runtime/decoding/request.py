@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from runtime.decoding.memory import cache_bound, pool_pages
-from runtime.decoding.pages import PrefixCache
+from runtime.decoding.memory import cache_bound, most_pages, pool_pages
 from runtime.decoding.scheduler import Scheduler
+from runtime.decoding.sequence import Call
 from runtime.decoding.sequence import Sequence as Decoded
-from runtime.decoding.turns import Caller, Turns
+from runtime.decoding.turns import Turns
 from runtime.drafting.speculation import Speculation
 from runtime.errors import RequestError
 from runtime.sampling.options import DEFAULT_NEW_TOKENS, GenerationOptions
@@ -37,12 +37,13 @@ class Decoding:
 
     Attributes:
         engine: that computes.
-        turns: of the model; calls in other threads take turns with this one.
+        turns: of the model; what uses the engine takes turns.
         tokenizer: None when the model has none.
         eos: tokens that end a sequence.
         path: the model's directory, for messages.
         speculation: of the model; None: every step gives a sequence one token.
-        prefixes: of a session; None: no cache outlives a call.
+        scheduler: in which the model's calls decode together; None: each has one of its own.
+        session: scheduler of a session on an engine with `lockstep`, whose calls may continue what it holds.
     """
 
     engine: Any
@@ -51,7 +52,8 @@ class Decoding:
     eos: frozenset[int]
     path: Path
     speculation: Speculation | None = None
-    prefixes: PrefixCache | None = None
+    scheduler: Scheduler | None = None
+    session: Scheduler | None = None
 
     @property
     def drafts(self) -> Speculation | None:
@@ -115,55 +117,71 @@ class Request(ABC):
         return results if self.prompts.are_batch else results[0]
 
 
-class Batch(NamedTuple):
-    """Prompts, by their numbers, that one scheduler decodes over a pool of so many pages, with drafts or without."""
+class Group(NamedTuple):
+    """Prompts, by their numbers, that decode together, with drafts or without.
+
+    Attributes:
+        pages: most that one of them takes. pool: pages of the pool where it is for these prompts alone; None: it is the model's.
+    """
 
     rows: Sequence[int]
     pages: int
+    pool: int | None
     drafts: bool = True
 
 
 class CausalRequest(Request):
-    """A call on a causal language model: prompts are continued by one scheduler a batch."""
+    """A call on a causal language model.
 
-    def __init__(self, decoding: Decoding, prompts: Prompts, options: GenerationOptions) -> None:
+    Args:
+        streams: what is new is read after each step.
+    """
+
+    def __init__(self, decoding: Decoding, prompts: Prompts, options: GenerationOptions, streams: bool = False) -> None:
         engine = decoding.engine
         limits = [
             room(len(ids), options.max_new_tokens, engine.context_length, prompts.name(i))
             for i, ids in enumerate(prompts.ids)
         ]
         super().__init__(decoding, prompts, options, prompts.ids, limits)
-        self._batches = self._rows(limits) if engine.lockstep else self._paged(limits)
+        self._streams = streams
+        self._groups = self._rows(limits) if engine.lockstep else [self._paged(limits)]
 
     def _steps(self, stats: GenerationStats) -> Iterator[int]:
         decoding, ids = self._decoding, self.prompts.ids
         sources = generators(self._options, self._seeds)
-        for batch in self._batches:
-            sequences = [Decoded(ids[i], self.outputs[i], sources[i]) for i in batch.rows]
-            speculation = decoding.drafts if batch.drafts else None
-            caller = Caller(decoding.turns)
-            scheduler = Scheduler(
-                decoding.engine, batch.pages, sequences, self._options, stats, caller, speculation, decoding.prefixes
-            )
-            yield from scheduler.run()
+        for group in self._groups:
+            sequences = [Decoded(ids[i], self.outputs[i], sources[i]) for i in group.rows]
+            speculation = decoding.drafts if group.drafts else None
+            call = Call(sequences, self._options, stats, speculation, streams=self._streams, pages=group.pages)
+            yield from self._scheduler(group, call).run(call)
 
-    def _paged(self, rooms: Sequence[int]) -> list[Batch]:
-        """All prompts at once, in as many pages as they use and memory has."""
+    def _scheduler(self, group: Group, call: Call) -> Scheduler:
+        decoding = self._decoding
+        if group.pool is None and decoding.scheduler is not None:
+            return decoding.scheduler
+        # A batch of rows can only be continued where it is one row, and takes none of its tokens back where it has drafts.
+        continues = decoding.session is not None and call.speculation is None and len(group.rows) == 1
+        if continues and decoding.session is not None and decoding.session.claim(call):
+            return decoding.session
+        return Scheduler(decoding.engine, decoding.turns, group.pool)
+
+    def _paged(self, rooms: Sequence[int]) -> Group:
+        """All prompts at once."""
+        engine, memory = self._decoding.engine, self._options.cache_memory
         # The last new token never enters the cache.
         positions = [len(ids) + new - 1 for ids, new in zip(self.prompts.ids, rooms, strict=True)]
-        drafting = self._decoding.drafts
+        drafting, shared = self._decoding.drafts, self._decoding.scheduler
         nodes = 0 if drafting is None else getattr(drafting.lengths, "nodes", 1)
-        pages = pool_pages(self._decoding.engine, positions, self._options.cache_memory, nodes)
-        prefixes = self._decoding.prefixes
-        if prefixes is not None and not prefixes.holds(pages):
-            # Room to grow, since a larger pool begins empty.
-            total, context = sum(positions), self._decoding.engine.context_length
-            ahead = 2 * total if context is None else max(total, min(2 * total, context))
-            with suppress(RequestError):
-                pages = pool_pages(self._decoding.engine, [ahead], self._options.cache_memory, nodes)
-        return [Batch(range(len(positions)), pages)]
+        largest = -(-max(positions) // engine.page_size)
+        pool = None
+        if memory is not None or shared is None:
+            pool = pool_pages(engine, positions, memory, nodes)
+        elif not shared.batch.holds(largest):
+            most_pages(engine, max(positions), None, nodes)
+        return Group(range(len(positions)), largest, pool)
 
-    def _rows(self, rooms: Sequence[int]) -> list[Batch]:
+    def _rows(self, rooms: Sequence[int]) -> list[Group]:
         """Groups of similar lengths, each with a page for every prompt."""
         engine, memory = self._decoding.engine, self._options.cache_memory
         needs, bound = None, 0
@@ -177,7 +195,7 @@ class CausalRequest(Request):
             )
         made = groups([len(ids) for ids in self.prompts.ids], engine.padding_is_exact, needs, bound)
         # Over compressed caches drafts are verified one by one, while one pass gives every sequence of a group a token.
-        return [Batch(rows, len(rows), factory is None or len(rows) == 1) for rows in made]
+        return [Group(rows, 1, len(rows), factory is None or len(rows) == 1) for rows in made]
 
 
 def groups(

@@ -19,6 +19,7 @@ from runtime.checkpoint.export_directory import Export
 from runtime.config.messages import did_you_mean, listing
 from runtime.decoding.request import GROUP_ROWS, Decoding, Request, room
 from runtime.decoding.scheduler import Scheduler
+from runtime.decoding.sequence import Call
 from runtime.decoding.sequence import Sequence as Decoded
 from runtime.decoding.turns import Caller
 from runtime.engines.base import Seq2SeqEngine
@@ -247,7 +248,8 @@ class Seq2SeqRequest(Request):
                 Decoded(ids, self.outputs[i], sources_of_chance[i]) for ids, i in zip(begun.tolist(), rows, strict=True)
             ]
             decoder = _DecoderRows(engine, states, mask, self._beginning)
-            yield from Scheduler(decoder, len(rows), sequences, self._options, stats, caller).run()
+            scheduler = Scheduler(decoder, self._decoding.turns, len(rows))
+            yield from scheduler.run(Call(sequences, self._options, stats))
 
     def _begin(self, states: torch.Tensor, mask: torch.Tensor | None, caller: Caller) -> torch.Tensor:
         """What the decoder is given first, int64 `[rows, n]`: the most likely language of each row where none is chosen."""

@@ -1,21 +1,29 @@
-"""One sequence in the scheduler: its tokens, how many of them are in the cache, and the pages that hold them."""
+"""One sequence in the scheduler: its tokens, how many of them are in the cache, and the pages that hold them; and the call it is of."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence as Ids
+from contextlib import suppress
 
 import torch
 
 from runtime.decoding.pages import ROOT, Content, Pages
+from runtime.drafting.speculation import Speculation
 from runtime.engines.base import Chunk
+from runtime.sampling.options import GenerationOptions
 from runtime.sampling.output import SequenceOutput
+from runtime.sampling.stats import GenerationStats
 from runtime.sampling.tree import Tree
+
+AHEAD = 16  # tokens of a stream that are computed before it is read again, in steps that others need
 
 
 class Sequence:
     """A prompt and what has been added to it.
 
     Attributes:
+        call: that it is of. age: its place in the order of all calls' sequences, the oldest first.
         tokens: ids of the prompt and of the output so far.
         prompt: how many of them the caller gave.
         computed: how many of them are in the cache.
@@ -30,7 +38,19 @@ class Sequence:
         self.generator = generator
         self.seen: torch.Tensor | None = None
         self.high = 0
+        self.age = (0.0, 0)
+        self.call: Call
         self.reset()
+
+    @property
+    def options(self) -> GenerationOptions:
+        """Of its call."""
+        return self.call.options
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Of its call."""
+        return self.call.stats
 
     def reset(self) -> None:
         """Nothing is in the cache."""
@@ -65,6 +85,8 @@ class Sequence:
             return False
         self.pages = [pages.hold(content) for content in found]
         self.pages += [pages.take() for _ in range(needed)]
+        if pages.sharing is not None and found:
+            pages.sharing.enter(self.pages, len(found))
         self.contents = found
         self.awaited = found[-1] if found else None  # whoever computes the last of them has the ones before
         self.settled = len(found)
@@ -75,8 +97,22 @@ class Sequence:
 
     def leave(self, pages: Pages) -> None:
         """Give all pages back."""
+        for page, content in zip(self.pages[self.settled :], self.contents[self.settled :], strict=False):
+            if content.page == page:
+                pages.abandon(page)
         pages.release(self.pages)
         self.reset()
+
+    def restore(self) -> None:
+        """Make all of it what its tokens say, nothing of them in the cache: a step was broken off, maybe in the middle of a token."""
+        self.reset()
+        self.seen = None
+        new = self.tokens[self.prompt :]
+        self.output.replay(new)
+        if self.generator is not None and self.options.seed is not None:
+            self.generator.manual_seed(self.generator.initial_seed())
+            for _ in new:
+                torch.rand((), generator=self.generator, dtype=torch.float64)
 
     def full(self, pages: Pages) -> bool:
         """Whether the next token needs another page."""
@@ -112,3 +148,70 @@ class Sequence:
         parent = self.contents[-1].name if self.contents else ROOT
         tokens = self.tokens[place * pages.size : (place + 1) * pages.size]
         self.contents.append(pages.announce(self.pages[place], parent, tokens))
+
+
+class Call:
+    """The sequences of a call (or of a group of its prompts), and how far they are.
+
+    Attributes:
+        options, stats, speculation: of the call; its sequences share steps with others', which may have different ones.
+        streams: each token is news, not only the end of a sequence.
+        pages: most that one of its sequences takes.
+        open: sequences that have not ended.
+        over: none is left, or `error` ended them. news: there is something to read. Both are for the thread of the call.
+        waiting: that thread wants news, since the time `since`. closed: it wants no more.
+        joined: the scheduler knows its sequences.
+        ahead: tokens that were written since it last read.
+        held: most pages that its sequences held at once. started: `Engine.usage` when the first came in.
+    """
+
+    def __init__(
+        self,
+        sequences: Ids[Sequence],
+        options: GenerationOptions,
+        stats: GenerationStats,
+        speculation: Speculation | None = None,
+        *,
+        streams: bool = False,
+        pages: int = 1,
+    ) -> None:
+        self.sequences = list(sequences)
+        for sequence in self.sequences:
+            sequence.call = self
+        self.options, self.stats, self.speculation = options, stats, speculation
+        self.streams, self.pages = streams, pages
+        #: What `next_tokens` reads of the options: sequences that agree in it are drawn together.
+        self.sampling = (
+            options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty,
+        )  # fmt: skip
+        self.open = len(self.sequences)
+        self.over = self.news = self.waiting = self.closed = self.joined = False
+        self.error: BaseException | None = None
+        self.since: float | None = None
+        self.ahead = self.held = 0
+        self.started: tuple[int, int] | None = None
+        self._bell = threading.Lock()
+        self._bell.acquire()
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing more is to be computed until its stream is read."""
+        return self.streams and self.ahead >= AHEAD and not self.waiting
+
+    def ring(self) -> None:
+        """Wake its thread, or keep it from falling asleep."""
+        with suppress(RuntimeError):  # it is rung already
+            self._bell.release()
+
+    def sleep(self, seconds: float) -> None:
+        """Until somebody rings."""
+        self._bell.acquire(timeout=seconds)
+
+    def account(self, began: float, now: float, decoded: int, rows: int) -> None:
+        """A step is done that began then, of whose rows so many were of this call, so many of them new tokens being decoded."""
+        if self.since is not None:  # its thread waited for the step to begin, too
+            began, self.since = min(began, self.since), now
+        stats, seconds = self.stats, now - began
+        stats.steps += 1
+        stats.decode_seconds += seconds * decoded / rows
+        stats.prefill_seconds += seconds * (rows - decoded) / rows

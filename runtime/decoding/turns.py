@@ -1,7 +1,6 @@
-"""Turns of threads that share a model: one step of the engine each.
+"""Turns of all that uses a model's engine: schedulers, a step each, and calls that score or encode.
 
-A call of generate keeps its own cache, so the engine is free between two of its steps: calls interleave, and a stream that
-nobody reads holds nobody up.
+Each keeps its own cache, so the engine is free between two steps: they interleave.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Turns:
 
 
 class Caller:
-    """The turns of one call.
+    """The turns of one scheduler, or of one call that needs none.
 
     A lock alone is unfair: whoever releases it mostly has it back before a waiting thread has woken up. So a caller that had
     the last turn lets the others go first. That rests on hints only. What keeps two threads apart is the lock, taken by `with`

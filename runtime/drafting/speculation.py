@@ -1,6 +1,7 @@
 """Speculative decoding of a model: its drafter, the rule by which tokens are accepted, how much is drafted, and what was learned.
 
-One `Speculation` a model; each call of generate or stream has a `Speculator` of its own.
+One `Speculation` a model; for the calls that decode together there is one `Speculator`, which plans and drafts for all their sequences
+at once. Options and statistics are those of each sequence's own call.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -126,9 +127,27 @@ class Speculation:
         return text if self.off is None else f"{text}; switched off: {self.off}"
 
 
+class Speculated(Text, Protocol):
+    """A sequence that is drafted for.
+
+    Attributes:
+        generator: its random numbers; None: greedy. options, stats: of its call.
+    """
+
+    generator: torch.Generator | None
+
+    @property
+    def options(self) -> GenerationOptions:
+        """Of its call."""
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Of its call."""
+
+
 @dataclass(eq=False)
 class Track:
-    """What a call knows of one sequence.
+    """What is known of one sequence.
 
     Attributes:
         state: the drafter's.
@@ -142,12 +161,10 @@ class Track:
 
 
 class Speculator:
-    """The speculation of one call.
+    """The speculation of the sequences that decode together.
 
     Args:
         speculation: the model's.
-        options: of the call.
-        stats: drafted and accepted tokens are counted there.
         engine: that verifies.
 
     Attributes:
@@ -155,12 +172,8 @@ class Speculator:
         proposed: something was drafted for the step that is being computed (be it left out again): what comes of it is to be learned.
     """
 
-    def __init__(
-        self, speculation: Speculation, options: GenerationOptions, stats: GenerationStats, engine: Engine
-    ) -> None:
-        self._speculation, self._options, self._stats, self._engine = speculation, options, stats, engine
-        # A seed promises a text: where one is given, the target chooses every token itself, with the numbers of plain decoding.
-        self._drawn = options.temperature > 0 and options.seed is None and speculation.drafter.draws
+    def __init__(self, speculation: Speculation, engine: Engine) -> None:
+        self._speculation, self._engine = speculation, engine
         self._tracks: dict[int, Track] = {}
         self.proposed = False
         self._promised = self._overhead = 0.0  # tokens a second of this step; seconds of reading in what drafting took
@@ -199,9 +212,8 @@ class Speculator:
     # ---------------------------------------------------------------- before a step
     def propose(
         self,
-        sequences: Sequence[Text],
+        sequences: Sequence[Speculated],
         rooms: Sequence[int],
-        sources: Sequence[torch.Generator | None],
         rows: int,
         places: Callable[[int, int], Place] | None = None,
     ) -> list[Tree]:
@@ -210,7 +222,6 @@ class Speculator:
         Args:
             sequences: that decode in this step.
             rooms: of each, most tokens that may still follow besides the one that the target writes itself.
-            sources: of each, its random numbers; None: greedy.
             rows: tokens of the step without any draft.
             places: (index of a sequence, tokens to draft) to its place in the target's cache; only paged engines have it.
         """
@@ -222,9 +233,9 @@ class Speculator:
             return nothing
         speculation.settle()
         tracks = [self._track(sequence) for sequence in sequences]
-        for track, room, source in zip(tracks, rooms, sources, strict=True):
+        for track, room, sequence in zip(tracks, rooms, sequences, strict=True):
             track.whole = Tree()
-            track.progress.room, track.progress.drawn = room, self._drawn and source is not None
+            track.progress.room, track.progress.drawn = room, self._draw(sequence) is not None
         if not self.on:
             return nothing
         progress = [track.progress for track in tracks]
@@ -239,14 +250,15 @@ class Speculator:
             return nothing
         asks = []
         for index in asked:
-            source, plan = sources[index], plans[index]
-            draw = Draw(self._options, source) if self._drawn and source is not None else None
+            sequence, plan = sequences[index], plans[index]
             place = places(index, plan.depth) if places is not None and speculation.drafter.inside else None
-            asks.append(Ask(tracks[index].state, sequences[index], plan.nodes, plan.depth, draw, plan.least, place))
+            draw = self._draw(sequence)
+            asks.append(Ask(tracks[index].state, sequence, plan.nodes, plan.depth, draw, plan.least, place))
         started = time.perf_counter()
         found = speculation.guarded(speculation.drafter.draft, asks)
         seconds = time.perf_counter() - started
-        self._stats.draft_seconds += seconds
+        for stats in {id(sequences[index].stats): sequences[index].stats for index in asked}.values():
+            stats.draft_seconds += seconds
         found = None if found is None else self._checked(found, asks)
         if found is None:
             return nothing
@@ -259,11 +271,18 @@ class Speculator:
         for index, tree in zip(asked, found, strict=True):
             nothing[index] = tracks[index].whole = tree
         kept = speculation.lengths.trim(progress, nothing, speculation.costs, rows, seconds)
-        # Other calls of the model plan steps of their own before this one is computed.
+        # Calls with a cache of their own plan steps before this one is computed.
         self._promised, self._overhead = speculation.costs.promised, speculation.drafter.overhead
         idle = time.perf_counter() - began - seconds
         speculation.costs.idle += 0.1 * (idle - speculation.costs.idle)
         return kept
+
+    def _draw(self, sequence: Speculated) -> Draw | None:
+        """How its tokens are proposed; None: as guesses."""
+        options, source = sequence.options, sequence.generator
+        # A seed promises a text: where one is given, the target chooses every token itself, with the numbers of plain decoding.
+        drawn = source is not None and options.seed is None and self._speculation.drafter.draws
+        return Draw(options, source) if drawn and source is not None else None
 
     def _track(self, text: Text) -> Track:
         track = self._tracks.get(id(text))
@@ -296,25 +315,16 @@ class Speculator:
         promised, self._promised = self._promised, 0.0
         self._speculation.costs.kept(promised, tokens, seconds + drafting - self._overhead)
 
-    def greedy(self, logits: torch.Tensor) -> list[int] | None:
-        """The most likely token of every row at once, where that is all that is asked."""
-        if self._options.temperature or self._options.repetition_penalty != 1.0:
-            return None
-        if logits.device.type != "cpu":
-            return None if bool(torch.isnan(logits.amax()).any()) else logits.argmax(-1).tolist()
-        tokens, broken = greedy(logits)
-        return None if broken else tokens
-
     def accept(self, tree: Tree, target: TargetLogits) -> Verdict:
         """Which nodes of a tree are accepted."""
         rule = self._speculation.rule if len(tree) else Exact()
         return rule.accept(tree, target)
 
-    def learn(self, verified: Verified) -> None:
-        """After the new tokens are at the sequence's end."""
+    def learn(self, verified: Verified, stats: GenerationStats) -> None:
+        """After the new tokens are at the sequence's end; what became of the draft is counted in `stats`."""
         tree, path, new = verified.tree, verified.path, verified.new
         if len(tree):
-            self._stats.count_draft(tree, path, min(len(new), len(path)))
+            stats.count_draft(tree, path, min(len(new), len(path)))
         if not self.on:
             return
         track = self._track(verified.text)
@@ -330,18 +340,30 @@ class Speculator:
             self._speculation.guarded(self._speculation.drafter.read, self._track(text).state, start, tokens, hidden)
 
     def end(self, text: Text) -> None:
-        """The sequence is finished, or thrown away."""
+        """The sequence is finished."""
         track = self._tracks.pop(id(text), None)
         if track is not None and self.on:
             self._speculation.guarded(self._speculation.drafter.end, track.state)
 
+    def leave(self, text: Text) -> None:
+        """The sequence was thrown away, maybe in the middle of somebody's turn: it is ended in the next one."""
+        track = self._tracks.pop(id(text), None)
+        if track is not None:
+            self._speculation.left.append(track.state)
+
     def close(self) -> None:
-        """The call is over, maybe in the middle of somebody's turn: sequences that were thrown away are ended in the next one."""
-        self._speculation.left.extend(track.state for track in self._tracks.values())
-        self._tracks.clear()
+        """No sequence is left."""
         if self._slept:
             self._speculation.lengths.rested((), self._speculation.costs, self._slept)
             self._slept = 0
+
+
+def likeliest(logits: torch.Tensor) -> list[int] | None:
+    """The most likely token of every row at once; None where a row holds a NaN."""
+    if logits.device.type != "cpu":
+        return None if bool(torch.isnan(logits.amax()).any()) else logits.argmax(-1).tolist()
+    tokens, broken = greedy(logits)
+    return None if broken else tokens
 
 
 def _wrong(tree: Tree, vocabulary: int) -> str | None:

@@ -60,6 +60,16 @@ class EngineOptions:
     max_memory: int | None = None
 
 
+class Sharing(Protocol):
+    """Which pages sequences of a pool may share, where a page that is full is not all that a sequence reads of it."""
+
+    def usable(self, pages: Sequence[int]) -> int:
+        """After how many of these pages, which other sequences compute or have computed, another can begin."""
+
+    def enter(self, pages: Sequence[int], shared: int) -> None:
+        """A sequence of these pages will begin after the first `shared`."""
+
+
 class Engine(ABC):
     """A loaded causal language model, whose KV cache is a pool of pages.
 
@@ -81,7 +91,7 @@ class Engine(ABC):
         trees: whether chunks may have `parents`; else they are chains.
         lockstep: all sequences of a pool begin in its first step, with their whole prompts, and take part in every step until they end.
         padding_is_exact: False when a left-padded row of a lockstep engine is not computed as it would be alone.
-        cache_budget: bytes that the pages of a call may take where it says nothing; only engines under a bound have it.
+        cache_budget: bytes that the pages of calls may take that say nothing; only engines under a bound have it.
     """
 
     device: torch.device
@@ -151,6 +161,10 @@ class Engine(ABC):
             Length of the prefix of `tokens` that the pool already holds, less than all of them; the rest of the pool is dropped.
         """
         raise NotImplementedError  # pages know what they hold
+
+    def sharing(self, pool: Any) -> Sharing | None:
+        """Of a pool whose sequences cannot begin on every full page; None: they can."""
+        return None
 
     def draft_room(self, pool: Any) -> int | None:
         """How many drafted tokens of a sequence the next step may verify, so that each is computed as it would be alone; None: any."""

@@ -110,7 +110,7 @@ def why_modules(blueprint: Blueprint, compressed_cache: bool) -> str | None:
         return "its cache is compressed, and fused engines have plain caches only"
     if blueprint.adapter is not None:
         return "it has an adapter, which fused engines do not support"
-    if not blueprint.compressed:
+    if not blueprint.compressed and device.type != "cpu":
         return "none of its layers is compressed"
     if blueprint.kernels == "reference":
         return "reference kernels were requested"

@@ -32,7 +32,7 @@ from typing_extensions import TypedDict
 
 from runtime.errors import first_line
 from runtime.kernels.base import Kernel, Layer, ShapeClass
-from runtime.system import processes
+from runtime.system import instruction_sets, processes
 from runtime.system.context import assigned
 from runtime.system.directories import cache_directory
 
@@ -174,5 +174,6 @@ def _key(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> str:
 
 @cache
 def machine() -> str:
-    """What tells this CPU and torch from others that share the home directory."""
-    return hashlib.sha256(f"{processes.identity()}\n{torch.__version__}".encode()).hexdigest()[:12]
+    """What tells this CPU, torch and a forced instruction set from others that share the home directory."""
+    parts = (processes.identity(), torch.__version__, instruction_sets.forced())
+    return hashlib.sha256("\n".join(filter(None, parts)).encode()).hexdigest()[:12]

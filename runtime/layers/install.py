@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from runtime.modeling.experts import unfuse
+from runtime.modeling.experts import Experts, unfuse
 from runtime.modeling.linear_modules import is_linear
 from runtime.modeling.tensor_names import Published
 
@@ -30,8 +30,11 @@ def entries_of(model: PreTrainedModel, quantization: dict[str, Any], stored: Col
 
     published = Published(model)
     if published.experts:
+        from runtime.layers.native_experts import NativeExperts
+
         places = {published.place(name) for name in stored}
-        unfuse(model, {name for name in published.experts if any(p.startswith(f"{name}.0.") for p in places)})
+        for name in unfuse(model, {n for n in published.experts if any(p.startswith(f"{n}.0.") for p in places)}):
+            cast(Experts, model.get_submodule(name)).compute = NativeExperts()
     linear = [name for name, module in model.named_modules() if is_linear(module)]
     embeddings = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     return parse(quantization, linear, embeddings, published.module_place)

@@ -107,6 +107,45 @@ def find_fused(model: nn.Module) -> dict[str, Layout]:
     return {name: layout for name, layout in found.items() if layout is not None}
 
 
+@dataclass(frozen=True)
+class Gate:
+    """What stands between an expert's two products.
+
+    Attributes:
+        kind: "silu", `silu(gate) * up`; "clamped", `(up + 1) * gate * sigmoid(alpha * gate)` of a gate of at most `limit` and an up
+            projection within it (gpt-oss); "none": there is no gate, but `silu(up)`.
+    """
+
+    kind: str
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+def gate_of(module: nn.Module) -> Gate | None:
+    """The gate of a module that holds experts (or of `Experts`), found by trying it; None: it is none of these."""
+    layout = module.layout if isinstance(module, Experts) else layout_of(module)
+    fused: Any = module.__dict__["_fused"] if isinstance(module, Experts) else module
+    if layout is None or getattr(fused, "has_post_expert_norm", False):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    gate, up = torch.randn(2, 4, layout.inner, generator=generator) * torch.tensor([0.1, 1, 5, 40])[:, None]
+    with torch.no_grad():
+        if not layout.gate:
+            same = torch.allclose(fused.act_fn(up), nn.functional.silu(up), rtol=1e-5, atol=1e-6)
+            return Gate("none") if same else None
+        given = torch.stack((gate, up), -1).flatten(-2) if layout.interleaved else torch.cat((gate, up), -1)
+        found = fused._apply_gate(given)
+    alpha, limit = (float(getattr(fused, name, None) or 1.0) for name in ("alpha", "limit"))
+    held, bounded = gate.clamp(max=limit), up.clamp(-limit, limit)
+    for made, value in (
+        (Gate("silu"), nn.functional.silu(gate) * up),
+        (Gate("clamped", alpha, limit), (bounded + 1) * held * torch.sigmoid(held * alpha)),
+    ):
+        if torch.allclose(found, value, rtol=1e-5, atol=1e-6):
+            return made
+    return None
+
+
 class Expert(nn.Module):
     """One of them: `down_proj(gate(gate_proj(x), up_proj(x)))`.
 
@@ -133,6 +172,8 @@ class Experts(nn.ModuleList):
         everyone: numbers of the experts that are to read all tokens, wherever the router sends them; what the layer gives stays the same.
             Calibration asks for it where the text sends an expert too little.
         separate: each of these reads a tensor of its own, so that who watches sees inputs that are not shared.
+        compute: asked first at every call, with the module and the arguments of `forward`: what the layer gives, or None, and then the
+            experts run one after the other. None: there is nothing to ask.
     """
 
     def __init__(self, fused: nn.Module, layout: Layout) -> None:
@@ -141,6 +182,7 @@ class Experts(nn.ModuleList):
         self.layout = layout
         self.everyone: set[int] = set()
         self.separate = False
+        self.compute: Callable[..., torch.Tensor | None] | None = None
         biases = (False, True) if layout.bias else (False,)
         for name in {layout.home(p, bias) for p in layout.projections for bias in biases}:
             fused._parameters.pop(name)
@@ -155,6 +197,10 @@ class Experts(nn.ModuleList):
     def count(self) -> int:
         """Number of experts."""
         return self.layout.count
+
+    def one_by_one(self) -> list[nn.Module]:
+        """The experts, without what else the module may hold."""
+        return [self[number] for number in range(self.count)]
 
     def whole(self, key: str, read: Callable[[nn.Module, str], torch.Tensor | None]) -> torch.Tensor | None:
         """The tensor `key` of all experts, as a module holds it that has them in one; None: there is no such tensor.
@@ -178,6 +224,11 @@ class Experts(nn.ModuleList):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """`[tokens, hidden]` of the same, the experts `[tokens, k]` int64 of each token, and their weights `[tokens, k]`."""
+        together = None
+        if self.compute is not None:
+            together = self.compute(self, hidden_states, top_k_index, top_k_weights)
+        if together is not None:
+            return together
         total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
         chosen, order = torch.sort(top_k_index.flatten(), stable=True)
         bounds = torch.searchsorted(chosen, torch.arange(self.count + 1, device=chosen.device)).tolist()

@@ -39,6 +39,12 @@ def _progress(name: str, value: Any) -> bool | Callable[[int, int], Any]:
     return value
 
 
+def _cancel(name: str, value: Any) -> Any:
+    if not callable(getattr(value, "is_set", None)):
+        raise RequestError(f"{name} must be a threading.Event, or another object with is_set(), not {show(value)}")
+    return value
+
+
 _DOOR = (
     "use transformers' own generate: `import runtime`, then AutoModelForCausalLM.from_pretrained(path).generate(...)"
 )
@@ -58,7 +64,7 @@ _TRANSFORMERS: dict[str, tuple[Any, str]] = {
     "streamer": (None, "use stream(prompt), which yields text as it is generated"),
     "use_cache": (True, "the cache is always used; runtime.load(kv_cache=...) compresses it"),
     "cache_implementation": (None, "runtime.load(kv_cache=...) compresses the cache"),
-    "past_key_values": (None, "prompts in a list share the cache of common prefixes; session() keeps it between calls"),
+    "past_key_values": (None, "prompts share the cache of common prefixes; session() keeps all of it between calls"),
     "assistant_model": (None, "use runtime.load(drafter=...)"), "generation_config": (None, "give its values as options"),
     "output_scores": (False, _SCORES), "output_logits": (False, _SCORES), "return_dict_in_generate": (False, _SCORES),
     "generator": (None, "use seed"),
@@ -116,11 +122,13 @@ class GenerationOptions:
             prompt of a batch a seed of its own. None draws a fresh one.
         ignore_eos: go on after an end-of-sequence token.
         cache_memory: bytes, or a text like "2GB", that the KV cache of this call takes at most (engines with a paged cache, and
-            models whose cache is compressed).
-            None: 2 GB or a quarter of the memory that is free, whichever is less, and more only where one prompt needs it; for a
-            model loaded with `max_memory`, what that leaves.
+            models whose cache is compressed). With a paged cache the call then has one of its own and takes turns with other calls.
+            None: all calls share a cache of 2 GB or a quarter of the memory that is free, whichever is less, and more only where one
+            prompt needs it; for a model loaded with `max_memory`, of what that leaves.
         prefill_chunk: most prompt tokens that are read in one step, beside the sequences that decode (engines with a paged
             cache). None: as many as the engine takes.
+        cancel: a `threading.Event` (or whatever has `is_set()`) that any thread may set: the call ends before its next step, with what
+            it has written so far; its prompts that were not finished have the finish reason "cancelled".
         progress: True draws a bar on stderr; a function is called with (finished prompts, all prompts). Not for streams.
     """
 
@@ -136,6 +144,7 @@ class GenerationOptions:
     ignore_eos: bool = _option(False, _switch)
     cache_memory: int | None = _option(None, byte_count)
     prefill_chunk: int | None = _option(None, integer(1))
+    cancel: Any = _option(None, _cancel)  # noqa: RUF009
     progress: bool | Callable[[int, int], Any] = _option(False, _progress)  # noqa: RUF009
 
     @classmethod

@@ -37,7 +37,7 @@ def reporting(progress: bool | Callable[[int, int], Any], total: int) -> Iterato
     yield report
 
 
-FinishReason = Literal["length", "eos", "stop"]
+FinishReason = Literal["length", "eos", "stop", "cancelled"]
 
 
 class SequenceOutput:
@@ -58,6 +58,7 @@ class SequenceOutput:
         tokenizer: Any = None,
         stops: StopStrings | Sequence[str] = (),
     ) -> None:
+        self._given = (prompt, max_new_tokens, eos, tokenizer, stops)
         self.text = ""
         self.finish_reason: FinishReason | None = None
         self._all: list[int] = []
@@ -99,11 +100,22 @@ class SequenceOutput:
         if self.finished:
             return
         if ended or len(self._all) >= self._limit:
-            if self._detokenizer is not None:
-                self._add(self._detokenizer.finish())
-            if not self.finished:
-                self.text += self._stops.finish()
-                self.finish_reason = "eos" if ended else "length"
+            self.end("eos" if ended else "length")
+
+    def end(self, reason: FinishReason) -> None:
+        """No more tokens come: what was withheld of the text is given out."""
+        if self._detokenizer is not None:
+            self._add(self._detokenizer.finish())
+        if not self.finished:
+            self.text += self._stops.finish()
+            self.finish_reason = reason
+
+    def replay(self, tokens: Sequence[int]) -> None:
+        """Become the output of these tokens, whatever it was: an interrupt may have left it in the middle of one."""
+        fresh = SequenceOutput(*self._given)
+        for token in tokens:
+            fresh.push(token)
+        self.__dict__.update(fresh.__dict__)
 
     def _add(self, part: str) -> None:
         if not part:

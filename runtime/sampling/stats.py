@@ -20,22 +20,23 @@ _REPORTED = (
 class GenerationStats:
     """Counts and wall-clock seconds.
 
-    The time in which the caller of a stream does something else is not counted; waiting for other threads' steps is. A step
-    that reads prompts of some sequences and decodes others is divided between the two by their tokens.
+    The time in which the caller of a stream does something else is not counted; waiting for other calls' steps is. A step that calls
+    share counts in full in each of them. A step that reads prompts of some sequences of the call and decodes others is divided between
+    the two by their tokens.
 
     Attributes:
         sequences: prompts in the call.
         prompt_tokens, new_tokens: sums over the prompts, as far as they were read and decoded.
         first_tokens: new tokens that came out of the prefill (one a sequence).
-        shared_prompt_tokens: those of `prompt_tokens` that were not computed because they are a prefix shared with another sequence, or
-            with an earlier one of the session.
+        shared_prompt_tokens: those of `prompt_tokens` that were not computed because they are a prefix of another sequence, of any call
+            that runs or whose cache is still there.
         preemptions: how often a sequence gave up its cache because memory was needed by an older one.
         recomputed_tokens: tokens that were computed again for that reason.
-        steps: runs of the engine.
+        steps: runs of the engine that computed something of the call.
         prefill_seconds: reading prompts, until the first tokens were chosen. decode_seconds: everything after.
-        cache_bytes: the KV cache at its largest; freed when the call ends (in a session, when the session is).
+        cache_bytes: the KV cache of its sequences at its largest, what they share counted once.
         held_tokens, read_tokens: what steps could have read of compressed caches, and what a selection let them read, summed over
-            steps, layers and key heads; 0 without a selection.
+            steps, layers and key heads; 0 without a selection. Of steps that calls share it is what all of them did.
         drafted_tokens, accepted_tokens, draft_rounds: tokens that were verified, those of them that became text, and in how many
             trees. draft_seconds: what proposing them took, which is part of `decode_seconds`.
         reached_by_depth, accepted_by_depth: of these trees, how many had a token at depth 1, 2, ... after what was accepted, and how

@@ -1,8 +1,9 @@
 """C sources of this project as shared libraries: compiled once by the system's compiler, cached, loaded with ctypes.
 
 Every routine in C has a torch implementation beside it that computes the same; without a compiler that one runs (said once in
-the log). `COMPRESS_NATIVE=0` switches C off, `CC` chooses the compiler, `COMPRESS_CACHE` (default `~/.cache/compress`) says where
-the libraries are kept. A library is named by the hash of everything it depends on, so it is never out of date.
+the log). `COMPRESS_NATIVE=0` switches C off, `COMPRESS_ISA` names a lesser instruction set, `CC` chooses the compiler,
+`COMPRESS_CACHE` (default `~/.cache/compress`) says where the libraries are kept. A library is named by the hash of everything it
+depends on, so it is never out of date.
 """
 
 from __future__ import annotations
@@ -19,22 +20,35 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from runtime.system import processes
+from runtime.system import instruction_sets, processes
 from runtime.system.directories import cache_directory, temporary
 from runtime.system.processes import how_it_ended
 
 FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 #: Tried in this order: not every compiler and CPU knows how to tune for itself.
-TUNING = (("-march=native",), ("-mcpu=native",), ())
+_TUNING = (("-march=native",), ("-mcpu=native",), ())
 _log = logging.getLogger("compress.native")
 _SECONDS = 20  # to compile all sources of this project on one core
 
 
+def tunings() -> tuple[tuple[str, ...], ...]:
+    """Flags for the instruction set that `COMPRESS_ISA` forces, or for this CPU; the first that the compiler takes are to be used.
+
+    Raises:
+        RequestError: this machine cannot run it.
+    """
+    forced = instruction_sets.forced()
+    return _TUNING if forced is None else instruction_sets.tunings(forced)
+
+
 @cache
-def library(source: Path, tunings: tuple[tuple[str, ...], ...] = TUNING) -> ctypes.CDLL | None:
+def library(source: Path, tuning: tuple[tuple[str, ...], ...] | None = None) -> ctypes.CDLL | None:
     """The compiled `source` (a C file, and the headers beside it), or None where there is no way to have it.
 
-    `tunings` are flags for the instruction set; the first that the compiler takes are used.
+    `tuning`: flags for the instruction set, of which the first that the compiler takes are used; None: `tunings()`.
+
+    Raises:
+        RequestError: `COMPRESS_ISA` names what this machine cannot run.
     """
     if os.environ.get("COMPRESS_NATIVE", "1") == "0":
         return None
@@ -43,9 +57,9 @@ def library(source: Path, tunings: tuple[tuple[str, ...], ...] = TUNING) -> ctyp
         _log.warning("no C compiler was found (cc, gcc, clang): %s runs in torch, which is slower", source.stem)
         return None
     reason = "unknown"
-    for tuning in tunings:
+    for flags in tunings() if tuning is None else tuning:
         try:
-            return _load(source, compiler, (*FLAGS, *tuning))
+            return _load(source, compiler, (*FLAGS, *flags))
         except subprocess.CalledProcessError as error:
             reason = _reason(error)
         except (OSError, subprocess.TimeoutExpired) as error:

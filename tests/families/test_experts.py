@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.engines.torch.engine import Blueprint
 from runtime.errors import CompressError
+from runtime.kernels.cpu import library
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.modeling.experts import Experts, Layout, find_fused, unfuse
 
@@ -186,6 +188,42 @@ def test_a_draft_is_cut_out_of_a_mixture(tmp_path: Path) -> None:
     with torch.inference_mode():
         logits = draft(input_ids=ids).logits
     torch.testing.assert_close(logits, runtime.load(artifact.path).logits(ids), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
+def test_an_artifact_decodes_in_c_and_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native engine has the experts of a mixture, in memory or streamed, and gives what transformers' modules give."""
+    from runtime.engines import choose
+    from runtime.engines.native.engine import LlamaEngine
+    from runtime.engines.streaming import engine as streaming
+    from runtime.engines.streaming.engine import StreamedLlama
+    from runtime.engines.streaming.plan import plan
+    from runtime.system.directories import cache_directory
+
+    family = next(family for family in FAMILIES if family.name == "mixtral")
+    path = replace(family, settings={**family.settings, "num_hidden_layers": 4}).write(tmp_path / "model")
+    stages = [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32}}]
+    artifact = compress.apply({"name": "t", "model": str(path), "stages": stages}, output=tmp_path / "out", quiet=True)
+    whole, ids = runtime.load(artifact.path), torch.tensor([[3, 17, 80, 101, 5, 64]])
+    assert type(whole.engine) is LlamaEngine
+    modules = Blueprint(Artifact(artifact.path), torch.device("cpu"), "auto", None, False).build()
+    torch.testing.assert_close(whole.logits(ids), modules.logits(ids), rtol=1e-4, atol=1e-4)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "native").symlink_to(cache_directory("native"), target_is_directory=True)
+    monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(choose, "SMALLEST", 0)
+    monkeypatch.setattr(
+        streaming, "plan", lambda _, outside, blocks, reserve: plan(outside + 2 * max(blocks), outside, blocks, 0)
+    )
+    streamed = runtime.load(artifact.path, max_memory="1GB")
+    try:
+        assert type(streamed.engine) is StreamedLlama
+        for _ in range(2):
+            assert torch.equal(streamed.logits(ids), whole.logits(ids))
+        prompts = [[5, 6, 7], [9]]
+        assert streamed.generate(prompts, max_new_tokens=8) == whole.generate(prompts, max_new_tokens=8)
+    finally:
+        streamed.engine.close()
 
 
 @pytest.mark.parametrize("target", ["huggingface", "onnx"])

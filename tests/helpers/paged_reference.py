@@ -153,7 +153,8 @@ class RowReference(RowEngine):
         return {"everything": "reference"}
 
 
-def model_of(engine: Any, eos: Sequence[int] = (1,), with_tokenizer: bool = True) -> Model:
+def model_of(engine: Any, eos: Sequence[int] = (1,), with_tokenizer: bool = True, prefix_cache: int = 0) -> Model:
     """A model around an engine, without a directory."""
     artifact: Any = SimpleNamespace(path=Path("tiny"))
-    return Model(engine, tokenizer() if with_tokenizer else None, artifact, frozenset(eos))
+    words = tokenizer() if with_tokenizer else None
+    return Model(engine, words, artifact, frozenset(eos), prefix_cache=prefix_cache)

@@ -199,9 +199,9 @@ def check_in_c(target: Prospect, layers: int) -> None:
     """
     from runtime.engines import llama_structure
 
-    reason = llama_structure.why_not(target.model) if target.compressed else "none of its layers is compressed"
+    reason = llama_structure.why_not(target.model)
     if reason is not None:
-        text = f"only the decoder in C computes with parts of a model (a compressed Llama, Mistral, Qwen2 or Qwen3): {reason}"
+        text = f"only the decoder in C computes with parts of a model (a Llama, Mistral, Qwen2 or Qwen3): {reason}"
         raise RefusedError("method", text)
     if len(find_blocks(target.model)[1]) < layers:
         raise RefusedError("method", f"the model has {target.depth} layers, and this draft needs at least {layers}")

@@ -26,7 +26,8 @@ from runtime.engines.base import Chunk, output_rows
 from runtime.engines.cuda import ops
 from runtime.engines.cuda.cache import Memory, Pool, Rows
 from runtime.engines.cuda.decoder import ChunkAttention, Decoder
-from runtime.engines.llama_structure import FusedEngine, Program, read_program
+from runtime.engines.fused import FusedEngine
+from runtime.engines.llama_structure import Program, read_program
 from runtime.errors import RequestError, first_line
 
 if TYPE_CHECKING:

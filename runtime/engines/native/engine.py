@@ -1,26 +1,32 @@
-"""Native CPU engine: a Llama-like decoder whose whole step runs in C, with a paged KV cache.
+"""Native CPU engine: a decoder whose whole step runs in C, as a program of typed operations, with a paged KV cache.
 
-It takes over a transformers model whose layers are compressed (the same weights, nothing is copied) where every part of its blocks is one
-that decoder.h knows; `read_parts` says what is missing otherwise, and the torch engine runs the model instead. The residual stream, norms
+It takes over a transformers model (the same weights, nothing is copied) where every part of its forward pass is an operation that
+program.h knows; `read_parts` says what is missing otherwise, and the torch engine runs the model instead. The residual stream, norms
 and attention are float32, so its numbers are closer to a float32 model than those of transformers in bfloat16.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from runtime.engines.base import Chunk, output_rows
-from runtime.engines.llama_structure import FusedEngine
+from runtime.engines.base import Chunk, Usage, output_rows
+from runtime.engines.fused import FusedEngine
 from runtime.engines.native.parts import Parts, read_parts
+from runtime.engines.native.pool import PlainPages, Pool
+from runtime.engines.native.storage import PageStorage
+from runtime.engines.program.operations import Layer
 from runtime.kernels.cpu import library
-from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Step
+from runtime.kernels.cpu.decoder import OPS, PAGE, Decoder, Step
 from runtime.layers.compressed_linear import CompressedLinear
 
 if TYPE_CHECKING:
@@ -28,27 +34,11 @@ if TYPE_CHECKING:
 
 
 MOST_ROWS = 512
+PROBE = 12  # tokens; the last three are read one by one
+# The largest relative error that rounding explains: of modules that compute in a dtype, and of activations in one digit.
+_ERRORS = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
+_DIGIT_ERROR = 0.2
 _log = logging.getLogger("compress.engine")
-
-
-class Recorder:
-    """What every layer of one step leaves in the residual stream; `Pool.recorder` of the step's pool."""
-
-    def __init__(self) -> None:
-        self._states: dict[tuple[int, int], torch.Tensor] = {}
-
-    def fill(self, chunks: Sequence[Chunk], states: torch.Tensor) -> None:
-        """The step is done: float32 `[layers, tokens of all chunks, hidden]`."""
-        for chunk, mine in zip(chunks, states.split([len(chunk.tokens) for chunk in chunks], 1), strict=True):
-            self._states[_place(chunk.pages, chunk.start)] = mine
-
-    def of(self, pages: Sequence[int], start: int) -> torch.Tensor | None:
-        """`[layers, tokens, hidden]` of the chunk of these pages that began at `start`; None: there was none."""
-        return self._states.get(_place(pages, start))
-
-
-def _place(pages: Sequence[int], start: int) -> tuple[int, int]:
-    return start, pages[start // PAGE]  # what is written to belongs to one sequence
 
 
 def row_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
@@ -88,34 +78,12 @@ def row_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(each, dtype=torch.int32 if name in short else None) for name, each in found.items()}
 
 
-def decoder_of(parts: Parts, blocks: Sequence[Block]) -> Decoder:
-    """A decoder with other blocks; it keeps the copies of these that it points to."""
-    decoder = Decoder()
-    ctypes.pointer(decoder)[0] = parts.decoder
-    decoder.layers = len(blocks)
-    decoder.blocks = (Block * len(blocks))(*blocks)
-    return decoder
+class Tables(NamedTuple):
+    """Cosines and sines of so many positions, of every rotation, and their addresses."""
 
-
-class Pool:
-    """Pages of keys and values: for each layer `[pages, kv_heads, head_dim, PAGE]` and `[pages, kv_heads, PAGE, head_dim]`.
-
-    Attributes:
-        recorder: records the next step, once; None: nobody wants it.
-    """
-
-    def __init__(self, parts: Parts, count: int, blocks: Sequence[Block] | None = None) -> None:
-        """`blocks`: the layers; None: all of the model's."""
-        layers = parts.blocks if blocks is None else blocks
-        shape = (count, parts.kv_heads, parts.head_dim * PAGE)
-        # Not touched here: the operating system gives the memory when a page is first written.
-        self.tensors = [torch.empty(shape, dtype=parts.cache_dtype) for _ in range(2 * len(layers))]
-        self.count = count
-        self.decoder = decoder_of(parts, layers)
-        self.blocks = self.decoder.blocks
-        for i in range(len(layers)):
-            self.blocks[i].keys, self.blocks[i].values = (each.data_ptr() for each in self.tensors[2 * i : 2 * i + 2])
-        self.recorder: Recorder | None = None
+    positions: int
+    tensors: list[torch.Tensor]
+    addresses: ctypes.Array[ctypes.c_void_p]
 
 
 class Ready(NamedTuple):
@@ -125,20 +93,20 @@ class Ready(NamedTuple):
         step: of decoder.h.
         logits: float32 `[outputs, vocab]`, filled by it.
         x: float32 `[tokens, hidden]`, the residual stream: before it what the first layer reads, then what the last one leaves.
-        tensors: all that it points to.
+        tensors, tables: all that it points to.
     """
 
     step: Step
     logits: torch.Tensor
     x: torch.Tensor
     tensors: dict[str, torch.Tensor]
+    tables: Tables
 
 
 class LlamaEngine(FusedEngine):
     """See `runtime.engines.base.Engine`. Made by `take_over`."""
 
     page_size = PAGE
-    trees = True
 
     def __init__(self, torch_engine: TorchEngine, parts: Parts) -> None:
         found = library.load()
@@ -146,12 +114,15 @@ class LlamaEngine(FusedEngine):
         super().__init__(torch_engine, parts)
         self._library = found
         self.most_rows = MOST_ROWS
-        self.page_bytes = 2 * len(parts.blocks) * parts.kv_heads * parts.head_dim * PAGE * parts.cache_dtype.itemsize
-        self._embedding: nn.Module = self.module.get_input_embeddings()
-        self._rotary = (torch.empty(0), torch.empty(0))
+        self.page_bytes = (
+            len(parts.blocks) * parts.kv_heads * (parts.head_dim + parts.value_dim) * PAGE * parts.cache_dtype.itemsize
+        )
+        self.storage: PageStorage | None = None
+        self._tables = Tables(0, [], (ctypes.c_void_p * 0)())
         self._local = threading.local()
         digits = parts.decoder.digits
-        self.description = f"decoder in C ({found.isa_name().decode()}, {digits}-digit activations)"
+        activations = f"{digits}-digit activations" if parts.digits else "dense"
+        self.description = f"decoder in C ({found.isa_name().decode()}, {activations})"
 
     def explain(self) -> dict[str, str]:
         """As the modules say, but for compressed layers: here one kernel serves every number of rows."""
@@ -162,8 +133,25 @@ class LlamaEngine(FusedEngine):
         return found
 
     # ---------------------------------------------------------------- pages
+    def store(self, storage: PageStorage) -> None:
+        """From now on pools hold pages that are no longer recent in few bits."""
+        parts, self.storage = self.parts, storage
+        if not storage.is_plain:
+            self.page_bytes = len(parts.blocks) * parts.kv_heads * storage.record_bytes(parts)
+
+    @property
+    def trees(self) -> bool:  # type: ignore[override]
+        """Whether chunks may be trees: all of a tree, and the page it begins in, must be among the newest tokens, which are plain."""
+        return self.storage is None or self.storage.is_plain or self.storage.recent >= PAGE
+
     def new_pages(self, count: int, drafts: bool = False) -> Pool:
-        return Pool(self.parts, count)
+        return Pool(self.parts, count, storage=self.storage)
+
+    def usage(self, pool: Pool, touched: int) -> Usage:
+        return Usage(touched * self.page_bytes + pool.plain_bytes)
+
+    def sharing(self, pool: Pool) -> PlainPages | None:
+        return pool.plain
 
     def make_memory(self, count: int) -> Pool:
         """As `new_pages`."""
@@ -176,7 +164,7 @@ class LlamaEngine(FusedEngine):
         self, pool: Pool, chunks: Sequence[Chunk], hidden: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits, x = self._run(pool, chunks, output_rows(chunks))
-        return logits, self._normed(x) if hidden else None
+        return logits, self.parts.normed(x) if hidden else None
 
     def keep(self, pool: Pool, chunk: Chunk, path: Sequence[int]) -> None:
         moves = [(index, place) for place, index in enumerate(path) if index != place]
@@ -187,12 +175,6 @@ class LlamaEngine(FusedEngine):
                 ctypes.byref(pool.decoder), pages.data_ptr(), len(moves), source.data_ptr(), target.data_ptr()
             )
 
-    def _normed(self, x: torch.Tensor) -> torch.Tensor:
-        """What the head reads of the residual stream `[rows, hidden]`."""
-        parts = self.parts
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + parts.decoder.eps)
-        return x * scale * parts.final_norm
-
     @torch.inference_mode()
     def _run(self, pool: Pool, chunks: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass over all tokens of the chunks: logits of the rows `outputs`, and the residual stream after the last layer."""
@@ -201,7 +183,10 @@ class LlamaEngine(FusedEngine):
         if recorder is not None:
             states = torch.empty(len(self.parts.blocks), *ready.x.shape)
             ready.step.record = states.data_ptr()
+        stored = pool.begin(ready.step, chunks)  # what the step points to
         self.compute(ready.step, pool)
+        if stored is not None:
+            pool.check()
         if recorder is not None:
             recorder.fill(chunks, states)
         return ready.logits, ready.x
@@ -224,11 +209,11 @@ class LlamaEngine(FusedEngine):
         pages = [[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in chunks]
         tensors["pages"] = torch.tensor(pages, dtype=torch.int32)
         # A lookup is a tensor of its own: C may overwrite it.
-        tensors["x"] = self._embedding(ids).float().contiguous() if x is None else x
-        tensors["cosine"], tensors["sine"] = self._rotation(end)
+        tensors["x"] = self.parts.embed(ids, tensors["position"]) if x is None else x
         tensors["output"] = torch.tensor(list(outputs), dtype=torch.int32)
         tensors["logits"] = torch.empty(len(outputs), self.parts.vocabulary)
         tensors["memory"] = self._memory(decoder, ids.numel())
+        tables = self._rotations(end)
         step = Step(
             rows=ids.numel(),
             outputs=len(outputs),
@@ -236,9 +221,10 @@ class LlamaEngine(FusedEngine):
             first=0,
             last=decoder.layers,
             decoder=ctypes.pointer(decoder),
+            tables=ctypes.addressof(tables.addresses),
             **{name: tensor.data_ptr() for name, tensor in tensors.items()},
         )
-        return Ready(step, tensors["logits"], tensors["x"], tensors)
+        return Ready(step, tensors["logits"], tensors["x"], tensors, tables)
 
     def compute(self, step: Step, pool: Pool | None = None) -> None:
         """Run a prepared step; the pool is what engines look up that do not have all weights in memory."""
@@ -252,23 +238,124 @@ class LlamaEngine(FusedEngine):
             memory = self._local.memory = torch.empty(wanted, dtype=torch.uint8)
         return memory
 
-    def _rotation(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines `[positions or more, rotary / 2]`, float32, from the model's own rotary module."""
-        cosine, sine = self._rotary
-        if cosine.shape[0] < positions:
+    def _rotations(self, positions: int) -> Tables:
+        """Of so many positions or more, from the model's own rotary modules."""
+        found = self._tables
+        if found.positions < positions:
             count = max(256, 1 << (positions - 1).bit_length())
-            cosine, sine = self.parts.rotation(count)
-            self._rotary = (cosine, sine)
-        return cosine, sine
+            tables = self.parts.rotation(count)
+            addresses = (ctypes.c_void_p * len(tables))(*(each.data_ptr() for each in tables))
+            found = self._tables = Tables(count, tables, addresses)
+        return found
 
 
 def take_over(engine: TorchEngine) -> LlamaEngine | None:
-    """The native engine for this model, or None where it does not fit; the reason goes to the log."""
+    """The native engine for this model, or None where it does not fit; the log and the engine's `explain` say why."""
+    found = read_engine(engine)
+    if isinstance(found, LlamaEngine):
+        return found
+    leave(engine, found)
+    return None
+
+
+def read_engine(engine: TorchEngine) -> LlamaEngine | str:
+    """The native engine, if it knows the model and computes a probe as the modules do; otherwise the reason."""
     parts = read_parts(engine.module, engine.device)
     if isinstance(parts, str):
-        _log.info("transformers computes this model, not the decoder in C: %s", parts)
+        return parts
+    found = LlamaEngine(engine, parts)
+    return disproof(found) or found
+
+
+def leave(engine: TorchEngine, reason: str) -> None:
+    """Say why transformers' modules compute a model."""
+    _log.info("transformers computes this model, not the decoder in C: %s", reason)
+    engine.why_modules = f"not the decoder in C: {reason}"
+
+
+# ---------------------------------------------------------------- proof on a probe
+def disproof(engine: LlamaEngine) -> str | None:
+    """How the engine and the modules that it took over differ in their logits; None: they agree."""
+    parts, model = engine.parts, engine.module
+    chosen = kinds(parts)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(
+        0, min(parts.vocabulary, model.get_input_embeddings().num_embeddings), (PROBE,), generator=generator
+    )
+    try:
+        with torch.inference_mode(), _only(model, [parts.program.layers[i].name for i in chosen]):
+            wanted = model(input_ids=ids[None], use_cache=False).logits[0].float()
+    except Exception as error:  # whatever code of models raises
+        return f"transformers' modules do not compute a probe: {error}"
+    pool = Pool(parts, 1, [parts.blocks[i] for i in chosen])
+    text, found = ids.tolist(), []
+    for start, end in ((0, PROBE - 3), (PROBE - 3, PROBE - 2), (PROBE - 2, PROBE - 1), (PROBE - 1, PROBE)):
+        ready = engine.prepare(pool.decoder, [Chunk(text[start:end], start, (0,))], range(end - start))
+        engine.compute(ready.step)
+        found.append(ready.logits)
+    return _difference(torch.cat(found), wanted, parts)
+
+
+def _difference(found: torch.Tensor, wanted: torch.Tensor, parts: Parts) -> str | None:
+    finite = wanted.isfinite()
+    if not torch.equal(finite, found.isfinite()):
+        return "its logits on a probe are finite elsewhere than those of transformers' modules"
+    found, wanted = found.where(finite, 0.0), wanted.where(finite, 0.0)
+    error = float((found - wanted).norm() / (wanted.norm() + 1e-30))
+    most = max(_ERRORS[parts.cache_dtype], _DIGIT_ERROR if parts.decoder.digits == 1 and parts.digits else 0.0)
+    if error <= most:
         return None
-    return LlamaEngine(engine, parts)
+    return f"its logits on a probe differ by {error:.2g} from those of transformers' modules, and rounding explains {most:g}"
 
 
-__all__ = ["LlamaEngine", "Pool", "Recorder", "take_over"]
+def kinds(parts: Parts) -> list[int]:
+    """The first layer of each kind: of the same operations on weights of the same shapes and representations."""
+    found: dict[Any, int] = {}
+    for number, (layer, block) in enumerate(zip(parts.program.layers, parts.blocks, strict=True)):
+        linears = [block.ops[i].linear for i in range(block.count) if OPS[block.ops[i].kind] == "linear"]
+        shapes = tuple(
+            (each.kind, each.scale_type, each.group, each.rows, each.columns, bool(each.zero)) for each in linears
+        )
+        found.setdefault((_nameless(layer), shapes), number)
+    return list(found.values())
+
+
+def _nameless(layer: Layer) -> tuple[Any, ...]:
+    """Its operations, modules by their names within it."""
+    prefix = f"{layer.name}."
+
+    def local(value: Any) -> Any:
+        if isinstance(value, str):
+            return value.removeprefix(prefix)
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{each.name: local(getattr(value, each.name)) for each in fields(value)})
+        return value
+
+    return tuple(local(operation) for operation in layer.operations)
+
+
+@contextmanager
+def _only(model: nn.Module, names: list[str]) -> Iterator[None]:
+    """The model with no other layers than these: the others pass on what they read."""
+    blocks: Any = model.get_submodule(names[0].rpartition(".")[0])
+    chosen = {model.get_submodule(name) for name in names}
+    tuples = False
+
+    def note(module: Any, given: Any, result: Any) -> None:
+        nonlocal tuples
+        tuples = isinstance(result, tuple)
+
+    def skip(hidden: torch.Tensor | None = None, *_: Any, hidden_states: torch.Tensor | None = None, **__: Any) -> Any:
+        passed = hidden if hidden is not None else hidden_states
+        return (passed,) if tuples else passed
+
+    with ExitStack() as stack:
+        stack.callback(next(iter(chosen)).register_forward_hook(note).remove)
+        for module in blocks:
+            if module not in chosen:
+                module.__dict__["forward"] = skip
+                stack.callback(functools.partial(module.__dict__.pop, "forward"))
+        yield
+
+
+__all__ = ["LlamaEngine", "leave", "read_engine", "take_over"]

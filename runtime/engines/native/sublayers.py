@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from runtime.engines.base import Chunk, output_rows
-from runtime.engines.llama_structure import read_block
-from runtime.engines.native.engine import LlamaEngine, Pool, decoder_of
-from runtime.engines.native.parts import MLP, PROJECTIONS, Structures
+from runtime.engines.native.engine import LlamaEngine
+from runtime.engines.native.parts import Structures, linears
+from runtime.engines.native.pool import Pool, decoder_of
+from runtime.engines.program.operations import Norm
 from runtime.errors import ArtifactError
-from runtime.kernels.cpu.decoder import PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder
-from runtime.kernels.cpu.library import KINDS, TYPES, Linear
-
-#: Bytes of a weight by kind; of 2:4, four bits a remaining weight and two for its position.
-_BYTES = {KINDS["w4"]: 0.5, KINDS["w8"]: 1.0, KINDS["s24"]: 0.375}
+from runtime.kernels.cpu.decoder import OPS, PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder, Op
+from runtime.kernels.cpu.library import KINDS, TYPES, Linear, group_bytes
 
 
 class View:
@@ -71,7 +70,7 @@ class View:
     def weight_bytes(self) -> float:
         """Bytes of weights that a token reads."""
         blocks = self.engine.parts.blocks
-        return linear_bytes(self.engine.parts.decoder.head) + sum(
+        return linear_bytes(self.engine.parts.head) + sum(
             block_bytes(blocks[layer], skip) for layer, skip in self._skips.items()
         )
 
@@ -98,23 +97,27 @@ def with_skip(block: Block, skip: int) -> Block:
 
 def block_bytes(block: Block, skip: int = 0) -> float:
     """Bytes of weights that a token reads of a block."""
-    fields = [*(() if skip & SKIP_ATTENTION else PROJECTIONS), *(() if skip & SKIP_MLP else MLP)]
-    return sum(linear_bytes(getattr(block, field)) for field in fields)
+    return sum(
+        share * linear_bytes(linear) for op, linear, share in linears(block.ops, block.count) if not op.half & skip
+    )
 
 
 def linear_bytes(linear: Linear) -> float:
     """Bytes of a layer's weights, without scales and the like."""
-    size = _BYTES.get(linear.kind) or next(dtype.itemsize for dtype, kind in TYPES.items() if kind == linear.scale_type)
-    return float(size * linear.rows * linear.columns)
+    if linear.kind == KINDS["dense"]:
+        size: float = next(dtype.itemsize for dtype, kind in TYPES.items() if kind == linear.scale_type)
+    else:
+        size = group_bytes(linear.kind, 32) / 32
+    return size * linear.rows * linear.columns
 
 
 def parts_of(engine: Any) -> LlamaEngine | str:
     """The engine, where parts of it can compute by themselves, or the reason why not."""
     if type(engine) is LlamaEngine:
+        if engine.storage is not None:
+            return "parts of a model compute over a plain cache, and this one has a policy"
         return engine
-    wanted = (
-        "only the decoder in C computes with parts of a model: a compressed Llama, Mistral, Qwen2 or Qwen3 on a CPU"
-    )
+    wanted = "only the decoder in C, on a CPU, computes with parts of a model"
     if isinstance(engine, LlamaEngine):
         return f"{wanted}, all of it in memory; this one's layers are read from disk while others compute"
     return f"{wanted}; this one runs on {getattr(engine, 'description', type(engine).__name__)}"
@@ -144,11 +147,13 @@ class Adapter:
         parts = engine.parts
         self.engine = engine
         self.most_rows, self.logits_width = engine.most_rows, engine.logits_width
-        self.page_bytes = 2 * parts.kv_heads * parts.head_dim * PAGE * parts.cache_dtype.itemsize
-        model: Any = engine.module.model
+        self.page_bytes = parts.kv_heads * (parts.head_dim + parts.value_dim) * PAGE * parts.cache_dtype.itemsize
+        program = parts.program
+        final = next(each.weights for each in program.tail if isinstance(each, Norm))
+        block, norm = (engine.module.get_submodule(name) for name in (program.layers[layer].name, final.module))
         with torch.device("meta"):
-            own = type(model.layers[layer])(model.config, layer)
-            own.norm = type(model.norm)(parts.decoder.hidden)
+            own: Any = type(block)(engine.module.config, layer)  # type: ignore[call-arg, arg-type]
+            own.norm = type(norm)(parts.decoder.hidden)  # type: ignore[call-arg]
         whole = any(name.startswith("mlp.") for name in tensors)
         wanted = {
             name: like
@@ -160,18 +165,23 @@ class Adapter:
         if tensors.keys() != wanted.keys():
             raise ArtifactError(f"{where} holds {min(tensors.keys() - wanted)}, which is no part of an adapter")
         own.load_state_dict({name: tensor.contiguous() for name, tensor in tensors.items()}, strict=False, assign=True)
-        structures = Structures()
-        self.block = structures.block(read_block(own, model.config))
+        structures = Structures(parts.buffers, own, f"{program.layers[layer].name}.")
+        self.block = structures.block(program.layers[layer])
         self.block.skip = 0 if whole else SKIP_MLP
-        self.norm = own.norm.weight.detach().float()
-        self._keep = [tensor for tensor in [*structures.keep, self.norm] if tensor.device.type != "meta"]
+        # The engine's tail with the adapter's norm.
+        self._tail = (Op * len(parts.tail))(*parts.tail)
+        weight, bias, _ = structures.norm(replace(final, module="norm"))
+        last = next(op.norm for op in self._tail if OPS[op.kind] == "norm")
+        last.weight, last.bias = weight, bias
+        self._keep = [tensor for tensor in structures.keep if tensor.device.type != "meta"]
+        self._arrays = structures.arrays
         self.weight_bytes = sum(tensor.nbytes for tensor in self._keep)
-        self.read_bytes = block_bytes(self.block, self.block.skip) + linear_bytes(parts.decoder.head)
+        self.read_bytes = block_bytes(self.block, self.block.skip) + linear_bytes(parts.head)
 
     def make_memory(self, count: int) -> Pool:
         """Pages of the adapter's own keys and values."""
         pool = Pool(self.engine.parts, count, [self.block])
-        pool.decoder.final_norm = self.norm.data_ptr()
+        pool.decoder.tail = self._tail
         return pool
 
     @torch.inference_mode()

@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 from runtime.engines.base import Chunk, Engine
-from runtime.engines.native.engine import LlamaEngine, Pool
-from runtime.engines.native.parts import Parts, read_parts
+from runtime.engines.native.engine import LlamaEngine, leave, read_engine
+from runtime.engines.native.parts import Parts, linears
+from runtime.engines.native.pool import Pool
 from runtime.engines.streaming.plan import Plan, cache_budget, plan, reserve_for
 from runtime.engines.streaming.prepared_file import Group, Place, PreparedFile, put, share, values
 from runtime.engines.streaming.ring import DeviceSlots, HostSlots, RangeReader, Ring, Slots, aligned
 from runtime.engines.torch.engine import Blueprint, TorchEngine
 from runtime.errors import RequestError
-from runtime.kernels.cpu.decoder import Step
+from runtime.kernels.cpu.decoder import OPS, Block, Op, Step
 from runtime.modeling.weights import to_device
 from runtime.system.memory import free_bytes
 
@@ -126,20 +127,36 @@ def _streaming(blueprint: Blueprint, file: PreparedFile, decided: Plan, policy: 
     moving = {i: blocks[i] for i in decided.streamed}
     ring = Ring(_slots(file, blocks, decided, device), decided.streamed)
     try:
-        fused = blueprint.compressed and blueprint.kernels != "reference" and policy is None
-        parts = read_parts(model, device) if fused else "transformers' modules are asked for"
-        if isinstance(parts, Parts):
-            file.forget()  # the pages that were looked at (norms, biases) are copied where they are needed
+        fused = device.type == "cpu" and blueprint.kernels != "reference" and policy is None
+        found: LlamaEngine | str = "transformers' modules are asked for"
+        ranges: dict[int, range] = {}
+        if fused:
             base = torch.frombuffer(file.mapped(), dtype=torch.uint8).data_ptr()
             ranges = {i: range(base + group.begin, base + group.end) for i, group in moving.items()}
-            return StreamedLlama(TorchEngine(model, device), parts, ranges, ring, decided.bytes)
+            found = read_engine(TorchEngine(model, device))
+        if not isinstance(found, str):
+            found = _why_not_streamed(found.parts, ranges) or found
+        if not isinstance(found, str):
+            file.forget()  # the pages that were looked at (norms, biases) are copied where they are needed
+            return StreamedLlama(TorchEngine(model, device), found.parts, ranges, ring, decided.bytes)
         engine = StreamedTorch(model, device, file, moving, ring, decided.bytes)
+        if fused and isinstance(found, str):
+            leave(engine, found)
         if policy is not None:
             engine.compress_cache(policy)
         return engine
     except BaseException:
         ring.close()
         raise
+
+
+def _why_not_streamed(parts: Parts, ranges: Mapping[int, range]) -> str | None:
+    """Why the decoder in C cannot compute on a ring's buffers: weights lie in the file otherwise than it reads them."""
+    for number, addresses in ranges.items():
+        block = parts.blocks[number]
+        if any(linear.weight not in addresses for _, linear, _ in linears(block.ops, block.count)):
+            return "matrices of its streamed layers lie transposed in the file"
+    return None
 
 
 def _settle(model: Any, file: PreparedFile, groups: list[Group], device: torch.device) -> None:
@@ -178,11 +195,11 @@ class StreamedLlama(_Streamed, LlamaEngine):
     ) -> None:
         super().__init__(engine, parts)
         self._stream(ring, weights)
-        # Of each streamed block, where its C structure has addresses of tensors, and how far these are from the block's begin.
+        # Of each streamed block, where its operations have addresses of tensors, and how far these are from the block's begin.
         self._moves = {
             number: [
-                (offset, address - addresses.start)
-                for offset, address in _addresses(parts.blocks[number])
+                (place, address - addresses.start, shared)
+                for place, address, shared in _addresses(parts.blocks[number])
                 if address in addresses
             ]
             for number, addresses in ranges.items()
@@ -206,17 +223,35 @@ class StreamedLlama(_Streamed, LlamaEngine):
                 super().compute(step, pool)
                 continue
             with self.ring.block(first) as slot:
-                at, base = ctypes.addressof(pool.blocks[first]), self.ring.slots.buffers[slot].data_ptr()
-                for offset, distance in self._moves[first]:
-                    ctypes.c_void_p.from_address(at + offset).value = base + distance
+                at, base = ctypes.addressof(pool.blocks[first].ops.contents), self.ring.slots.buffers[slot].data_ptr()
+                for place, distance, shared in self._moves[first]:
+                    ctypes.c_void_p.from_address(place if shared else at + place).value = base + distance
                 super().compute(step, pool)
 
 
-def _addresses(structure: ctypes.Structure, at: int = 0) -> Iterator[tuple[int, int]]:
-    """Offset and value of every address in a structure."""
+def _addresses(block: Block) -> Iterator[tuple[int, int, bool]]:
+    """Where every address of a weight in a block's operations is, and its value.
+
+    A place is an offset from the operations, which every pool has its own copy of, or with `shared` an address: routers and experts are
+    there once.
+    """
+    for number in range(block.count):
+        op = block.ops[number]
+        kind = OPS[op.kind]
+        field = getattr(Op, kind, None)  # of those that have weights
+        if kind == "mixture":
+            experts = op.mixture.experts.contents
+            for each in (op.mixture.router.contents, *(experts.expert[i] for i in range(experts.count))):
+                yield from ((place, value, True) for place, value in _within(each, ctypes.addressof(each)))
+        elif field is not None and kind not in ("gate", "cap"):
+            found = _within(getattr(op, kind), number * ctypes.sizeof(Op) + field.offset)
+            yield from ((place, value, False) for place, value in found)
+
+
+def _within(structure: ctypes.Structure, at: int) -> Iterator[tuple[int, int]]:
     for name, kind in structure._fields_:  # type: ignore[misc]
         value, place = getattr(structure, name), at + getattr(type(structure), name).offset
         if issubclass(kind, ctypes.Structure):
-            yield from _addresses(value, place)
+            yield from _within(value, place)
         elif kind is ctypes.c_void_p and value is not None:
             yield place, value

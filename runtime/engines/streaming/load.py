@@ -33,7 +33,7 @@ from runtime.engines.streaming.prepared_file import (
 from runtime.kernels import Kernel, Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import PanelKernel
-from runtime.kernels.cpu.panels import PANEL, Panels
+from runtime.kernels.cpu.panels import PANEL, S24, Panels
 from runtime.layers.compressed_linear import Chosen, choose
 from runtime.layers.compressed_module import PREPARED, CompressedModule
 from runtime.modeling.skeleton import tied_names
@@ -148,15 +148,15 @@ def _panels(panels: Panels, layer: Layer, stored: Mapping[str, Expected]) -> dic
     scale = stored["weight_scale"].dtypes[0]
     floats = (scale if scale in library.TYPES else torch.float32, *library.TYPES)
     found = {
-        "weight": Expected((high, groups, group * panels.column_bytes), (torch.uint8,)),
+        "weight": Expected((high, groups, panels.group_bytes(layer)), (torch.uint8,)),
         "scale": Expected(grid, floats),
     }
     if not weights.symmetric:
         found["zero_point"] = Expected(grid, (torch.int8,))
-    if panels.kind == "s24":
+    if panels is S24:
         found["sums"] = Expected((high, groups, PANEL), (torch.int16,))
     mask = {"bitmap": "weight_bitmap", "sparse24": "weight_metadata"}.get(layer.entry.format)
-    also = {mask: stored[mask]} if mask is not None and panels.kind != "s24" else {}
+    also = {mask: stored[mask]} if mask is not None and panels is not S24 else {}
     return {PREPARED + leaf: value for leaf, value in found.items()} | also
 
 
@@ -170,11 +170,12 @@ def build(
     filling: Filling,
     chosen: dict[str, Chosen],
     admit: Callable[[int], None],
+    behind: bool = False,
 ) -> None:
     """Write the prepared file of a skeleton (empty again afterwards but with its kernels chosen) to `path`.
 
     The file is there whole or not at all, whoever else writes it at the same time. Before it is, `admit` is called with its size,
-    and may raise.
+    and may raise. `behind` as of `Writer`.
 
     Raises:
         OSError: it cannot be written. ArtifactError: the artifact cannot be read or is inconsistent.
@@ -185,7 +186,8 @@ def build(
     try:
         with name.open("xb") as stream:  # not `mkstemp`, whose files nobody else may read
             room = room_for(place.name for place in places(blueprint.module))
-            _write(Writer(stream, key, room), blueprint, filling, chosen)
+            with Writer(stream, key, room, behind) as writer:
+                _write(writer, blueprint, filling, chosen)
         admit(name.stat().st_size)
         note.write_text(f"{blueprint.artifact.path}\n", encoding="utf-8")
         os.replace(note, path.parent / "source.txt")
@@ -278,7 +280,7 @@ def prepared_file(blueprint: Blueprint, verify: bool, max_memory: int | None = N
         try:
             admit(sum(sizes))  # what is too large is not even begun
             cache.log.info("preparing the weights of %s for this machine, once", blueprint.artifact.path)
-            build(path, key, blueprint, filling, chosen, admit)
+            build(path, key, blueprint, filling, chosen, admit, behind=max_memory is None)
             found = opened()
         except OSError as error:
             raise NoCacheError(f"{path.parent} cannot be written: {error.strerror or error}") from error

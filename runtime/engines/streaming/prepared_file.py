@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -68,10 +68,18 @@ class Contents:
 
 
 class Writer:
-    """Writes a prepared file group by group; nothing stays in memory. Used on a new file that is renamed when it is whole."""
+    """Writes a prepared file group by group. Used on a new file that is renamed when it is whole, in a `with` block.
 
-    def __init__(self, stream: BinaryIO, key: str, room: int) -> None:
-        """`room` is what the header may take at most, in bytes."""
+    Args:
+        stream: of the file.
+        key: the cache's.
+        room: bytes that the header may take at most.
+        behind: write a group while the next is being prepared, which holds two in memory.
+    """
+
+    def __init__(self, stream: BinaryIO, key: str, room: int, behind: bool = False) -> None:
+        self._thread = ThreadPoolExecutor(1) if behind else None
+        self._writing: Future[None] | None = None
         self._stream = stream
         self._contents = Contents(key)
         self._start = -(-room // PAGE) * PAGE
@@ -80,8 +88,28 @@ class Writer:
         self._hash = hashlib.sha256()
         stream.seek(self._start)
 
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+
     def add(self, group: str, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
         """The next group."""
+        self._wait()
+        if self._thread is None:
+            self._add(group, tensors, aliases)
+        else:
+            self._writing = self._thread.submit(self._add, group, dict(tensors), aliases)
+
+    def _wait(self) -> None:
+        """Until the last group is written; raises what its writing raised."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _add(self, group: str, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
         begin, self._hash = self._at, hashlib.sha256()
         for name, tensor in tensors.items():
             self._pad(ALIGNMENT)
@@ -93,6 +121,7 @@ class Writer:
 
     def finish(self) -> None:
         """Write the header."""
+        self._wait()
         self._entries["__metadata__"] = {"compress": json.dumps(asdict(self._contents)), "digest": _DIGEST}
         raw = json.dumps(self._entries).encode()
         room = self._start - 8

@@ -47,6 +47,8 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 class ModuleEngine:
     """Base class: an engine of transformers' modules, whose compressed layers keep their weights packed."""
 
+    why_modules: str | None = None  # why no native engine computes the model; None: none was asked, or one does
+
     def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
         self.module = module
         self.device = device
@@ -54,8 +56,8 @@ class ModuleEngine:
         self.description = f"transformers' {type(module).__name__}"
 
     def explain(self) -> dict[str, str]:
-        """{linear layer: the kernel that computes it}."""
-        result = {}
+        """{linear layer: the kernel that computes it}, and under "model" why transformers' modules compute what lies between."""
+        result = {} if self.why_modules is None else {"model": f"transformers' modules, {self.why_modules}"}
         for name, child in self.module.named_modules():
             kernel = getattr(child, "kernel_name", None)
             if kernel is not None:

@@ -23,7 +23,7 @@ from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.library import bytes_at, tensor_of
 from runtime.kernels.cpu.panels import PANEL, S24, W4, W8, Panels
-from runtime.system import processes
+from runtime.system import instruction_sets, processes
 
 _WORTH_A_THREAD = 1 << 17  # multiplications; fewer are done before another thread has begun
 _TILE = 1 << 18  # weights dequantized at once: a megabyte of float32, which the second cache holds
@@ -100,7 +100,8 @@ class IntegerKernel(PanelKernel):
         return y
 
     def path(self, rows: int) -> str:
-        return "int8 activations, C" if self.accuracy == "fast" else "activations in two digits (float32: three), C"
+        activations = "int8 activations" if self.accuracy == "fast" else "activations in two digits (float32: three)"
+        return f"{activations}, C ({instruction_sets.chosen()})"
 
 
 class DenseTiles(PanelKernel):
@@ -138,7 +139,7 @@ class DenseTiles(PanelKernel):
         return y.to(x.dtype)
 
     def path(self, rows: int) -> str:
-        return "dequantize tiles in C + dense matmul"
+        return f"dequantize tiles in C ({instruction_sets.chosen()}) + dense matmul"
 
 
 def threads_for(multiplications: int) -> int:
@@ -165,6 +166,6 @@ def ordered(instruction_set: str) -> tuple[IntegerKernel, ...]:
 
 
 KERNELS: tuple[PanelKernel, ...] = (
-    *ordered(library.instruction_sets()[0]),
+    *ordered(instruction_sets.preferred()),
     *(DenseTiles(panels) for panels in (S24, W4, W8)),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import platform
 import threading
 from functools import cache
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from runtime.system import native, processes
+from runtime.system import instruction_sets, native
 
 # Working memory of the C kernels: one buffer a thread, kept between calls, so that concurrent calls never share one.
 
@@ -65,16 +64,10 @@ def openmp() -> tuple[ctypes.c_void_p, ...] | None:
 
 
 SOURCE = Path(__file__).parent / "c" / "kernels.c"
-KINDS = {"dense": 0, "w4": 1, "w8": 2, "s24": 3}
+#: Of a `Linear`; codes of so many bits are that number.
+KINDS = {"dense": 0, "s24": 1} | {f"w{bits}": bits for bits in range(2, 9)}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-#: What each instruction set needs of the CPU, and the flags it is compiled with; best first.
-_X86 = {
-    "avx512": (
-        {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
-        ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
-    ),
-    "avx2": ({"avx2", "fma", "f16c"}, ("-mavx2", "-mfma", "-mf16c")),
-}
+FLOAT8 = 3  # of a weight only
 
 
 def fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
@@ -92,21 +85,22 @@ class Linear(ctypes.Structure):
     )
 
 
-def instruction_sets() -> list[str]:
-    """Those this machine can run, best first; "portable" is always the last."""
-    flags = processes.flags()
-    return [name for name, (needs, _) in _X86.items() if needs <= flags] + ["portable"]
+def group_bytes(kind: int, group: int) -> int:
+    """Bytes that a group of so many columns takes a row in panels: `group_bytes` of planes.h, three words for 32 columns of 2:4."""
+    if kind == KINDS["s24"]:
+        return group // 32 * 12
+    half = sum(-(-width * 16 // 32) for width in (8, 4, 2, 1) if kind & width)
+    return 4 * (group // 32 * kind + (half if group % 32 else 0))
 
 
 @cache
 def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
-    """The library for an instruction set (None: the best of this machine), or None without a compiler."""
-    chosen = instruction_set or instruction_sets()[0]
-    tunings: tuple[tuple[str, ...], ...]
-    if chosen in _X86:
-        tunings = (_X86[chosen][1],)
-    else:  # what the compiler makes of plain C; on x86 that is SSE2, elsewhere all the machine has
-        tunings = ((),) if platform.machine().lower() in ("x86_64", "amd64", "i686") else (("-mcpu=native",), ())
+    """The library for an instruction set (None: the forced one or the best of this machine), or None without a compiler.
+
+    Raises:
+        RequestError: `COMPRESS_ISA` names what this machine cannot run.
+    """
+    tunings = instruction_sets.tunings(instruction_set or instruction_sets.chosen())
     library = native.library(SOURCE, tuple(("-ffp-contract=off", *tuning) for tuning in tunings))
     if library is None:
         return None
@@ -116,6 +110,13 @@ def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
         "linear_memory": (q, [p, q, i]),
         "linear_run": (None, [p, p, i, q, p, i, i, p, i]),
         "linear_dequantize": (None, [p, q, q, p, i, i]),
+        "experts_memory": (q, [p, q, q]),
+        "experts_run": (None, [p, p, i, q, q, p, p, p, i, p, i]),
+        "router_run": (None, [p, p, q, p, p, p, i]),
+        "attention": (None, [p, i]),
+        "attention_memory": (q, [q]),
+        "cache_record": (q, [p]),
+        "cache_store": (None, [p, p, q, p, i]),
         "decoder_memory": (q, [p, q]),
         "decoder_step": (None, [p, i]),
         "decoder_copy": (None, [p, p, q, p, p]),

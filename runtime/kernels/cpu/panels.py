@@ -1,11 +1,11 @@
-"""Integer weights as the C kernels read them: panels of 16 rows, `runtime/kernels/cpu/c/linear.h` and `sparse.h`.
+"""Integer weights as the C kernels read them: panels of 32 rows, `runtime/kernels/cpu/c/planes.h` and `sparse.h`.
 
-Prepared tensors, with `panels = ceil(out / 16)` and groups of the activations of `group` columns:
+Prepared tensors, with `panels = ceil(out / 32)` and groups of the activations of `group` columns:
 
-- `weight`: uint8 `[panels, groups, bytes of a group of 16 rows]`;
-- `scale`: `[panels, scale groups, 16]` in the dtype it is stored in (float32 if that is float64: `stored_scale` keeps it);
+- `weight`: uint8 `[panels, groups, bytes of a group of 32 rows]`, codes of b bits in b bits;
+- `scale`: `[panels, scale groups, 32]` in the dtype it is stored in (float32 if that is float64: `stored_scale` keeps it);
 - `zero_point`: int8, the same shape, for asymmetric weights;
-- `sums`: int16 `[panels, groups, 16]`, sums of the kept codes (2:4 layout only);
+- `sums`: int16 `[panels, groups, 32]`, sums of the kept codes (2:4 layout only);
 - `weight_bitmap`, `weight_metadata`: as stored, where zeros that were kept could not be told from zeros that were pruned.
 
 What fills up the last panel is never stored, what fills up the last group is multiplied with zeros. The stored weight comes back
@@ -17,7 +17,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
-from typing import ClassVar
 
 import torch
 
@@ -28,9 +27,9 @@ from runtime.formats.sparse24 import Sparse24
 from runtime.kernels.base import Layer
 from runtime.kernels.cpu import library
 
-# Scales and zero points in panels of 16 rows, `[panels, groups, 16]`, there and back.
+# Scales and zero points in panels of 32 rows, `[panels, groups, 32]`, there and back.
 
-PANEL = 16
+PANEL = 32
 
 
 def to_panels(tensors: Tensors, layer: Layer) -> Tensors:
@@ -46,7 +45,7 @@ def to_panels(tensors: Tensors, layer: Layer) -> Tensors:
 
 
 def _panels(grid: torch.Tensor, rows: int) -> torch.Tensor:
-    """`[out, groups]` (or `[1]`: one for all) -> `[panels, groups, 16]`."""
+    """`[out, groups]` (or `[1]`: one for all) -> `[panels, groups, 32]`."""
     grid = grid.view(1, 1).expand(rows, 1) if grid.dim() == 1 else grid
     panels = -(-rows // PANEL)
     high = torch.zeros(panels * PANEL, grid.shape[1], dtype=grid.dtype)
@@ -101,38 +100,73 @@ def _tables() -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-# Words of eight 4-bit codes, in the order the C kernels take them apart: codes 0 to 3 are the low nibbles of bytes 0 to 3, codes
-# 4 to 7 the high ones. Codes are stored as code + 8.
+# Words of eight nibbles, in the order the C kernels take them apart: the first four are the low nibbles of bytes 0 to 3, the other four
+# the high ones. Codes of 4 bits are stored as code + 8.
 
 _LOW = 0x0F0F0F0F
 
 
-def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """int8 codes -8..7 `[rows, columns]`, columns a multiple of 8 -> int32 `[rows, columns / 8]`."""
-    fours = (codes + 8).view(torch.int32)
-    return fours[:, 0::2] | fours[:, 1::2] << 4
+def pack_nibbles(values: torch.Tensor) -> torch.Tensor:
+    """int8 0..15 `[..., columns]`, contiguous, columns a multiple of 8 -> int32 `[..., columns / 8]`."""
+    fours = values.view(torch.int32)
+    return fours[..., 0::2] | fours[..., 1::2] << 4
 
 
 def unpack_nibbles(words: torch.Tensor) -> torch.Tensor:
     """Inverse of `pack_nibbles`."""
-    fours = torch.empty(words.shape[0], words.shape[1], 2, dtype=torch.int32)
+    fours = torch.empty(*words.shape, 2, dtype=torch.int32)
     torch.bitwise_and(words, _LOW, out=fours[..., 0])
     torch.bitwise_and(words >> 4, _LOW, out=fours[..., 1])
-    return fours.view(words.shape[0], -1).view(torch.int8).sub_(8)
+    return fours.view(*words.shape[:-1], -1).view(torch.int8)
 
 
-def from_stream(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """Rows of `bitpack.pack_rows` (2 to 4 bits) -> int32 `[rows, ceil(columns / 8)]`; what fills up the last word is any code."""
-    if bits != 4:
-        codes = torch.zeros(packed.shape[0], -(-columns // 8) * 8, dtype=torch.int8)
-        codes[:, :columns] = unpack_rows(packed, bits, columns)
-        return pack_nibbles(codes)
+def from_stream(packed: torch.Tensor) -> torch.Tensor:
+    """Rows of `bitpack.pack_rows` of 4 bits -> int32 `[rows, words]` of nibbles; what fills up the last word is any code."""
     # Eight nibbles in order: swap the middle bytes, then the middle nibbles of each half.
     words = packed.clone(memory_format=torch.contiguous_format)
     for distance, where in ((8, 0x0000FF00), (4, 0x00F000F0)):
         swapped = (words >> distance).bitwise_xor_(words).bitwise_and_(where)
         words.bitwise_xor_(swapped).bitwise_xor_(swapped << distance)
     return words
+
+
+# Planes: a code is cut into 4, 2 and 1 bits, those that its width is the sum of, low bits first; 8 bits stay whole. The words of 32
+# columns are those of the planes one after the other (`planes.h`).
+
+
+def pack_planes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes without a sign, int8 `[..., 32]` or `[..., 16]`, contiguous -> int32 `[..., words]`."""
+    if bits == 8:
+        return codes.view(torch.int32)
+    parts, place = [], 0
+    for width in (width for width in (4, 2, 1) if bits & width):
+        words = pack_nibbles(codes >> place & (1 << width) - 1)
+        together = 4 // width  # words whose nibbles leave room for each other
+        words = torch.nn.functional.pad(words, (0, -words.shape[-1] % together)).unflatten(-1, (-1, together))
+        parts.append((words << torch.arange(0, 4, width, dtype=torch.int32)).sum(-1, dtype=torch.int32))
+        place += width
+    return torch.cat(parts, -1)
+
+
+def unpack_planes(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """Inverse of `pack_planes` for so many columns."""
+    if bits == 8:
+        return words.contiguous().view(torch.int8)
+    codes, place, at = torch.zeros(*words.shape[:-1], columns, dtype=torch.int8), 0, 0
+    for width in (width for width in (4, 2, 1) if bits & width):
+        count = -(-columns * width // 32)
+        apart = words[..., at : at + count, None] >> torch.arange(0, 4, width, dtype=torch.int32)
+        codes |= (unpack_nibbles(apart.flatten(-2)[..., : columns // 8].contiguous()) & (1 << width) - 1) << place
+        place, at = place + width, at + count
+    return codes
+
+
+def _unsigned(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    return codes + (1 << (bits - 1)) if bits < 8 else codes ^ -128
+
+
+def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    return codes - (1 << (bits - 1)) if bits < 8 else codes ^ -128
 
 
 def group_sums(words: torch.Tensor, groups: int) -> torch.Tensor:
@@ -153,19 +187,15 @@ class Panels(ABC):
 
     Attributes:
         name: how kernels say that they read it.
-        kind: of `library.KINDS`.
         formats: storage formats it is made from.
         bits: smallest and largest code width it holds.
         multiple: what the group size must be a multiple of.
-        column_bytes: bytes that 16 rows of one column take, as a fraction.
     """
 
     name: str
-    kind: str
     formats: frozenset[str]
     bits: tuple[int, int]
     multiple: int = 16
-    column_bytes: int
 
     # ---------------------------------------------------------------- what fits
     def why_not(self, layer: Layer) -> str | None:
@@ -185,6 +215,14 @@ class Panels(ABC):
         fitting = [g for g in range(self.multiple, _LARGEST + 1, self.multiple) if whole % g == 0]
         return _PREFERRED if _PREFERRED in fitting else fitting[-1]
 
+    @abstractmethod
+    def kind(self, layer: Layer) -> str:
+        """One of `library.KINDS`."""
+
+    def group_bytes(self, layer: Layer) -> int:
+        """Bytes of a group of activations' columns in a panel."""
+        return library.group_bytes(library.KINDS[self.kind(layer)], self.group(layer)) * PANEL
+
     # ---------------------------------------------------------------- there and back
     @abstractmethod
     def pack(self, tensors: Tensors, layer: Layer) -> Tensors:
@@ -198,7 +236,7 @@ class Panels(ABC):
         """Prepared tensors of random codes, to measure with."""
         panels, group = -(-layer.shape[0] // PANEL), self.group(layer)
         groups = -(-layer.shape[1] // group)
-        weight = torch.randint(0, 256, (panels, groups, group * self.column_bytes), dtype=torch.uint8)
+        weight = torch.randint(0, 256, (panels, groups, self.group_bytes(layer)), dtype=torch.uint8)
         sets = -(-groups // _share(layer, group, groups))
         return {
             "weight": weight,
@@ -209,75 +247,86 @@ class Panels(ABC):
     def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
         """What the C library is given: addresses of the tensors, which must outlive it. `bias` is float32 `[out]`."""
         weight, scale = tensors["weight"], tensors["scale"]
-        groups, group = weight.shape[1], weight.shape[2] // self.column_bytes
+        groups, group = weight.shape[1], self.group(layer)
         operands = weight, scale, tensors.get("zero_point"), tensors.get("sums"), bias
         return library.Linear(
-            library.KINDS[self.kind], library.TYPES[scale.dtype], group, _share(layer, group, groups), *layer.shape, groups,
+            library.KINDS[self.kind(layer)], library.TYPES[scale.dtype], group, _share(layer, group, groups), *layer.shape, groups,
             *(None if tensor is None else tensor.data_ptr() for tensor in operands),
         )  # fmt: skip
 
 
 class Dense(Panels):
-    """Every code is there: `w4` with two codes a byte, `w8` with one."""
+    """Every code is there, at its own width."""
 
-    _PACKS: ClassVar[dict[str, int]] = {"w4": 8, "w8": 4}  # codes of a row in one 32-bit word
+    def __init__(self, name: str, bits: tuple[int, int], storage: frozenset[str]) -> None:
+        self.name, self.bits, self.formats = name, bits, storage
 
-    def __init__(self, kind: str, bits: tuple[int, int], storage: frozenset[str]) -> None:
-        self.name, self.kind, self.bits, self.formats = f"panels-{kind}", kind, bits, storage
-        self._codes = self._PACKS[kind]
-        self.column_bytes = 64 // self._codes
+    def kind(self, layer: Layer) -> str:
+        return f"w{layer.grid.bits}"
 
     def pack(self, tensors: Tensors, layer: Layer) -> Tensors:
         (rows, columns), group = layer.shape, self.group(layer)
-        panels, groups = -(-rows // PANEL), -(-columns // group)
-        words = torch.empty(panels, groups * group // self._codes, PANEL, dtype=torch.int32)
+        panels, groups, size = -(-rows // PANEL), -(-columns // group), self.group_bytes(layer)
+        words = torch.empty(panels, groups * size // (4 * PANEL), PANEL, dtype=torch.int32)
         row_words, scales = self._reader(tensors, layer)
         for start, end in row_slices(panels, groups * group * PANEL, _SLICE):
             part = torch.zeros((end - start) * PANEL, words.shape[1], dtype=torch.int32)
             read = row_words(slice(start * PANEL, min(rows, end * PANEL)))
             part[: read.shape[0], : read.shape[1]] = read
             words[start:end] = part.view(end - start, PANEL, -1).transpose(1, 2)
-        out = {"weight": words.view(torch.uint8).view(panels, groups, -1)} | scales
+        out = {"weight": words.view(torch.uint8).view(panels, groups, size)} | scales
         positions = layer.storage.positions
         return out if positions is None else out | {positions: tensors[positions]}
 
     def _reader(self, tensors: Tensors, layer: Layer) -> tuple[Callable[[slice], torch.Tensor], Tensors]:
         """A function that makes some rows' words `[rows, words]`, and the prepared scales and zero points."""
-        columns, bits = layer.shape[1], layer.grid.bits
-        if self.kind == "w4" and layer.entry.format in ("pack-quantized", "packed"):  # without unpacking the bits
+        columns, bits, group = layer.shape[1], layer.grid.bits, self.group(layer)
+        if bits == 4 and layer.entry.format in ("pack-quantized", "packed"):  # without unpacking the bits
             layer.storage.validate(tensors, layer.entry.scheme, layer.shape, layer.dtype)
             packed = tensors["weight_packed"]
-            return lambda rows: from_stream(packed[rows], bits, columns), to_panels(tensors, layer)
+            return lambda rows: from_stream(packed[rows]), to_panels(tensors, layer)
         values = layer.unpack(tensors).values
 
         def row_words(rows: slice) -> torch.Tensor:
-            codes = torch.zeros(rows.stop - rows.start, -(-columns // 8) * 8, dtype=torch.int8)
-            codes[:, :columns] = values[rows]
-            return pack_nibbles(codes) if self.kind == "w4" else (codes ^ -128).view(torch.int32)
+            codes = torch.zeros(rows.stop - rows.start, -(-columns // group) * group, dtype=torch.int8)
+            codes[:, :columns] = _unsigned(values[rows], bits)
+            units, half = codes.view(codes.shape[0], -1, group).split((group // 32 * 32, group % 32), -1)
+            whole = pack_planes(units.unflatten(-1, (-1, 32)).contiguous(), bits).flatten(-2)
+            return (
+                torch.cat((whole, pack_planes(half.contiguous(), bits)), -1).flatten(1)
+                if group % 32
+                else whole.flatten(1)
+            )
 
         return row_words, to_panels(tensors, layer)
 
     def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
-        rows, columns = layer.shape
+        (rows, columns), bits, group = layer.shape, layer.grid.bits, self.group(layer)
         packed = tensors["weight"]
-        panels, wide = packed.shape[0], packed.shape[1] * packed.shape[2] // self.column_bytes
+        panels, groups = packed.shape[:2]
         words = packed.view(panels, -1).view(torch.int32).view(panels, -1, PANEL)
         values = torch.empty(rows, columns, dtype=torch.int8)
-        for start, end in row_slices(panels, wide * PANEL, _SLICE):
-            row_words = words[start:end].transpose(1, 2).clone(memory_format=torch.contiguous_format)
-            row_words = row_words.view((end - start) * PANEL, -1)
-            codes = unpack_nibbles(row_words) if self.kind == "w4" else row_words.view(torch.int8) ^ -128
+        for start, end in row_slices(panels, groups * group * PANEL, _SLICE):
+            row_words = words[start:end].transpose(1, 2).reshape((end - start) * PANEL, groups, -1)
+            whole = row_words[..., : group // 32 * bits]
+            codes = unpack_planes(whole.unflatten(-1, (-1, bits)), bits, 32).flatten(-2) if group >= 32 else None
+            if group % 32:
+                half = unpack_planes(row_words[..., group // 32 * bits :], bits, 16)
+                codes = half if codes is None else torch.cat((codes, half), -1)
+            assert codes is not None
             part = values[start * PANEL : end * PANEL]
-            part.copy_(codes[: part.shape[0], :columns])
-        return weight_of(values, layer.storage.mask(tensors, columns), tensors, layer)
+            part.copy_(codes.flatten(1)[: part.shape[0], :columns])
+        return weight_of(_signed(values, bits), layer.storage.mask(tensors, columns), tensors, layer)
 
 
 class Pairs(Panels):
     """2:4: of each quad of columns two codes and the pair of places they have, 3 bits a weight."""
 
-    name, kind, bits, multiple = "panels-s24", "s24", (2, 4), 32
+    name, bits, multiple = "panels-s24", (2, 4), 32
     formats = frozenset({"sparse24"})
-    column_bytes = 6
+
+    def kind(self, layer: Layer) -> str:
+        return "s24"
 
     def why_not(self, layer: Layer) -> str | None:
         weights = layer.entry.scheme.grid
@@ -296,7 +345,7 @@ class Pairs(Panels):
         for start, end in row_slices(panels, wide * PANEL, _SLICE):
             height, part = (end - start) * PANEL, slice(start * PANEL, min(rows, end * PANEL))
             codes = torch.full((height, wide // 16), _ZEROS, dtype=torch.int32)
-            read = from_stream(tensors["weight_packed"][part], layer.grid.bits, columns // 2)
+            read = self._kept(tensors["weight_packed"][part], layer.grid.bits, columns // 2)
             codes[: read.shape[0], : read.shape[1]] = read
             pair = torch.zeros(height, wide // 8, dtype=torch.uint8)
             places = from_metadata(tensors["weight_metadata"][part])
@@ -307,6 +356,15 @@ class Pairs(Panels):
         out = {"weight": words.view(torch.uint8).view(panels, groups, -1), "sums": sums}
         return out | to_panels(tensors, layer)
 
+    @staticmethod
+    def _kept(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+        """Words of the kept codes, whatever their width, as nibbles."""
+        if bits == 4:
+            return from_stream(packed)
+        codes = torch.full((packed.shape[0], -(-count // 8) * 8), 8, dtype=torch.int8)
+        codes[:, :count] += unpack_rows(packed, bits, count)
+        return pack_nibbles(codes)
+
     def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         rows, columns = layer.shape
         packed = tensors["weight"]
@@ -315,15 +373,15 @@ class Pairs(Panels):
         # Copies: a single column of panels may count as contiguous and still refuse to be seen as bytes.
         whole = torch.contiguous_format
         kept = words[:, :, :2].permute(0, 3, 1, 2).clone(memory_format=whole).view(panels * PANEL, -1)
-        halves = unpack_nibbles(kept)[:rows, : columns // 2]
+        halves = (unpack_nibbles(kept) - 8)[:rows, : columns // 2]
         pair = words[:, :, 2].transpose(1, 2).clone(memory_format=whole).view(panels * PANEL, -1).view(torch.uint8)
         metadata = to_metadata(pair[:rows, : -(-columns // 8)])
         values, mask = Sparse24().place(halves, {"weight_metadata": metadata}, layer.entry.scheme, layer.shape, None)
         return weight_of(values, mask, tensors, layer)
 
 
-W4 = Dense("w4", (2, 4), frozenset({"pack-quantized", "packed", "sparse24", "bitmap"}))
-W8 = Dense("w8", (5, 8), frozenset({"pack-quantized", "packed", "int-quantized", "sparse24", "bitmap"}))
+W4 = Dense("panels-w4", (2, 4), frozenset({"pack-quantized", "packed", "sparse24", "bitmap"}))
+W8 = Dense("panels-w8", (5, 8), frozenset({"pack-quantized", "packed", "int-quantized", "sparse24", "bitmap"}))
 S24 = Pairs()
 
 

@@ -22,7 +22,7 @@ from runtime.kv_cache.storage.bitmap import Bitmap
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
 from runtime.kv_cache.storage.plain import Plain
-from runtime.system import native
+from runtime.system import instruction_sets, native
 
 NAME = "kv-cpu"
 SOURCE = Path(__file__).parent / "c" / "attention.c"
@@ -62,7 +62,7 @@ def load(portable: bool = False) -> ctypes.CDLL | None:
     """The library for this machine's vectors, or (`portable`) for none in particular; None without a compiler."""
     # A library is named by the hash of its folder and its flags; headers from elsewhere must show in one of them.
     shared = hashlib.sha256(b"".join(file.read_bytes() for file in _SHARED)).hexdigest()[:16]
-    tunings = ((),) if portable else native.TUNING
+    tunings = instruction_sets.tunings(instruction_sets.PORTABLE) if portable else native.tunings()
     library = native.library(SOURCE, tuple((f"-DSHARED_{shared}", *tuning) for tuning in tunings))
     if library is None:
         return None

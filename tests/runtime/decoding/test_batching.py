@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from paged_reference import PagedReference, RowReference, hashed, model_of, of_module
 from tiny_models import llama
 
-from runtime.decoding import request, scheduler
+from runtime.decoding import batch, request
 from runtime.decoding.pages import ROOT, Pages
 from runtime.decoding.request import groups
 from runtime.errors import RequestError
@@ -32,7 +32,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pages]]:
             super().__init__(count, size)
             made.append(self)
 
-    monkeypatch.setattr(scheduler, "Pages", Watched)
+    monkeypatch.setattr(batch, "Pages", Watched)
     yield made
     assert made
     assert [pages.available for pages in made] == [pages.count for pages in made]
@@ -84,7 +84,7 @@ def test_a_thousand_requests(pools: list[Pages]) -> None:
     engine = PagedReference(hashed(), page_size=8, most_rows=512)
     model = model_of(engine, eos=range(40))
     together = model.generate(prompts, max_new_tokens=10)
-    assert max(len(step) for step in engine.steps) == scheduler.MOST_SEQUENCES
+    assert max(len(step) for step in engine.steps) == batch.MOST_SEQUENCES
     for i in range(0, 1000, 10):
         assert model.generate(prompts[i], max_new_tokens=10) == together[i]
 
@@ -385,7 +385,7 @@ def test_the_scheduler_costs_little_per_token() -> None:
         def step(self, pool: Any, pieces: Any) -> torch.Tensor:
             return self.row
 
-    model = model_of(Free(hashed(), page_size=16, most_rows=512, vocab=32000, context=None), eos=())
+    model = model_of(Free(hashed(), page_size=16, most_rows=512, vocab=32000, context=2048), eos=())
     best = float("inf")
     for _ in range(5):
         started = time.thread_time()

@@ -51,7 +51,7 @@ def test_an_engine_of_another_package_takes_over(checkpoint: Path, monkeypatch: 
 def test_one_that_does_not_fit_is_passed_over(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for method in (EngineMethod(lambda engine: None), EngineMethod()):
         bring(monkeypatch, method)
-        assert "transformers" in runtime.load(checkpoint).stats["engine"]
+        assert "LOUD" not in runtime.load(checkpoint).stats["engine"]
 
 
 def test_it_runs_exports_of_its_target(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

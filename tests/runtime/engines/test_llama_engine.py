@@ -113,7 +113,7 @@ def test_sixteen_bit_models(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "word"),
     [
-        ("grouped", {"hidden_act": "gelu"}, "gelu"),
+        ("grouped", {"hidden_act": "mish"}, "Mish"),
         ("grouped", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, **ROPE}}, "dynamic"),
     ],
 )

@@ -1,185 +1,258 @@
 /* Causal attention over keys and values in pages.
  *
- * A page holds, for each head of the cache, keys transposed [head_dim, PAGE] (so that a vector is several positions) and values
- * [PAGE, head_dim], all of one float type. Softmax runs page by page (Milakov and Gimelshein, arXiv 1805.02867), from the first
- * page on, so a query's result does not depend on the queries beside it.
+ * Queries that share a head of the cache, of several rows of a sequence too, read a page together. Softmax runs page by page (Milakov
+ * and Gimelshein, arXiv 1805.02867) through a span of pages; spans begin at fixed positions, whoever computes them, and are put together
+ * in their order. So a query's result does not depend on the queries beside it, nor on the number of threads.
  *
  * Tokens of a tree are written one after another, though a branch skips those of its siblings: a query in a tree says where the
- * positions of its branch lie. They are put in order before softmax sees them, so its result is that of its branch alone, bit for bit. */
-#define PAGE 64
-#define QUERIES 4 /* computed together: they share every load of keys and values */
+ * positions of its branch lie. They are put in order before softmax sees them, so its result is that of its branch alone, bit for bit.
+ *
+ * Scores may be capped (softcap * tanh(score / softcap), Gemma 2, arXiv 2408.00118), and a head may have a sink: a learned logit that
+ * joins its softmax without a value (gpt-oss, arXiv 2508.10925). */
+#define SPAN 8         /* pages that are computed in one go */
+#define MOST_BLOCK 32  /* queries that read a page together, of one row at least */
+#define PARTIALS 4096  /* spans of queries, all together, that wait to be put together */
 
+/* Attention of one layer: every row and head of a step. */
 typedef struct {
-    const char *key, *value; /* of this layer: [pages, heads, head_dim, PAGE], [pages, heads, PAGE, head_dim] */
-    int32_t type, heads, head_dim;
-} Cache;
-
-/* Positions from `base` on are at slots[0], slots[1], ...; those before are at their own place. */
-typedef struct {
-    int64_t base;
+    Cache cache;
+    int64_t rows, heads, window; /* heads: of queries, a multiple of the cache's. window: positions a query sees; 0: all before it */
+    int64_t pages_stride;
+    const int32_t *sequence;    /* [rows] */
+    const int64_t *position;    /* [rows] */
+    const int64_t *base, *path; /* [rows]: positions from base[r] on are at slots[path[r]], ...; path NULL or path[r] < 0: in order */
     const int32_t *slots;
-} Branch;
+    const int32_t *pages;       /* [sequences, pages_stride] */
+    const float *query;         /* [rows, heads, head_dim] */
+    float *out;                 /* [rows, heads, value_dim] */
+    const float *sinks;         /* [heads], or NULL */
+    float scale, softcap;       /* of scores; softcap 0: none */
+    char *memory;               /* attention_memory bytes, in which spans of one query may be divided among threads; NULL: they are not */
+} Attention;
 
-INLINE int64_t element_bytes(int type) { return type == TYPE_F32 ? 4 : 2; }
+int64_t attention_memory(int64_t value_dim) { return PARTIALS * (value_dim + 2) * 4; }
 
-/* score [count, PAGE] = query . keys of a page */
-INLINE void page_scores(const void *key, const int type, const int count, const float *const *query, int head_dim, float scale,
-                        float score[QUERIES][PAGE]) {
-    for (int first = 0; first < PAGE; first += 2 * LANES) {
-        F sum[QUERIES][2];
-        UNROLL for (int q = 0; q < count; q++) sum[q][0] = sum[q][1] = f_zero();
-        for (int d = 0; d < head_dim; d++) {
-            F k0 = f_load_as(key, type, (int64_t)d * PAGE + first), k1 = f_load_as(key, type, (int64_t)d * PAGE + first + LANES);
-            UNROLL for (int q = 0; q < count; q++) {
-                F x = f_set1(query[q][d]);
-                sum[q][0] = f_fma(x, k0, sum[q][0]);
-                sum[q][1] = f_fma(x, k1, sum[q][1]);
-            }
+/* Softmax so far of one query: its largest score, the sum of weights beside it, and weighted values. */
+typedef struct { float *largest, *total, *out; } Partial;
+
+static void merge_partial(Partial into, float largest, float total, const float *out, int64_t n) {
+    float top = largest > *into.largest ? largest : *into.largest;
+    if (top == -INFINITY) return; /* nothing was seen */
+    float a = exp_fast(*into.largest - top), b = exp_fast(largest - top);
+    *into.largest = top, *into.total = *into.total * a + total * b;
+    for (int64_t d = 0; d < n; d++) into.out[d] = into.out[d] * a + out[d] * b;
+}
+
+/* Rows that are computed together: of one sequence, and all or none of one tree. Queries are row by row. */
+typedef struct {
+    int64_t first, rows, shared; /* shared: queries of a row */
+    int head;                    /* of the cache */
+    const int32_t *pages;
+} Rows;
+
+INLINE int64_t row_from(const Attention *a, int64_t r) { return a->window && a->position[r] >= a->window ? a->position[r] + 1 - a->window : 0; }
+INLINE int in_tree(const Attention *a, int64_t r) { return a->path && a->path[r] >= 0; }
+
+/* A few queries and one page: what they are and what they become. */
+typedef struct {
+    const float *query[QUERIES];
+    Partial partial[QUERIES];
+    int64_t row[QUERIES];
+    int count;
+} Visit;
+
+/* Weights of a page's scores, in place of them: [first, last) are positions that the query sees, one at least. Returns what is kept of sums
+ * so far. What is no number makes the weights none. */
+static float page_softmax(float *score, int first, int last, Partial partial) {
+    float lane[16], top = *partial.largest;
+    if (first > 0 || last < PAGE) /* what a query does not see weighs nothing; stale memory may hold anything */
+        for (int p = 0; p < PAGE; p++) score[p] = p >= first && p < last ? score[p] : -INFINITY;
+    for (int j = 0; j < 16; j++) lane[j] = top;
+    for (int p = 0; p < PAGE; p += 16)
+        for (int j = 0; j < 16; j++) lane[j] = score[p + j] > lane[j] ? score[p + j] : lane[j];
+    for (int j = 0; j < 8; j++) lane[j] = lane[j + 8] > lane[j] ? lane[j + 8] : lane[j];
+    for (int j = 0; j < 4; j++) lane[j] = lane[j + 4] > lane[j] ? lane[j + 4] : lane[j];
+    for (int j = 0; j < 4; j++) top = lane[j] > top ? lane[j] : top;
+    if (top == -INFINITY) top = 0.0f;
+    float keep = *partial.largest == top ? 1.0f : exp_fast(*partial.largest - top);
+    memset(lane, 0, sizeof lane);
+    for (int p = 0; p < PAGE; p += 16)
+        for (int j = 0; j < 16; j++) {
+            score[p + j] = exp_fast(score[p + j] - top);
+            lane[j] += score[p + j];
         }
-        UNROLL for (int q = 0; q < count; q++) {
-            f_store(score[q] + first, f_mul(sum[q][0], f_set1(scale)));
-            f_store(score[q] + first + LANES, f_mul(sum[q][1], f_set1(scale)));
+    *partial.largest = top, *partial.total = *partial.total * keep + lane_sum(lane);
+    return keep;
+}
+
+static void finish_scores(const Attention *a, float *score) {
+    for (int p = 0; p < PAGE; p++) score[p] *= a->scale;
+    if (a->softcap > 0.0f) /* tanh x = 1 - 2 / (e^2x + 1) */
+        for (int p = 0; p < PAGE; p++) score[p] = a->softcap * (1.0f - 2.0f / (exp_fast(score[p] * (2.0f / a->softcap)) + 1.0f));
+}
+
+/* Scores of positions [page * PAGE, end), of which the branch of the row has some elsewhere; and their values, in order. */
+static void branch_scores(const Attention *a, const Rows *b, int64_t page, int64_t end, const Visit *t, const Factors *query, Factors *score, char *values) {
+    const Cache *cache = &a->cache;
+    int64_t r = t->row[0], base = a->base[r], row = cache->value_dim * element_bytes(cache->type);
+    const int32_t *slots = a->slots + a->path[r];
+    float there[QUERIES][PAGE], *into[QUERIES];
+    for (int q = 0; q < t->count; q++) into[q] = there[q];
+    for (int64_t p = page * PAGE, held = -1; p < end && p < (page + 1) * PAGE; p++) {
+        int64_t slot = p < base ? p : slots[p - base];
+        if (slot / PAGE != held) { /* a branch goes forward in memory: each page once */
+            held = slot / PAGE;
+            Matrix keys = plain_keys(cache, b->head, b->pages[held]);
+            page_product(&keys, 0, PAGE, 0, cache->head_dim, t->count, query, NULL, into);
         }
+        for (int q = 0; q < t->count; q++) score[q][p % PAGE] = there[q][slot % PAGE];
+        memcpy(values + p % PAGE * row, plain_values(cache, b->head, b->pages[slot / PAGE]).data + slot % PAGE * row, (size_t)row);
     }
 }
 
-/* out [count, head_dim] = out * keep + weight [count, PAGE] . values of a page, positions [first, last) */
-INLINE void page_values(const void *value, const int type, const int count, float weight[QUERIES][PAGE], const float *keep, int first,
-                        int last, int head_dim, float *const *out) {
-    int d = 0;
-    for (; d + 2 * LANES <= head_dim; d += 2 * LANES) {
-        F sum[QUERIES][2];
-        UNROLL for (int q = 0; q < count; q++) UNROLL for (int i = 0; i < 2; i++)
-            sum[q][i] = f_mul(f_load(out[q] + d + i * LANES), f_set1(keep[q]));
-        for (int p = first; p < last; p++) {
-            F v0 = f_load_as(value, type, (int64_t)p * head_dim + d), v1 = f_load_as(value, type, (int64_t)p * head_dim + d + LANES);
-            UNROLL for (int q = 0; q < count; q++) {
-                F w = f_set1(weight[q][p]);
-                sum[q][0] = f_fma(w, v0, sum[q][0]);
-                sum[q][1] = f_fma(w, v1, sum[q][1]);
-            }
-        }
-        UNROLL for (int q = 0; q < count; q++) UNROLL for (int i = 0; i < 2; i++) f_store(out[q] + d + i * LANES, sum[q][i]);
+/* One page: as it is stored or plain, or of a branch. */
+static void attend_page(const Attention *a, const Rows *b, int64_t page, int stored, int branch, const Visit *t) {
+    const Cache *cache = &a->cache;
+    char ordered[branch ? PAGE * cache->value_dim * 4 : 1];
+    Factors factors[QUERIES], score[QUERIES];
+    const Factors *query = (const Factors *)factors;
+    float keep[QUERIES], *scores[QUERIES], *out[QUERIES];
+    int first = PAGE, last = 0;
+    for (int q = 0; q < t->count; q++) {
+        scores[q] = score[q], out[q] = t->partial[q].out;
+        memcpy(factors[q], t->query[q], (size_t)cache->head_dim * 4);
     }
-    for (; d < head_dim; d++) /* heads that are no multiple of two vectors */
-        for (int q = 0; q < count; q++) {
-            float sum = out[q][d] * keep[q];
-            for (int p = first; p < last; p++) sum = fmaf(weight[q][p], load_as(value, type, (int64_t)p * head_dim + d), sum);
-            out[q][d] = sum;
-        }
-}
-
-/* As page_scores, for positions [page * PAGE, end) of which the branch has some elsewhere. */
-INLINE void branch_scores(const Cache *cache, const int type, int head, const int32_t *pages, const Branch *branch, int64_t page, int64_t end,
-                          const int count, const float *const *query, float scale, float score[QUERIES][PAGE]) {
-    float there[QUERIES][PAGE];
-    int64_t size = (int64_t)cache->head_dim * PAGE * element_bytes(type), base = branch->base;
-    int64_t first = base > page * PAGE ? base : page * PAGE, last = end < (page + 1) * PAGE ? end : (page + 1) * PAGE;
-    if (first > page * PAGE) page_scores(cache->key + ((int64_t)pages[page] * cache->heads + head) * size, type, count, query, cache->head_dim, scale, score);
-    for (int64_t p = first, held = -1; p < last; p++) {
-        int64_t slot = branch->slots[p - base];
-        if (slot / PAGE != held) {
-            held = slot / PAGE; /* a branch goes forward in memory: each page once */
-            page_scores(cache->key + ((int64_t)pages[held] * cache->heads + head) * size, type, count, query, cache->head_dim, scale, there);
-        }
-        UNROLL for (int q = 0; q < count; q++) score[q][p - page * PAGE] = there[q][slot % PAGE];
+    if (branch) branch_scores(a, b, page, a->position[t->row[0]] + 1, t, query, score, ordered);
+    else if (stored) stored_scores(cache, b->head, b->pages[page], t->count, query, scores);
+    else {
+        Matrix keys = plain_keys(cache, b->head, b->pages[page]);
+        page_product(&keys, 0, PAGE, 0, cache->head_dim, t->count, query, NULL, scores);
+    }
+    for (int q = 0; q < t->count; q++) {
+        int64_t from = row_from(a, t->row[q]) - page * PAGE, until = a->position[t->row[q]] + 1 - page * PAGE;
+        int begin = from > 0 ? (int)from : 0, end = until < PAGE ? (int)until : PAGE;
+        first = begin < first ? begin : first, last = end > last ? end : last;
+        finish_scores(a, score[q]);
+        keep[q] = page_softmax(score[q], begin, end, t->partial[q]);
+    }
+    if (stored) stored_values(cache, b->head, b->pages[page], t->count, (const Factors *)score, keep, out);
+    else {
+        Matrix values = plain_values(cache, b->head, b->pages[page]);
+        if (branch) values.data = ordered;
+        page_product(&values, 0, cache->value_dim, first, last, t->count, (const Factors *)score, keep, out);
     }
 }
 
-/* The values of positions [page * PAGE, end), in order. */
-INLINE void branch_values(const Cache *cache, const int type, int head, const int32_t *pages, const Branch *branch, int64_t page, int64_t end,
-                          char *out) {
-    int64_t row = cache->head_dim * element_bytes(type);
-    for (int64_t p = page * PAGE; p < end && p < (page + 1) * PAGE; p++) {
-        int64_t slot = p < branch->base ? p : branch->slots[p - branch->base];
-        memcpy(out + p % PAGE * row, cache->value + (((int64_t)pages[slot / PAGE] * cache->heads + head) * PAGE + slot % PAGE) * row, (size_t)row);
-    }
-}
-
-/* `count` queries of one head of the cache. Query q sees positions [from[q], until[q]); out[q] gets head_dim numbers. */
-INLINE void attend_tile(const Cache *cache, const int type, int head, const int32_t *pages, const int count, const float *const *query,
-                        const int64_t *from, const int64_t *until, const Branch *branch, float scale, float *const *out) {
-    char ordered[branch ? PAGE * cache->head_dim * 4 : 1];
-    float largest[QUERIES], total[QUERIES], keep[QUERIES], score[QUERIES][PAGE];
-    int64_t begin = from[0], end = until[0], size = (int64_t)cache->head_dim * PAGE * element_bytes(type);
-    for (int q = 0; q < count; q++) {
-        largest[q] = -INFINITY, total[q] = 0.0f;
-        memset(out[q], 0, (size_t)cache->head_dim * 4);
-        begin = from[q] < begin ? from[q] : begin, end = until[q] > end ? until[q] : end;
-    }
-    for (int64_t page = begin / PAGE; page * PAGE < end; page++) {
-        int64_t at = ((int64_t)pages[page] * cache->heads + head) * size;
-        const char *value = cache->value + at;
-        if (branch && branch->base < (page + 1) * PAGE) {
-            branch_scores(cache, type, head, pages, branch, page, end, count, query, scale, score);
-            branch_values(cache, type, head, pages, branch, page, end, ordered);
-            value = ordered;
-        } else
-            page_scores(cache->key + at, type, count, query, cache->head_dim, scale, score);
-        int first = (int)(begin > page * PAGE ? begin - page * PAGE : 0), last = (int)(end - page * PAGE < PAGE ? end - page * PAGE : PAGE);
-        for (int q = 0; q < count; q++) {
-            float top = largest[q], sum = 0.0f;
-            for (int p = 0; p < PAGE; p++) { /* what a query does not see weighs nothing; stale memory may hold anything */
-                int64_t position = page * PAGE + p;
-                score[q][p] = position >= from[q] && position < until[q] ? score[q][p] : -INFINITY;
-            }
-            for (int p = 0; p < PAGE; p++) top = score[q][p] > top || score[q][p] != score[q][p] ? score[q][p] : top;
-            if (top == -INFINITY) { /* nothing of this page */
-                keep[q] = 1.0f;
-                memset(score[q], 0, sizeof score[q]);
-                continue;
-            }
-            keep[q] = exp_fast(largest[q] - top);
-            float lane[16] = {0};
-            for (int p = 0; p < PAGE; p += 16)
-                for (int j = 0; j < 16; j++) {
-                    score[q][p + j] = exp_fast(score[q][p + j] - top);
-                    lane[j] += score[q][p + j];
+/* One span of a block's queries; `partial` [queries] are as before any page. */
+static void attend_span(const Attention *a, const Rows *b, int64_t span, const Partial *partial) {
+    int64_t end = 0, width = a->cache.head_dim;
+    for (int64_t r = b->first; r < b->first + b->rows; r++) end = a->position[r] + 1 > end ? a->position[r] + 1 : end;
+    for (int64_t page = span * SPAN; page < (span + 1) * SPAN && page * PAGE < end; page++) {
+        Visit visit[2] = {{.count = 0}, {.count = 0}}; /* of the page as it is stored, and plain */
+        for (int64_t r = b->first; r < b->first + b->rows; r++) {
+            if (a->position[r] < page * PAGE || row_from(a, r) >= (page + 1) * PAGE) continue;
+            int stored = sees_stored(&a->cache, page, a->position[r]), branch = in_tree(a, r) && a->base[r] < (page + 1) * PAGE;
+            Visit own = {.count = 0}, *t = branch ? &own : &visit[stored];
+            for (int64_t q = 0; q < b->shared; q++) {
+                t->query[t->count] = a->query + (r * a->heads + b->head * b->shared + q) * width;
+                t->partial[t->count] = partial[(r - b->first) * b->shared + q];
+                t->row[t->count++] = r;
+                if (t->count == QUERIES || (branch && q + 1 == b->shared)) {
+                    attend_page(a, b, page, branch ? 0 : stored, branch, t);
+                    t->count = 0;
                 }
-            for (int step = 8; step; step >>= 1)
-                for (int j = 0; j < step; j++) lane[j] += lane[j + step];
-            sum = lane[0];
-            largest[q] = top, total[q] = total[q] * keep[q] + sum;
+            }
         }
-        page_values(value, type, count, score, keep, first, last, cache->head_dim, out);
-    }
-    for (int q = 0; q < count; q++) {
-        float inverse = 1.0f / total[q];
-        for (int d = 0; d < cache->head_dim; d++) out[q][d] *= inverse;
+        for (int stored = 0; stored < 2; stored++)
+            if (visit[stored].count) attend_page(a, b, page, stored, 0, &visit[stored]);
     }
 }
 
-INLINE void attend_typed(const Cache *cache, const int type, int head, const int32_t *pages, int count, const float *const *query,
-                         const int64_t *from, const int64_t *until, const Branch *branch, float scale, float *const *out) {
-    if (count == QUERIES)
-        attend_tile(cache, type, head, pages, QUERIES, query, from, until, branch, scale, out);
-    else
-        for (int q = 0; q < count; q++) attend_tile(cache, type, head, pages, 1, query + q, from + q, until + q, branch, scale, out + q);
+/* Where blocks begin, [blocks + 1]; returns how many they are. */
+static int64_t find_blocks(const Attention *a, int64_t most, int32_t *start) {
+    int64_t count = 0;
+    for (int64_t r = 0; r < a->rows; r++) {
+        int64_t own = count ? start[count - 1] : 0;
+        int same = count && r - own < most && a->sequence[r] == a->sequence[own] && in_tree(a, r) == in_tree(a, own);
+        if (!same) start[count++] = (int32_t)r;
+    }
+    start[count] = (int32_t)a->rows;
+    return count;
 }
 
-static void attend(const Cache *cache, int head, const int32_t *pages, int count, const float *const *query, const int64_t *from,
-                   const int64_t *until, const Branch *branch, float scale, float *const *out) {
-    if (cache->type == TYPE_BF16) attend_typed(cache, TYPE_BF16, head, pages, count, query, from, until, branch, scale, out);
-    else if (cache->type == TYPE_F16) attend_typed(cache, TYPE_F16, head, pages, count, query, from, until, branch, scale, out);
-    else attend_typed(cache, TYPE_F32, head, pages, count, query, from, until, branch, scale, out);
+static void start_partial(Partial p, float sink, int64_t n) {
+    *p.largest = sink, *p.total = sink > -INFINITY ? 1.0f : 0.0f;
+    memset(p.out, 0, (size_t)n * 4);
 }
 
-static void cache_write(const Cache *cache, int head, int32_t page, int slot, const float *key, const float *value) {
-    int64_t size = (int64_t)cache->head_dim * PAGE, at = ((int64_t)page * cache->heads + head) * size;
-    for (int d = 0; d < cache->head_dim; d++) {
-        store_as((void *)cache->key, cache->type, at + (int64_t)d * PAGE + slot, key[d]);
-        store_as((void *)cache->value, cache->type, at + (int64_t)slot * cache->head_dim + d, value[d]);
+static void finish_partial(const Attention *a, int64_t at, Partial p) {
+    float inverse = 1.0f / *p.total;
+    for (int64_t d = 0; d < a->cache.value_dim; d++) a->out[at * a->cache.value_dim + d] = p.out[d] * inverse;
+}
+
+/* All spans of a block, one after another. */
+static void attend_block(const Attention *a, const Rows *b) {
+    int64_t n = a->cache.value_dim, count = b->rows * b->shared, first = a->position[b->first], last = 0;
+    float numbers[2][count][2], outs[2][count][n];
+    Partial partial[2][count];
+    for (int64_t r = b->first; r < b->first + b->rows; r++) {
+        first = row_from(a, r) < first ? row_from(a, r) : first;
+        last = a->position[r] > last ? a->position[r] : last;
+    }
+    for (int64_t q = 0; q < count; q++) {
+        for (int i = 0; i < 2; i++) partial[i][q] = (Partial){&numbers[i][q][0], &numbers[i][q][1], outs[i][q]};
+        start_partial(partial[0][q], a->sinks ? a->sinks[b->head * b->shared + q % b->shared] : -INFINITY, n);
+    }
+    for (int64_t span = first / (SPAN * PAGE); span * SPAN * PAGE <= last; span++) {
+        for (int64_t q = 0; q < count; q++) start_partial(partial[1][q], -INFINITY, n);
+        attend_span(a, b, span, partial[1]);
+        for (int64_t q = 0; q < count; q++) merge_partial(partial[0][q], *partial[1][q].largest, *partial[1][q].total, partial[1][q].out, n);
+    }
+    for (int64_t q = 0; q < count; q++) finish_partial(a, (b->first + q / b->shared) * a->heads + b->head * b->shared + q % b->shared, partial[0][q]);
+}
+
+INLINE Partial waiting(const Attention *a, int64_t index) { /* a partial in a->memory */
+    float *at = (float *)a->memory + index * (a->cache.value_dim + 2);
+    return (Partial){at, at + 1, at + 2};
+}
+
+/* This member's share; all rows are whole when all members have left, and a barrier passed. */
+static void attention_part(const Attention *a, const Team *team) {
+    int64_t start, end, shared = a->heads / a->cache.heads, spans = 0;
+    int32_t first[a->rows + 1];
+    int64_t blocks = find_blocks(a, MOST_BLOCK > shared ? MOST_BLOCK / shared : 1, first);
+    for (int64_t r = 0; r < a->rows; r++) spans = a->position[r] / (SPAN * PAGE) >= spans ? a->position[r] / (SPAN * PAGE) + 1 : spans;
+    int divided = a->memory && team->count > 1 && spans > 1 && a->rows * a->heads * spans <= PARTIALS;
+    int64_t pieces = divided ? spans : 1;
+    team_part(team, blocks * a->cache.heads * pieces, 1, &start, &end);
+    for (int64_t unit = start; unit < end; unit++) { /* neighbours in time share a head's pages */
+        int64_t head = unit / (blocks * pieces), at = unit / pieces % blocks, span = unit % pieces, r = first[at];
+        Rows b = {r, first[at + 1] - r, shared, (int)head, a->pages + a->sequence[r] * a->pages_stride};
+        if (!divided) {
+            attend_block(a, &b);
+            continue;
+        }
+        Partial partial[b.rows * shared];
+        for (int64_t q = 0; q < b.rows * shared; q++) {
+            partial[q] = waiting(a, ((r + q / shared) * a->heads + head * shared + q % shared) * spans + span);
+            start_partial(partial[q], -INFINITY, a->cache.value_dim);
+        }
+        attend_span(a, &b, span, partial);
+    }
+    if (!divided) return;
+    team_barrier(team);
+    team_part(team, a->rows * a->heads, 1, &start, &end);
+    for (int64_t at = start; at < end; at++) {
+        float numbers[2], out[a->cache.value_dim];
+        Partial whole = {numbers, numbers + 1, out};
+        start_partial(whole, a->sinks ? a->sinks[at % a->heads] : -INFINITY, a->cache.value_dim);
+        int64_t r = at / a->heads;
+        for (int64_t span = row_from(a, r) / (SPAN * PAGE); span * SPAN * PAGE <= a->position[r]; span++) {
+            Partial part = waiting(a, at * spans + span);
+            merge_partial(whole, *part.largest, *part.total, part.out, a->cache.value_dim);
+        }
+        finish_partial(a, at, whole);
     }
 }
-
-/* The keys and values of slot `from` also to slot `to`. */
-static void cache_copy(const Cache *cache, const int32_t *pages, int64_t from, int64_t to) {
-    int64_t bytes = element_bytes(cache->type), row = cache->head_dim * bytes, size = row * PAGE;
-    for (int head = 0; head < cache->heads; head++) {
-        int64_t source = ((int64_t)pages[from / PAGE] * cache->heads + head) * size, target = ((int64_t)pages[to / PAGE] * cache->heads + head) * size;
-        char *key = (char *)cache->key + target + to % PAGE * bytes;
-        const char *old = cache->key + source + from % PAGE * bytes;
-        for (int d = 0; d < cache->head_dim; d++) memcpy(key + d * PAGE * bytes, old + d * PAGE * bytes, (size_t)bytes);
-        memcpy((char *)cache->value + target + to % PAGE * row, cache->value + source + from % PAGE * row, (size_t)row);
-    }
-}
+static void attention_job(void *p, const Team *team) { attention_part(p, team); }
+void attention(const Attention *a, int32_t threads) { parallel(attention_job, (void *)a, threads); }

@@ -1,4 +1,4 @@
-/* Dense weights [rows, columns] in float32, bfloat16 or float16, as they lie in the file; float32 activations.
+/* Dense weights [rows, columns] in float32, bfloat16, float16 or float8 with a scale a row, as they lie in the file; float32 activations.
  *
  * Products are added up in 32 running sums (column modulo 32), those by halves, then the columns beyond the last 32, whatever the
  * vectors and the tile. */
@@ -21,13 +21,14 @@
 
 /* out [N, M] = rows at[0], ..., at[N - 1] of the weight, times M rows of x, `apart` numbers from each other; whole running sums. */
 INLINE void dense_tile(const void *w, const int type, const int64_t *at, const int N, const float *x, int64_t apart, const int M,
-                       int64_t columns, Ahead ahead, float *out) {
+                       int64_t columns, int cold, float *out) {
+    const int size = type == TYPE_F8 ? 1 : type == TYPE_F32 ? 4 : 2;
     F sum[2][DENSE_ROWS][RUNNING_VECTORS];
     UNROLL for (int n = 0; n < N; n++)
         UNROLL for (int m = 0; m < M; m++)
             UNROLL for (int v = 0; v < RUNNING_VECTORS; v++) sum[n][m][v] = f_zero();
     TWICE for (int64_t k = 0; k < columns / RUNNING * RUNNING; k += RUNNING) {
-        if (M > 1) fetch(&ahead); /* one row after another is what machines fetch themselves */
+        if (cold && k * size % 64 == 0) UNROLL for (int n = 0; n < N; n++) fetch((const uint8_t *)w + (at[n] + k) * size, RUNNING * size);
         UNROLL for (int v = 0; v < RUNNING_VECTORS; v++) {
             F weight[2];
             UNROLL for (int n = 0; n < N; n++) weight[n] = f_load_as(w, type, at[n] + k + v * LANES);
@@ -45,22 +46,24 @@ INLINE void dense_tile(const void *w, const int type, const int64_t *at, const i
         }
 }
 
-typedef void (*dense_t)(const void *, const int64_t *, const float *, int64_t, int64_t, Ahead, float *);
+typedef void (*dense_t)(const void *, const int64_t *, const float *, int64_t, int64_t, int, float *);
 #define DENSE(TYPE, M)                                                                                                            \
-    static void dense_##TYPE##_##M(const void *w, const int64_t *at, const float *x, int64_t apart, int64_t columns, Ahead ahead, \
+    static void dense_##TYPE##_##M(const void *w, const int64_t *at, const float *x, int64_t apart, int64_t columns, int cold, \
                                    float *out) {                                                                                  \
-        if (M <= DENSE_ROWS) dense_tile(w, TYPE, at, BESIDE(M), x, apart, M, columns, ahead, out);                                \
+        if (M <= DENSE_ROWS) dense_tile(w, TYPE, at, BESIDE(M), x, apart, M, columns, cold, out);                                 \
     }
 #define DENSES(TYPE) DENSE(TYPE, 1) DENSE(TYPE, 2) DENSE(TYPE, 3) DENSE(TYPE, 4) DENSE(TYPE, 5) DENSE(TYPE, 6)
 DENSES(TYPE_F32)
 DENSES(TYPE_BF16)
 DENSES(TYPE_F16)
+DENSES(TYPE_F8)
 #define DENSE_TABLE(TYPE) {dense_##TYPE##_1, dense_##TYPE##_2, dense_##TYPE##_3, dense_##TYPE##_4, dense_##TYPE##_5, dense_##TYPE##_6}
-static const dense_t DENSE_OF[3][6] = {DENSE_TABLE(TYPE_F32), DENSE_TABLE(TYPE_BF16), DENSE_TABLE(TYPE_F16)}; /* [type][rows - 1] */
+static const dense_t DENSE_OF[4][6] = { /* [type][rows - 1] */
+    DENSE_TABLE(TYPE_F32), DENSE_TABLE(TYPE_BF16), DENSE_TABLE(TYPE_F16), DENSE_TABLE(TYPE_F8)};
 
 static void dense_part(const Linear *l, const float *x, int64_t apart, int64_t rows, void *y, int out_type, int64_t out_stride,
                        int add, const Team *team) {
-    const int64_t columns = l->columns, size = l->scale_type == TYPE_F32 ? 4 : 2;
+    const int64_t columns = l->columns;
     int64_t start, end, tiles = tiles_of(rows, DENSE_ROWS), at[2];
     float out[2 * DENSE_ROWS];
     const int beside = rows == 1 ? BESIDE(1) : BESIDE(2);
@@ -69,14 +72,13 @@ static void dense_part(const Linear *l, const float *x, int64_t apart, int64_t r
         for (int i = 0; i < beside; i++) at[i] = (n + i < end ? n + i : end - 1) * columns;
         for (int64_t t = 0, row = 0, count; t < tiles; t++, row += count) {
             count = tile_size(rows, tiles, t);
-            const uint8_t *here = l->weight + n * columns * size;
-            Ahead ahead = fetch_ahead(here, columns * size, beside, (int)size / 2, columns / RUNNING, (int)t, (int)tiles);
-            DENSE_OF[l->scale_type][count - 1](l->weight, at, x + row * apart, apart, columns, ahead, out);
+            DENSE_OF[l->scale_type][count - 1](l->weight, at, x + row * apart, apart, columns, t == 0, out);
             for (int64_t i = 0; i < beside && n + i < end; i++)
                 for (int64_t m = row; m < row + count; m++) {
                     float total = out[i * count + m - row];
                     for (int64_t k = columns / RUNNING * RUNNING; k < columns; k++)
                         total = fmaf(load_as(l->weight, l->scale_type, at[i] + k), x[m * apart + k], total);
+                    if (l->scale) total *= ((const float *)l->scale)[n + i];
                     put(y, out_type, m * out_stride + n + i, total + (l->bias ? l->bias[n + i] : 0.0f), add);
                 }
         }

@@ -1,4 +1,5 @@
 /* Activations as integers: each group of columns gets one scale, each number becomes `digits` signed bytes to base 256.
+ * Two digits next to each other make one part: their sums of products are added as integers, so a group has one part, or two of three digits.
  *
  * One digit ("fast") is int8 quantization a group. Two digits keep 15 bits: bfloat16 numbers within 2^-6 of the largest of their
  * group are held exactly (the scale is a power of two), smaller ones to 2^-15 of that largest. Three keep 23, for float32.
@@ -8,9 +9,10 @@ typedef struct {
     int32_t digits, group;
     int64_t wide, apart, groups, rows; /* wide = groups * group >= columns; apart: a line more, or powers of two share cache sets */
     int8_t *digit;                     /* [rows, digits, apart], most significant digit first */
-    float *scale;                      /* [rows, digits, groups]: of that digit */
-    int32_t *sum;                      /* [rows, digits, groups]: of the digits themselves */
+    float *scale;                      /* [rows, parts, groups]: of that part */
+    int32_t *sum;                      /* [rows, parts, groups]: of the activations themselves, in units of that scale */
 } Digits;
+#define PARTS(DIGITS) (((DIGITS) + 1) / 2)
 
 static inline float power_of_two(int exponent) { /* exact; clamped to normal numbers */
     if (exponent < -126) exponent = -126;
@@ -32,8 +34,9 @@ static void quantize_group(const float *restrict x, int count, const Digits *out
         largest = largest > bits ? largest : bits;
     }
     int8_t *restrict q = out->digit + row * digits * out->apart + g * group;
-    float *scale = out->scale + row * digits * out->groups + g;
-    int32_t *sum = out->sum + row * digits * out->groups + g;
+    const int parts = PARTS(digits);
+    float *scale = out->scale + row * parts * out->groups + g;
+    int32_t *sum = out->sum + row * parts * out->groups + g;
     float unit = 0.0f, inverse = 0.0f;
     if (largest >= 0x7f800000) { /* not finite: neither is the result */
         unit = NAN, count = 0; /* no number is to be made an integer */
@@ -54,7 +57,7 @@ static void quantize_group(const float *restrict x, int count, const Digits *out
             unit = power_of_two(exponent), inverse = power_of_two(-exponent);
         }
     }
-    int32_t total[3] = {0, 0, 0};
+    int32_t total[2] = {0, 0}; /* of the first part, of the second */
     if (digits == 1) {
         for (int i = 0; i < count; i++) {
             int32_t v = (int32_t)rintf(x[i] * inverse);
@@ -67,7 +70,7 @@ static void quantize_group(const float *restrict x, int count, const Digits *out
             int32_t v = (int32_t)rintf(x[i] * inverse);
             int32_t low = (int8_t)v, high = (v - low) >> 8;
             q[i] = (int8_t)high, second[i] = (int8_t)low;
-            total[0] += high, total[1] += low;
+            total[0] += v;
         }
     } else {
         int8_t *restrict second = q + out->apart, *restrict third = second + out->apart;
@@ -75,14 +78,14 @@ static void quantize_group(const float *restrict x, int count, const Digits *out
             int32_t v = (int32_t)rintf(x[i] * inverse);
             int32_t low = (int8_t)v, rest = (v - low) >> 8, middle = (int8_t)rest, high = (rest - middle) >> 8;
             q[i] = (int8_t)high, second[i] = (int8_t)middle, third[i] = (int8_t)low;
-            total[0] += high, total[1] += middle, total[2] += low;
+            total[0] += high, total[1] += middle * 256 + low;
         }
     }
-    for (int d = digits - 1; d >= 0; d--) {
-        memset(q + d * out->apart + count, 0, (size_t)(group - count));
-        scale[d * out->groups] = unit;
-        sum[d * out->groups] = total[d];
-        unit *= 256.0f;
+    for (int d = 0; d < digits; d++) memset(q + d * out->apart + count, 0, (size_t)(group - count));
+    for (int part = parts - 1; part >= 0; part--) {
+        scale[part * out->groups] = unit;
+        sum[part * out->groups] = total[part];
+        unit *= 65536.0f;
     }
 }
 
@@ -105,15 +108,15 @@ static void quantize_rows(const void *x, int type, int64_t stride, int64_t colum
 }
 
 static int64_t digits_bytes(int64_t rows, int digits, int64_t wide, int64_t groups) {
-    return rows * digits * (wide + 64 + 8 * groups) + 64;
+    return rows * (digits * (wide + 64) + PARTS(digits) * 8 * groups) + 64;
 }
 /* Lay the arrays out in `memory` of digits_bytes(...). */
 static Digits digits_in(void *memory, int64_t rows, int digits, int group, int64_t groups) {
     int64_t wide = group * groups;
     Digits d = {digits, group, wide, wide + 64, groups, rows, NULL, NULL, NULL};
     char *p = memory;
-    d.scale = (float *)p, p += rows * digits * groups * 4;
-    d.sum = (int32_t *)p, p += rows * digits * groups * 4;
+    d.scale = (float *)p, p += rows * PARTS(digits) * groups * 4;
+    d.sum = (int32_t *)p, p += rows * PARTS(digits) * groups * 4;
     d.digit = (int8_t *)p;
     return d;
 }

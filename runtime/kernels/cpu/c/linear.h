@@ -1,154 +1,143 @@
-/* y = x W^T + b with integer weights in panels of 16 rows, activations in digits (digits.h).
+/* y = x W^T + b with integer weights in panels of 32 rows, activations in digits (digits.h).
  *
- * Weights are read in pieces of 64 bytes, four a row:
- *   W4  [panel, wide/8, 16 rows, 4]: low nibble = column 8i+j, high nibble = column 8i+4+j, code + 8
- *   W8  [panel, wide/4, 16 rows, 4]: code + 128
- *   S24 [panel, wide/32, 3, 16 rows, 4]: kept codes + 8 of 16 columns, of the next 16, then the positions of both (sparse.h)
- * Scales are [panel, scale groups, 16]. Every output is the same whatever tile, vector width or thread computed it. */
-enum { KIND_DENSE = 0, KIND_W4 = 1, KIND_W8 = 2, KIND_S24 = 3 };
+ * Weights are panel after panel, group after group: planes of codes + 2^(bits - 1) (planes.h), or 2:4 (sparse.h). Scales are [panel,
+ * scale groups, 32]. Every output is the same whatever tile, vector width or thread computed it. */
+enum { KIND_DENSE = 0, KIND_S24 = 1 }; /* others are the bits of a code, 2 to 8 */
 
 typedef struct {
     int32_t kind, scale_type, group, share; /* `share` groups of the activations have one scale of the weight */
     int64_t rows, columns, groups;
     const uint8_t *weight; /* KIND_DENSE: [rows, columns] of scale_type */
-    const void *scale;
-    const int8_t *zero;   /* [panel, scale groups, 16] zero points, or NULL: symmetric */
-    const int16_t *sums;  /* S24: [panel, groups, 16], sum of the kept codes */
+    const void *scale;     /* KIND_DENSE: NULL, or float32 [rows] */
+    const int8_t *zero;   /* [panel, scale groups, 32] zero points, or NULL: symmetric */
+    const int16_t *sums;  /* S24: [panel, groups, 32], sum of the kept codes */
     const float *bias;    /* [rows] or NULL */
 } Linear;
 
-#define MOST (2 * HALVES) /* vectors of a tile: of one panel or two */
-#define STREAMS 9         /* of a tile, at most: rows of x times digits */
+#define MOST_GROUP 256 /* columns */
+#define STREAMS 9      /* of a tile, at most: rows of x times digits */
 
-/* Lines of 64 bytes to fetch ahead from `at` on, every so many pieces (a tile's PIECES). */
-typedef struct {
-    const uint8_t *at;
-    int lines;
-} Ahead;
-INLINE void fetch(Ahead *ahead) {
-    for (int i = 0; i < ahead->lines; i++, ahead->at += 64) __builtin_prefetch(ahead->at, 0, 3);
-}
-/* For the t-th of `walks` through `panels` panels of `bytes` each, `lines` of each at a time, `runs` times: its share of what comes
- * next, in the order of memory. One panel walked through once fetches a little ahead of itself. */
-INLINE Ahead fetch_ahead(const uint8_t *w, int64_t bytes, int panels, int lines, int64_t runs, int t, int walks) {
-    int share = (panels * lines + walks - 1) / walks;
-    if (walks == 1 && panels == 1) return (Ahead){w + 4096, lines};
-    if (t * share >= panels * lines) return (Ahead){w, 0};
-    return (Ahead){w + panels * bytes + t * share * runs * 64, share};
+/* Memory is slow to begin, so lines are asked for early: this many bytes ahead of where a product reads. */
+#define AHEAD 8192
+INLINE void fetch(const uint8_t *at, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + AHEAD + i, 0, 3);
 }
 
 /* Rows in tiles of at most `most`, of sizes as even as can be. */
 INLINE int64_t tiles_of(int64_t rows, int64_t most) { return (rows + most - 1) / most; }
 INLINE int64_t tile_size(int64_t rows, int64_t tiles, int64_t t) { return rows * (t + 1) / tiles - rows * t / tiles; }
 
-/* Where a panel's scales begin, and which of its groups use which: `share` groups one after the other have the same. */
-typedef struct { int64_t at, panel; int within, share; } Scales; /* panel: from one to the next */
-INLINE Scales first_scales(const Linear *l, int64_t panel, int64_t next) {
+/* Groups [first, last) of a panel, whose codes are at w. `cold`: they come from memory, and what follows them is wanted next. */
+typedef struct {
+    const uint8_t *w;
+    int64_t panel, first, last;
+    int cold;
+} Stretch;
+
+/* Where a group's scales are: `share` groups one after the other have the same. */
+typedef struct { int64_t at; int within, share; } Scales;
+INLINE Scales first_scales(const Linear *l, const Stretch *run) {
     int64_t sets = (l->groups + l->share - 1) / l->share;
-    return (Scales){panel * sets * PANEL, next * sets * PANEL, 0, l->share};
+    return (Scales){(run->panel * sets + run->first / l->share) * PANEL, (int)(run->first % l->share), l->share};
 }
 INLINE void next_group(Scales *s) {
     if (++s->within == s->share) s->within = 0, s->at += PANEL;
 }
-/* Of the h-th vector; from HALVES on, of the next panel. */
-INLINE int64_t scale_at(const Scales *s, int h) { return s->at + h / HALVES * s->panel + h % HALVES * LANES; }
 
-/* For every vector of the weight and every stream of x. */
+/* For H vectors of the panel and every one of so many streams of x. */
 #define EACH_SUM(COUNT) UNROLL for (int h = 0; h < H; h++) UNROLL for (int s = 0; s < COUNT; s++)
 
-/* Add a group's integer sums to the float results, most significant digit first. */
-#define FINISH_GROUP(CORRECTION)                                                        \
-    UNROLL for (int h = 0; h < H; h++) {                                                \
-        F ws = f_load_as(l->scale, l->scale_type, scale_at(&scales, h0 + h));           \
-        UNROLL for (int m = 0; m < M; m++)                                              \
-            UNROLL for (int d = 0; d < D; d++) {                                        \
-                int s = m * D + d;                                                      \
-                int32_t xsum = x->sum[(row * D + s) * x->groups + g];                   \
-                float xscale = x->scale[(row * D + s) * x->groups + g];                 \
-                (void)xsum;                                                             \
-                F value = f_from_i(i_sub(sum[h][s], CORRECTION));                       \
-                result[h][m] = f_fma(value, f_mul(ws, f_set1(xscale)), result[h][m]);   \
-            }                                                                           \
-    }
-
-#define STORE_RESULT                                                                    \
-    UNROLL for (int h = 0; h < H; h++)                                                  \
-        UNROLL for (int m = 0; m < M; m++) f_store(out + m * 2 * PANEL + (h0 + h) * LANES, result[h][m]);
-
-/* Pieces of 64 bytes of a group, few enough that the partial sums hold them: H vectors, S streams of x `apart` bytes from each other.
- * Vectors of a second panel lie `stride` bytes on; two panels share what is loaded of x. */
-#define VECTOR(C, V) w_load(w + (V) / HALVES * stride + (C) * 64 + (V) % HALVES * LANES * 4)
-
-/* Few sums would wait for each other: then every second product has a sum of its own, from S on. */
-#define SPLIT(H, S) (WIDE_SUMS && (H) * (S) <= 8 ? (S) : 0)
-
-INLINE void w4_run(const uint8_t *w, int64_t stride, const int8_t *digit, int64_t apart, const int H, const int S, const int pieces,
-                   P part[MOST][2 * STREAMS]) {
-    const int other = SPLIT(H, S);
-    UNROLL for (int c = 0; c < pieces; c++) {
-        W low[MOST], high[MOST];
-        UNROLL for (int h = 0; h < H; h++) {
-            W both = VECTOR(c, h);
-            low[h] = w_low(both), high[h] = w_high(both);
+/* Add the integer sums of group g to the float results, most significant part first. They have too much of what was made unsigned: the
+ * codes by `base`, times the sum of the activations, and by a zero point; or the digits (`offset`, for each vector, times OF_DIGITS). */
+#define OF_DIGITS(DIGITS) ((DIGITS) == 1 ? 1 : 257)
+INLINE void finish_group(const Linear *l, const Scales *scales, int h0, const int H, const Digits *x, int64_t row, const int M,
+                         const int D, int64_t g, I sum[VECTORS][2 * STREAMS], const I *offset, int base, F result[VECTORS][STREAMS]) {
+    const int parts = PARTS(D);
+    F ws[VECTORS];
+    UNROLL for (int h = 0; h < H; h++) ws[h] = f_load_as(l->scale, l->scale_type, scales->at + (h0 + h) * LANES);
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int part = 0; part < parts; part++) {
+            int64_t at = ((row + m) * parts + part) * x->groups + g;
+            const int digits = D == 3 ? part + 1 : D, s = m * D + (D == 3 ? part : 0); /* of this part, and its first stream */
+            int32_t total = base * x->sum[at];
+            F scale = f_set1(x->scale[at]);
+            UNROLL for (int h = 0; h < H; h++) {
+                I value = digits == 1 ? sum[h][s] : i_add(i_shift(sum[h][s], 8), sum[h][s + 1]);
+                if (!base) value = i_sub(value, i_mul(offset[h], i_set1(OF_DIGITS(digits))));
+                else value = i_sub(value, l->zero ? i_mul(offset[h], i_set1(x->sum[at])) : i_set1(total));
+                result[h][m] = f_fma(f_from_i(value), f_mul(ws[h], scale), result[h][m]);
+            }
         }
-        UNROLL for (int s = 0; s < S; s++) {
-            X front = x_load(digit + s * apart + c * 8), back = x_load(digit + s * apart + c * 8 + 4);
-            UNROLL for (int h = 0; h < H; h++) part[h][s] = p_dot(part[h][s], low[h], front);
-            UNROLL for (int h = 0; h < H; h++) part[h][other + s] = p_dot(part[h][other + s], high[h], back);
-        }
-    }
 }
 
-INLINE void w8_run(const uint8_t *w, int64_t stride, const int8_t *digit, int64_t apart, const int H, const int S, const int pieces,
-                   P8 part[MOST][2 * STREAMS]) {
-    UNROLL for (int c = 0; c < pieces; c++) {
-        const int from = c % 2 * SPLIT(H, S);
-        W code[MOST];
-        UNROLL for (int h = 0; h < H; h++) code[h] = VECTOR(c, h);
+/* With few streams a sum would wait for itself: codes of the high nibbles have sums of their own, from S on. */
+#define APART(H, S) (WIDE_SUMS && (H) * (S) <= 8)
+
+/* Eights of columns of a unit, times S streams of x. `narrow`: codes that are bytes have no more than 4 bits. */
+INLINE void unit_run(const uint8_t *w, const int8_t *digit, int64_t apart, const int H, const int S, const int bits, const int narrow,
+                     const int eights, P part[VECTORS][2 * STREAMS], I sum[VECTORS][2 * STREAMS]) {
+    const int own = APART(H, S) ? S : 0;
+    Small small[VECTORS];
+    UNROLL for (int h = 0; h < H; h++) small[h] = small_planes(w + h * LANES * 4, bits, eights);
+    UNROLL for (int k = 0; k < eights; k++) {
+        Eight codes[VECTORS];
+        UNROLL for (int h = 0; h < H; h++) codes[h] = eight_columns(w + h * LANES * 4, &small[h], bits, k, own > 0);
+#if WIDE_SUMS
         UNROLL for (int s = 0; s < S; s++) {
-            X four = x_load(digit + s * apart + c * 4);
-            UNROLL for (int h = 0; h < H; h++) part[h][from + s] = p8_dot(part[h][from + s], code[h], four);
+            X front = x_load(digit + s * apart + k * 8), back = x_load(digit + s * apart + k * 8 + 4);
+            UNROLL for (int h = 0; h < H; h++) part[h][s] = p_dot(part[h][s], codes[h].low, front);
+            UNROLL for (int h = 0; h < H; h++) part[h][own + s] = p_dot(part[h][own + s], codes[h].high, back);
         }
     }
+#else
+        UNROLL for (int half = 0; half < 2; half++) {
+            const int dots = 2 * k + half + 1, wide = bits == 8 && !narrow;
+            UNROLL for (int s = 0; s < S; s++) {
+                X four = x_load(digit + s * apart + k * 8 + half * 4);
+                UNROLL for (int h = 0; h < H; h++) {
+                    W code = half ? codes[h].high : codes[h].low;
+                    part[h][s] = p_dot(part[h][s], wide ? w_and(code, 15) : code, four);
+                    if (wide) part[h][S + s] = p_dot(part[h][S + s], w_and(w_shift(code, -4), 15), four);
+                }
+            }
+            if (dots == 2 * eights || (!wide && bits > 4 && bits < 8 && dots % MOST_DOTS(bits) == 0)) EACH_SUM(S) {
+                sum[h][s] = p_flush(sum[h][s], part[h][s], 1), part[h][s] = p_zero();
+                if (wide) sum[h][s] = p_flush(sum[h][s], part[h][S + s], 16), part[h][S + s] = p_zero();
+            }
+        }
+    }
+#endif
 }
 
-/* H vectors of a panel (of it and the next, if H is more than one has) from the h0-th on, M rows of x from `row` on, D digits:
- * out [M, 32]. `w` is the panel, pieces of COLUMNS columns; RUN adds up PIECES of them at a time in sums that ZERO and FLUSH; BASE is
- * what makes the codes unsigned. `next`: how many panels on the second one is (0: there is none, and the first is read twice). */
-#define DENSE_TILE(NAME, RUN, TYPE, ZERO, FLUSH, COLUMNS, PIECES, BASE)                                                         \
-    INLINE void NAME(const Linear *l, const uint8_t *w, int64_t panel, int64_t next, int h0, const int H, const Digits *x,      \
-                     int64_t row, const int M, const int D, Ahead ahead, float *out) {                                          \
-        const int S = M * D, sums = S + SPLIT(H, S);                                                                            \
-        const int8_t *digit = x->digit + row * D * x->apart;                                                                    \
-        const int64_t stride = x->wide / COLUMNS * 64 * next;                                                                   \
-        Scales scales = first_scales(l, panel, next);                                                                           \
-        F result[MOST][STREAMS];                                                                                                \
-        UNROLL for (int h = 0; h < H; h++) UNROLL for (int m = 0; m < M; m++) result[h][m] = f_zero();                          \
-        w += h0 * LANES * 4;                                                                                                    \
-        for (int64_t g = 0; g < x->groups; g++) {                                                                               \
-            I sum[MOST][2 * STREAMS];                                                                                           \
-            TYPE part[MOST][2 * STREAMS];                                                                                       \
-            EACH_SUM(sums) sum[h][s] = i_zero(), part[h][s] = ZERO();                                                           \
-            int left = l->group / COLUMNS;                                                                                      \
-            for (; left >= PIECES; left -= PIECES, w += PIECES * 64, digit += PIECES * COLUMNS) {                               \
-                fetch(&ahead);                                                                                                  \
-                RUN(w, stride, digit, x->apart, H, S, PIECES, part);                                                            \
-                if (!WIDE_SUMS) EACH_SUM(sums) sum[h][s] = FLUSH(sum[h][s], part[h][s]), part[h][s] = ZERO();                   \
-            }                                                                                                                   \
-            for (; left > 0; left--, w += 64, digit += COLUMNS) RUN(w, stride, digit, x->apart, H, S, 1, part);                 \
-            if (WIDE_SUMS || l->group / COLUMNS % PIECES) EACH_SUM(sums) sum[h][s] = FLUSH(sum[h][s], part[h][s]);              \
-            if (SPLIT(H, S)) EACH_SUM(S) sum[h][s] = i_add(sum[h][s], sum[h][S + s]);                                           \
-            if (l->zero) {                                                                                                      \
-                I offset[MOST];                                                                                                 \
-                UNROLL for (int h = 0; h < H; h++)                                                                              \
-                    offset[h] = i_add(i_load_i8(l->zero + scale_at(&scales, h0 + h)), i_set1(BASE));                            \
-                FINISH_GROUP(i_mul(offset[h], i_set1(xsum)))                                                                    \
-            } else {                                                                                                            \
-                FINISH_GROUP(i_set1(BASE * xsum))                                                                               \
-            }                                                                                                                   \
-            next_group(&scales);                                                                                                \
-        }                                                                                                                       \
-        STORE_RESULT                                                                                                            \
+/* H vectors of a panel from the h0-th on, M rows of x from `row` on, D digits: added to out [M, 32]. */
+INLINE void tile_planes(const Linear *l, const Stretch *run, int h0, const int H, const Digits *x, int64_t row, const int M, const int D,
+                        const int bits, const int narrow, float *out) {
+    const int S = M * D, sums = APART(H, S) || (bits == 8 && !narrow && !WIDE_SUMS) ? 2 * S : S, unit = unit_pieces(bits, EIGHTS) * PIECE;
+    const int8_t *digit = x->digit + row * D * x->apart + run->first * l->group;
+    const uint8_t *w = run->w + h0 * LANES * 4;
+    const int base = 1 << (l->kind - 1);
+    Scales scales = first_scales(l, run);
+    F result[VECTORS][STREAMS];
+    UNROLL for (int h = 0; h < H; h++) UNROLL for (int m = 0; m < M; m++) result[h][m] = f_load(out + m * PANEL + (h0 + h) * LANES);
+    for (int64_t g = run->first; g < run->last; g++) {
+        I sum[VECTORS][2 * STREAMS], offset[VECTORS];
+        P part[VECTORS][2 * STREAMS];
+        EACH_SUM(sums) sum[h][s] = i_zero(), part[h][s] = p_zero();
+        int left = l->group;
+        for (; left >= 32; left -= 32, w += unit, digit += 32) {
+            if (run->cold) fetch(w, unit);
+            unit_run(w, digit, x->apart, H, S, bits, narrow, EIGHTS, part, sum);
+        }
+        if (left) {
+            unit_run(w, digit, x->apart, H, S, bits, narrow, EIGHTS / 2, part, sum);
+            w += unit_pieces(bits, EIGHTS / 2) * PIECE, digit += 16;
+        }
+        if (WIDE_SUMS)
+            EACH_SUM(S) sum[h][s] = APART(H, S) ? i_add(part[h][s], i_shift(part[h][S + s], bits <= 4 ? -4 : 0)) : part[h][s];
+        UNROLL for (int h = 0; h < H; h++)
+            if (l->zero) offset[h] = i_add(i_load_i8(l->zero + scales.at + (h0 + h) * LANES), i_set1(base));
+        finish_group(l, &scales, h0, H, x, row, M, D, g, sum, offset, base, result);
+        next_group(&scales);
     }
-DENSE_TILE(tile_w4, w4_run, P, p_zero, p_flush, 8, (RUN_DOTS / 2), 8)
-DENSE_TILE(tile_w8, w8_run, P8, p8_zero, p8_flush, 4, RUN_DOTS, 128)
+    UNROLL for (int h = 0; h < H; h++) UNROLL for (int m = 0; m < M; m++) f_store(out + m * PANEL + (h0 + h) * LANES, result[h][m]);
+}

@@ -1,62 +1,76 @@
 /* Which tile computes what, and the product as a whole. */
 
-/* For each kind: the most streams (rows of x times digits) of a tile, and the vectors that a tile of S streams walks at once. There are
- * no more sums than registers hold (half of 32 do: with more, results spill), and two panels share what is loaded of x where that leaves
- * room. Few streams take little time: they wait for memory, which is faster as one panel after the other. */
-#if LANES == 8
-#define W4_STREAMS 8
-#define W4_VECTORS(S) ((S) <= 4 ? HALVES : 1)
-#define W8_STREAMS 4
-#define W8_VECTORS(S) ((S) <= 2 ? HALVES : 1)
-#define S24_STREAMS 8
-#define S24_VECTORS(S) 1
-#else
+/* Most streams (rows of x times digits) of a tile, and the vectors of a panel that a tile of S streams walks at once: no more sums than
+ * registers hold, with more results spill. DIRECT: most streams that read codes at their own width; for more of them codes are made
+ * bytes first. */
 #if defined(__AVX512F__) || defined(COMPRESS_EMULATED)
-#define W4_STREAMS STREAMS
-#define W4_VECTORS(S) ((S) <= 2 ? HALVES : MOST)
+#define MOST_STREAMS(BITS) STREAMS
+#define VECTORS_OF(BITS, S) VECTORS
+#define DIRECT 4
+#elif LANES == 8
+#define MOST_STREAMS(BITS) 4
+#define VECTORS_OF(BITS, S) ((S) == 1 || ((S) == 2 && (BITS) <= 4) ? VECTORS : (S) == 2 || (BITS) <= 4 ? 2 : 1)
+#define DIRECT 4
 #else
-#define W4_STREAMS 1 /* vectors of vectors: one at a time */
-#define W4_VECTORS(S) HALVES
+#define MOST_STREAMS(BITS) 1 /* vectors of vectors: one row at a time */
+#define VECTORS_OF(BITS, S) 1
+#define DIRECT 0
 #endif
-#define W8_STREAMS W4_STREAMS
-#define W8_VECTORS W4_VECTORS
-#define S24_STREAMS W4_STREAMS
-#define S24_VECTORS W4_VECTORS
-#endif
-
-/* M rows of x in D digits and the panel at w, with the next one `bytes` on if `next` is 1: out [M, 32]. The t-th of `walks` through
- * them. */
-#define TILE(NAME, KIND, LINES, D, M)                                                                                                \
-    static void NAME##_##D##_##M(const Linear *l, const uint8_t *w, int64_t bytes, int64_t panel, int64_t next, const Digits *x,      \
-                                 int64_t row, int t, int walks, float *out) {                                                        \
-        const int V = KIND##_VECTORS(D * M);                                                                                         \
-        int64_t runs = bytes / (64 * LINES);                                                                                         \
-        if (D * M > KIND##_STREAMS && M > 1) return; /* there is none */                                                             \
-        if (V > HALVES) NAME(l, w, panel, next, 0, V, x, row, M, D, fetch_ahead(w, bytes, 2, LINES, runs, t, walks), out);           \
-        else                                                                                                                         \
-            for (int64_t p = 0; p <= next; p++, w += bytes)                                                                          \
-                for (int h = 0; h < HALVES; h += V)                                                                                  \
-                    NAME(l, w, panel + p, 0, h, V, x, row, M, D,                                                                     \
-                         fetch_ahead(w, bytes, 1, LINES, runs, t * (HALVES / V) + h / V, walks * (HALVES / V)), out + p * PANEL);    \
-    }
-#define TILES(NAME, KIND, L)                                                                                                         \
-    TILE(NAME, KIND, L, 1, 1) TILE(NAME, KIND, L, 1, 2) TILE(NAME, KIND, L, 1, 3) TILE(NAME, KIND, L, 1, 4)                           \
-    TILE(NAME, KIND, L, 1, 5) TILE(NAME, KIND, L, 1, 6) TILE(NAME, KIND, L, 1, 7) TILE(NAME, KIND, L, 1, 8)                           \
-    TILE(NAME, KIND, L, 2, 1) TILE(NAME, KIND, L, 2, 2) TILE(NAME, KIND, L, 2, 3) TILE(NAME, KIND, L, 2, 4)                           \
-    TILE(NAME, KIND, L, 3, 1) TILE(NAME, KIND, L, 3, 2) TILE(NAME, KIND, L, 3, 3)
-TILES(tile_w4, W4, (RUN_DOTS / 2))
-TILES(tile_w8, W8, RUN_DOTS)
-TILES(tile_s24, S24, 3)
-
-typedef void (*tile_t)(const Linear *, const uint8_t *, int64_t, int64_t, int64_t, const Digits *, int64_t, int, int, float *);
-#define TABLE(NAME)                                                                                       \
-    {                                                                                                     \
-        {NAME##_1_1, NAME##_1_2, NAME##_1_3, NAME##_1_4, NAME##_1_5, NAME##_1_6, NAME##_1_7, NAME##_1_8}, \
-        {NAME##_2_1, NAME##_2_2, NAME##_2_3, NAME##_2_4},                                                 \
-        {NAME##_3_1, NAME##_3_2, NAME##_3_3},                                                             \
-    }
 #define MOST_ROWS 8 /* of x in a tile */
-static const tile_t TILE_OF[3][3][MOST_ROWS] = {TABLE(tile_w4), TABLE(tile_w8), TABLE(tile_s24)}; /* [kind - 1][digits - 1][rows - 1] */
+#define BYTES 9     /* instead of bits: codes that are bytes, of any size; 8: of up to 4 bits */
+
+/* M rows of x in D digits and a run of a panel: added to out [M, 32]. There are tiles of so many streams, and of one row. */
+#define TILE(BITS, D, M, MOST)                                                                                       \
+    static void tile_##BITS##_##D##_##M(const Linear *l, const Stretch *run, const Digits *x, int64_t row, float *out) { \
+        const int bits = BITS == BYTES ? 8 : BITS, V = VECTORS_OF(BITS == 8 ? 4 : bits, D * M);                      \
+        if (M > 1 && D * M > MOST) return;                                                                           \
+        for (int h = 0; h < VECTORS; h += V) {                                                                       \
+            if (BITS == KIND_S24) tile_s24(l, run, h, V, x, row, M, D, out);                                         \
+            else tile_planes(l, run, h, V, x, row, M, D, bits, BITS == 8, out);                                      \
+        }                                                                                                            \
+    }
+#define FEW_TILES(B, MOST)                                                                    \
+    TILE(B, 1, 1, MOST) TILE(B, 1, 2, MOST) TILE(B, 1, 3, MOST) TILE(B, 1, 4, MOST)           \
+    TILE(B, 2, 1, MOST) TILE(B, 2, 2, MOST) TILE(B, 3, 1, MOST)
+#define ALL_TILES(B, MOST)                                                                                        \
+    FEW_TILES(B, MOST) TILE(B, 1, 5, MOST) TILE(B, 1, 6, MOST) TILE(B, 1, 7, MOST) TILE(B, 1, 8, MOST)            \
+    TILE(B, 2, 3, MOST) TILE(B, 2, 4, MOST) TILE(B, 3, 2, MOST) TILE(B, 3, 3, MOST)
+ALL_TILES(1, MOST_STREAMS(4))
+#if DIRECT
+FEW_TILES(2, DIRECT)
+FEW_TILES(3, DIRECT)
+FEW_TILES(4, DIRECT)
+FEW_TILES(5, DIRECT)
+FEW_TILES(6, DIRECT)
+FEW_TILES(7, DIRECT)
+#endif
+#if WIDE_SUMS
+#define NARROW BYTES /* no difference */
+#else
+#define NARROW 8
+ALL_TILES(8, MOST_STREAMS(4))
+#endif
+ALL_TILES(9, MOST_STREAMS(8))
+
+typedef void (*tile_t)(const Linear *, const Stretch *, const Digits *, int64_t, float *);
+#if DIRECT
+#define FEW(B) {{tile_##B##_1_1, tile_##B##_1_2, tile_##B##_1_3, tile_##B##_1_4}, {tile_##B##_2_1, tile_##B##_2_2}, {tile_##B##_3_1}}
+#else
+#define FEW(B) {{NULL}}
+#endif
+#define ALL(B)                                                                                                                  \
+    {{tile_##B##_1_1, tile_##B##_1_2, tile_##B##_1_3, tile_##B##_1_4, tile_##B##_1_5, tile_##B##_1_6, tile_##B##_1_7, tile_##B##_1_8}, \
+     {tile_##B##_2_1, tile_##B##_2_2, tile_##B##_2_3, tile_##B##_2_4},                                                          \
+     {tile_##B##_3_1, tile_##B##_3_2, tile_##B##_3_3}}
+#define NO_TILES {{NULL}}
+static const tile_t TILE_OF[BYTES + 1][3][MOST_ROWS] = { /* [bits][digits - 1][rows - 1] */
+    NO_TILES, ALL(1), FEW(2), FEW(3), FEW(4), FEW(5), FEW(6), FEW(7),
+#if WIDE_SUMS
+    NO_TILES,
+#else
+    ALL(8),
+#endif
+    ALL(9)};
 
 /* out (+)= values + bias */
 INLINE void put_typed(void *y, const int type, int64_t at, const float *values, const float *bias, int count, int add) {
@@ -68,26 +82,83 @@ static void put_row(void *y, int type, int64_t at, const float *values, const fl
     else put_typed(y, TYPE_F16, at, values, bias, count, add);
 }
 
+/* Codes of groups [first, last) of a panel as bytes, four columns a piece. */
+#define EXPAND(BITS)                                                                                                            \
+    static void expand_##BITS(const Linear *l, const uint8_t *w, int64_t groups, uint8_t *out) {                                \
+        for (; groups; groups--)                                                                                                \
+            for (int left = l->group; left > 0; left -= 32) {                                                                   \
+                const int eights = left >= 32 ? EIGHTS : EIGHTS / 2;                                                            \
+                fetch(w, unit_pieces(BITS, EIGHTS) * PIECE);                                                                    \
+                if (left >= 32) expand_unit(w, BITS, EIGHTS, out);                                                              \
+                else expand_unit(w, BITS, EIGHTS / 2, out);                                                                     \
+                w += unit_pieces(BITS, eights) * PIECE, out += 2 * eights * PIECE;                                              \
+            }                                                                                                                   \
+    }
+INLINE void expand_unit(const uint8_t *w, const int bits, const int eights, uint8_t *out) {
+    UNROLL for (int h = 0; h < VECTORS; h++) {
+        Small small = small_planes(w + h * LANES * 4, bits, eights);
+        UNROLL for (int k = 0; k < eights; k++) {
+            Eight codes = eight_columns(w + h * LANES * 4, &small, bits, k, 0);
+            w_store(out + 2 * k * PIECE + h * LANES * 4, codes.low);
+            w_store(out + (2 * k + 1) * PIECE + h * LANES * 4, codes.high);
+        }
+    }
+}
+EXPAND(2) EXPAND(3) EXPAND(4) EXPAND(5) EXPAND(6) EXPAND(7)
+static void (*const EXPAND_OF[8])(const Linear *, const uint8_t *, int64_t, uint8_t *) = {
+    NULL, NULL, expand_2, expand_3, expand_4, expand_5, expand_6, expand_7};
+
+/* Bytes of so many groups of a panel. */
+static int64_t run_bytes(const Linear *l, int64_t groups) {
+    return groups * (l->kind == KIND_S24 ? l->group / 32 * 3 * PIECE : group_bytes(l->kind, l->group));
+}
+/* Codes of so many groups as bytes, in `out` if they are not; 2:4 as they are. */
+static const uint8_t *as_bytes(const Linear *l, const uint8_t *w, int64_t groups, uint8_t *out) {
+    if (l->kind == KIND_S24 || l->kind == 8) return w;
+    EXPAND_OF[l->kind](l, w, groups, out);
+    return out;
+}
+
+/* Rows of x whose results are held while a block of a panel's columns is in the cache. */
+#define BLOCK_ROWS 128
+#define BLOCK_COLUMNS 2048 /* at least MOST_GROUP */
+
+/* All rows of x from `row` on, `count` of them, with groups of the run, in tiles. */
+static void run_tiles(const Linear *l, Stretch *run, int bits, const Digits *x, int64_t row, int64_t count, float *out) {
+    int most = (bits == BYTES ? MOST_STREAMS(8) : MOST_STREAMS(4)) / x->digits;
+    int64_t tiles = tiles_of(count, most < 1 ? 1 : most > MOST_ROWS ? MOST_ROWS : most);
+    for (int64_t t = 0, m, done = 0; t < tiles; t++, done += m, run->cold = 0) {
+        m = tile_size(count, tiles, t);
+        TILE_OF[bits][x->digits - 1][m - 1](l, run, x, row + done, out + done * PANEL);
+    }
+}
+
 /* This member's rows of the weight, all rows of x. */
 static void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, int add, const Team *team) {
-    static const int most_streams[3] = {W4_STREAMS, W8_STREAMS, S24_STREAMS}, columns[3] = {8, 4, 32}, size[3] = {64, 64, 192};
-    const int kind = l->kind - 1;
-    int64_t start, end, bytes = x->wide / columns[kind] * size[kind]; /* of a panel */
-    float out[MOST_ROWS * 2 * PANEL];
-    if (!x->rows) return;
-    int most = most_streams[kind] / x->digits < MOST_ROWS ? most_streams[kind] / x->digits : MOST_ROWS;
-    int64_t tiles = tiles_of(x->rows, most ? most : 1), streams = tile_size(x->rows, tiles, 0) * x->digits;
-    int vectors = kind == KIND_W4 - 1 ? W4_VECTORS(streams) : kind == KIND_W8 - 1 ? W8_VECTORS(streams) : S24_VECTORS(streams);
+    _Alignas(64) uint8_t codes[BLOCK_COLUMNS * PANEL];
+    _Alignas(64) float out[BLOCK_ROWS * PANEL];
+    const int bits = l->kind, direct = bits != KIND_S24 && bits != 8 && DIRECT && (x->rows == 1 || x->rows * x->digits <= DIRECT);
+    const int64_t size = run_bytes(l, 1), block = direct || bits == KIND_S24 ? x->groups : BLOCK_COLUMNS / l->group;
+    int64_t start, end;
     team_part(team, l->rows, PANEL, &start, &end);
-    for (int64_t n = start, step; n < end; n += step) {
-        const uint8_t *w = l->weight + n / PANEL * bytes;
-        step = vectors > HALVES && n + PANEL < end ? 2 * PANEL : PANEL;
-        int valid = (int)(l->rows - n < step ? l->rows - n : step);
-        for (int64_t t = 0, row = 0, m; t < tiles; t++, row += m) {
-            m = tile_size(x->rows, tiles, t);
-            TILE_OF[kind][x->digits - 1][m - 1](l, w, bytes, n / PANEL, step > PANEL, x, row, (int)t, (int)tiles, out);
-            for (int64_t i = 0; i < m; i++)
-                put_row(y, out_type, (row + i) * out_stride + n, out + i * 2 * PANEL, l->bias ? l->bias + n : NULL, valid, add);
+    for (int64_t n = start; n < end; n += PANEL) {
+        int valid = (int)(l->rows - n < PANEL ? l->rows - n : PANEL);
+        for (int64_t row = 0; row < x->rows; row += BLOCK_ROWS) {
+            int64_t count = x->rows - row < BLOCK_ROWS ? x->rows - row : BLOCK_ROWS;
+            memset(out, 0, (size_t)count * PANEL * 4);
+            for (int64_t g = 0; g < x->groups; g += block) {
+                int64_t last = g + block < x->groups ? g + block : x->groups;
+                Stretch run = {l->weight + (n / PANEL * x->groups + g) * size, n / PANEL, g, last, 1};
+                if (direct) {
+                    TILE_OF[bits][x->digits - 1][x->rows - 1](l, &run, x, 0, out);
+                    continue;
+                }
+                const uint8_t *w = as_bytes(l, run.w, run.last - run.first, codes);
+                run.cold = w == run.w, run.w = w;
+                run_tiles(l, &run, bits == KIND_S24 ? KIND_S24 : bits <= 4 ? NARROW : BYTES, x, row, count, out);
+            }
+            for (int64_t i = 0; i < count; i++)
+                put_row(y, out_type, (row + i) * out_stride + n, out + i * PANEL, l->bias ? l->bias + n : NULL, valid, add);
         }
     }
 }

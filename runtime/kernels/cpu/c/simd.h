@@ -1,4 +1,4 @@
-/* The vectors of this machine. A panel is 16 rows of a weight, HALVES vectors of LANES lanes. */
+/* The vectors of this machine. A panel is 32 rows of a weight, VECTORS of LANES lanes. */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -44,6 +44,9 @@ static inline uint16_t float_to_f16(float value) { /* to nearest, ties to even *
     return sign | (uint16_t)((bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
 }
 
+/* float8 e4m3, 2^8 times smaller: shifted by seven bits its exponent and mantissa are those of a float16. (NaN has no such neighbour.) */
+static inline float f8_to_float(uint8_t byte) { return f16_to_float((uint16_t)((byte & 0x80) << 8 | (byte & 0x7f) << 7)); }
+
 #if defined(COMPRESS_EMULATED) || defined(__AVX512VNNI__)
 #include "simd_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -52,8 +55,8 @@ static inline uint16_t float_to_f16(float value) { /* to nearest, ties to even *
 #include "simd_portable.h"
 #endif
 
-#define PANEL 16
-#define HALVES (PANEL / LANES)
+#define PANEL 32
+#define VECTORS (PANEL / LANES)
 #define INLINE static inline __attribute__((always_inline))
 #if defined(__AVX2__) || defined(COMPRESS_EMULATED)
 #define UNROLL _Pragma("GCC unroll 16")
@@ -61,16 +64,18 @@ static inline uint16_t float_to_f16(float value) { /* to nearest, ties to even *
 #define UNROLL /* each step is many instructions already */
 #endif
 
-enum { TYPE_F32 = 0, TYPE_BF16 = 1, TYPE_F16 = 2 };
+enum { TYPE_F32 = 0, TYPE_BF16 = 1, TYPE_F16 = 2, TYPE_F8 = 3 };
 
 INLINE F f_load_as(const void *p, int type, int64_t index) {
     if (type == TYPE_BF16) return f_load_bf16((const uint16_t *)p + index);
     if (type == TYPE_F16) return f_load_f16((const uint16_t *)p + index);
+    if (type == TYPE_F8) return f_load_f8((const uint8_t *)p + index);
     return f_load((const float *)p + index);
 }
 INLINE float load_as(const void *p, int type, int64_t index) {
     if (type == TYPE_BF16) return bf16_to_float(((const uint16_t *)p)[index]);
     if (type == TYPE_F16) return f16_to_float(((const uint16_t *)p)[index]);
+    if (type == TYPE_F8) return f8_to_float(((const uint8_t *)p)[index]);
     return ((const float *)p)[index];
 }
 INLINE void store_as(void *p, int type, int64_t index, float value) {

@@ -1,13 +1,13 @@
-/* Vectors of AVX2: 8 lanes of 32 bits, so a panel of 16 rows is two vectors.
+/* Vectors of AVX2: 8 lanes of 32 bits.
  *
- * Products of bytes are added in 16 bits: a weight nibble (0..15) times a digit (-128..127), two a lane, is at most
- * 3840 in size, so eight of them fit before they must be widened (RUN_DOTS). */
+ * Products of bytes are added in 16 bits: a code of b bits times a digit (-128..127), two a lane, is at most 2^(b + 8) in size, so
+ * MOST_DOTS(b) of them fit before they must be widened. Codes of 8 bits go as two halves of 4. */
 #include <immintrin.h>
 #define STAY(VECTOR) __asm__("" : "+x"(VECTOR)) /* compilers add in an order that needs more registers than there are */
 
 #define LANES 8
-#define RUN_DOTS 8
 #define WIDE_SUMS 0
+#define MOST_DOTS(BITS) (1 << (7 - (BITS)))
 #define ISA_NAME "avx2"
 
 typedef __m256i W; /* 32 bytes: four weights of each of 8 rows */
@@ -17,8 +17,10 @@ typedef __m256i I; /* 8 x int32 */
 typedef __m256 F;  /* 8 x float */
 
 static inline W w_load(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
-static inline W w_low(W w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
-static inline W w_high(W w) { return _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15)); }
+static inline void w_store(uint8_t *p, W w) { _mm256_storeu_si256((__m256i *)p, w); }
+static inline W w_and(W w, int mask) { return _mm256_and_si256(w, _mm256_set1_epi8((char)mask)); }
+static inline W w_shift(W w, int left) { return left < 0 ? _mm256_srli_epi16(w, -left) : _mm256_slli_epi16(w, left); }
+static inline W w_select(int mask, W a, W b) { return _mm256_or_si256(w_and(a, mask), w_and(b, ~mask)); }
 static inline X x_load(const int8_t *p) {
     int32_t four;
     memcpy(&four, p, 4);
@@ -31,24 +33,12 @@ static inline P p_dot(P p, W w, X x) {
     return p;
 }
 static inline I i_zero(void) { return _mm256_setzero_si256(); }
-static inline I p_flush(I sum, P p) { return _mm256_add_epi32(sum, _mm256_madd_epi16(p, _mm256_set1_epi16(1))); }
-
-/* Bytes: low and high nibble apart, since 255 * 127 * 2 would not fit 16 bits. */
-typedef struct { __m256i low, high; } P8;
-static inline P8 p8_zero(void) { return (P8){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-static inline P8 p8_dot(P8 p, W w, X x) {
-    p.low = p_dot(p.low, w_low(w), x);
-    p.high = p_dot(p.high, w_high(w), x);
-    return p;
-}
-static inline I p8_flush(I sum, P8 p) {
-    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(p.low, _mm256_set1_epi16(1)));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(p.high, _mm256_set1_epi16(16)));
-}
+static inline I p_flush(I sum, P p, int times) { return _mm256_add_epi32(sum, _mm256_madd_epi16(p, _mm256_set1_epi16((short)times))); }
 
 static inline I i_set1(int32_t v) { return _mm256_set1_epi32(v); }
 static inline I i_sub(I a, I b) { return _mm256_sub_epi32(a, b); }
 static inline I i_add(I a, I b) { return _mm256_add_epi32(a, b); }
+static inline I i_shift(I a, int left) { return left < 0 ? _mm256_srai_epi32(a, -left) : _mm256_slli_epi32(a, left); }
 static inline I i_mul(I a, I b) { return _mm256_mullo_epi32(a, b); }
 static inline I i_load_i8(const int8_t *p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 static inline I i_load_i16(const int16_t *p) { return _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)p)); }
@@ -66,6 +56,10 @@ static inline F f_load_bf16(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 static inline F f_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+static inline F f_load_f8(const uint8_t *p) {
+    __m128i half = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p)), 7);
+    return _mm256_cvtph_ps(_mm_and_si128(half, _mm_set1_epi16((short)0xbfff)));
+}
 static inline float f_sum(F v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));

@@ -7,7 +7,6 @@
 #endif
 
 #define LANES 16
-#define RUN_DOTS 4
 #define WIDE_SUMS 1 /* partial sums hold a whole group */
 #define ISA_NAME "avx512-vnni"
 
@@ -22,8 +21,10 @@ static inline W w_load(const uint8_t *p) {
     STAY(w);
     return w;
 }
-static inline W w_low(W w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
-static inline W w_high(W w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15)); }
+static inline void w_store(uint8_t *p, W w) { _mm512_storeu_si512((void *)p, w); }
+static inline W w_and(W w, int mask) { return _mm512_and_si512(w, _mm512_set1_epi8((char)mask)); }
+static inline W w_shift(W w, int left) { return left < 0 ? _mm512_srli_epi16(w, (unsigned)-left) : _mm512_slli_epi16(w, (unsigned)left); }
+static inline W w_select(int mask, W a, W b) { return _mm512_ternarylogic_epi32(_mm512_set1_epi8((char)mask), a, b, 0xca); }
 static inline X x_load(const int8_t *p) {
     int32_t four;
     memcpy(&four, p, 4);
@@ -36,15 +37,12 @@ static inline P p_dot(P p, W w, X x) {
     return p;
 }
 static inline I i_zero(void) { return _mm512_setzero_si512(); }
-static inline I p_flush(I sum, P p) { return _mm512_add_epi32(sum, p); }
-typedef P P8;
-static inline P8 p8_zero(void) { return p_zero(); }
-static inline P8 p8_dot(P8 p, W w, X x) { return p_dot(p, w, x); }
-static inline I p8_flush(I sum, P8 p) { return _mm512_add_epi32(sum, p); }
+static inline I p_flush(I sum, P p, int times) { return (void)times, _mm512_add_epi32(sum, p); }
 
 static inline I i_set1(int32_t v) { return _mm512_set1_epi32(v); }
 static inline I i_sub(I a, I b) { return _mm512_sub_epi32(a, b); }
 static inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }
+static inline I i_shift(I a, int left) { return left < 0 ? _mm512_srai_epi32(a, (unsigned)-left) : _mm512_slli_epi32(a, (unsigned)left); }
 static inline I i_mul(I a, I b) { return _mm512_mullo_epi32(a, b); }
 static inline I i_load_i8(const int8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 static inline I i_load_i16(const int16_t *p) { return _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
@@ -62,6 +60,10 @@ static inline F f_load_bf16(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 static inline F f_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+static inline F f_load_f8(const uint8_t *p) {
+    __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
+    return _mm512_cvtph_ps(_mm256_and_si256(half, _mm256_set1_epi16((short)0xbfff)));
+}
 static inline float f_sum(F v) { return _mm512_reduce_add_ps(v); }
 
 typedef __m512i X16;

@@ -1,6 +1,5 @@
 /* The same for every other machine, in the vector types of GCC and Clang: they become what vectors there are. */
 #define LANES 16
-#define RUN_DOTS 4
 #define WIDE_SUMS 1 /* partial sums hold a whole group */
 #define ISA_NAME "portable"
 
@@ -9,12 +8,13 @@ typedef float F __attribute__((vector_size(64)));
 typedef uint32_t W __attribute__((vector_size(64))); /* a lane: the four weights of a row */
 typedef struct { int32_t v[4]; } X;
 typedef I P;
-typedef I P8;
 #define EACH for (int i = 0; i < 16; i++)
 
 static inline W w_load(const uint8_t *p) { W w; memcpy(&w, p, 64); return w; }
-static inline W w_low(W w) { return w & 0x0f0f0f0fu; }
-static inline W w_high(W w) { return w >> 4 & 0x0f0f0f0fu; }
+static inline void w_store(uint8_t *p, W w) { memcpy(p, &w, 64); }
+static inline W w_and(W w, int mask) { return w & (uint32_t)mask * 0x01010101u; }
+static inline W w_shift(W w, int left) { return left < 0 ? w >> -left : w << left; }
+static inline W w_select(int mask, W a, W b) { return w_and(a, mask) | w_and(b, ~mask & 255); }
 static inline X x_load(const int8_t *p) { return (X){{p[0], p[1], p[2], p[3]}}; }
 static inline I i_set1(int32_t v) { return v - (I){0}; }
 static inline I i_zero(void) { return (I){0}; }
@@ -25,10 +25,8 @@ static inline P p_dot(P p, W w, X x) { /* memory order is little-endian, as the 
 static inline I i_add(I a, I b) { return a + b; }
 static inline I i_sub(I a, I b) { return a - b; }
 static inline I i_mul(I a, I b) { return a * b; }
-static inline I p_flush(I sum, P p) { return sum + p; }
-static inline P8 p8_zero(void) { return (P8){0}; }
-static inline P8 p8_dot(P8 p, W w, X x) { return p_dot(p, w, x); }
-static inline I p8_flush(I sum, P8 p) { return sum + p; }
+static inline I i_shift(I a, int left) { return left < 0 ? a >> -left : a * (1 << left); }
+static inline I p_flush(I sum, P p, int times) { return (void)times, sum + p; }
 static inline I i_load_i8(const int8_t *p) { I r; EACH r[i] = p[i]; return r; }
 static inline I i_load_i16(const int16_t *p) { I r; EACH r[i] = p[i]; return r; }
 
@@ -42,6 +40,7 @@ static inline F f_mul(F a, F b) { return a * b; }
 static inline F f_add(F a, F b) { return a + b; }
 static inline F f_load_bf16(const uint16_t *p) { F r; EACH r[i] = bf16_to_float(p[i]); return r; }
 static inline F f_load_f16(const uint16_t *p) { F r; EACH r[i] = f16_to_float(p[i]); return r; }
+static inline F f_load_f8(const uint8_t *p) { F r; EACH r[i] = f8_to_float(p[i]); return r; }
 static inline float f_sum(F v) {
     for (int step = 8; step; step >>= 1)
         for (int i = 0; i < step; i++) v[i] += v[i + step];

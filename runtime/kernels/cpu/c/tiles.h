@@ -1,6 +1,6 @@
 /* Weights back from panels: w = (code - zero) * scale, for products with many rows that a library's matrix product does.
  *
- * A tile is written transposed, [columns, rows of the tile]: the 16 rows of a panel are neighbours in memory then, one vector a
+ * A tile is written transposed, [columns, rows of the tile]: the rows of a panel are neighbours in memory then, one vector a
  * column. A code times a 16-bit scale is exact in float32; in a 16-bit type it is rounded once. */
 typedef struct {
     const Linear *linear;
@@ -9,7 +9,7 @@ typedef struct {
     int32_t type;
 } Tile;
 
-/* Sixteen weights of one column from `row` of the tile on, of which `valid` exist. */
+/* Weights of a panel, of one column, from `row` of the tile on, of which `valid` exist. */
 INLINE void tile_put(const Tile *t, int64_t stride, int64_t column, int64_t row, const int32_t *code, const int32_t *zero,
                      const float *scale, int valid) {
     float value[PANEL];
@@ -25,37 +25,38 @@ INLINE void tile_put(const Tile *t, int64_t stride, int64_t column, int64_t row,
 static void tile_job(void *p, const Team *team) {
     const Tile *t = p;
     const Linear *l = t->linear;
-    int64_t start, end, wide = (int64_t)l->group * l->groups, sets = (l->groups + l->share - 1) / l->share;
+    int64_t start, end, sets = (l->groups + l->share - 1) / l->share;
     int64_t total = (t->last * PANEL < l->rows ? t->last * PANEL : l->rows) - t->first * PANEL; /* rows of the tile */
     uint32_t firsts = 0, seconds = 0; /* PAIR as two words of 2-bit places: lanes shift, no table */
     for (int i = 0; i < 8; i++) firsts |= (uint32_t)PAIR[i][0] << (2 * i), seconds |= (uint32_t)PAIR[i][1] << (2 * i);
-    int step = l->kind == KIND_W4 ? 8 : l->kind == KIND_W8 ? 4 : 32, bytes = l->kind == KIND_S24 ? 192 : 64;
+    uint8_t bytes[MOST_GROUP * PANEL];
+    const int64_t size = run_bytes(l, 1);
+    const int base = l->kind == KIND_S24 ? 8 : 1 << (l->kind - 1);
     team_part(team, t->last - t->first, 1, &start, &end);
     for (int64_t panel = t->first + start; panel < t->first + end; panel++) {
-        const uint8_t *w = l->weight + panel * (wide / step) * bytes;
+        const uint8_t *w = l->weight + panel * l->groups * size;
         int64_t row = (panel - t->first) * PANEL;
         int valid = (int)(total - row < PANEL ? total - row : PANEL);
         for (int64_t g = 0; g < l->groups; g++) {
             float scale[PANEL];
             int32_t zero[PANEL], code[PANEL];
             int64_t set = (panel * sets + g / l->share) * PANEL;
-            int base = l->kind == KIND_W8 ? 128 : 8;
             for (int i = 0; i < PANEL; i++) {
                 scale[i] = load_as(l->scale, l->scale_type, set + i);
                 zero[i] = base + (l->zero ? l->zero[set + i] : 0);
             }
-            for (int64_t k = g * l->group; k < (g + 1) * l->group; k += step, w += bytes) {
-                uint32_t word[3][PANEL];
-                memcpy(word, w, (size_t)bytes);
-                if (l->kind != KIND_S24) {
-                    int width = l->kind == KIND_W4 ? 4 : 8;
-                    for (int c = 0; c < step && k + c < l->columns; c++) {
-                        int shift = width == 8 ? 8 * c : c < 4 ? 8 * c : 8 * (c - 4) + 4;
-                        for (int i = 0; i < PANEL; i++) code[i] = (int32_t)(word[0][i] >> shift & ((1u << width) - 1));
-                        tile_put(t, total, k + c, row, code, zero, scale, valid);
-                    }
-                    continue;
+            const uint8_t *codes = as_bytes(l, w, 1, bytes);
+            w += size;
+            if (l->kind != KIND_S24) {
+                for (int64_t k = g * l->group, c = 0; c < l->group && k + c < l->columns; c++) {
+                    for (int i = 0; i < PANEL; i++) code[i] = codes[c / 4 * PIECE + 4 * i + c % 4];
+                    tile_put(t, total, k + c, row, code, zero, scale, valid);
                 }
+                continue;
+            }
+            for (int64_t k = g * l->group; k < (g + 1) * l->group; k += 32, codes += 3 * PIECE) {
+                uint32_t word[3][PANEL];
+                memcpy(word, codes, sizeof word);
                 for (int c = 0; c < 32 && k + c < l->columns; c++) { /* quad c / 4: two codes at places that its pair names */
                     int quad = c / 4, inside = quad % 4, shift = 16 * (inside & 1) + 4 * (inside >> 1);
                     for (int i = 0; i < PANEL; i++) {

@@ -13,7 +13,7 @@ from torch import nn
 from runtime import formats
 from runtime import kernels as table
 from runtime.engines.base import Chunk
-from runtime.engines.llama_structure import Joined, Part
+from runtime.engines.program.joined import Joined, Part
 from runtime.engines.torch.engine import weight_bytes
 from runtime.formats.checks import Tensors
 from runtime.formats.quantization_config import ModuleEntry

@@ -46,9 +46,9 @@ def makes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     made: list[Path] = []
     build = loading.build
 
-    def counted(path: Path, *rest: Any) -> None:
+    def counted(path: Path, *rest: Any, **named: Any) -> None:
         made.append(path)
-        build(path, *rest)
+        build(path, *rest, **named)
 
     monkeypatch.setattr(loading, "build", counted)
     return made

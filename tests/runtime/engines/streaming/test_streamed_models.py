@@ -21,6 +21,7 @@ from runtime.engines.streaming.engine import StreamedLlama, StreamedTorch
 from runtime.engines.streaming.ring import THREAD
 from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import ArtifactError, RequestError
+from runtime.kernels.cpu import library
 
 Load = Callable[..., Any]
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17, 18]]
@@ -61,8 +62,9 @@ def test_what_fits_is_not_streamed(artifacts: dict[str, Path]) -> None:
 def test_plain_checkpoints(tmp_path: Path, load_streamed: Load) -> None:
     path = save(llama(num_hidden_layers=5), tmp_path / "m")
     whole, model = runtime.load(path), load_streamed(path, 3)
-    assert type(whole.engine) is TorchEngine
-    assert type(model.engine) is StreamedTorch
+    lean = library.load() is not None
+    assert type(whole.engine) is (LlamaEngine if lean else TorchEngine)
+    assert type(model.engine) is (StreamedLlama if lean else StreamedTorch)
     assert torch.equal(model.logits(BATCH), whole.logits(BATCH))
     assert torch.equal(runtime.load(path, max_memory="3GiB").logits(BATCH), whole.logits(BATCH))
 

@@ -39,6 +39,7 @@ MAKE __m128i _mm_loadu_si128(const __m128i *p) { __m128i r; memcpy(&r, p, sizeof
 MAKE __m256i _mm256_loadu_si256(const __m256i *p) { __m256i r; memcpy(&r, p, sizeof r); return r; }
 MAKE __m512i _mm512_loadu_si512(const void *p) { __m512i r; memcpy(&r, p, sizeof r); return r; }
 MAKE __m512 _mm512_loadu_ps(const void *p) { __m512 r; memcpy(&r, p, sizeof r); return r; }
+MAKE void _mm512_storeu_si512(void *p, __m512i v) { memcpy(p, &v, sizeof v); }
 MAKE void _mm512_storeu_ps(void *p, __m512 v) { memcpy(p, &v, sizeof v); }
 MAKE __m512i _mm512_set1_epi32(int v) { __m512i r; LANE r.i32[i] = v; return r; }
 MAKE __m512i _mm512_set1_epi8(char v) { __m512i r; BYTE r.i8[i] = v; return r; }
@@ -48,6 +49,19 @@ MAKE __m512 _mm512_setzero_ps(void) { return _mm512_set1_ps(0.0f); }
 MAKE __m512i _mm512_srli_epi16(__m512i a, unsigned n) {
     for (int i = 0; i < 32; i++) a.u16[i] = n > 15 ? 0 : (uint16_t)(a.u16[i] >> n);
     return a;
+}
+MAKE __m512i _mm512_slli_epi16(__m512i a, unsigned n) {
+    for (int i = 0; i < 32; i++) a.u16[i] = n > 15 ? 0 : (uint16_t)(a.u16[i] << n);
+    return a;
+}
+MAKE __m512i _mm512_srai_epi32(__m512i a, unsigned n) { LANE a.i32[i] >>= n > 31 ? 31 : n; return a; }
+MAKE __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int table) { /* bit i of the table: what bits abc = i give */
+    __m512i r = {{0}};
+    LANE for (int bit = 0; bit < 32; bit++) {
+        unsigned index = (a.u32[i] >> bit & 1) << 2 | (b.u32[i] >> bit & 1) << 1 | (c.u32[i] >> bit & 1);
+        r.u32[i] |= (uint32_t)(table >> index & 1) << bit;
+    }
+    return r;
 }
 MAKE __m512i _mm512_srli_epi32(__m512i a, unsigned n) { LANE a.u32[i] = n > 31 ? 0 : a.u32[i] >> n; return a; }
 MAKE __m512i _mm512_slli_epi32(__m512i a, unsigned n) { LANE a.u32[i] = n > 31 ? 0 : a.u32[i] << n; return a; }
@@ -65,6 +79,10 @@ MAKE __m512i _mm512_cvtepi8_epi32(__m128i a) { __m512i r; LANE r.i32[i] = a.i8[i
 MAKE __m512i _mm512_cvtepi16_epi32(__m256i a) { __m512i r; LANE r.i32[i] = a.i16[i]; return r; }
 MAKE __m512i _mm512_cvtepu16_epi32(__m256i a) { __m512i r; LANE r.i32[i] = a.u16[i]; return r; }
 MAKE __m512 _mm512_cvtepi32_ps(__m512i a) { __m512 r; LANE r.f[i] = (float)a.i32[i]; return r; }
+MAKE __m256i _mm256_cvtepi8_epi16(__m128i a) { __m256i r; LANE r.i16[i] = a.i8[i]; return r; }
+MAKE __m256i _mm256_slli_epi16(__m256i a, unsigned n) { LANE a.u16[i] = n > 15 ? 0 : (uint16_t)(a.u16[i] << n); return a; }
+MAKE __m256i _mm256_and_si256(__m256i a, __m256i b) { LANE a.u16[i] &= b.u16[i]; return a; }
+MAKE __m256i _mm256_set1_epi16(short v) { __m256i r; LANE r.i16[i] = v; return r; }
 MAKE __m512 _mm512_castsi512_ps(__m512i a) { __m512 r; memcpy(&r, &a, sizeof r); return r; }
 MAKE __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) { LANE c.f[i] = fmaf(a.f[i], b.f[i], c.f[i]); return c; }
 MAKE __m512 _mm512_cvtph_ps(__m256i a) {

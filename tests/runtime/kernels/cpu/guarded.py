@@ -14,6 +14,8 @@ import torch
 from weight_cases import int_scheme
 
 from runtime.kernels.cpu import library
+from runtime.kernels.cpu.panels import PANEL
+from runtime.system import instruction_sets
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -54,7 +56,7 @@ def check(native: ctypes.CDLL, kind: str, scheme: object, shape: tuple[int, int]
             )
             assert torch.equal(y, expected[:rows])
     tile = guarded(torch.zeros(shape[1], shape[0], dtype=dtype))
-    native.linear_dequantize(ctypes.byref(linear), 0, -(-shape[0] // 16), tile.data_ptr(), library.TYPES[dtype], 1)
+    native.linear_dequantize(ctypes.byref(linear), 0, -(-shape[0] // PANEL), tile.data_ptr(), library.TYPES[dtype], 1)
 
 
 def check_dense(native: ctypes.CDLL, shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -70,7 +72,7 @@ def check_dense(native: ctypes.CDLL, shape: tuple[int, int], dtype: torch.dtype)
 
 def main() -> None:
     torch.set_num_threads(1)
-    libraries = [library.load(name) for name in library.instruction_sets()]
+    libraries = [library.load(name) for name in instruction_sets.available()]
     for path in sys.argv[1:]:
         extra = ctypes.CDLL(path)
         extra.linear_memory.restype = ctypes.c_int64
@@ -82,7 +84,8 @@ def main() -> None:
         for shape in ((1, 1), (16, 32), (17, 257), (33, 100)):
             for kind, scheme in (
                 ("w4", int_scheme(4, False, 16)), ("w4", int_scheme(4, True, "channel")), ("w8", int_scheme(8, False, 16)),
-                ("w8", int_scheme(8, True, "tensor")), ("s24", int_scheme(4, True, "channel", "2:4")),
+                ("w8", int_scheme(8, True, "tensor")), ("w4", int_scheme(3, True, 16)), ("w8", int_scheme(7, False, 16)),
+                ("s24", int_scheme(4, True, "channel", "2:4")),
                 ("s24", int_scheme(4, True, 32, "2:4")),
             ):  # fmt: skip
                 if (scheme.weights.group_size or 1) > shape[1] or (scheme.sparsity and shape[1] % 4):

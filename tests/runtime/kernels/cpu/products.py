@@ -19,7 +19,7 @@ from runtime.layers.compressed_linear import CompressedLinear
 HERE = Path(__file__).parent
 EMULATED = HERE / "emulated_avx512.h"
 CPU = torch.device("cpu")
-LAYOUTS = {"w4": panels.W4, "w8": panels.W8, "s24": panels.S24}
+LAYOUTS = {"w4": panels.W4, "w8": panels.W8, "s24": panels.S24}  # of codes up to 4 bits, up to 8, 2:4
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of rounding, relative
 TINY = {
     torch.float32: 2.0**-149,
@@ -65,9 +65,11 @@ def run(
     return multiply(native, made.layout.linear(made.prepared, made.layer, bias), x, digits, threads)
 
 
-def dense(weight: torch.Tensor, bias: torch.Tensor | None = None) -> library.Linear:
-    """A weight `[out, in]` as it is; it and the bias (float32) must outlive what is returned."""
-    linear = library.Linear(kind=library.KINDS["dense"], scale_type=library.TYPES[weight.dtype])
+def dense(weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None) -> library.Linear:
+    """A weight `[out, in]` as it is; it, the bias and the scales of rows (float32) must outlive what is returned."""
+    kind = library.FLOAT8 if weight.dtype == torch.float8_e4m3fn else library.TYPES[weight.dtype]
+    linear = library.Linear(kind=library.KINDS["dense"], scale_type=kind)
+    linear.scale = None if scale is None else scale.data_ptr()
     linear.rows, linear.columns = weight.shape
     linear.weight, linear.bias = weight.data_ptr(), None if bias is None else bias.data_ptr()
     return linear

@@ -63,16 +63,38 @@ def test_float64_scales_come_back():
     assert after["weight_scale"].dtype == torch.float64
 
 
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("columns", [16, 32])
+def test_planes(bits, columns):
+    """Each bit of a unit is where planes.h says, and takes no more room than its half of a word needs."""
+    codes = torch.randint(0, 1 << bits, (5, 3, columns)).to(torch.int8)
+    words = panels.pack_planes(codes, bits)
+    assert words.shape[-1] * 4 == library.group_bytes(bits, columns)
+    assert torch.equal(panels.unpack_planes(words, bits, columns), codes)
+    expected, first, place = torch.zeros(5, 3, words.shape[-1], dtype=torch.int64), 0, 0
+    for width in (width for width in (8, 4, 2, 1) if bits & width):
+        for column in range(columns):
+            part = codes[..., column].to(torch.int64) >> place & (1 << width) - 1
+            eight, high, byte = column // 8, column // 4 % 2, column % 4
+            word, shift = {
+                8: (column // 4, 0), 4: (eight, 4 * high), 2: (eight // 2, 4 * high + 2 * (eight % 2)), 1: (0, 4 * high + eight),
+            }[width]  # fmt: skip
+            expected[..., first + word] |= part << (8 * byte + shift)
+        first, place = first + -(-columns * width // 32), place + width
+    assert torch.equal(words.to(torch.int64) & 0xFFFFFFFF, expected)
+
+
 def test_words():
     codes = torch.randint(-8, 8, (5, 40), dtype=torch.int8)
-    packed = panels.pack_nibbles(codes)
-    assert torch.equal(panels.unpack_nibbles(packed), codes)
-    assert torch.equal(panels.from_stream(formats.bitpack.pack_rows(codes, 4), 4, 40), packed)
+    packed = panels.pack_nibbles(codes + 8)
+    assert torch.equal(panels.unpack_nibbles(packed) - 8, codes)
+    assert torch.equal(panels.from_stream(formats.bitpack.pack_rows(codes, 4)), packed)
     assert torch.equal(panels.group_sums(packed, 5), codes.view(5, 5, 8).sum(-1).to(torch.int16))
 
 
 @pytest.mark.parametrize(("kernel", "scheme", "most"), [
-    ("int4-c", int_scheme(4, True, 128), 4.13), ("int8-c", int_scheme(8, True, 128), 8.13),
+    ("int4-c", int_scheme(4, True, 128), 4.13), ("int4-c", int_scheme(3, True, 128), 3.13), ("int4-c", int_scheme(2, True, 128), 2.13),
+    ("int8-c", int_scheme(5, True, 128), 5.13), ("int8-c", int_scheme(7, True, 128), 7.13), ("int8-c", int_scheme(8, True, 128), 8.13),
     ("sparse24-c", int_scheme(4, True, 128, "2:4"), 3.26), ("int4-c", int_scheme(4, True, 128, "2:4"), 5.13),
     ("int4-c", int_scheme(4, True, 128, "unstructured"), 5.13), ("int8-c", int_scheme(8, True, 128, "2:4"), 9.13),
 ])  # fmt: skip

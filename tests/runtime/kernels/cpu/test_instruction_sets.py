@@ -13,20 +13,23 @@ import pytest
 import torch
 from weight_cases import int_scheme
 
-from runtime.kernels.cpu import library
-from runtime.system import native
+from runtime.kernels.cpu import library, panels
+from runtime.system import instruction_sets, native
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 GRIDS = [
     ("w4", int_scheme(4, True, 32)), ("w4", int_scheme(4, False, 48)), ("w4", int_scheme(3, False, "channel")),
     ("w4", int_scheme(4, True, 512)), ("w4", int_scheme(2, False, "tensor")), ("w8", int_scheme(8, True, 64)),
-    ("w8", int_scheme(8, False, 16)), ("w8", int_scheme(5, False, "channel")), ("s24", int_scheme(4, True, 64, "2:4")),
+    ("w8", int_scheme(8, False, 16)), ("w8", int_scheme(5, False, "channel")), ("w4", int_scheme(3, True, 48)),
+    ("w4", int_scheme(2, True, 16)), ("w8", int_scheme(6, True, 48)), ("w8", int_scheme(7, False, 64)),
+    ("w8", int_scheme(5, True, 16)), ("s24", int_scheme(4, True, 64, "2:4")),
     ("s24", int_scheme(3, True, "channel", "2:4")), ("s24", int_scheme(4, True, 160, "2:4")),
 ]  # fmt: skip
 TILED = [
     ("w4", int_scheme(4, True, 32)), ("w4", int_scheme(4, False, 48)), ("w8", int_scheme(8, True, 32)),
-    ("w8", int_scheme(8, False, 16)), ("s24", int_scheme(4, True, 32, "2:4")),
+    ("w8", int_scheme(8, False, 16)), ("w4", int_scheme(3, False, 32)), ("w8", int_scheme(7, True, 80)),
+    ("s24", int_scheme(4, True, 32, "2:4")),
 ]  # fmt: skip
 ROWS = 13
 
@@ -57,7 +60,7 @@ def inputs(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize(("kind", "scheme"), GRIDS, ids=str)
 def test_every_instruction_set_gives_the_same(kind, scheme, emulated):
-    libraries = {name: library.load(name) for name in library.instruction_sets()} | {"emulated": emulated}
+    libraries = {name: library.load(name) for name in instruction_sets.available()} | {"emulated": emulated}
     assert "portable" in libraries
     columns = (
         544
@@ -83,42 +86,48 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(kind, scheme):
     columns = 640
     made = products.case(kind, scheme, (83, columns), torch.bfloat16)
     x = torch.randn(70, columns).to(torch.bfloat16)
-    for name, digits in itertools.product(library.instruction_sets(), (1, 2, 3)):
+    for name, digits in itertools.product(instruction_sets.available(), (1, 2, 3)):
         lib = library.load(name)
         alone = torch.cat([products.run(lib, made, x[i : i + 1], digits) for i in range(70)])
         for rows in (*range(2, 18), 70):
             assert torch.equal(products.run(lib, made, x[:rows], digits), alone[:rows]), (name, digits, rows)
         for threads in (2, 3, 5, 16):
             assert torch.equal(products.run(lib, made, x, digits, threads), alone), (name, digits, threads)
-            # Two panels at a time, where a thread may have an odd number of them.
             assert torch.equal(products.run(lib, made, x[:1], digits, threads), alone[:1]), (name, digits, threads)
 
 
 @pytest.mark.parametrize("digits", [1, 2, 3])
 @pytest.mark.parametrize(("kind", "scheme"), TILED, ids=str)
 def test_every_tile_of_every_instruction_set_gives_the_same(kind, scheme, digits, emulated):
-    """Each number of rows has tiles of its own; three panels are a pair and one alone."""
-    made = products.case(kind, scheme, (37, 160), torch.float32, storage="sparse24" if scheme.sparsity else "packed")
-    x, bias = torch.randn(17, 160, generator=torch.Generator().manual_seed(5)), torch.randn(37)
+    """Each number of rows has tiles of its own."""
+    made = products.case(kind, scheme, (69, 160), torch.float32, storage="sparse24" if scheme.sparsity else "packed")
+    x, bias = torch.randn(17, 160, generator=torch.Generator().manual_seed(5)), torch.randn(69)
     alone = torch.cat([products.run(library.load("portable"), made, row[None], digits, bias=bias) for row in x])
-    for name, lib in (("emulated", emulated), *((name, library.load(name)) for name in library.instruction_sets())):
+    for name, lib in (("emulated", emulated), *((name, library.load(name)) for name in instruction_sets.available())):
         for rows in range(1, 18):
             assert torch.equal(products.run(lib, made, x[:rows], digits, bias=bias), alone[:rows]), (name, rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("shape", [(37, 215), (5, 7), (16, 16), (33, 640), (2, 47)], ids=str)
 def test_dense_products_are_the_same_everywhere(shape, dtype, emulated):
     """Bit for bit, whatever the instruction set, the threads and the rows beside a row, and as close as float32 sums are."""
     weight, bias = torch.randn(shape, generator=torch.Generator().manual_seed(8)).to(dtype), torch.randn(shape[0])
     x = torch.randn(17, shape[1], generator=torch.Generator().manual_seed(9)) * 3
-    linear = products.dense(weight, bias)
+    scale = None
+    if dtype == torch.float8_e4m3fn:  # in C one is 2^8 times smaller
+        scale = torch.rand(shape[0]) + 0.5
+        wide = weight.float() * scale[:, None]
+        scale = scale * 256
+    else:
+        wide = weight
+    linear = products.dense(weight, bias, scale)
     alone = torch.cat([products.multiply(library.load("portable"), linear, row[None], 1) for row in x])
     exact, size = (
-        a.double() @ b.double().t() + c.double() for a, b, c in ((x, weight, bias), (x.abs(), weight.abs(), bias.abs()))
+        a.double() @ b.double().t() + c.double() for a, b, c in ((x, wide, bias), (x.abs(), wide.abs(), bias.abs()))
     )
     assert ((alone.double() - exact).abs() <= (shape[1] / 16 + 22) * 2.0**-24 * size).all()
-    for name, lib in (("emulated", emulated), *((name, library.load(name)) for name in library.instruction_sets())):
+    for name, lib in (("emulated", emulated), *((name, library.load(name)) for name in instruction_sets.available())):
         for rows, threads in itertools.product(range(1, 18), (1, 3)):
             assert torch.equal(products.multiply(lib, linear, x[:rows], 1, threads), alone[:rows]), (
                 name,
@@ -132,16 +141,16 @@ def test_dequantized_tiles_are_the_weight(kind, scheme, emulated):
     made = products.case(
         kind,
         scheme,
-        (37, 544 if (scheme.weights.group_size or 0) < 512 else 1024),
+        (69, 544 if (scheme.weights.group_size or 0) < 512 else 1024),
         torch.bfloat16,
         3,
         "sparse24" if scheme.sparsity else "packed",
     )
     linear = ctypes.byref(made.layout.linear(made.prepared, made.layer, None))
     exact = products.exact_weight(made.weight)
-    for lib in [emulated, *map(library.load, library.instruction_sets())]:
+    for lib in [emulated, *map(library.load, instruction_sets.available())]:
         for first, last, dtype in ((0, 3, torch.float32), (1, 2, torch.bfloat16), (2, 3, torch.float16)):
-            rows = slice(first * 16, min(37, last * 16))
+            rows = slice(first * panels.PANEL, min(69, last * panels.PANEL))
             tile = torch.full((exact.shape[1], rows.stop - rows.start), float("nan"), dtype=dtype)
             lib.linear_dequantize(linear, first, last, tile.data_ptr(), library.TYPES[dtype], 1)
             assert torch.equal(tile.t(), exact[rows].to(dtype))
@@ -150,13 +159,13 @@ def test_dequantized_tiles_are_the_weight(kind, scheme, emulated):
 def test_numbers_that_are_no_pair_read_the_same_everywhere(emulated):
     """A damaged place leads nowhere outside, and products and dequantized tiles agree about what it means."""
     made = products.case("s24", int_scheme(4, True, 64, "2:4"), (37, 544), torch.float32)
-    words = made.prepared["weight"].view(3, -1, 3, 64)
+    words = made.prepared["weight"].view(2, -1, 3, 4 * panels.PANEL)
     words[:, :, 2] = torch.randint(0, 256, words[:, :, 2].shape, generator=torch.Generator().manual_seed(1))
     linear = ctypes.byref(made.layout.linear(made.prepared, made.layer, None))
     x = torch.randn(ROWS, 544, generator=torch.Generator().manual_seed(2))
-    for lib in [emulated, *map(library.load, library.instruction_sets())]:
+    for lib in [emulated, *map(library.load, instruction_sets.available())]:
         tile = torch.empty(544, 37)
-        lib.linear_dequantize(linear, 0, 3, tile.data_ptr(), library.TYPES[torch.float32], 1)
+        lib.linear_dequantize(linear, 0, 2, tile.data_ptr(), library.TYPES[torch.float32], 1)
         for rows in (1, ROWS):
             y = products.run(lib, made, x[:rows], 3).double()
             torch.testing.assert_close(y, x[:rows].double() @ tile.double(), rtol=1e-4, atol=1e-4)
@@ -165,7 +174,7 @@ def test_numbers_that_are_no_pair_read_the_same_everywhere(emulated):
 @pytest.mark.skipif(not X86, reason="needs an x86 compiler")
 def test_the_avx512_path_compiles(tmp_path):
     compiler = native.find_compiler()
-    flags = library._X86["avx512"][1]
+    flags = instruction_sets.X86["avx512"].flags
     command = [
         *compiler.split(),
         *native.FLAGS,

@@ -16,6 +16,7 @@ from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels import tuning
 from runtime.kernels.cpu import integer, library
 from runtime.layers.compressed_linear import prepare_all
+from runtime.system import instruction_sets
 
 
 def test_table():
@@ -35,7 +36,7 @@ def test_table():
     assert listed("int-quantized", "cpu", "batch", "exact") == ["int8-c", "int8-cpu", "w8a8-cpu", "reference"]
 
 
-BEST_2_4 = "int4-c" if library.instruction_sets()[0] == "avx2" else "sparse24-c"
+BEST_2_4 = "int4-c" if instruction_sets.chosen() == "avx2" else "sparse24-c"
 needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
 
 
@@ -64,7 +65,7 @@ needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler"
             "reference",
             "reference",
         ),
-        (Scheme(GridScheme(8, "float", True, "channel")), torch.bfloat16, "reference", "reference"),
+        (Scheme(GridScheme(8, "float", True, "channel")), torch.bfloat16, "float8-c", "float8-c"),
         (Scheme(None, None, "2:4"), torch.bfloat16, "reference", "reference"),
     ],
     ids=str,

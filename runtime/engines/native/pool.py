@@ -1,0 +1,217 @@
+"""The KV cache of the native engine: pages of all layers, as attention.h reads them."""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+from collections.abc import Sequence
+
+import torch
+
+from runtime.engines.base import Chunk
+from runtime.engines.native.parts import Parts
+from runtime.engines.native.storage import PageStorage
+from runtime.errors import RequestError
+from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Op, Step
+from runtime.kernels.cpu.library import TYPES
+
+
+class Recorder:
+    """What every layer of one step leaves in the residual stream; `Pool.recorder` of the step's pool."""
+
+    def __init__(self) -> None:
+        self._states: dict[tuple[int, int], torch.Tensor] = {}
+
+    def fill(self, chunks: Sequence[Chunk], states: torch.Tensor) -> None:
+        """The step is done: float32 `[layers, tokens of all chunks, hidden]`."""
+        for chunk, mine in zip(chunks, states.split([len(chunk.tokens) for chunk in chunks], 1), strict=True):
+            self._states[_place(chunk.pages, chunk.start)] = mine
+
+    def of(self, pages: Sequence[int], start: int) -> torch.Tensor | None:
+        """`[layers, tokens, hidden]` of the chunk of these pages that began at `start`; None: there was none."""
+        return self._states.get(_place(pages, start))
+
+
+def _place(pages: Sequence[int], start: int) -> tuple[int, int]:
+    return start, pages[start // PAGE]  # what is written to belongs to one sequence
+
+
+def decoder_of(parts: Parts, blocks: Sequence[Block]) -> Decoder:
+    """A decoder with other blocks; it keeps the copies of these and of their operations that it points to."""
+    decoder = Decoder()
+    ctypes.pointer(decoder)[0] = parts.decoder
+    decoder.layers = len(blocks)
+    own = (Block * len(blocks))(*blocks)
+    decoder.operations = [(Op * block.count)(*block.ops[: block.count]) for block in blocks]
+    for block, operations in zip(own, decoder.operations, strict=True):
+        block.ops = operations
+    decoder.blocks = own
+    return decoder
+
+
+_MOST_PAGES = 16  # of a sequence, that a step may write
+
+
+class PlainPages:
+    """Places of plain pages, and which pages have been stored in few bits.
+
+    A query at position p sees a page as it is stored where the page ends at p - recent or before, whatever else is computed with it. So
+    a page is stored when such a query comes, and its plain one is given up when no query to come can see it.
+
+    Attributes:
+        places: int32 `[pages]`, of each page that is plain (kv_store.h reads it).
+        most: places that were ever taken.
+    """
+
+    def __init__(self, count: int, storage: PageStorage) -> None:
+        self.places = torch.zeros(count, dtype=torch.int32)
+        self.most = 0
+        self._first, self._recent = storage.first, storage.recent
+        self._at: dict[int, int] = {}
+        self._free: list[int] = []  # a heap: the lowest first, so that few places are ever touched
+        self._stored: set[int] = set()
+        self._held: dict[int, int] = {}  # sequences that have still to begin on a page
+        self._joining: dict[
+            int, tuple[int, list[int]]
+        ] = {}  # where they begin, and what they hold, by their first own page
+
+    # ---------------------------------------------------------------- a step
+    def begin(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Places for what chunks write; returns the pages that must be stored in few bits in this step."""
+        found: dict[int, bool] = {}
+        for chunk in chunks:
+            self._join(chunk)
+            self._give_up(chunk)
+        for chunk in chunks:
+            begin, end = chunk.start + chunk.cached, chunk.start + chunk.cached + len(chunk.tokens)
+            for index in range(begin // PAGE, (end - 1) // PAGE + 1):
+                page = chunk.pages[index]
+                if index * PAGE >= begin:  # new, or written again
+                    self._stored.discard(page)
+                if page not in self._at:
+                    self._take(page)
+            for index in range(self._begin_of_recent(begin), (begin - 1) // PAGE + 1):
+                if chunk.pages[index] not in self._at:
+                    raise RuntimeError("a page that a step reads plain is not there")  # a mistake in this file
+            # What is drafted may be taken back: a page that it fills is stored again.
+            final = end if chunk.outputs == 1 and chunk.parents is None else chunk.start
+            index = (end - 1 - self._recent) // PAGE - 1
+            while index >= self._first and chunk.pages[index] not in self._stored:
+                page = chunk.pages[index]
+                found[page] = found.get(page, False) or (index + 1) * PAGE <= final
+                index -= 1
+        self._stored.update(page for page, final in found.items() if final)
+        return list(found)
+
+    def _begin_of_recent(self, position: int) -> int:
+        """The first page that a query at `position` sees plain, of those after the first ones that always are."""
+        return max(self._first, (position - self._recent) // PAGE)
+
+    def _give_up(self, chunk: Chunk) -> None:
+        """Places that the sequence needs no more, nor one that begins on its last full page."""
+        index = self._begin_of_recent(chunk.start // PAGE * PAGE) - 1
+        # Those before were given up in the steps before: none has more tokens than so many pages.
+        for page in chunk.pages[max(self._first, index - _MOST_PAGES) : max(0, index + 1)]:
+            if page in self._at and page in self._stored and page not in self._held:
+                heapq.heappush(self._free, self._at.pop(page))
+
+    def _take(self, page: int) -> None:
+        if not self._free:
+            self._free.append(self.most)
+            self.most += 1
+        self._at[page] = place = heapq.heappop(self._free)
+        self.places[page] = place
+
+    # ---------------------------------------------------------------- sequences that share pages
+    def usable(self, pages: Sequence[int]) -> int:
+        """After how many of these pages, which other sequences compute or have computed, one can begin."""
+        count = len(pages)
+        while count and any(
+            page in self._stored and page not in self._at for page in pages[self._begin_of_recent(count * PAGE) : count]
+        ):
+            count -= 1
+        return count
+
+    def enter(self, pages: Sequence[int], shared: int) -> None:
+        """A sequence of these pages will begin after the first `shared`: what it sees plain is kept until then."""
+        self._leave(pages[shared])
+        held = list(pages[self._begin_of_recent(shared * PAGE) : shared])
+        for page in held:
+            self._held[page] = self._held.get(page, 0) + 1
+        self._joining[pages[shared]] = shared, held
+
+    def _join(self, chunk: Chunk) -> None:
+        index = chunk.start // PAGE
+        if chunk.start % PAGE == 0 and chunk.pages[index] in self._joining:
+            self._leave(chunk.pages[index])
+
+    def _leave(self, page: int) -> None:
+        _, held = self._joining.pop(page, (0, []))
+        for each in held:
+            self._held[each] -= 1
+            if not self._held[each]:
+                del self._held[each]
+
+
+class Pool:
+    """Pages of keys and values: for each layer `[pages, kv_heads, head_dim, PAGE]` and `[pages, kv_heads, PAGE, value_dim]`.
+
+    With a storage these are the plain pages, of which there are fewer, and each page also has a record of few bits.
+
+    Attributes:
+        recorder: records the next step, once; None: nobody wants it.
+        plain: which pages are plain; None: all are.
+    """
+
+    def __init__(
+        self, parts: Parts, count: int, blocks: Sequence[Block] | None = None, storage: PageStorage | None = None
+    ) -> None:
+        """`blocks`: the layers; None: all of the model's. `storage`: of pages that are no longer recent; None: all stay plain."""
+        layers = parts.blocks if blocks is None else blocks
+        dtype = (storage and storage.floats) or parts.cache_dtype
+        sizes = (parts.head_dim, parts.value_dim) * len(layers)
+        # Not touched here: the operating system gives the memory when a page is first written.
+        self.tensors = [torch.empty(count, parts.kv_heads, size * PAGE, dtype=dtype) for size in sizes]
+        self.count = count
+        self.decoder = decoder_of(parts, layers)
+        self.decoder.cache_type = TYPES[dtype]
+        self.blocks = self.decoder.blocks
+        for i in range(len(layers)):
+            self.blocks[i].keys, self.blocks[i].values = (each.data_ptr() for each in self.tensors[2 * i : 2 * i + 2])
+        self.recorder: Recorder | None = None
+        self.plain: PlainPages | None = None
+        self._broken = torch.zeros(1, dtype=torch.int32)
+        if storage is not None and not storage.is_plain:
+            self.plain = PlainPages(count, storage)
+            self.decoder.storage = storage.structure(dtype)
+            self.decoder.storage.plain_at = self.plain.places.data_ptr()
+            width = parts.kv_heads * storage.record_bytes(parts)
+            self.records = [torch.empty(count, width, dtype=torch.uint8) for _ in layers]
+            for i, records in enumerate(self.records):
+                self.blocks[i].stored = records.data_ptr()
+
+    @property
+    def plain_bytes(self) -> int:
+        """Memory of plain pages beside those in few bits, at its largest; 0 where all are plain."""
+        return 0 if self.plain is None else self.plain.most * sum(each[0].nbytes for each in self.tensors)
+
+    def begin(self, step: Step, chunks: Sequence[Chunk]) -> torch.Tensor | None:
+        """Before a step: plain pages for what it writes, and in `step` the pages that are stored in few bits from it on.
+
+        Returns:
+            What `step` points to.
+        """
+        if self.plain is None:
+            return None
+        pages = torch.tensor(self.plain.begin(chunks), dtype=torch.int32)
+        step.stored, step.broken, step.stored_count = pages.data_ptr(), self._broken.data_ptr(), len(pages)
+        return pages
+
+    def check(self) -> None:
+        """After a step: RequestError where a key or value is none that the storage can hold."""
+        if self._broken.item():
+            self._broken.zero_()
+            raise RequestError(
+                "kv_cache: a key or value is not finite, or beyond 65504, which the storage of the policy cannot hold; compute in a "
+                "wider dtype (float32, bfloat16), or take keys and values: plain"
+            )

@@ -1,0 +1,104 @@
+"""Cache policies inside the native engine: what of a policy its pages can be, or the reason why transformers' modules run it."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from runtime.engines.native.parts import Parts
+from runtime.kernels.cpu import library
+from runtime.kernels.cpu.attention import KINDS, PAGE, Cache, Storage
+from runtime.kernels.cpu.decoder import OPS
+from runtime.kv_cache.storage.base import Codec
+from runtime.kv_cache.storage.fp8 import Float8
+from runtime.kv_cache.storage.integer import Integer
+from runtime.kv_cache.storage.plain import Plain
+
+if TYPE_CHECKING:
+    from runtime.kv_cache.policy.policy import Policy
+
+_LANES = 16  # channels of a vector of codes (kv_page.h)
+
+
+@dataclass(frozen=True)
+class PageStorage:
+    """How the pages of a pool are stored.
+
+    Attributes:
+        keys, values: codecs of pages that are no longer recent.
+        first: pages of a sequence that stay plain.
+        recent: newest tokens that a query sees plain; a page is stored when all its tokens are older.
+        floats: dtype of plain pages; None: the model's.
+    """
+
+    keys: Codec
+    values: Codec
+    first: int
+    recent: int
+    floats: torch.dtype | None = None
+
+    @property
+    def group(self) -> int:
+        """Channels of a value on one grid; 0: all."""
+        return self.values.group if isinstance(self.values, Integer) else 0
+
+    def structure(self, dtype: torch.dtype) -> Storage:
+        """In C, without the places of plain pages; `dtype` is that of plain pages."""
+        kinds = [KINDS.get(codec.name, library.TYPES[dtype]) for codec in (self.keys, self.values)]
+        return Storage(key_kind=kinds[0], value_kind=kinds[1], group=self.group, first=self.first, recent=self.recent)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all pages stay plain."""
+        return self.keys.name == self.values.name == "plain"
+
+    def record_bytes(self, parts: Parts) -> int:
+        """Of a page, of one head of one layer."""
+        found = library.load()
+        assert found is not None
+        dtype = self.floats or parts.cache_dtype
+        sizes = parts.kv_heads, parts.head_dim, parts.value_dim
+        cache = Cache(None, None, None, library.TYPES[dtype], *sizes, self.structure(dtype))
+        return int(found.cache_record(ctypes.byref(cache)))
+
+
+def why_modules_store(policy: Policy) -> str | None:
+    """The reason why the native engine does not hold a cache as a policy says, whatever the model; None: it can."""
+    parts = {
+        "evict tokens": policy.evict,
+        "select what a step reads": policy.select,
+        "offload pages": policy.offload,
+        "merge tokens": policy.clusters,
+        "hold tokens in several tiers": len(policy.tiers) > 1,
+        "begin with calibrated tokens": not isinstance(policy.prefix, int),
+    }
+    for what, given in parts.items():
+        if given:
+            return f"its policy would have it {what}"
+    if policy.first % PAGE:
+        return f"its policy keeps the first {policy.first} tokens plain, which is no multiple of {PAGE}"
+    for key, axis in (("keys", "channel"), ("values", "token")):
+        codec = getattr(policy.tiers[0], key) if policy.tiers else Plain()
+        if isinstance(codec, Integer) and (codec.axis != axis or codec.group % _LANES):
+            return f"its {key} are on grids a {codec.axis}" + (f" of {codec.group} channels" if codec.group else "")
+        if not isinstance(codec, (Plain, Integer, Float8)):
+            return f"its {key} are stored as {codec.name}"
+    return None
+
+
+def storage_of(policy: Policy, parts: Parts) -> PageStorage | str:
+    """A policy's, for a model; or the reason why transformers' modules run it."""
+    reason = why_modules_store(policy)
+    if reason is not None:
+        return reason
+    if any(OPS[op.kind] == "attend" and op.attend.window for block in parts.blocks for op in block.ops[: block.count]):
+        return "some of its layers have a sliding window, whose cache the policy leaves as it is"
+    if parts.head_dim % _LANES or parts.value_dim % _LANES:
+        return f"its heads are of {parts.head_dim} channels, no multiple of {_LANES}"
+    plan = policy.plan().storage
+    tier = plan.tiers[0] if plan.tiers else None
+    keys, values = (Plain(), Plain()) if tier is None else (tier.keys, tier.values)
+    return PageStorage(keys, values, plan.prefix // PAGE, plan.recent, plan.floats)

@@ -1,0 +1,1 @@
+"""Programs of typed operations: decoders, read off transformers' modules, in a form that native engines run."""

@@ -1,0 +1,280 @@
+/* The pages of a cache: plain ones, which new tokens are written to, and pages that are stored in fewer bits once they are no longer recent.
+ *
+ * A stored page holds for each head one record: keys, their grids, values, their grids. Integers are x = zero + scale * code (KIVI, arXiv
+ * 2402.02750): keys on a grid for 32 tokens of a channel, values on grids a token, of `group` channels each; fp8 is x = scale * code, one scale a token.
+ * The codes and scales are those of runtime/kv_cache/storage. Queries meet codes, not numbers: scale and zero of a channel are folded into
+ * the query, those of a token into its weight. */
+#define GRID 32 /* tokens of a channel that share a grid: a page of runtime/kv_cache */
+#define GRIDS (PAGE / GRID)
+
+typedef struct {
+    const int32_t *plain_at; /* [pages]: where a page lies among the plain ones; NULL: at its number */
+    int32_t key_kind, value_kind, group; /* group 0: all channels */
+    int32_t first;           /* pages of a sequence that stay plain */
+    int64_t recent;          /* newest tokens before a query that it sees plain */
+} Storage;
+
+typedef struct {
+    const char *key, *value; /* of this layer: plain pages, [pages, heads, head_dim, PAGE] and [pages, heads, PAGE, value_dim] */
+    const char *stored;      /* [pages, heads, record]; NULL: all pages are plain */
+    int32_t type, heads, head_dim, value_dim;
+    Storage storage;
+} Cache;
+
+INLINE int64_t plain_page(const Cache *c, int32_t page) { return c->storage.plain_at ? c->storage.plain_at[page] : page; }
+INLINE Matrix plain_keys(const Cache *c, int head, int32_t page) {
+    int64_t bytes = (int64_t)PAGE * c->head_dim * element_bytes(c->type);
+    return (Matrix){c->key + (plain_page(c, page) * c->heads + head) * bytes, c->type, PAGE, c->head_dim};
+}
+INLINE Matrix plain_values(const Cache *c, int head, int32_t page) {
+    int64_t bytes = (int64_t)PAGE * c->value_dim * element_bytes(c->type);
+    return (Matrix){c->value + (plain_page(c, page) * c->heads + head) * bytes, c->type, c->value_dim, PAGE};
+}
+
+/* Whether a query at this position sees a page of its sequence as it is stored. */
+INLINE int sees_stored(const Cache *c, int64_t page, int64_t position) {
+    return c->stored && page >= c->storage.first && (page + 1) * PAGE + c->storage.recent <= position;
+}
+
+typedef struct { Matrix keys, values; char *key_grid, *value_grid, *end; } Record;
+
+static Record record_at(const Cache *c, char *at) {
+    const Storage *s = &c->storage;
+    int64_t width = s->group ? s->group : c->value_dim, groups = (c->value_dim + width - 1) / width;
+    Record r = {.keys = {at, s->key_kind, PAGE, c->head_dim}};
+    r.key_grid = at + matrix_bytes(s->key_kind, PAGE, c->head_dim);
+    at = r.key_grid + (s->key_kind == KIND_FP8 ? PAGE * 4 : kind_packed(s->key_kind) ? GRIDS * c->head_dim * 4 : 0);
+    r.values = (Matrix){at, s->value_kind, c->value_dim, PAGE};
+    r.value_grid = at + matrix_bytes(s->value_kind, c->value_dim, PAGE);
+    r.end = r.value_grid + (s->value_kind == KIND_FP8 ? PAGE * 4 : kind_packed(s->value_kind) ? groups * PAGE * 4 : 0);
+    return r;
+}
+int64_t cache_record(const Cache *c) { return record_at(c, NULL).end - (char *)NULL; } /* bytes */
+
+static Record record_of(const Cache *c, int head, int32_t page) {
+    return record_at(c, (char *)c->stored + ((int64_t)page * c->heads + head) * cache_record(c));
+}
+
+/* score [count, PAGE] = query . keys of a stored page */
+static void stored_scores(const Cache *c, int head, int32_t page, int count, const Factors *query, float *const *score) {
+    Record r = record_of(c, head, page);
+    int kind = r.keys.kind, n = c->head_dim;
+    if (!kind_packed(kind) || kind == KIND_FP8) {
+        page_product(&r.keys, 0, PAGE, 0, n, count, query, NULL, score);
+        const float *scale = (const float *)r.key_grid;
+        for (int q = 0; kind == KIND_FP8 && q < count; q++)
+            for (int p = 0; p < PAGE; p++) score[q][p] *= scale[p];
+        return;
+    }
+    Factors folded[QUERIES];
+    float scale[n], zero[n];
+    for (int grid = 0; grid < GRIDS; grid++) {
+        for (int d = 0; d < n; d++) {
+            scale[d] = load_as(r.key_grid, TYPE_F16, grid * n + d);
+            zero[d] = load_as(r.key_grid, TYPE_F16, (GRIDS + grid) * n + d);
+        }
+        for (int q = 0; q < count; q++)
+            for (int d = 0; d < n; d++) folded[q][d] = query[q][d] * scale[d];
+        page_product(&r.keys, grid * GRID, (grid + 1) * GRID, 0, n, count, (const Factors *)folded, NULL, score);
+        for (int q = 0; q < count; q++) {
+            float lane[16] = {0};
+            for (int d = 0; d < n; d += 16)
+                for (int j = 0; j < 16; j++) lane[j] += query[q][d + j] * zero[d + j];
+            float shift = lane_sum(lane);
+            for (int p = grid * GRID; p < (grid + 1) * GRID; p++) score[q][p] += shift;
+        }
+    }
+}
+
+/* out [count, value_dim] = out * keep + weight [count, PAGE] . values of a stored page */
+static void stored_values(const Cache *c, int head, int32_t page, int count, const Factors *weight, const float *keep, float *const *out) {
+    Record r = record_of(c, head, page);
+    int kind = r.values.kind, n = c->value_dim, width = c->storage.group ? c->storage.group : n, groups = (n + width - 1) / width;
+    Factors folded[QUERIES];
+    const Factors *x = (const Factors *)folded;
+    float scale[PAGE], zero[PAGE];
+    if (!kind_packed(kind)) {
+        page_product(&r.values, 0, n, 0, PAGE, count, weight, keep, out);
+        return;
+    }
+    if (kind == KIND_FP8) {
+        for (int q = 0; q < count; q++)
+            for (int p = 0; p < PAGE; p++) folded[q][p] = weight[q][p] * ((const float *)r.value_grid)[p];
+        page_product(&r.values, 0, n, 0, PAGE, count, x, keep, out);
+        return;
+    }
+    for (int g = 0; g < groups; g++) {
+        int begin = g * width, end = begin + width < n ? begin + width : n;
+        for (int p = 0; p < PAGE; p++)
+            scale[p] = load_as(r.value_grid, TYPE_F16, g * PAGE + p), zero[p] = load_as(r.value_grid, TYPE_F16, (groups + g) * PAGE + p);
+        for (int q = 0; q < count; q++)
+            for (int p = 0; p < PAGE; p++) folded[q][p] = weight[q][p] * scale[p];
+        page_product(&r.values, begin, end, 0, PAGE, count, x, keep, out);
+        for (int q = 0; q < count; q++) {
+            float lane[16] = {0};
+            for (int p = 0; p < PAGE; p += 16)
+                for (int j = 0; j < 16; j++) lane[j] += weight[q][p + j] * zero[p + j];
+            float shift = lane_sum(lane);
+            for (int d = begin; d < end; d++) out[q][d] += shift;
+        }
+    }
+}
+
+/* ---- writing */
+
+/* The grid of n numbers with the least squared error among ranges that clip a little, and their codes (storage/integer.py). */
+static void find_grid(const float *x, int n, int bits, uint16_t *scale, uint16_t *zero, uint8_t *codes) {
+    static const float share[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.75f, 0.7f, 0.65f, 0.6f};
+    static const double cut[] = {0.0, 1 - 0.95, 1 - 0.9, 1 - 0.85, 1 - 0.8, 1 - 0.75, 1 - 0.7, 1 - 0.65, 1 - 0.6};
+    int shares = bits == 8 ? 1 : bits == 4 ? 4 : 9;
+    float low = x[0], high = x[0], most = (float)((1 << bits) - 1), best = INFINITY, place[n];
+    for (int i = 1; i < n; i++) low = x[i] < low ? x[i] : low, high = x[i] > high ? x[i] : high;
+    *scale = *zero = float_to_f16(low);
+    for (int s = 0; s < shares; s++) {
+        uint16_t z = float_to_f16(low + (high - low) * (float)cut[s] / 2.0f), step = float_to_f16((high - low) * share[s] / most);
+        float wide = f16_to_float(step), from = f16_to_float(z), by = wide == 0.0f ? 1.0f : wide, lane[16] = {0};
+        for (int i = 0; i < n; i++) {
+            float p = rintf((x[i] - from) / by);
+            place[i] = p < 0.0f ? 0.0f : p > most ? most : p;
+        }
+        for (int i = 0; i < n; i++) {
+            float off = place[i] * wide + from - x[i];
+            lane[i % 16] += off * off;
+        }
+        float error = lane_sum(lane);
+        if (error < best) {
+            best = error, *scale = step, *zero = z;
+            for (int i = 0; i < n; i++) codes[i] = (uint8_t)place[i];
+        }
+    }
+}
+
+static uint8_t float_to_e4m3(float x) { /* to nearest, ties to even; |x| <= 448 */
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    uint32_t sign = bits >> 24 & 0x80;
+    bits &= 0x7fffffff;
+    float magnitude;
+    memcpy(&magnitude, &bits, 4);
+    if (magnitude < 0x1p-6f) return (uint8_t)(sign | (uint32_t)rintf(magnitude * 512.0f));
+    return (uint8_t)(sign | (((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3)));
+}
+/* Codes of n numbers, and their scale (storage/fp8.py). */
+static float find_scale(const float *x, int n, uint8_t *codes) {
+    float largest = 0.0f;
+    for (int i = 0; i < n; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+    float scale = largest / 448.0f;
+    if (scale < 0x1p-126f) scale = 0x1p-126f;
+    for (int i = 0; i < n; i++) {
+        float code = x[i] / scale;
+        codes[i] = float_to_e4m3(code < -448.0f ? -448.0f : code > 448.0f ? 448.0f : code);
+    }
+    return scale;
+}
+
+/* A code of a packed matrix of zeros. */
+INLINE void put_code(const Matrix *m, int lane, int index, uint8_t code) {
+    int bits = kind_bits(m->kind), per = 32 / bits, words = (m->indices + per - 1) / per;
+    uint32_t *word = (uint32_t *)m->data + ((int64_t)(lane / CODE_LANES) * words + index / per) * CODE_LANES + lane % CODE_LANES;
+    *word |= (uint32_t)code << (bits * (index % per));
+}
+
+/* How one side of a page lies plain: number of a token and channel at token * by_token + channel * by_channel. */
+typedef struct { Matrix plain; int by_token, by_channel, size; } Side;
+
+static void store_floats8(const Side *s, const Matrix *m, float *scales, int tokens_are_lanes) {
+    float x[MOST_CHANNELS];
+    uint8_t codes[MOST_CHANNELS];
+    for (int p = 0; p < PAGE; p++) {
+        for (int d = 0; d < s->size; d++) x[d] = load_as(s->plain.data, s->plain.kind, p * s->by_token + d * s->by_channel);
+        scales[p] = find_scale(x, s->size, codes);
+        for (int d = 0; d < s->size; d++) tokens_are_lanes ? put_code(m, p, d, codes[d]) : put_code(m, d, p, codes[d]);
+    }
+}
+
+static int holds(const Matrix *plain, int kind) { /* whether all numbers can be stored so */
+    float most = kind == KIND_FP8 ? 3.4028235e38f : 65504.0f;
+    int good = 1;
+    for (int64_t i = 0; kind_packed(kind) && i < (int64_t)plain->lanes * plain->indices; i++) good &= fabsf(load_as(plain->data, plain->kind, i)) <= most;
+    return good;
+}
+
+static void store_keys(const Cache *c, const Record *r, const Matrix *plain) {
+    int bits = kind_bits(r->keys.kind), n = c->head_dim;
+    float x[GRID];
+    uint8_t codes[GRID];
+    uint16_t *scale = (uint16_t *)r->key_grid, *zero = scale + GRIDS * n;
+    for (int d = 0; d < n; d++)
+        for (int grid = 0; grid < GRIDS; grid++) {
+            for (int p = 0; p < GRID; p++) x[p] = load_as(plain->data, plain->kind, (int64_t)d * PAGE + grid * GRID + p);
+            find_grid(x, GRID, bits, scale + grid * n + d, zero + grid * n + d, codes);
+            for (int p = 0; p < GRID; p++) put_code(&r->keys, grid * GRID + p, d, codes[p]);
+        }
+}
+static void store_values(const Cache *c, const Record *r, const Matrix *plain) {
+    int bits = kind_bits(r->values.kind), n = c->value_dim, width = c->storage.group ? c->storage.group : n, groups = (n + width - 1) / width;
+    float x[width];
+    uint8_t codes[width];
+    for (int p = 0; p < PAGE; p++)
+        for (int g = 0; g < groups; g++) {
+            for (int i = 0; i < width; i++) { /* the last number fills the last group up */
+                int d = g * width + i < n ? g * width + i : n - 1;
+                x[i] = load_as(plain->data, plain->kind, (int64_t)p * n + d);
+            }
+            int at = g * PAGE + p;
+            find_grid(x, width, bits, (uint16_t *)r->value_grid + at, (uint16_t *)r->value_grid + groups * PAGE + at, codes);
+            for (int i = 0; i < width && g * width + i < n; i++) put_code(&r->values, g * width + i, p, codes[i]);
+        }
+}
+
+/* One head of a page, from the plain one; false where the storage cannot hold a number of it. */
+static int store_page(const Cache *c, int head, int32_t page) {
+    Record r = record_of(c, head, page);
+    Matrix keys = plain_keys(c, head, page), values = plain_values(c, head, page);
+    if (!holds(&keys, r.keys.kind) || !holds(&values, r.values.kind)) return 0;
+    memset((char *)r.keys.data, 0, (size_t)(r.end - (char *)r.keys.data));
+    if (r.keys.kind == KIND_FP8) store_floats8(&(Side){keys, 1, PAGE, c->head_dim}, &r.keys, (float *)r.key_grid, 1);
+    else if (kind_packed(r.keys.kind)) store_keys(c, &r, &keys);
+    else memcpy((char *)r.keys.data, keys.data, (size_t)matrix_bytes(c->type, PAGE, c->head_dim));
+    if (r.values.kind == KIND_FP8) store_floats8(&(Side){values, c->value_dim, 1, c->value_dim}, &r.values, (float *)r.value_grid, 0);
+    else if (kind_packed(r.values.kind)) store_values(c, &r, &values);
+    else memcpy((char *)r.values.data, values.data, (size_t)matrix_bytes(c->type, c->value_dim, PAGE));
+    return 1;
+}
+
+/* Of these pages this member's share; `broken` is set to 1 where one cannot be stored. */
+static void store_pages(const Cache *c, const int32_t *pages, int64_t count, int32_t *broken, const Team *team) {
+    int64_t start, end;
+    team_part(team, count * c->heads, 1, &start, &end);
+    for (int64_t unit = start; unit < end; unit++)
+        if (!store_page(c, (int)(unit % c->heads), pages[unit / c->heads])) *broken = 1;
+}
+
+/* As attention, for tests: `pages` [count] are stored. */
+typedef struct { const Cache *cache; const int32_t *pages; int64_t count; int32_t *broken; } StoreOrder;
+static void store_job(void *p, const Team *team) {
+    StoreOrder *order = p;
+    store_pages(order->cache, order->pages, order->count, order->broken, team);
+}
+void cache_store(const Cache *c, const int32_t *pages, int64_t count, int32_t *broken, int32_t threads) {
+    StoreOrder order = {c, pages, count, broken};
+    parallel(store_job, &order, threads);
+}
+
+static void cache_write(const Cache *c, int head, int32_t page, int slot, const float *key, const float *value) {
+    Matrix keys = plain_keys(c, head, page), values = plain_values(c, head, page);
+    for (int d = 0; d < c->head_dim; d++) store_as((void *)keys.data, c->type, (int64_t)d * PAGE + slot, key[d]);
+    for (int d = 0; d < c->value_dim; d++) store_as((void *)values.data, c->type, (int64_t)slot * c->value_dim + d, value[d]);
+}
+
+/* The keys and values of slot `from`, which is plain, also to slot `to`. */
+static void cache_copy(const Cache *c, const int32_t *pages, int64_t from, int64_t to) {
+    int64_t bytes = element_bytes(c->type), row = c->value_dim * bytes, size = PAGE * bytes;
+    for (int head = 0; head < c->heads; head++) {
+        const char *old = plain_keys(c, head, pages[from / PAGE]).data + from % PAGE * bytes;
+        char *key = (char *)plain_keys(c, head, pages[to / PAGE]).data + to % PAGE * bytes;
+        for (int d = 0; d < c->head_dim; d++) memcpy(key + d * size, old + d * size, (size_t)bytes);
+        const char *value = plain_values(c, head, pages[from / PAGE]).data + from % PAGE * row;
+        memcpy((char *)plain_values(c, head, pages[to / PAGE]).data + to % PAGE * row, value, (size_t)row);
+    }
+}

@@ -1,0 +1,153 @@
+/* The program of a decoder: operations over buffers of float32 rows, and what one step of it needs.
+ *
+ * Buffer 0 is the residual stream [rows, hidden], buffer 1 the logits; the others are scratch memory. Row r of a buffer begins at
+ * r * width of that buffer; operations read and write at a place within the row.
+ *
+ * A step takes `rows` tokens of any sequences at any positions. Row r belongs to sequence sequence[r], whose pages are
+ * pages[sequence[r] * pages_stride ...]; rows of one sequence are consecutive and in order. Rows of a tree (parents before children)
+ * have positions of their own and slots one after another; what a row sees of its tree is its path. */
+enum { OP_NORM, OP_LINEAR, OP_HEADS, OP_ATTEND, OP_GATE, OP_ADD, OP_CAP, OP_MIXTURE, OP_WEIGH };
+enum { SKIP_ATTENTION = 1, SKIP_MLP = 2 };
+enum { STREAM, LOGITS, MOST_BUFFERS = 32 };
+#define EXPERTS_BIT (UINT64_C(1) << 61) /* scratch memory of mixtures */
+#define CACHE_BIT (UINT64_C(1) << 62) /* of the sets of what is read and written: keys and values */
+#define DIGITS_BIT (UINT64_C(1) << 63)
+#define BIT(B) (UINT64_C(1) << (B))
+
+/* Heads in the rows of a buffer: head h is at `at` + h / group * group_step + h % group * step. */
+typedef struct {
+    int32_t buffer, group;
+    int64_t at, step, group_step;
+} Span;
+
+/* to (+)= norm(from) * weight + bias; `layer`: the mean is taken off first. */
+typedef struct {
+    const float *weight, *bias; /* NULL: none */
+    float eps;
+    int32_t layer;
+} NormOp;
+
+/* to [heads, head_dim] = the queries, normed (NULL: not) and `rotary` numbers of them rotated, from `rotary_at` on; so the keys, which go
+ * into the cache with the values. */
+typedef struct {
+    Span query, key, value, rest; /* rest: where the keys' numbers from `rotary_at` on are; of no buffer (-1): with the others */
+    const float *query_norm, *key_norm;
+    int64_t query_apart, key_apart; /* from one head's weights to the next; 0: all have the same */
+    float eps;
+    int32_t layer; /* as of NormOp */
+    int32_t rotary, rotation, pairs, rotary_at; /* rotation: which tables; pairs: neighbours are rotated, not halves */
+} HeadsOp;
+
+/* to [heads, value_dim] = attention of the queries in from. */
+typedef struct {
+    int64_t window; /* positions a query sees; 0: all before it */
+    const float *sinks; /* [heads], or NULL */
+    float scale, softcap; /* 0: none */
+} AttendOp;
+
+/* from = activation(from) * other, or activation(from) where `other` is negative. */
+typedef struct {
+    int32_t activation, other;
+    int64_t other_at;
+} GateOp;
+
+/* to (+)= what the experts that the router chooses of from make of it. */
+typedef struct {
+    const Router *router;
+    const Experts *experts;
+} MixtureOp;
+
+typedef struct {
+    int32_t kind, half; /* half: of SKIP_ATTENTION and SKIP_MLP, what it is left out with */
+    int32_t from, to, add; /* add: to what is in `to` */
+    float scale; /* OP_ADD: of what is added; OP_CAP: of all */
+    int64_t from_at, to_at, count; /* count: numbers of a row */
+    union {
+        Linear linear;
+        NormOp norm;
+        HeadsOp heads;
+        AttendOp attend;
+        GateOp gate;
+        MixtureOp mixture;
+        float cap; /* to = cap * tanh(to / cap); 0: none */
+    };
+} Op;
+
+typedef struct {
+    const Op *ops;
+    int64_t count;
+    char *keys, *values; /* this layer's pages */
+    char *stored;        /* those that are stored in fewer bits; NULL: none */
+    int64_t skip;        /* of SKIP_ATTENTION and SKIP_MLP: what is left out */
+} Block;
+
+typedef struct {
+    int64_t layers, hidden, heads, kv_heads, head_dim, value_dim, buffers, tail_count;
+    int64_t wide;  /* numbers of the widest padded input of a linear layer */
+    int32_t cache_type, digits;
+    Storage storage; /* of pages */
+    const int64_t *widths; /* [buffers]: of each buffer's rows */
+    const Block *blocks;
+    const Op *tail; /* from the residual stream to the logits */
+} Decoder;
+
+typedef struct {
+    int64_t rows, outputs, pages_stride;
+    int64_t first, last; /* layers to run; the tail follows when `outputs` > 0 */
+    float *x;                   /* [rows, hidden]: embeddings; overwritten */
+    const int32_t *sequence;    /* [rows] */
+    const int64_t *position;    /* [rows] */
+    const int64_t *slot;        /* [rows]: where its keys and values are put; NULL: at its position */
+    const int64_t *base, *path; /* [rows]: positions from base[r] on are at slots[path[r]], slots[path[r] + 1], ...; path[r] < 0: in order */
+    const int32_t *slots;
+    const int32_t *pages;       /* [sequences, pages_stride] */
+    const float *const *tables; /* cosines and sines [positions, rotary / 2] of the first rotation, of the second, ... */
+    const int32_t *output;      /* [outputs]: rows whose logits are wanted */
+    float *logits;              /* [outputs, vocabulary] */
+    float *record;              /* [layers, rows, hidden]: the residual stream after each layer that is run; NULL: nobody wants it */
+    char *memory;               /* decoder_memory(...) bytes */
+    const int32_t *stored;      /* [stored_count]: pages that are stored in fewer bits once their tokens are written */
+    int32_t *broken;            /* set to 1 where that cannot hold a number */
+    int64_t stored_count;
+    const Decoder *decoder;
+} Step;
+
+/* One thread's view of a step: all threads go the same way through it. */
+typedef struct {
+    const Step *step;
+    const Decoder *decoder;
+    const Block *block;
+    float *buffer[MOST_BUFFERS];
+    int64_t width[MOST_BUFFERS], rows;
+    char *memory, *experts, *partials; /* of digits, of mixtures, of attention */
+    Digits digits;
+    const Op *input; /* whose input they are; NULL: of no buffer as it is now */
+    uint64_t read, written; /* since the last barrier, by any thread */
+} Run;
+
+INLINE float *row_of(const Run *run, int buffer, int64_t at, int64_t r) { return run->buffer[buffer] + r * run->width[buffer] + at; }
+INLINE int64_t span_at(const Span *s, int64_t h) { return s->at + h / s->group * s->group_step + h % s->group * s->step; }
+INLINE float *head_of(const Run *run, const Span *s, int64_t r, int64_t h) { return row_of(run, s->buffer, span_at(s, h), r); }
+
+/* Before an operation reads and writes such buffers: a barrier where another thread may still be at one of them. */
+static void settle(Run *run, uint64_t reads, uint64_t writes, const Team *team) {
+    if ((run->written & (reads | writes)) | (run->read & writes)) {
+        team_barrier(team);
+        run->read = run->written = 0;
+    }
+    run->read |= reads, run->written |= writes;
+    if (run->input && writes & BIT(run->input->from)) run->input = NULL;
+}
+
+/* The digits of an integer layer's input, where the last layer's do not serve: layers of one input come one after another. */
+static const Digits *digits_for(Run *run, const Op *op, const Team *team) {
+    const Linear *l = &op->linear;
+    const Op *last = run->input;
+    if (!last || last->from != op->from || last->from_at != op->from_at || last->linear.group != l->group || last->linear.groups != l->groups) {
+        settle(run, BIT(op->from), DIGITS_BIT, team);
+        run->digits = digits_in(run->memory, run->rows, run->decoder->digits, l->group, l->groups);
+        quantize_rows(row_of(run, op->from, op->from_at, 0), TYPE_F32, run->width[op->from], l->columns, &run->digits, team);
+        run->input = op;
+    }
+    return &run->digits;
+}

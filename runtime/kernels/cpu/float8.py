@@ -1,0 +1,73 @@
+"""float8 e4m3 weights, unquantized activations, on a CPU through this folder's C library: one byte a weight is read."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from runtime.formats.representation import Tensors
+from runtime.kernels.base import Kernel, Layer
+from runtime.kernels.cpu import library
+from runtime.kernels.cpu.integer import threads_for
+
+_UNIT = 256.0  # C widens a float8 to a float32 2^8 times smaller
+
+
+class Float8Cpu(Kernel):
+    """`y = s_w (x q_w) + b`, products and sums in float32 in one order: a row does not depend on its neighbours, the threads or the CPU.
+
+    The weight stays as stored; `row_scale` float32 `[out]` is beside it, NaN where a code of the row is.
+    """
+
+    name = "float8-c"
+    device = "cpu"
+    formats = frozenset({"float-quantized"})
+
+    def why_not(self, layer: Layer) -> str | None:
+        weights = layer.entry.scheme.grid
+        if weights is None or weights.type != "float":
+            return "it computes float8 weights"
+        if layer.entry.scheme.activations is not None:
+            return "it computes with unquantized activations"
+        if weights.strategy == "group":
+            return "it wants one scale a row"
+        if layer.dtype not in library.TYPES:
+            return f"it computes in float32, bfloat16 and float16, not {str(layer.dtype).removeprefix('torch.')}"
+        if library.load() is None:
+            return "it is written in C, and there is no compiler (or COMPRESS_NATIVE=0)"
+        return None
+
+    def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
+        scale = tensors["weight_scale"].float().flatten().expand(layer.shape[0]) * _UNIT
+        nan = ((tensors["weight"].view(torch.uint8) & 0x7F) == 0x7F).any(1)
+        return tensors | {"row_scale": scale.masked_fill(nan, float("nan"))}
+
+    def linear(self, tensors: Tensors, bias: torch.Tensor | None) -> library.Linear:
+        """What the C library is given: addresses of the tensors, which must outlive it. `bias` is float32 `[out]`."""
+        weight = tensors["weight"]
+        return library.Linear(
+            kind=library.KINDS["dense"],
+            scale_type=library.FLOAT8,
+            rows=weight.shape[0],
+            columns=weight.shape[1],
+            weight=weight.data_ptr(),
+            scale=tensors["row_scale"].data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+        )
+
+    def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        native, x = library.load(), x.contiguous()
+        assert native is not None
+        y = torch.empty(x.shape[0], layer.shape[0], dtype=x.dtype)
+        if not y.numel():
+            return y
+        offset = None if bias is None else bias.detach().float()
+        linear, kind = ctypes.byref(self.linear(tensors, offset)), library.TYPES[x.dtype]
+        memory = library.bytes_at(native.linear_memory(linear, x.shape[0], 1))
+        threads = threads_for(x.shape[0] * layer.shape[0] * layer.shape[1])
+        native.linear_run(linear, x.data_ptr(), kind, x.shape[0], y.data_ptr(), kind, 1, memory, threads)
+        return y
+
+    def path(self, rows: int) -> str:
+        return "float32 products of float8 weights, C"

@@ -1,0 +1,168 @@
+"""Routed experts of a layer computed together in C, in the place of a Python loop over their linear layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from runtime.kernels.cpu import experts as c_experts
+from runtime.kernels.cpu import library
+from runtime.kernels.cpu.integer import IntegerKernel
+from runtime.layers.compressed_linear import CompressedLinear
+from runtime.modeling.experts import Experts, gate_of, layout_of
+from runtime.modeling.linear_modules import is_conv1d, is_matrix
+
+
+class CLinears:
+    """Linear layers as the C library reads them.
+
+    Attributes:
+        keep: tensors that the structures point to.
+        digits: of the activations that integer layers take; those computed together take the same.
+    """
+
+    def __init__(self) -> None:
+        self.keep: list[torch.Tensor] = []
+        self.digits: set[int] = set()
+
+    def of(self, module: nn.Module, name: str) -> library.Linear | str:
+        """The layer, a dense one as it lies in memory; or the reason why C does not compute it. `name` is what reasons call it."""
+        if isinstance(module, CompressedLinear):
+            kernel = module.kernel
+            if not isinstance(kernel, IntegerKernel):
+                return f"kernel {module.kernel_name} of {name} is not in C"
+            self.digits.add(kernel.digits(module.layer))
+            bias = None if module.bias is None else module.bias.detach().float()
+            tensors = module._tensors()
+            self.keep += [*tensors.values(), *([] if bias is None else [bias])]
+            return kernel.panels.linear(tensors, module.layer, bias)
+        if not is_matrix(module):
+            return f"{name} is a {type(module).__name__}"
+        return self.dense(rows_of(module), module._parameters.get("bias"), name)
+
+    def dense(self, weight: torch.Tensor, bias: torch.Tensor | None, name: str) -> library.Linear | str:
+        """A weight `[out, in]`, row after row in memory, and a bias `[out]`; or the reason why C does not compute it."""
+        if weight.dtype not in library.TYPES:
+            return f"{name} is in {weight.dtype}".replace("torch.", "")
+        self.keep.append(weight)
+        return library.Linear(
+            kind=library.KINDS["dense"],
+            scale_type=library.TYPES[weight.dtype],
+            rows=weight.shape[0],
+            columns=weight.shape[1],
+            weight=weight.data_ptr(),
+            bias=None if bias is None else self.vector(bias),
+        )
+
+    def vector(self, weight: torch.Tensor) -> int:
+        """Address of a weight in float32."""
+        vector = weight.detach().float().contiguous()
+        self.keep.append(vector)
+        return vector.data_ptr()
+
+
+def rows_of(module: Any) -> torch.Tensor:
+    """Weight of a dense layer `[out, in]`, row after row in memory; from then on the module holds a view of this."""
+    turned = is_conv1d(module)
+    weight: torch.Tensor = module.weight.detach().t() if turned else module.weight.detach()
+    if not weight.is_contiguous():
+        weight = weight.contiguous()
+        module.weight.data = weight.t() if turned else weight
+    return weight
+
+
+def read_experts(module: nn.Module, reader: CLinears, name: str) -> c_experts.Experts | str:
+    """A module that holds experts, in one or one by one, as C reads it; or the reason why C does not compute it.
+
+    Experts in one whose matrices lie the other way round, or whose gate's and up projection's rows take turns, are copied.
+    """
+    layout = module.layout if isinstance(module, Experts) else layout_of(module)
+    gate = gate_of(module)
+    if layout is None or gate is None:
+        return f"{name}, a {type(module).__name__}, has a gate that C does not know"
+    rows = []
+    for number in range(layout.count):
+        row = []
+        for projection in layout.projections:
+            if isinstance(module, Experts):
+                found = reader.of(module[number].get_submodule(projection), f"{name}.{number}.{projection}")
+            else:
+                weight, bias = (
+                    layout.part(
+                        projection, module.get_parameter(layout.home(projection, is_bias))[number].detach(), is_bias
+                    )
+                    if layout.bias or not is_bias
+                    else None
+                    for is_bias in (False, True)
+                )
+                assert weight is not None
+                found = reader.dense(weight, bias, f"{name}.{projection}")
+            if isinstance(found, str):
+                return found
+            row.append(found)
+        rows.append((row[0] if layout.gate else None, row[-2], row[-1]))
+    if len(reader.digits) > 1:
+        return f"layers of {name} round their inputs in different ways"
+    made = c_experts.experts_of(rows, max(reader.digits, default=1), gate.kind, gate.alpha, gate.limit)
+    return f"{name}: {made}" if isinstance(made, str) else made
+
+
+class NativeExperts:
+    """`Experts.compute`: what the experts of a layer make of its tokens, or None where C does not do it.
+
+    It is asked at every call. Whoever watches an expert's layers, trains them or puts others in their place gets the Python loop; where
+    only their tensors are others (streamed weights), C is shown the new ones.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[dict[str, Any], str, nn.Module, torch.Tensor | None]] = []
+        self._hooks: list[Any] = []
+        self._ready: tuple[c_experts.Experts, CLinears, torch.dtype] | None = None
+
+    def __deepcopy__(self, memo: Any) -> NativeExperts:
+        return NativeExperts()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NativeExperts, ()
+
+    def __call__(
+        self, module: Experts, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Arguments and result as of `Experts.forward`."""
+        if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad or _trains(module)):
+            self._seen = []  # biases may be others the next time
+            return None
+        if module.everyone or module.separate or x.device.type != "cpu":
+            return None
+        if not self._seen or not all(store.get(name) is x and _weight(x) is w for store, name, x, w in self._seen):
+            self._ready = self._read(module)
+        if self._ready is None or self._ready[2] != x.dtype or any(self._hooks):
+            return None
+        return c_experts.run(self._ready[0], x, index, weights)
+
+    def _read(self, module: Experts) -> tuple[c_experts.Experts, CLinears, torch.dtype] | None:
+        """The experts in C's structures, what these point to, and the dtype of their rows; None where C does not compute them."""
+        layout, reader = module.layout, CLinears()
+        experts: list[dict[str, Any]] = [expert._modules for expert in module.one_by_one()]
+        layers: list[Any] = [expert[name] for expert in experts for name in layout.projections]
+        self._seen = [
+            (store, name, store[name], _weight(store[name])) for store in experts for name in layout.projections
+        ]
+        self._hooks = [hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
+        dtypes = {layer.dtype for layer in layers if isinstance(layer, CompressedLinear)}
+        if len(dtypes) != 1 or any("forward" in layer.__dict__ for layer in layers):
+            return None
+        made = read_experts(module, reader, "experts")
+        return None if isinstance(made, str) else (made, reader, dtypes.pop())
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _weight(layer: nn.Module) -> torch.Tensor | None:
+    """The tensor whose place in memory C is told."""
+    buffers = layer._buffers
+    return buffers.get("prepared_weight") if buffers else layer._parameters.get("weight")

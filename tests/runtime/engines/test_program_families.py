@@ -1,0 +1,151 @@
+"""Every family through the operations in C against transformers' own modules."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from program_families import FAMILIES, compressed, model_of
+
+from runtime.engines.base import Chunk
+from runtime.engines.native.engine import LlamaEngine, disproof, kinds, read_engine, take_over
+from runtime.engines.native.parts import Parts, read_parts
+from runtime.engines.program.read import read
+from runtime.engines.torch.engine import TorchEngine
+from runtime.kernels.cpu import library
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
+
+CPU = torch.device("cpu")
+TEXTS = torch.randint(3, 300, (2, 70), generator=torch.Generator().manual_seed(0))
+
+
+def native(model: Any) -> LlamaEngine:
+    found = read_engine(TorchEngine(model, CPU))
+    assert isinstance(found, LlamaEngine), found
+    return found
+
+
+@functools.cache
+def dense(name: str) -> tuple[TorchEngine, LlamaEngine]:
+    model = model_of(name)
+    return TorchEngine(model, CPU), native(model)
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_dense_models(name: str) -> None:
+    plain, lean = dense(name)
+    wanted, found = plain.logits(TEXTS), lean.logits(TEXTS)
+    assert error(found, wanted) < 1e-5
+    best, second = wanted.topk(2, dim=-1).values.unbind(-1)
+    assert bool(((found.argmax(-1) == wanted.argmax(-1)) | (best - second < 1e-3)).all())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_compressed_models(name: str) -> None:
+    small, twin = compressed(model_of(name))
+    lean = native(small)
+    assert lean.parts.digits, "its layers are compressed"
+    assert error(lean.logits(TEXTS), TorchEngine(twin, CPU).logits(TEXTS)) < 1e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bits_do_not_depend_on_cuts_neighbours_or_threads(name: str) -> None:
+    _, lean = dense(name)
+    texts = [TEXTS[0, :67].tolist(), TEXTS[1, :5].tolist(), TEXTS[1, :33].tolist()]
+    alone = torch.stack([lean.step(lean.new_pages(2), [Chunk(text, 0, [1, 0])])[0] for text in texts])
+    pool = lean.new_pages(6)
+    pages = [[4, 2], [0, 5], [3, 1]]
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            chunks = [Chunk(text, 0, mine) for text, mine in zip(texts, pages, strict=True)]
+            assert torch.equal(lean.step(pool, chunks), alone)
+            firsts = [Chunk(text[:-2], 0, mine) for text, mine in zip(texts, pages, strict=True)]
+            lean.step(pool, firsts)
+            for left in (2, 1):
+                ends = [Chunk([text[-left]], len(text) - left, mine) for text, mine in zip(texts, pages, strict=True)]
+                found = lean.step(pool, ends)
+            assert torch.equal(found, alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "GPTNeoX", "Falcon"])
+def test_sixteen_bit_models(name: str, dtype: torch.dtype) -> None:
+    model = model_of(name).to(dtype)
+    exact = TorchEngine(model_of(name).to(dtype).float(), CPU).logits(TEXTS)
+    theirs = TorchEngine(model, CPU).logits(TEXTS)
+    assert error(native(model).logits(TEXTS), exact) <= 1.1 * error(theirs, exact)
+
+
+# ---------------------------------------------------------------- what is refused
+ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 128, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("Llama", {"hidden_act": "mish"}, "layers.0.mlp.down_proj reads no known activation .* MishActivation"),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", **ROPE}}, "dynamic, which changes with the length"),
+        ("Falcon", {"alibi": True}, "self_attention computes attention with a mask that it does not know"),
+        ("Apertus", {}, "mlp.act_fn is a XIELUActivation"),
+        ("Olmo", {"clip_qkv": 8.0}, "OlmoLayerNorm, is neither an RMS norm nor a layer norm"),
+        ("Gemma3", {"use_bidirectional_attention": True}, "hides other positions|mask that it does not know"),
+        ("GPTJ", {"n_embd": 72, "n_layer": 2, "n_head": 6, "rotary_dim": 8}, "makes its queries in a way"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_is_refused(name: str, changes: dict[str, Any], said: str) -> None:
+    import re
+
+    engine = TorchEngine(model_of(name, **changes), CPU)
+    reason = read_parts(engine.module, CPU)
+    assert isinstance(reason, str)
+    assert re.search(said, reason), reason
+    assert take_over(engine) is None
+    assert reason in engine.explain()["model"]
+
+
+def test_bounds_of_numbers_are_seen() -> None:
+    model = model_of("Llama")
+    attention = model.model.layers[1].self_attn
+
+    class Clipped(type(attention)):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
+            found = super().forward(hidden_states, *rest, **named)
+            return found[0].clamp(-8, 8), found[1]
+
+    attention.__class__ = Clipped
+    assert "model.layers.1.post_attention_layernorm" in str(read_parts(model, CPU)), (
+        "it reads no sum of what was computed"
+    )
+
+
+def test_a_program_that_computes_otherwise_is_found_out() -> None:
+    model = model_of("Gemma3")
+    engine = native(model)
+    assert disproof(engine) is None
+    assert kinds(engine.parts) == [0, 1]
+    parts = engine.parts
+    assert isinstance(parts, Parts)
+    for op in (parts.blocks[1].ops[i] for i in range(parts.blocks[1].count)):
+        if op.kind == 3:
+            op.attend.scale *= 1.05
+    assert "differ by" in str(disproof(engine))
+
+
+def test_reading_needs_no_weights() -> None:
+    from runtime.modeling.skeleton import build_skeleton
+
+    for name in ("Gemma3", "GPT2", "Falcon"):
+        model = model_of(name)
+        skeleton = build_skeleton(model.config, torch.float32)
+        assert read(skeleton) == read(model)

@@ -107,6 +107,7 @@ class LlamaEngine(FusedEngine):
     """See `runtime.engines.base.Engine`. Made by `take_over`."""
 
     page_size = PAGE
+    in_memory = True  # all weights, so that the modules can compute too
 
     def __init__(self, torch_engine: TorchEngine, parts: Parts) -> None:
         found = library.load()
@@ -156,6 +157,11 @@ class LlamaEngine(FusedEngine):
     def make_memory(self, count: int) -> Pool:
         """As `new_pages`."""
         return self.new_pages(count)
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """As `Engine.logits`; of a dense model the modules', whose products of many rows a library computes faster than C does."""
+        dense = not self.parts.digits and self.in_memory
+        return self.torch_engine.logits(input_ids) if dense else super().logits(input_ids)
 
     def read(self, pool: Pool, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:
         return self._run(pool, chunks, output_rows(chunks, every))[0]

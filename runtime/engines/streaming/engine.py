@@ -190,6 +190,8 @@ class StreamedLlama(_Streamed, LlamaEngine):
         weights: bytes that all weights take.
     """
 
+    in_memory = False
+
     def __init__(
         self, engine: TorchEngine, parts: Parts, ranges: Mapping[int, range], ring: Ring, weights: int
     ) -> None:

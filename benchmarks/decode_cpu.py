@@ -24,10 +24,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from decode_engines import ARTIFACTS, COLUMNS, ENGINES, GROUP, OURS, PRODUCTS, ROWS, SHAPES, Engine
+from decode_engines import ARTIFACTS, COLUMNS, ENGINES, GROUP, HOMES, OURS, PRODUCTS, ROWS, SHAPES, Engine
 from decode_report import finish, refresh
 from where import commit, cpu_facts, cpu_name, memory_gb
 
@@ -36,7 +37,13 @@ CHECK_COSINE = 0.99
 
 
 class Bench:
-    """One invocation: where things are, and how a process is run."""
+    """One invocation: where things are, and how a process is run.
+
+    Attributes:
+        under: a command that every process is started by (`taskset -c 0,1`); empty: none.
+    """
+
+    under: Sequence[str] = ()
 
     def __init__(self, arguments: argparse.Namespace, work: Path) -> None:
         self.arguments, self.work = arguments, work
@@ -47,7 +54,8 @@ class Bench:
         self.long = [draw.randrange(self.shape["vocabulary"]) for _ in range(arguments.prefill_tokens)]
 
     def python(self, script: str) -> str:
-        return self.arguments.ours_python if script == "ours" else str(Path(self.arguments.peers) / "bin" / "python")
+        peers = Path(self.arguments.peers) / HOMES.get(script, "")
+        return self.arguments.ours_python if script == "ours" else str(peers / "bin" / "python")
 
     def environment(self, threads: int) -> dict[str, str]:
         ours = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(threads)}
@@ -59,7 +67,7 @@ class Bench:
 
     def call(self, script: str, request: dict[str, Any]) -> dict[str, Any]:
         """One process; its last line is the answer, a failure an answer with `error`."""
-        command = [self.python(script), str(HERE / "peers" / f"decode_{script}.py"), json.dumps(request)]
+        command = [*self.under, self.python(script), str(HERE / "peers" / f"decode_{script}.py"), json.dumps(request)]
         log = self.work / "stderr.log"
         begin = time.perf_counter()
         with log.open("wb") as errors:
@@ -101,8 +109,9 @@ class Bench:
             return found
         if engine.reads == "checkpoint":
             answer: dict[str, Any] = {}
-        elif engine.reads == "own":
-            answer = self.call(engine.script, self.request(engine, 1, action="prepare"))
+        elif engine.reads not in ARTIFACTS:
+            script = engine.script if engine.reads == "own" else engine.reads
+            answer = self.call(script, self.request(engine, 1, action="prepare"))
         else:
             answer = self.apply(engine.reads, path)
         if "error" not in answer:

@@ -1,19 +1,24 @@
-"""Rows of `decode_cpu.py`: the shapes, the engines, and what each of them loads."""
+"""Rows of `decode_cpu.py` and `decode_depths.py`: the shapes, the engines, and what each of them loads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-OURS = ("ours", "ours-fast", "ours-2:4", "ours-2:4-fast")
+OURS = ("ours", "ours-fast", "ours-2:4", "ours-2:4-fast", "ours-kv4", "ours-fast-kv4")
 SHAPES = {
     "1.1b": {"layers": 22, "hidden": 2048, "intermediate": 5632, "heads": 32, "kv-heads": 4, "vocabulary": 32000},
     "3b": {"layers": 28, "hidden": 3072, "intermediate": 8192, "heads": 24, "kv-heads": 8, "vocabulary": 32000},
+    "moe": {
+        "layers": 12, "hidden": 2048, "intermediate": 768, "heads": 32, "kv-heads": 4, "vocabulary": 32000,
+        "experts": 32, "chosen": 4,
+    },
     "tiny": {"layers": 4, "hidden": 256, "intermediate": 512, "heads": 8, "kv-heads": 2, "vocabulary": 2048},
-}
+}  # fmt: skip
 PRUNE = {"prune": {"method": "magnitude", "pattern": "2:4", "ignore": []}}
 QUANTIZE = {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128, "ignore": []}}
-ARTIFACTS = {"w4": [QUANTIZE], "w4-2:4": [PRUNE, QUANTIZE]}
+DENSE_HEAD = {"quantize": {**QUANTIZE["quantize"], "ignore": ["lm_head"]}}
+ARTIFACTS = {"w4": [QUANTIZE], "w4-2:4": [PRUNE, QUANTIZE], "w4-dense-head": [DENSE_HEAD]}
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,7 @@ class Engine:
 
     Attributes:
         script: `benchmarks/peers/decode_SCRIPT.py`.
-        reads: what it loads: "checkpoint", an artifact of `ARTIFACTS`, or "own" (its `prepare` makes it).
+        reads: what it loads: "checkpoint", an artifact of `ARTIFACTS`, or the script whose `prepare` makes it ("own": its own).
         grid: the dense checkpoint that `--check` compares its logits with.
     """
 
@@ -51,5 +56,25 @@ ENGINES = {
         "transformers fp32, eager", "transformers", "checkpoint", {"dtype": "float32"}, "dense"
     ),
 }
+# `decode_depths.py` goes through these: the engines of other projects as they are meant to be used, not a graph written for them here.
+INT4_CACHE = {"kv_cache": {"keys": "int4", "values": "int4"}}
+DEEP_ENGINES = {
+    "ours": ENGINES["ours"],
+    "ours-fast": ENGINES["ours-fast"],
+    "ours-kv4": Engine("ours, exact, int4 cache", "ours", "w4", {"kernels": "auto", **INT4_CACHE}),
+    "ours-fast-kv4": Engine("ours, fast, int4 cache", "ours", "w4", {"kernels": "fast", **INT4_CACHE}),
+    "llama.cpp": ENGINES["llama.cpp"],
+    "ik_llama.cpp": Engine("ik_llama.cpp Q4_0, repacked", "ik_llama", "llama_cpp", grid="q4_0"),
+    "mistral.rs": Engine("mistral.rs Q4K", "mistralrs", "own", {"isq": "Q4K"}),
+    "onnxruntime-genai": Engine("ONNX Runtime GenAI int4", "onnxruntime_genai", "own"),
+    "onnxruntime": Engine("ONNX Runtime, own graph", "onnxruntime", "own"),
+    "openvino-genai": Engine("OpenVINO GenAI u4", "openvino_genai", "own"),
+    "vllm": Engine("vLLM CPU W4A16, bf16 head", "vllm", "w4-dense-head", {"eager": True}),
+}
+HOMES = {
+    "ik_llama": "ik",
+    "mistralrs": "mistralrs",
+    "vllm": "vllm",
+}  # scripts whose packages have an environment of their own
 PRODUCTS = ("bandwidth", *OURS, "llama.cpp", "onnxruntime", "openvino", "torch-int4")
 ROWS, COLUMNS, GROUP = 11008, 4096, 128

@@ -4,6 +4,7 @@ An engine is `decode_NAME.py`, started with one JSON request as its argument; it
 
     prepare   turn the checkpoint `model` into what the engine reads, under `path`
     measure   load it, time prefill and decode; `logits` in the request saves logits to compare engines with
+    depths    load it, time prompts of several lengths and decode steps behind several lengths
     matvec    time one int4 product [rows, columns], rotating over copies that do not fit the cache
 """
 
@@ -36,6 +37,13 @@ class Engine(Protocol):
         """Read one more token."""
 
 
+class DeepEngine(Engine, Protocol):
+    """What `measure_depths` needs. It may have `repeat(length)` too: reach a depth by repeating what the cache has."""
+
+    def extend(self, ids: Sequence[int]) -> np.ndarray:
+        """Read more of the prompt."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """The numbers of a Llama configuration that an engine is built from."""
@@ -49,6 +57,8 @@ class Shape:
     vocabulary: int
     eps: float
     theta: float
+    experts: int
+    chosen: int
 
     @classmethod
     def read(cls, checkpoint: str | Path) -> Shape:
@@ -57,7 +67,7 @@ class Shape:
         return cls(
             c["num_hidden_layers"], c["hidden_size"], c["intermediate_size"], c["num_attention_heads"],
             c["num_key_value_heads"], c["head_dim"], c["vocab_size"], c["rms_norm_eps"],
-            c["rope_parameters"]["rope_theta"],
+            c["rope_parameters"]["rope_theta"], c.get("num_local_experts", 0), c.get("num_experts_per_tok", 0),
         )  # fmt: skip
 
 
@@ -66,6 +76,7 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
+        self.positions: int = json.loads((self.directory / "config.json").read_text())["max_position_embeddings"]
         self.map = json.loads((self.directory / "model.safetensors.index.json").read_text())["weight_map"]
 
     def __getitem__(self, name: str) -> Any:
@@ -210,6 +221,135 @@ def measure(request: dict[str, Any], load: Callable[[dict[str, Any]], Engine]) -
     }
 
 
+SHORT, FIRST = 512, 16  # prompts up to this length are timed three times; tokens in the cache at "depth 0"
+
+
+class Cells:
+    """What `depths` answers: tokens/s by length, and why some are missing."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.prefills, self.depths, self.new = request["prefills"], request["depths"], request["new_tokens"]
+        self.end = time.perf_counter() + request["seconds"]
+        self.prefill: dict[str, float] = {}
+        self.decode: dict[str, float] = {}
+        self.left_out: dict[str, str] = {}
+        self.rate = 0.0  # of the last prompt, tokens/s
+
+    def marks(self) -> list[int]:
+        """Every length, ascending."""
+        return sorted({*self.prefills, *self.depths})
+
+    def short(self, mark: int) -> bool:
+        """Cheap enough to be repeated."""
+        return mark <= SHORT
+
+    def affords(self, mark: int, tokens: int, slower: float) -> bool:
+        """Whether `tokens` of a prompt still fit the time, at the last rate and `slower` times its seconds a token; notes if not."""
+        needed = tokens / self.rate * slower if self.rate else 0.0
+        if time.perf_counter() + needed <= self.end:
+            return True
+        reason = f"about {needed:.0f} s of prompt, more than this process may take"
+        self.left_out |= {f"prefill {mark}": reason} if mark in self.prefills else {}
+        self.left_out |= {f"decode {mark}": reason} if mark in self.depths else {}
+        return False
+
+    def read(self, mark: int, tokens: int, seconds: float) -> None:
+        """A prompt was read; the best of several counts."""
+        self.rate = tokens / seconds
+        if mark in self.prefills:
+            self.prefill[str(mark)] = max(self.prefill.get(str(mark), 0.0), self.rate)
+
+    def wrote(self, mark: int, seconds: float) -> None:
+        """`new` tokens were decoded."""
+        self.decode[str(mark)] = max(self.decode.get(str(mark), 0.0), self.new / seconds)
+
+    def result(self) -> dict[str, Any]:
+        return {"prefill": self.prefill, "decode": self.decode, "left_out": self.left_out}
+
+
+def some_ids(count: int, vocabulary: int, seed: int) -> list[int]:
+    """Random tokens, none of the first ten (they may mean something)."""
+    found: list[int] = np.random.default_rng(seed).integers(10, vocabulary, count).tolist()
+    return found
+
+
+def measure_depths(request: dict[str, Any], load: Callable[[dict[str, Any]], DeepEngine]) -> dict[str, Any]:
+    """An engine that goes on from where it is: one prompt grows through all lengths, decoding at each."""
+    vocabulary = Shape.read(request["model"]).vocabulary
+    start = time.perf_counter()
+    engine = load(request)
+    load_seconds = time.perf_counter() - start
+    steps(engine, int(np.argmax(engine.prefill(some_ids(64, vocabulary, 0)))), 3)
+    cells = Cells(request)
+    for mark in [mark for mark in cells.marks() if cells.short(mark)]:
+        for turn in range(3):
+            ids = some_ids(max(mark, FIRST), vocabulary, turn + 1)
+            start = time.perf_counter()
+            token = int(np.argmax(engine.prefill(ids)))
+            cells.read(mark, len(ids), time.perf_counter() - start)
+            if mark in cells.depths:
+                cells.wrote(mark, steps(engine, token, cells.new))
+    position, spent, repeated = 0, 0.0, []
+    can_repeat = hasattr(engine, "repeat")
+    for mark in [mark for mark in cells.marks() if not cells.short(mark)]:
+        needless = can_repeat and mark > max(cells.prefills, default=0)
+        if needless or not cells.affords(mark, mark - position, 1.5):
+            if not can_repeat or mark not in cells.depths:
+                continue
+            cells.left_out.pop(f"decode {mark}", None)
+            engine.repeat(mark)
+            repeated.append(mark)
+            token = int(np.argmax(engine.step(FIRST)))
+            cells.wrote(mark, steps(engine, token, cells.new))
+            continue
+        ids = some_ids(mark - position, vocabulary, mark)
+        start = time.perf_counter()
+        token = int(np.argmax(engine.extend(ids) if position else engine.prefill(ids)))
+        spent += time.perf_counter() - start
+        cells.read(mark, mark, spent)
+        position = mark
+        if mark in cells.depths:
+            cells.wrote(mark, steps(engine, token, cells.new))
+    return {**cells.result(), "repeated": repeated, "load_seconds": load_seconds, "peak_bytes": peak()}
+
+
+def steps(engine: Engine, token: int, count: int) -> float:
+    """Seconds of `count` greedy steps."""
+    start = time.perf_counter()
+    for _ in range(count):
+        token = int(np.argmax(engine.step(token)))
+    return time.perf_counter() - start
+
+
+Generate = Callable[[list[int], int], tuple[float, float]]
+
+
+def measure_prompts(request: dict[str, Any], load: Callable[[dict[str, Any]], Generate]) -> dict[str, Any]:
+    """An engine that only answers whole prompts: `generate(ids, new)` returns seconds of the prompt and of `new` steps behind it."""
+    vocabulary = Shape.read(request["model"]).vocabulary
+    start = time.perf_counter()
+    generate = load(request)
+    load_seconds = time.perf_counter() - start
+    generate(some_ids(64, vocabulary, 0), 3)
+    cells, slower = Cells(request), 1.0
+    for mark in cells.marks():
+        for turn in range(3 if cells.short(mark) else 1):
+            if not cells.affords(mark, mark, slower):
+                continue
+            ids = some_ids(max(mark, FIRST), vocabulary, mark + turn)
+            prompt, rest = generate(ids, cells.new if mark in cells.depths else 0)
+            cells.read(mark, len(ids), prompt)
+            if mark in cells.depths:
+                cells.wrote(mark, rest)
+        slower = 1.0 if mark < SHORT else 1.3
+    return {**cells.result(), "repeated": [], "load_seconds": load_seconds, "peak_bytes": peak()}
+
+
+def peak() -> int:
+    """Resident bytes of this process at most, libraries included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def turned(ids: Sequence[int], turn: int) -> list[int]:
     """The same tokens from another start: a prompt that no cache of prefixes has seen."""
     return [*ids[turn:], *ids[:turn]]
@@ -222,7 +362,7 @@ def memory_result(base: dict[str, int], loaded: dict[str, int]) -> dict[str, int
         "resident_bytes": loaded["resident"] - base["resident"],
         "resident_used_bytes": now["resident"] - base["resident"],
         "anonymous_used_bytes": now["anonymous"] - base["anonymous"],
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes": peak(),
     }
 
 

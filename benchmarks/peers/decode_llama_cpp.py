@@ -12,10 +12,11 @@ from typing import Any
 
 import llama_cpp.llama_cpp as llama
 import numpy as np
-from decode_common import Checkpoint, Engine, Shape, dequantize, main, matvec_data, measure, time_matvec
+from decode_common import Checkpoint, Engine, Shape, dequantize, main, matvec_data, measure, measure_depths, time_matvec
 
 FILE = "q4_0.gguf"
 Q4_0, F32 = 2, 0  # ggml types
+BATCH = 512
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -32,7 +33,10 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     path.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path / FILE, "llama", use_temp_file=False)
     writer.add_block_count(s.layers)
-    writer.add_context_length(2048)
+    writer.add_context_length(source.positions)
+    if s.experts:
+        writer.add_expert_count(s.experts)
+        writer.add_expert_used_count(s.chosen)
     writer.add_embedding_length(s.hidden)
     writer.add_feed_forward_length(s.intermediate)
     writer.add_head_count(s.heads)
@@ -57,8 +61,14 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
         matrix(f"{block}.attn_k", permute(source.array(f"{here}.self_attn.k_proj.weight"), s.kv_heads))
         matrix(f"{block}.attn_v", source.array(f"{here}.self_attn.v_proj.weight"))
         matrix(f"{block}.attn_output", source.array(f"{here}.self_attn.o_proj.weight"))
-        for part in ("gate", "up", "down"):
-            matrix(f"{block}.ffn_{part}", source.array(f"{here}.mlp.{part}_proj.weight"))
+        for part, old in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+            if s.experts:
+                names = (f"{here}.block_sparse_moe.experts.{e}.{old}.weight" for e in range(s.experts))
+                matrix(f"{block}.ffn_{part}_exps", np.stack([source.array(name) for name in names]))
+            else:
+                matrix(f"{block}.ffn_{part}", source.array(f"{here}.mlp.{part}_proj.weight"))
+        if s.experts:
+            writer.add_tensor(f"{block}.ffn_gate_inp.weight", source.array(f"{here}.block_sparse_moe.gate.weight"))
         writer.add_tensor(f"{block}.attn_norm.weight", source.array(f"{here}.input_layernorm.weight"))
         writer.add_tensor(f"{block}.ffn_norm.weight", source.array(f"{here}.post_attention_layernorm.weight"))
     writer.add_tensor("output_norm.weight", source.array("model.norm.weight"))
@@ -71,7 +81,7 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class Decoder:
-    """Defaults of llama.cpp (memory map, flash attention, repacking), `n_batch` 512."""
+    """Defaults of llama.cpp (memory map, flash attention, repacking), `n_batch` 512, a cache of float16."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         llama.llama_backend_init()
@@ -81,17 +91,20 @@ class Decoder:
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {file.decode()}")
         params = llama.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = request["context"], 512, 512
+        params.n_ctx, params.n_batch, params.n_ubatch = 2 * request["context"], BATCH, BATCH  # room for `repeat`
         params.n_threads = params.n_threads_batch = request["threads"]
+        params.n_seq_max, params.kv_unified = 2, True  # the second is for `repeat`
         self.context = llama.llama_init_from_model(self.model, params)
         if not self.context:
             raise RuntimeError("llama.cpp cannot make a context")
 
     def run(self, ids: Sequence[int]) -> np.ndarray:
-        array = (llama.llama_token * len(ids))(*ids)
-        code = llama.llama_decode(self.context, llama.llama_batch_get_one(array, len(ids)))
-        if code:
-            raise RuntimeError(f"llama_decode returned {code}")
+        for start in range(0, len(ids), BATCH):
+            part = ids[start : start + BATCH]
+            array = (llama.llama_token * len(part))(*part)
+            code = llama.llama_decode(self.context, llama.llama_batch_get_one(array, len(part)))
+            if code:
+                raise RuntimeError(f"llama_decode returned {code}")
         return np.ctypeslib.as_array(llama.llama_get_logits_ith(self.context, -1), (self.vocabulary,)).copy()
 
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
@@ -100,6 +113,23 @@ class Decoder:
 
     def step(self, token: int) -> np.ndarray:
         return self.run([token])
+
+    def extend(self, ids: Sequence[int]) -> np.ndarray:
+        return self.run(ids)
+
+    def repeat(self, length: int) -> None:
+        """Cells of the sequence are copied behind it until it is `length` long; llama.cpp turns the copied keys to their places."""
+        memory = llama.llama_get_memory(self.context)
+        while (have := llama.llama_memory_seq_pos_max(memory, 0) + 1) < length:
+            size = llama.llama_state_seq_get_size(self.context, 0)
+            state = (ctypes.c_uint8 * size)()
+            llama.llama_state_seq_get_data(self.context, state, size, 0)
+            if not llama.llama_state_seq_set_data(self.context, state, size, 1):
+                raise RuntimeError("llama.cpp cannot copy a sequence")
+            llama.llama_memory_seq_rm(memory, 1, length - have, -1)
+            llama.llama_memory_seq_add(memory, 1, 0, -1, have)
+            llama.llama_memory_seq_cp(memory, 1, 0, -1, -1)
+            llama.llama_memory_seq_rm(memory, 1, -1, -1)
 
 
 def load(request: dict[str, Any]) -> Engine:
@@ -210,4 +240,5 @@ def matvec(request: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     actions = {"prepare": prepare, "measure": lambda request: measure(request, load), "matvec": matvec}
+    actions["depths"] = lambda request: measure_depths(request, load)
     main(actions, "llama-cpp-python", "gguf")

@@ -24,13 +24,14 @@ from decode_common import (
     main,
     matvec_data,
     measure,
+    measure_depths,
     rotary,
     rtn,
     time_matvec,
 )
 from onnx import TensorProto, helper, numpy_helper
 
-FILE, DATA, CONTEXT = "model.onnx", "model.onnx.data", 2048
+FILE, DATA = "model.onnx", "model.onnx.data"
 MS = "com.microsoft"
 LEVEL = 4  # activations as int8 per block
 
@@ -98,7 +99,7 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
         value("total", TensorProto.INT32, []),
     ]
     outputs = [value("logits", TensorProto.FLOAT, [1, 1, s.vocabulary])]
-    cos, sin = rotary(s, CONTEXT)
+    cos, sin = rotary(s, source.positions)
     g.constant("cos", cos), g.constant("sin", sin)
     g.constant("minus_one", np.array([-1], np.int64))
     g.constant("embed", source.array("model.embed_tokens.weight").astype(np.float16))
@@ -180,6 +181,19 @@ class Decoder:
     def step(self, token: int) -> np.ndarray:
         return self.run([token])
 
+    def extend(self, ids: Sequence[int]) -> np.ndarray:
+        return self.run(ids)
+
+    def repeat(self, length: int) -> None:
+        """The first positions of the cache once more behind it, until it is `length` long (keys keep the turn of their first place)."""
+        for tensor in self.cache:
+            array = tensor.numpy().copy()
+            for start in range(self.length, length, self.length):
+                end = min(length, start + self.length)
+                array[:, :, start:end] = array[:, :, : end - start]
+            tensor.update_inplace(array)
+        self.length = length
+
 
 def load(request: dict[str, Any]) -> Engine:
     return Decoder(request)
@@ -209,4 +223,5 @@ def matvec(request: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     actions = {"prepare": prepare, "measure": lambda request: measure(request, load), "matvec": matvec}
+    actions["depths"] = lambda request: measure_depths(request, load)
     main(actions, "onnxruntime")

@@ -23,6 +23,7 @@ from decode_common import (
     main,
     matvec_data,
     measure,
+    measure_depths,
     rtn,
     time_matvec,
 )
@@ -178,6 +179,9 @@ class Decoder:
     def step(self, token: int) -> np.ndarray:
         return self.run([token])
 
+    def extend(self, ids: Sequence[int]) -> np.ndarray:
+        return self.run(ids)
+
 
 def load(request: dict[str, Any]) -> Engine:
     return Decoder(request)
@@ -199,4 +203,5 @@ def matvec(request: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     actions = {"prepare": prepare, "measure": lambda request: measure(request, load), "matvec": matvec}
+    actions["depths"] = lambda request: measure_depths(request, load)
     main(actions, "openvino")

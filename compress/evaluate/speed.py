@@ -152,8 +152,9 @@ def _load_runtime(request: SpeedRequest) -> _Loaded:
         return {key: model.stats[key] for key in ("cache_bytes", "kv_cache", "kv_cache_read_share")}
 
     engine = model.engine
+    kernels = [kernel for layer, kernel in model.explain().items() if layer != "model"]
     facts = {
-        "weight_bytes": engine.weight_bytes, "kernels": dict(Counter(model.explain().values()).most_common()),
+        "weight_bytes": engine.weight_bytes, "kernels": dict(Counter(kernels).most_common()),
         "device": str(engine.device), "decoder": engine.description,
     }  # fmt: skip
     return _Loaded(time_one, engine.vocab_size, engine.context_length, facts, cache)

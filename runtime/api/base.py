@@ -63,7 +63,10 @@ class LoadedModel:
         return Caller(self._turns).run(function, *arguments)
 
     def explain(self) -> dict[str, str]:
-        """{layer: the kernel that computes it}; of a compressed cache {"kv_cache.LAYER": the kernel that steps read it with}."""
+        """{layer: the kernel that computes it}; of a compressed cache {"kv_cache.LAYER": the kernel that steps read it with}.
+
+        Where transformers' modules compute what a native engine could not, "model" says which operation that does not know.
+        """
         return dict(self.engine.explain())
 
 

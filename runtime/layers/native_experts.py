@@ -40,8 +40,7 @@ class CLinears:
             return kernel.panels.linear(tensors, module.layer, bias)
         if not is_matrix(module):
             return f"{name} is a {type(module).__name__}"
-        bias = module.bias
-        return self.dense(rows_of(module), None if bias is None else bias.detach(), name)  # type: ignore[union-attr]
+        return self.dense(rows_of(module), module._parameters.get("bias"), name)
 
     def dense(self, weight: torch.Tensor, bias: torch.Tensor | None, name: str) -> library.Linear | str:
         """A weight `[out, in]`, row after row in memory, and a bias `[out]`; or the reason why C does not compute it."""
@@ -146,11 +145,11 @@ class NativeExperts:
     def _read(self, module: Experts) -> tuple[c_experts.Experts, CLinears, torch.dtype] | None:
         """The experts in C's structures, what these point to, and the dtype of their rows; None where C does not compute them."""
         layout, reader = module.layout, CLinears()
-        experts = [expert._modules for expert in module.one_by_one()]
+        experts: list[dict[str, Any]] = [expert._modules for expert in module.one_by_one()]
         layers: list[Any] = [expert[name] for expert in experts for name in layout.projections]
         self._seen = [
             (store, name, store[name], _weight(store[name])) for store in experts for name in layout.projections
-        ]  # type: ignore[arg-type,misc]
+        ]
         self._hooks = [hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
         dtypes = {layer.dtype for layer in layers if isinstance(layer, CompressedLinear)}
         if len(dtypes) != 1 or any("forward" in layer.__dict__ for layer in layers):

@@ -65,4 +65,5 @@ def engines(model: Any) -> tuple[TorchEngine, LlamaEngine]:
     plain = TorchEngine(model, CPU)
     lean = take_over(plain)
     assert lean is not None, read_parts(model, CPU)
+    lean.in_memory = False  # so that its logits are those of C, of dense models too
     return plain, lean

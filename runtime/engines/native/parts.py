@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from runtime.engines.native.buffers import Buffers
 from runtime.engines.program import operations as typed
 from runtime.engines.program.activations import ACTIVATIONS
 from runtime.engines.program.leaves import apply_norm, norm_parameters
 from runtime.engines.program.operations import NormWeights, Program
 from runtime.engines.program.read import read
 from runtime.engines.program.tables import embed, rotation_tables
-from runtime.kernels.cpu import library
+from runtime.kernels.cpu import decoder, library
 from runtime.kernels.cpu.attention import MOST_CHANNELS
 from runtime.kernels.cpu.decoder import (
     MOST_BUFFERS,
@@ -43,6 +42,48 @@ _HALVES = {None: 0, "attention": SKIP_ATTENTION, "mlp": SKIP_MLP}
 
 class UnknownPartError(Exception):
     """A module that the operations in C cannot compute."""
+
+
+class Buffers:
+    """Numbers of the buffers that operations name, and their widths; one is used again once nobody reads what is in it."""
+
+    def __init__(self, program: Program) -> None:
+        self._queries, self._values = program.heads * program.head_dim, program.heads * program.value_dim
+        self._hidden = program.hidden
+        self._widths = [program.hidden, program.vocabulary]
+
+    def place(self, operations: Sequence[typed.Operation]) -> dict[str, int]:
+        """Names to numbers, of a layer or the tail."""
+        found = {typed.STREAM: decoder.STREAM, typed.LOGITS: decoder.LOGITS}
+        ends = {name: at for at, each in enumerate(operations) for name in (*typed.reads(each), *typed.writes(each))}
+        free = set(range(len(found), len(self._widths)))
+        for at, operation in enumerate(operations):
+            for name in typed.writes(operation):
+                if name not in found:
+                    found[name] = self._take(free, self._width(operation))
+            free |= {
+                found[name] for name, end in ends.items() if end == at and name not in (typed.STREAM, typed.LOGITS)
+            }
+        return found
+
+    def _take(self, free: set[int], width: int) -> int:
+        number = next((each for each in sorted(free) if self._widths[each] == width), None)
+        if number is None:
+            number = len(self._widths)
+            self._widths.append(width)
+        free.discard(number)
+        return number
+
+    def _width(self, operation: typed.Operation) -> int:
+        if isinstance(operation, typed.Linear):
+            return operation.outputs
+        if isinstance(operation, typed.Norm | typed.Mixture):
+            return operation.width
+        return self._values if isinstance(operation, typed.Attend) else self._queries
+
+    def widths(self) -> list[int]:
+        """Of all buffers, and of one more for the rows whose logits are wanted."""
+        return [*self._widths, self._hidden]
 
 
 class Structures(CLinears):

@@ -173,8 +173,9 @@ class Adapter:
         weight, bias, _ = structures.norm(replace(final, module="norm"))
         last = next(op.norm for op in self._tail if OPS[op.kind] == "norm")
         last.weight, last.bias = weight, bias
-        self._keep = [structures.arrays, *(each for each in structures.keep if each.device.type != "meta")]
-        self.weight_bytes = sum(tensor.nbytes for tensor in self._keep[1:])
+        self._keep = [tensor for tensor in structures.keep if tensor.device.type != "meta"]
+        self._arrays = structures.arrays
+        self.weight_bytes = sum(tensor.nbytes for tensor in self._keep)
         self.read_bytes = block_bytes(self.block, self.block.skip) + linear_bytes(parts.head)
 
     def make_memory(self, count: int) -> Pool:

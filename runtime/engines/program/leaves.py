@@ -57,10 +57,10 @@ def norm_parameters(module: nn.Module) -> tuple[torch.Tensor | None, torch.Tenso
     parts = [each for each in inner if not list(each.children())]
     found: list[torch.Tensor | None] = []
     for name in ("weight", "bias"):
-        own = [getattr(each, name, None) for each in parts]
-        missing = any(each is None for each in own)
+        own = [each for each in (getattr(part, name, None) for part in parts) if each is not None]
+        whole = len(own) == len(parts)
         found.append(
-            None if missing else own[0].detach() if len(own) == 1 else torch.stack([each.detach() for each in own])
+            None if not whole else own[0].detach() if len(own) == 1 else torch.stack([x.detach() for x in own])
         )
     return found[0], found[1]
 

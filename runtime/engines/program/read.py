@@ -280,10 +280,10 @@ class _Reader:
             find_parts(key, build.nodes(), self.turns, (1.0,)),
             find_parts(value, build.nodes(), (), (1.0,)),
         ]
-        for each, part in zip(found, ("queries", "keys", "values"), strict=True):
+        for each, what in zip(found, ("queries", "keys", "values"), strict=True):
             if each is None:
                 kind = type(event.module).__name__
-                raise UnknownError(f"{where}, a {kind}, makes its {part} in a way that it does not know")
+                raise UnknownError(f"{where}, a {kind}, makes its {what} in a way that it does not know")
         (q, q_rest), (k, k_rest), (v, _) = (each for each in found if each is not None)
         turn = (q_rest or q).turn
         if turn is not (k_rest or k).turn or (q_rest is None) != (k_rest is None):
@@ -292,17 +292,17 @@ class _Reader:
         if q_rest is not None and (q_rest.name, q_rest.bases) != (q.name, _shifted(q.bases, query.shape[-1] - rotary)):
             raise UnknownError(f"{where} makes its queries of two things")
         spans, norms = [], []
-        for each in (q, k, v):
-            norm = head_norms.pop(each.name, None)
-            name, bases = each.name, each.bases
+        for part in (q, k, v):
+            norm = head_norms.pop(part.name, None)
+            name, bases = part.name, part.bases
             if norm is not None:
                 name, bases = norm.name, tuple(norm.bases[base // query.shape[-1]] for base in bases)
-                build.rows.pop(each.name)
-            spans.append(self._span(where, name, bases if each is q else distinct(bases)))
+                build.rows.pop(part.name)
+            spans.append(self._span(where, name, bases if part is q else distinct(bases)))
             norms.append(None if norm is None else norm.weights)
         if norms[2] is not None or (k_rest is not None and any(norms)):
             raise UnknownError(f"{where} norms its values, or parts of its keys")
-        kv_heads = {len(distinct(each.bases)) for each in (k, v)}
+        kv_heads = {len(distinct(part.bases)) for part in (k, v)}
         if len(kv_heads) != 1 or query.shape[1] % min(kv_heads):
             raise UnknownError(f"{where} has heads that do not divide among those of the cache")
         self.heads.add((query.shape[1], kv_heads.pop(), query.shape[-1], value.shape[-1]))
@@ -315,11 +315,11 @@ class _Reader:
         rest = None if k_rest is None else self._span(where, k_rest.name, k_rest.bases)
         queries, target = Place("queries"), Place("attention")
         build.in_place(Heads(spans[0], spans[1], spans[2], queries, norms[0], norms[1], rotation, rest))
-        sinks = more.get("s_aux")
-        name = None if sinks is None else next((n for n, p in self.model.named_parameters() if p is sinks), "")
-        if name == "":
+        given = more.get("s_aux")
+        sinks = None if given is None else next((n for n, p in self.model.named_parameters() if p is given), "")
+        if sinks == "":
             raise UnknownError(f"{where} has sinks that are no parameter of it")
-        operation = Attend(queries, target, scale * q.factor, window, float(more.get("softcap") or 0.0), name)
+        operation = Attend(queries, target, scale * q.factor, window, float(more.get("softcap") or 0.0), sinks)
         build.add(operation, event.output[0])
 
     def _span(self, where: str, name: str, bases: Sequence[int]) -> Span:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -88,13 +89,18 @@ def _register() -> None:
     AttentionMaskInterface.register(NAME, lambda *_, mask_function, **__: Mask(mask_function))
 
 
-_running: list[Trace] = []  # of this process, innermost last: the interface has no other way to it
+class _Running(threading.local):
+    trace: Trace | None = None  # of this thread: the interface of attention has no other way to it
+
+
+_running = _Running()
 
 
 def _attention(
     module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **more: Any
 ) -> tuple[torch.Tensor, None]:
-    return _running[-1].attention(module, query, key, value, {**more, "mask": mask}), None
+    assert _running.trace is not None
+    return _running.trace.attention(module, query, key, value, {**more, "mask": mask}), None
 
 
 class Trace(TorchFunctionMode):
@@ -122,7 +128,7 @@ class Trace(TorchFunctionMode):
         self.events.append(Event(kind, self.names.get(module, ""), module, kept[0], kept[1], more))
 
     # ---------------------------------------------------------------- in the place of modules
-    def linear(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def _linear(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         outputs, _ = shape_of(self.names[module], module)
         y = self._of_sizes(*x.shape[:-1], outputs)
         self.record("linear", module, (x,), (y,))
@@ -134,28 +140,29 @@ class Trace(TorchFunctionMode):
             y * SIZES if y.dim() == 3 else (y.view(*SIZES.shape[:2], -1) * SIZES).view(y.shape) if y.dim() == 2 else y
         )
 
-    def router(self, module: nn.Module, x: torch.Tensor) -> Any:
+    def _router(self, module: nn.Module, x: torch.Tensor) -> Any:
         found = twin_of(module)(x)
         self.record("router", module, (x,), outputs_of(found, self.names[module]))
         return found
 
-    def experts(self, module: nn.Module, x: torch.Tensor, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+    def _experts(self, module: nn.Module, x: torch.Tensor, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         y = self._of_sizes(*x.shape)
         self.record("experts", module, (x, *given, *named.values()), (y,))
         return y
 
-    def norm(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def _norm(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = self.random(*x.shape)
         self.record("norm", module, (x,), (y,))
         return y
 
-    def lookup(self, module: nn.Module, ids: torch.Tensor, width: int) -> torch.Tensor:
+    def _lookup(self, module: nn.Module, ids: torch.Tensor, width: int) -> torch.Tensor:
         kinds, places = ids.unique(return_inverse=True)
         y = self.random(len(kinds), width)[places]
         self.record("embedding", module, (ids,), (y,))
         return y
 
     def attention(self, module: nn.Module, query: Any, key: Any, value: Any, more: dict[str, Any]) -> torch.Tensor:
+        """In its place, `[batch, tokens, heads, value_dim]` for queries, keys and values `[batch, heads, tokens, head_dim]`."""
         y = self.random(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
         self.record("attention", module, (query, key, value), (y.flatten(2),), **more)
         return y
@@ -166,7 +173,7 @@ class Trace(TorchFunctionMode):
             ids, weight = args[:2] if func is functional.embedding else args[1::-1]
             name = self._tables.get(id(weight))
             if name is not None:
-                return self.lookup(self._model.get_submodule(name), ids, weight.shape[1])
+                return self._lookup(self._model.get_submodule(name), ids, weight.shape[1])
         if func is functional.scaled_dot_product_attention:
             names = ("query", "key", "value", "mask", "dropout", "causal")
             given = dict(zip(names, args, strict=False))
@@ -176,7 +183,7 @@ class Trace(TorchFunctionMode):
             )
             more = {"scaling": kwargs.get("scale"), "tensor": mask, "causal": causal}
             module = next(each for each in reversed(self._calling) if "ttention" in type(each).__name__)
-            return self.attention(module, *args[:3], more).transpose(1, 2)
+            return self.attention(module, args[0], args[1], args[2], more).transpose(1, 2)
         return func(*args, **kwargs)
 
     # ---------------------------------------------------------------- the pass
@@ -185,12 +192,13 @@ class Trace(TorchFunctionMode):
         _register()
         config: Any = self._model.config
         far = max(int(getattr(config, "max_position_embeddings", None) or FAR), 2 * TOKENS)
-        ids = torch.tensor([[3, 5, 6], [7, 8, 9]]) % max(1, self._model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+        embedding: Any = self._model.get_input_embeddings()
+        ids = torch.tensor([[3, 5, 6], [7, 8, 9]]) % max(1, int(embedding.num_embeddings))
         places = torch.tensor([[0, 1, 2], [far - 3, far - 2, far - 1]])
         configs = {id(each): each for each in (config, *(getattr(m, "config", config) for m in self.names))}.values()
         before = [each._attn_implementation for each in configs]
         training = [each for each in self.names if each.training]
-        _running.append(self)
+        _running.trace = self
         try:
             for module in training:
                 module.training = False  # no dropout
@@ -202,7 +210,7 @@ class Trace(TorchFunctionMode):
                     arguments["position_ids"] = places
                 self.logits = self._model(**arguments).logits.detach()
         finally:
-            _running.remove(self)
+            _running.trace = None
             for module in training:
                 module.training = True
             for each, old in zip(configs, before, strict=True):
@@ -233,13 +241,13 @@ class Trace(TorchFunctionMode):
                 if module._forward_hooks or module._forward_pre_hooks:
                     raise UnknownError(f"{name or 'the model'} has hooks, which may compute anything")
                 if kind == "linear":
-                    put(module, functools.partial(self.linear, module))
+                    put(module, functools.partial(self._linear, module))
                 elif kind == "router":
-                    put(module, functools.partial(self.router, module))
+                    put(module, functools.partial(self._router, module))
                 elif kind == "experts":
-                    put(module, functools.partial(self.experts, module))
+                    put(module, functools.partial(self._experts, module))
                 elif kind == "norm":
-                    put(module, functools.partial(self.norm, module))
+                    put(module, functools.partial(self._norm, module))
                 elif kind == "embedding" and isinstance(module, nn.Embedding):
                     self._tables[id(module.weight)] = name
                 elif kind == "embedding":
@@ -257,7 +265,7 @@ class Trace(TorchFunctionMode):
             yield
 
     def _compressed(self, module: Any, ids: torch.Tensor) -> torch.Tensor:
-        return self.lookup(module, ids, int(module.shape[1]))
+        return self._lookup(module, ids, int(module.shape[1]))
 
     def _rotary(self, module: nn.Module, forward: Any, *given: Any, **named: Any) -> Any:
         found = forward(*given, **named)

@@ -154,7 +154,7 @@ def _why_not_streamed(parts: Parts, ranges: Mapping[int, range]) -> str | None:
     """Why the decoder in C cannot compute on a ring's buffers: weights lie in the file otherwise than it reads them."""
     for number, addresses in ranges.items():
         block = parts.blocks[number]
-        if any(linear.weight not in addresses for _, linear in linears(block.ops, block.count)):
+        if any(linear.weight not in addresses for _, linear, _ in linears(block.ops, block.count)):
             return "matrices of its streamed layers lie transposed in the file"
     return None
 
@@ -189,6 +189,8 @@ class StreamedLlama(_Streamed, LlamaEngine):
         ranges: of each of these blocks, the addresses at which `parts` has its tensors.
         weights: bytes that all weights take.
     """
+
+    in_memory = False
 
     def __init__(
         self, engine: TorchEngine, parts: Parts, ranges: Mapping[int, range], ring: Ring, weights: int

@@ -151,10 +151,8 @@ def test_the_plan_says_readers_and_engine(make_checkpoint: Any, recipe: Any) -> 
     assert "its cache is compressed" in plan.engine
     plain = make_plan(load(recipe(source, W4)), device="cpu", readers=readable_by)
     assert plain.engine.startswith("cpu: the decoder in C")
-    assert (
-        "none of its layers is compressed"
-        in make_plan(load(recipe(source, *STAGES["structured"])), device="cpu", readers=readable_by).engine
-    )
+    dense = make_plan(load(recipe(source, *STAGES["structured"])), device="cpu", readers=readable_by)
+    assert dense.engine.startswith("cpu: the decoder in C")
 
 
 def test_sizes_count_what_is_loaded(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:

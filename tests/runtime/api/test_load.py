@@ -42,7 +42,7 @@ BATCH = torch.randint(2, 400, (2, 9), generator=torch.Generator().manual_seed(1)
 def same_as_transformers(path: Path, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    ours = runtime.load(path, kernels="reference")
+    ours = runtime.load(path)
     theirs = AutoModelForCausalLM.from_pretrained(path, **options).eval()
     with torch.inference_mode():
         assert torch.equal(ours.logits(BATCH), theirs(BATCH).logits.float())

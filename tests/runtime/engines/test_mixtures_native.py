@@ -34,6 +34,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 def native(model: Any) -> LlamaEngine:
     found = read_engine(TorchEngine(model, CPU))
     assert isinstance(found, LlamaEngine), found
+    found.in_memory = False  # so that its logits are those of C, of dense models too
     return found
 
 

@@ -10,9 +10,8 @@ import torch
 from program_families import FAMILIES, compressed, model_of
 
 from runtime.engines.base import Chunk
-from runtime.engines.native.engine import LlamaEngine, read_engine, take_over
+from runtime.engines.native.engine import LlamaEngine, disproof, kinds, read_engine, take_over
 from runtime.engines.native.parts import Parts, read_parts
-from runtime.engines.native.proof import disproof, kinds
 from runtime.engines.program.read import read
 from runtime.engines.torch.engine import TorchEngine
 from runtime.kernels.cpu import library
@@ -26,6 +25,7 @@ TEXTS = torch.randint(3, 300, (2, 70), generator=torch.Generator().manual_seed(0
 def native(model: Any) -> LlamaEngine:
     found = read_engine(TorchEngine(model, CPU))
     assert isinstance(found, LlamaEngine), found
+    found.in_memory = False  # so that its logits are those of C, of dense models too
     return found
 
 

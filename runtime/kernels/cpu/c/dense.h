@@ -5,6 +5,7 @@
 #define RUNNING 32
 #define RUNNING_VECTORS (RUNNING / LANES)
 #define TWICE _Pragma("GCC unroll 2")
+#define DENSE_BLOCK (1 << 18) /* bytes, as float32, of rows of a weight that stay in the cache while all rows of x pass by */
 
 /* Most rows of x in a tile, and rows of the weight beside each other: sums for all registers. One row of x waits for memory, which is
  * faster as one row of the weight after another. */
@@ -67,20 +68,24 @@ static void dense_part(const Linear *l, const float *x, int64_t apart, int64_t r
     int64_t start, end, tiles = tiles_of(rows, DENSE_ROWS), at[2];
     float out[2 * DENSE_ROWS];
     const int beside = rows == 1 ? BESIDE(1) : BESIDE(2);
+    const int64_t kept = DENSE_BLOCK / (columns * 4 + 1) / beside * beside, block = kept > beside ? kept : beside;
     team_part(team, l->rows, 16, &start, &end);
-    for (int64_t n = start; n < end; n += beside) {
-        for (int i = 0; i < beside; i++) at[i] = (n + i < end ? n + i : end - 1) * columns;
+    for (int64_t first = start; first < end; first += block) {
+        const int64_t last = first + block < end ? first + block : end;
         for (int64_t t = 0, row = 0, count; t < tiles; t++, row += count) {
             count = tile_size(rows, tiles, t);
-            DENSE_OF[l->scale_type][count - 1](l->weight, at, x + row * apart, apart, columns, t == 0, out);
-            for (int64_t i = 0; i < beside && n + i < end; i++)
-                for (int64_t m = row; m < row + count; m++) {
-                    float total = out[i * count + m - row];
-                    for (int64_t k = columns / RUNNING * RUNNING; k < columns; k++)
-                        total = fmaf(load_as(l->weight, l->scale_type, at[i] + k), x[m * apart + k], total);
-                    if (l->scale) total *= ((const float *)l->scale)[n + i];
-                    put(y, out_type, m * out_stride + n + i, total + (l->bias ? l->bias[n + i] : 0.0f), add);
-                }
+            for (int64_t n = first; n < last; n += beside) {
+                for (int i = 0; i < beside; i++) at[i] = (n + i < last ? n + i : last - 1) * columns;
+                DENSE_OF[l->scale_type][count - 1](l->weight, at, x + row * apart, apart, columns, t == 0, out);
+                for (int64_t i = 0; i < beside && n + i < last; i++)
+                    for (int64_t m = row; m < row + count; m++) {
+                        float total = out[i * count + m - row];
+                        for (int64_t k = columns / RUNNING * RUNNING; k < columns; k++)
+                            total = fmaf(load_as(l->weight, l->scale_type, at[i] + k), x[m * apart + k], total);
+                        if (l->scale) total *= ((const float *)l->scale)[n + i];
+                        put(y, out_type, m * out_stride + n + i, total + (l->bias ? l->bias[n + i] : 0.0f), add);
+                    }
+            }
         }
     }
 }

@@ -147,35 +147,38 @@ static int one_row(const Experts *e, const Routed *r) {
     return r->rows == 1 && most <= 1;
 }
 
-/* Digits of `count` rows from `row` on. */
-static Digits some_digits(Digits d, int64_t row, int64_t count) {
-    d.digit += row * d.digits * d.apart;
-    d.scale += row * PARTS(d.digits) * d.groups;
-    d.sum += row * PARTS(d.digits) * d.groups;
-    d.rows = count;
-    return d;
+/* Digits of `count` pairs from `first` on, those of one expert, in the memory of all. */
+static Digits pair_digits(const Experts *e, const Reading *reading, char *memory, int64_t first, int64_t count) {
+    int64_t each = reading_bytes(reading, 1, e->digits) - reading_bytes(reading, 0, e->digits);
+    return digits_in(memory + first * each, count, e->digits, reading->group, reading->groups);
+}
+/* Digits of the expert that has pair p, and in `row` the pair's place in them. */
+static Digits digits_of_pair(const Experts *e, const Routed *r, const Reading *reading, char *memory, int64_t p, int64_t *row) {
+    const int64_t expert = r->index[r->source[p]], first = r->first[expert];
+    *row = p - first;
+    return pair_digits(e, reading, memory, first, r->first[expert + 1] - first);
 }
 
 /* Rows of the pairs side by side, as numbers for dense layers and as digits for the others. */
-static void gather_pairs(const Experts *e, const Routed *r, const void *x, int type, int64_t apart, Digits *digits, const Team *team) {
+static void gather_pairs(const Experts *e, const Routed *r, const void *x, int type, int64_t apart, int shared, const Team *team) {
     const int64_t hidden = e->hidden;
     int64_t start, end, pairs = r->first[e->count];
-    if (pairs > 1 && one_row(e, r)) pairs = 1;
+    if (pairs > 1 && shared) pairs = 1;
     float buffer[256];
     if (e->first.groups) {
-        *digits = digits_in(r->first_digits, pairs, e->digits, e->first.group, e->first.groups);
-        team_part(team, pairs * digits->groups, 1, &start, &end);
+        const int64_t groups = e->first.groups, group = e->first.group;
+        team_part(team, pairs * groups, 1, &start, &end);
         for (int64_t unit = start; unit < end; unit++) {
-            int64_t p = unit / digits->groups, g = unit % digits->groups, from = g * digits->group;
-            int64_t row = r->source[p] / r->chosen;
-            int count = (int)(hidden - from < digits->group ? hidden - from : digits->group);
+            int64_t p = unit / groups, g = unit % groups, from = g * group, row = r->source[p] / r->chosen, place;
+            const Digits digits = digits_of_pair(e, r, &e->first, r->first_digits, p, &place);
+            int count = (int)(hidden - from < group ? hidden - from : group);
             if (count < 0) count = 0;
             const float *source = (const float *)x + row * apart + from;
             if (type != TYPE_F32) {
                 for (int i = 0; i < count; i++) buffer[i] = load_as(x, type, row * apart + from + i);
                 source = buffer;
             }
-            quantize_group(source, count, digits, p, g);
+            quantize_group(source, count, &digits, place, g);
         }
     }
     if (!e->first.dense) return;
@@ -191,11 +194,10 @@ static float clamped_gate(const Experts *e, float gate, float up) {
 }
 
 /* The gate over both first products, into r->gate, and its digits for down. */
-static void activate_pairs(const Experts *e, const Routed *r, Digits *digits, const Team *team) {
+static void activate_pairs(const Experts *e, const Routed *r, const Team *team) {
     const int64_t pairs = r->first[e->count], inner = e->inner, step = e->second.groups ? e->second.group : 256;
     const int64_t steps = e->second.groups ? e->second.groups : (inner + step - 1) / step;
     int64_t start, end;
-    if (e->second.groups) *digits = digits_in(r->second_digits, pairs, e->digits, e->second.group, e->second.groups);
     team_part(team, pairs * steps, 1, &start, &end);
     for (int64_t unit = start; unit < end; unit++) {
         int64_t p = unit / steps, g = unit % steps, from = g * step;
@@ -209,7 +211,10 @@ static void activate_pairs(const Experts *e, const Routed *r, Digits *digits, co
             memcpy(gate, up, (size_t)count * 4);
             activate(ACT_SILU, gate, NULL, count);
         }
-        if (e->second.groups) quantize_group(gate, count, digits, p, g);
+        if (!e->second.groups) continue;
+        int64_t place;
+        const Digits digits = digits_of_pair(e, r, &e->second, r->second_digits, p, &place);
+        quantize_group(gate, count, &digits, place, g);
     }
 }
 
@@ -217,7 +222,7 @@ static void activate_pairs(const Experts *e, const Routed *r, Digits *digits, co
 
 /* This member's share of one kind of product of all experts that have pairs. Work is counted in bytes and multiplications: a unit costs
  * what it takes to read it, and more with every row. */
-static void multiply_pairs(const Experts *e, const Routed *r, int down, const Digits *digits, int shared, const Team *team) {
+static void multiply_pairs(const Experts *e, const Routed *r, int down, int shared, const Team *team) {
     const int64_t columns = down ? e->inner : e->hidden, rows = down ? e->hidden : e->inner;
     const int64_t units = (rows + UNIT * PANEL - 1) / (UNIT * PANEL), reading = 3;
     const int layers = down || e->activation == GATE_NONE_SILU ? 1 : 2;
@@ -233,11 +238,13 @@ static void multiply_pairs(const Experts *e, const Routed *r, int down, const Di
             float *y = down ? r->out + p * rows : (layer ? r->gate : r->up) + p * rows;
             int64_t first = from > at ? (from - at + cost - 1) / cost : 0, last = (until - at + cost - 1) / cost;
             if (last > units) last = units;
-            const Digits mine = l->kind == KIND_DENSE ? (Digits){0} : some_digits(*digits, shared ? 0 : p, pairs);
+            const int dense = l->kind == KIND_DENSE;
+            const Digits mine = dense ? (Digits){0} : pair_digits(e, down ? &e->second : &e->first, down ? r->second_digits : r->first_digits,
+                                                                  shared ? 0 : p, pairs);
             const float *x = (down ? r->gate : r->x) + (shared ? 0 : p * columns);
             for (int64_t unit = first; unit < last; unit++) {
                 const Team one = {(int)unit, (int)units}; /* the unit is what that member of so many would do */
-                if (l->kind == KIND_DENSE) dense_part(l, x, columns, pairs, y, TYPE_F32, rows, 0, &one);
+                if (dense) dense_part(l, x, columns, pairs, y, TYPE_F32, rows, 0, &one);
                 else integer_part(l, &mine, y, TYPE_F32, rows, 0, &one);
             }
         }
@@ -265,17 +272,16 @@ static void sum_pairs(const Experts *e, const Routed *r, void *y, int type, int6
 /* y (+)= what the experts in r->index make of x [rows, hidden], weighted; r->index and r->weight are complete when this is entered. */
 static void experts_part(const Experts *e, Routed *r, const void *x, int type, int64_t x_apart, void *y, int y_type, int64_t y_apart,
                          int add, const Team *team) {
-    Digits hidden = {0}, inner = {0};
     if (team->index == 0) sort_pairs(e, r);
     team_barrier(team);
     const int shared = one_row(e, r);
-    gather_pairs(e, r, x, type, x_apart, &hidden, team);
+    gather_pairs(e, r, x, type, x_apart, shared, team);
     team_barrier(team);
-    multiply_pairs(e, r, 0, &hidden, shared, team);
+    multiply_pairs(e, r, 0, shared, team);
     team_barrier(team);
-    activate_pairs(e, r, &inner, team);
+    activate_pairs(e, r, team);
     team_barrier(team);
-    multiply_pairs(e, r, 1, &inner, 0, team);
+    multiply_pairs(e, r, 1, 0, team);
     team_barrier(team);
     sum_pairs(e, r, y, y_type, y_apart, add, team);
 }

@@ -184,7 +184,7 @@ def test_a_draft_keeps_to_its_room(module: Any, draft: str, kind: str) -> None:
     drafter, engine = model.speculation.drafter, lean(model)
     text = list(range(20, 70))
     pool = engine.new_pages(1)
-    engine.step(pool, [Chunk(text[:-1], 0, [0])])
+    engine.step(pool, [Chunk((text * 2)[:63], 0, [0])])
     for length in (50, 61, 62, 63, 64):  # the last one's place is the page's last
         more = (text * 2)[:length]
         ask = turn(engine, more, pool, [0])
@@ -422,7 +422,7 @@ def test_settings_that_cannot_be(plain: Any, settings: Any, said: str) -> None:
 def test_engines_that_cannot(plain: Any, module: Any, draft: str) -> None:
     for settings in ({"method": "skip", "skip_mlp": [1]}, {"method": "early-exit"}, {"model": draft}):
         with pytest.raises(
-            RequestError, match=r"only the decoder in C computes with parts of a model.*this one runs on"
+            RequestError, match=r"only the decoder in C.* computes with parts of a model.*this one runs on"
         ):
             drafter_of(Target(plain.artifact, engines(module)[0]), settings)
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Decoding beside another process that keeps one core busy: tokens/s of idle and of busy rounds, in turn, in one process.
 
-    python benchmarks/busy_neighbour.py --work /tmp/busy [--rounds 7] [--threads 2] [--output benchmarks/results/busy_neighbour.json]
-    python benchmarks/busy_neighbour.py --work /tmp/busy --peers ~/peers/runtime     beside llama.cpp (peers/setup_runtime.sh)
+    python benchmarks/busy_neighbour.py --work DIRECTORY [--rounds 7] [--threads 2] [--output benchmarks/results/busy_neighbour.json]
+    python benchmarks/busy_neighbour.py --work DIRECTORY --peers ~/peers/runtime     beside llama.cpp (peers/setup_runtime.sh)
 
 The model is a random Llama with the layers of the 1.1B shape and fewer of them, W4 of groups of 128. The neighbour is a process that
 spins on core 0 and takes no memory bandwidth. Prints one JSON object: medians over the rounds, and the median of the ratios of

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from decode_cpu import HERE, Bench, machine
-from decode_depths_report import finish
+from decode_depths_report import plot, table
 from decode_engines import DEEP_ENGINES, OURS, SHAPES, Engine
+from decode_report import finish
 from where import commit
 
 POSITIONS = 32768
@@ -148,7 +149,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     arguments = parse()
     if arguments.render:
-        finish(json.loads(arguments.render.read_text()), arguments.render)
+        finish(json.loads(arguments.render.read_text()), arguments.render, table, plot)
         return
     begin = time.perf_counter()
     names = [name for name in DEEP_ENGINES if name in arguments.engines.split(",")]
@@ -174,7 +175,7 @@ def main() -> None:
                 for name in (n for n in names if (number, bench.model.name, threads, n) not in done):
                     if time.perf_counter() - begin > arguments.minutes * 60:
                         print("the time is over", flush=True)
-                        finish(data, arguments.output)
+                        finish(data, arguments.output, table, plot)
                         return
                     key = bench.model.name, name
                     answer = run(bench, DEEP_ENGINES[name], threads) if key not in failed else {"error": failed[key]}
@@ -182,7 +183,7 @@ def main() -> None:
                         failed[key] = answer["error"]
                     record(data, answer | {"model": key[0], "engine": name, "threads": threads, "round": number})
                     arguments.output.write_text(json.dumps(data, indent=1) + "\n")
-    finish(data, arguments.output)
+    finish(data, arguments.output, table, plot)
 
 
 def run(bench: DepthBench, engine: Engine, threads: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,10 +149,3 @@ def plot(data: dict[str, Any], path: Path) -> None:
     )
     drawn.tight_layout()
     drawn.savefig(path, dpi=140, facecolor="white", metadata={"Software": None})
-
-
-def finish(data: dict[str, Any], output: Path) -> None:
-    """Write, print, draw."""
-    output.write_text(json.dumps(data, indent=1) + "\n")
-    print(table(data))
-    plot(data, output.with_suffix(".png"))

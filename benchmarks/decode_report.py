@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,12 @@ def plot(data: dict[str, Any], path: Path) -> None:
     drawn.savefig(path, dpi=140, facecolor="white", metadata={"Software": None})
 
 
-def finish(data: dict[str, Any], output: Path) -> None:
+def finish(
+    data: dict[str, Any],
+    output: Path,
+    table: Callable[[dict[str, Any]], str] = table,
+    plot: Callable[[dict[str, Any], Path], None] = plot,
+) -> None:
     """Write, print, draw."""
     output.write_text(json.dumps(data, indent=1) + "\n")
     print(table(data))

@@ -24,7 +24,7 @@ from make_random_llama import write
 import compress
 import runtime
 from runtime.api.model import Model
-from runtime.engines.native.engine import LlamaEngine
+from runtime.engines.native.engine import NativeEngine
 
 PROMPT, NEW, ROUNDS = 32, 128, 5
 
@@ -53,7 +53,7 @@ def main() -> None:
         recipe.write_text(json.dumps({"name": "narrow", "model": str(source), "stages": stages}))
         out = compress.apply(str(recipe), output=str(Path(folder) / "out"), quiet=True).path
         lean = runtime.load(out, threads=1)
-        assert isinstance(lean.engine, LlamaEngine)
+        assert isinstance(lean.engine, NativeEngine)
         plain = Model(lean.engine.torch_engine, None, lean.artifact, frozenset())
         found: dict[str, Any] = {
             "layers": options.layers,

@@ -44,6 +44,19 @@ class DeepEngine(Engine, Protocol):
         """Read more of the prompt."""
 
 
+class CachedEngine:
+    """Base class of an engine whose `run` reads tokens behind what is in its cache; logits of the last one, `[vocabulary]`."""
+
+    def run(self, ids: Sequence[int]) -> np.ndarray:
+        raise NotImplementedError
+
+    def step(self, token: int) -> np.ndarray:
+        return self.run([token])
+
+    def extend(self, ids: Sequence[int]) -> np.ndarray:
+        return self.run(ids)
+
+
 @dataclass(frozen=True)
 class Shape:
     """The numbers of a Llama configuration that an engine is built from."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import ik_llama_cpp._ctypes_api as llama
 import numpy as np
-from decode_common import DeepEngine, Shape, main, measure, measure_depths
+from decode_common import CachedEngine, DeepEngine, Shape, main, measure, measure_depths
 from ik_llama_cpp._lib_loader import load_shared_library
 
 FILE = "q4_0.gguf"
@@ -23,7 +23,7 @@ C.llama_state_seq_get_size.restype = ctypes.c_size_t
 C.llama_state_seq_set_data.restype = ctypes.c_size_t
 
 
-class Decoder:
+class Decoder(CachedEngine):
     """One context, two sequences: the second is for `repeat`."""
 
     def __init__(self, request: dict[str, Any]) -> None:
@@ -57,12 +57,6 @@ class Decoder:
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
         llama.llama_kv_cache_clear(self.context)
         self.length = 0
-        return self.run(ids)
-
-    def step(self, token: int) -> np.ndarray:
-        return self.run([token])
-
-    def extend(self, ids: Sequence[int]) -> np.ndarray:
         return self.run(ids)
 
     def repeat(self, length: int) -> None:

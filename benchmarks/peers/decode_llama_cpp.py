@@ -12,7 +12,18 @@ from typing import Any
 
 import llama_cpp.llama_cpp as llama
 import numpy as np
-from decode_common import Checkpoint, Engine, Shape, dequantize, main, matvec_data, measure, measure_depths, time_matvec
+from decode_common import (
+    CachedEngine,
+    Checkpoint,
+    Engine,
+    Shape,
+    dequantize,
+    main,
+    matvec_data,
+    measure,
+    measure_depths,
+    time_matvec,
+)
 
 FILE = "q4_0.gguf"
 Q4_0, F32 = 2, 0  # ggml types
@@ -80,7 +91,7 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     return {"bytes": (path / FILE).stat().st_size}
 
 
-class Decoder:
+class Decoder(CachedEngine):
     """Defaults of llama.cpp (memory map, flash attention, repacking), `n_batch` 512, a cache of float16."""
 
     def __init__(self, request: dict[str, Any]) -> None:
@@ -109,12 +120,6 @@ class Decoder:
 
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
         llama.llama_memory_clear(llama.llama_get_memory(self.context), True)
-        return self.run(ids)
-
-    def step(self, token: int) -> np.ndarray:
-        return self.run([token])
-
-    def extend(self, ids: Sequence[int]) -> np.ndarray:
         return self.run(ids)
 
     def repeat(self, length: int) -> None:

@@ -15,6 +15,7 @@ import onnx
 import onnxruntime as ort
 from decode_common import (
     GROUP,
+    CachedEngine,
     Checkpoint,
     Engine,
     Shape,
@@ -144,7 +145,7 @@ def session(model: str, threads: int) -> ort.InferenceSession:
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-class Decoder:
+class Decoder(CachedEngine):
     """One session, its cache in ORT's memory, past and present the same buffers."""
 
     def __init__(self, request: dict[str, Any]) -> None:
@@ -176,12 +177,6 @@ class Decoder:
 
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
         self.length = 0
-        return self.run(ids)
-
-    def step(self, token: int) -> np.ndarray:
-        return self.run([token])
-
-    def extend(self, ids: Sequence[int]) -> np.ndarray:
         return self.run(ids)
 
     def repeat(self, length: int) -> None:

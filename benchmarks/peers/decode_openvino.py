@@ -14,6 +14,7 @@ import numpy as np
 import openvino as ov
 from decode_common import (
     GROUP,
+    CachedEngine,
     Checkpoint,
     Engine,
     Shape,
@@ -151,7 +152,7 @@ def compiled(model: Any, threads: int) -> Any:
     return ov.Core().compile_model(model, "CPU", settings)
 
 
-class Decoder:
+class Decoder(CachedEngine):
     """One inference request; its state is the cache."""
 
     def __init__(self, request: dict[str, Any]) -> None:
@@ -174,12 +175,6 @@ class Decoder:
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
         self.request.reset_state()
         self.length = 0
-        return self.run(ids)
-
-    def step(self, token: int) -> np.ndarray:
-        return self.run([token])
-
-    def extend(self, ids: Sequence[int]) -> np.ndarray:
         return self.run(ids)
 
 

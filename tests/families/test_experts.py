@@ -194,9 +194,9 @@ def test_a_draft_is_cut_out_of_a_mixture(tmp_path: Path) -> None:
 def test_an_artifact_decodes_in_c_and_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The native engine has the experts of a mixture, in memory or streamed, and gives what transformers' modules give."""
     from runtime.engines import choose
-    from runtime.engines.native.engine import LlamaEngine
+    from runtime.engines.native.engine import NativeEngine
     from runtime.engines.streaming import engine as streaming
-    from runtime.engines.streaming.engine import StreamedLlama
+    from runtime.engines.streaming.engine import StreamedNative
     from runtime.engines.streaming.plan import plan
     from runtime.system.directories import cache_directory
 
@@ -205,7 +205,7 @@ def test_an_artifact_decodes_in_c_and_from_disk(tmp_path: Path, monkeypatch: pyt
     stages = [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32}}]
     artifact = compress.apply({"name": "t", "model": str(path), "stages": stages}, output=tmp_path / "out", quiet=True)
     whole, ids = runtime.load(artifact.path), torch.tensor([[3, 17, 80, 101, 5, 64]])
-    assert type(whole.engine) is LlamaEngine
+    assert type(whole.engine) is NativeEngine
     modules = Blueprint(Artifact(artifact.path), torch.device("cpu"), "auto", None, False).build()
     torch.testing.assert_close(whole.logits(ids), modules.logits(ids), rtol=1e-4, atol=1e-4)
     (tmp_path / "cache").mkdir()
@@ -217,7 +217,7 @@ def test_an_artifact_decodes_in_c_and_from_disk(tmp_path: Path, monkeypatch: pyt
     )
     streamed = runtime.load(artifact.path, max_memory="1GB")
     try:
-        assert type(streamed.engine) is StreamedLlama
+        assert type(streamed.engine) is StreamedNative
         for _ in range(2):
             assert torch.equal(streamed.logits(ids), whole.logits(ids))
         prompts = [[5, 6, 7], [9]]

@@ -18,7 +18,7 @@ from runtime.drafting.config.request import parse
 from runtime.drafting.drafters import kangaroo
 from runtime.drafting.drafters.base import Drafter
 from runtime.drafting.speculation import Speculation
-from runtime.engines.native.engine import LlamaEngine
+from runtime.engines.native.engine import NativeEngine
 
 FINGERPRINT = "0123"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -45,8 +45,8 @@ def loaded(module: Any) -> Model:
     return Model(engines(module)[1], None, artifact, frozenset([3]))
 
 
-def lean(model: Model) -> LlamaEngine:
-    assert isinstance(model.engine, LlamaEngine)
+def lean(model: Model) -> NativeEngine:
+    assert isinstance(model.engine, NativeEngine)
     return model.engine
 
 

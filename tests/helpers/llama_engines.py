@@ -16,8 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from runtime.engines.native.engine import LlamaEngine, take_over
-from runtime.engines.native.parts import read_parts
+from runtime.engines.native.engine import NativeEngine, read_engine
 from runtime.engines.torch.engine import TorchEngine
 
 CPU = torch.device("cpu")
@@ -61,9 +60,14 @@ def model_of(name: str, **changes: Any) -> Any:
     return model
 
 
-def engines(model: Any) -> tuple[TorchEngine, LlamaEngine]:
-    plain = TorchEngine(model, CPU)
-    lean = take_over(plain)
-    assert lean is not None, read_parts(model, CPU)
-    lean.in_memory = False  # so that its logits are those of C, of dense models too
-    return plain, lean
+def native(model: Any) -> NativeEngine:
+    """The model in C; so are its logits, of dense models too."""
+    found = read_engine(TorchEngine(model, CPU))
+    assert isinstance(found, NativeEngine), found
+    found.in_memory = False
+    return found
+
+
+def engines(model: Any) -> tuple[TorchEngine, NativeEngine]:
+    lean = native(model)
+    return lean.torch_engine, lean

@@ -16,7 +16,7 @@ from compress.distill.draft.speedup import speedup as speedup_of
 from compress.distill.draft.subset_search import Search, Subset, search
 from compress.distill.draft.training import DraftMethod, DraftTraining
 from runtime.engines.base import Chunk
-from runtime.engines.native.engine import LlamaEngine
+from runtime.engines.native.engine import NativeEngine
 from runtime.engines.native.sublayers import View, parts_of
 from runtime.errors import RequestError
 
@@ -39,7 +39,7 @@ class DraftTrials:
         written: int64 `[n * places, tokens]`, what the model writes, greedily.
     """
 
-    def __init__(self, engine: LlamaEngine, ids: torch.Tensor, places: int, tokens: int) -> None:
+    def __init__(self, engine: NativeEngine, ids: torch.Tensor, places: int, tokens: int) -> None:
         length = int(ids.shape[1])
         self.engine, self.tokens, self._size = engine, tokens, engine.page_size
         first = max(1, min(length // 2, length - places))
@@ -117,7 +117,7 @@ def evenly(layers: int, count: int) -> list[int]:
 
 
 def measure_views(
-    engine: LlamaEngine, views: Mapping[str, View], rows: Mapping[str, torch.Tensor], places: int, tokens: int
+    engine: NativeEngine, views: Mapping[str, View], rows: Mapping[str, torch.Tensor], places: int, tokens: int
 ) -> dict[str, dict[str, Any]]:
     """{name of the view: {kind: what `compress.distill.draft.acceptance.measure_acceptance` returns}}, of greedy drafts after texts.
 
@@ -212,7 +212,7 @@ class Found:
 
 
 def find_skips(
-    engine: LlamaEngine, ids: torch.Tensor, config: SkipConfig, told: Callable[[Search], None] | None = None
+    engine: NativeEngine, ids: torch.Tensor, config: SkipConfig, told: Callable[[Search], None] | None = None
 ) -> Found:
     """Search for the halves of layers to leave out: those whose absence makes drafting fastest.
 
@@ -298,10 +298,10 @@ def make(training: DraftTraining, config: SkipConfig) -> dict[str, Any]:
     return {"method": "skip", "skip_attention": found.skip_attention, "skip_mlp": found.skip_mlp}
 
 
-def _engine(training: DraftTraining) -> LlamaEngine:
+def _engine(training: DraftTraining) -> NativeEngine:
     """The decoder in C of the artifact: the teacher's own, unless that computes elsewhere or in another way."""
     own = parts_of(training.teacher.source.engine)
-    if isinstance(own, LlamaEngine):
+    if isinstance(own, NativeEngine):
         return own
     from runtime.checkpoint.artifact import Artifact
     from runtime.engines.choose import choose_engine

@@ -13,7 +13,7 @@ from runtime.drafting.draft_cache import DraftCache, Slot
 from runtime.drafting.drafters.base import Ask, Verified, drafted_where
 from runtime.drafting.drafters.model import ModelDrafter
 from runtime.engines.base import Chunk
-from runtime.engines.native.engine import LlamaEngine
+from runtime.engines.native.engine import NativeEngine
 from runtime.engines.native.sublayers import View, parts_of
 from runtime.sampling.tree import Tree
 
@@ -85,7 +85,7 @@ class ViewDrafter(SublayerDrafter):
         return self.cache.feed(slots, [ask.text.tokens[-1:] for ask in asks])
 
 
-def engine_of(target: Target, name: str) -> LlamaEngine:
+def engine_of(target: Target, name: str) -> NativeEngine:
     """The target's engine; UnfitError where it does not compute with parts of a model."""
     engine = parts_of(target.engine)
     if isinstance(engine, str):

@@ -103,7 +103,7 @@ class Ready(NamedTuple):
     tables: Tables
 
 
-class LlamaEngine(FusedEngine):
+class NativeEngine(FusedEngine):
     """See `runtime.engines.base.Engine`. Made by `take_over`."""
 
     page_size = PAGE
@@ -255,21 +255,21 @@ class LlamaEngine(FusedEngine):
         return found
 
 
-def take_over(engine: TorchEngine) -> LlamaEngine | None:
+def take_over(engine: TorchEngine) -> NativeEngine | None:
     """The native engine for this model, or None where it does not fit; the log and the engine's `explain` say why."""
     found = read_engine(engine)
-    if isinstance(found, LlamaEngine):
+    if isinstance(found, NativeEngine):
         return found
     leave(engine, found)
     return None
 
 
-def read_engine(engine: TorchEngine) -> LlamaEngine | str:
+def read_engine(engine: TorchEngine) -> NativeEngine | str:
     """The native engine, if it knows the model and computes a probe as the modules do; otherwise the reason."""
     parts = read_parts(engine.module, engine.device)
     if isinstance(parts, str):
         return parts
-    found = LlamaEngine(engine, parts)
+    found = NativeEngine(engine, parts)
     return disproof(found) or found
 
 
@@ -280,7 +280,7 @@ def leave(engine: TorchEngine, reason: str) -> None:
 
 
 # ---------------------------------------------------------------- proof on a probe
-def disproof(engine: LlamaEngine) -> str | None:
+def disproof(engine: NativeEngine) -> str | None:
     """How the engine and the modules that it took over differ in their logits; None: they agree."""
     parts, model = engine.parts, engine.module
     chosen = kinds(parts)
@@ -364,4 +364,4 @@ def _only(model: nn.Module, names: list[str]) -> Iterator[None]:
         yield
 
 
-__all__ = ["LlamaEngine", "leave", "read_engine", "take_over"]
+__all__ = ["NativeEngine", "leave", "read_engine", "take_over"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from runtime.engines.base import Chunk, output_rows
-from runtime.engines.native.engine import LlamaEngine
+from runtime.engines.native.engine import NativeEngine
 from runtime.engines.native.parts import Structures, linears
 from runtime.engines.native.pool import Pool, decoder_of
 from runtime.engines.program.operations import Norm
@@ -33,7 +33,7 @@ class View:
 
     def __init__(
         self,
-        engine: LlamaEngine,
+        engine: NativeEngine,
         layers: Sequence[int],
         skip_attention: Collection[int] = (),
         skip_mlp: Collection[int] = (),
@@ -111,14 +111,14 @@ def linear_bytes(linear: Linear) -> float:
     return size * linear.rows * linear.columns
 
 
-def parts_of(engine: Any) -> LlamaEngine | str:
+def parts_of(engine: Any) -> NativeEngine | str:
     """The engine, where parts of it can compute by themselves, or the reason why not."""
-    if type(engine) is LlamaEngine:
+    if type(engine) is NativeEngine:
         if engine.storage is not None:
             return "parts of a model compute over a plain cache, and this one has a policy"
         return engine
     wanted = "only the decoder in C, on a CPU, computes with parts of a model"
-    if isinstance(engine, LlamaEngine):
+    if isinstance(engine, NativeEngine):
         return f"{wanted}, all of it in memory; this one's layers are read from disk while others compute"
     return f"{wanted}; this one runs on {getattr(engine, 'description', type(engine).__name__)}"
 
@@ -143,7 +143,7 @@ class Adapter:
 
     page_size = PAGE
 
-    def __init__(self, engine: LlamaEngine, tensors: Mapping[str, torch.Tensor], layer: int, where: str) -> None:
+    def __init__(self, engine: NativeEngine, tensors: Mapping[str, torch.Tensor], layer: int, where: str) -> None:
         parts = engine.parts
         self.engine = engine
         self.most_rows, self.logits_width = engine.most_rows, engine.logits_width

@@ -18,7 +18,6 @@ from runtime.engines.program.operations import (
     Norm,
     Operation,
     Place,
-    Span,
     UnknownError,
     reads,
     writes,
@@ -173,6 +172,3 @@ def _halves(operations: list[Operation]) -> list[Operation]:
         replace(operation, half=next(iter(half))) if len(half) == 1 else operation
         for operation, half in zip(operations, halves, strict=True)
     ]
-
-
-__all__ = ["Builder", "Combination", "Span"]

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
-STREAM, LOGITS = (
-    "stream",
-    "logits",
-)  # buffers of every program: the residual stream `[rows, hidden]` and `[rows, vocabulary]`
+# Buffers of every program: the residual stream `[rows, hidden]` and `[rows, vocabulary]`.
+STREAM, LOGITS = "stream", "logits"
 
 Half = Literal["attention", "mlp"] | None
 """What an operation is part of alone, so that it is left out with it."""

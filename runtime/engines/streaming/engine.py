@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from runtime.engines.base import Chunk, Engine
-from runtime.engines.native.engine import LlamaEngine, leave, read_engine
+from runtime.engines.native.engine import NativeEngine, leave, read_engine
 from runtime.engines.native.parts import Parts, linears
 from runtime.engines.native.pool import Pool
 from runtime.engines.streaming.plan import Plan, cache_budget, plan, reserve_for
@@ -128,7 +128,7 @@ def _streaming(blueprint: Blueprint, file: PreparedFile, decided: Plan, policy: 
     ring = Ring(_slots(file, blocks, decided, device), decided.streamed)
     try:
         fused = device.type == "cpu" and blueprint.kernels != "reference" and policy is None
-        found: LlamaEngine | str = "transformers' modules are asked for"
+        found: NativeEngine | str = "transformers' modules are asked for"
         ranges: dict[int, range] = {}
         if fused:
             base = torch.frombuffer(file.mapped(), dtype=torch.uint8).data_ptr()
@@ -138,7 +138,7 @@ def _streaming(blueprint: Blueprint, file: PreparedFile, decided: Plan, policy: 
             found = _why_not_streamed(found.parts, ranges) or found
         if not isinstance(found, str):
             file.forget()  # the pages that were looked at (norms, biases) are copied where they are needed
-            return StreamedLlama(TorchEngine(model, device), found.parts, ranges, ring, decided.bytes)
+            return StreamedNative(TorchEngine(model, device), found.parts, ranges, ring, decided.bytes)
         engine = StreamedTorch(model, device, file, moving, ring, decided.bytes)
         if fused and isinstance(found, str):
             leave(engine, found)
@@ -182,8 +182,8 @@ def _slots(file: PreparedFile, blocks: list[Group], decided: Plan, device: torch
     return DeviceSlots(file, blocks, decided.streamed, decided.buffers, device, pinned)
 
 
-class StreamedLlama(_Streamed, LlamaEngine):
-    """`LlamaEngine` of which some blocks come out of a ring: C runs some layers at a time, on the addresses of the buffer that has them.
+class StreamedNative(_Streamed, NativeEngine):
+    """`NativeEngine` of which some blocks come out of a ring: C runs some layers at a time, on the addresses of the buffer that has them.
 
     Args:
         ranges: of each of these blocks, the addresses at which `parts` has its tensors.

@@ -18,7 +18,7 @@ from transformers import (
 
 import runtime
 from runtime.engines.base import Chunk
-from runtime.engines.native.engine import LlamaEngine, take_over
+from runtime.engines.native.engine import NativeEngine, take_over
 from runtime.engines.native.parts import read_parts
 from runtime.engines.torch.engine import TorchEngine
 from runtime.kernels.cpu import library
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compil
 
 
 @pytest.fixture(scope="module")
-def grouped() -> tuple[TorchEngine, LlamaEngine]:
+def grouped() -> tuple[TorchEngine, NativeEngine]:
     return engines(model_of("grouped"))
 
 
@@ -40,7 +40,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     assert float((found - expected).norm() / expected.norm()) < 1e-5
 
 
-def test_bits_do_not_depend_on_how_a_text_is_cut(grouped: tuple[TorchEngine, LlamaEngine]) -> None:
+def test_bits_do_not_depend_on_how_a_text_is_cut(grouped: tuple[TorchEngine, NativeEngine]) -> None:
     _, lean = grouped
     text = torch.randint(0, 400, (150,)).tolist()
     whole = lean.logits(torch.tensor([text]))[0]
@@ -50,7 +50,7 @@ def test_bits_do_not_depend_on_how_a_text_is_cut(grouped: tuple[TorchEngine, Lla
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_bits_do_not_depend_on_neighbours_pages_or_threads(grouped: tuple[TorchEngine, LlamaEngine]) -> None:
+def test_bits_do_not_depend_on_neighbours_pages_or_threads(grouped: tuple[TorchEngine, NativeEngine]) -> None:
     _, lean = grouped
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(0, 400, (length,), generator=generator).tolist() for length in (1, 63, 64, 65, 130)]
@@ -70,7 +70,7 @@ def test_bits_do_not_depend_on_neighbours_pages_or_threads(grouped: tuple[TorchE
         torch.set_num_threads(before)
 
 
-def test_a_shared_prefix_needs_its_pages_only_once(grouped: tuple[TorchEngine, LlamaEngine]) -> None:
+def test_a_shared_prefix_needs_its_pages_only_once(grouped: tuple[TorchEngine, NativeEngine]) -> None:
     _, lean = grouped
     prefix = torch.randint(0, 400, (64,)).tolist()
     ends = [[1, 2, 3], [4, 5]]
@@ -82,7 +82,7 @@ def test_a_shared_prefix_needs_its_pages_only_once(grouped: tuple[TorchEngine, L
         assert torch.equal(lean.step(own, [Chunk(prefix + end, 0, [0, 1])])[0], found)
 
 
-def test_what_lies_in_unused_memory_is_never_seen(grouped: tuple[TorchEngine, LlamaEngine]) -> None:
+def test_what_lies_in_unused_memory_is_never_seen(grouped: tuple[TorchEngine, NativeEngine]) -> None:
     _, lean = grouped
     text = torch.randint(0, 400, (70,)).tolist()
     clean, dirty = lean.new_pages(2), lean.new_pages(2)
@@ -172,7 +172,7 @@ def unrounded(artifact: Path) -> TorchEngine:
 
 def test_a_compressed_model_runs_in_c_with_the_references_numbers(artifact: Path) -> None:
     lean = runtime.load(artifact)
-    assert isinstance(lean.engine, LlamaEngine)
+    assert isinstance(lean.engine, NativeEngine)
     assert not lean.engine.lockstep
     assert "C" in lean.stats["engine"]
     assert set(lean.explain().values()) >= {"int4-c"}
@@ -182,7 +182,7 @@ def test_a_compressed_model_runs_in_c_with_the_references_numbers(artifact: Path
     precise = runtime.load(artifact, dtype="float32")
     assert float((precise.logits(ids) - truth).norm() / truth.norm()) < 1e-5
     fast = runtime.load(artifact, kernels="fast")
-    assert isinstance(fast.engine, LlamaEngine)
+    assert isinstance(fast.engine, NativeEngine)
     error = float((fast.logits(ids) - truth).norm() / truth.norm())
     assert 0.001 < error < 0.1  # int8 activations: seen in the numbers, and small
 

@@ -10,7 +10,7 @@ import torch
 from llama_engines import SHAPES, engines, model_of
 
 from runtime.engines.base import Chunk
-from runtime.engines.native.engine import LlamaEngine
+from runtime.engines.native.engine import NativeEngine
 from runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
@@ -30,7 +30,7 @@ def branch(parents: list[int], node: int) -> list[int]:
     return found[::-1]
 
 
-def alone(engine: LlamaEngine, text: list[int]) -> torch.Tensor:
+def alone(engine: NativeEngine, text: list[int]) -> torch.Tensor:
     """Logits after the last token, in a pool of its own."""
     pages = list(range(-(-len(text) // engine.page_size)))
     return engine.read(engine.new_pages(len(pages)), [Chunk(text, 0, pages)])[0]

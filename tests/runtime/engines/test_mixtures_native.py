@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from llama_engines import native
 from mixture_models import MIXTURES, apart, model_of
 from program_families import compressed
 
 from runtime.engines.base import Chunk
-from runtime.engines.native.engine import LlamaEngine, read_engine
+from runtime.engines.native.engine import NativeEngine, read_engine
 from runtime.engines.native.sublayers import block_bytes
 from runtime.engines.program.mixtures import find_mixtures, read_router
 from runtime.engines.program.operations import Mixture, Routing, UnknownError
@@ -31,15 +32,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-def native(model: Any) -> LlamaEngine:
-    found = read_engine(TorchEngine(model, CPU))
-    assert isinstance(found, LlamaEngine), found
-    found.in_memory = False  # so that its logits are those of C, of dense models too
-    return found
-
-
 @functools.cache
-def dense(name: str) -> tuple[TorchEngine, LlamaEngine]:
+def dense(name: str) -> tuple[TorchEngine, NativeEngine]:
     model = model_of(name)
     return TorchEngine(model, CPU), native(model)
 

@@ -10,7 +10,7 @@ import torch
 
 from runtime.decoding.pages import Pages
 from runtime.engines.base import Chunk
-from runtime.engines.native.engine import LlamaEngine
+from runtime.engines.native.engine import NativeEngine
 from runtime.engines.native.storage import PageStorage, storage_of, why_modules_store
 from runtime.errors import RequestError
 from runtime.kernels.cpu import library
@@ -30,7 +30,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def _engine(policy: dict[str, Any]) -> tuple[Any, LlamaEngine]:
+def _engine(policy: dict[str, Any]) -> tuple[Any, NativeEngine]:
     """Transformers' modules and the native engine, both with the policy."""
     plain, lean = engines(model_of("grouped", head_dim=32, max_position_embeddings=1024))
     parsed = Policy.parse(policy)
@@ -135,7 +135,7 @@ def test_a_branch_of_a_tree_is_computed_as_if_alone() -> None:
     assert not lean.trees
 
 
-def _engine_codecs(lean: LlamaEngine) -> tuple[Any, Any]:
+def _engine_codecs(lean: NativeEngine) -> tuple[Any, Any]:
     assert lean.storage is not None
     return lean.storage.keys, lean.storage.values
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from llama_engines import native
 from program_families import FAMILIES, compressed, model_of
 
 from runtime.engines.base import Chunk
-from runtime.engines.native.engine import LlamaEngine, disproof, kinds, read_engine, take_over
+from runtime.engines.native.engine import NativeEngine, disproof, kinds, take_over
 from runtime.engines.native.parts import Parts, read_parts
 from runtime.engines.program.read import read
 from runtime.engines.torch.engine import TorchEngine
@@ -22,15 +23,8 @@ CPU = torch.device("cpu")
 TEXTS = torch.randint(3, 300, (2, 70), generator=torch.Generator().manual_seed(0))
 
 
-def native(model: Any) -> LlamaEngine:
-    found = read_engine(TorchEngine(model, CPU))
-    assert isinstance(found, LlamaEngine), found
-    found.in_memory = False  # so that its logits are those of C, of dense models too
-    return found
-
-
 @functools.cache
-def dense(name: str) -> tuple[TorchEngine, LlamaEngine]:
+def dense(name: str) -> tuple[TorchEngine, NativeEngine]:
     model = model_of(name)
     return TorchEngine(model, CPU), native(model)
 

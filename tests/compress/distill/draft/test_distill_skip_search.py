@@ -20,7 +20,7 @@ from compress.distill.draft.skip_search import METHOD, DraftTrials, SkipConfig, 
 from compress.distill.draft.speedup import speedup, tokens_of
 from compress.distill.draft.subset_search import Process, Search, improvement, search
 from compress.run.run import apply_recipe
-from runtime.engines.native.engine import LlamaEngine, take_over
+from runtime.engines.native.engine import NativeEngine, take_over
 from runtime.engines.native.sublayers import View
 from runtime.engines.torch.engine import TorchEngine
 from runtime.kernels.cpu import library
@@ -112,7 +112,7 @@ def test_the_best_of_equals_is_the_smallest() -> None:
 
 
 # ---------------------------------------------------------------- drafts
-def engine_of(model: Any) -> LlamaEngine:
+def engine_of(model: Any) -> NativeEngine:
     found = take_over(TorchEngine(model, torch.device("cpu")))
     assert found is not None
     return found

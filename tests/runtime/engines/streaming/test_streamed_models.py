@@ -16,8 +16,8 @@ from compressed_models import BATCH
 from tiny_models import llama, save
 
 import runtime
-from runtime.engines.native.engine import LlamaEngine
-from runtime.engines.streaming.engine import StreamedLlama, StreamedTorch
+from runtime.engines.native.engine import NativeEngine
+from runtime.engines.streaming.engine import StreamedNative, StreamedTorch
 from runtime.engines.streaming.ring import THREAD
 from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import ArtifactError, RequestError
@@ -32,8 +32,8 @@ PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17, 18]]
 def test_bit_identical(artifacts: dict[str, Path], load_streamed: Load, name: str, slots: int) -> None:
     whole = runtime.load(artifacts[name])
     model = load_streamed(artifacts[name], slots)
-    lean = isinstance(whole.engine, LlamaEngine)
-    assert type(model.engine) is (StreamedLlama if lean else StreamedTorch)
+    lean = isinstance(whole.engine, NativeEngine)
+    assert type(model.engine) is (StreamedNative if lean else StreamedTorch)
     assert len(model.engine.ring.order) == 5 - max(0, slots - 3)
     for _ in range(2):
         assert torch.equal(model.logits(BATCH), whole.logits(BATCH))
@@ -55,7 +55,7 @@ def test_reference_kernels_and_other_dtypes(artifacts: dict[str, Path], load_str
 
 def test_what_fits_is_not_streamed(artifacts: dict[str, Path]) -> None:
     whole, model = runtime.load(artifacts["llama"]), runtime.load(artifacts["llama"], max_memory="2GB")
-    assert type(model.engine) is LlamaEngine
+    assert type(model.engine) is NativeEngine
     assert torch.equal(model.logits(BATCH), whole.logits(BATCH))
 
 
@@ -63,8 +63,8 @@ def test_plain_checkpoints(tmp_path: Path, load_streamed: Load) -> None:
     path = save(llama(num_hidden_layers=5), tmp_path / "m")
     whole, model = runtime.load(path), load_streamed(path, 3)
     lean = library.load() is not None
-    assert type(whole.engine) is (LlamaEngine if lean else TorchEngine)
-    assert type(model.engine) is (StreamedLlama if lean else StreamedTorch)
+    assert type(whole.engine) is (NativeEngine if lean else TorchEngine)
+    assert type(model.engine) is (StreamedNative if lean else StreamedTorch)
     whole.engine.in_memory = False  # so that its logits are those of C too
     assert torch.equal(model.logits(BATCH), whole.logits(BATCH))
     assert torch.equal(runtime.load(path, max_memory="3GiB").logits(BATCH), whole.logits(BATCH))

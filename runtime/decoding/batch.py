@@ -78,8 +78,9 @@ class Batch:
     def set_kept(self) -> None:
         """How much memory is taken only for calls to come."""
         pages = self.pages
-        if pages is not None and self._count is None and self._keep:
-            pages.kept = pages.count if self.keepers else min(pages.count, self._keep // self.engine.page_bytes)
+        if pages is not None and self._count is None:
+            kept = (self._keep or 0) // self.engine.page_bytes
+            pages.kept = pages.count if self.keepers else min(pages.count, kept)
 
     def drop(self) -> None:
         """Free the pool. Nobody runs."""

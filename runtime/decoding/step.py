@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence as Several
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -27,6 +29,15 @@ class Ready(NamedTuple):
     tree: Tree
     rows: slice
     tokens: slice
+
+
+@dataclass(slots=True)
+class Share:
+    """Of a step, what is one call's: new tokens that are decoded, all rows, and pages of its sequences."""
+
+    decoded: int = 0
+    rows: int = 0
+    pages: int = 0
 
 
 class Steps:
@@ -55,23 +66,18 @@ class Steps:
         trees = self._drafts(parts)
         logits, hidden = self._compute(parts, trees)
         assert batch.pages is not None
-        shares: dict[
-            Call, list[int]
-        ] = {}  # of each call new tokens that are decoded, all rows, and pages of its sequences
+        shares: defaultdict[Call, Share] = defaultdict(Share)
         chosen: list[Ready] = []
         verified: list[Ready] = []
         decoding = row = token = 0  # where a part's logits and its tokens begin
         for (sequence, count), tree in zip(parts, trees, strict=True):
-            call = sequence.call
-            share = shares.get(call)
-            if share is None:
-                share = shares[call] = [0, 0, 0]
+            share = shares[sequence.call]
             decoded = _count(sequence, count)
             decoding += decoded
-            share[0] += decoded
-            share[1] += count
-            share[2] += len(sequence.pages)
-            speculator = None if call.speculation is None else self._speculator(sequence)
+            share.decoded += decoded
+            share.rows += count
+            share.pages += len(sequence.pages)
+            speculator = self._speculator(sequence)
             outputs = 1 + len(tree)
             if sequence.rest == count:
                 tokens = slice(token + count - 1, token + count + len(tree))
@@ -90,8 +96,8 @@ class Steps:
             sequence.advance(count, batch.pages)
             row += outputs
             token += count + len(tree)
-        for call, (_, _, held) in shares.items():
-            if held > call.held:  # no less than the pages that are really different
+        for call, share in shares.items():
+            if share.pages > call.held:  # no less than the pages that are really different
                 sequences = (sequence for sequence in call.sequences if sequence.pages)
                 call.held = max(call.held, len({page for sequence in sequences for page in sequence.pages}))
         if verified:
@@ -103,8 +109,8 @@ class Steps:
             seconds = time.perf_counter() - started - self._drafting
             speculator.timed(row, seconds, self._drafting, self._written)
         now = time.perf_counter()
-        for call, (decoded, rows, _) in shares.items():
-            call.account(started, now, decoded, rows)
+        for call, share in shares.items():
+            call.account(started, now, share.decoded, share.rows)
 
     def _speculator(self, sequence: Sequence) -> Speculator | None:
         speculation = sequence.call.speculation

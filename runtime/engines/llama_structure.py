@@ -95,6 +95,9 @@ class _Match:
         """The whole; UnknownError where it is no Llama."""
         general = self.general
         norm, head = self._operations(general.tail, (Norm, Linear), "the end")
+        if norm.source != typed.Place(typed.STREAM) or head.source != norm.target:
+            raise typed.UnknownError("its head reads something else than the last norm of the residual stream")
+        self._check_norms([norm.weights], "the end")
         weights = self.model.get_submodule(norm.weights.module)
         dtype = next(weights.parameters(), torch.empty(0, dtype=self.model.dtype)).dtype
         if dtype not in DTYPES:
@@ -166,16 +169,17 @@ class _Match:
         odd = turned.pairs or not turned.rotary or turned.at or attend.softcap or attend.sinks is not None
         if found_spans != wanted or odd or heads.key_rest is not None:
             raise typed.UnknownError(f"heads of {layer.name} are laid out or rotated in another way than a Llama's")
-        norms = [
-            norm.weights,
-            mlp_norm.weights,
-            *(each for each in (heads.query_norm, heads.key_norm) if each is not None),
-        ]
-        if len(norms) == 3 or any(each.layer or each.shift for each in norms):
-            raise typed.UnknownError(f"norms of {layer.name} are not a Llama's")
-        self.eps |= {each.eps for each in norms}
+        inner = [each for each in (heads.query_norm, heads.key_norm) if each is not None]
+        if len(inner) == 1:
+            raise typed.UnknownError(f"only one of queries and keys of {layer.name} is normed")
+        self._check_norms([norm.weights, mlp_norm.weights, *inner], layer.name)
         self.scales.add(attend.scale)
         return found
+
+    def _check_norms(self, norms: Sequence[NormWeights], where: str) -> None:
+        if any(each.layer or each.shift for each in norms):
+            raise typed.UnknownError(f"norms of {where} are not a Llama's")
+        self.eps |= {each.eps for each in norms}
 
     def _block(self, layer: typed.Layer, found: list[Any], dtype: torch.dtype, fuse: bool) -> Block:
         norm, q, k, v, heads, attend, output, mlp_norm, gate, up, _, down = found

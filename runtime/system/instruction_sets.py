@@ -1,6 +1,7 @@
 """Instruction sets that the C kernels are compiled for; `COMPRESS_ISA` forces a lesser one than the best of this machine.
 
-Every library of C kernels is compiled with the flags of the one that is chosen. What torch, oneDNN and BLAS compute is theirs:
+Where it is set, every C library is compiled with its flags. Where it is not, the linear kernels are compiled for the best set of this
+table, the other libraries for the machine as the compiler knows it. What torch, oneDNN and BLAS compute is theirs:
 `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` limit those.
 """
 

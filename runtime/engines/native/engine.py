@@ -21,12 +21,12 @@ from torch import nn
 
 from runtime.engines.base import Chunk, Usage, output_rows
 from runtime.engines.fused import FusedEngine
-from runtime.engines.native.parts import Parts, read_parts
+from runtime.engines.native.parts import Parts, linears, read_parts
 from runtime.engines.native.pool import PlainPages, Pool
 from runtime.engines.native.storage import PageStorage
 from runtime.engines.program.operations import Layer
 from runtime.kernels.cpu import library
-from runtime.kernels.cpu.decoder import OPS, PAGE, Decoder, Step
+from runtime.kernels.cpu.decoder import PAGE, Decoder, Step
 from runtime.layers.compressed_linear import CompressedLinear
 
 if TYPE_CHECKING:
@@ -315,12 +315,12 @@ def _difference(found: torch.Tensor, wanted: torch.Tensor, parts: Parts) -> str 
 
 
 def kinds(parts: Parts) -> list[int]:
-    """The first layer of each kind: of the same operations on weights of the same shapes and representations."""
+    """The first layer of each kind: of the same operations on weights of the same shapes and representations, experts' too."""
     found: dict[Any, int] = {}
     for number, (layer, block) in enumerate(zip(parts.program.layers, parts.blocks, strict=True)):
-        linears = [block.ops[i].linear for i in range(block.count) if OPS[block.ops[i].kind] == "linear"]
         shapes = tuple(
-            (each.kind, each.scale_type, each.group, each.rows, each.columns, bool(each.zero)) for each in linears
+            (each.kind, each.scale_type, each.group, each.rows, each.columns, bool(each.zero))
+            for _, each, _ in linears(block.ops, block.count)
         )
         found.setdefault((_nameless(layer), shapes), number)
     return list(found.values())
@@ -356,7 +356,7 @@ def _only(model: nn.Module, names: list[str]) -> Iterator[None]:
         return (passed,) if tuples else passed
 
     with ExitStack() as stack:
-        stack.callback(next(iter(chosen)).register_forward_hook(note).remove)
+        stack.callback(blocks[0].register_forward_hook(note).remove)  # the first of its kind, so it is never skipped
         for module in blocks:
             if module not in chosen:
                 module.__dict__["forward"] = skip

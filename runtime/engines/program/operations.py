@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 # Buffers of every program: the residual stream `[rows, hidden]` and `[rows, vocabulary]`.
@@ -259,20 +258,10 @@ def reads(operation: Operation) -> list[str]:
 
 def writes(operation: Operation) -> list[str]:
     """Buffers that it changes."""
-    names = {"Gate": ("source",)}.get(type(operation).__name__, ("target",))
-    return [name for name in (_buffer(operation, each) for each in names) if name is not None]
+    name = _buffer(operation, "source" if isinstance(operation, Gate) else "target")
+    return [] if name is None else [name]
 
 
 def _buffer(operation: Operation, field: str) -> str | None:
     place = getattr(operation, field, None)
     return place.buffer if isinstance(place, Place | Span) else None
-
-
-def modules(operation: Operation) -> Iterator[str]:
-    """Names of the modules whose weights it uses."""
-    for field in fields(operation):
-        value = getattr(operation, field.name)
-        if isinstance(value, NormWeights | Routing):
-            yield value.module
-        elif field.name in ("module", "experts"):
-            yield value

@@ -179,6 +179,10 @@ class Structures(CLinears):
         experts = read_experts(self.module(operation.experts), self, operation.experts)
         if isinstance(logits, str) or isinstance(experts, str):
             raise UnknownPartError(next(each for each in (logits, experts) if isinstance(each, str)))
+        if not 0 < rule.chosen <= experts.count or experts.count % rule.groups:
+            raise UnknownPartError(
+                f"{rule.module} chooses {rule.chosen} of {experts.count} experts in {rule.groups} groups"
+            )
         router = Router(
             logits, SCORES[rule.score], rule.chosen, rule.groups, rule.best, rule.normalize, rule.epsilon, rule.scale,
             None if correction is None else self.vector(correction),

@@ -165,7 +165,7 @@ def test_an_activation_that_experts_in_c_do_not_know_is_refused() -> None:
     assert "has a gate that C does not know" in str(read_engine(TorchEngine(model, CPU)))
 
 
-def test_a_token_reads_only_the_chosen_experts() -> None:
+def test_bytes_of_a_token_count_only_the_chosen_experts() -> None:
     small, _ = compressed(apart(model_of("Mixtral")))
     lean = native(small)
     layer, mixture = small.model.layers[0], small.model.layers[0].mlp

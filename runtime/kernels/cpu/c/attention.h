@@ -87,8 +87,8 @@ static float page_softmax(float *score, int first, int last, Partial partial) {
 
 static void finish_scores(const Attention *a, float *score) {
     for (int p = 0; p < PAGE; p++) score[p] *= a->scale;
-    if (a->softcap > 0.0f) /* tanh x = 1 - 2 / (e^2x + 1) */
-        for (int p = 0; p < PAGE; p++) score[p] = a->softcap * (1.0f - 2.0f / (exp_fast(score[p] * (2.0f / a->softcap)) + 1.0f));
+    if (a->softcap > 0.0f)
+        for (int p = 0; p < PAGE; p++) score[p] = a->softcap * tanh_fast(score[p] / a->softcap);
 }
 
 /* Scores of positions [page * PAGE, end), of which the branch of the row has some elsewhere; and their values, in order. */

@@ -224,7 +224,7 @@ static void activate_pairs(const Experts *e, const Routed *r, const Team *team) 
  * what it takes to read it, and more with every row. */
 static void multiply_pairs(const Experts *e, const Routed *r, int down, int shared, const Team *team) {
     const int64_t columns = down ? e->inner : e->hidden, rows = down ? e->hidden : e->inner;
-    const int64_t units = (rows + UNIT * PANEL - 1) / (UNIT * PANEL), reading = 3;
+    const int64_t units = (rows + UNIT * PANEL - 1) / (UNIT * PANEL), reading = 3; /* a guess, not measured */
     const int layers = down || e->activation == GATE_NONE_SILU ? 1 : 2;
     int64_t total = 0, at = 0;
     for (int64_t i = 0; i < e->count; i++)

@@ -4,15 +4,15 @@
  * registers hold, with more results spill. DIRECT: most streams that read codes at their own width; for more of them codes are made
  * bytes first. */
 #if defined(__AVX512F__) || defined(COMPRESS_EMULATED)
-#define MOST_STREAMS(BITS) STREAMS
+#define MOST_STREAMS STREAMS
 #define VECTORS_OF(BITS, S) VECTORS
 #define DIRECT 4
 #elif LANES == 8
-#define MOST_STREAMS(BITS) 4
+#define MOST_STREAMS 4
 #define VECTORS_OF(BITS, S) ((S) == 1 || ((S) == 2 && (BITS) <= 4) ? VECTORS : (S) == 2 || (BITS) <= 4 ? 2 : 1)
 #define DIRECT 4
 #else
-#define MOST_STREAMS(BITS) 1 /* vectors of vectors: one row at a time */
+#define MOST_STREAMS 1 /* vectors of vectors: one row at a time */
 #define VECTORS_OF(BITS, S) 1
 #define DIRECT 0
 #endif
@@ -35,7 +35,7 @@
 #define ALL_TILES(B, MOST)                                                                                        \
     FEW_TILES(B, MOST) TILE(B, 1, 5, MOST) TILE(B, 1, 6, MOST) TILE(B, 1, 7, MOST) TILE(B, 1, 8, MOST)            \
     TILE(B, 2, 3, MOST) TILE(B, 2, 4, MOST) TILE(B, 3, 2, MOST) TILE(B, 3, 3, MOST)
-ALL_TILES(1, MOST_STREAMS(4))
+ALL_TILES(1, MOST_STREAMS)
 #if DIRECT
 FEW_TILES(2, DIRECT)
 FEW_TILES(3, DIRECT)
@@ -48,9 +48,9 @@ FEW_TILES(7, DIRECT)
 #define NARROW BYTES /* no difference */
 #else
 #define NARROW 8
-ALL_TILES(8, MOST_STREAMS(4))
+ALL_TILES(8, MOST_STREAMS)
 #endif
-ALL_TILES(9, MOST_STREAMS(8))
+ALL_TILES(9, MOST_STREAMS)
 
 typedef void (*tile_t)(const Linear *, const Stretch *, const Digits *, int64_t, float *);
 #if DIRECT
@@ -125,7 +125,7 @@ static const uint8_t *as_bytes(const Linear *l, const uint8_t *w, int64_t groups
 
 /* All rows of x from `row` on, `count` of them, with groups of the run, in tiles. */
 static void run_tiles(const Linear *l, Stretch *run, int bits, const Digits *x, int64_t row, int64_t count, float *out) {
-    int most = (bits == BYTES ? MOST_STREAMS(8) : MOST_STREAMS(4)) / x->digits;
+    int most = MOST_STREAMS / x->digits;
     int64_t tiles = tiles_of(count, most < 1 ? 1 : most > MOST_ROWS ? MOST_ROWS : most);
     for (int64_t t = 0, m, done = 0; t < tiles; t++, done += m, run->cold = 0) {
         m = tile_size(count, tiles, t);

@@ -92,7 +92,7 @@ int main(void) {
     for (int i = 0; i < 16; i++)
         if (wrong[i]) return fprintf(stderr, "a member went on before all had met\n"), 1;
     int done = 0;
-    const int kinds[] = {KIND_DENSE, KIND_S24, 2, 3, 4, 5, 6, 8};
+    const int kinds[] = {KIND_DENSE, KIND_S24, 2, 3, 4, 5, 6, 7, 8};
     const int count = sizeof kinds / sizeof *kinds;
     const int64_t shapes[][2] = {{1, 32}, {16, 64}, {37, 215}, {83, 96}};
     for (int k = 0; k < count; k++)

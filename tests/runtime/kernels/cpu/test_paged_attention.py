@@ -15,6 +15,8 @@ from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
 from runtime.system import instruction_sets
 
+pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
+
 _SETS = instruction_sets.available()
 
 

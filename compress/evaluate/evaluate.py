@@ -95,7 +95,7 @@ def evaluate(
         "tokens_per_second": windows.numel() / seconds,
         **sizes(ours, trust),
     }
-    if getattr(ours.engine, "cache_factory", None) is not None:
+    if ours.engine.policy is not None:
         from compress.evaluate.through_cache import through_cache
 
         result |= through_cache(ours, windows, batch_size)

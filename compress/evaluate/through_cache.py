@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.evaluate.metrics import TokenMetrics, rows_at_once
-from runtime.decoding.memory import cache_bound
+from runtime.decoding.memory import cache_bound, pages_of
+from runtime.engines.base import Chunk, Usage
 from runtime.errors import RequestError
 from runtime.kv_cache.estimate import full_bytes
 from runtime.kv_cache.layer import STEP_TOKENS
@@ -16,6 +17,7 @@ from runtime.kv_cache.shape import Shape
 if TYPE_CHECKING:
     from compress.core.progress import Progress
     from runtime.api.model import Model
+    from runtime.engines.base import Engine
     from runtime.kv_cache.policy.policy import Policy
 
 PROMPT_SHARE = 0.75
@@ -31,7 +33,7 @@ def through_cache(
 
     The first three quarters of a window are a prompt. The rest is read in chunks of at most 16 tokens, which a cache treats as steps of
     decoding, so that selections and evictions at intervals take effect too. The token after the prompt is not scored: the prompt's own
-    pass predicts it. Without a cache the window is computed in one pass by the same modules.
+    pass predicts it. With a plain cache the window is computed in one pass by the same engine.
 
     Args:
         model: loaded with a policy.
@@ -50,12 +52,15 @@ def through_cache(
         CompressError: the model gives NaN.
     """
     engine: Any = model.engine
-    factory = getattr(engine, "cache_factory", None)
-    if factory is None:
+    policy: Policy | None = engine.policy
+    if policy is None:
         raise RequestError("the model has a plain cache; load it with kv_cache=... to measure a compressed one")
     length = int(windows.shape[1])
     prompt = _prompt_tokens(length)
-    need = factory.need(prompt, length - prompt)
+    if engine.lockstep:
+        need = engine.cache_factory.need(prompt, length - prompt)
+    else:
+        need = engine.page_bytes * (pages_of(engine, length) + engine.beside.step)
     rows = min(rows_at_once(windows, engine.vocab_size, batch_size), cache_bound(engine, [need], None) // max(need, 1))
     shape = Shape.of(engine.module.config, engine.module.dtype)
     plain, ours = TokenMetrics(), TokenMetrics()
@@ -64,34 +69,50 @@ def through_cache(
         progress.phase("evaluate cache", len(batches))
     size, read, could = 0, 0, 0
     for number, ids in enumerate(batches, 1):
-        expected = model.logits(ids[:, :-1])
-        cache = engine.new_cache()
-        engine.forward(ids[:, :prompt].to(engine.device), cache, None, None, last_only=True)
-        for start in range(prompt, length - 1, STEP_TOKENS):
-            end = min(start + STEP_TOKENS, length - 1)
-            logits = engine.forward(ids[:, start:end].to(engine.device), cache, None, None).flatten(0, 1)
-            targets, reference = ids[:, start + 1 : end + 1].reshape(-1), expected[:, start:end].flatten(0, 1)
-            ours.add(logits, targets, reference)
-            plain.add(reference, targets)
-        size += engine.cache_bytes(cache)
-        if cache.reads is not None:
-            read, could = (a + b for a, b in zip((read, could), cache.reads.totals, strict=True))
+        expected = model.logits(ids[:, :-1])[:, prompt:].flatten(0, 1)
+        targets = ids[:, prompt + 1 :].reshape(-1)
+        logits, usage = (_of_rows if engine.lockstep else _of_pages)(engine, ids[:, :-1], prompt)
+        ours.add(logits.flatten(0, 1), targets, expected)
+        plain.add(expected, targets)
+        size, read, could = size + usage.bytes, read + usage.read_tokens, could + usage.held_tokens
         if progress is not None:
             progress.step(f"batch {number}")
     measured, base = ours.result(), plain.result()["perplexity"]
     facts = {
-        "policy": factory.description, "plain_perplexity": base, "kl": measured["kl"], "top1_agreement": measured["top1_agreement"],
+        "policy": policy.describe(), "plain_perplexity": base, "kl": measured["kl"], "top1_agreement": measured["top1_agreement"],
         "tokens": measured["tokens"], "sequence_length": length, "prompt_tokens": prompt,
         "cache_bytes": size // len(windows), "full_bytes": full_bytes(shape, length - 1),
     }  # fmt: skip
     if could:
         facts["read_share"] = read / could
-    short = _too_short(factory.policy, facts)
+    short = _too_short(policy, facts)
     return {
         "perplexity_with_cache": measured["perplexity"],
         "perplexity_increase_with_cache": measured["perplexity"] / base - 1,
         "kv_cache": facts | ({"warning": short} if short else {}),
     }
+
+
+def _of_rows(engine: Any, ids: torch.Tensor, prompt: int) -> tuple[torch.Tensor, Usage]:
+    """Logits of what follows the prompts, float32 `[windows, tokens, vocab]`, and what the caches take at their end."""
+    cache, ids = engine.new_cache(), ids.to(engine.device)
+    engine.forward(ids[:, :prompt], cache, None, None, last_only=True)
+    logits = [engine.forward(part, cache, None, None) for part in ids[:, prompt:].split(STEP_TOKENS, 1)]
+    return torch.cat(logits, 1), Usage(engine.cache_bytes(cache), *(cache.reads.totals if cache.reads else ()))
+
+
+def _of_pages(engine: Engine, ids: torch.Tensor, prompt: int) -> tuple[torch.Tensor, Usage]:
+    """As `_of_rows`, on engines with pages, whose numbers depend on no chunks."""
+    pages, found, size = range(-(-ids.shape[1] // engine.page_size)), [], 0
+    for row in ids.tolist():
+        pool = engine.new_pages(len(pages))
+        for start in range(0, prompt, engine.page_size):
+            engine.read(pool, [Chunk(row[start : min(start + engine.page_size, prompt)], start, pages)])
+        starts = range(prompt, len(row), engine.page_size)
+        parts = [engine.read(pool, [Chunk(row[at : at + engine.page_size], at, pages)], every=True) for at in starts]
+        found.append(torch.cat(parts))
+        size += engine.usage(pool, len(pages)).bytes
+    return torch.stack(found), Usage(size)
 
 
 def _prompt_tokens(length: int) -> int:

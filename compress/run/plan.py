@@ -27,6 +27,7 @@ from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.companions import left_behind
 from runtime.engines.choose import describe_choice
 from runtime.engines.torch.engine import Blueprint
+from runtime.kv_cache.policy.policy import Policy
 from runtime.modeling.layer_sizes import differing, is_ours
 from runtime.modeling.weights import first_name
 from runtime.system.device import choose_device
@@ -131,7 +132,8 @@ def make_plan(
             session.layers.foresee(Path(room) / "artifact")
             plan.readable_by = readers(Path(room) / "artifact", plan.stages)
             blueprint = Blueprint(Artifact(Path(room) / "artifact"), choose_device(device), "auto", None, False)
-            plan.engine = describe_choice(blueprint, plan.kv_cache is not None, plan.draft is not None)
+            policy = None if plan.kv_cache is None else Policy.parse(plan.kv_cache["policy"])
+            plan.engine = describe_choice(blueprint, policy, plan.draft is not None)
     return plan
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from runtime.system.describe import integer, show
 from runtime.system.device import choose_device
 from runtime.system.sizes import byte_count
 
+_log = logging.getLogger("compress.kv_cache")
 # Hashing takes about a second a GB; below this it is not noticed, and a flipped bit is.
 VERIFY_BYTES = 2**30
 UNFINISHED = ".compress/run.json"  # what an interrupted run leaves
@@ -164,6 +166,8 @@ def load(
         offer_kernels(artifact.path, target)
     blueprint = Blueprint(artifact, target, kernels, compute, trust_remote_code, beside)
     policy = choose_policy(kv_cache, artifact, blueprint.module.config)
+    for sentence in () if policy is None else policy.idle(blueprint.module.config):
+        _log.warning("kv_cache.%s", sentence)
     if blueprint.kind != "decoder":
         if drafter not in (None, False):
             raise RequestError(

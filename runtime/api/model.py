@@ -200,10 +200,10 @@ class Model(GeneratingModel):
         `kv_cache_read_share`, the share of them that steps have read (None: the policy has no selection); `drafter`, how drafts are
         made, verified and accepted (None: there are none).
         """
-        factory = getattr(self.engine, "cache_factory", None)
+        policy = self.engine.policy
         return {
             **super().stats,
-            "kv_cache": None if factory is None else factory.description,
+            "kv_cache": None if policy is None else policy.describe(),
             "kv_cache_read_share": self._last_stats().read_share,
             "drafter": None if self.speculation is None else self.speculation.describe(),
         }

@@ -7,6 +7,7 @@ output is the same. The oldest always gets its way, so that every call ends.
 
 from __future__ import annotations
 
+import math
 import weakref
 from bisect import insort
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from itertools import count
 from operator import attrgetter
 from typing import Any
 
-from runtime.decoding.memory import kept_bytes, most_pages
+from runtime.decoding.memory import kept_bytes, most_pages, pages_of
 from runtime.decoding.pages import Pages
 from runtime.decoding.sequence import Call, Sequence
 from runtime.engines.base import Engine
@@ -57,30 +58,38 @@ class Batch:
     def holds(self, pages: int) -> bool:
         """Whether there is a pool of so many pages."""
         table = self.pages
-        return table is not None and table.count >= pages
+        return table is not None and table.count - table.beside.step >= pages
 
     def _make_pool(self, call: Call) -> None:
         """An empty pool in which each sequence of a call fits."""
         engine, total = self.engine, self._count
         self.drop()  # before memory is taken for the next
         if total is None:
-            total = most_pages(engine, call.pages * engine.page_size, None)
+            total = most_pages(engine, call.pages, None)
             if engine.context_length is not None:  # more than sequences could ever use
-                total = min(total, self._most * (-(-engine.context_length // engine.page_size) + 1))
+                total = min(total, self._most * pages_of(engine, engine.context_length + engine.page_size))
             if self._keep is None:
                 self._keep = kept_bytes(engine)
         self.drafts = call.speculation is not None
         self.pool = engine.new_pages(total, self.drafts)
-        self.pages = Pages(total, engine.page_size)
+        self.pages = Pages(total, engine.page_size, beside=engine.beside)
         self.pages.sharing = engine.sharing(self.pool)
         self.set_kept()
 
     def set_kept(self) -> None:
         """How much memory is taken only for calls to come."""
         pages = self.pages
-        if pages is not None and self._count is None:
-            kept = (self._keep or 0) // self.engine.page_bytes
-            pages.kept = pages.count if self.keepers else min(pages.count, kept)
+        if pages is None:
+            return
+        if self._count is not None:  # all its memory is for those that run
+            if pages.sharing is not None:
+                pages.sharing.keep(0)
+        else:
+            kept: float = math.inf if self.keepers else self._keep or 0
+            if pages.sharing is not None:  # pages alone do not make a beginning
+                pages.sharing.keep(kept / 4)
+                kept *= 3 / 4
+            pages.kept = int(min(pages.count, kept / self.engine.page_bytes))
 
     def drop(self) -> None:
         """Free the pool. Nobody runs."""
@@ -91,7 +100,7 @@ class Batch:
         """No call is there: free the pool unless it may stay."""
         self._used = True
         self.set_kept()
-        taken = 0 if self.pages is None else self.pages.touched * self.engine.page_bytes
+        taken = 0 if self.pages is None else self.engine.usage(self.pool, self.pages.touched).bytes
         if self._count is None and not self.keepers and taken > (self._keep or 0):
             self.drop()
 
@@ -230,7 +239,7 @@ class Batch:
         if not sequence.pages:  # put aside in this very step, for an older one
             return False
         if sequence.full(self.pages):
-            while not self.pages.available:
+            while self.pages.available <= 0:
                 victim = next((each for each in reversed(self.running) if each.call.paused), self.running[-1])
                 self._preempt(victim)
                 if victim is sequence:

@@ -22,11 +22,16 @@ def kept_bytes(engine: Engine) -> int:
     return int(min(KEPT, _KEPT_SHARE * available_bytes(engine.device)))
 
 
-def most_pages(engine: Engine, positions: int, cache_memory: int | None, drafts: int = 0) -> int:
+def pages_of(engine: Engine, positions: int) -> int:
+    """Pages of a sequence of so many positions, and what it takes beside them."""
+    return -(-positions // engine.page_size) + engine.beside.sequence
+
+
+def most_pages(engine: Engine, largest: int, cache_memory: int | None, drafts: int = 0) -> int:
     """How many pages a pool may have.
 
     Args:
-        positions: cache positions that the largest request takes at most.
+        largest: pages that the largest request takes at most (`pages_of`).
         cache_memory: the user's bound in bytes; None: the engine's `cache_budget` where it has one, else the default of
             `GenerationOptions`.
         drafts: most drafted tokens of a text, which want places too, where memory allows; 0: none.
@@ -34,7 +39,8 @@ def most_pages(engine: Engine, positions: int, cache_memory: int | None, drafts:
     Raises:
         RequestError: the request could never be finished within the bound, or a whole draft never has a place in it.
     """
-    largest, tree = -(-positions // engine.page_size), -(-drafts // engine.page_size)
+    tree = -(-drafts // engine.page_size)
+    largest += engine.beside.step
     allowed, limit = _allowed(engine, cache_memory)
     bound = allowed // engine.page_bytes
     if cache_memory is None and engine.cache_budget is None:
@@ -43,7 +49,7 @@ def most_pages(engine: Engine, positions: int, cache_memory: int | None, drafts:
     if largest > bound:
         need = _gigabytes(largest * engine.page_bytes)
         raise RequestError(
-            f"a prompt and its new tokens take {positions} positions, {need} of KV cache; {limit}, or ask for fewer max_new_tokens"
+            f"a prompt and its new tokens take {need} of KV cache; {limit}, or ask for fewer max_new_tokens"
         )
     if tree > bound:
         need = _gigabytes(tree * engine.page_bytes)
@@ -56,8 +62,9 @@ def most_pages(engine: Engine, positions: int, cache_memory: int | None, drafts:
 def pool_pages(engine: Engine, positions: Sequence[int], cache_memory: int | None, drafts: int = 0) -> int:
     """How many pages a pool gets that is for one call alone: what its requests, of so many positions each, could use, as far as
     `most_pages` allows."""
-    bound = most_pages(engine, max(positions), cache_memory, drafts)
-    return min(bound, sum(-(-count // engine.page_size) + bool(drafts) for count in positions))
+    counts = [pages_of(engine, count) for count in positions]
+    bound = most_pages(engine, max(counts), cache_memory, drafts)
+    return min(bound, sum(counts) + bool(drafts) * len(counts) + engine.beside.step)
 
 
 def cache_bound(engine: Engine, needs: Sequence[int], cache_memory: int | None) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runtime.decoding.memory import cache_bound, most_pages, pool_pages
+from runtime.decoding.memory import cache_bound, most_pages, pages_of, pool_pages
 from runtime.decoding.scheduler import Scheduler
 from runtime.decoding.sequence import Call
 from runtime.decoding.sequence import Sequence as Decoded
@@ -173,12 +173,12 @@ class CausalRequest(Request):
         positions = [len(ids) + new - 1 for ids, new in zip(self.prompts.ids, rooms, strict=True)]
         drafting, shared = self._decoding.drafts, self._decoding.scheduler
         nodes = 0 if drafting is None else getattr(drafting.lengths, "nodes", 1)
-        largest = -(-max(positions) // engine.page_size)
+        largest = pages_of(engine, max(positions))
         pool = None
         if memory is not None or shared is None:
             pool = pool_pages(engine, positions, memory, nodes)
         elif not shared.batch.holds(largest):
-            most_pages(engine, max(positions), None, nodes)
+            most_pages(engine, largest, None, nodes)
         return Group(range(len(positions)), largest, pool)
 
     def _rows(self, rooms: Sequence[int]) -> list[Group]:

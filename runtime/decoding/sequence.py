@@ -81,11 +81,12 @@ class Sequence:
         # The last token is always computed: its logits are what comes next.
         found = pages.find(self.tokens[: (len(self.tokens) - 1) // size * size])
         needed = -(-len(self.tokens) // size) - len(found)
-        if pages.available - pages.unused(found) < needed + spare:
+        if pages.available - pages.unused(found) < needed + spare + pages.beside.sequence:
             return False
+        pages.sequences += 1
         self.pages = [pages.hold(content) for content in found]
         self.pages += [pages.take() for _ in range(needed)]
-        if pages.sharing is not None and found:
+        if pages.sharing is not None:
             pages.sharing.enter(self.pages, len(found))
         self.contents = found
         self.awaited = found[-1] if found else None  # whoever computes the last of them has the ones before
@@ -100,7 +101,10 @@ class Sequence:
         for page, content in zip(self.pages[self.settled :], self.contents[self.settled :], strict=False):
             if content.page == page:
                 pages.abandon(page)
+        if pages.sharing is not None and self.pages:
+            pages.sharing.leave(self.pages)
         pages.release(self.pages)
+        pages.sequences -= bool(self.pages)
         self.reset()
 
     def restore(self) -> None:

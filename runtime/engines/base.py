@@ -6,9 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from runtime.kv_cache.policy.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,13 @@ class Usage(NamedTuple):
     held_tokens: int = 0
 
 
+class Beside(NamedTuple):
+    """Memory that a pool takes beside its pages, in pages: of a step, and of each sequence that runs."""
+
+    step: int = 0
+    sequence: int = 0
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """What `runtime.load` was asked for, for engines of exports; defaults: nothing. `max_memory` is in bytes."""
@@ -69,6 +79,12 @@ class Sharing(Protocol):
     def enter(self, pages: Sequence[int], shared: int) -> None:
         """A sequence of these pages will begin after the first `shared`."""
 
+    def leave(self, pages: Sequence[int]) -> None:
+        """The sequence of these pages is gone; another may begin on what it has computed."""
+
+    def keep(self, memory: float) -> None:
+        """Bytes that may be taken, beside pages, so that sequences can begin on what others have left."""
+
 
 class Engine(ABC):
     """A loaded causal language model, whose KV cache is a pool of pages.
@@ -86,6 +102,8 @@ class Engine(ABC):
         description: what computes, in a few words.
         page_size: positions a page holds.
         page_bytes: memory of one page, all layers together.
+        beside: memory that a pool takes beside its pages.
+        policy: how keys and values are compressed; None: they are not.
         most_rows: tokens that one step takes at most, over all its chunks.
         draft_rows: tokens that a step of drafts should have at most.
         trees: whether chunks may have `parents`; else they are chains.
@@ -106,6 +124,8 @@ class Engine(ABC):
     lockstep: bool = False
     padding_is_exact: bool = True
     cache_budget: int | None = None
+    beside: Beside = Beside()
+    policy: Policy | None = None
 
     @property
     def logits_width(self) -> int:
@@ -176,11 +196,14 @@ class Engine(ABC):
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits of every position, int64 `[batch, seq]` to float32 `[batch, seq, vocab]`; no cache remains."""
+        return self._logits(input_ids, self.new_pages(-(-input_ids.shape[1] // self.page_size)))
+
+    def _logits(self, input_ids: torch.Tensor, pool: Any) -> torch.Tensor:
+        """As `logits`, row by row over the pages of a pool."""
         batch, width = input_ids.shape
         # Written in place: with a large vocabulary the logits are the most of what a call takes.
         logits = torch.empty(batch, width, self.logits_width, device=self.device)
         pages = range(-(-width // self.page_size))
-        pool = self.new_pages(len(pages))
         for ids, row in zip(input_ids.tolist(), logits, strict=True):
             for start in range(0, width, self.most_rows):
                 chunk = Chunk(ids[start : start + self.most_rows], start, pages)

@@ -12,6 +12,7 @@ import torch
 from runtime.checkpoint.export_directory import MANIFEST, Export
 from runtime.config.plugins import entries
 from runtime.engines.base import Engine, EngineOptions
+from runtime.engines.native.storage import why_modules_store
 from runtime.engines.streaming.cache import SMALLEST
 from runtime.engines.torch.engine import Blueprint, TorchEngine
 from runtime.errors import ArtifactError, RequestError
@@ -25,7 +26,7 @@ _EXPORTS = {
     "onnx": "runtime.engines.onnx.engine:load_onnx",
     "tensorrt": "runtime.engines.tensorrt.engine:load_tensorrt",
 }
-# `take_over(engine)` gives the fused engine of a device, or None where it does not fit.
+# `take_over(engine, policy)` gives the fused engine of a device, or None where it does not fit.
 FUSED_NAMES = {"cpu": "the decoder in C", "cuda": "the engine with CUDA graphs"}
 _FUSED = {"cpu": "runtime.engines.native.engine:take_over", "cuda": "runtime.engines.cuda.engine:take_over"}
 
@@ -69,7 +70,7 @@ def load_engine(
             return choose_engine(give_all(blueprint, file), blueprint, policy)
         from runtime.engines.streaming.engine import streamed
 
-        return streamed(blueprint, file, max_memory, choose_engine, policy)
+        return streamed(blueprint, file, max_memory, choose_engine, policy, why_modules(blueprint, policy))
     except NoCacheError as reason:
         if max_memory is not None:
             where = blueprint.artifact.path
@@ -83,31 +84,38 @@ def choose_engine(engine: TorchEngine, blueprint: Blueprint, policy: Policy | No
     """A fused engine where one fits (of another package, the decoder in C, the one with CUDA graphs), else the engine as it is.
 
     `why_modules` gives the reasons why none is tried.
+
+    Raises:
+        ConfigError: the model's cache cannot be as the policy says.
     """
-    if policy is not None:
-        engine.compress_cache(policy)
-    if policy is not None or blueprint.adapter is not None:
-        return engine
-    if blueprint.kernels == "auto":
+    if blueprint.kernels == "auto" and policy is None and blueprint.adapter is None:
         for load in entries(GROUP).values():
             take_over = load().take_over
             found = None if take_over is None else take_over(engine)
             if found is not None:
                 return found
-    return engine if why_modules(blueprint, policy is not None) else fused_engine(engine)
+    reason = why_modules(blueprint, policy)
+    if reason is None:
+        return fused_engine(engine, policy)
+    if policy is not None:
+        engine.why_modules = reason
+        engine.compress_cache(policy)
+    return engine
 
 
-def why_modules(blueprint: Blueprint, compressed_cache: bool) -> str | None:
+def why_modules(blueprint: Blueprint, policy: Policy | None) -> str | None:
     """The reason, known before weights are read, why transformers' modules run a model; None: a fused engine may fit.
 
     Args:
-        blueprint: the model. compressed_cache: whether it has a cache policy.
+        blueprint: the model. policy: of its cache.
     """
     device = blueprint.device
     if blueprint.kind != "decoder":
         return f"it is an {blueprint.kind}, and fused engines run decoders only"
-    if compressed_cache:
-        return "its cache is compressed, and fused engines have plain caches only"
+    if policy is not None and device.type != "cpu":
+        return f"its cache is compressed, and {FUSED_NAMES.get(device.type, 'a fused engine')} has plain caches only"
+    if policy is not None and (reason := why_modules_store(policy)) is not None:
+        return f"{FUSED_NAMES['cpu']} holds no cache whose policy says to {reason}"
     if blueprint.adapter is not None:
         return "it has an adapter, which fused engines do not support"
     if not blueprint.compressed and device.type != "cpu":
@@ -119,14 +127,14 @@ def why_modules(blueprint: Blueprint, compressed_cache: bool) -> str | None:
     return None
 
 
-def describe_choice(blueprint: Blueprint, compressed_cache: bool, brings_draft: bool) -> str:
+def describe_choice(blueprint: Blueprint, policy: Policy | None, brings_draft: bool) -> str:
     """Description of the engine that will run a model on its device, and of the effect of a cache policy and a draft."""
-    why, fused = why_modules(blueprint, compressed_cache), FUSED_NAMES.get(blueprint.device.type, "the fused engine")
+    why, fused = why_modules(blueprint, policy), FUSED_NAMES.get(blueprint.device.type, "the fused engine")
     modules = "transformers' modules with this runtime's kernels"
     if why is None:
         said = f"{fused} if it supports the model's structure, otherwise {modules}"
     else:
-        faster = compressed_cache and why_modules(blueprint, False) is None
+        faster = policy is not None and why_modules(blueprint, None) is None
         said = f"{modules}: {why}" + (
             f"; without the policy {fused} may run it, which decodes faster" if faster else ""
         )
@@ -134,10 +142,15 @@ def describe_choice(blueprint: Blueprint, compressed_cache: bool, brings_draft: 
     return f"{blueprint.device.type}: {said}{draft}"
 
 
-def fused_engine(engine: TorchEngine) -> Engine:
-    """The fused engine of the device where it computes the model, also one of uncompressed weights; else the engine itself."""
+def fused_engine(engine: TorchEngine, policy: Policy | None = None) -> Engine:
+    """The fused engine of the device where it computes the model, also one of uncompressed weights, and its cache; else the engine itself."""
     place = _FUSED.get(engine.device.type)
-    return engine if place is None else resolve_name(place)(engine) or engine
+    found = None if place is None else resolve_name(place)(engine, policy)
+    if found is not None:
+        return found
+    if policy is not None:
+        engine.compress_cache(policy)
+    return engine
 
 
 def load_export(export: Export, device: torch.device, options: EngineOptions) -> Any:

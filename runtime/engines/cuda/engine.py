@@ -32,6 +32,7 @@ from runtime.errors import RequestError, first_line
 
 if TYPE_CHECKING:
     from runtime.engines.torch.engine import TorchEngine
+    from runtime.kv_cache.policy.policy import Policy
 
 PAGE = 64
 MOST_ROWS = 2048
@@ -364,9 +365,9 @@ def _memory(pool: Pool | Memory) -> Memory:
     return pool.memory if isinstance(pool, Pool) else pool
 
 
-def take_over(engine: TorchEngine) -> CudaEngine | None:
+def take_over(engine: TorchEngine, policy: Policy | None = None) -> CudaEngine | None:
     """The fused engine for this model, or None where it does not fit (the log says why)."""
-    if engine.device.type != "cuda":
+    if engine.device.type != "cuda" or policy is not None:
         return None
     with torch.cuda.device(engine.device):
         program = read_program(engine.module, fuse=True)

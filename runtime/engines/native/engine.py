@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,11 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from runtime.engines.base import Chunk, Usage, output_rows
+from runtime.engines.base import Beside, Chunk, Usage, output_rows
 from runtime.engines.fused import FusedEngine
 from runtime.engines.native.parts import Parts, linears, read_parts
 from runtime.engines.native.pool import PlainPages, Pool
-from runtime.engines.native.storage import PageStorage
+from runtime.engines.native.storage import PageStorage, storage_of, whole_layers
 from runtime.engines.program.operations import Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Decoder, Step
@@ -31,6 +32,7 @@ from runtime.layers.compressed_linear import CompressedLinear
 
 if TYPE_CHECKING:
     from runtime.engines.torch.engine import TorchEngine
+    from runtime.kv_cache.policy.policy import Policy
 
 
 MOST_ROWS = 512
@@ -131,14 +133,27 @@ class NativeEngine(FusedEngine):
         for name, module in self.module.named_modules():
             if isinstance(module, CompressedLinear) and module.kernel is not None:
                 found[name] = module.kernel.name
+        storage = self.storage
+        if storage is not None:
+            pages = f"pages of the decoder in C, {storage}"
+            found |= {f"kv_cache.{number}": pages for number in whole_layers(self.parts.blocks)}
         return found
 
     # ---------------------------------------------------------------- pages
-    def store(self, storage: PageStorage) -> None:
-        """From now on pools hold pages that are no longer recent in few bits."""
-        parts, self.storage = self.parts, storage
+    def hold(self, policy: Policy) -> str | None:
+        """From now on pools hold pages as a policy says; the reason, where they cannot."""
+        storage = storage_of(policy, self.parts)
+        if isinstance(storage, str):
+            return storage
+        self.policy, self.storage = policy, storage
+        self.description += f", compressed cache ({policy.describe()})"
         if not storage.is_plain:
-            self.page_bytes = len(parts.blocks) * parts.kv_heads * storage.record_bytes(parts)
+            parts = self.parts
+            self.page_bytes = storage.page_bytes(parts)
+            plain = storage.plain_bytes(parts, parts.blocks) / self.page_bytes
+            written = MOST_ROWS // PAGE
+            self.beside = Beside(math.ceil(written * plain), math.ceil(storage.recent_pages * plain))
+        return None
 
     @property
     def trees(self) -> bool:  # type: ignore[override]
@@ -160,8 +175,9 @@ class NativeEngine(FusedEngine):
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """As `Engine.logits`; of a dense model the modules', whose products of many rows a library computes faster than C does."""
-        dense = not self.parts.digits and self.in_memory
-        return self.torch_engine.logits(input_ids) if dense else super().logits(input_ids)
+        if not self.parts.digits and self.in_memory:
+            return self.torch_engine.logits(input_ids)
+        return self._logits(input_ids, Pool(self.parts, -(-input_ids.shape[1] // PAGE)))
 
     def read(self, pool: Pool, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:
         return self._run(pool, chunks, output_rows(chunks, every))[0]
@@ -255,22 +271,23 @@ class NativeEngine(FusedEngine):
         return found
 
 
-def take_over(engine: TorchEngine) -> NativeEngine | None:
-    """The native engine for this model, or None where it does not fit; the log and the engine's `explain` say why."""
-    found = read_engine(engine)
+def take_over(engine: TorchEngine, policy: Policy | None = None) -> NativeEngine | None:
+    """The native engine for this model and its cache, or None where it does not fit; the log and the engine's `explain` say why."""
+    found = read_engine(engine, policy)
     if isinstance(found, NativeEngine):
         return found
     leave(engine, found)
     return None
 
 
-def read_engine(engine: TorchEngine) -> NativeEngine | str:
-    """The native engine, if it knows the model and computes a probe as the modules do; otherwise the reason."""
+def read_engine(engine: TorchEngine, policy: Policy | None = None) -> NativeEngine | str:
+    """The native engine, if it knows the model, holds its cache so and computes a probe as the modules do; otherwise the reason."""
     parts = read_parts(engine.module, engine.device)
     if isinstance(parts, str):
         return parts
     found = NativeEngine(engine, parts)
-    return disproof(found) or found
+    reason = None if policy is None else found.hold(policy)
+    return reason or disproof(found) or found
 
 
 def leave(engine: TorchEngine, reason: str) -> None:

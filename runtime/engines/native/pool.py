@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import heapq
+import math
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from runtime.engines.base import Chunk
 from runtime.engines.native.parts import Parts
-from runtime.engines.native.storage import PageStorage
+from runtime.engines.native.storage import PageStorage, whole_layers
 from runtime.errors import RequestError
 from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Op, Step
 from runtime.kernels.cpu.library import TYPES
@@ -49,7 +52,15 @@ def decoder_of(parts: Parts, blocks: Sequence[Block]) -> Decoder:
     return decoder
 
 
-_MOST_PAGES = 16  # of a sequence, that a step may write
+@dataclass
+class _Stay:
+    """A sequence's: it needs plain the first pages and those from number `next` on, of which `counted` are counted; `prompt` pages are of
+    what others may begin with too.
+    """
+
+    next: int
+    counted: int
+    prompt: int
 
 
 class PlainPages:
@@ -63,38 +74,49 @@ class PlainPages:
         most: places that were ever taken.
     """
 
-    def __init__(self, count: int, storage: PageStorage) -> None:
+    def __init__(self, count: int, storage: PageStorage, size: int) -> None:
+        """`size`: bytes of a place."""
         self.places = torch.zeros(count, dtype=torch.int32)
         self.most = 0
-        self._first, self._recent = storage.first, storage.recent
+        self._first, self._recent, self._size = storage.first, storage.recent, size
         self._at: dict[int, int] = {}
         self._free: list[int] = []  # a heap: the lowest first, so that few places are ever touched
         self._stored: set[int] = set()
-        self._held: dict[int, int] = {}  # sequences that have still to begin on a page
-        self._joining: dict[
-            int, tuple[int, list[int]]
-        ] = {}  # where they begin, and what they hold, by their first own page
+        self._lost: set[int] = set()  # pages that are neither stored nor plain any more
+        self._stays: dict[int, _Stay] = {}  # of sequences, by the first page that is theirs
+        self._needed: dict[int, int] = {}  # by so many sequences
+        self._idle: OrderedDict[int, None] = OrderedDict()  # pages with places that none needs, the longest so first
+        self._idle_bytes = math.inf  # that they may take
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all places that were ever taken."""
+        return self.most * self._size
 
     # ---------------------------------------------------------------- a step
-    def begin(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Places for what chunks write; returns the pages that must be stored in few bits in this step."""
+    def begin(self, chunks: Sequence[Chunk], drafts: bool = False) -> list[int]:
+        """Places for what chunks write; returns the pages that must be stored in few bits in this step.
+
+        `drafts`: all that is written will be written again.
+        """
         found: dict[int, bool] = {}
-        for chunk in chunks:
-            self._join(chunk)
-            self._give_up(chunk)
+        if not drafts:
+            for chunk in chunks:
+                self._pass(chunk)
         for chunk in chunks:
             begin, end = chunk.start + chunk.cached, chunk.start + chunk.cached + len(chunk.tokens)
             for index in range(begin // PAGE, (end - 1) // PAGE + 1):
                 page = chunk.pages[index]
                 if index * PAGE >= begin:  # new, or written again
                     self._stored.discard(page)
+                    self._lost.discard(page)
                 if page not in self._at:
                     self._take(page)
             for index in range(self._begin_of_recent(begin), (begin - 1) // PAGE + 1):
                 if chunk.pages[index] not in self._at:
                     raise RuntimeError("a page that a step reads plain is not there")  # a mistake in this file
             # What is drafted may be taken back: a page that it fills is stored again.
-            final = end if chunk.outputs == 1 and chunk.parents is None else chunk.start
+            final = 0 if drafts else end if chunk.outputs == 1 and chunk.parents is None else chunk.start
             index = (end - 1 - self._recent) // PAGE - 1
             while index >= self._first and chunk.pages[index] not in self._stored:
                 page = chunk.pages[index]
@@ -107,13 +129,22 @@ class PlainPages:
         """The first page that a query at `position` sees plain, of those after the first ones that always are."""
         return max(self._first, (position - self._recent) // PAGE)
 
-    def _give_up(self, chunk: Chunk) -> None:
-        """Places that the sequence needs no more, nor one that begins on its last full page."""
-        index = self._begin_of_recent(chunk.start // PAGE * PAGE) - 1
-        # Those before were given up in the steps before: none has more tokens than so many pages.
-        for page in chunk.pages[max(self._first, index - _MOST_PAGES) : max(0, index + 1)]:
-            if page in self._at and page in self._stored and page not in self._held:
-                heapq.heappush(self._free, self._at.pop(page))
+    def _pass(self, chunk: Chunk) -> None:
+        """Give up what the sequence needs no more, nor one that begins on its last full page; count the pages that are new to it."""
+        stay, pages = self._stays.setdefault(self._key(chunk.pages), _Stay(self._first, 0, 0)), chunk.pages
+        for page in pages[stay.counted :]:
+            self._need(page)
+        stay.counted = len(pages)
+        end = self._begin_of_recent(chunk.start // PAGE * PAGE)
+        while stay.next < end and pages[stay.next] in self._stored:
+            page = pages[stay.next]
+            if self._spare(page):
+                if stay.next < stay.prompt:
+                    self._idle[page] = None
+                else:
+                    heapq.heappush(self._free, self._at.pop(page))
+            stay.next += 1
+        self._trim()
 
     def _take(self, page: int) -> None:
         if not self._free:
@@ -125,7 +156,7 @@ class PlainPages:
     # ---------------------------------------------------------------- sequences that share pages
     def usable(self, pages: Sequence[int]) -> int:
         """After how many of these pages, which other sequences compute or have computed, one can begin."""
-        count = len(pages)
+        count = next((place for place, page in enumerate(pages) if page in self._lost), len(pages))
         while count and any(
             page in self._stored and page not in self._at for page in pages[self._begin_of_recent(count * PAGE) : count]
         ):
@@ -133,30 +164,56 @@ class PlainPages:
         return count
 
     def enter(self, pages: Sequence[int], shared: int) -> None:
-        """A sequence of these pages will begin after the first `shared`: what it sees plain is kept until then."""
-        self._leave(pages[shared])
-        held = list(pages[self._begin_of_recent(shared * PAGE) : shared])
-        for page in held:
-            self._held[page] = self._held.get(page, 0) + 1
-        self._joining[pages[shared]] = shared, held
+        """A sequence of these pages will begin after the first `shared`: until it leaves, what it sees plain is kept for it."""
+        begin = min(shared, self._begin_of_recent(shared * PAGE))
+        self._stays[pages[shared]] = _Stay(max(begin, self._first), len(pages), len(pages))
+        for page in (*pages[: min(begin, self._first)], *pages[begin:]):
+            self._need(page)
 
-    def _join(self, chunk: Chunk) -> None:
-        index = chunk.start // PAGE
-        if chunk.start % PAGE == 0 and chunk.pages[index] in self._joining:
-            self._leave(chunk.pages[index])
+    def leave(self, pages: Sequence[int]) -> None:
+        """The sequence of these pages is gone; another may begin on what it has computed."""
+        stay = self._stays.pop(self._key(pages), None)
+        if stay is None:  # it has computed nothing
+            return
+        for page in (*pages[: self._first], *pages[max(self._first, stay.next) : stay.counted]):
+            if self._spare(page):
+                self._idle[page] = None
+        self._trim()
 
-    def _leave(self, page: int) -> None:
-        _, held = self._joining.pop(page, (0, []))
-        for each in held:
-            self._held[each] -= 1
-            if not self._held[each]:
-                del self._held[each]
+    def keep(self, memory: float) -> None:
+        """Bytes that places may take of pages that no sequence needs."""
+        self._idle_bytes = memory
+        self._trim()
+
+    def _key(self, pages: Sequence[int]) -> int:
+        """Of a sequence, also one that nobody told of: the first page that it does not share."""
+        return next((page for page in reversed(pages) if page in self._stays), pages[0])
+
+    def _need(self, page: int) -> None:
+        self._needed[page] = self._needed.get(page, 0) + 1
+        self._idle.pop(page, None)
+
+    def _spare(self, page: int) -> bool:
+        """One sequence less needs a page; whether it has a place that none needs any more."""
+        self._needed[page] -= 1
+        if self._needed[page]:
+            return False
+        del self._needed[page]
+        return page in self._at
+
+    def _trim(self) -> None:
+        while len(self._idle) * self._size > self._idle_bytes:
+            page, _ = self._idle.popitem(last=False)
+            heapq.heappush(self._free, self._at.pop(page))
+            if page not in self._stored:
+                self._lost.add(page)
 
 
 class Pool:
     """Pages of keys and values: for each layer `[pages, kv_heads, head_dim, PAGE]` and `[pages, kv_heads, PAGE, value_dim]`.
 
-    With a storage these are the plain pages, of which there are fewer, and each page also has a record of few bits.
+    With a storage these are the plain pages, of which there are fewer, and each page also has a record of few bits; but layers whose
+    queries see a window have all their pages plain.
 
     Attributes:
         recorder: records the next step, once; None: nobody wants it.
@@ -180,30 +237,33 @@ class Pool:
             self.blocks[i].keys, self.blocks[i].values = (each.data_ptr() for each in self.tensors[2 * i : 2 * i + 2])
         self.recorder: Recorder | None = None
         self.plain: PlainPages | None = None
+        self._storage = storage
         self._broken = torch.zeros(1, dtype=torch.int32)
         if storage is not None and not storage.is_plain:
-            self.plain = PlainPages(count, storage)
+            self.plain = PlainPages(count, storage, storage.plain_bytes(parts, layers))
             self.decoder.storage = storage.structure(dtype)
             self.decoder.storage.plain_at = self.plain.places.data_ptr()
             width = parts.kv_heads * storage.record_bytes(parts)
-            self.records = [torch.empty(count, width, dtype=torch.uint8) for _ in layers]
-            for i, records in enumerate(self.records):
+            self.records = {i: torch.empty(count, width, dtype=torch.uint8) for i in whole_layers(layers)}
+            for i, records in self.records.items():
                 self.blocks[i].stored = records.data_ptr()
 
     @property
     def plain_bytes(self) -> int:
         """Memory of plain pages beside those in few bits, at its largest; 0 where all are plain."""
-        return 0 if self.plain is None else self.plain.most * sum(each[0].nbytes for each in self.tensors)
+        return 0 if self.plain is None else self.plain.bytes
 
-    def begin(self, step: Step, chunks: Sequence[Chunk]) -> torch.Tensor | None:
+    def begin(self, step: Step, chunks: Sequence[Chunk], drafts: bool = False) -> torch.Tensor | None:
         """Before a step: plain pages for what it writes, and in `step` the pages that are stored in few bits from it on.
+
+        `drafts`: all that the step writes will be written again.
 
         Returns:
             What `step` points to.
         """
         if self.plain is None:
             return None
-        pages = torch.tensor(self.plain.begin(chunks), dtype=torch.int32)
+        pages = torch.tensor(self.plain.begin(chunks, drafts), dtype=torch.int32)
         step.stored, step.broken, step.stored_count = pages.data_ptr(), self._broken.data_ptr(), len(pages)
         return pages
 
@@ -212,6 +272,6 @@ class Pool:
         if self._broken.item():
             self._broken.zero_()
             raise RequestError(
-                "kv_cache: a key or value is not finite, or beyond 65504, which the storage of the policy cannot hold; compute in a "
-                "wider dtype (float32, bfloat16), or take keys and values: plain"
+                f"kv_cache ({self._storage}): a key or value is not finite, or beyond the 65504 that integers hold; compute in a wider "
+                "dtype (float32, bfloat16), or take keys: fp8 or plain (values likewise) where it is only large"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import torch
 from runtime.engines.native.parts import Parts
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.attention import KINDS, PAGE, Cache, Storage
-from runtime.kernels.cpu.decoder import OPS
+from runtime.kernels.cpu.decoder import OPS, Block
 from runtime.kv_cache.storage.base import Codec
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
@@ -29,7 +30,7 @@ class PageStorage:
 
     Attributes:
         keys, values: codecs of pages that are no longer recent.
-        first: pages of a sequence that stay plain.
+        first: pages of a sequence that stay plain: all that hold a token which does.
         recent: newest tokens that a query sees plain; a page is stored when all its tokens are older.
         floats: dtype of plain pages; None: the model's.
     """
@@ -39,6 +40,9 @@ class PageStorage:
     first: int
     recent: int
     floats: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        return f"keys {self.keys.name}, values {self.values.name}"
 
     @property
     def group(self) -> int:
@@ -55,6 +59,23 @@ class PageStorage:
         """Whether all pages stay plain."""
         return self.keys.name == self.values.name == "plain"
 
+    @property
+    def recent_pages(self) -> int:
+        """Of a sequence, those that can be plain at once, beside what a step writes."""
+        return self.first + -(-self.recent // PAGE) + 2
+
+    def plain_bytes(self, parts: Parts, layers: Sequence[Block]) -> int:
+        """Of a plain page beside the stored ones, all layers together."""
+        numbers = parts.kv_heads * (parts.head_dim + parts.value_dim) * PAGE
+        return len(whole_layers(layers)) * numbers * (self.floats or parts.cache_dtype).itemsize
+
+    def page_bytes(self, parts: Parts) -> int:
+        """Of a page, all layers together."""
+        whole = len(whole_layers(parts.blocks))
+        numbers = parts.kv_heads * (parts.head_dim + parts.value_dim) * PAGE
+        beside = (len(parts.blocks) - whole) * numbers * (self.floats or parts.cache_dtype).itemsize
+        return whole * parts.kv_heads * self.record_bytes(parts) + beside
+
     def record_bytes(self, parts: Parts) -> int:
         """Of a page, of one head of one layer."""
         found = library.load()
@@ -65,8 +86,17 @@ class PageStorage:
         return int(found.cache_record(ctypes.byref(cache)))
 
 
+def whole_layers(blocks: Sequence[Block]) -> list[int]:
+    """Layers whose queries see all positions; the policy leaves the cache of the others as it is."""
+    return [
+        number
+        for number, block in enumerate(blocks)
+        if not any(OPS[op.kind] == "attend" and op.attend.window for op in block.ops[: block.count])
+    ]
+
+
 def why_modules_store(policy: Policy) -> str | None:
-    """The reason why the native engine does not hold a cache as a policy says, whatever the model; None: it can."""
+    """What a policy says to do that the native engine's pages cannot, whatever the model; None: they can."""
     parts = {
         "evict tokens": policy.evict,
         "select what a step reads": policy.select,
@@ -77,15 +107,13 @@ def why_modules_store(policy: Policy) -> str | None:
     }
     for what, given in parts.items():
         if given:
-            return f"its policy would have it {what}"
-    if policy.first % PAGE:
-        return f"its policy keeps the first {policy.first} tokens plain, which is no multiple of {PAGE}"
+            return what
     for key, axis in (("keys", "channel"), ("values", "token")):
         codec = getattr(policy.tiers[0], key) if policy.tiers else Plain()
         if isinstance(codec, Integer) and (codec.axis != axis or codec.group % _LANES):
-            return f"its {key} are on grids a {codec.axis}" + (f" of {codec.group} channels" if codec.group else "")
+            return f"store {key} on grids a {codec.axis}" + (f" of {codec.group} channels" if codec.group else "")
         if not isinstance(codec, (Plain, Integer, Float8)):
-            return f"its {key} are stored as {codec.name}"
+            return f"store {key} as {codec.name}"
     return None
 
 
@@ -93,12 +121,10 @@ def storage_of(policy: Policy, parts: Parts) -> PageStorage | str:
     """A policy's, for a model; or the reason why transformers' modules run it."""
     reason = why_modules_store(policy)
     if reason is not None:
-        return reason
-    if any(OPS[op.kind] == "attend" and op.attend.window for block in parts.blocks for op in block.ops[: block.count]):
-        return "some of its layers have a sliding window, whose cache the policy leaves as it is"
+        return f"the cache's policy says to {reason}"
     if parts.head_dim % _LANES or parts.value_dim % _LANES:
         return f"its heads are of {parts.head_dim} channels, no multiple of {_LANES}"
     plan = policy.plan().storage
     tier = plan.tiers[0] if plan.tiers else None
     keys, values = (Plain(), Plain()) if tier is None else (tier.keys, tier.values)
-    return PageStorage(keys, values, plan.prefix // PAGE, plan.recent, plan.floats)
+    return PageStorage(keys, values, -(-plan.prefix // PAGE), plan.recent, plan.floats)

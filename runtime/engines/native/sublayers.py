@@ -79,8 +79,12 @@ class View:
         decoder = self._bound.get(pool)
         if decoder is None:
             decoder = self._bound[pool] = self._decoder(pool.blocks)
+            decoder.cache_type, decoder.storage = pool.decoder.cache_type, pool.decoder.storage
         ready = self.engine.prepare(decoder, chunks, outputs)
+        stored = pool.begin(ready.step, chunks, drafts=True)  # what the step points to
         self.engine.compute(ready.step)
+        if stored is not None:
+            pool.check()
         return ready.logits, ready.x
 
     def _decoder(self, blocks: Any) -> Decoder:
@@ -114,8 +118,6 @@ def linear_bytes(linear: Linear) -> float:
 def parts_of(engine: Any) -> NativeEngine | str:
     """The engine, where parts of it can compute by themselves, or the reason why not."""
     if type(engine) is NativeEngine:
-        if engine.storage is not None:
-            return "parts of a model compute over a plain cache, and this one has a policy"
         return engine
     wanted = "only the decoder in C, on a CPU, computes with parts of a model"
     if isinstance(engine, NativeEngine):

@@ -93,6 +93,7 @@ def streamed(
     max_memory: int,
     whole: Callable[[TorchEngine, Blueprint, Policy | None], Engine],
     policy: Policy | None = None,
+    why_modules: str | None = None,
 ) -> Engine:
     """The engine for a skeleton and its prepared file within `max_memory` bytes; with a policy its cache is compressed.
 
@@ -100,6 +101,7 @@ def streamed(
 
     Args:
         whole: chooses the engine where no block has to be streamed.
+        why_modules: the reason why transformers' modules compute; None: the decoder in C may.
 
     Raises:
         RequestError: not even two blocks fit at a time.
@@ -115,33 +117,41 @@ def streamed(
     share(model, file.contents.aliases)
     to_device(model, device)
     engine = (
-        _streaming(blueprint, file, decided, policy) if moving else whole(TorchEngine(model, device), blueprint, policy)
+        _streaming(blueprint, file, decided, policy, why_modules)
+        if moving
+        else whole(TorchEngine(model, device), blueprint, policy)
     )
     engine.cache_budget = cache_budget(max_memory, decided.bytes, config, dtype)
     return engine
 
 
-def _streaming(blueprint: Blueprint, file: PreparedFile, decided: Plan, policy: Policy | None) -> Engine:
+def _streaming(
+    blueprint: Blueprint, file: PreparedFile, decided: Plan, policy: Policy | None, why_modules: str | None
+) -> Engine:
     """The engine whose blocks come out of a ring: the decoder in C where it fits."""
     blocks, model, device = file.groups[1:], blueprint.module, blueprint.device
     moving = {i: blocks[i] for i in decided.streamed}
     ring = Ring(_slots(file, blocks, decided, device), decided.streamed)
     try:
-        fused = device.type == "cpu" and blueprint.kernels != "reference" and policy is None
-        found: NativeEngine | str = "transformers' modules are asked for"
+        found: NativeEngine | str = why_modules or ""
         ranges: dict[int, range] = {}
-        if fused:
+        if why_modules is None:
             base = torch.frombuffer(file.mapped(), dtype=torch.uint8).data_ptr()
             ranges = {i: range(base + group.begin, base + group.end) for i, group in moving.items()}
-            found = read_engine(TorchEngine(model, device))
+            found = read_engine(TorchEngine(model, device), policy)
         if not isinstance(found, str):
             found = _why_not_streamed(found.parts, ranges) or found
         if not isinstance(found, str):
             file.forget()  # the pages that were looked at (norms, biases) are copied where they are needed
-            return StreamedNative(TorchEngine(model, device), found.parts, ranges, ring, decided.bytes)
+            native = StreamedNative(TorchEngine(model, device), found.parts, ranges, ring, decided.bytes)
+            if policy is not None:
+                native.hold(policy)
+            return native
         engine = StreamedTorch(model, device, file, moving, ring, decided.bytes)
-        if fused and isinstance(found, str):
+        if why_modules is None:
             leave(engine, found)
+        elif policy is not None:
+            engine.why_modules = why_modules
         if policy is not None:
             engine.compress_cache(policy)
         return engine

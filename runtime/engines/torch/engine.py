@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_log = logging.getLogger("compress.kv_cache")
 # Layers in which padding on the left changes nothing for the tokens; others (recurrent, convolutional) carry it along.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -94,8 +92,6 @@ class CacheFactory:
         probe_cache(module)
         self._module = module
         self._shape = Shape.of(module.config, module.dtype)
-        for sentence in policy.idle(module.config):
-            _log.warning("kv_cache.%s", sentence)
         try:
             self.new()  # what cannot be made is known now
         except ValueError as error:
@@ -206,7 +202,7 @@ class TorchEngine(ModuleEngine, RowEngine):
 
     def compress_cache(self, policy: Policy) -> None:
         """Hold keys and values as a policy says from now on; ConfigError where the model cannot."""
-        self.cache_factory = CacheFactory(self.module, policy)
+        self.cache_factory, self.policy = CacheFactory(self.module, policy), policy
         self.description += f", compressed cache ({self.cache_factory.description})"
         if self.context_length is not None:
             self.context_length -= len(self.cache_factory.prefix)

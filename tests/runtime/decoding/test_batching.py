@@ -19,6 +19,7 @@ from tiny_models import llama
 from runtime.decoding import batch, request
 from runtime.decoding.pages import ROOT, Pages
 from runtime.decoding.request import groups
+from runtime.engines.base import Beside
 from runtime.errors import RequestError
 
 
@@ -28,8 +29,8 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pages]]:
     made: list[Pages] = []
 
     class Watched(Pages):
-        def __init__(self, count: int, size: int) -> None:
-            super().__init__(count, size)
+        def __init__(self, count: int, size: int, beside: Beside) -> None:
+            super().__init__(count, size, beside=beside)
             made.append(self)
 
     monkeypatch.setattr(batch, "Pages", Watched)

@@ -53,8 +53,12 @@ def test_without_a_selection_no_share_is_said(bundled: Path, policy: Any) -> Non
 def test_explain_says_what_reads_the_cache(bundled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = runtime.load(bundled, device="cpu", kv_cache=False)
     assert not [name for name in plain.explain() if name.startswith("kv_cache")]
-    model = runtime.load(bundled, device="cpu", kv_cache={**KEPT, "prefix": 2})
-    layers = model.engine.module.config.num_hidden_layers
+    lean = runtime.load(bundled, device="cpu", kv_cache=KEPT)
+    layers = lean.engine.module.config.num_hidden_layers
+    pages = "pages of the decoder in C, keys int4, values int4"
+    found = {name: kernel for name, kernel in lean.explain().items() if name.startswith("kv_cache")}
+    assert found == {f"kv_cache.{index}": pages for index in range(layers)}
+    model = runtime.load(bundled, device="cpu", kernels="reference", kv_cache={**KEPT, "prefix": 2})
     wanted = {f"kv_cache.{index}": "kv-cpu" for index in range(layers)}
     assert {name: kernel for name, kernel in model.explain().items() if name.startswith("kv_cache")} == wanted
     # A storage that the kernel does not know is left to plain torch, the rest is not.

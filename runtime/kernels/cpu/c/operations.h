@@ -46,7 +46,9 @@ static void turn_head(const Run *run, const HeadsOp *heads, const float *norm, i
 }
 
 static Cache cache_of(const Decoder *d, const Block *b) {
-    return (Cache){b->keys, b->values, b->stored, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim, (int32_t)d->value_dim, d->storage};
+    Cache c = {b->keys, b->values, b->stored, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim, (int32_t)d->value_dim, d->storage};
+    if (!b->stored) c.storage.plain_at = NULL; /* beside others that are, this layer has all its pages plain */
+    return c;
 }
 
 static void run_heads(Run *run, const Op *op, const Team *team) {

@@ -143,7 +143,7 @@ def describe_choice(blueprint: Blueprint, policy: Policy | None, brings_draft: b
 
 
 def fused_engine(engine: TorchEngine, policy: Policy | None = None) -> Engine:
-    """The fused engine of the device where it computes the model, also one of uncompressed weights, and its cache; else the engine itself."""
+    """The fused engine of the device where it computes the model, also a dense one, and holds its cache so; else the engine itself."""
     place = _FUSED.get(engine.device.type)
     found = None if place is None else resolve_name(place)(engine, policy)
     if found is not None:

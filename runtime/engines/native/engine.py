@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 MOST_ROWS = 512
+STORED_ROWS = 256  # where pages are stored in few bits: those that a step writes are plain at first
 PROBE = 12  # tokens; the last three are read one by one
 # The largest relative error that rounding explains: of modules that compute in a dtype, and of activations in one digit.
 _ERRORS = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
@@ -150,9 +151,9 @@ class NativeEngine(FusedEngine):
         if not storage.is_plain:
             parts = self.parts
             self.page_bytes = storage.page_bytes(parts)
+            self.most_rows = STORED_ROWS
             plain = storage.plain_bytes(parts, parts.blocks) / self.page_bytes
-            written = MOST_ROWS // PAGE
-            self.beside = Beside(math.ceil(written * plain), math.ceil(storage.recent_pages * plain))
+            self.beside = Beside(math.ceil(STORED_ROWS // PAGE * plain), math.ceil(storage.recent_pages * plain))
         return None
 
     @property

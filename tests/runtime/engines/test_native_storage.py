@@ -161,7 +161,7 @@ def test_what_is_not_finite_is_refused_in_a_sentence() -> None:
     _, lean = _engine(POLICIES["int4"])
     with torch.no_grad():
         lean.module.model.embed_tokens.weight[5] = float("nan")
-    with pytest.raises(RequestError, match="kv_cache .*: a key or value is not finite"):
+    with pytest.raises(RequestError, match=r"kv_cache .*: a key or value is not finite"):
         lean.read(lean.new_pages(4), [Chunk([5] * 200, 0, range(4))])
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compressed_models import inside_blocks
 from compressed_models import compress as compressed
+from compressed_models import inside_blocks
 from tiny_models import llama
 
 import runtime
@@ -30,7 +30,9 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("drafter", [False, {"method": "lookup"}], ids=["plain", "lookup"])
-@pytest.mark.parametrize("policy", [{"keys": "int4", "values": "int4", "recent": 64}, {"keys": "fp8", "recent": 0}], ids=str)
+@pytest.mark.parametrize(
+    "policy", [{"keys": "int4", "values": "int4", "recent": 64}, {"keys": "fp8", "recent": 0}], ids=str
+)
 def test_streamed_weights(artifact: Path, load_streamed: Callable[..., Any], policy: Any, drafter: Any) -> None:
     whole = runtime.load(artifact, kv_cache=policy)
     assert type(whole.engine) is NativeEngine
@@ -42,7 +44,9 @@ def test_streamed_weights(artifact: Path, load_streamed: Callable[..., Any], pol
     assert model.generate(PROMPTS, **options) == whole.generate(PROMPTS, **options)
 
 
-def test_a_policy_that_pages_cannot_be_runs_in_streamed_modules(artifact: Path, load_streamed: Callable[..., Any]) -> None:
+def test_a_policy_that_pages_cannot_be_runs_in_streamed_modules(
+    artifact: Path, load_streamed: Callable[..., Any]
+) -> None:
     model = load_streamed(artifact, 3, kv_cache="snapkv")
     assert type(model.engine) is StreamedTorch
     assert "holds no cache whose policy says to evict tokens" in model.explain()["model"]

@@ -1,5 +1,4 @@
 /* A step of a decoder: the programs of all layers (or some: weights may be streamed) in one parallel region, then the tail. */
-static int64_t align64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 /* Bytes that the mixtures of all layers share. */
 static int64_t experts_bytes(const Decoder *d, int64_t rows) {
@@ -16,13 +15,13 @@ static int64_t experts_bytes(const Decoder *d, int64_t rows) {
 static int64_t lay_out(const Decoder *d, int64_t rows, char *memory, Run *run) {
     int64_t at = 0;
     for (int64_t i = LOGITS + 1; i < d->buffers; i++) {
-        run->buffer[i] = (float *)(memory + at), run->width[i] = d->widths[i];
-        at += align64(rows * d->widths[i] * 4);
+        run->width[i] = d->widths[i];
+        run->buffer[i] = memory_part(memory, &at, rows * d->widths[i] * 4);
     }
-    run->memory = memory + at, at += align64(digits_bytes(rows, d->digits, d->wide, d->wide / 16 + 1));
-    run->partials = memory + at, at += align64(attention_memory(d->value_dim));
-    run->experts = memory + at;
-    return at + experts_bytes(d, rows);
+    run->memory = memory_part(memory, &at, digits_bytes(rows, d->digits, d->wide, d->wide / 16 + 1));
+    run->partials = memory_part(memory, &at, attention_memory(d->value_dim));
+    run->experts = memory_part(memory, &at, experts_bytes(d, rows));
+    return at;
 }
 int64_t decoder_memory(const Decoder *d, int64_t rows) {
     Run run;

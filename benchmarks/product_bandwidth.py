@@ -84,7 +84,7 @@ class Weight:
     def __init__(self, kind: str, rows: int, columns: int) -> None:
         self.linear = linear = library.Linear(rows=rows, columns=columns)
         if kind in DENSE:
-            linear.kind, (linear.scale_type, size) = library.KINDS["dense"], DENSE[kind]
+            linear.kind, (linear.weight_type, size) = library.KINDS["dense"], DENSE[kind]
             codes, scales = rows * columns * size, 4 * rows
         else:
             linear.kind, linear.scale_type = library.KINDS[kind], library.TYPES[torch.bfloat16]

@@ -49,7 +49,7 @@ class CLinears:
         self.keep.append(weight)
         return library.Linear(
             kind=library.KINDS["dense"],
-            scale_type=library.TYPES[weight.dtype],
+            weight_type=library.TYPES[weight.dtype],
             rows=weight.shape[0],
             columns=weight.shape[1],
             weight=weight.data_ptr(),

@@ -105,7 +105,7 @@ def block_bytes(block: Block, skip: int = 0) -> float:
 def linear_bytes(linear: Linear) -> float:
     """Bytes of a layer's weights, without scales and the like."""
     if linear.kind == KINDS["dense"]:
-        size: float = next(dtype.itemsize for dtype, kind in TYPES.items() if kind == linear.scale_type)
+        size: float = next(dtype.itemsize for dtype, kind in TYPES.items() if kind == linear.weight_type)
     else:
         size = group_bytes(linear.kind, 32) / 32
     return size * linear.rows * linear.columns

@@ -48,7 +48,7 @@ class Float8Cpu(Kernel):
         weight = tensors["weight"]
         return library.Linear(
             kind=library.KINDS["dense"],
-            scale_type=library.FLOAT8,
+            weight_type=library.FLOAT8,
             rows=weight.shape[0],
             columns=weight.shape[1],
             weight=weight.data_ptr(),

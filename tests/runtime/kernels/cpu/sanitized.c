@@ -62,7 +62,7 @@ static float *floats(int64_t count) {
 
 static int product(int kind, int64_t rows, int64_t columns, int group, int zeros, int digits, int64_t batch) {
     int64_t groups = (columns + group - 1) / group, panels = (rows + PANEL - 1) / PANEL, each = panels * groups * PANEL;
-    Linear l = {.kind = kind, .scale_type = TYPE_F32, .group = group, .share = 1, .rows = rows, .columns = columns, .groups = groups};
+    Linear l = {.kind = kind, .weight_type = TYPE_F32, .scale_type = TYPE_F32, .group = group, .share = 1, .rows = rows, .columns = columns, .groups = groups};
     float *bias = floats(rows), *x = floats(batch * columns), *scale = NULL;
     void *weight, *zero = NULL, *sum = NULL;
     if (kind == KIND_DENSE) weight = floats(rows * columns);

@@ -28,6 +28,7 @@ from runtime.engines.program.operations import Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Decoder, Step
 from runtime.layers.compressed_linear import CompressedLinear
+from runtime.system import processes
 
 if TYPE_CHECKING:
     from runtime.engines.torch.engine import TorchEngine
@@ -133,6 +134,16 @@ class NativeEngine(FusedEngine):
                 found[name] = module.kernel.name
         return found
 
+    @functools.cached_property
+    def _modules_are_faster(self) -> bool:
+        dtype, dense = self.parts.cache_dtype, library.KINDS["dense"]
+        found = {
+            (each.kind, each.weight_type)
+            for block in self.parts.blocks
+            for _, each, _ in linears(block.ops, block.count)
+        }
+        return dtype.itemsize == 2 and found == {(dense, library.TYPES[dtype])} and processes.multiplies(dtype)
+
     # ---------------------------------------------------------------- pages
     def store(self, storage: PageStorage) -> None:
         """From now on pools hold pages that are no longer recent in few bits."""
@@ -159,9 +170,14 @@ class NativeEngine(FusedEngine):
         return self.new_pages(count)
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """As `Engine.logits`; of a dense model the modules', whose products of many rows a library computes faster than C does."""
-        dense = not self.parts.digits and self.in_memory
-        return self.torch_engine.logits(input_ids) if dense else super().logits(input_ids)
+        """As `Engine.logits`; of a dense 16-bit model the modules', where the CPU multiplies matrices of its dtype.
+
+        C computes with float32 activations, the modules with rounded ones. On Zen 4 they read 512 tokens of a Llama in bfloat16 in 0.54
+        of the time that C takes; in float32 it is 1.25 of it.
+        """
+        if self.in_memory and self._modules_are_faster:
+            return self.torch_engine.logits(input_ids)
+        return super().logits(input_ids)
 
     def read(self, pool: Pool, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:
         return self._run(pool, chunks, output_rows(chunks, every))[0]

@@ -137,7 +137,9 @@ def test_dense_products_are_the_same_everywhere(shape, dtype, emulated):
 
 
 # A section of sums is 2048 columns; a block of rows that are multiplied at a time is 896 (AVX-512), 384 (AVX2), 128.
-@pytest.mark.parametrize(("rows", "shape"), [(70, (37, 4197)), (70, (66, 2048)), (43, (5, 31)), (25, (1, 4096)), (900, (33, 65))], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "shape"), [(70, (37, 4197)), (70, (66, 2048)), (43, (5, 31)), (25, (1, 4096)), (900, (33, 65))], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
 def test_dense_products_of_many_rows(rows, shape, dtype, emulated):
     """They are those of single rows, to the bit, and as close to float64 as sums of so many sections of float32 are."""

@@ -101,5 +101,7 @@ int main(void) {
                 for (int64_t batch = 1; batch <= 9; batch += 4, done++)
                     if (product(kinds[k], shapes[s][0], shapes[s][1], 32, done % 2 && kinds[k] > KIND_S24, digits, batch))
                         return fprintf(stderr, "kind %d, shape %d: another result with threads\n", kinds[k], s), 1;
+    for (int64_t batch = 25; batch <= 41; batch += 16, done++) /* in tiles, more than a section of sums */
+        if (product(KIND_DENSE, 83, 2215, 1, 0, 1, batch)) return fprintf(stderr, "%d rows: another result with threads\n", (int)batch), 1;
     return printf("%d products\n", done), 0;
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Matrix-vector products of the C kernels against plain reading of the very same buffers, in turn, in one process.
+"""Products of the C kernels: one row against plain reading of the very same buffers, in turn, in one process.
 
     python benchmarks/product_bandwidth.py --output benchmarks/results/product_bandwidth.json
 
@@ -7,6 +7,9 @@
 pages a process got and what neighbours did meanwhile is in its numbers. Here a buffer is read, then others multiplied with, a
 millisecond apart, so a ratio has neither. Random weights and scales in the layout of linear.h, more of them than four last-level
 caches; scales are bytes too. With `--output`, cells that the file has and this run does not measure stay.
+
+With `--rows 512` products of so many rows are timed instead, which are arithmetic, beside torch's with a dense weight of the same
+shape in float32 and in bfloat16 (activations too).
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from runtime.kernels.cpu import library
 from runtime.kernels.cpu.library import openmp
 from runtime.system import instruction_sets, native
 
-SHAPES = ((11008, 4096), (5632, 2048), (2048, 2048))
+SHAPES = ((11008, 4096), (5632, 2048), (2048, 2048), (2048, 5632))
 GROUP = 128
 DENSE = {
     "bf16": (library.TYPES[torch.bfloat16], 2),
@@ -84,7 +87,7 @@ class Weight:
     def __init__(self, kind: str, rows: int, columns: int) -> None:
         self.linear = linear = library.Linear(rows=rows, columns=columns)
         if kind in DENSE:
-            linear.kind, (linear.scale_type, size) = library.KINDS["dense"], DENSE[kind]
+            linear.kind, (linear.weight_type, size) = library.KINDS["dense"], DENSE[kind]
             codes, scales = rows * columns * size, 4 * rows
         else:
             linear.kind, linear.scale_type = library.KINDS[kind], library.TYPES[torch.bfloat16]
@@ -145,6 +148,39 @@ def measure(kind: str, shape: tuple[int, int], threads: int, rounds: int, read: 
     }  # fmt: skip
 
 
+def measure_rows(kind: str, shape: tuple[int, int], rows: int, threads: int, rounds: int, isa: str) -> dict[str, Any]:
+    """GFLOP/s of products with so many rows, ours and torch's in turn: the best of the rounds."""
+    kernels, weight = library.load(isa), Weight(kind, *shape)
+    assert kernels is not None
+    x, y, dtype = torch.randn(rows, shape[1]), torch.empty(rows, shape[0]), library.TYPES[torch.float32]
+    dense = {
+        f"torch {str(d).removeprefix('torch.')}": torch.randn(shape).to(d) for d in (torch.float32, torch.bfloat16)
+    }
+    inputs = {name: x.to(each.dtype) for name, each in dense.items()}
+    digits = {"product": 0} if kind in DENSE else {"fast": 1, "exact": 2}
+    linear, before = ctypes.byref(weight.linear), torch.get_num_threads()
+    memory = torch.empty(kernels.linear_memory(linear, rows, 2), dtype=torch.uint8)
+    best = dict.fromkeys((*digits, *dense), float("inf"))
+    torch.set_num_threads(threads)
+    for _ in range(rounds + 1):
+        for name in best:
+            start = time.perf_counter()
+            if name in dense:
+                torch.nn.functional.linear(inputs[name], dense[name])
+            else:
+                kernels.linear_run(
+                    linear, x.data_ptr(), dtype, rows, y.data_ptr(), dtype, digits[name], memory.data_ptr(), threads
+                )
+            best[name] = min(best[name], time.perf_counter() - start)
+    torch.set_num_threads(before)
+    speed = {name: 2e-9 * rows * shape[0] * shape[1] / seconds for name, seconds in best.items()}
+    return {
+        "kind": kind, "shape": shape, "threads": threads, "instruction_set": isa, "rows": rows,
+        "gflop_per_second": {name: round(value, 1) for name, value in speed.items()},
+        "of_torch": {f"{name} / {peer}": round(speed[name] / speed[peer], 2) for name in digits for peer in dense},
+    }  # fmt: skip
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -153,6 +189,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS), help="separated by commas")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of them")
     parser.add_argument("--instruction-sets", default=instruction_sets.chosen(), help="separated by commas")
+    parser.add_argument("--rows", type=int, default=1, help="of the activations")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     read, results = reader(), []
@@ -161,6 +198,11 @@ def main() -> None:
             for threads, isa in (
                 (int(t), i) for t in arguments.threads.split(",") for i in arguments.instruction_sets.split(",")
             ):
+                if arguments.rows > 1:
+                    results.append(measure_rows(kind, shape, arguments.rows, threads, arguments.rounds, isa))
+                    speeds = "  ".join(f"{name} {value}" for name, value in results[-1]["gflop_per_second"].items())
+                    print(f"{isa} {kind} {shape[0]}x{shape[1]}, {threads} threads: GFLOP/s {speeds}", flush=True)
+                    continue
                 result = measure(kind, shape, threads, arguments.rounds, read, isa)
                 results.append(result)
                 speeds = "  ".join(f"{name} {value:.1f}" for name, value in result["gb_per_second"].items())
@@ -170,7 +212,7 @@ def main() -> None:
                     flush=True,
                 )
     if arguments.output:
-        cell = lambda r: (r["kind"], tuple(r["shape"]), r["threads"], r["instruction_set"])  # noqa: E731
+        cell = lambda r: (r["kind"], tuple(r["shape"]), r["threads"], r["instruction_set"], r.get("rows", 1))  # noqa: E731
         before = json.loads(arguments.output.read_text())["results"] if arguments.output.exists() else []
         measured = {cell(r): r for r in (*before, *results) if "instruction_set" in r}
         data = {

@@ -9,6 +9,7 @@ from torch import nn
 
 from runtime.kernels.cpu import experts as c_experts
 from runtime.kernels.cpu import library
+from runtime.kernels.cpu.float8 import Float8Cpu
 from runtime.kernels.cpu.integer import IntegerKernel
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.modeling.experts import Experts, gate_of, layout_of
@@ -31,13 +32,14 @@ class CLinears:
         """The layer, a dense one as it lies in memory; or the reason why C does not compute it. `name` is what reasons call it."""
         if isinstance(module, CompressedLinear):
             kernel = module.kernel
-            if not isinstance(kernel, IntegerKernel):
+            if not isinstance(kernel, IntegerKernel | Float8Cpu):
                 return f"kernel {module.kernel_name} of {name} is not in C"
-            self.digits.add(kernel.digits(module.layer))
+            if isinstance(kernel, IntegerKernel):
+                self.digits.add(kernel.digits(module.layer))
             bias = None if module.bias is None else module.bias.detach().float()
             tensors = module._tensors()
             self.keep += [*tensors.values(), *([] if bias is None else [bias])]
-            return kernel.panels.linear(tensors, module.layer, bias)
+            return kernel.linear(tensors, module.layer, bias)
         if not is_matrix(module):
             return f"{name} is a {type(module).__name__}"
         return self.dense(rows_of(module), module._parameters.get("bias"), name)
@@ -49,7 +51,7 @@ class CLinears:
         self.keep.append(weight)
         return library.Linear(
             kind=library.KINDS["dense"],
-            scale_type=library.TYPES[weight.dtype],
+            weight_type=library.TYPES[weight.dtype],
             rows=weight.shape[0],
             columns=weight.shape[1],
             weight=weight.data_ptr(),

@@ -61,7 +61,7 @@ def model_of(name: str, **changes: Any) -> Any:
 
 
 def native(model: Any) -> NativeEngine:
-    """The model in C; so are its logits, of dense models too."""
+    """The model in C; so are its logits, where those of the modules are faster too."""
     found = read_engine(TorchEngine(model, CPU))
     assert isinstance(found, NativeEngine), found
     found.in_memory = False

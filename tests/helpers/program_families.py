@@ -1,4 +1,4 @@
-"""Tiny random models of many families, with what is odd about each switched on, dense or of 4-bit layers."""
+"""Tiny random models of many families, with what is odd about each switched on, dense or of compressed layers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from runtime import formats
 from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import GridScheme, Scheme
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.modeling.linear_modules import get_matrix, is_conv1d, is_matrix
 from runtime.modeling.skeleton import find_blocks
@@ -92,18 +93,21 @@ def model_of(name: str, **changes: Any) -> Any:
     return model
 
 
-def compressed(model: Any) -> tuple[Any, Any]:
-    """The model with 4-bit layers in its blocks, and with the same weights dense."""
+FLOAT8 = Scheme(GridScheme(8, "float", strategy="channel"))
+
+
+def compressed(model: Any, scheme: Scheme = SCHEMES["pack-quantized"]) -> tuple[Any, Any]:
+    """The model with layers of the scheme (4 bits) in its blocks, and with the same weights dense."""
     small, dense = copy.deepcopy(model), copy.deepcopy(model)
-    scheme, blocks = SCHEMES["pack-quantized"], find_blocks(model)[0]
+    storage, blocks = "float-quantized" if scheme is FLOAT8 else "packed", find_blocks(model)[0]
     for name, module in model.named_modules():
         if not is_matrix(module) or not name.startswith(f"{blocks}."):
             continue
         weight = nearest(get_matrix(module).detach().contiguous(), scheme)
-        entry = ModuleEntry(scheme, "packed")
+        entry = ModuleEntry(scheme, storage)
         bias = None if module.bias is None else module.bias.detach()
         layer = CompressedLinear.from_tensors(
-            entry, tuple(weight.values.shape), formats.get("packed").pack(weight), bias, torch.float32
+            entry, tuple(weight.values.shape), formats.get(storage).pack(weight), bias, torch.float32
         )  # type: ignore[arg-type]
         layer.prepare()
         small.set_submodule(name, layer)

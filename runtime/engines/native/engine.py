@@ -29,6 +29,7 @@ from runtime.engines.program.operations import Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Decoder, Step
 from runtime.layers.compressed_linear import CompressedLinear
+from runtime.system import processes
 
 if TYPE_CHECKING:
     from runtime.engines.torch.engine import TorchEngine
@@ -140,6 +141,16 @@ class NativeEngine(FusedEngine):
             found |= {f"kv_cache.{number}": pages for number in whole_layers(self.parts.blocks)}
         return found
 
+    @functools.cached_property
+    def _modules_are_faster(self) -> bool:
+        dtype, dense = self.parts.cache_dtype, library.KINDS["dense"]
+        found = {
+            (each.kind, each.weight_type)
+            for block in self.parts.blocks
+            for _, each, _ in linears(block.ops, block.count)
+        }
+        return dtype.itemsize == 2 and found == {(dense, library.TYPES[dtype])} and processes.multiplies(dtype)
+
     # ---------------------------------------------------------------- pages
     def hold(self, policy: Policy) -> str | None:
         """From now on pools hold pages as a policy says; the reason, where they cannot."""
@@ -175,8 +186,12 @@ class NativeEngine(FusedEngine):
         return self.new_pages(count)
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """As `Engine.logits`; of a dense model the modules', whose products of many rows a library computes faster than C does."""
-        if not self.parts.digits and self.in_memory:
+        """As `Engine.logits`; of a dense 16-bit model the modules', where the CPU multiplies matrices of its dtype.
+
+        C computes with float32 activations, the modules with rounded ones. On Zen 4 they read 512 tokens of a Llama in bfloat16 in 0.54
+        of the time that C takes; in float32 it is 1.25 of it.
+        """
+        if self.in_memory and self._modules_are_faster:
             return self.torch_engine.logits(input_ids)
         return self._logits(input_ids, Pool(self.parts, -(-input_ids.shape[1] // PAGE)))
 
@@ -337,7 +352,7 @@ def kinds(parts: Parts) -> list[int]:
     found: dict[Any, int] = {}
     for number, (layer, block) in enumerate(zip(parts.program.layers, parts.blocks, strict=True)):
         shapes = tuple(
-            (each.kind, each.scale_type, each.group, each.rows, each.columns, bool(each.zero))
+            (each.kind, each.weight_type, each.scale_type, each.group, each.rows, each.columns, bool(each.zero))
             for _, each, _ in linears(block.ops, block.count)
         )
         found.setdefault((_nameless(layer), shapes), number)

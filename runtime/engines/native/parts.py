@@ -91,14 +91,12 @@ class Structures(CLinears):
 
     Attributes:
         arrays: of structures.
-        wide: numbers of the widest padded input of a layer.
     """
 
     def __init__(self, buffers: Buffers, root: nn.Module, prefix: str = "") -> None:
         """`root`: has the modules that operations name; `prefix` is taken off their names."""
         super().__init__()
         self.arrays: list[Any] = []
-        self.wide = 0
         self._buffers, self._root, self._prefix = buffers, root, prefix
 
     def module(self, name: str) -> Any:
@@ -134,8 +132,6 @@ class Structures(CLinears):
 
     def _linear(self, op: Op, operation: typed.Linear, slots: dict[str, int]) -> None:
         op.linear = self.linear(self.module(operation.module), operation.module)
-        if op.linear.kind != library.KINDS["dense"]:
-            self.wide = max(self.wide, op.linear.group * op.linear.groups)
 
     def _heads(self, op: Op, operation: typed.Heads, slots: dict[str, int]) -> None:
         spans = [self._span(each, slots) for each in (operation.query, operation.key, operation.value)]
@@ -241,7 +237,6 @@ class Parts(Structures):
             value_dim=self.value_dim,
             buffers=len(widths),
             tail_count=len(tail),
-            wide=self.wide,
             cache_type=TYPES[self.cache_dtype],
             digits=max(self.digits, default=1),
             widths=(ctypes.c_int64 * len(widths))(*widths),

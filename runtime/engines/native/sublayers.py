@@ -16,7 +16,7 @@ from runtime.engines.native.pool import Pool, decoder_of
 from runtime.engines.program.operations import Norm
 from runtime.errors import ArtifactError
 from runtime.kernels.cpu.decoder import OPS, PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder, Op
-from runtime.kernels.cpu.library import KINDS, TYPES, Linear, group_bytes
+from runtime.kernels.cpu.library import FLOAT8, KINDS, TYPES, Linear, group_bytes
 
 
 class View:
@@ -109,7 +109,8 @@ def block_bytes(block: Block, skip: int = 0) -> float:
 def linear_bytes(linear: Linear) -> float:
     """Bytes of a layer's weights, without scales and the like."""
     if linear.kind == KINDS["dense"]:
-        size: float = next(dtype.itemsize for dtype, kind in TYPES.items() if kind == linear.scale_type)
+        sizes = {kind: dtype.itemsize for dtype, kind in TYPES.items()} | {FLOAT8: 1}
+        size: float = sizes[linear.weight_type]
     else:
         size = group_bytes(linear.kind, 32) / 32
     return size * linear.rows * linear.columns

@@ -94,9 +94,7 @@ class Decoder(ctypes.Structure):
 
     operations: Any = ()
     _fields_ = (
-        *fields(
-            _i64, "layers", "hidden", "heads", "kv_heads", "head_dim", "value_dim", "buffers", "tail_count", "wide"
-        ),
+        *fields(_i64, "layers", "hidden", "heads", "kv_heads", "head_dim", "value_dim", "buffers", "tail_count"),
         *fields(_i32, "cache_type", "digits"),
         ("storage", Storage),
         ("widths", ctypes.POINTER(_i64)),

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from runtime.formats.representation import Tensors
-from runtime.kernels.base import Kernel, Layer
+from runtime.kernels.base import Layer
 from runtime.kernels.cpu import library
-from runtime.kernels.cpu.integer import threads_for
+from runtime.kernels.cpu.integer import CKernel
 
 _UNIT = 256.0  # C widens a float8 to a float32 2^8 times smaller
 
 
-class Float8Cpu(Kernel):
+class Float8Cpu(CKernel):
     """`y = s_w (x q_w) + b`, products and sums in float32 in one order: a row does not depend on its neighbours, the threads or the CPU.
 
     The weight stays as stored; `row_scale` float32 `[out]` is beside it, NaN where a code of the row is.
     """
 
     name = "float8-c"
-    device = "cpu"
     formats = frozenset({"float-quantized"})
 
     def why_not(self, layer: Layer) -> str | None:
@@ -43,31 +40,17 @@ class Float8Cpu(Kernel):
         nan = ((tensors["weight"].view(torch.uint8) & 0x7F) == 0x7F).any(1)
         return tensors | {"row_scale": scale.masked_fill(nan, float("nan"))}
 
-    def linear(self, tensors: Tensors, bias: torch.Tensor | None) -> library.Linear:
-        """What the C library is given: addresses of the tensors, which must outlive it. `bias` is float32 `[out]`."""
+    def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
         weight = tensors["weight"]
         return library.Linear(
             kind=library.KINDS["dense"],
-            scale_type=library.FLOAT8,
+            weight_type=library.FLOAT8,
             rows=weight.shape[0],
             columns=weight.shape[1],
             weight=weight.data_ptr(),
             scale=tensors["row_scale"].data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
         )
-
-    def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
-        native, x = library.load(), x.contiguous()
-        assert native is not None
-        y = torch.empty(x.shape[0], layer.shape[0], dtype=x.dtype)
-        if not y.numel():
-            return y
-        offset = None if bias is None else bias.detach().float()
-        linear, kind = ctypes.byref(self.linear(tensors, offset)), library.TYPES[x.dtype]
-        memory = library.bytes_at(native.linear_memory(linear, x.shape[0], 1))
-        threads = threads_for(x.shape[0] * layer.shape[0] * layer.shape[1])
-        native.linear_run(linear, x.data_ptr(), kind, x.shape[0], y.data_ptr(), kind, 1, memory, threads)
-        return y
 
     def path(self, rows: int) -> str:
         return "float32 products of float8 weights, C"

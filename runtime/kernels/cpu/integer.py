@@ -29,10 +29,45 @@ _WORTH_A_THREAD = 1 << 17  # multiplications; fewer are done before another thre
 _TILE = 1 << 18  # weights dequantized at once: a megabyte of float32, which the second cache holds
 
 
-class PanelKernel(Kernel):
-    """A kernel that reads weights in panels (`panels.py`)."""
+class CKernel(Kernel):
+    """A kernel of this folder's C library: `x W^T + b` of any number of rows."""
 
     device = "cpu"
+
+    @abstractmethod
+    def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
+        """What the C library is given: addresses of the tensors, which must outlive it. `bias` is float32 `[out]`."""
+
+    def digits(self, layer: Layer) -> int:
+        """Bytes of an activation that is made an integer; 0: activations stay as they are."""
+        return 0
+
+    def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        # Refused is what C would compute with without a word.
+        if x.dtype != layer.dtype:
+            raise RuntimeError(f"kernel {self.name} was prepared for {layer.dtype} and got {x.dtype}")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"kernel {self.name} has no backward; use kernels='reference' to differentiate")
+        y = torch.empty(x.shape[0], layer.shape[0], dtype=x.dtype)
+        return self.compute(x.contiguous(), tensors, layer, bias, y) if y.numel() else y
+
+    def compute(
+        self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None, y: torch.Tensor
+    ) -> torch.Tensor:
+        """`x W^T + b` of at least one row and one output; `y` is filled and returned."""
+        native, rows = library.load(), x.shape[0]
+        assert native is not None
+        offset = None if bias is None else bias.detach().float()
+        linear = ctypes.byref(self.linear(tensors, layer, offset))
+        digits, kind = self.digits(layer), library.TYPES[x.dtype]
+        memory = bytes_at(native.linear_memory(linear, rows, digits))
+        threads = threads_for(rows * layer.shape[0] * layer.shape[1])
+        native.linear_run(linear, x.data_ptr(), kind, rows, y.data_ptr(), kind, digits, memory, threads)
+        return y
+
+
+class PanelKernel(CKernel):
+    """A kernel that reads weights in panels (`panels.py`)."""
 
     def __init__(self, panels: Panels) -> None:
         self.panels = panels
@@ -58,24 +93,12 @@ class PanelKernel(Kernel):
     def sample(self, layer: Layer) -> Tensors:
         return self.panels.sample(layer)
 
-    def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
-        # Refused is what C would compute with without a word.
-        if x.dtype != layer.dtype:
-            raise RuntimeError(f"kernel {self.name} was prepared for {layer.dtype} and got {x.dtype}")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(f"kernel {self.name} has no backward; use kernels='reference' to differentiate")
-        y = torch.empty(x.shape[0], layer.shape[0], dtype=x.dtype)
-        return self.compute(x.contiguous(), tensors, layer, bias, y) if y.numel() else y
-
-    @abstractmethod
-    def compute(
-        self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None, y: torch.Tensor
-    ) -> torch.Tensor:
-        """`x W^T + b` of at least one row and one output; `y` is to be filled and returned."""
+    def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
+        return self.panels.linear(tensors, layer, bias)
 
 
 class IntegerKernel(PanelKernel):
-    """`x W^T + b`, every number of rows."""
+    """Integer weights times activations in digits."""
 
     def __init__(self, name: str, panels: Panels, fast: bool = False) -> None:
         super().__init__(panels)
@@ -83,21 +106,7 @@ class IntegerKernel(PanelKernel):
         self.accuracy = "fast" if fast else "exact"
 
     def digits(self, layer: Layer) -> int:
-        """Bytes of an activation."""
         return 1 if self.accuracy == "fast" else 3 if layer.dtype == torch.float32 else 2
-
-    def compute(
-        self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None, y: torch.Tensor
-    ) -> torch.Tensor:
-        native, rows = library.load(), x.shape[0]
-        assert native is not None
-        offset = None if bias is None else bias.detach().float()
-        linear = ctypes.byref(self.panels.linear(tensors, layer, offset))
-        digits, kind = self.digits(layer), library.TYPES[x.dtype]
-        memory = bytes_at(native.linear_memory(linear, rows, digits))
-        threads = threads_for(rows * layer.shape[0] * layer.shape[1])
-        native.linear_run(linear, x.data_ptr(), kind, rows, y.data_ptr(), kind, digits, memory, threads)
-        return y
 
     def path(self, rows: int) -> str:
         activations = "int8 activations" if self.accuracy == "fast" else "activations in two digits (float32: three)"
@@ -124,7 +133,7 @@ class DenseTiles(PanelKernel):
         wide, y = x.to(dtype), y.to(dtype)
         panels = -(-out // PANEL)
         step = max(4, _TILE // (PANEL * max(1, columns)))
-        linear = ctypes.byref(self.panels.linear(tensors, layer, None))
+        linear = ctypes.byref(self.linear(tensors, layer, None))
         scratch = tensor_of(step * PANEL * columns * dtype.itemsize)
         threads = threads_for(step * PANEL * columns)
         for first in range(0, panels, step):

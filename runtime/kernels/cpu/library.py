@@ -79,7 +79,7 @@ class Linear(ctypes.Structure):
     """`Linear` of linear.h."""
 
     _fields_ = (
-        *fields(ctypes.c_int32, "kind", "scale_type", "group", "share"),
+        *fields(ctypes.c_int32, "kind", "weight_type", "scale_type", "group", "share"),
         *fields(ctypes.c_int64, "rows", "columns", "groups"),
         *fields(ctypes.c_void_p, "weight", "scale", "zero", "sums", "bias"),
     )

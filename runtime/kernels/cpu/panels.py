@@ -248,11 +248,13 @@ class Panels(ABC):
         """What the C library is given: addresses of the tensors, which must outlive it. `bias` is float32 `[out]`."""
         weight, scale = tensors["weight"], tensors["scale"]
         groups, group = weight.shape[1], self.group(layer)
-        operands = weight, scale, tensors.get("zero_point"), tensors.get("sums"), bias
-        return library.Linear(
-            library.KINDS[self.kind(layer)], library.TYPES[scale.dtype], group, _share(layer, group, groups), *layer.shape, groups,
-            *(None if tensor is None else tensor.data_ptr() for tensor in operands),
-        )  # fmt: skip
+        found = library.Linear(library.KINDS[self.kind(layer)], scale_type=library.TYPES[scale.dtype])
+        found.group, found.share, found.groups = group, _share(layer, group, groups), groups
+        found.rows, found.columns = layer.shape
+        found.weight, found.scale = weight.data_ptr(), scale.data_ptr()
+        zero, sums = tensors.get("zero_point"), tensors.get("sums")
+        found.zero, found.sums, found.bias = (None if x is None else x.data_ptr() for x in (zero, sums, bias))
+        return found
 
 
 class Dense(Panels):

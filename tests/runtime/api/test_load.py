@@ -40,12 +40,14 @@ BATCH = torch.randint(2, 400, (2, 9), generator=torch.Generator().manual_seed(1)
 
 
 def same_as_transformers(path: Path, **options: Any) -> Any:
+    """The model, whose logits are those of transformers up to the order of float32 sums."""
     from transformers import AutoModelForCausalLM
 
     ours = runtime.load(path)
     theirs = AutoModelForCausalLM.from_pretrained(path, **options).eval()
     with torch.inference_mode():
-        assert torch.equal(ours.logits(BATCH), theirs(BATCH).logits.float())
+        found, wanted = ours.logits(BATCH), theirs(BATCH).logits.float()
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-5
     return ours
 
 

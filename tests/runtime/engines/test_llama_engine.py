@@ -23,6 +23,7 @@ from runtime.engines.native.parts import read_parts
 from runtime.engines.torch.engine import TorchEngine
 from runtime.kernels.cpu import library
 from runtime.layers.compressed_linear import CompressedLinear
+from runtime.system import processes
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 
@@ -108,6 +109,15 @@ def test_sixteen_bit_models(dtype: torch.dtype) -> None:
     truth, theirs, ours = (engine.logits(ids) for engine in (exact, plain, lean))
     # Only the cache is rounded in ours, everything in theirs.
     assert float((ours - truth).norm()) <= 1.05 * float((theirs - truth).norm())
+
+
+def test_logits_of_a_sixteen_bit_model_are_the_modules_where_these_are_faster() -> None:
+    plain, lean = engines(model_of("grouped").to(torch.bfloat16))
+    ids = torch.randint(0, 400, (1, 100))
+    in_c = lean.logits(ids)
+    lean.in_memory = True
+    assert torch.equal(lean.logits(ids), plain.logits(ids) if processes.multiplies(torch.bfloat16) else in_c)
+    assert not torch.equal(in_c, plain.logits(ids))
 
 
 @pytest.mark.parametrize(

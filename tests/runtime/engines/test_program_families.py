@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from llama_engines import native
-from program_families import FAMILIES, compressed, model_of
+from mixture_models import apart
+from program_families import FAMILIES, FLOAT8, compressed, model_of
 
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import NativeEngine, disproof, kinds, take_over
@@ -48,6 +49,21 @@ def test_logits_of_compressed_models(name: str) -> None:
     lean = native(small)
     assert lean.parts.digits, "its layers are compressed"
     assert error(lean.logits(TEXTS), TorchEngine(twin, CPU).logits(TEXTS)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "GPT2", "Falcon", "Phi3", "Cohere2", "DeepseekV3", "GptOss"])
+def test_logits_of_float8_models(name: str) -> None:
+    """Weights of one byte, of experts too, beside dense routers and heads."""
+    small, twin = compressed(apart(model_of(name)), FLOAT8)
+    lean = native(small)
+    assert "float8-c" in lean.explain().values()
+    assert not lean.parts.digits
+    wanted, found = TorchEngine(twin, CPU).logits(TEXTS), lean.logits(TEXTS)
+    assert error(found, wanted) < 1e-5
+    pool = lean.new_pages(2)
+    for start, end in ((0, 1), (1, 40), (40, 70)):
+        row = lean.read(pool, [Chunk(TEXTS[0, start:end].tolist(), start, [1, 0])], every=True)
+        assert torch.equal(row, found[0, start:end])
 
 
 @pytest.mark.parametrize("name", FAMILIES)

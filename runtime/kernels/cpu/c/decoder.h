@@ -1,28 +1,30 @@
 /* A step of a decoder: the programs of all layers (or some: weights may be streamed) in one parallel region, then the tail. */
-static int64_t align64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-/* Bytes that the mixtures of all layers share. */
-static int64_t experts_bytes(const Decoder *d, int64_t rows) {
+/* Bytes of what operations of a kind want, which all layers and the tail share. */
+static int64_t bytes_of(const Decoder *d, int kind, int64_t rows) {
     int64_t most = 0;
-    for (int64_t i = 0; i < d->layers; i++)
-        for (int64_t j = 0; j < d->blocks[i].count; j++) {
-            const Op *op = d->blocks[i].ops + j;
-            int64_t bytes = op->kind == OP_MIXTURE ? mixture_memory(op->mixture.router, op->mixture.experts, rows) : 0;
+    for (int64_t i = 0; i <= d->layers; i++) {
+        const Op *ops = i < d->layers ? d->blocks[i].ops : d->tail;
+        for (int64_t j = 0; j < (i < d->layers ? d->blocks[i].count : d->tail_count); j++) {
+            if (ops[j].kind != kind) continue;
+            int64_t bytes = kind == OP_MIXTURE ? mixture_memory(ops[j].mixture.router, ops[j].mixture.experts, rows)
+                                               : linear_memory(&ops[j].linear, rows, d->digits);
             most = bytes > most ? bytes : most;
         }
+    }
     return most;
 }
 
 static int64_t lay_out(const Decoder *d, int64_t rows, char *memory, Run *run) {
     int64_t at = 0;
     for (int64_t i = LOGITS + 1; i < d->buffers; i++) {
-        run->buffer[i] = (float *)(memory + at), run->width[i] = d->widths[i];
-        at += align64(rows * d->widths[i] * 4);
+        run->width[i] = d->widths[i];
+        run->buffer[i] = memory_part(memory, &at, rows * d->widths[i] * 4);
     }
-    run->memory = memory + at, at += align64(digits_bytes(rows, d->digits, d->wide, d->wide / 16 + 1));
-    run->partials = memory + at, at += align64(attention_memory(d->value_dim));
-    run->experts = memory + at;
-    return at + experts_bytes(d, rows);
+    run->memory = memory_part(memory, &at, bytes_of(d, OP_LINEAR, rows));
+    run->partials = memory_part(memory, &at, attention_memory(d->value_dim));
+    run->experts = memory_part(memory, &at, bytes_of(d, OP_MIXTURE, rows));
+    return at;
 }
 int64_t decoder_memory(const Decoder *d, int64_t rows) {
     Run run;

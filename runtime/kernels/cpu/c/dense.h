@@ -1,9 +1,10 @@
 /* Dense weights [rows, columns] in float32, bfloat16, float16 or float8 with a scale a row, as they lie in the file; float32 activations.
  *
- * Products are added up in 32 running sums (column modulo 32), those by halves, then the columns beyond the last 32, whatever the
- * vectors and the tile. */
+ * Products of SECTION columns are added up in 32 running sums (column modulo 32), those by halves; sections one after another, then the
+ * columns beyond the last 32: whatever the vectors, the tile and the number of rows (gemm.h has another way to the same sums). */
 #define RUNNING 32
 #define RUNNING_VECTORS (RUNNING / LANES)
+#define SECTION 2048 /* columns */
 #define TWICE _Pragma("GCC unroll 2")
 #define DENSE_BLOCK (1 << 18) /* bytes, as float32, of rows of a weight that stay in the cache while all rows of x pass by */
 
@@ -64,10 +65,10 @@ static const dense_t DENSE_OF[4][6] = { /* [type][rows - 1] */
 
 static void dense_part(const Linear *l, const float *x, int64_t apart, int64_t rows, void *y, int out_type, int64_t out_stride,
                        int add, const Team *team) {
-    const int64_t columns = l->columns;
+    const int64_t columns = l->columns, whole = columns / RUNNING * RUNNING;
     int64_t start, end, tiles = tiles_of(rows, DENSE_ROWS), at[2];
-    float out[2 * DENSE_ROWS];
-    const int beside = rows == 1 ? BESIDE(1) : BESIDE(2);
+    float out[2 * DENSE_ROWS], totals[2 * DENSE_ROWS];
+    const int type = l->weight_type, beside = rows == 1 ? BESIDE(1) : BESIDE(2);
     const int64_t kept = DENSE_BLOCK / (columns * 4 + 1) / beside * beside, block = kept > beside ? kept : beside;
     team_part(team, l->rows, 16, &start, &end);
     for (int64_t first = start; first < end; first += block) {
@@ -76,12 +77,17 @@ static void dense_part(const Linear *l, const float *x, int64_t apart, int64_t r
             count = tile_size(rows, tiles, t);
             for (int64_t n = first; n < last; n += beside) {
                 for (int i = 0; i < beside; i++) at[i] = (n + i < last ? n + i : last - 1) * columns;
-                DENSE_OF[l->scale_type][count - 1](l->weight, at, x + row * apart, apart, columns, t == 0, out);
+                memset(totals, 0, sizeof totals);
+                for (int64_t k = 0; k < whole; k += SECTION) {
+                    int64_t from[2];
+                    for (int i = 0; i < beside; i++) from[i] = at[i] + k;
+                    DENSE_OF[type][count - 1](l->weight, from, x + row * apart + k, apart, whole - k < SECTION ? whole - k : SECTION, t == 0, out);
+                    for (int i = 0; i < beside * count; i++) totals[i] = k ? totals[i] + out[i] : out[i];
+                }
                 for (int64_t i = 0; i < beside && n + i < last; i++)
                     for (int64_t m = row; m < row + count; m++) {
-                        float total = out[i * count + m - row];
-                        for (int64_t k = columns / RUNNING * RUNNING; k < columns; k++)
-                            total = fmaf(load_as(l->weight, l->scale_type, at[i] + k), x[m * apart + k], total);
+                        float total = totals[i * count + m - row];
+                        for (int64_t k = whole; k < columns; k++) total = fmaf(load_as(l->weight, type, at[i] + k), x[m * apart + k], total);
                         if (l->scale) total *= ((const float *)l->scale)[n + i];
                         put(y, out_type, m * out_stride + n + i, total + (l->bias ? l->bias[n + i] : 0.0f), add);
                     }

@@ -7,7 +7,7 @@
  * in float, in one fixed order. */
 typedef struct {
     int32_t digits, group;
-    int64_t wide, apart, groups, rows; /* wide = groups * group >= columns; apart: a line more, or powers of two share cache sets */
+    int64_t apart, groups, rows; /* apart: groups * group >= columns, and a line more, or powers of two share cache sets */
     int8_t *digit;                     /* [rows, digits, apart], most significant digit first */
     float *scale;                      /* [rows, parts, groups]: of that part */
     int32_t *sum;                      /* [rows, parts, groups]: of the activations themselves, in units of that scale */
@@ -112,8 +112,7 @@ static int64_t digits_bytes(int64_t rows, int digits, int64_t wide, int64_t grou
 }
 /* Lay the arrays out in `memory` of digits_bytes(...). */
 static Digits digits_in(void *memory, int64_t rows, int digits, int group, int64_t groups) {
-    int64_t wide = group * groups;
-    Digits d = {digits, group, wide, wide + 64, groups, rows, NULL, NULL, NULL};
+    Digits d = {digits, group, group * groups + 64, groups, rows, NULL, NULL, NULL};
     char *p = memory;
     d.scale = (float *)p, p += rows * PARTS(digits) * groups * 4;
     d.sum = (int32_t *)p, p += rows * PARTS(digits) * groups * 4;

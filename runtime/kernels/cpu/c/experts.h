@@ -52,17 +52,17 @@ static int64_t reading_bytes(const Reading *r, int64_t pairs, int digits) {
 static int64_t route_memory(const Experts *e, int64_t rows, int64_t chosen, char *memory, Routed *r) {
     int64_t pairs = rows * chosen, at = 0;
     r->rows = rows, r->chosen = chosen;
-    r->index = (int64_t *)(memory + at), at += (pairs * 8 + 63) / 64 * 64;
-    r->weight = (float *)(memory + at), at += (pairs * 4 + 63) / 64 * 64;
-    r->first = (int64_t *)(memory + at), at += (e->count * 8 + 8 + 63) / 64 * 64;
-    r->own = (int64_t *)(memory + at), at += (pairs * 8 + 63) / 64 * 64;
-    r->source = (int64_t *)(memory + at), at += (pairs * 8 + 63) / 64 * 64;
-    r->x = (float *)(memory + at), at += (pairs * e->hidden * 4 + 63) / 64 * 64;
-    r->gate = (float *)(memory + at), at += (pairs * e->inner * 4 + 63) / 64 * 64;
-    r->up = (float *)(memory + at), at += (pairs * e->inner * 4 + 63) / 64 * 64;
-    r->out = (float *)(memory + at), at += (pairs * e->hidden * 4 + 63) / 64 * 64;
-    r->first_digits = memory + at, at += (reading_bytes(&e->first, pairs, e->digits) + 63) / 64 * 64;
-    r->second_digits = memory + at, at += (reading_bytes(&e->second, pairs, e->digits) + 63) / 64 * 64;
+    r->index = memory_part(memory, &at, pairs * 8);
+    r->weight = memory_part(memory, &at, pairs * 4);
+    r->first = memory_part(memory, &at, e->count * 8 + 8);
+    r->own = memory_part(memory, &at, pairs * 8);
+    r->source = memory_part(memory, &at, pairs * 8);
+    r->x = memory_part(memory, &at, pairs * e->hidden * 4);
+    r->gate = memory_part(memory, &at, pairs * e->inner * 4);
+    r->up = memory_part(memory, &at, pairs * e->inner * 4);
+    r->out = memory_part(memory, &at, pairs * e->hidden * 4);
+    r->first_digits = memory_part(memory, &at, reading_bytes(&e->first, pairs, e->digits));
+    r->second_digits = memory_part(memory, &at, reading_bytes(&e->second, pairs, e->digits));
     return at;
 }
 

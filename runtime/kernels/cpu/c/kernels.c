@@ -6,6 +6,7 @@
 #include "linear.h"
 #include "sparse.h"
 #include "dense.h"
+#include "gemm.h"
 #include "product.h"
 #include "tiles.h"
 #include "elementwise.h"

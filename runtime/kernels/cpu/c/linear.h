@@ -5,9 +5,10 @@
 enum { KIND_DENSE = 0, KIND_S24 = 1 }; /* others are the bits of a code, 2 to 8 */
 
 typedef struct {
-    int32_t kind, scale_type, group, share; /* `share` groups of the activations have one scale of the weight */
+    int32_t kind, weight_type, scale_type; /* weight_type: of KIND_DENSE */
+    int32_t group, share;                   /* `share` groups of the activations have one scale of the weight */
     int64_t rows, columns, groups;
-    const uint8_t *weight; /* KIND_DENSE: [rows, columns] of scale_type */
+    const uint8_t *weight; /* KIND_DENSE: [rows, columns] of weight_type */
     const void *scale;     /* KIND_DENSE: NULL, or float32 [rows] */
     const int8_t *zero;   /* [panel, scale groups, 32] zero points, or NULL: symmetric */
     const int16_t *sums;  /* S24: [panel, groups, 32], sum of the kept codes */
@@ -140,4 +141,14 @@ INLINE void tile_planes(const Linear *l, const Stretch *run, int h0, const int H
         next_group(&scales);
     }
     UNROLL for (int h = 0; h < H; h++) UNROLL for (int m = 0; m < M; m++) f_store(out + m * PANEL + (h0 + h) * LANES, result[h][m]);
+}
+
+/* out (+)= values + bias */
+INLINE void put_typed(void *y, const int type, int64_t at, const float *values, const float *bias, int count, int add) {
+    for (int j = 0; j < count; j++) put(y, type, at + j, values[j] + (bias ? bias[j] : 0.0f), add);
+}
+static void put_row(void *y, int type, int64_t at, const float *values, const float *bias, int count, int add) {
+    if (type == TYPE_F32) put_typed(y, TYPE_F32, at, values, bias, count, add);
+    else if (type == TYPE_BF16) put_typed(y, TYPE_BF16, at, values, bias, count, add);
+    else put_typed(y, TYPE_F16, at, values, bias, count, add);
 }

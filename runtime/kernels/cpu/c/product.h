@@ -72,16 +72,6 @@ static const tile_t TILE_OF[BYTES + 1][3][MOST_ROWS] = { /* [bits][digits - 1][r
 #endif
     ALL(9)};
 
-/* out (+)= values + bias */
-INLINE void put_typed(void *y, const int type, int64_t at, const float *values, const float *bias, int count, int add) {
-    for (int j = 0; j < count; j++) put(y, type, at + j, values[j] + (bias ? bias[j] : 0.0f), add);
-}
-static void put_row(void *y, int type, int64_t at, const float *values, const float *bias, int count, int add) {
-    if (type == TYPE_F32) put_typed(y, TYPE_F32, at, values, bias, count, add);
-    else if (type == TYPE_BF16) put_typed(y, TYPE_BF16, at, values, bias, count, add);
-    else put_typed(y, TYPE_F16, at, values, bias, count, add);
-}
-
 /* Codes of groups [first, last) of a panel as bytes, four columns a piece. */
 #define EXPAND(BITS)                                                                                                            \
     static void expand_##BITS(const Linear *l, const uint8_t *w, int64_t groups, uint8_t *out) {                                \
@@ -174,6 +164,12 @@ typedef struct {
 static void product_job(void *p, const Team *team) {
     Product *job = p;
     const Linear *l = job->linear;
+    if (l->kind == KIND_DENSE && job->rows > FEW_ROWS) {
+        gemm_input(job->x, job->x_type, l->columns, job->rows, l->columns, job->memory, team);
+        team_barrier(team);
+        gemm_part(l, job->memory, job->rows, job->y, job->y_type, l->rows, 0, team);
+        return;
+    }
     if (l->kind == KIND_DENSE) {
         const float *x = job->x;
         if (job->x_type != TYPE_F32) {
@@ -195,7 +191,7 @@ static void product_job(void *p, const Team *team) {
 
 /* Bytes of working memory that linear_run wants for so many rows. */
 int64_t linear_memory(const Linear *l, int64_t rows, int32_t digits) {
-    if (l->kind == KIND_DENSE) return rows * l->columns * 4 + 64;
+    if (l->kind == KIND_DENSE) return gemm_bytes(rows, l->columns);
     return digits_bytes(rows, digits, l->group * l->groups, l->groups);
 }
 /* x [rows, columns] -> y [rows, l->rows], both contiguous. */

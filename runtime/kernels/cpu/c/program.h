@@ -11,7 +11,7 @@ enum { SKIP_ATTENTION = 1, SKIP_MLP = 2 };
 enum { STREAM, LOGITS, MOST_BUFFERS = 32 };
 #define EXPERTS_BIT (UINT64_C(1) << 61) /* scratch memory of mixtures */
 #define CACHE_BIT (UINT64_C(1) << 62) /* of the sets of what is read and written: keys and values */
-#define DIGITS_BIT (UINT64_C(1) << 63)
+#define INPUT_BIT (UINT64_C(1) << 63) /* the input of linear layers, as their products read it */
 #define BIT(B) (UINT64_C(1) << (B))
 
 /* Heads in the rows of a buffer: head h is at `at` + h / group * group_step + h % group * step. */
@@ -83,7 +83,6 @@ typedef struct {
 
 typedef struct {
     int64_t layers, hidden, heads, kv_heads, head_dim, value_dim, buffers, tail_count;
-    int64_t wide;  /* numbers of the widest padded input of a linear layer */
     int32_t cache_type, digits;
     Storage storage; /* of pages */
     const int64_t *widths; /* [buffers]: of each buffer's rows */
@@ -119,9 +118,9 @@ typedef struct {
     const Block *block;
     float *buffer[MOST_BUFFERS];
     int64_t width[MOST_BUFFERS], rows;
-    char *memory, *experts, *partials; /* of digits, of mixtures, of attention */
-    Digits digits;
-    const Op *input; /* whose input they are; NULL: of no buffer as it is now */
+    char *memory, *experts, *partials; /* of inputs of linear layers, of mixtures, of attention */
+    Digits digits;   /* in `memory`, or numbers of dense layers (gemm.h) */
+    const Op *input; /* whose input is there; NULL: of no buffer as it is now */
     uint64_t read, written; /* since the last barrier, by any thread */
 } Run;
 
@@ -139,15 +138,20 @@ static void settle(Run *run, uint64_t reads, uint64_t writes, const Team *team) 
     if (run->input && writes & BIT(run->input->from)) run->input = NULL;
 }
 
-/* The digits of an integer layer's input, where the last layer's do not serve: layers of one input come one after another. */
-static const Digits *digits_for(Run *run, const Op *op, const Team *team) {
-    const Linear *l = &op->linear;
-    const Op *last = run->input;
-    if (!last || last->from != op->from || last->from_at != op->from_at || last->linear.group != l->group || last->linear.groups != l->groups) {
-        settle(run, BIT(op->from), DIGITS_BIT, team);
+/* The input of an integer layer, or of a dense one of many rows, into run->memory, where the last layer's does not serve: layers of one
+ * input come one after another. */
+static void prepare_input(Run *run, const Op *op, const Team *team) {
+    const Linear *l = &op->linear, *last = run->input ? &run->input->linear : NULL;
+    const float *x = row_of(run, op->from, op->from_at, 0);
+    const int64_t apart = run->width[op->from];
+    if (last && run->input->from == op->from && run->input->from_at == op->from_at && last->columns == l->columns &&
+        last->group == l->group && last->groups == l->groups)
+        return;
+    settle(run, BIT(op->from), INPUT_BIT, team);
+    if (l->kind == KIND_DENSE) gemm_input(x, TYPE_F32, apart, run->rows, l->columns, (float *)run->memory, team);
+    else {
         run->digits = digits_in(run->memory, run->rows, run->decoder->digits, l->group, l->groups);
-        quantize_rows(row_of(run, op->from, op->from_at, 0), TYPE_F32, run->width[op->from], l->columns, &run->digits, team);
-        run->input = op;
+        quantize_rows(x, TYPE_F32, apart, l->columns, &run->digits, team);
     }
-    return &run->digits;
+    run->input = op;
 }

@@ -4,6 +4,15 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Working memory is laid out in parts that begin at cache lines. */
+static inline int64_t align64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+/* Where a part of so many bytes begins, and in *at where the next does; NULL memory: only sizes are asked for. */
+static inline void *memory_part(char *memory, int64_t *at, int64_t bytes) {
+    char *found = memory ? memory + *at : NULL;
+    *at += align64(bytes);
+    return found;
+}
+
 static inline float bf16_to_float(uint16_t half) {
     uint32_t bits = (uint32_t)half << 16;
     float value;

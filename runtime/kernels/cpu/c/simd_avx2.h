@@ -65,6 +65,17 @@ static inline float f_sum(F v) {
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
+/* 8 vectors as the rows of a matrix, transposed. */
+static inline __attribute__((always_inline)) void f_turn(F v[8]) {
+    F a[8], b[8];
+    _Pragma("GCC unroll 16") for (int i = 0; i < 8; i += 2) a[i] = _mm256_unpacklo_ps(v[i], v[i + 1]), a[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
+    _Pragma("GCC unroll 16") for (int i = 0; i < 8; i += 4) {
+        b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44), b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+        b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44), b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+    }
+    _Pragma("GCC unroll 16") for (int i = 0; i < 4; i++)
+        v[i] = _mm256_permute2f128_ps(b[i], b[i + 4], 0x20), v[i + 4] = _mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
+}
 
 /* 2:4: 16 digits in every 128-bit part, made unsigned (digit + 128); each lane picks its own four. */
 typedef __m256i X16;

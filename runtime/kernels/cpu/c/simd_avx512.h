@@ -65,6 +65,21 @@ static inline F f_load_f8(const uint8_t *p) {
     return _mm512_cvtph_ps(_mm256_and_si256(half, _mm256_set1_epi16((short)0xbfff)));
 }
 static inline float f_sum(F v) { return _mm512_reduce_add_ps(v); }
+/* 16 vectors as the rows of a matrix, transposed. */
+static inline __attribute__((always_inline)) void f_turn(F v[16]) {
+    F a[16], b[16];
+    _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 2) a[i] = _mm512_unpacklo_ps(v[i], v[i + 1]), a[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
+    _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 4) {
+        b[i] = _mm512_shuffle_ps(a[i], a[i + 2], 0x44), b[i + 1] = _mm512_shuffle_ps(a[i], a[i + 2], 0xee);
+        b[i + 2] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0x44), b[i + 3] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+    }
+    _Pragma("GCC unroll 16") for (int i = 0; i < 4; i++) {
+        F even = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88), odd = _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd);
+        F even2 = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0x88), odd2 = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0xdd);
+        v[i] = _mm512_shuffle_f32x4(even, even2, 0x88), v[i + 8] = _mm512_shuffle_f32x4(even, even2, 0xdd);
+        v[i + 4] = _mm512_shuffle_f32x4(odd, odd2, 0x88), v[i + 12] = _mm512_shuffle_f32x4(odd, odd2, 0xdd);
+    }
+}
 
 typedef __m512i X16;
 static inline X16 x16_load(const int8_t *p) {

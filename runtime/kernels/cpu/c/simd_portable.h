@@ -46,6 +46,11 @@ static inline float f_sum(F v) {
         for (int i = 0; i < step; i++) v[i] += v[i + step];
     return v[0];
 }
+static inline void f_turn(F v[16]) { /* rows of a matrix, transposed */
+    F rows[16];
+    memcpy(rows, v, sizeof rows);
+    for (int k = 0; k < 16; k++) EACH v[k][i] = rows[i][k];
+}
 
 typedef struct { uint8_t v[16]; } X16;
 static inline X16 x16_load(const int8_t *p) {

@@ -96,6 +96,20 @@ MAKE __m512 _mm512_cvtph_ps(__m256i a) {
     }
     return r;
 }
+/* Of each 128 bits two floats of a, two of b: which is in `table`, two bits each. */
+MAKE __m512 _mm512_shuffle_ps(__m512 a, __m512 b, int table) {
+    __m512 r;
+    LANE r.f[i] = (i % 4 < 2 ? a : b).f[i / 4 * 4 + (table >> 2 * (i % 4) & 3)];
+    return r;
+}
+/* Two of a's four 128 bits, two of b's. */
+MAKE __m512 _mm512_shuffle_f32x4(__m512 a, __m512 b, int table) {
+    __m512 r;
+    LANE r.f[i] = (i < 8 ? a : b).f[4 * (table >> 2 * (i / 4) & 3) + i % 4];
+    return r;
+}
+MAKE __m512 _mm512_unpacklo_ps(__m512 a, __m512 b) { __m512 r; LANE r.f[i] = (i & 1 ? b : a).f[i / 4 * 4 + i % 4 / 2]; return r; }
+MAKE __m512 _mm512_unpackhi_ps(__m512 a, __m512 b) { __m512 r; LANE r.f[i] = (i & 1 ? b : a).f[i / 4 * 4 + 2 + i % 4 / 2]; return r; }
 MAKE float _mm512_reduce_add_ps(__m512 a) {
     for (int step = 8; step; step >>= 1)
         for (int i = 0; i < step; i++) a.f[i] += a.f[i + step];

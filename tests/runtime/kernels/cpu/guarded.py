@@ -60,9 +60,9 @@ def check(native: ctypes.CDLL, kind: str, scheme: object, shape: tuple[int, int]
 
 
 def check_dense(native: ctypes.CDLL, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    weight, bias, x = guarded(torch.randn(shape).to(dtype)), guarded(torch.randn(shape[0])), torch.randn(9, shape[1])
+    weight, bias, x = guarded(torch.randn(shape).to(dtype)), guarded(torch.randn(shape[0])), torch.randn(41, shape[1])
     linear = products.dense(weight, bias)
-    for rows in (1, 2, 3, 9):
+    for rows in (1, 2, 3, 9, 13, 25, 41):
         own, y = guarded(x[:rows].to(dtype)), guarded(torch.zeros(rows, shape[0], dtype=dtype))
         memory = guarded(torch.zeros(native.linear_memory(ctypes.byref(linear), rows, 1), dtype=torch.uint8))
         kind = library.TYPES[dtype]

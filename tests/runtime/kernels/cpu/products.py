@@ -68,7 +68,7 @@ def run(
 def dense(weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None) -> library.Linear:
     """A weight `[out, in]` as it is; it, the bias and the scales of rows (float32) must outlive what is returned."""
     kind = library.FLOAT8 if weight.dtype == torch.float8_e4m3fn else library.TYPES[weight.dtype]
-    linear = library.Linear(kind=library.KINDS["dense"], scale_type=kind)
+    linear = library.Linear(kind=library.KINDS["dense"], weight_type=kind)
     linear.scale = None if scale is None else scale.data_ptr()
     linear.rows, linear.columns = weight.shape
     linear.weight, linear.bias = weight.data_ptr(), None if bias is None else bias.data_ptr()

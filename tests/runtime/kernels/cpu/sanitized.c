@@ -62,7 +62,7 @@ static float *floats(int64_t count) {
 
 static int product(int kind, int64_t rows, int64_t columns, int group, int zeros, int digits, int64_t batch) {
     int64_t groups = (columns + group - 1) / group, panels = (rows + PANEL - 1) / PANEL, each = panels * groups * PANEL;
-    Linear l = {.kind = kind, .scale_type = TYPE_F32, .group = group, .share = 1, .rows = rows, .columns = columns, .groups = groups};
+    Linear l = {.kind = kind, .weight_type = TYPE_F32, .scale_type = TYPE_F32, .group = group, .share = 1, .rows = rows, .columns = columns, .groups = groups};
     float *bias = floats(rows), *x = floats(batch * columns), *scale = NULL;
     void *weight, *zero = NULL, *sum = NULL;
     if (kind == KIND_DENSE) weight = floats(rows * columns);
@@ -101,5 +101,7 @@ int main(void) {
                 for (int64_t batch = 1; batch <= 9; batch += 4, done++)
                     if (product(kinds[k], shapes[s][0], shapes[s][1], 32, done % 2 && kinds[k] > KIND_S24, digits, batch))
                         return fprintf(stderr, "kind %d, shape %d: another result with threads\n", kinds[k], s), 1;
+    for (int64_t batch = 25; batch <= 41; batch += 16, done++) /* in tiles, more than a section of sums */
+        if (product(KIND_DENSE, 83, 2215, 1, 0, 1, batch)) return fprintf(stderr, "%d rows: another result with threads\n", (int)batch), 1;
     return printf("%d products\n", done), 0;
 }

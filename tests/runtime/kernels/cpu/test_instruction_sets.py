@@ -136,6 +136,36 @@ def test_dense_products_are_the_same_everywhere(shape, dtype, emulated):
             )
 
 
+# A section of sums is 2048 columns; a block of rows that are multiplied at a time is 896 (AVX-512), 384 (AVX2), 128.
+@pytest.mark.parametrize(
+    ("rows", "shape"), [(70, (37, 4197)), (70, (66, 2048)), (43, (5, 31)), (25, (1, 4096)), (900, (33, 65))], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_dense_products_of_many_rows(rows, shape, dtype, emulated):
+    """They are those of single rows, to the bit, and as close to float64 as sums of so many sections of float32 are."""
+    generator = torch.Generator().manual_seed(rows + shape[0])
+    weight, bias, scale = torch.randn(shape, generator=generator).to(dtype), torch.randn(shape[0]), None
+    wide = weight.double()
+    if dtype == torch.float8_e4m3fn:
+        scale = torch.rand(shape[0], generator=generator) + 0.5
+        wide = wide * scale.double()[:, None]
+        scale = scale * 256
+    linear = products.dense(weight, bias, scale)
+    best = library.load()
+    for given in (torch.float32, torch.bfloat16, torch.float16):
+        x = (torch.randn(rows, shape[1], generator=generator) * 3).to(given)
+        alone = torch.cat([products.multiply(best, linear, row[None], 1) for row in x])
+        exact = x.double() @ wide.t() + bias.double()
+        size = x.double().abs() @ wide.abs().t() + bias.double().abs()
+        rounding = (shape[1] / 16 + 22) * 2.0**-24 * size + products.UNIT[given] * exact.abs() * 1.01
+        assert ((alone.double() - exact).abs() <= rounding).all()
+        for name in instruction_sets.available():
+            for count, threads in ((13, 1), (14, 2), (25, 3), (29, 1), (41, 2), (rows, 1), (rows, 5)):
+                found = products.multiply(library.load(name), linear, x[:count], 1, threads)
+                assert torch.equal(found, alone[:count]), (name, given, count, threads)
+        assert torch.equal(products.multiply(emulated, linear, x[:41], 1, 2), alone[:41]), given
+
+
 @pytest.mark.parametrize(("kind", "scheme"), GRIDS, ids=str)
 def test_dequantized_tiles_are_the_weight(kind, scheme, emulated):
     made = products.case(

@@ -42,7 +42,8 @@ from runtime.system import directories
 from runtime.system.memory import return_memory
 
 if TYPE_CHECKING:
-    from runtime.engines.torch.engine import Blueprint, TorchEngine
+    from runtime.engines.blueprint import Blueprint
+    from runtime.engines.torch.engine import TorchEngine
 
 
 @dataclass(frozen=True)
@@ -287,13 +288,18 @@ def prepared_file(blueprint: Blueprint, verify: bool, max_memory: int | None = N
         except UnusableFileError as error:  # somebody changes the directory meanwhile
             raise NoCacheError(str(error)) from error
     cache.touch(path)
-    for name, module in _compressed(model, chosen):  # as `prepare` leaves them, but without a tensor
-        if module.dtype != blueprint.dtype:
-            module.to(blueprint.dtype)
+    make_empty(model, chosen, blueprint.dtype)
+    return found
+
+
+def make_empty(model: nn.Module, chosen: Mapping[str, Chosen], dtype: torch.dtype) -> None:
+    """Compressed modules as `prepare` leaves them, but without a tensor."""
+    for name, module in _compressed(model, chosen):
+        if module.dtype != dtype:
+            module.to(dtype)
         module._buffers.clear()
         module._non_persistent_buffers_set.clear()
         module.choice, module._wanted = chosen[name].choice, chosen[name].wanted
-    return found
 
 
 def give_all(blueprint: Blueprint, file: PreparedFile) -> TorchEngine:

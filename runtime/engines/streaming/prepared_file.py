@@ -168,6 +168,11 @@ class PreparedFile:
         self.groups = self.contents.groups
         self._map: mmap.mmap | None = None
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the header: of names, shapes, dtypes and places of the tensors, and of the digests of what they hold."""
+        return self._header.metadata["digest"]
+
     def names(self, group: Group) -> list[str]:
         """The tensors of a group."""
         return [

@@ -21,10 +21,10 @@ from tiny_models import llama
 import runtime
 from runtime.checkpoint.artifact import Artifact
 from runtime.engines import choose
+from runtime.engines.blueprint import Blueprint
 from runtime.engines.streaming import cache, clear, contents
 from runtime.engines.streaming import load as loading
 from runtime.engines.streaming.prepared_file import PAGE, PreparedFile, UnusableFileError
-from runtime.engines.torch.engine import Blueprint
 from runtime.errors import ArtifactError, RequestError
 from runtime.system.directories import cache_directory, temporary
 

@@ -14,7 +14,6 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -162,7 +161,8 @@ def library_facts(on_cpu: bool) -> dict[str, str]:
     return {"sources": digest, "torch": torch.__version__, "machine": machine}
 
 
-def sources(folders: Sequence[str], patterns: Sequence[str], skipped: Collection[str] = ()) -> str:
+@cache
+def sources(folders: tuple[str, ...], patterns: tuple[str, ...], skipped: tuple[str, ...] = ()) -> str:
     """Digest of the sources in some folders of this package; `skipped`: names of folders within these that do not count."""
     digest = hashlib.sha256()
     for folder in folders:

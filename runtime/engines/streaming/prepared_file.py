@@ -118,6 +118,9 @@ class Writer:
         self._pad(PAGE)
         self._contents.aliases.update(aliases)
         self._contents.groups.append(Group(group, begin, self._at, self._hash.hexdigest()))
+        if self._thread is not None:  # the disk works meanwhile, so that little is left to wait for when all is written
+            self._stream.flush()
+            os.fdatasync(self._stream.fileno())
 
     def finish(self) -> None:
         """Write the header."""

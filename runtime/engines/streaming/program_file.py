@@ -113,14 +113,9 @@ def _key(blueprint: Blueprint) -> str:
         "kernels": blueprint.kernels,
         "transformers": importlib.metadata.version("transformers"),
         "instructions": instruction_sets.chosen(),
-        "program": _sources(),
+        "program": cache.sources(("engines/program", "engines/native", "kernels/cpu"), ("*.py", "*.c", "*.h")),
     }
     return cache.key(blueprint.artifact, wanted)
-
-
-@functools.cache
-def _sources() -> str:
-    return cache.sources(("engines/program", "engines/native", "kernels/cpu"), ("*.py", "*.c", "*.h"))
 
 
 def _engine(content: dict[str, Any], blueprint: Blueprint, file: PreparedFile) -> NativeEngine:

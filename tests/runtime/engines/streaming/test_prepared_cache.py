@@ -253,7 +253,7 @@ def test_two_processes_at_once(artifacts: dict[str, Path], home: Path) -> None:
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) for _ in range(2)]
     said = [json.loads(process.communicate(timeout=120)[0]) for process in running]
     assert said[0] == said[1] == runtime.load(artifacts["llama"]).generate([5, 6, 7], max_new_tokens=8, ignore_eos=True)
-    assert len(list(home.glob("*/*.safetensors"))) == 1
+    assert len(list(home.glob("*/*.safetensors"))) == len(list(home.glob("*/*.json"))) == 1
     assert not list(home.glob("*/*.tmp"))
 
 

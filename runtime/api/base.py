@@ -86,6 +86,7 @@ class LoadedModel:
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
+        """Another one, or none."""
         self._tokenizer = tokenizer
 
     def _run(self, function: Callable[..., Result], *arguments: Any) -> Result:

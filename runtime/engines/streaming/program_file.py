@@ -48,9 +48,7 @@ def store(blueprint: Blueprint, file: PreparedFile, engine: NativeEngine) -> Non
         "program": encode(engine.parts.program),
         "packed": _packed(engine.module),
         "dtype": str(engine.parts.cache_dtype).removeprefix("torch."),
-        "vocab_size": engine.vocab_size,
-        "context_length": engine.context_length,
-        "weight_bytes": engine.weight_bytes,
+        "facts": {name: getattr(engine, name) for name in ("vocab_size", "context_length", "weight_bytes")},
     }
     path = file.path.with_name(f"{_key(blueprint)}.json")
     text = sealed_json(content)
@@ -107,7 +105,7 @@ _ERRORS = (AttributeError, KeyError, TypeError, ValueError, UnknownPartError)
 
 def _key(blueprint: Blueprint) -> str:
     """Digest of all that decides which program is read off a model and on which weights it runs."""
-    wanted = {
+    wanted: dict[str, object] = {
         "dtype": str(blueprint.dtype),
         "device": blueprint.device.type,
         "kernels": blueprint.kernels,
@@ -122,8 +120,8 @@ def _engine(content: dict[str, Any], blueprint: Blueprint, file: PreparedFile) -
     """Of what `store` writes, on views of the mapped file."""
     program = decode(content["program"])
     bound = Parts(program, _modules(program, content["packed"], blueprint, file), getattr(torch, content["dtype"]))
-    facts = (content[name] for name in ("vocab_size", "context_length", "weight_bytes"))
-    return NativeEngine(UnbuiltEngine(blueprint.device, *facts, functools.partial(_build, blueprint, file)), bound)
+    build = functools.partial(_build, blueprint, file)
+    return NativeEngine(UnbuiltEngine(blueprint.device, **content["facts"], build=build), bound)
 
 
 def _build(blueprint: Blueprint, file: PreparedFile) -> TorchEngine:
@@ -160,9 +158,9 @@ def _modules(program: Program, packed: list[dict[str, Any]], blueprint: Blueprin
     make_empty(root, chosen, blueprint.dtype)
     for name in names:
         home, _, leaf = name.rpartition(".")
-        module = _at(root, home)
-        if isinstance(module, _Module):
-            module.register_parameter(leaf, None)
+        owner = _at(root, home)
+        if isinstance(owner, _Module):
+            owner.register_parameter(leaf, None)
     for group in file.groups:
         put(values(root, file.tensors(group)))
     share(root, file.contents.aliases)

@@ -75,12 +75,12 @@ def measure_load(path: str, threads: int, verify: bool | None) -> dict[str, Any]
         setattr(owner, name, call)
 
     import runtime.api.load as loading
+    import runtime.engines.blueprint as blueprints
     import runtime.engines.streaming.load as cached
-    import runtime.engines.torch.engine as engine
 
     timed(Artifact, "verify", "sha256_of_artifact")
     timed(PreparedFile, "verify", "sha256_of_prepared")
-    timed(engine.Blueprint, "__init__", "skeleton")
+    timed(blueprints, "build_skeleton", "skeleton")
     timed(cached, "build", "repack_and_write")
     timed(cached, "choose", "choose_kernels")
     timed(cached, "give_all", "map")

@@ -99,8 +99,8 @@ class CheckedCache(Job):
         from compress.evaluate.through_cache import through_cache
         from runtime.api.model import Model
         from runtime.checkpoint.artifact import Artifact
+        from runtime.engines.blueprint import Blueprint
         from runtime.engines.choose import choose_engine
-        from runtime.engines.torch.engine import Blueprint
 
         config = context.recipe.evaluate
         if config is None or windows is None or "after" not in metrics:

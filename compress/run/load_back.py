@@ -20,9 +20,10 @@ from compress.model.streamed import StreamedModel
 from runtime.api.model import Model
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.engines.blueprint import Blueprint
 from runtime.engines.choose import choose_engine
 from runtime.engines.torch.encoder import TorchEncoderEngine
-from runtime.engines.torch.engine import Blueprint, TorchEngine
+from runtime.engines.torch.engine import TorchEngine
 from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine
 from runtime.errors import CompressError
 from runtime.layers.compressed_linear import CompressedLinear

@@ -25,8 +25,8 @@ from compress.recipe.models import AUTO, Recipe
 from compress.run.session import Session, layers_before
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.companions import left_behind
+from runtime.engines.blueprint import Blueprint
 from runtime.engines.choose import describe_choice
-from runtime.engines.torch.engine import Blueprint
 from runtime.kv_cache.policy.policy import Policy
 from runtime.modeling.layer_sizes import differing, is_ours
 from runtime.modeling.weights import first_name

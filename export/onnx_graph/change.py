@@ -60,7 +60,8 @@ def expect(job: Job, rules: Rules, float_inputs: Collection[str] = ()) -> Expect
 def load_changed(job: Job, rules: Rules, float_inputs: Collection[str] = ()) -> Any:
     """The artifact's model in float32 on the CPU, of its kind, with the change made; see `expect`."""
     from runtime.api.model import Model
-    from runtime.engines.torch.engine import Blueprint, TorchEngine
+    from runtime.engines.blueprint import Blueprint
+    from runtime.engines.torch.engine import TorchEngine
 
     source = job.source
     if model_kind(source.config) == "decoder":

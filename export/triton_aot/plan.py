@@ -86,7 +86,7 @@ def has_policy(source: Source) -> bool:
 
 def launches(source: Source, options: TritonOptions, capability: int) -> Launches:
     """Everything that is to be compiled for one GPU."""
-    from runtime.engines.torch.engine import Blueprint
+    from runtime.engines.blueprint import Blueprint
 
     compute = dtype(source, options)
     blueprint = Blueprint(source.artifact, META, "auto", compute, source.trust_remote_code)

@@ -40,11 +40,32 @@ def from_pretrained(loader: str, path: Path, files: Sequence[str], what: str, **
         raise ArtifactError(f"the {what} in {path} cannot be read: {first_line(error)}") from error
 
 
+class LazyTokenizer:
+    """A directory's tokenizer, read when it is first used."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read, self._lock = read, threading.Lock()
+        self._tokenizer: Any = None
+
+    def now(self) -> Any:
+        """Transformers' tokenizer."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._read()
+            return self._tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.now(), name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """As the tokenizer's."""
+        return self.now()(*arguments, **options)
+
+
 class LoadedModel:
     """A model and what it was loaded from. Threads may call everything at once: they take turns on the engine.
 
     Attributes:
-        tokenizer: the transformers tokenizer of the directory; None when it has none (token ids still work).
         artifact: the directory it came from.
         engine: what computes.
     """
@@ -53,10 +74,20 @@ class LoadedModel:
 
     def __init__(self, engine: Any, tokenizer: Any, artifact: Artifact | Export) -> None:
         self.engine = engine
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self.artifact = artifact
         self._turns = Turns()
         self._reader = PromptReader(tokenizer, artifact.path, engine.vocab_size, engine.context_length)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer of the directory; None when it has none (token ids still work)."""
+        return self._tokenizer.now() if isinstance(self._tokenizer, LazyTokenizer) else self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        """Another one, or none."""
+        self._tokenizer = tokenizer
 
     def _run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """A call of the engine, when it is this thread's turn."""
@@ -84,7 +115,7 @@ class GeneratingModel(LoadedModel):
         self._own = threading.local()  # .last: of the last call that this thread ended
 
     def _decoding(self) -> Decoding:
-        return Decoding(self.engine, self._turns, self.tokenizer, self.eos_token_ids, self.artifact.path)
+        return Decoding(self.engine, self._turns, self._tokenizer, self.eos_token_ids, self.artifact.path)
 
     def _store(self, stats: GenerationStats) -> None:
         self._last = self._own.last = stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +10,8 @@ from typing import Any
 
 import torch
 
-from runtime.api.base import from_pretrained
-from runtime.api.encoder import EncoderModel
+from runtime.api.base import LazyTokenizer, from_pretrained
 from runtime.api.model import Model
-from runtime.api.seq2seq import Seq2SeqModel
-from runtime.api.speech import SpeechModel
 from runtime.checkpoint.artifact import MANIFEST, Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.checkpoint.export_directory import Export, find_export, verify_files
@@ -22,10 +20,8 @@ from runtime.config.settings import is_off
 from runtime.decoding.seq2seq import generation_config
 from runtime.drafting.config.artifact_draft import CHOICE
 from runtime.engines.base import EngineOptions
-from runtime.engines.choose import load_engine, load_export
-from runtime.engines.torch.encoder import TorchEncoderEngine
-from runtime.engines.torch.engine import Blueprint
-from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine
+from runtime.engines.blueprint import Blueprint
+from runtime.engines.choose import load_engine, load_export, recall_engine
 from runtime.errors import ArtifactError, RequestError
 from runtime.kv_cache.policy.policy import choose_policy
 from runtime.layers.adapter import check_adapter
@@ -157,18 +153,19 @@ def load(
         return _model(export.facts.get("kind", "decoder"), engine, export, trust_remote_code, kept)
     refuse_unfinished(path)
     artifact = Artifact(path, trust_remote_code)
-    known = artifact.manifest is not None or export is not None
-    small = known and artifact.checkpoint.total_bytes <= VERIFY_BYTES
+    listed = artifact.manifest is not None or export is not None
+    small = listed and artifact.checkpoint.total_bytes <= VERIFY_BYTES
     checked = bool(verify) or (verify is None and small)
     if checked:
         verify_files(artifact, export, readme=bool(verify))
     if target.type == "cuda":
         offer_kernels(artifact.path, target)
     blueprint = Blueprint(artifact, target, kernels, compute, trust_remote_code, beside)
-    policy = choose_policy(kv_cache, artifact, blueprint.module.config)
-    for sentence in () if policy is None else policy.idle(blueprint.module.config):
+    policy = choose_policy(kv_cache, artifact, lambda: blueprint.config)
+    for sentence in () if policy is None else policy.idle(blueprint.config):
         _log.warning("kv_cache.%s", sentence)
-    if blueprint.kind != "decoder":
+    known = recall_engine(blueprint, checked, policy) if bound is None else None
+    if known is None and blueprint.kind != "decoder":
         if drafter not in (None, False):
             raise RequestError(
                 f"drafter: {artifact.path} is an {blueprint.kind}; only causal language models are drafted for"
@@ -177,11 +174,12 @@ def load(
             raise RequestError(
                 f"max_memory: {artifact.path} is an {blueprint.kind}, which is loaded whole; leave it out"
             )
-        kind = TorchEncoderEngine if blueprint.kind == "encoder" else TorchSeq2SeqEngine
-        return _model(blueprint.kind, kind(blueprint.build_module(), target), artifact, trust_remote_code)
+        return _model(blueprint.kind, _whole_engine(blueprint), artifact, trust_remote_code)
     brings = (artifact.manifest or {}).get("draft") is not None or (artifact.path / CHOICE).is_file()
     drafts = None
-    if bound is None or not (drafter is not None or brings):
+    if known is not None:
+        engine = known
+    elif bound is None or not (drafter is not None or brings):
         engine = load_engine(blueprint, checked, bound, policy)
     else:
         from runtime.drafting.memory_budget import load_both
@@ -193,21 +191,42 @@ def load(
 
         models = {} if drafts is None else drafts.models
         speculation = choose_speculation(drafter, Target(artifact, engine, trust_remote_code, drafts=models))
-    model = _model("decoder", engine, artifact, trust_remote_code, kept)
+    model = _model("decoder", engine, artifact, trust_remote_code, kept, lazy=known is not None)
     model.speculation = speculation
     return model
 
 
 def _model(
-    kind: str, engine: Any, source: Artifact | Export, trust_remote_code: bool, prefix_cache: int | None = None
+    kind: str,
+    engine: Any,
+    source: Artifact | Export,
+    trust_remote_code: bool,
+    prefix_cache: int | None = None,
+    lazy: bool = False,
 ) -> Any:
-    tokenizer = load_tokenizer(source.path, trust_remote_code)
+    # Importing what transformers reads a tokenizer with takes longer than the load of a known program. That it can be read was seen then.
+    read = functools.partial(load_tokenizer, source.path, trust_remote_code)
+    tokenizer = LazyTokenizer(read) if lazy and has_tokenizer(source.path) else read()
     if kind == "encoder":
+        from runtime.api.encoder import EncoderModel
+
         return EncoderModel(engine, tokenizer, source)
     ends = end_of_sequence(source, tokenizer)
     if kind == "decoder":
         return Model(engine, tokenizer, source, ends, prefix_cache=prefix_cache)
+    from runtime.api.seq2seq import Seq2SeqModel
+    from runtime.api.speech import SpeechModel
+
     return (SpeechModel if engine.features else Seq2SeqModel)(engine, tokenizer, source, ends)
+
+
+def _whole_engine(blueprint: Blueprint) -> Any:
+    """Of an encoder or an encoder-decoder."""
+    from runtime.engines.torch.encoder import TorchEncoderEngine
+    from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine
+
+    kind = TorchEncoderEngine if blueprint.kind == "encoder" else TorchSeq2SeqEngine
+    return kind(blueprint.build_module(), blueprint.device)
 
 
 def offer_kernels(path: Path, device: torch.device) -> None:
@@ -221,6 +240,11 @@ def offer_kernels(path: Path, device: torch.device) -> None:
 def read_device(device: str | torch.device) -> torch.device:
     """The device that "auto", a name or a device means; RequestError where it is not usable here."""
     return torch.empty(0, device=choose_device(device)).device  # "cuda" becomes "cuda:0", so that devices compare equal
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a directory has files of a tokenizer."""
+    return any((path / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:

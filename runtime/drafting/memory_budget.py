@@ -21,9 +21,9 @@ from runtime.drafting.drafters.draft_model import DraftModel, draft_facts, load_
 from runtime.drafting.drafters.heads import KEPT
 from runtime.drafting.speculation import Speculation
 from runtime.engines.base import Engine
+from runtime.engines.blueprint import Blueprint
 from runtime.engines.choose import load_engine
 from runtime.engines.streaming.plan import TooLittleError, text
-from runtime.engines.torch.engine import Blueprint
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:

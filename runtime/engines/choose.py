@@ -14,10 +14,12 @@ from runtime.config.plugins import entries
 from runtime.engines.base import Engine, EngineOptions
 from runtime.engines.native.storage import why_modules_store
 from runtime.engines.streaming.cache import SMALLEST
-from runtime.engines.torch.engine import Blueprint, TorchEngine
 from runtime.errors import ArtifactError, RequestError
 
 if TYPE_CHECKING:
+    from runtime.engines.blueprint import Blueprint
+    from runtime.engines.streaming.prepared_file import PreparedFile
+    from runtime.engines.torch.engine import TorchEngine
     from runtime.kv_cache.policy.policy import Policy
 
 GROUP = "compress.engines"
@@ -59,15 +61,16 @@ def load_engine(
         max_memory: bytes; blocks that do not fit are read while others compute.
         policy: how the KV cache is compressed; None: it is not.
     """
-    large = blueprint.artifact.checkpoint.total_bytes >= SMALLEST
-    if max_memory is None and not (blueprint.compressed and large and blueprint.device.type == "cpu"):
+    if max_memory is None and not (blueprint.compressed and _is_large(blueprint) and blueprint.device.type == "cpu"):
         return choose_engine(blueprint.build(), blueprint, policy)
     from runtime.engines.streaming.load import NoCacheError, give_all, prepared_file, say_once
 
     try:
         file = prepared_file(blueprint, verify, max_memory)
         if max_memory is None:
-            return choose_engine(give_all(blueprint, file), blueprint, policy)
+            engine = choose_engine(give_all(blueprint, file), blueprint, policy)
+            _remember(blueprint, file, engine)
+            return engine
         from runtime.engines.streaming.engine import streamed
 
         return streamed(blueprint, file, max_memory, choose_engine, policy, why_modules(blueprint, policy))
@@ -78,6 +81,38 @@ def load_engine(
         say_once(f"weights are laid out anew at every load: {reason}")
         blueprint.reset()
         return choose_engine(blueprint.build(), blueprint, policy)
+
+
+def recall_engine(blueprint: Blueprint, verify: bool = False, policy: Policy | None = None) -> Engine | None:
+    """The native engine of a program that an earlier load has read, without transformers' code of the model; None: no such engine.
+
+    Args:
+        blueprint: the model. verify: compare weights from the cache with their checksums. policy: of its cache.
+    """
+    compressed, large = "quantization_config" in blueprint.artifact.config, _is_large(blueprint)
+    if not (compressed and large and blueprint.device.type == "cpu") or blueprint.adapter is not None:
+        return None
+    if blueprint.kernels == "reference" or (blueprint.kernels == "auto" and entries(GROUP)):  # others are asked first
+        return None
+    if policy is not None and why_modules_store(policy) is not None:
+        return None
+    from runtime.engines.streaming.program_file import recall
+
+    found = recall(blueprint, verify)
+    return None if found is None or (policy is not None and found.hold(policy) is not None) else found
+
+
+def _remember(blueprint: Blueprint, file: PreparedFile, engine: Engine) -> None:
+    """Let later loads recall the program of an engine, if it is a native one."""
+    from runtime.engines.native.engine import NativeEngine
+    from runtime.engines.streaming.program_file import store
+
+    if type(engine) is NativeEngine:
+        store(blueprint, file, engine)
+
+
+def _is_large(blueprint: Blueprint) -> bool:
+    return blueprint.artifact.checkpoint.total_bytes >= SMALLEST
 
 
 def choose_engine(engine: TorchEngine, blueprint: Blueprint, policy: Policy | None = None) -> Engine:

@@ -119,7 +119,7 @@ class _Match:
             raise typed.UnknownError("its layers have different scales of attention, or different epsilons")
 
         def rotation(positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-            cosine, sine = rotation_tables(general, self.model, positions)
+            cosine, sine = rotation_tables(general, positions, self.model.device)
             return cosine, sine
 
         return Program(

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from runtime.modeling.layer_sizes import KEY, overrides, uniform
 
@@ -103,4 +102,6 @@ def _layer(config: Any, dtype: torch.dtype) -> LayerShape:
 
 def compressed_layers(config: Any) -> list[int]:
     """Indices of the layers that are compressed: those with full attention, as transformers tells them apart."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer  # not what a load without a policy should wait for
+
     return [index for index, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer]

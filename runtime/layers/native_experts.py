@@ -12,7 +12,7 @@ from runtime.kernels.cpu import library
 from runtime.kernels.cpu.float8 import Float8Cpu
 from runtime.kernels.cpu.integer import IntegerKernel
 from runtime.layers.compressed_linear import CompressedLinear
-from runtime.modeling.experts import Experts, gate_of, layout_of
+from runtime.modeling.experts import Experts, Gate, Layout, gate_of
 from runtime.modeling.linear_modules import is_conv1d, is_matrix
 
 
@@ -75,21 +75,17 @@ def rows_of(module: Any) -> torch.Tensor:
     return weight
 
 
-def read_experts(module: nn.Module, reader: CLinears, name: str) -> c_experts.Experts | str:
-    """A module that holds experts, in one or one by one, as C reads it; or the reason why C does not compute it.
+def read_experts(module: nn.Module, layout: Layout, gate: Gate, reader: CLinears, name: str) -> c_experts.Experts | str:
+    """A module that holds experts, in one or one by one (children "0", "1", ...), as C reads it; or the reason why C does not compute it.
 
     Experts in one whose matrices lie the other way round, or whose gate's and up projection's rows take turns, are copied.
     """
-    layout = module.layout if isinstance(module, Experts) else layout_of(module)
-    gate = gate_of(module)
-    if layout is None or gate is None:
-        return f"{name}, a {type(module).__name__}, has a gate that C does not know"
     rows = []
     for number in range(layout.count):
         row = []
         for projection in layout.projections:
-            if isinstance(module, Experts):
-                found = reader.of(module[number].get_submodule(projection), f"{name}.{number}.{projection}")
+            if "0" in module._modules:
+                found = reader.of(module.get_submodule(f"{number}.{projection}"), f"{name}.{number}.{projection}")
             else:
                 weight, bias = (
                     layout.part(
@@ -156,8 +152,9 @@ class NativeExperts:
         dtypes = {layer.dtype for layer in layers if isinstance(layer, CompressedLinear)}
         if len(dtypes) != 1 or any("forward" in layer.__dict__ for layer in layers):
             return None
-        made = read_experts(module, reader, "experts")
-        return None if isinstance(made, str) else (made, reader, dtypes.pop())
+        gate = gate_of(module)
+        made = None if gate is None else read_experts(module, layout, gate, reader, "experts")
+        return None if made is None or isinstance(made, str) else (made, reader, dtypes.pop())
 
 
 def _trains(module: nn.Module) -> bool:

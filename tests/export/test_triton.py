@@ -105,7 +105,7 @@ def test_no_path_of_this_machine_is_in_a_cubin(exported: Exported) -> None:
 
 def test_the_runtime_finds_a_kernel_for_every_layer(exported: Exported) -> None:
     """As on a machine with such a GPU: what the table asks before it chooses a kernel, and what the engine launches."""
-    from runtime.engines.torch.engine import Blueprint
+    from runtime.engines.blueprint import Blueprint
 
     class Driver:
         device_type = "cpu"
@@ -292,7 +292,7 @@ def test_a_policy_comes_along_and_what_is_not_compiled_for_it_is_said(
     assert job.progress.warnings == [plan.CACHE]  # type: ignore[attr-defined]
     assert job.facts["cache"] == plan.CACHE
     assert job.facts["engine"] == "transformers' modules (its cache is compressed)"
-    assert choose_policy(None, Artifact(job.folder), source.config) == policy
+    assert choose_policy(None, Artifact(job.folder), lambda: source.config) == policy
 
 
 # ---------------------------------------------------------------- requests

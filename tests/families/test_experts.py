@@ -16,7 +16,7 @@ from compress.distill.draft.cut import cut_checkpoint
 from compress.model.input_statistics import InputGroup, collect
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
-from runtime.engines.torch.engine import Blueprint
+from runtime.engines.blueprint import Blueprint
 from runtime.errors import CompressError
 from runtime.kernels.cpu import library
 from runtime.layers.compressed_linear import CompressedLinear

@@ -14,7 +14,7 @@ import compress
 import runtime
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
-from runtime.engines.torch.engine import Blueprint
+from runtime.engines.blueprint import Blueprint
 from runtime.layers.compressed_linear import CompressedLinear
 
 W4 = {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}

@@ -85,7 +85,7 @@ def cut_checkpoint(
         RequestError: as `cut`. ArtifactError: it cannot be used.
     """
     from runtime.checkpoint.artifact import Artifact
-    from runtime.engines.torch.engine import Blueprint
+    from runtime.engines.blueprint import Blueprint
     from runtime.modeling.weights import Filling
 
     where = torch.device(device)

@@ -23,8 +23,8 @@ from runtime.api.model import Model
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.drafting.drafters.draft_model import check_target
+from runtime.engines.blueprint import Blueprint
 from runtime.engines.choose import choose_engine
-from runtime.engines.torch.engine import Blueprint
 from runtime.errors import CompressError, RequestError
 from runtime.modeling.skeleton import build_skeleton, model_kind, read_config
 

@@ -26,7 +26,7 @@ from compress.recipe import Recipe
 from compress.report import write_card, write_report
 from runtime.api.load import UNFINISHED, load_tokenizer
 from runtime.checkpoint.artifact import SCHEMA_VERSION, Artifact
-from runtime.engines.torch.engine import Blueprint
+from runtime.engines.blueprint import Blueprint
 from runtime.errors import RequestError
 from runtime.system import lock
 from runtime.system.device import choose_device

@@ -304,8 +304,8 @@ def _engine(training: DraftTraining) -> NativeEngine:
     if isinstance(own, NativeEngine):
         return own
     from runtime.checkpoint.artifact import Artifact
+    from runtime.engines.blueprint import Blueprint
     from runtime.engines.choose import choose_engine
-    from runtime.engines.torch.engine import Blueprint
 
     blueprint = Blueprint(Artifact(training.artifact), torch.device("cpu"), "auto", None, False)
     found = parts_of(choose_engine(blueprint.build(), blueprint))

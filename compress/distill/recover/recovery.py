@@ -30,7 +30,7 @@ from compress.model.streamed import StreamedModel
 from compress.quantize.weight_constraint import CONSTRAINTS, WeightConstraint, load_constraints, save_constraints
 from compress.recipe import Recipe, Stage
 from runtime.checkpoint.artifact import Artifact
-from runtime.engines.torch.engine import Blueprint
+from runtime.engines.blueprint import Blueprint
 from runtime.errors import CompressError
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.modeling.experts import Experts, expert_of

@@ -17,7 +17,7 @@ from compress.distill.train.teacher_cache import TeacherCache, Tensors, likelies
 from compress.model.streamed import Batch as Rows
 from compress.model.streamed import StreamedModel, run_blocks
 from runtime.checkpoint.artifact import Artifact
-from runtime.engines.torch.engine import Blueprint
+from runtime.engines.blueprint import Blueprint
 
 ROWS = 4  # of a forward pass of a streamed teacher, and of a file
 _ADVICE = ": teach fewer rows, set squarehead: 0, or use teacher: memory"

@@ -12,7 +12,7 @@ from compress.core.progress import Reporter
 from compress.model.module_hooks import hooks
 from compress.model.streamed import Batch, StreamedModel
 from runtime.checkpoint.artifact import Artifact
-from runtime.engines.torch.engine import Blueprint
+from runtime.engines.blueprint import Blueprint
 from runtime.errors import CompressError
 
 ROWS = 2  # of one forward and backward pass

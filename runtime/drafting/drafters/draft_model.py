@@ -51,8 +51,8 @@ def load_draft(path: Path, target: Artifact, device: torch.device, trust_remote_
         RequestError: it is a draft of another target, or has another vocabulary. UnfitError: its cache takes no tokens back.
         ArtifactError: it cannot be read.
     """
+    from runtime.engines.blueprint import Blueprint
     from runtime.engines.choose import fused_engine
-    from runtime.engines.torch.engine import Blueprint
 
     artifact, facts = Artifact(path, trust_remote_code), draft_facts(path)
     check_target(facts, artifact, target)

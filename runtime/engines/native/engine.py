@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from runtime.engines.base import Beside, Chunk, Usage, output_rows
-from runtime.engines.fused import FusedEngine
+from runtime.engines.fused import FusedEngine, UnbuiltEngine
 from runtime.engines.native.parts import Parts, linears, read_parts
 from runtime.engines.native.pool import PlainPages, Pool
 from runtime.engines.native.storage import PageStorage, storage_of, whole_layers
@@ -113,7 +113,7 @@ class NativeEngine(FusedEngine):
     page_size = PAGE
     in_memory = True  # all weights, so that the modules can compute too
 
-    def __init__(self, torch_engine: TorchEngine, parts: Parts) -> None:
+    def __init__(self, torch_engine: TorchEngine | UnbuiltEngine, parts: Parts) -> None:
         found = library.load()
         assert found is not None
         super().__init__(torch_engine, parts)
@@ -316,23 +316,29 @@ def leave(engine: TorchEngine, reason: str) -> None:
 def disproof(engine: NativeEngine) -> str | None:
     """How the engine and the modules that it took over differ in their logits; None: they agree."""
     parts, model = engine.parts, engine.module
-    chosen = kinds(parts)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(
-        0, min(parts.vocabulary, model.get_input_embeddings().num_embeddings), (PROBE,), generator=generator
-    )
+    names = [parts.program.layers[i].name for i in kinds(parts)]
     try:
-        with torch.inference_mode(), _only(model, [parts.program.layers[i].name for i in chosen]):
-            wanted = model(input_ids=ids[None], use_cache=False).logits[0].float()
+        with torch.inference_mode(), _only(model, names):
+            wanted = model(input_ids=torch.tensor([_probe_ids(engine)]), use_cache=False).logits[0].float()
     except Exception as error:  # whatever code of models raises
         return f"transformers' modules do not compute a probe: {error}"
-    pool = Pool(parts, 1, [parts.blocks[i] for i in chosen])
-    text, found = ids.tolist(), []
+    return _difference(probe(engine), wanted, parts)
+
+
+def _probe_ids(engine: NativeEngine) -> list[int]:
+    most = min(engine.parts.vocabulary, engine.vocab_size)
+    return torch.randint(0, most, (PROBE,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def probe(engine: NativeEngine) -> torch.Tensor:
+    """Logits of the probe by one layer of each kind, float32 `[PROBE, vocab]`."""
+    parts, text, found = engine.parts, _probe_ids(engine), []
+    pool = Pool(parts, 1, [parts.blocks[i] for i in kinds(parts)])
     for start, end in ((0, PROBE - 3), (PROBE - 3, PROBE - 2), (PROBE - 2, PROBE - 1), (PROBE - 1, PROBE)):
         ready = engine.prepare(pool.decoder, [Chunk(text[start:end], start, (0,))], range(end - start))
         engine.compute(ready.step)
         found.append(ready.logits)
-    return _difference(torch.cat(found), wanted, parts)
+    return torch.cat(found)
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor, parts: Parts) -> str | None:
@@ -397,4 +403,4 @@ def _only(model: nn.Module, names: list[str]) -> Iterator[None]:
         yield
 
 
-__all__ = ["NativeEngine", "leave", "read_engine", "take_over"]
+__all__ = ["NativeEngine", "leave", "probe", "read_engine", "take_over"]

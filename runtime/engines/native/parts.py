@@ -172,7 +172,8 @@ class Structures(CLinears):
         module = self.module(rule.module)
         bias, correction = (None if n is None else getattr(module, n).detach() for n in (rule.bias, rule.correction))
         logits = self.dense(module.weight.detach().contiguous(), bias, rule.module)
-        experts = read_experts(self.module(operation.experts), self, operation.experts)
+        home = self.module(operation.experts)
+        experts = read_experts(home, operation.layout, operation.gate, self, operation.experts)
         if isinstance(logits, str) or isinstance(experts, str):
             raise UnknownPartError(next(each for each in (logits, experts) if isinstance(each, str)))
         if not 0 < rule.chosen <= experts.count or experts.count % rule.groups:
@@ -210,7 +211,7 @@ class Structures(CLinears):
 class Parts(Structures):
     """A program in the structures of program.h."""
 
-    def __init__(self, program: Program, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    def __init__(self, program: Program, model: nn.Module, dtype: torch.dtype) -> None:
         self.program, self.model = program, model
         self.buffers = Buffers(program)
         super().__init__(self.buffers, model)
@@ -259,7 +260,7 @@ class Parts(Structures):
 
     def rotation(self, positions: int) -> list[torch.Tensor]:
         """Cosines and sines of every rotation, float32 `[positions, rotary / 2]`."""
-        return rotation_tables(self.program, self.model, positions)
+        return rotation_tables(self.program, positions, torch.device("cpu"))
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         """What the head reads of the residual stream `[rows, hidden]`."""

@@ -1,9 +1,12 @@
-"""Typed operations of a decoder over named buffers of rows; they name the modules whose weights they use, so a program is plain data."""
+"""Typed operations of a decoder over named buffers of rows: plain data, which names the modules whose weights it uses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from runtime.modeling.experts import Gate as ExpertGate
+from runtime.modeling.experts import Layout
 
 # Buffers of every program: the residual stream `[rows, hidden]` and `[rows, vocabulary]`.
 STREAM, LOGITS = "stream", "logits"
@@ -59,13 +62,18 @@ class Norm:
 
 @dataclass(frozen=True)
 class Linear:
-    """target (+)= the linear layer `module` of source, `inputs` numbers to `outputs`."""
+    """target (+)= the linear layer `module` of source, `inputs` numbers to `outputs`.
+
+    Attributes:
+        transposed: a dense layer's weight lies there `[inputs, outputs]`.
+    """
 
     source: Place
     target: Place
     inputs: int
     outputs: int
     module: str
+    transposed: bool = False
     add: bool = False
     half: Half = None
 
@@ -177,13 +185,19 @@ class Routing:
 
 @dataclass(frozen=True)
 class Mixture:
-    """target (+)= the weighted sum of what the chosen ones of `experts` make of `width` numbers of source."""
+    """target (+)= the weighted sum of what the chosen ones of `experts` make of `width` numbers of source.
+
+    Attributes:
+        experts: the module that holds them, as `layout` says, in one or one by one; `gate`: between an expert's products.
+    """
 
     source: Place
     target: Place
     width: int
     routing: Routing
     experts: str
+    layout: Layout
+    gate: ExpertGate
     add: bool = False
     half: Half = None
 
@@ -220,11 +234,10 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Rotation:
-    """A module of cosines and sines, called with positions and `arguments`; it `repeats` their "half", "each" of them, or "none"."""
+    """Cosines and sines of positions times `frequencies` (`rotary / 2` of them, float32), all multiplied by `scale`."""
 
-    module: str
-    arguments: tuple[str, ...] = ()
-    repeats: Literal["half", "each", "none"] = "half"
+    frequencies: tuple[float, ...]
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from runtime.engines.program.activations import find_activation
 from runtime.engines.program.builder import Builder
 from runtime.engines.program.layout import Turn, as_span, distinct, find_heads, find_parts, same
 from runtime.engines.program.leaves import read_norm, shape_of
-from runtime.engines.program.mixtures import read_router
+from runtime.engines.program.mixtures import experts_layout, read_router
 from runtime.engines.program.operations import (
     LOGITS,
     Attend,
@@ -36,8 +36,10 @@ from runtime.engines.program.operations import (
     UnknownError,
     Weigh,
 )
-from runtime.engines.program.tables import once
+from runtime.engines.program.tables import find_rotation, tables_at
 from runtime.engines.program.trace import TOKENS, Event, Mask, Trace, trace
+from runtime.modeling.experts import gate_of
+from runtime.modeling.linear_modules import is_conv1d
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -137,19 +139,14 @@ class _Reader:
             kinds = kinds.get(arguments[0], "default") if arguments else "default"
         if kinds not in _STATIC_ROTATIONS:
             raise UnknownError(f"its rotary embedding is of type {kinds}, which changes with the length")
-        cosine, sine = (each.expand(2, -1, -1) for each in event.output)
-        half = cosine.shape[-1] // 2
-        repeats: Any = "none"
-        if torch.equal(cosine[..., :half], cosine[..., half:]):
-            repeats = "half"
-        elif torch.equal(cosine[..., ::2], cosine[..., 1::2]):
-            repeats = "each"
-        rotation = Rotation(event.name, tuple(str(each) for each in arguments), repeats)
+        rotation = find_rotation(event.module, event.inputs[0], *event.output)
+        if rotation is None:
+            raise UnknownError(f"{event.name}, a {type(event.module).__name__}, rotates by no frequencies that it has")
         if rotation in self.rotations:
             return
-        tables = (once(cosine, repeats), once(sine, repeats))
+        cosine, sine = (each.expand(2, -1, -1) for each in tables_at(rotation, event.inputs[0]))
         for pairs, apart in ((False, False), (True, False), (True, True)):
-            self.turns.append(Turn(len(self.rotations), pairs, *tables, apart))
+            self.turns.append(Turn(len(self.rotations), pairs, cosine, sine, apart))
         self.rotations.append(rotation)
 
     def _embeddings(self, before: Sequence[Event], first: torch.Tensor) -> tuple[Embedding, ...]:
@@ -230,7 +227,7 @@ class _Reader:
             build.in_place(Gate(found.gate, found.other, x.shape[-1], found.activation), found.gate.buffer)
             source = found.gate
         outputs, inputs = shape_of(event.name, event.module)
-        build.add(Linear(source, Place(name), inputs, outputs, event.name), y)
+        build.add(Linear(source, Place(name), inputs, outputs, event.name, is_conv1d(event.module)), y)
 
     def _weighed(self, build: Builder, left: torch.Tensor) -> dict[str, float] | None:
         """The combination that `left` is once a node has been weighed by another's one number, as an expert is that all tokens share."""
@@ -258,7 +255,11 @@ class _Reader:
         if source is None:
             raise UnknownError(f"{event.name} reads something that it does not know")
         routing = read_router(router.name, router.module)
-        build.add(Mixture(source, Place(name), x.shape[-1], routing, event.name), event.output[0].reshape(2, 3, -1))
+        layout, gate = experts_layout(event.module), gate_of(event.module)
+        if layout is None or gate is None:
+            raise UnknownError(f"{event.name}, a {type(event.module).__name__}, has a gate that operations do not know")
+        mixture = Mixture(source, Place(name), x.shape[-1], routing, event.name, layout, gate)
+        build.add(mixture, event.output[0].reshape(2, 3, -1))
 
     def _no_activation(self, event: Event) -> str:
         layer = event.name[: event.name.rfind(".")]

@@ -43,7 +43,8 @@ class Event:
         kind: "linear", "norm", "embedding", "router", "experts", "rotary", "attention", "enter" and "leave" of a block.
         inputs: what it read: of attention queries, keys and values `[batch, heads, tokens, head_dim]`, of experts also those of each
             token and their weights.
-        output: what it gave: of attention `[batch, tokens, heads * value_dim]`; of rotary modules cosines and sines.
+        output: what it gave: of attention `[batch, tokens, heads * value_dim]`; of rotary modules cosines and sines, whose input are
+            positions `[batch, tokens]`.
     """
 
     kind: str
@@ -273,7 +274,10 @@ class Trace(TorchFunctionMode):
         if both is None:
             raise UnknownError(f"{self.names[module]}, a {type(module).__name__}, gives no cosines and sines")
         extra = [*given[2:], *(value for name, value in named.items() if name not in ("x", "position_ids"))]
-        self.record("rotary", module, (), both, arguments=tuple(extra))
+        positions = given[1] if len(given) > 1 else named["position_ids"]
+        while positions.dim() > 2:  # of text, images and time, which are the same in a text
+            positions = positions[0]
+        self.record("rotary", module, (positions,), both, arguments=tuple(extra))
         return found
 
     def _block(self, module: nn.Module, forward: Any, *given: Any, **named: Any) -> Any:

@@ -154,15 +154,23 @@ def _source(file: Path) -> str:
 @cache
 def library_facts(on_cpu: bool) -> dict[str, str]:
     """What decides how a weight is laid out besides the weight: the sources of this library, torch, and the CPU."""
-    digest = hashlib.sha256()
-    package = Path(__file__).parents[2]
-    for folder in ("kernels", "formats", "layers", "modeling", "engines/streaming"):
-        for file in sorted((package / folder).rglob("*.py")):
-            if not on_cpu or file.parent.name not in ("triton", "cuda"):
-                _feed(digest, file.read_bytes())
+    skipped = ("triton", "cuda") if on_cpu else ()
+    digest = sources(("kernels", "formats", "layers", "modeling", "engines/streaming"), ("*.py",), skipped)
     # torch chooses the layout of its own int4 kernel by the CPU, or by what ATEN_CPU_CAPABILITY says of it.
     machine = " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(processes.flags())])
-    return {"sources": digest.hexdigest(), "torch": torch.__version__, "machine": machine}
+    return {"sources": digest, "torch": torch.__version__, "machine": machine}
+
+
+@cache
+def sources(folders: tuple[str, ...], patterns: tuple[str, ...], skipped: tuple[str, ...] = ()) -> str:
+    """Digest of the sources in some folders of this package; `skipped`: names of folders within these that do not count."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for pattern in patterns:
+            for file in sorted((Path(__file__).parents[2] / folder).rglob(pattern)):
+                if file.parent.name not in skipped:
+                    _feed(digest, file.read_bytes())
+    return digest.hexdigest()
 
 
 def identity(file: Path, status: os.stat_result) -> bytes:

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from runtime.engines.base import Chunk, Engine
+from runtime.engines.blueprint import Blueprint
 from runtime.engines.native.engine import NativeEngine, leave, read_engine
 from runtime.engines.native.parts import Parts, linears
 from runtime.engines.native.pool import Pool
 from runtime.engines.streaming.plan import Plan, cache_budget, plan, reserve_for
 from runtime.engines.streaming.prepared_file import Group, Place, PreparedFile, put, share, values
 from runtime.engines.streaming.ring import DeviceSlots, HostSlots, RangeReader, Ring, Slots, aligned
-from runtime.engines.torch.engine import Blueprint, TorchEngine
+from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import RequestError
 from runtime.kernels.cpu.decoder import OPS, Block, Op, Step
 from runtime.modeling.weights import to_device

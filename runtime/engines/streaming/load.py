@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from runtime.engines.streaming.cache import NoCacheError
 from runtime.engines.streaming.plan import plan, reserve_for
 from runtime.engines.streaming.prepared_file import (
     OUTSIDE,
+    Groups,
     PreparedFile,
     UnusableFileError,
     Writer,
@@ -42,7 +44,8 @@ from runtime.system import directories
 from runtime.system.memory import return_memory
 
 if TYPE_CHECKING:
-    from runtime.engines.torch.engine import Blueprint, TorchEngine
+    from runtime.engines.blueprint import Blueprint
+    from runtime.engines.torch.engine import TorchEngine
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ def build(
     """Write the prepared file of a skeleton (empty again afterwards but with its kernels chosen) to `path`.
 
     The file is there whole or not at all, whoever else writes it at the same time. Before it is, `admit` is called with its size,
-    and may raise. `behind` as of `Writer`.
+    and may raise. `behind` as of `Writer`; then a group is also read while the one before it is prepared, which holds three in memory.
 
     Raises:
         OSError: it cannot be written. ArtifactError: the artifact cannot be read or is inconsistent.
@@ -187,7 +190,7 @@ def build(
         with name.open("xb") as stream:  # not `mkstemp`, whose files nobody else may read
             room = room_for(place.name for place in places(blueprint.module))
             with Writer(stream, key, room, behind) as writer:
-                _write(writer, blueprint, filling, chosen)
+                _write(writer, blueprint, filling, chosen, behind)
         admit(name.stat().st_size)
         note.write_text(f"{blueprint.artifact.path}\n", encoding="utf-8")
         os.replace(note, path.parent / "source.txt")
@@ -197,13 +200,27 @@ def build(
             leftover.unlink(missing_ok=True)
 
 
-def _write(writer: Writer, blueprint: Blueprint, filling: Filling, chosen: dict[str, Chosen]) -> None:
+def _read(filling: Filling, groups: Groups, ahead: bool) -> Iterator[str]:
+    """Names of groups, each when its tensors are in the model; `ahead`: the next one's are then being read."""
+    with ThreadPoolExecutor(1) as thread:
+
+        def begin(group: str) -> Future[None]:
+            return thread.submit(filling.place, lambda name: groups.of(name) == group)
+
+        reading: Future[None] | None = None
+        names = groups.all()
+        for group, following in zip(names, [*names[1:], None], strict=True):
+            (reading or begin(group)).result()
+            if group == OUTSIDE:  # blocks are not tied to anything, see `groups_of`
+                filling.tie()
+            reading = begin(following) if ahead and following is not None else None
+            yield group
+
+
+def _write(writer: Writer, blueprint: Blueprint, filling: Filling, chosen: dict[str, Chosen], ahead: bool) -> None:
     model = blueprint.module
     groups = groups_of(model)
-    for group in groups.all():
-        filling.place(lambda name, group=group: groups.of(name) == group)  # type: ignore[misc]
-        if group == OUTSIDE:  # blocks are not tied to anything, see `groups_of`
-            filling.tie()
+    for group in _read(filling, groups, ahead):
         for name, module in _compressed(model, chosen):
             if groups.of(name) == group:
                 if module.dtype != blueprint.dtype:
@@ -287,13 +304,18 @@ def prepared_file(blueprint: Blueprint, verify: bool, max_memory: int | None = N
         except UnusableFileError as error:  # somebody changes the directory meanwhile
             raise NoCacheError(str(error)) from error
     cache.touch(path)
-    for name, module in _compressed(model, chosen):  # as `prepare` leaves them, but without a tensor
-        if module.dtype != blueprint.dtype:
-            module.to(blueprint.dtype)
+    make_empty(model, chosen, blueprint.dtype)
+    return found
+
+
+def make_empty(model: nn.Module, chosen: Mapping[str, Chosen], dtype: torch.dtype) -> None:
+    """Compressed modules as `prepare` leaves them, but without a tensor."""
+    for name, module in _compressed(model, chosen):
+        if module.dtype != dtype:
+            module.to(dtype)
         module._buffers.clear()
         module._non_persistent_buffers_set.clear()
         module.choice, module._wanted = chosen[name].choice, chosen[name].wanted
-    return found
 
 
 def give_all(blueprint: Blueprint, file: PreparedFile) -> TorchEngine:

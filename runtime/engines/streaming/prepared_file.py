@@ -118,6 +118,9 @@ class Writer:
         self._pad(PAGE)
         self._contents.aliases.update(aliases)
         self._contents.groups.append(Group(group, begin, self._at, self._hash.hexdigest()))
+        if self._thread is not None:  # the disk works meanwhile, so that little is left to wait for when all is written
+            self._stream.flush()
+            os.fdatasync(self._stream.fileno())
 
     def finish(self) -> None:
         """Write the header."""
@@ -167,6 +170,11 @@ class PreparedFile:
             raise UnusableFileError(f"{path} was made for something else")
         self.groups = self.contents.groups
         self._map: mmap.mmap | None = None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the header: of names, shapes, dtypes and places of the tensors, and of the digests of what they hold."""
+        return self._header.metadata["digest"]
 
     def names(self, group: Group) -> list[str]:
         """The tensors of a group."""

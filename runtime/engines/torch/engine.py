@@ -5,13 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from runtime.checkpoint.artifact import Artifact
 from runtime.config.settings import ConfigError
 from runtime.engines.rows import RowEngine, RowPool
 from runtime.engines.torch.drafts import MOST_ROWS, ChainPool, TreePool, probe, why_not
@@ -26,13 +24,8 @@ from runtime.kv_cache.policy.policy import Policy
 from runtime.kv_cache.shape import Shape
 from runtime.kv_cache.storage.base import StateError
 from runtime.kv_cache.token_store import TokenStore
-from runtime.layers.adapter import add_adapter
-from runtime.layers.install import install_compressed
 from runtime.modeling.cache_argument import CACHE_ARGUMENTS, cache_argument
 from runtime.modeling.linear_modules import is_matrix
-from runtime.modeling.skeleton import build_skeleton, model_kind, read_config
-from runtime.modeling.weights import fill, main_dtype, to_device
-from runtime.system.memory import return_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -311,69 +304,6 @@ class TorchEngine(ModuleEngine, RowEngine):
     def _against_drafts(self) -> str | None:
         factory = self.cache_factory
         return why_not(self.module, self.padding_is_exact) if factory is None else factory.why_not_drafts()
-
-
-class Blueprint:
-    """An artifact's model before its weights are read.
-
-    Attributes:
-        kind: "decoder", "encoder" or "encoder-decoder" (`runtime.modeling.skeleton.model_kind`).
-        module: the skeleton (parameters on meta), compressed modules installed.
-        compressed: their names; empty for a plain checkpoint.
-        dtype: what is computed in.
-        adapter: directory of an adapter (`runtime.layers.adapter`) that is added when the weights are read; None: there is none.
-    """
-
-    def __init__(
-        self,
-        artifact: Artifact,
-        device: torch.device,
-        kernels: str,
-        dtype: torch.dtype | None,
-        trust_remote_code: bool | None,  # None: see `read_config`
-        adapter: Path | None = None,
-    ) -> None:
-        if not isinstance(artifact.config.get("quantization_config", {}), dict):
-            raise ArtifactError(f"{artifact.path}/config.json: quantization_config is not an object")
-        self.artifact, self.device, self.kernels, self.adapter = artifact, device, kernels, adapter
-        self._trust_remote_code = bool(trust_remote_code)
-        self._config = read_config(artifact.path, trust_remote_code)
-        self.kind = model_kind(self._config)
-        self._stored = main_dtype(artifact.checkpoint)
-        self.dtype = dtype or self._stored
-        self.reset()
-        if not self.compressed and kernels not in ("auto", "fast", "reference"):
-            raise RequestError(f"kernels {kernels!r} fits no layer: {artifact.path} is not compressed")
-
-    def reset(self) -> None:
-        """A fresh skeleton."""
-        self.module = build_skeleton(
-            self._config, self._stored, self._trust_remote_code, self.artifact.checkpoint.names()
-        )
-        self.compressed = install_compressed(self.module, self.artifact.config, self.artifact.checkpoint.names())
-
-    def build(self) -> TorchEngine:
-        """The engine of a causal language model, its weights in memory."""
-        return TorchEngine(self.build_module(), self.device)
-
-    def build_module(self) -> PreTrainedModel:
-        """Read the artifact's tensors into memory and lay them out for the kernels."""
-        checkpoint, compressed = self.artifact.checkpoint, self.compressed
-        module = fill(self.module, checkpoint, self.dtype, self.device, compressed, self._trust_remote_code)
-        to_device(module, self.device)
-        if compressed:
-            from runtime.layers.compressed_linear import prepare_all
-
-            if self.dtype != self._stored:
-                for name in compressed:
-                    module.get_submodule(name).to(self.dtype)
-            prepare_all(module, self.kernels)
-            return_memory()
-        return self.complete(module)
-
-    def complete(self, module: PreTrainedModel) -> PreTrainedModel:
-        """A module whose weights are there, with the adapter in it."""
-        return module if self.adapter is None else add_adapter(module, self.adapter)
 
 
 def weight_bytes(module: nn.Module) -> int:

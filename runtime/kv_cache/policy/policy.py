@@ -58,12 +58,15 @@ class Policy(Axes):
         return checks.idle(self, config)
 
 
-def choose_policy(value: str | Mapping[str, Any] | bool | None, artifact: Artifact, config: Any) -> Policy | None:
-    """The policy for a model of `config`, checked against it; None: an uncompressed cache.
+def choose_policy(
+    value: str | Mapping[str, Any] | bool | None, artifact: Artifact, config: Callable[[], Any]
+) -> Policy | None:
+    """The policy for a model, checked against its config; None: an uncompressed cache.
 
     Args:
         value: what `runtime.load` was given as kv_cache.
         artifact: where a policy may be written, and what was calibrated for it.
+        config: reads the model's config, if there is a policy.
 
     Raises:
         RequestError: the policy cannot be, or not for this model; the sentence says why.
@@ -81,7 +84,7 @@ def choose_policy(value: str | Mapping[str, Any] | bool | None, artifact: Artifa
     if policy.missing and policy.calibrated is None and own is not None:
         policy = policy.with_calibrated(Policy.parse(own, place).calibrated)
     try:
-        policy.check_model(config)
+        policy.check_model(config())
         policy.check_complete()
     except ConfigError as error:
         raise error.at(where) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from program_families import FAMILIES, FLOAT8, compressed, model_of
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import NativeEngine, disproof, kinds, take_over
 from runtime.engines.native.parts import Parts, read_parts
+from runtime.engines.program.encoding import decode, encode
 from runtime.engines.program.read import read
 from runtime.engines.torch.engine import TorchEngine
 from runtime.kernels.cpu import library
@@ -151,6 +153,12 @@ def test_a_program_that_computes_otherwise_is_found_out() -> None:
         if op.kind == 3:
             op.attend.scale *= 1.05
     assert "differ by" in str(disproof(engine))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_programs_come_back_from_json(name: str) -> None:
+    program = read(model_of(name))
+    assert decode(json.loads(json.dumps(encode(program)))) == program
 
 
 def test_reading_needs_no_weights() -> None:

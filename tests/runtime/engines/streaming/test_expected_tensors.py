@@ -16,9 +16,9 @@ from compressed_models import BATCH
 
 import runtime
 from runtime.checkpoint.artifact import Artifact
+from runtime.engines.blueprint import Blueprint
 from runtime.engines.streaming.load import expected, group_bytes
 from runtime.engines.streaming.prepared_file import PAGE, PreparedFile
-from runtime.engines.torch.engine import Blueprint
 from runtime.layers.compressed_linear import choose
 
 

@@ -21,10 +21,10 @@ from tiny_models import llama
 import runtime
 from runtime.checkpoint.artifact import Artifact
 from runtime.engines import choose
+from runtime.engines.blueprint import Blueprint
 from runtime.engines.streaming import cache, clear, contents
 from runtime.engines.streaming import load as loading
 from runtime.engines.streaming.prepared_file import PAGE, PreparedFile, UnusableFileError
-from runtime.engines.torch.engine import Blueprint
 from runtime.errors import ArtifactError, RequestError
 from runtime.system.directories import cache_directory, temporary
 
@@ -253,7 +253,7 @@ def test_two_processes_at_once(artifacts: dict[str, Path], home: Path) -> None:
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) for _ in range(2)]
     said = [json.loads(process.communicate(timeout=120)[0]) for process in running]
     assert said[0] == said[1] == runtime.load(artifacts["llama"]).generate([5, 6, 7], max_new_tokens=8, ignore_eos=True)
-    assert len(list(home.glob("*/*.safetensors"))) == 1
+    assert len(list(home.glob("*/*.safetensors"))) == len(list(home.glob("*/*.json"))) == 1
     assert not list(home.glob("*/*.tmp"))
 
 

@@ -330,7 +330,7 @@ def test_tensors_on_meta_are_like_those_that_prepare_makes(kernel: TritonKernel,
 def test_every_candidate_is_recorded(tiny_artifact: Path) -> None:
     from export.triton_aot import plan
     from runtime.checkpoint.artifact import Artifact
-    from runtime.engines.torch.engine import Blueprint
+    from runtime.engines.blueprint import Blueprint
 
     def find(capability: int, every: bool) -> Any:
         return plan.find(
@@ -378,9 +378,9 @@ def test_the_engine_launches_what_is_compiled(fuse: bool, tiny_artifact: Path, m
     from runtime import kernels as table
     from runtime.api.model import Model
     from runtime.checkpoint.artifact import Artifact
+    from runtime.engines.blueprint import Blueprint
     from runtime.engines.cuda import CudaEngine, ops
     from runtime.engines.llama_structure import Program, read_program
-    from runtime.engines.torch.engine import Blueprint
     from runtime.kernels import Choice
     from runtime.layers.compressed_linear import CompressedLinear
 

@@ -45,14 +45,14 @@ class Blueprint:
         if not isinstance(artifact.config.get("quantization_config", {}), dict):
             raise ArtifactError(f"{artifact.path}/config.json: quantization_config is not an object")
         self.artifact, self.device, self.kernels, self.adapter = artifact, device, kernels, adapter
-        self._trust_remote_code = trust_remote_code
+        self.trust_remote_code = trust_remote_code
         self.stored_dtype = main_dtype(artifact.checkpoint)
         self.dtype = dtype or self.stored_dtype
 
     @cached_property
     def config(self) -> PretrainedConfig:
         """Config of the checkpoint; ArtifactError where transformers cannot read it."""
-        return read_config(self.artifact.path, self._trust_remote_code)
+        return read_config(self.artifact.path, self.trust_remote_code)
 
     @cached_property
     def kind(self) -> Kind:
@@ -62,7 +62,7 @@ class Blueprint:
     @cached_property
     def _skeleton(self) -> tuple[PreTrainedModel, frozenset[str]]:
         names = self.artifact.checkpoint.names()
-        module = build_skeleton(self.config, self.stored_dtype, bool(self._trust_remote_code), names)
+        module = build_skeleton(self.config, self.stored_dtype, bool(self.trust_remote_code), names)
         compressed = install_compressed(module, self.artifact.config, names)
         if not compressed and self.kernels not in ("auto", "fast", "reference"):
             raise RequestError(f"kernels {self.kernels!r} fits no layer: {self.artifact.path} is not compressed")
@@ -91,7 +91,7 @@ class Blueprint:
     def build_module(self) -> PreTrainedModel:
         """Read the artifact's tensors into memory and lay them out for the kernels."""
         checkpoint, (module, compressed) = self.artifact.checkpoint, self._skeleton
-        module = fill(module, checkpoint, self.dtype, self.device, compressed, bool(self._trust_remote_code))
+        module = fill(module, checkpoint, self.dtype, self.device, compressed, bool(self.trust_remote_code))
         to_device(module, self.device)
         if compressed:
             from runtime.layers.compressed_linear import prepare_all

@@ -161,7 +161,6 @@ def library_facts(on_cpu: bool) -> dict[str, str]:
     return {"sources": digest, "torch": torch.__version__, "machine": machine}
 
 
-@cache
 def sources(folders: tuple[str, ...], patterns: tuple[str, ...], skipped: tuple[str, ...] = ()) -> str:
     """Digest of the sources in some folders of this package; `skipped`: names of folders within these that do not count."""
     digest = hashlib.sha256()

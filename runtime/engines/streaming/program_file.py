@@ -1,8 +1,8 @@
 """Programs of decoders that were read before, beside their prepared weights: such a model runs without transformers' code of it.
 
-One file a program, `KEY.json` in the directory of the weights that it names. Its key is a digest of everything that decides what is
-read off a model, this library and transformers included, so a program is never out of date. Nobody has to trust one that a program was
-proven with: the proof on a probe (`runtime.engines.native.engine.disproof`) was done with the same key, and is not repeated.
+One file a program, `KEY.json` in the directory of the weights that it runs on. Its key is a digest of everything that decides what is
+read off a model, this library and transformers included, so a program is never out of date. The proof on a probe
+(`runtime.engines.native.engine.disproof`) was done before it was stored, under the same key: later loads do not repeat it.
 """
 
 from __future__ import annotations
@@ -109,11 +109,18 @@ def _key(blueprint: Blueprint) -> str:
         "dtype": str(blueprint.dtype),
         "device": blueprint.device.type,
         "kernels": blueprint.kernels,
+        "code": bool(blueprint.trust_remote_code),  # then the class may be the checkpoint's own
         "transformers": importlib.metadata.version("transformers"),
         "instructions": instruction_sets.chosen(),
-        "program": cache.sources(("engines/program", "engines/native", "kernels/cpu"), ("*.py", "*.c", "*.h")),
+        "program": sources(),
     }
     return cache.key(blueprint.artifact, wanted)
+
+
+@functools.cache
+def sources() -> str:
+    """Digest of what reads programs and runs them, beyond what lays weights out (`cache.library_facts`)."""
+    return cache.sources(("engines/program", "engines/native", "kernels/cpu"), ("*.py", "*.c", "*.h"))
 
 
 def _engine(content: dict[str, Any], blueprint: Blueprint, file: PreparedFile) -> NativeEngine:

@@ -178,7 +178,7 @@ def group_sums(words: torch.Tensor, groups: int) -> torch.Tensor:
 
 _LARGEST = 256  # columns of an activation group: what the integer sums have room for
 _PREFERRED = 128
-_SLICE = 1 << 18  # codes rearranged at once, so that they stay in the cache
+_SLICE = 1 << 20  # codes rearranged at once, so that they stay in the cache
 _ZEROS = -0x77777778  # 0x88888888: eight codes 0
 
 

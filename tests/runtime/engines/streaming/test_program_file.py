@@ -19,7 +19,7 @@ from tiny_models import llama
 import runtime
 from runtime.engines import blueprint as blueprints
 from runtime.engines.native.parts import linears
-from runtime.engines.streaming import cache
+from runtime.engines.streaming import cache, program_file
 from runtime.kernels.cpu import library
 from runtime.system.self_hash import sealed_json
 
@@ -158,7 +158,7 @@ def test_what_decides_a_program_is_in_its_key(
 
     assert is_read()
     assert not is_read()
-    for options in ({"dtype": "bfloat16"}, {"kernels": "fast"}):
+    for options in ({"dtype": "bfloat16"}, {"kernels": "fast"}, {"trust_remote_code": True}):
         assert is_read(**options)
         assert not is_read(**options)
     with monkeypatch.context() as patch:
@@ -169,10 +169,10 @@ def test_what_decides_a_program_is_in_its_key(
     for name in ("read.py", "parts.py", "operations.h"):
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_bytes", lambda self, n=name: read(self) + b"#" * (self.name == n))
-            cache.sources.cache_clear()
+            program_file.sources.cache_clear()
             assert is_read()
             assert not is_read()
-    cache.sources.cache_clear()
+    program_file.sources.cache_clear()
     assert not is_read()
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.125}))

@@ -11,7 +11,7 @@ from runtime.kernels.cpu import experts as c_experts
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import IntegerKernel
 from runtime.layers.compressed_linear import CompressedLinear
-from runtime.modeling.experts import Experts, gate_of, layout_of
+from runtime.modeling.experts import Experts, experts_layout, gate_of
 from runtime.modeling.linear_modules import is_conv1d, is_matrix
 
 
@@ -78,7 +78,7 @@ def read_experts(module: nn.Module, reader: CLinears, name: str) -> c_experts.Ex
 
     Experts in one whose matrices lie the other way round, or whose gate's and up projection's rows take turns, are copied.
     """
-    layout = module.layout if isinstance(module, Experts) else layout_of(module)
+    layout = experts_layout(module)
     gate = gate_of(module)
     if layout is None or gate is None:
         return f"{name}, a {type(module).__name__}, has a gate that C does not know"

@@ -41,24 +41,23 @@ INLINE int sees_stored(const Cache *c, int64_t page, int64_t position) {
 
 typedef struct { Matrix keys, values; char *key_grid, *value_grid, *end; } Record;
 
-static Record record_at(const Cache *c, char *at) {
+typedef struct { int64_t key_grid, values, value_grid, end; } RecordPlan; /* bytes from the beginning of a record */
+static RecordPlan record_plan(const Cache *c) {
     const Storage *s = &c->storage;
     int64_t width = s->group ? s->group : c->value_dim, groups = (c->value_dim + width - 1) / width;
-    Record r = {.keys = {at, at, s->key_kind, PAGE, c->head_dim}};
-    r.key_grid = at + matrix_bytes(s->key_kind, PAGE, c->head_dim);
-    at = r.key_grid + (s->key_kind == PAGES_FP8 ? PAGE * 4 : holds_codes(s->key_kind) ? GRIDS * c->head_dim * 4 : 0);
-    r.values = (Matrix){at, at, s->value_kind, c->value_dim, PAGE};
-    r.value_grid = at + matrix_bytes(s->value_kind, c->value_dim, PAGE);
-    r.end = r.value_grid + (s->value_kind == PAGES_FP8 ? PAGE * 4 : holds_codes(s->value_kind) ? groups * PAGE * 4 : 0);
-    return r;
+    RecordPlan p = {.key_grid = matrix_bytes(s->key_kind, PAGE, c->head_dim)};
+    p.values = p.key_grid + (s->key_kind == PAGES_FP8 ? PAGE * 4 : holds_codes(s->key_kind) ? GRIDS * c->head_dim * 4 : 0);
+    p.value_grid = p.values + matrix_bytes(s->value_kind, c->value_dim, PAGE);
+    p.end = p.value_grid + (s->value_kind == PAGES_FP8 ? PAGE * 4 : holds_codes(s->value_kind) ? groups * PAGE * 4 : 0);
+    return p;
 }
-int64_t cache_record(const Cache *c) { return record_at(c, NULL).end - (char *)NULL; } /* bytes */
+int64_t cache_record(const Cache *c) { return record_plan(c).end; } /* bytes */
 
 static Record record_of(const Cache *c, int head, int32_t page, int32_t next) {
-    int64_t bytes = cache_record(c), apart = ((int64_t)next - page) * c->heads * bytes;
-    Record r = record_at(c, (char *)c->stored + ((int64_t)page * c->heads + head) * bytes);
-    r.keys.next += apart, r.values.next += apart;
-    return r;
+    const RecordPlan p = record_plan(c);
+    char *at = (char *)c->stored + ((int64_t)page * c->heads + head) * p.end, *then = (char *)c->stored + ((int64_t)next * c->heads + head) * p.end;
+    return (Record){{at, then, c->storage.key_kind, PAGE, c->head_dim}, {at + p.values, then + p.values, c->storage.value_kind, c->value_dim, PAGE},
+                    at + p.key_grid, at + p.value_grid, at + p.end};
 }
 INLINE void fetch_grid(const char *grid, const char *end, const Matrix *m) {
     for (; grid < end; grid += 64) __builtin_prefetch(grid + (m->next - m->data));

@@ -101,6 +101,11 @@ def _interleaved(module: Any, inner: int) -> bool:
     return bool(changed == [0])
 
 
+def experts_layout(module: nn.Module) -> Layout | None:
+    """How a module holds experts, in one or as `Experts`; None: it holds none."""
+    return module.layout if isinstance(module, Experts) else layout_of(module)
+
+
 def find_fused(model: nn.Module) -> dict[str, Layout]:
     """{name: how it holds experts} of all modules of a model that do."""
     found = {name: layout_of(module) for name, module in model.named_modules()}
@@ -123,7 +128,7 @@ class Gate:
 
 def gate_of(module: nn.Module) -> Gate | None:
     """The gate of a module that holds experts (or of `Experts`), found by trying it; None: it is none of these."""
-    layout = module.layout if isinstance(module, Experts) else layout_of(module)
+    layout = experts_layout(module)
     fused: Any = module.__dict__["_fused"] if isinstance(module, Experts) else module
     if layout is None or getattr(fused, "has_post_expert_norm", False):
         return None
@@ -289,7 +294,7 @@ def routers(model: nn.Module) -> set[str]:
     """
     found = set()
     for name, module in model.named_modules():
-        layout = module.layout if isinstance(module, Experts) else layout_of(module)
+        layout = experts_layout(module)
         if layout is None:
             continue
         home = name.rpartition(".")[0]

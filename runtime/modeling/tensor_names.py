@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from runtime.modeling.experts import Experts, Layout, layout_of
+from runtime.modeling.experts import Experts, Layout, experts_layout
 from runtime.modeling.skeleton import model_kind
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Published:
         """{module with experts: {projection: published name of that linear layer, with a star for the expert's number}}."""
         found = {}
         for name, module in self._model.named_modules():
-            layout = module.layout if isinstance(module, Experts) else layout_of(module)
+            layout = experts_layout(module)
             if layout is not None:
                 found[name] = {projection: self._star(name, layout, projection) for projection in layout.projections}
         return found

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from runtime.engines.program.operations import Routing, UnknownError
-from runtime.modeling.experts import Experts, layout_of
+from runtime.modeling.experts import experts_layout
 from runtime.modeling.linear_modules import is_matrix
 
 if TYPE_CHECKING:
@@ -36,11 +36,6 @@ def find_mixtures(model: nn.Module) -> dict[str, str]:
         if len(beside) == 1:
             found[name] = beside[0]
     return found
-
-
-def experts_layout(module: nn.Module) -> Layout | None:
-    """How a module holds experts; None: it holds none."""
-    return module.layout if isinstance(module, Experts) else layout_of(module)
 
 
 def _may_choose(module: nn.Module, layout: Layout) -> bool:

@@ -13,7 +13,7 @@ _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_
 
 
 #: What pages hold, beside the floats of `library.TYPES`.
-KINDS = {"int8": 3, "int4": 4, "int2": 5, "fp8": 6}
+KINDS = {"int8": 4, "int4": 5, "int2": 6, "fp8": 7}
 
 
 class Storage(ctypes.Structure):

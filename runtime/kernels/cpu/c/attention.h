@@ -61,34 +61,50 @@ typedef struct {
     int count;
 } Visit;
 
-/* Weights of a page's scores, in place of them: [first, last) are positions that the query sees, one at least. Returns what is kept of sums
- * so far. What is no number makes the weights none. */
-static float page_softmax(float *score, int first, int last, Partial partial) {
-    float lane[16], top = *partial.largest;
-    if (first > 0 || last < PAGE) /* what a query does not see weighs nothing; stale memory may hold anything */
-        for (int p = 0; p < PAGE; p++) score[p] = p >= first && p < last ? score[p] : -INFINITY;
-    for (int j = 0; j < 16; j++) lane[j] = top;
-    for (int p = 0; p < PAGE; p += 16)
-        for (int j = 0; j < 16; j++) lane[j] = score[p + j] > lane[j] ? score[p + j] : lane[j];
-    for (int j = 0; j < 8; j++) lane[j] = lane[j + 8] > lane[j] ? lane[j + 8] : lane[j];
-    for (int j = 0; j < 4; j++) lane[j] = lane[j + 4] > lane[j] ? lane[j + 4] : lane[j];
-    for (int j = 0; j < 4; j++) top = lane[j] > top ? lane[j] : top;
-    if (top == -INFINITY) top = 0.0f;
-    float keep = *partial.largest == top ? 1.0f : exp_fast(*partial.largest - top);
-    memset(lane, 0, sizeof lane);
-    for (int p = 0; p < PAGE; p += 16)
-        for (int j = 0; j < 16; j++) {
-            score[p + j] = exp_fast(score[p + j] - top);
-            lane[j] += score[p + j];
-        }
-    *partial.largest = top, *partial.total = *partial.total * keep + lane_sum(lane);
-    return keep;
+/* e^x of x that are not above 0, to 1 ulp; below -87 it is 0. */
+INLINE F weights_of(F x) {
+    const F most = f_set1(12582912.0f); /* 1.5 * 2^23: the lowest bits of a sum are an integer */
+    const Bits given = {.floats = x};
+    x = f_max(f_set1(-87.0f), x);
+    Bits n = {.floats = f_fma(x, f_set1(1.44269504f), most)}, p;
+    F whole = f_add(n.floats, f_set1(-12582912.0f)), f = f_fma(whole, f_set1(2.12194440e-4f), f_fma(whole, f_set1(-0.693359375f), x));
+    p.floats = f_fma(f_set1(1.9875691500e-4f), f, f_set1(1.3981999507e-3f));
+    p.floats = f_fma(p.floats, f, f_set1(8.3334519073e-3f));
+    p.floats = f_fma(p.floats, f, f_set1(4.1665795894e-2f));
+    p.floats = f_fma(p.floats, f, f_set1(1.6666665459e-1f));
+    p.floats = f_fma(p.floats, f, f_set1(5.0000001201e-1f));
+    p.floats = f_fma(p.floats, f_mul(f, f), f_add(f, f_set1(1.0f)));
+    p.words += n.words << 23;
+    p.words &= ~(Words)(given.values < -87.0f); /* what is no number stays so */
+    return p.floats;
 }
 
-static void finish_scores(const Attention *a, float *score) {
-    for (int p = 0; p < PAGE; p++) score[p] *= a->scale;
+/* Weights of a page's scores, in place of them: [first, last) are positions that the query sees, one at least. Returns what is kept of sums
+ * so far. What is no number makes the weights none. */
+static float page_softmax(const Attention *a, float *score, int first, int last, Partial partial) {
+    enum { SIZE = PAGE / LANES };
+    F x[SIZE], sum[16 / LANES], most = f_set1(*partial.largest), scale = f_set1(a->scale);
     if (a->softcap > 0.0f)
-        for (int p = 0; p < PAGE; p++) score[p] = a->softcap * tanh_fast(score[p] / a->softcap);
+        for (int p = 0; p < PAGE; p++) score[p] = a->softcap * tanh_fast(score[p] * a->scale / a->softcap);
+    if (first > 0 || last < PAGE) /* what a query does not see weighs nothing; stale memory may hold anything */
+        for (int p = 0; p < PAGE; p++) score[p] = p >= first && p < last ? score[p] : -INFINITY;
+    UNROLL for (int i = 0; i < SIZE; i++) {
+        x[i] = f_load(score + i * LANES);
+        if (!(a->softcap > 0.0f)) x[i] = f_mul(x[i], scale);
+        most = f_max(x[i], most);
+    }
+    float top = f_most(most), before = *partial.largest;
+    if (top == -INFINITY) top = 0.0f;
+    UNROLL for (int v = 0; v < 16 / LANES; v++) sum[v] = f_zero();
+    UNROLL for (int i = 0; i < SIZE; i++) {
+        x[i] = weights_of(f_add(x[i], f_set1(-top)));
+        sum[i % (16 / LANES)] = f_add(sum[i % (16 / LANES)], x[i]);
+        f_store(score + i * LANES, x[i]);
+    }
+    float keep = before == top ? 1.0f : exp_fast(before - top);
+    *partial.largest = top;
+    *partial.total = *partial.total * keep + f_sum(LANES == 16 ? sum[0] : f_add(sum[0], sum[16 / LANES - 1]));
+    return keep;
 }
 
 /* Scores of positions [page * PAGE, end), of which the branch of the row has some elsewhere; and their values, in order. */
@@ -102,17 +118,18 @@ static void branch_scores(const Attention *a, const Rows *b, int64_t page, int64
         int64_t slot = p < base ? p : slots[p - base];
         if (slot / PAGE != held) { /* a branch goes forward in memory: each page once */
             held = slot / PAGE;
-            Matrix keys = plain_keys(cache, b->head, b->pages[held]);
+            Matrix keys = plain_keys(cache, b->head, b->pages[held], b->pages[held]);
             page_product(&keys, 0, PAGE, 0, cache->head_dim, t->count, query, NULL, into);
         }
         for (int q = 0; q < t->count; q++) score[q][p % PAGE] = there[q][slot % PAGE];
-        memcpy(values + p % PAGE * row, plain_values(cache, b->head, b->pages[slot / PAGE]).data + slot % PAGE * row, (size_t)row);
+        memcpy(values + p % PAGE * row, plain_values(cache, b->head, b->pages[slot / PAGE], 0).data + slot % PAGE * row, (size_t)row);
     }
 }
 
 /* One page: as it is stored or plain, or of a branch. */
 static void attend_page(const Attention *a, const Rows *b, int64_t page, int stored, int branch, const Visit *t) {
     const Cache *cache = &a->cache;
+    int32_t here = b->pages[page], next = (page + 1) * PAGE <= a->position[t->row[0]] ? b->pages[page + 1] : here;
     char ordered[branch ? PAGE * cache->value_dim * 4 : 1];
     Factors factors[QUERIES], score[QUERIES];
     const Factors *query = (const Factors *)factors;
@@ -123,21 +140,20 @@ static void attend_page(const Attention *a, const Rows *b, int64_t page, int sto
         memcpy(factors[q], t->query[q], (size_t)cache->head_dim * 4);
     }
     if (branch) branch_scores(a, b, page, a->position[t->row[0]] + 1, t, query, score, ordered);
-    else if (stored) stored_scores(cache, b->head, b->pages[page], t->count, query, scores);
+    else if (stored) stored_scores(cache, b->head, here, next, t->count, query, scores);
     else {
-        Matrix keys = plain_keys(cache, b->head, b->pages[page]);
+        Matrix keys = plain_keys(cache, b->head, here, next);
         page_product(&keys, 0, PAGE, 0, cache->head_dim, t->count, query, NULL, scores);
     }
     for (int q = 0; q < t->count; q++) {
         int64_t from = row_from(a, t->row[q]) - page * PAGE, until = a->position[t->row[q]] + 1 - page * PAGE;
         int begin = from > 0 ? (int)from : 0, end = until < PAGE ? (int)until : PAGE;
         first = begin < first ? begin : first, last = end > last ? end : last;
-        finish_scores(a, score[q]);
-        keep[q] = page_softmax(score[q], begin, end, t->partial[q]);
+        keep[q] = page_softmax(a, score[q], begin, end, t->partial[q]);
     }
-    if (stored) stored_values(cache, b->head, b->pages[page], t->count, (const Factors *)score, keep, out);
+    if (stored) stored_values(cache, b->head, here, next, t->count, (const Factors *)score, keep, out);
     else {
-        Matrix values = plain_values(cache, b->head, b->pages[page]);
+        Matrix values = plain_values(cache, b->head, here, next);
         if (branch) values.data = ordered;
         page_product(&values, 0, cache->value_dim, first, last, t->count, (const Factors *)score, keep, out);
     }

@@ -12,6 +12,7 @@
 #include "elementwise.h"
 #include "experts.h"
 #include "kv_page.h"
+#include "kv_codes.h"
 #include "kv_store.h"
 #include "attention.h"
 #include "program.h"

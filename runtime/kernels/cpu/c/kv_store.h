@@ -22,13 +22,16 @@ typedef struct {
 } Cache;
 
 INLINE int64_t plain_page(const Cache *c, int32_t page) { return c->storage.plain_at ? c->storage.plain_at[page] : page; }
-INLINE Matrix plain_keys(const Cache *c, int head, int32_t page) {
+/* `next`: the page that is wanted after this one, or the same. */
+INLINE Matrix plain_keys(const Cache *c, int head, int32_t page, int32_t next) {
     int64_t bytes = (int64_t)PAGE * c->head_dim * element_bytes(c->type);
-    return (Matrix){c->key + (plain_page(c, page) * c->heads + head) * bytes, c->type, PAGE, c->head_dim};
+    const char *at = c->key + head * bytes;
+    return (Matrix){at + plain_page(c, page) * c->heads * bytes, at + plain_page(c, next) * c->heads * bytes, c->type, PAGE, c->head_dim};
 }
-INLINE Matrix plain_values(const Cache *c, int head, int32_t page) {
+INLINE Matrix plain_values(const Cache *c, int head, int32_t page, int32_t next) {
     int64_t bytes = (int64_t)PAGE * c->value_dim * element_bytes(c->type);
-    return (Matrix){c->value + (plain_page(c, page) * c->heads + head) * bytes, c->type, c->value_dim, PAGE};
+    const char *at = c->value + head * bytes;
+    return (Matrix){at + plain_page(c, page) * c->heads * bytes, at + plain_page(c, next) * c->heads * bytes, c->type, c->value_dim, PAGE};
 }
 
 /* Whether a query at this position sees a page of its sequence as it is stored. */
@@ -38,85 +41,80 @@ INLINE int sees_stored(const Cache *c, int64_t page, int64_t position) {
 
 typedef struct { Matrix keys, values; char *key_grid, *value_grid, *end; } Record;
 
-static Record record_at(const Cache *c, char *at) {
+typedef struct { int64_t key_grid, values, value_grid, end; } RecordPlan; /* bytes from the beginning of a record */
+static RecordPlan record_plan(const Cache *c) {
     const Storage *s = &c->storage;
     int64_t width = s->group ? s->group : c->value_dim, groups = (c->value_dim + width - 1) / width;
-    Record r = {.keys = {at, s->key_kind, PAGE, c->head_dim}};
-    r.key_grid = at + matrix_bytes(s->key_kind, PAGE, c->head_dim);
-    at = r.key_grid + (s->key_kind == KIND_FP8 ? PAGE * 4 : kind_packed(s->key_kind) ? GRIDS * c->head_dim * 4 : 0);
-    r.values = (Matrix){at, s->value_kind, c->value_dim, PAGE};
-    r.value_grid = at + matrix_bytes(s->value_kind, c->value_dim, PAGE);
-    r.end = r.value_grid + (s->value_kind == KIND_FP8 ? PAGE * 4 : kind_packed(s->value_kind) ? groups * PAGE * 4 : 0);
-    return r;
+    RecordPlan p = {.key_grid = matrix_bytes(s->key_kind, PAGE, c->head_dim)};
+    p.values = p.key_grid + (s->key_kind == PAGES_FP8 ? PAGE * 4 : holds_codes(s->key_kind) ? GRIDS * c->head_dim * 4 : 0);
+    p.value_grid = p.values + matrix_bytes(s->value_kind, c->value_dim, PAGE);
+    p.end = p.value_grid + (s->value_kind == PAGES_FP8 ? PAGE * 4 : holds_codes(s->value_kind) ? groups * PAGE * 4 : 0);
+    return p;
 }
-int64_t cache_record(const Cache *c) { return record_at(c, NULL).end - (char *)NULL; } /* bytes */
+int64_t cache_record(const Cache *c) { return record_plan(c).end; } /* bytes */
 
-static Record record_of(const Cache *c, int head, int32_t page) {
-    return record_at(c, (char *)c->stored + ((int64_t)page * c->heads + head) * cache_record(c));
+static Record record_of(const Cache *c, int head, int32_t page, int32_t next) {
+    const RecordPlan p = record_plan(c);
+    char *at = (char *)c->stored + ((int64_t)page * c->heads + head) * p.end, *then = (char *)c->stored + ((int64_t)next * c->heads + head) * p.end;
+    return (Record){{at, then, c->storage.key_kind, PAGE, c->head_dim}, {at + p.values, then + p.values, c->storage.value_kind, c->value_dim, PAGE},
+                    at + p.key_grid, at + p.value_grid, at + p.end};
 }
+INLINE void fetch_grid(const char *grid, const char *end, const Matrix *m) {
+    for (; grid < end; grid += 64) __builtin_prefetch(grid + (m->next - m->data));
+}
+
+INLINE int cut_count(const Cache *c) { return c->type == TYPE_F32 ? 3 : 2; } /* digits as exact as plain pages are */
 
 /* score [count, PAGE] = query . keys of a stored page */
-static void stored_scores(const Cache *c, int head, int32_t page, int count, const Factors *query, float *const *score) {
-    Record r = record_of(c, head, page);
-    int kind = r.keys.kind, n = c->head_dim;
-    if (!kind_packed(kind) || kind == KIND_FP8) {
+static void stored_scores(const Cache *c, int head, int32_t page, int32_t next, int count, const Factors *query, float *const *score) {
+    Record r = record_of(c, head, page, next);
+    int n = c->head_dim;
+    fetch_grid(r.key_grid, r.values.data, &r.keys);
+    if (!holds_integers(r.keys.kind)) {
         page_product(&r.keys, 0, PAGE, 0, n, count, query, NULL, score);
         const float *scale = (const float *)r.key_grid;
-        for (int q = 0; kind == KIND_FP8 && q < count; q++)
+        for (int q = 0; r.keys.kind == PAGES_FP8 && q < count; q++)
             for (int p = 0; p < PAGE; p++) score[q][p] *= scale[p];
         return;
     }
-    Factors folded[QUERIES];
-    float scale[n], zero[n];
+    Grids grids;
+    CutRow cut[QUERIES];
+    const int digits = cut_count(c);
     for (int grid = 0; grid < GRIDS; grid++) {
-        for (int d = 0; d < n; d++) {
-            scale[d] = load_as(r.key_grid, TYPE_F16, grid * n + d);
-            zero[d] = load_as(r.key_grid, TYPE_F16, (GRIDS + grid) * n + d);
-        }
+        load_grids(r.key_grid + grid * n * 2, r.key_grid + (GRIDS + grid) * n * 2, n, code_bits(r.keys.kind), &grids);
         for (int q = 0; q < count; q++)
-            for (int d = 0; d < n; d++) folded[q][d] = query[q][d] * scale[d];
-        page_product(&r.keys, grid * GRID, (grid + 1) * GRID, 0, n, count, (const Factors *)folded, NULL, score);
-        for (int q = 0; q < count; q++) {
-            float lane[16] = {0};
-            for (int d = 0; d < n; d += 16)
-                for (int j = 0; j < 16; j++) lane[j] += query[q][d + j] * zero[d + j];
-            float shift = lane_sum(lane);
-            for (int p = grid * GRID; p < (grid + 1) * GRID; p++) score[q][p] += shift;
-        }
+            cut_row(query[q], &grids, cut_unit(largest_product(query[q], grids.scale, n), digits), digits, cut + q);
+        codes_product(&r.keys, grid * GRID, (grid + 1) * GRID, count, digits, cut, NULL, score);
     }
 }
 
 /* out [count, value_dim] = out * keep + weight [count, PAGE] . values of a stored page */
-static void stored_values(const Cache *c, int head, int32_t page, int count, const Factors *weight, const float *keep, float *const *out) {
-    Record r = record_of(c, head, page);
+static void stored_values(const Cache *c, int head, int32_t page, int32_t next, int count, const Factors *weight, const float *keep, float *const *out) {
+    Record r = record_of(c, head, page, next);
     int kind = r.values.kind, n = c->value_dim, width = c->storage.group ? c->storage.group : n, groups = (n + width - 1) / width;
-    Factors folded[QUERIES];
-    const Factors *x = (const Factors *)folded;
-    float scale[PAGE], zero[PAGE];
-    if (!kind_packed(kind)) {
+    fetch_grid(r.value_grid, r.end, &r.values);
+    if (kind == PAGES_FP8) {
+        Factors folded[QUERIES];
+        for (int q = 0; q < count; q++)
+            for (int p = 0; p < PAGE; p++) folded[q][p] = weight[q][p] * ((const float *)r.value_grid)[p];
+        page_product(&r.values, 0, n, 0, PAGE, count, (const Factors *)folded, keep, out);
+        return;
+    }
+    if (!holds_integers(kind)) {
         page_product(&r.values, 0, n, 0, PAGE, count, weight, keep, out);
         return;
     }
-    if (kind == KIND_FP8) {
-        for (int q = 0; q < count; q++)
-            for (int p = 0; p < PAGE; p++) folded[q][p] = weight[q][p] * ((const float *)r.value_grid)[p];
-        page_product(&r.values, 0, n, 0, PAGE, count, x, keep, out);
-        return;
-    }
+    Grids grids;
+    CutRow cut[QUERIES];
+    const int digits = cut_count(c);
+    float one[PAGE];
+    for (int p = 0; p < PAGE; p++) one[p] = 1.0f;
     for (int g = 0; g < groups; g++) {
         int begin = g * width, end = begin + width < n ? begin + width : n;
-        for (int p = 0; p < PAGE; p++)
-            scale[p] = load_as(r.value_grid, TYPE_F16, g * PAGE + p), zero[p] = load_as(r.value_grid, TYPE_F16, (groups + g) * PAGE + p);
-        for (int q = 0; q < count; q++)
-            for (int p = 0; p < PAGE; p++) folded[q][p] = weight[q][p] * scale[p];
-        page_product(&r.values, begin, end, 0, PAGE, count, x, keep, out);
-        for (int q = 0; q < count; q++) {
-            float lane[16] = {0};
-            for (int p = 0; p < PAGE; p += 16)
-                for (int j = 0; j < 16; j++) lane[j] += weight[q][p + j] * zero[p + j];
-            float shift = lane_sum(lane);
-            for (int d = begin; d < end; d++) out[q][d] += shift;
-        }
+        load_grids(r.value_grid + g * PAGE * 2, r.value_grid + (groups + g) * PAGE * 2, PAGE, code_bits(kind), &grids);
+        float unit = cut_unit(largest_product(grids.scale, one, PAGE), digits); /* no weight is above 1 */
+        for (int q = 0; q < count; q++) cut_row(weight[q], &grids, unit, digits, cut + q);
+        codes_product(&r.values, begin, end, count, digits, cut, keep, out);
     }
 }
 
@@ -174,9 +172,9 @@ static float find_scale(const float *x, int n, uint8_t *codes) {
 
 /* A code of a packed matrix of zeros. */
 INLINE void put_code(const Matrix *m, int lane, int index, uint8_t code) {
-    int bits = kind_bits(m->kind), per = 32 / bits, words = (m->indices + per - 1) / per;
-    uint32_t *word = (uint32_t *)m->data + ((int64_t)(lane / CODE_LANES) * words + index / per) * CODE_LANES + lane % CODE_LANES;
-    *word |= (uint32_t)code << (bits * (index % per));
+    int bits = code_bits(m->kind), fields = 8 / bits, quarter = m->indices / 4, place = index % quarter;
+    uint32_t *word = (uint32_t *)(m->data + words_at(m, lane, place / fields));
+    *word |= (uint32_t)code << (index / quarter * 8 + place % fields * bits);
 }
 
 /* How one side of a page lies plain: number of a token and channel at token * by_token + channel * by_channel. */
@@ -193,14 +191,14 @@ static void store_floats8(const Side *s, const Matrix *m, float *scales, int tok
 }
 
 static int holds(const Matrix *plain, int kind) { /* whether all numbers can be stored so */
-    float most = kind == KIND_FP8 ? 3.4028235e38f : 65504.0f;
+    float most = kind == PAGES_FP8 ? 3.4028235e38f : 65504.0f;
     int good = 1;
-    for (int64_t i = 0; kind_packed(kind) && i < (int64_t)plain->lanes * plain->indices; i++) good &= fabsf(load_as(plain->data, plain->kind, i)) <= most;
+    for (int64_t i = 0; holds_codes(kind) && i < (int64_t)plain->lanes * plain->indices; i++) good &= fabsf(load_as(plain->data, plain->kind, i)) <= most;
     return good;
 }
 
 static void store_keys(const Cache *c, const Record *r, const Matrix *plain) {
-    int bits = kind_bits(r->keys.kind), n = c->head_dim;
+    int bits = code_bits(r->keys.kind), n = c->head_dim;
     float x[GRID];
     uint8_t codes[GRID];
     uint16_t *scale = (uint16_t *)r->key_grid, *zero = scale + GRIDS * n;
@@ -212,7 +210,7 @@ static void store_keys(const Cache *c, const Record *r, const Matrix *plain) {
         }
 }
 static void store_values(const Cache *c, const Record *r, const Matrix *plain) {
-    int bits = kind_bits(r->values.kind), n = c->value_dim, width = c->storage.group ? c->storage.group : n, groups = (n + width - 1) / width;
+    int bits = code_bits(r->values.kind), n = c->value_dim, width = c->storage.group ? c->storage.group : n, groups = (n + width - 1) / width;
     float x[width];
     uint8_t codes[width];
     for (int p = 0; p < PAGE; p++)
@@ -229,15 +227,15 @@ static void store_values(const Cache *c, const Record *r, const Matrix *plain) {
 
 /* One head of a page, from the plain one; false where the storage cannot hold a number of it. */
 static int store_page(const Cache *c, int head, int32_t page) {
-    Record r = record_of(c, head, page);
-    Matrix keys = plain_keys(c, head, page), values = plain_values(c, head, page);
+    Record r = record_of(c, head, page, page);
+    Matrix keys = plain_keys(c, head, page, page), values = plain_values(c, head, page, page);
     if (!holds(&keys, r.keys.kind) || !holds(&values, r.values.kind)) return 0;
     memset((char *)r.keys.data, 0, (size_t)(r.end - (char *)r.keys.data));
-    if (r.keys.kind == KIND_FP8) store_floats8(&(Side){keys, 1, PAGE, c->head_dim}, &r.keys, (float *)r.key_grid, 1);
-    else if (kind_packed(r.keys.kind)) store_keys(c, &r, &keys);
+    if (r.keys.kind == PAGES_FP8) store_floats8(&(Side){keys, 1, PAGE, c->head_dim}, &r.keys, (float *)r.key_grid, 1);
+    else if (holds_codes(r.keys.kind)) store_keys(c, &r, &keys);
     else memcpy((char *)r.keys.data, keys.data, (size_t)matrix_bytes(c->type, PAGE, c->head_dim));
-    if (r.values.kind == KIND_FP8) store_floats8(&(Side){values, c->value_dim, 1, c->value_dim}, &r.values, (float *)r.value_grid, 0);
-    else if (kind_packed(r.values.kind)) store_values(c, &r, &values);
+    if (r.values.kind == PAGES_FP8) store_floats8(&(Side){values, c->value_dim, 1, c->value_dim}, &r.values, (float *)r.value_grid, 0);
+    else if (holds_codes(r.values.kind)) store_values(c, &r, &values);
     else memcpy((char *)r.values.data, values.data, (size_t)matrix_bytes(c->type, c->value_dim, PAGE));
     return 1;
 }
@@ -262,7 +260,7 @@ void cache_store(const Cache *c, const int32_t *pages, int64_t count, int32_t *b
 }
 
 static void cache_write(const Cache *c, int head, int32_t page, int slot, const float *key, const float *value) {
-    Matrix keys = plain_keys(c, head, page), values = plain_values(c, head, page);
+    Matrix keys = plain_keys(c, head, page, page), values = plain_values(c, head, page, page);
     for (int d = 0; d < c->head_dim; d++) store_as((void *)keys.data, c->type, (int64_t)d * PAGE + slot, key[d]);
     for (int d = 0; d < c->value_dim; d++) store_as((void *)values.data, c->type, (int64_t)slot * c->value_dim + d, value[d]);
 }
@@ -271,10 +269,10 @@ static void cache_write(const Cache *c, int head, int32_t page, int slot, const 
 static void cache_copy(const Cache *c, const int32_t *pages, int64_t from, int64_t to) {
     int64_t bytes = element_bytes(c->type), row = c->value_dim * bytes, size = PAGE * bytes;
     for (int head = 0; head < c->heads; head++) {
-        const char *old = plain_keys(c, head, pages[from / PAGE]).data + from % PAGE * bytes;
-        char *key = (char *)plain_keys(c, head, pages[to / PAGE]).data + to % PAGE * bytes;
+        const char *old = plain_keys(c, head, pages[from / PAGE], pages[from / PAGE]).data + from % PAGE * bytes;
+        char *key = (char *)plain_keys(c, head, pages[to / PAGE], pages[to / PAGE]).data + to % PAGE * bytes;
         for (int d = 0; d < c->head_dim; d++) memcpy(key + d * size, old + d * size, (size_t)bytes);
-        const char *value = plain_values(c, head, pages[from / PAGE]).data + from % PAGE * row;
-        memcpy((char *)plain_values(c, head, pages[to / PAGE]).data + to % PAGE * row, value, (size_t)row);
+        const char *value = plain_values(c, head, pages[from / PAGE], pages[from / PAGE]).data + from % PAGE * row;
+        memcpy((char *)plain_values(c, head, pages[to / PAGE], pages[to / PAGE]).data + to % PAGE * row, value, (size_t)row);
     }
 }

@@ -51,6 +51,12 @@ static inline F f_from_i(I v) { return _mm256_cvtepi32_ps(v); }
 static inline F f_fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 static inline F f_mul(F a, F b) { return _mm256_mul_ps(a, b); }
 static inline F f_add(F a, F b) { return _mm256_add_ps(a, b); }
+static inline F f_max(F a, F b) { return _mm256_max_ps(a, b); } /* b where either is no number */
+static inline float f_most(F v) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
 static inline F f_load_bf16(const uint16_t *p) {
     __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));

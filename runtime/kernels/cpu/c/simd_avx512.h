@@ -55,6 +55,8 @@ static inline F f_from_i(I v) { return _mm512_cvtepi32_ps(v); }
 static inline F f_fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 static inline F f_mul(F a, F b) { return _mm512_mul_ps(a, b); }
 static inline F f_add(F a, F b) { return _mm512_add_ps(a, b); }
+static inline F f_max(F a, F b) { return _mm512_max_ps(a, b); } /* b where either is no number */
+static inline float f_most(F v) { return _mm512_reduce_max_ps(v); }
 static inline F f_load_bf16(const uint16_t *p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));

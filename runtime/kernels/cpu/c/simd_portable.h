@@ -38,6 +38,12 @@ static inline F f_from_i(I v) { return __builtin_convertvector(v, F); }
 static inline F f_fma(F a, F b, F c) { EACH c[i] = fmaf(a[i], b[i], c[i]); return c; } /* one rounding, as everywhere */
 static inline F f_mul(F a, F b) { return a * b; }
 static inline F f_add(F a, F b) { return a + b; }
+static inline F f_max(F a, F b) { EACH a[i] = a[i] > b[i] ? a[i] : b[i]; return a; } /* b where either is no number */
+static inline float f_most(F v) {
+    for (int step = 8; step; step >>= 1)
+        for (int i = 0; i < step; i++) v[i] = v[i] > v[i + step] ? v[i] : v[i + step];
+    return v[0];
+}
 static inline F f_load_bf16(const uint16_t *p) { F r; EACH r[i] = bf16_to_float(p[i]); return r; }
 static inline F f_load_f16(const uint16_t *p) { F r; EACH r[i] = f16_to_float(p[i]); return r; }
 static inline F f_load_f8(const uint8_t *p) { F r; EACH r[i] = f8_to_float(p[i]); return r; }

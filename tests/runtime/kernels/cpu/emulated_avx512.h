@@ -34,6 +34,7 @@ BINARY(_mm512_permutexvar_epi32, b.u32[a.u32[i] & 15])
     }
 FLOATS(_mm512_add_ps, a.f[i] + b.f[i])
 FLOATS(_mm512_mul_ps, a.f[i] * b.f[i])
+FLOATS(_mm512_max_ps, a.f[i] > b.f[i] ? a.f[i] : b.f[i])
 
 MAKE __m128i _mm_loadu_si128(const __m128i *p) { __m128i r; memcpy(&r, p, sizeof r); return r; }
 MAKE __m256i _mm256_loadu_si256(const __m256i *p) { __m256i r; memcpy(&r, p, sizeof r); return r; }
@@ -113,6 +114,10 @@ MAKE __m512 _mm512_unpackhi_ps(__m512 a, __m512 b) { __m512 r; LANE r.f[i] = (i 
 MAKE float _mm512_reduce_add_ps(__m512 a) {
     for (int step = 8; step; step >>= 1)
         for (int i = 0; i < step; i++) a.f[i] += a.f[i + step];
+    return a.f[0];
+}
+MAKE float _mm512_reduce_max_ps(__m512 a) {
+    for (int i = 1; i < 16; i++) a.f[0] = a.f[0] > a.f[i] ? a.f[0] : a.f[i];
     return a.f[0];
 }
 #undef MAKE

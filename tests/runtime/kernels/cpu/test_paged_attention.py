@@ -44,8 +44,12 @@ def _attend(
     group: int = 32,
     first: int = 0,
     recent: int = 0,
+    tree: tuple[int, list[list[int]]] | None = None,
 ) -> torch.Tensor:
-    """Attention in C of `query` `[rows, heads, head_dim]`; keys and values of each sequence `[tokens, kv_heads, dim]`."""
+    """Attention in C of `query` `[rows, heads, head_dim]`; keys and values of each sequence `[tokens, kv_heads, dim]`.
+
+    `tree`: the position where branches begin, and the slots of each row's own branch.
+    """
     kv_heads, head_dim, value_dim = keys[0].shape[1], keys[0].shape[2], values[0].shape[2]
     count = max(max(own) for own in pages) + 1
     dtype = keys[0].dtype
@@ -91,6 +95,12 @@ def _attend(
         softcap=softcap,
         memory=memory.data_ptr(),
     )
+    if tree is not None:
+        begin, branches = tree
+        slots = torch.tensor([slot for own in branches for slot in own], dtype=torch.int32)
+        base = torch.full((rows,), begin)
+        path = torch.tensor([0, *itertools.accumulate(len(own) for own in branches)][:-1])
+        attention.base, attention.path, attention.slots = base.data_ptr(), path.data_ptr(), slots.data_ptr()
     found.attention(ctypes.byref(attention), threads)
     return out
 
@@ -153,6 +163,26 @@ def test_attention_in_c_is_that_of_torch(
     assert torch.equal(found[row:], alone)
 
 
+@pytest.mark.parametrize("isa", _SETS)
+@pytest.mark.parametrize(("dtype", "shared", "size"), [(torch.bfloat16, 8, 64), (torch.float32, 3, 80)])
+def test_a_branch_of_a_tree_sees_what_it_would_see_alone(isa: str, dtype: torch.dtype, shared: int, size: int) -> None:
+    """Bit for bit. Two branches take turns in memory, over the end of a page."""
+    generator = torch.Generator().manual_seed(size)
+    base, depth = 120, 9
+    keys, values = (torch.randn(base + 2 * depth, 2, size, generator=generator).to(dtype) for _ in range(2))
+    query = torch.randn(2, 2 * shared, size, generator=generator)
+    branches = [[base + 2 * step + branch for step in range(depth)] for branch in range(2)]
+    position, pages = base + depth - 1, _pages([len(keys)], generator)
+    for threads in (1, 2):
+        found = _attend(
+            query, [keys], [values], [0, 0], [position] * 2, pages, isa=isa, threads=threads, tree=(base, branches)
+        )
+        for row, own in enumerate(branches):
+            seen = [*range(base), *own]
+            alone = _attend(query[row : row + 1], [keys[seen]], [values[seen]], [0], [position], pages, isa=isa)
+            assert torch.equal(found[row : row + 1], alone)
+
+
 def _codec(kind: str, keys: bool, group: int) -> Integer | Float8 | None:
     if kind == "plain":
         return None
@@ -212,7 +242,9 @@ def test_pages_in_few_bits_are_those_of_the_storage(
         key, value = (
             _as_stored(states[s], codec, settled) for states, codec in zip((keys, values), codecs, strict=True)
         )
-        torch.testing.assert_close(found[row], _reference(query[row], key, value, p), atol=3e-4, rtol=3e-4)
+        # Queries and weights meet integer codes in two digits, 2^-16 of the largest, and in three beside float32 pages.
+        atol = 3e-5 if dtype == torch.float32 else 5e-4
+        torch.testing.assert_close(found[row], _reference(query[row], key, value, p), atol=atol, rtol=3e-4)
     assert torch.equal(found, _attend(query, keys, values, sequence, position, pages, threads=2, **kinds))
     row = len(places) - 1
     alone = _attend(query[row:], keys[-1:], values[-1:], [0], position[row:], pages[-1:], **kinds)

@@ -66,7 +66,7 @@ static const dense_t DENSE_OF[4][6] = { /* [type][rows - 1] */
 static void dense_part(const Linear *l, const float *x, int64_t apart, int64_t rows, void *y, int out_type, int64_t out_stride,
                        int add, const Team *team) {
     const int64_t columns = l->columns, whole = columns / RUNNING * RUNNING;
-    int64_t start, end, tiles = tiles_of(rows, DENSE_ROWS), at[2];
+    int64_t start, end, tiles = tiles_of(rows, DENSE_ROWS), at[2] = {0, 0};
     float out[2 * DENSE_ROWS], totals[2 * DENSE_ROWS];
     const int type = l->weight_type, beside = rows == 1 ? BESIDE(1) : BESIDE(2);
     const int64_t kept = DENSE_BLOCK / (columns * 4 + 1) / beside * beside, block = kept > beside ? kept : beside;
@@ -75,14 +75,14 @@ static void dense_part(const Linear *l, const float *x, int64_t apart, int64_t r
         const int64_t last = first + block < end ? first + block : end;
         for (int64_t t = 0, row = 0, count; t < tiles; t++, row += count) {
             count = tile_size(rows, tiles, t);
+            const dense_t tile = DENSE_OF[type][count - 1];
             for (int64_t n = first; n < last; n += beside) {
                 for (int i = 0; i < beside; i++) at[i] = (n + i < last ? n + i : last - 1) * columns;
-                memset(totals, 0, sizeof totals);
-                for (int64_t k = 0; k < whole; k += SECTION) {
-                    int64_t from[2];
-                    for (int i = 0; i < beside; i++) from[i] = at[i] + k;
-                    DENSE_OF[type][count - 1](l->weight, from, x + row * apart + k, apart, whole - k < SECTION ? whole - k : SECTION, t == 0, out);
-                    for (int i = 0; i < beside * count; i++) totals[i] = k ? totals[i] + out[i] : out[i];
+                tile(l->weight, at, x + row * apart, apart, whole < SECTION ? whole : SECTION, t == 0, totals);
+                for (int64_t k = SECTION; k < whole; k += SECTION) {
+                    const int64_t from[2] = {at[0] + k, at[1] + k};
+                    tile(l->weight, from, x + row * apart + k, apart, whole - k < SECTION ? whole - k : SECTION, t == 0, out);
+                    for (int i = 0; i < beside * count; i++) totals[i] += out[i];
                 }
                 for (int64_t i = 0; i < beside && n + i < last; i++)
                     for (int64_t m = row; m < row + count; m++) {

@@ -23,7 +23,7 @@ from runtime import formats
 from runtime.modeling.experts import expert_of
 from runtime.modeling.linear_modules import get_matrix
 
-#: Float32 matrices as large as the chunk of a column loop that are there at its peak; and of rounding to nearest, whose is twice so large.
+#: Float32 matrices as large as the chunk of a column loop that are there at its peak; and of rounding to nearest, whose is smaller.
 LOOP, NEAREST = 9, 6
 #: Panels of a matrix in a file that are in memory at once: of the factor, those it looks back at, and copies.
 FACTORED = 5
@@ -175,7 +175,7 @@ class WeightsFootprint:
                     needed += max(0, 2 * columns * (columns + factor.PANEL) - 2 * panels)
                 needed += LOOP * 4 * (chunk if apart else layer.numel)
             else:
-                needed = NEAREST * 4 * min(layer.numel, 2 * chunk)
+                needed = NEAREST * 4 * min(layer.numel, chunks.nearest_rows(columns) * columns)
                 if task.scheme.grid is not None and task.scheme.grid.strategy == "tensor":
                     needed += 2 * 4 * layer.numel
             if pattern is not None and not task.pruned:  # masks, and values fitted to them, or scores and their order

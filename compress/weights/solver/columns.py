@@ -51,6 +51,11 @@ def rows_at_a_time(columns: int) -> int:
     return max(256, ELEMENTS // columns)
 
 
+def nearest_rows(columns: int) -> int:
+    """How many rows of this width are rounded to nearest together: what is made of them stays in the caches."""
+    return max(256, ELEMENTS // 8 // columns)
+
+
 def rows_are_independent(pattern: Pattern | None, weights: Representation | None) -> bool:
     """Whether rows can be solved apart: not if they share a scale or a codebook, or a number of zeros to choose."""
     apart = weights is None or (isinstance(weights, GridScheme) and weights.strategy != "tensor")

@@ -15,7 +15,7 @@ from compress.quantize import METHODS as QUANTIZE
 from compress.quantize.grid import Grid, make_grid
 from compress.quantize.objective import row_errors
 from compress.quantize.weight_constraint import WeightConstraint
-from compress.weights.solver.columns import rows_at_a_time
+from compress.weights.solver.columns import nearest_rows, rows_at_a_time
 from compress.weights.solver.compensate import LayerResult, compensate, keep_float
 from runtime.errors import CompressError
 from runtime.formats.scheme import CompressedWeight
@@ -120,7 +120,7 @@ def _rounded(
     grid_of: Callable[[torch.Tensor, torch.Tensor | None, slice], Grid],
 ) -> CompressedWeight:
     """Round some rows at a time; `grid_of(part, mask, rows)` is the grid of the float32 weights `part` of some rows."""
-    step = 2 * rows_at_a_time(weight.shape[1])  # less is in memory at once than in a column loop
+    step = nearest_rows(weight.shape[1])
     found = []
     for rows in file_matrix.panels(weight.shape[0], step):
         part, kept = weight[rows].float(), None if mask is None else mask[rows]
@@ -137,7 +137,8 @@ def _rounded(
 
 def _result(weight: torch.Tensor, solved: LayerResult, hessian: torch.Tensor | None) -> LayerResult:
     """With the relative output error, which is computed where the solver does not know it."""
-    rows, lost, notes = rows_at_a_time(weight.shape[1]), solved.lost, solved.notes
+    lost, notes = solved.lost, solved.notes
+    rows = nearest_rows(weight.shape[1]) if hessian is None else rows_at_a_time(weight.shape[1])
     total = sum(float(row_errors(part.float(), hessian).sum()) for part in weight.split(rows))
     if lost is None:
         pairs = zip(weight.split(rows), solved.weight.dequantize().split(rows), strict=True)

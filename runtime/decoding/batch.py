@@ -85,11 +85,16 @@ class Batch:
             if pages.sharing is not None:
                 pages.sharing.keep(0)
         else:
-            kept: float = math.inf if self.keepers else self._keep or 0
+            kept = math.inf if self.keepers else self._kept
             if pages.sharing is not None:  # pages alone do not make a beginning
-                pages.sharing.keep(kept / 4)
-                kept *= 3 / 4
+                pages.sharing.keep(kept / 3)
             pages.kept = int(min(pages.count, kept / self.engine.page_bytes))
+
+    @property
+    def _kept(self) -> float:
+        """Bytes of pages that may stay between calls; with `sharing`, a third more is for what lets sequences begin on them."""
+        shares = self.pages is not None and self.pages.sharing is not None
+        return (self._keep or 0) * (0.75 if shares else 1.0)
 
     def drop(self) -> None:
         """Free the pool. Nobody runs."""
@@ -101,7 +106,7 @@ class Batch:
         self._used = True
         self.set_kept()
         taken = 0 if self.pages is None else self.engine.usage(self.pool, self.pages.touched).bytes
-        if self._count is None and not self.keepers and taken > (self._keep or 0):
+        if self._count is None and not self.keepers and taken > self._kept:
             self.drop()
 
     # ---------------------------------------------------------------- coming and going

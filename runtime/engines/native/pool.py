@@ -71,13 +71,13 @@ class PlainPages:
 
     Attributes:
         places: int32 `[pages]`, of each page that is plain (kv_store.h reads it).
-        most: places that were ever taken.
+        most: places that were ever taken. most_needed: that sequences needed at once; others are kept for those to come.
     """
 
     def __init__(self, count: int, storage: PageStorage, size: int) -> None:
         """`size`: bytes of a place."""
         self.places = torch.zeros(count, dtype=torch.int32)
-        self.most = 0
+        self.most = self.most_needed = 0
         self._first, self._recent, self._size = storage.first, storage.recent, size
         self._at: dict[int, int] = {}
         self._free: list[int] = []  # a heap: the lowest first, so that few places are ever touched
@@ -90,8 +90,8 @@ class PlainPages:
 
     @property
     def bytes(self) -> int:
-        """Memory of all places that were ever taken."""
-        return self.most * self._size
+        """Memory of the places that sequences needed at once."""
+        return self.most_needed * self._size
 
     # ---------------------------------------------------------------- a step
     def begin(self, chunks: Sequence[Chunk], drafts: bool = False) -> list[int]:
@@ -123,6 +123,7 @@ class PlainPages:
                 found[page] = found.get(page, False) or (index + 1) * PAGE <= final
                 index -= 1
         self._stored.update(page for page, final in found.items() if final)
+        self.most_needed = max(self.most_needed, len(self._at) - len(self._idle))
         return list(found)
 
     def _begin_of_recent(self, position: int) -> int:

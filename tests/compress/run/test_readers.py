@@ -147,8 +147,14 @@ def test_the_plan_says_readers_and_engine(make_checkpoint: Any, recipe: Any) -> 
     rows = {row["name"]: row for row in plan.readable_by}
     assert rows["vLLM"]["how"] == "yes"
     assert "without its cache policy" in rows["vLLM"]["note"]
-    assert "transformers' modules" in plan.engine
-    assert "its cache is compressed" in plan.engine
+    assert plan.engine.startswith("cpu: the decoder in C")
+    evicting = make_plan(
+        load(recipe(source, W4, {"kv_cache": {"evict": {"score": "streaming", "tokens": 64}}})),
+        device="cpu",
+        readers=readable_by,
+    )
+    assert evicting.engine.startswith("cpu: transformers' modules")
+    assert "holds no cache whose policy says to evict tokens; without the policy" in evicting.engine
     plain = make_plan(load(recipe(source, W4)), device="cpu", readers=readable_by)
     assert plain.engine.startswith("cpu: the decoder in C")
     dense = make_plan(load(recipe(source, *STAGES["structured"])), device="cpu", readers=readable_by)

@@ -94,7 +94,7 @@ def test_plain_pages_are_given_up() -> None:
     )  # 64 recent tokens, the page before them that another may begin after, and what a step writes
     full = 3 * 2 * (32 + 32) * PAGE * 4  # layers, heads, a key and a value in float32
     assert lean.page_bytes < 0.25 * full
-    assert lean.usage(pool, 8).bytes == 8 * lean.page_bytes + pool.plain.most * full
+    assert lean.usage(pool, 8).bytes == 8 * lean.page_bytes + pool.plain.most_needed * full
 
 
 @pytest.mark.parametrize("name", ["int4", "int8, nothing recent"])

@@ -106,7 +106,9 @@ def test_what_ended_calls_leave_stays_within_its_bound(module: Any) -> None:
         found = model.generate(prompt, max_new_tokens=12)
         assert expected.setdefault(tuple(prompt), found) == found
     batch = model._scheduler.batch  # type: ignore[union-attr]
-    assert batch.pages is None or engine.usage(batch.pool, batch.pages.touched).bytes <= bound
+    if batch.pages is not None:
+        place = sum(tensor[0].nbytes for tensor in batch.pool.tensors)
+        assert batch.pages.touched * engine.page_bytes + batch.pool.plain.most * place <= bound
 
 
 # ---------------------------------------------------------------- policy x drafter

@@ -1,8 +1,6 @@
 /* Rows in units (pages, or tokens where single ones were chosen), their tiles, and parts of rows that are put together. */
 #define FEW_PAGES 16 /* a thread more pays from so many on */
 
-static int64_t align64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
 /* How many of a row's tokens any query sees. */
 static int64_t limit_of(const Request *request, int64_t row) {
     int64_t length = request->lengths[row], most = 0;

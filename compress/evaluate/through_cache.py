@@ -60,7 +60,7 @@ def through_cache(
     if engine.lockstep:
         need = engine.cache_factory.need(prompt, length - prompt)
     else:
-        need = engine.page_bytes * (pages_of(engine, length) + engine.beside.step)
+        need = engine.page_bytes * (pages_of(engine, length) + engine.overhead.step)
     rows = min(rows_at_once(windows, engine.vocab_size, batch_size), cache_bound(engine, [need], None) // max(need, 1))
     shape = Shape.of(engine.module.config, engine.module.dtype)
     plain, ours = TokenMetrics(), TokenMetrics()
@@ -104,13 +104,11 @@ def _of_rows(engine: Any, ids: torch.Tensor, prompt: int) -> tuple[torch.Tensor,
 def _of_pages(engine: Engine, ids: torch.Tensor, prompt: int) -> tuple[torch.Tensor, Usage]:
     """As `_of_rows`, on engines with pages, whose numbers depend on no chunks."""
     pages, found, size = range(-(-ids.shape[1] // engine.page_size)), [], 0
+    width = engine.page_size  # larger steps would hold more of the cache plain than decoding does
     for row in ids.tolist():
         pool = engine.new_pages(len(pages))
-        for start in range(0, prompt, engine.page_size):
-            engine.read(pool, [Chunk(row[start : min(start + engine.page_size, prompt)], start, pages)])
-        starts = range(prompt, len(row), engine.page_size)
-        parts = [engine.read(pool, [Chunk(row[at : at + engine.page_size], at, pages)], every=True) for at in starts]
-        found.append(torch.cat(parts))
+        chunks = [Chunk(row[start : start + width], start, pages) for start in range(0, len(row), width)]
+        found.append(torch.cat([engine.read(pool, [chunk], every=True) for chunk in chunks])[prompt:])
         size += engine.usage(pool, len(pages)).bytes
     return torch.stack(found), Usage(size)
 

@@ -21,7 +21,7 @@ from compress.kv_cache.view import CalibrationView, Found
 from runtime.api.load import load_tokenizer
 from runtime.checkpoint.artifact import Artifact
 from runtime.config.settings import calibrations_of
-from runtime.engines import blueprint as blueprints
+from runtime.engines.blueprint import Blueprint
 from runtime.errors import RequestError
 from runtime.kv_cache.policy.calibrated import calibrations, fingerprint
 from runtime.kv_cache.policy.policy import Policy
@@ -282,7 +282,7 @@ def load(
     opened = Artifact(artifact, trust_remote_code)
     target = torch.device(device)
     dtype = torch.float32 if target.type == "cpu" else torch.bfloat16
-    blueprint = blueprints.Blueprint(opened, target, "auto", dtype, trust_remote_code)
+    blueprint = Blueprint(opened, target, "auto", dtype, trust_remote_code)
     if blueprint.kind != "decoder":
         raise RequestError(f"{opened.path} is an {blueprint.kind}, which keeps no cache that could be compressed")
     return blueprint.build_module(), load_tokenizer(opened.path, trust_remote_code)

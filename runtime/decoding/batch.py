@@ -58,7 +58,7 @@ class Batch:
     def holds(self, pages: int) -> bool:
         """Whether there is a pool of so many pages."""
         table = self.pages
-        return table is not None and table.count - table.beside.step >= pages
+        return table is not None and table.count - table.overhead.step >= pages
 
     def _make_pool(self, call: Call) -> None:
         """An empty pool in which each sequence of a call fits."""
@@ -72,7 +72,7 @@ class Batch:
                 self._keep = kept_bytes(engine)
         self.drafts = call.speculation is not None
         self.pool = engine.new_pages(total, self.drafts)
-        self.pages = Pages(total, engine.page_size, beside=engine.beside)
+        self.pages = Pages(total, engine.page_size, overhead=engine.overhead)
         self.pages.sharing = engine.sharing(self.pool)
         self.set_kept()
 

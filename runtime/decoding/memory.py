@@ -24,7 +24,7 @@ def kept_bytes(engine: Engine) -> int:
 
 def pages_of(engine: Engine, positions: int) -> int:
     """Pages of a sequence of so many positions, and what it takes beside them."""
-    return -(-positions // engine.page_size) + engine.beside.sequence
+    return -(-positions // engine.page_size) + engine.overhead.sequence
 
 
 def most_pages(engine: Engine, largest: int, cache_memory: int | None, drafts: int = 0) -> int:
@@ -40,7 +40,7 @@ def most_pages(engine: Engine, largest: int, cache_memory: int | None, drafts: i
         RequestError: the request could never be finished within the bound, or a whole draft never has a place in it.
     """
     tree = -(-drafts // engine.page_size)
-    largest += engine.beside.step
+    largest += engine.overhead.step
     allowed, limit = _allowed(engine, cache_memory)
     bound = allowed // engine.page_bytes
     if cache_memory is None and engine.cache_budget is None:
@@ -64,7 +64,7 @@ def pool_pages(engine: Engine, positions: Sequence[int], cache_memory: int | Non
     `most_pages` allows."""
     counts = [pages_of(engine, count) for count in positions]
     bound = most_pages(engine, max(counts), cache_memory, drafts)
-    return min(bound, sum(counts) + bool(drafts) * len(counts) + engine.beside.step)
+    return min(bound, sum(counts) + bool(drafts) * len(counts) + engine.overhead.step)
 
 
 def cache_bound(engine: Engine, needs: Sequence[int], cache_memory: int | None) -> int:

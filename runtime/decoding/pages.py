@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.engines.base import Beside, Sharing
+from runtime.engines.base import Overhead, Sharing
 
 ROOT = 0  # the content before the first page
 
@@ -44,13 +44,13 @@ class Pages:
         lost: a page was abandoned that others may wait for; for the scheduler to reset.
         sharing: what the engine says to sequences that share pages; None: nothing.
         kept: pages up to which memory is taken only to remember what nobody holds.
-        beside: of the pages' memory, what is used otherwise. sequences: how many run.
+        overhead: of the pool, for which `available` leaves room. sequences: how many run.
     """
 
-    def __init__(self, count: int, size: int, kept: int | None = None, beside: Beside = Beside()) -> None:  # noqa: B008
+    def __init__(self, count: int, size: int, kept: int | None = None, overhead: Overhead = Overhead()) -> None:  # noqa: B008
         self.count = count
         self.size = size
-        self.beside = beside
+        self.overhead = overhead
         self.sequences = 0
         self.kept = count if kept is None else kept
         self.touched = 0
@@ -67,8 +67,8 @@ class Pages:
     @property
     def available(self) -> int:
         """Pages that could be taken now."""
-        beside = self.beside.step + self.sequences * self.beside.sequence
-        return len(self._blank) + self.count - self.touched + len(self._unused) - beside
+        overhead = self.overhead.step + self.sequences * self.overhead.sequence
+        return len(self._blank) + self.count - self.touched + len(self._unused) - overhead
 
     def take(self) -> int:
         """A page to write to; `available` must be above 0."""

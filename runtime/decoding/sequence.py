@@ -81,7 +81,7 @@ class Sequence:
         # The last token is always computed: its logits are what comes next.
         found = pages.find(self.tokens[: (len(self.tokens) - 1) // size * size])
         needed = -(-len(self.tokens) // size) - len(found)
-        if pages.available - pages.unused(found) < needed + spare + pages.beside.sequence:
+        if pages.available - pages.unused(found) < needed + spare + pages.overhead.sequence:
             return False
         pages.sequences += 1
         self.pages = [pages.hold(content) for content in found]

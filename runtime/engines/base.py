@@ -53,7 +53,7 @@ class Usage(NamedTuple):
     held_tokens: int = 0
 
 
-class Beside(NamedTuple):
+class Overhead(NamedTuple):
     """Memory that a pool takes beside its pages, in pages: of a step, and of each sequence that runs."""
 
     step: int = 0
@@ -102,7 +102,7 @@ class Engine(ABC):
         description: what computes, in a few words.
         page_size: positions a page holds.
         page_bytes: memory of one page, all layers together.
-        beside: memory that a pool takes beside its pages.
+        overhead: memory that a pool takes beside its pages.
         policy: how keys and values are compressed; None: they are not.
         most_rows: tokens that one step takes at most, over all its chunks.
         draft_rows: tokens that a step of drafts should have at most.
@@ -124,7 +124,7 @@ class Engine(ABC):
     lockstep: bool = False
     padding_is_exact: bool = True
     cache_budget: int | None = None
-    beside: Beside = Beside()
+    overhead: Overhead = Overhead()
     policy: Policy | None = None
 
     @property

@@ -30,7 +30,7 @@ _EXPORTS = {
 }
 # `take_over(engine, policy)` gives the fused engine of a device, or None where it does not fit.
 FUSED_NAMES = {"cpu": "the decoder in C", "cuda": "the engine with CUDA graphs"}
-_FUSED = {"cpu": "runtime.engines.native.engine:take_over", "cuda": "runtime.engines.cuda.engine:take_over"}
+_FUSED = {"cpu": "runtime.engines.native.take_over:take_over", "cuda": "runtime.engines.cuda.engine:take_over"}
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,11 @@ def choose_engine(engine: TorchEngine, blueprint: Blueprint, policy: Policy | No
             if found is not None:
                 return found
     reason = why_modules(blueprint, policy)
-    if reason is None:
-        return fused_engine(engine, policy)
-    if policy is not None:
-        engine.why_modules = reason
+    chosen = fused_engine(engine, policy) if reason is None else engine
+    if policy is not None and chosen is engine:
+        engine.why_modules = engine.why_modules or reason
         engine.compress_cache(policy)
-    return engine
+    return chosen
 
 
 def why_modules(blueprint: Blueprint, policy: Policy | None) -> str | None:
@@ -178,14 +177,9 @@ def describe_choice(blueprint: Blueprint, policy: Policy | None, brings_draft: b
 
 
 def fused_engine(engine: TorchEngine, policy: Policy | None = None) -> Engine:
-    """The fused engine of the device where it computes the model, also a dense one, and holds its cache so; else the engine itself."""
+    """The fused engine of the device where it computes the model, also a dense one, with a cache as `policy` says; else `engine`."""
     place = _FUSED.get(engine.device.type)
-    found = None if place is None else resolve_name(place)(engine, policy)
-    if found is not None:
-        return found
-    if policy is not None:
-        engine.compress_cache(policy)
-    return engine
+    return engine if place is None else resolve_name(place)(engine, policy) or engine
 
 
 def load_export(export: Export, device: torch.device, options: EngineOptions) -> Any:

@@ -16,7 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from runtime.engines.native.engine import NativeEngine, read_engine
+from runtime.engines.native.engine import NativeEngine
+from runtime.engines.native.take_over import read_engine
 from runtime.engines.torch.engine import TorchEngine
 
 CPU = torch.device("cpu")

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
 
-from runtime.engines.base import Beside, Chunk, Usage, output_rows
+from runtime.engines.base import Chunk, Overhead, Usage, output_rows
 from runtime.engines.fused import FusedEngine, UnbuiltEngine
-from runtime.engines.native.parts import Parts, linears, read_parts
+from runtime.engines.native.parts import Parts, linears
 from runtime.engines.native.pool import PlainPages, Pool
 from runtime.engines.native.storage import PageStorage, storage_of, whole_layers
-from runtime.engines.program.operations import Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Decoder, Step
 from runtime.layers.compressed_linear import CompressedLinear
@@ -38,11 +33,6 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 512
 STORED_ROWS = 256  # where pages are stored in few bits: those that a step writes are plain at first
-PROBE = 12  # tokens; the last three are read one by one
-# The largest relative error that rounding explains: of modules that compute in a dtype, and of activations in one digit.
-_ERRORS = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
-_DIGIT_ERROR = 0.2
-_log = logging.getLogger("compress.engine")
 
 
 def row_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
@@ -119,9 +109,7 @@ class NativeEngine(FusedEngine):
         super().__init__(torch_engine, parts)
         self._library = found
         self.most_rows = MOST_ROWS
-        self.page_bytes = (
-            len(parts.blocks) * parts.kv_heads * (parts.head_dim + parts.value_dim) * PAGE * parts.cache_dtype.itemsize
-        )
+        self.page_bytes = len(parts.blocks) * parts.page_numbers * parts.cache_dtype.itemsize
         self.storage: PageStorage | None = None
         self._tables = Tables(0, [], (ctypes.c_void_p * 0)())
         self._local = threading.local()
@@ -159,12 +147,11 @@ class NativeEngine(FusedEngine):
             return storage
         self.policy, self.storage = policy, storage
         self.description += f", compressed cache ({policy.describe()})"
-        if not storage.is_plain:
-            parts = self.parts
-            self.page_bytes = storage.page_bytes(parts)
+        self.page_bytes = storage.page_bytes(self.parts)
+        plain = storage.plain_bytes(self.parts, self.parts.blocks) / self.page_bytes
+        if plain:
             self.most_rows = STORED_ROWS
-            plain = storage.plain_bytes(parts, parts.blocks) / self.page_bytes
-            self.beside = Beside(math.ceil(STORED_ROWS // PAGE * plain), math.ceil(storage.recent_pages * plain))
+            self.overhead = Overhead(math.ceil(STORED_ROWS // PAGE * plain), math.ceil(storage.recent_pages * plain))
         return None
 
     @property
@@ -277,7 +264,7 @@ class NativeEngine(FusedEngine):
         return memory
 
     def _rotations(self, positions: int) -> Tables:
-        """Of so many positions or more, from the model's own rotary modules."""
+        """Of so many positions or more."""
         found = self._tables
         if found.positions < positions:
             count = max(256, 1 << (positions - 1).bit_length())
@@ -285,122 +272,3 @@ class NativeEngine(FusedEngine):
             addresses = (ctypes.c_void_p * len(tables))(*(each.data_ptr() for each in tables))
             found = self._tables = Tables(count, tables, addresses)
         return found
-
-
-def take_over(engine: TorchEngine, policy: Policy | None = None) -> NativeEngine | None:
-    """The native engine for this model and its cache, or None where it does not fit; the log and the engine's `explain` say why."""
-    found = read_engine(engine, policy)
-    if isinstance(found, NativeEngine):
-        return found
-    leave(engine, found)
-    return None
-
-
-def read_engine(engine: TorchEngine, policy: Policy | None = None) -> NativeEngine | str:
-    """The native engine, if it knows the model, holds its cache so and computes a probe as the modules do; otherwise the reason."""
-    parts = read_parts(engine.module, engine.device)
-    if isinstance(parts, str):
-        return parts
-    found = NativeEngine(engine, parts)
-    reason = None if policy is None else found.hold(policy)
-    return reason or disproof(found) or found
-
-
-def leave(engine: TorchEngine, reason: str) -> None:
-    """Say why transformers' modules compute a model."""
-    _log.info("transformers computes this model, not the decoder in C: %s", reason)
-    engine.why_modules = f"not the decoder in C: {reason}"
-
-
-# ---------------------------------------------------------------- proof on a probe
-def disproof(engine: NativeEngine) -> str | None:
-    """How the engine and the modules that it took over differ in their logits; None: they agree."""
-    parts, model = engine.parts, engine.module
-    names = [parts.program.layers[i].name for i in kinds(parts)]
-    try:
-        with torch.inference_mode(), _only(model, names):
-            wanted = model(input_ids=torch.tensor([_probe_ids(engine)]), use_cache=False).logits[0].float()
-    except Exception as error:  # whatever code of models raises
-        return f"transformers' modules do not compute a probe: {error}"
-    return _difference(probe(engine), wanted, parts)
-
-
-def _probe_ids(engine: NativeEngine) -> list[int]:
-    most = min(engine.parts.vocabulary, engine.vocab_size)
-    return torch.randint(0, most, (PROBE,), generator=torch.Generator().manual_seed(0)).tolist()
-
-
-def probe(engine: NativeEngine) -> torch.Tensor:
-    """Logits of the probe by one layer of each kind, float32 `[PROBE, vocab]`."""
-    parts, text, found = engine.parts, _probe_ids(engine), []
-    pool = Pool(parts, 1, [parts.blocks[i] for i in kinds(parts)])
-    for start, end in ((0, PROBE - 3), (PROBE - 3, PROBE - 2), (PROBE - 2, PROBE - 1), (PROBE - 1, PROBE)):
-        ready = engine.prepare(pool.decoder, [Chunk(text[start:end], start, (0,))], range(end - start))
-        engine.compute(ready.step)
-        found.append(ready.logits)
-    return torch.cat(found)
-
-
-def _difference(found: torch.Tensor, wanted: torch.Tensor, parts: Parts) -> str | None:
-    finite = wanted.isfinite()
-    if not torch.equal(finite, found.isfinite()):
-        return "its logits on a probe are finite elsewhere than those of transformers' modules"
-    found, wanted = found.where(finite, 0.0), wanted.where(finite, 0.0)
-    error = float((found - wanted).norm() / (wanted.norm() + 1e-30))
-    most = max(_ERRORS[parts.cache_dtype], _DIGIT_ERROR if parts.decoder.digits == 1 and parts.digits else 0.0)
-    if error <= most:
-        return None
-    return f"its logits on a probe differ by {error:.2g} from those of transformers' modules, and rounding explains {most:g}"
-
-
-def kinds(parts: Parts) -> list[int]:
-    """The first layer of each kind: of the same operations on weights of the same shapes and representations, experts' too."""
-    found: dict[Any, int] = {}
-    for number, (layer, block) in enumerate(zip(parts.program.layers, parts.blocks, strict=True)):
-        shapes = tuple(
-            (each.kind, each.weight_type, each.scale_type, each.group, each.rows, each.columns, bool(each.zero))
-            for _, each, _ in linears(block.ops, block.count)
-        )
-        found.setdefault((_nameless(layer), shapes), number)
-    return list(found.values())
-
-
-def _nameless(layer: Layer) -> tuple[Any, ...]:
-    """Its operations, modules by their names within it."""
-    prefix = f"{layer.name}."
-
-    def local(value: Any) -> Any:
-        if isinstance(value, str):
-            return value.removeprefix(prefix)
-        if is_dataclass(value) and not isinstance(value, type):
-            return replace(value, **{each.name: local(getattr(value, each.name)) for each in fields(value)})
-        return value
-
-    return tuple(local(operation) for operation in layer.operations)
-
-
-@contextmanager
-def _only(model: nn.Module, names: list[str]) -> Iterator[None]:
-    """The model with no other layers than these: the others pass on what they read."""
-    blocks: Any = model.get_submodule(names[0].rpartition(".")[0])
-    chosen = {model.get_submodule(name) for name in names}
-    tuples = False
-
-    def note(module: Any, given: Any, result: Any) -> None:
-        nonlocal tuples
-        tuples = isinstance(result, tuple)
-
-    def skip(hidden: torch.Tensor | None = None, *_: Any, hidden_states: torch.Tensor | None = None, **__: Any) -> Any:
-        passed = hidden if hidden is not None else hidden_states
-        return (passed,) if tuples else passed
-
-    with ExitStack() as stack:
-        stack.callback(blocks[0].register_forward_hook(note).remove)  # the first of its kind, so it is never skipped
-        for module in blocks:
-            if module not in chosen:
-                module.__dict__["forward"] = skip
-                stack.callback(functools.partial(module.__dict__.pop, "forward"))
-        yield
-
-
-__all__ = ["NativeEngine", "leave", "probe", "read_engine", "take_over"]

@@ -16,7 +16,7 @@ from runtime.engines.program.operations import NormWeights, Program
 from runtime.engines.program.read import read
 from runtime.engines.program.tables import embed, rotation_tables
 from runtime.kernels.cpu import decoder, library
-from runtime.kernels.cpu.attention import MOST_CHANNELS
+from runtime.kernels.cpu.attention import MOST_CHANNELS, PAGE
 from runtime.kernels.cpu.decoder import (
     MOST_BUFFERS,
     OPS,
@@ -243,6 +243,11 @@ class Parts(Structures):
             widths=(ctypes.c_int64 * len(widths))(*widths),
             tail=tail,
         )
+
+    @property
+    def page_numbers(self) -> int:
+        """Keys and values of a page of one layer."""
+        return self.kv_heads * (self.head_dim + self.value_dim) * PAGE
 
     @property
     def head(self) -> Linear:

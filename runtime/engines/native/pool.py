@@ -13,7 +13,7 @@ import torch
 
 from runtime.engines.base import Chunk
 from runtime.engines.native.parts import Parts
-from runtime.engines.native.storage import PageStorage, whole_layers
+from runtime.engines.native.storage import PageStorage
 from runtime.errors import RequestError
 from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Op, Step
 from runtime.kernels.cpu.library import TYPES
@@ -240,12 +240,13 @@ class Pool:
         self.plain: PlainPages | None = None
         self._storage = storage
         self._broken = torch.zeros(1, dtype=torch.int32)
-        if storage is not None and not storage.is_plain:
+        stored = [] if storage is None else storage.stored_layers(layers)
+        if storage is not None and stored:
             self.plain = PlainPages(count, storage, storage.plain_bytes(parts, layers))
             self.decoder.storage = storage.structure(dtype)
             self.decoder.storage.plain_at = self.plain.places.data_ptr()
             width = parts.kv_heads * storage.record_bytes(parts)
-            self.records = {i: torch.empty(count, width, dtype=torch.uint8) for i in whole_layers(layers)}
+            self.records = {i: torch.empty(count, width, dtype=torch.uint8) for i in stored}
             for i, records in self.records.items():
                 self.blocks[i].stored = records.data_ptr()
 

@@ -64,23 +64,28 @@ class PageStorage:
         """Of a sequence, those that can be plain at once, beside what a step writes."""
         return self.first + -(-self.recent // PAGE) + 2
 
+    def stored_layers(self, layers: Sequence[Block]) -> list[int]:
+        """Numbers of those whose older pages do not stay plain."""
+        return [] if self.is_plain else whole_layers(layers)
+
     def plain_bytes(self, parts: Parts, layers: Sequence[Block]) -> int:
-        """Of a plain page beside the stored ones, all layers together."""
-        numbers = parts.kv_heads * (parts.head_dim + parts.value_dim) * PAGE
-        return len(whole_layers(layers)) * numbers * (self.floats or parts.cache_dtype).itemsize
+        """Of a plain page of the layers that are stored otherwise, together."""
+        return len(self.stored_layers(layers)) * parts.page_numbers * self._dtype(parts).itemsize
 
     def page_bytes(self, parts: Parts) -> int:
-        """Of a page, all layers together."""
-        whole = len(whole_layers(parts.blocks))
-        numbers = parts.kv_heads * (parts.head_dim + parts.value_dim) * PAGE
-        beside = (len(parts.blocks) - whole) * numbers * (self.floats or parts.cache_dtype).itemsize
-        return whole * parts.kv_heads * self.record_bytes(parts) + beside
+        """Of a page of all layers together, without the plain ones of those that are stored."""
+        stored = len(self.stored_layers(parts.blocks))
+        plain = (len(parts.blocks) - stored) * parts.page_numbers * self._dtype(parts).itemsize
+        return stored * parts.kv_heads * self.record_bytes(parts) + plain
+
+    def _dtype(self, parts: Parts) -> torch.dtype:
+        return self.floats or parts.cache_dtype
 
     def record_bytes(self, parts: Parts) -> int:
         """Of a page, of one head of one layer."""
         found = library.load()
         assert found is not None
-        dtype = self.floats or parts.cache_dtype
+        dtype = self._dtype(parts)
         sizes = parts.kv_heads, parts.head_dim, parts.value_dim
         cache = Cache(None, None, None, library.TYPES[dtype], *sizes, self.structure(dtype))
         return int(found.cache_record(ctypes.byref(cache)))

@@ -150,7 +150,7 @@ class Adapter:
         parts = engine.parts
         self.engine = engine
         self.most_rows, self.logits_width = engine.most_rows, engine.logits_width
-        self.page_bytes = parts.kv_heads * (parts.head_dim + parts.value_dim) * PAGE * parts.cache_dtype.itemsize
+        self.page_bytes = parts.page_numbers * parts.cache_dtype.itemsize
         program = parts.program
         final = next(each.weights for each in program.tail if isinstance(each, Norm))
         block, norm = (engine.module.get_submodule(name) for name in (program.layers[layer].name, final.module))

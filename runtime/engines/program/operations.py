@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
 
 from runtime.modeling.experts import Gate as ExpertGate
 from runtime.modeling.experts import Layout
@@ -278,3 +281,45 @@ def writes(operation: Operation) -> list[str]:
 def _buffer(operation: Operation, field: str) -> str | None:
     place = getattr(operation, field, None)
     return place.buffer if isinstance(place, Place | Span) else None
+
+
+# ---------------------------------------------------------------- as JSON
+_TYPES: dict[str, Any] = {name: each for name, each in globals().items() if is_dataclass(each)}
+_NAMES = {each: name for name, each in _TYPES.items()}
+_TYPE, _DTYPE = "type", "dtype"
+
+
+def encode(value: Any) -> Any:
+    """A program, or a part of one, as JSON has it: every number comes back as it was."""
+    if isinstance(value, tuple):
+        return [encode(each) for each in value]
+    if isinstance(value, torch.dtype):
+        return {_TYPE: _DTYPE, "name": str(value).removeprefix("torch.")}
+    if is_dataclass(value):
+        return {
+            _TYPE: _NAMES[type(value)],  # type: ignore[index]
+            **{each.name: encode(getattr(value, each.name)) for each in fields(value)},
+        }
+    return value
+
+
+def decode(value: Any) -> Any:
+    """Inverse of `encode`; KeyError, TypeError, AttributeError: it is of something else."""
+    if isinstance(value, list):
+        return tuple(decode(each) for each in value)
+    if not isinstance(value, dict):
+        return value
+    content = {name: decode(each) for name, each in value.items()}
+    kind = content.pop(_TYPE)
+    return getattr(torch, content["name"]) if kind == _DTYPE else _TYPES[kind](**content)
+
+
+def parts(value: Any) -> Iterator[Any]:
+    """A program and all dataclasses in it."""
+    if isinstance(value, tuple):
+        for each in value:
+            yield from parts(each)
+    elif is_dataclass(value):
+        yield value
+        for each in fields(value):
+            yield from parts(getattr(value, each.name))

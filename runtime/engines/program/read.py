@@ -162,9 +162,8 @@ class _Reader:
         return tuple(self._embedding(event, float(scale)) for event, scale in zip(tables, scales, strict=True))
 
     def _embedding(self, event: Event, scale: float) -> Embedding:
-        scale = (
-            1.0 if abs(scale - 1) < 1e-6 else float(torch.tensor(scale))
-        )  # as a float32: its last bits are of the sums above
+        # Of a float64 the last bits are the rounding of the sums it comes from.
+        scale = 1.0 if abs(scale - 1) < 1e-6 else float(torch.tensor(scale))
         if event.module is self.model.get_input_embeddings():
             return Embedding(event.name, scale)
         ids = event.inputs[0].reshape(-1, event.inputs[0].shape[-1])

@@ -14,9 +14,10 @@ from torch import nn
 
 from runtime.engines.base import Chunk, Engine
 from runtime.engines.blueprint import Blueprint
-from runtime.engines.native.engine import NativeEngine, leave, read_engine
+from runtime.engines.native.engine import NativeEngine
 from runtime.engines.native.parts import Parts, linears
 from runtime.engines.native.pool import Pool
+from runtime.engines.native.take_over import leave, read_engine
 from runtime.engines.streaming.plan import Plan, cache_budget, plan, reserve_for
 from runtime.engines.streaming.prepared_file import Group, Place, PreparedFile, put, share, values
 from runtime.engines.streaming.ring import DeviceSlots, HostSlots, RangeReader, Ring, Slots, aligned

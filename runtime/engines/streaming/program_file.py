@@ -2,7 +2,7 @@
 
 One file a program, `KEY.json` in the directory of the weights that it runs on. Its key is a digest of everything that decides what is
 read off a model, this library and transformers included, so a program is never out of date. The proof on a probe
-(`runtime.engines.native.engine.disproof`) was done before it was stored, under the same key: later loads do not repeat it.
+(`runtime.engines.native.take_over.disproof`) was done before it was stored, under the same key: later loads do not repeat it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from runtime.engines.fused import UnbuiltEngine
-from runtime.engines.native.engine import NativeEngine, probe
+from runtime.engines.native.engine import NativeEngine
 from runtime.engines.native.parts import Parts, UnknownPartError
-from runtime.engines.program.encoding import decode, encode, parts
-from runtime.engines.program.operations import Linear, NormWeights, Program
+from runtime.engines.native.take_over import probe
+from runtime.engines.program.operations import Linear, NormWeights, Program, decode, encode, parts
 from runtime.engines.streaming import cache
 from runtime.engines.streaming.load import give_all, make_empty
 from runtime.engines.streaming.prepared_file import PreparedFile, UnusableFileError, put, share, values

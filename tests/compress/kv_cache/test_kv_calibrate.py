@@ -78,17 +78,17 @@ def test_calibration_in_bfloat16_finds_about_the_same(
     tiny_artifact: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU computes in, here without one."""
-    from runtime.engines import blueprint as blueprints
+    from compress.kv_cache import calibrate as module
 
     needs = {"gates", "channels", "prefix_tokens"}
     exact = calibrate(tiny_artifact, needs, rows, options=CalibrationOptions(GATES))
-    own, dtypes = blueprints.Blueprint, []
+    own, dtypes = module.Blueprint, []
 
     def blueprint(artifact: Any, device: Any, kernels: str, dtype: Any, trust: bool) -> Any:
         dtypes.append(dtype)
         return own(artifact, device, kernels, torch.bfloat16, trust)
 
-    monkeypatch.setattr(blueprints, "Blueprint", blueprint)
+    monkeypatch.setattr(module, "Blueprint", blueprint)
     found = calibrate(tiny_artifact, needs, rows, options=CalibrationOptions(GATES), device="cpu")
     assert dtypes == [torch.float32]
     torch.testing.assert_close(torch.tensor(found["gates"]), torch.tensor(exact["gates"]), atol=0.02, rtol=0)

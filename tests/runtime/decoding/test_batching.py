@@ -19,7 +19,7 @@ from tiny_models import llama
 from runtime.decoding import batch, request
 from runtime.decoding.pages import ROOT, Pages
 from runtime.decoding.request import groups
-from runtime.engines.base import Beside
+from runtime.engines.base import Overhead
 from runtime.errors import RequestError
 
 
@@ -29,8 +29,8 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pages]]:
     made: list[Pages] = []
 
     class Watched(Pages):
-        def __init__(self, count: int, size: int, beside: Beside) -> None:
-            super().__init__(count, size, beside=beside)
+        def __init__(self, count: int, size: int, overhead: Overhead) -> None:
+            super().__init__(count, size, overhead=overhead)
             made.append(self)
 
     monkeypatch.setattr(batch, "Pages", Watched)
@@ -378,7 +378,7 @@ def test_groups_hold_every_prompt_once_and_little_padding(lengths: list[int], ex
 
 # -------------------------------------------------------------------- overhead
 def test_the_scheduler_costs_little_per_token() -> None:
-    """Besides the engine's own step, at a vocabulary of 32000. The bound is wide, for busy machines; it is some 40 us."""
+    """Overheads the engine's own step, at a vocabulary of 32000. The bound is wide, for busy machines; it is some 40 us."""
 
     class Free(PagedReference):
         row = torch.randn(1, 32000, generator=torch.Generator().manual_seed(0))

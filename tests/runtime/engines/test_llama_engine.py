@@ -18,8 +18,9 @@ from transformers import (
 
 import runtime
 from runtime.engines.base import Chunk
-from runtime.engines.native.engine import NativeEngine, take_over
+from runtime.engines.native.engine import NativeEngine
 from runtime.engines.native.parts import read_parts
+from runtime.engines.native.take_over import take_over
 from runtime.engines.torch.engine import TorchEngine
 from runtime.kernels.cpu import library
 from runtime.layers.compressed_linear import CompressedLinear

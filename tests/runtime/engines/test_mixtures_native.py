@@ -12,8 +12,9 @@ from mixture_models import MIXTURES, apart, model_of
 from program_families import compressed
 
 from runtime.engines.base import Chunk
-from runtime.engines.native.engine import NativeEngine, read_engine
+from runtime.engines.native.engine import NativeEngine
 from runtime.engines.native.sublayers import block_bytes
+from runtime.engines.native.take_over import read_engine
 from runtime.engines.program.mixtures import find_mixtures, read_router
 from runtime.engines.program.operations import Mixture, Routing, UnknownError
 from runtime.engines.program.read import read

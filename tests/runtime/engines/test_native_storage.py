@@ -82,6 +82,14 @@ def test_bits_depend_on_no_cut_no_neighbour_and_no_threads(name: str) -> None:
     assert torch.equal(torch.cat(parts), whole)
 
 
+def test_floats_of_another_dtype_take_their_own_bytes() -> None:
+    _, plain = engines(model_of("grouped", head_dim=32))
+    before = plain.page_bytes
+    assert plain.hold(Policy.parse({"floats": "bfloat16"})) is None
+    assert plain.page_bytes == before // 2
+    assert plain.new_pages(1).tensors[0].dtype == torch.bfloat16
+
+
 def test_plain_pages_are_given_up() -> None:
     _, lean = _engine(POLICIES["int4"])
     pool = lean.new_pages(8)

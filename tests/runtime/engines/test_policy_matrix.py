@@ -89,7 +89,7 @@ def test_within_any_memory_the_same(module: Any, policy: str, spare: int) -> Non
     engine = model.engine
     wanted = [held(module, policy).generate(prompt, max_new_tokens=80) for prompt in prompts]
     longest = -(-(max(map(len, prompts)) + 79) // PAGE)
-    memory = (longest + sum(engine.beside) + spare) * engine.page_bytes
+    memory = (longest + sum(engine.overhead) + spare) * engine.page_bytes
     assert model.generate(prompts, max_new_tokens=80, cache_memory=memory) == wanted
     assert model.stats["cache_bytes"] <= memory
 

@@ -13,9 +13,10 @@ from mixture_models import apart
 from program_families import FAMILIES, FLOAT8, compressed, model_of
 
 from runtime.engines.base import Chunk
-from runtime.engines.native.engine import NativeEngine, disproof, kinds, take_over
+from runtime.engines.native.engine import NativeEngine
 from runtime.engines.native.parts import Parts, read_parts
-from runtime.engines.program.encoding import decode, encode
+from runtime.engines.native.take_over import disproof, kinds, take_over
+from runtime.engines.program.operations import decode, encode
 from runtime.engines.program.read import read
 from runtime.engines.torch.engine import TorchEngine
 from runtime.kernels.cpu import library

@@ -11,7 +11,7 @@ import torch
 from transformers import BertConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, T5Config
 
 import runtime
-from runtime.engines.native.engine import take_over
+from runtime.engines.native.take_over import take_over
 from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import ArtifactError
 from runtime.kv_cache.shape import layer_configs

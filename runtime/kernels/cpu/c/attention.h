@@ -93,7 +93,7 @@ static float page_softmax(const Attention *a, float *score, int first, int last,
         if (!(a->softcap > 0.0f)) x[i] = f_mul(x[i], scale);
         most = f_max(x[i], most);
     }
-    float top = f_most(most), before = *partial.largest;
+    float top = f_reduce_max(most), before = *partial.largest;
     if (top == -INFINITY) top = 0.0f;
     UNROLL for (int v = 0; v < 16 / LANES; v++) sum[v] = f_zero();
     UNROLL for (int i = 0; i < SIZE; i++) {

@@ -1,10 +1,10 @@
 /* Products of dense weights with many rows: the sums of dense.h, one running sum after another.
  *
- * Lanes are rows of the weight, of which a panel is made float32 and turned, SECTION columns at a time: [running sum][step][row], where
+ * Lanes are rows of the weight, of which a panel is made float32 and transposed, SECTION columns at a time: [running sum][step][row], where
  * running sum c has the columns c, c + 32, ... It stays in the second cache while tiles of x pass by, [running sum][step][row of x].
  * Running sums come in the order of their bits reversed, so that each is added to the one it is paired with as soon as both are there.
  *
- * GEMM_ROWS: of x in a tile, with GEMM_VECTORS sums for all registers. FEW_ROWS: so many dense_part multiplies faster, because turning a
+ * GEMM_ROWS: of x in a tile, with GEMM_VECTORS sums for all registers. FEW_ROWS: so many dense_part multiplies faster, because transposing a
  * weight takes as long as several rows (measured on Zen 4: level at 24 to 28, with AVX2 at 14); at least GEMM_ROWS. */
 #if LANES == 8
 #define GEMM_ROWS 6
@@ -30,7 +30,7 @@ static const uint8_t REVERSED[RUNNING] = {0, 16, 8, 24, 4, 20, 12, 28, 2, 18, 10
 static int64_t gemm_bytes(int64_t rows, int64_t columns) { return rows * columns * 4 + 64; }
 
 /* Columns of x from k on, `size` of them, of M rows; those beyond the last 32 as they come. */
-INLINE void turn_input(const void *x, const int type, int64_t at, int64_t apart, int64_t M, int64_t k, int64_t size, float *out) {
+INLINE void transpose_input(const void *x, const int type, int64_t at, int64_t apart, int64_t M, int64_t k, int64_t size, float *out) {
     const int64_t steps = size / RUNNING;
     at += k;
     for (int64_t j = 0; j < steps; j++, at += RUNNING)
@@ -48,14 +48,14 @@ static void gemm_input(const void *x, int type, int64_t apart, int64_t rows, int
         const int64_t t = unit / (sections + 1), k = unit % (sections + 1) * SECTION, row = rows * t / tiles, M = tile_size(rows, tiles, t);
         const int64_t from = k < whole ? k : whole, next = k < whole ? (whole - k < SECTION ? whole : k + SECTION) : columns;
         float *to = out + row * columns + from * M;
-        if (type == TYPE_F32) turn_input(x, TYPE_F32, row * apart, apart, M, from, next - from, to);
-        else if (type == TYPE_BF16) turn_input(x, TYPE_BF16, row * apart, apart, M, from, next - from, to);
-        else turn_input(x, TYPE_F16, row * apart, apart, M, from, next - from, to);
+        if (type == TYPE_F32) transpose_input(x, TYPE_F32, row * apart, apart, M, from, next - from, to);
+        else if (type == TYPE_BF16) transpose_input(x, TYPE_BF16, row * apart, apart, M, from, next - from, to);
+        else transpose_input(x, TYPE_F16, row * apart, apart, M, from, next - from, to);
     }
 }
 
 /* Rows [n, n + GEMM_PANEL) of the weight, as far as there are; columns [k, k + size), whole running sums. */
-INLINE void turn_weight(const Linear *l, const int type, int64_t n, int64_t k, int64_t size, float *out) {
+INLINE void transpose_weight(const Linear *l, const int type, int64_t n, int64_t k, int64_t size, float *out) {
     const int64_t steps = size / RUNNING, bytes = type == TYPE_F8 ? 1 : type == TYPE_F32 ? 4 : 2;
     for (int64_t j = 0; j < steps; j++, k += RUNNING)
         for (int v = 0; v < GEMM_VECTORS; v++) {
@@ -68,7 +68,7 @@ INLINE void turn_weight(const Linear *l, const int type, int64_t n, int64_t k, i
             for (int c = 0; c < RUNNING; c += LANES) {
                 F block[LANES];
                 UNROLL for (int i = 0; i < LANES; i++) block[i] = f_load_as(l->weight, type, at[i] + c);
-                f_turn(block);
+                f_transpose(block);
                 UNROLL for (int i = 0; i < LANES; i++)
                     f_store(out + REVERSED[c + i] * SUM_APART(steps) + j * GEMM_PANEL + v * LANES, block[i]);
             }
@@ -128,10 +128,10 @@ static void gemm_part(const Linear *l, const float *x, int64_t rows, void *y, in
             if (!whole) memset(sums, 0, sizeof sums);
             for (int64_t k = 0; k < whole; k += SECTION) {
                 const int64_t size = whole - k < SECTION ? whole - k : SECTION;
-                if (type == TYPE_BF16) turn_weight(l, TYPE_BF16, n, k, size, weight);
-                else if (type == TYPE_F16) turn_weight(l, TYPE_F16, n, k, size, weight);
-                else if (type == TYPE_F8) turn_weight(l, TYPE_F8, n, k, size, weight);
-                else turn_weight(l, TYPE_F32, n, k, size, weight);
+                if (type == TYPE_BF16) transpose_weight(l, TYPE_BF16, n, k, size, weight);
+                else if (type == TYPE_F16) transpose_weight(l, TYPE_F16, n, k, size, weight);
+                else if (type == TYPE_F8) transpose_weight(l, TYPE_F8, n, k, size, weight);
+                else transpose_weight(l, TYPE_F32, n, k, size, weight);
                 for (int64_t t = first; t < last; t++) {
                     const int64_t row = rows * t / tiles, M = tile_size(rows, tiles, t);
                     GEMM_OF[M - 1](weight, x + row * columns + k * M, size / RUNNING, k > 0, sums + (row - from) * GEMM_PANEL);

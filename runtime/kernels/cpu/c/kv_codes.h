@@ -6,11 +6,11 @@
 typedef struct {
     uint32_t digit[3][MOST_CHANNELS / 4 + 16]; /* lowest first: a word has bytes of four indices, a quarter of them apart */
     float unit, shift;                         /* of the integers; is added to every product */
-} CutRow;
+} DigitRow;
 
 /* For integers of so many digits. What is no number, or too large to be one, stays so. */
-INLINE float cut_unit(float largest, int digits) {
-    const float most = digits == 2 ? 32639.0f : 4161407.0f; /* 127 * 257, and what rounding in cut_row leaves of 2^22 */
+INLINE float digit_unit(float largest, int digits) {
+    const float most = digits == 2 ? 32639.0f : 4161407.0f; /* 127 * 257, and what rounding in digits_of_row leaves of 2^22 */
     return largest < INFINITY ? (largest > 0x1p-100f ? largest : 0x1p-100f) / most : NAN;
 }
 
@@ -22,7 +22,7 @@ INLINE float largest_product(const float *x, const float *by, int n) {
         product.words &= 0x7fffffffu;
         most = f_max(most, product.floats);
     }
-    return f_most(most);
+    return f_reduce_max(most);
 }
 
 /* n is a multiple of 16; in 16 sums, which are put together in one order everywhere. */
@@ -51,7 +51,7 @@ INLINE void load_grids(const char *scale, const char *zero, int n, int bits, Gri
 }
 
 /* x times the scales. What rounding takes from it is added for codes in the middle of a grid. */
-INLINE void cut_row(const float *x, const Grids *grids, float unit, int digits, CutRow *out) {
+INLINE void digits_of_row(const float *x, const Grids *grids, float unit, int digits, DigitRow *out) {
     /* 1.5 * 2^23: the lowest bits of a sum are an integer. Every digit but the highest is 128 too large, which rounds those above it. */
     const float round = 12582912.0f + (digits == 2 ? 128.0f : 32896.0f);
     const int quarter = grids->n / 4;
@@ -82,7 +82,7 @@ INLINE void cut_row(const float *x, const Grids *grids, float unit, int digits, 
 
 /* y[q][lane] = keep[q] * y[q][lane] + x[q] . codes of the lane, all indices; keep NULL: 0. */
 INLINE void codes_product_vectors(const Matrix *m, const int bits, int lane, const int count, const int digits, const int vectors,
-                                  const CutRow *x, const float *keep, float *const *y) {
+                                  const DigitRow *x, const float *keep, float *const *y) {
     const int fields = 8 / bits, words = m->indices * bits / 32;
     const int halves = WIDE_SUMS || bits < 8 ? 1 : 2; /* narrow sums hold products of 4 bits */
     P part[2][4][3][2];
@@ -123,7 +123,7 @@ INLINE void codes_product_vectors(const Matrix *m, const int bits, int lane, con
         f_store(at, f_fma(total, f_set1(x[q].unit), keep ? f_fma(f_load(at), f_set1(keep[q]), shift) : shift));
     }
 }
-INLINE void codes_product_of(const Matrix *m, const int bits, int begin, int end, const int count, const int digits, const CutRow *x,
+INLINE void codes_product_of(const Matrix *m, const int bits, int begin, int end, const int count, const int digits, const DigitRow *x,
                              const float *keep, float *const *y) {
     int lane = begin;
     for (; lane + 2 * LANES <= end; lane += 2 * LANES) codes_product_vectors(m, bits, lane, count, digits, 2, x, keep, y);
@@ -131,7 +131,7 @@ INLINE void codes_product_of(const Matrix *m, const int bits, int begin, int end
 }
 #define TOGETHER (LANES == 16 ? 4 : 2) /* queries whose sums registers hold */
 #define CODES_PRODUCT(BITS, DIGITS)                                                                                                  \
-    static void codes_product_##BITS##_##DIGITS(const Matrix *m, int begin, int end, int count, const CutRow *x, const float *keep,  \
+    static void codes_product_##BITS##_##DIGITS(const Matrix *m, int begin, int end, int count, const DigitRow *x, const float *keep,  \
                                                 float *const *y) {                                                                  \
         for (; count >= TOGETHER; count -= TOGETHER, x += TOGETHER, y += TOGETHER, keep = keep ? keep + TOGETHER : NULL)             \
             codes_product_of(m, BITS, begin, end, TOGETHER, DIGITS, x, keep, y);                                                     \
@@ -140,8 +140,8 @@ INLINE void codes_product_of(const Matrix *m, const int bits, int begin, int end
 CODES_PRODUCT(8, 2) CODES_PRODUCT(4, 2) CODES_PRODUCT(2, 2)
 CODES_PRODUCT(8, 3) CODES_PRODUCT(4, 3) CODES_PRODUCT(2, 3)
 /* Lanes [begin, end), multiples of 16. */
-static void codes_product(const Matrix *m, int begin, int end, int count, int digits, const CutRow *x, const float *keep, float *const *y) {
-    static void (*const products[][2])(const Matrix *, int, int, int, const CutRow *, const float *, float *const *) = {
+static void codes_product(const Matrix *m, int begin, int end, int count, int digits, const DigitRow *x, const float *keep, float *const *y) {
+    static void (*const products[][2])(const Matrix *, int, int, int, const DigitRow *, const float *, float *const *) = {
         [PAGES_INT8] = {codes_product_8_2, codes_product_8_3}, [PAGES_INT4] = {codes_product_4_2, codes_product_4_3},
         [PAGES_INT2] = {codes_product_2_2, codes_product_2_3}};
     products[m->kind][digits - 2](m, begin, end, count, x, keep, y);

@@ -63,7 +63,7 @@ INLINE void fetch_grid(const char *grid, const char *end, const Matrix *m) {
     for (; grid < end; grid += 64) __builtin_prefetch(grid + (m->next - m->data));
 }
 
-INLINE int cut_count(const Cache *c) { return c->type == TYPE_F32 ? 3 : 2; } /* digits as exact as plain pages are */
+INLINE int digit_count(const Cache *c) { return c->type == TYPE_F32 ? 3 : 2; } /* digits as exact as plain pages are */
 
 /* score [count, PAGE] = query . keys of a stored page */
 static void stored_scores(const Cache *c, int head, int32_t page, int32_t next, int count, const Factors *query, float *const *score) {
@@ -78,12 +78,12 @@ static void stored_scores(const Cache *c, int head, int32_t page, int32_t next, 
         return;
     }
     Grids grids;
-    CutRow cut[QUERIES];
-    const int digits = cut_count(c);
+    DigitRow cut[QUERIES];
+    const int digits = digit_count(c);
     for (int grid = 0; grid < GRIDS; grid++) {
         load_grids(r.key_grid + grid * n * 2, r.key_grid + (GRIDS + grid) * n * 2, n, code_bits(r.keys.kind), &grids);
         for (int q = 0; q < count; q++)
-            cut_row(query[q], &grids, cut_unit(largest_product(query[q], grids.scale, n), digits), digits, cut + q);
+            digits_of_row(query[q], &grids, digit_unit(largest_product(query[q], grids.scale, n), digits), digits, cut + q);
         codes_product(&r.keys, grid * GRID, (grid + 1) * GRID, count, digits, cut, NULL, score);
     }
 }
@@ -105,15 +105,15 @@ static void stored_values(const Cache *c, int head, int32_t page, int32_t next, 
         return;
     }
     Grids grids;
-    CutRow cut[QUERIES];
-    const int digits = cut_count(c);
+    DigitRow cut[QUERIES];
+    const int digits = digit_count(c);
     float one[PAGE];
     for (int p = 0; p < PAGE; p++) one[p] = 1.0f;
     for (int g = 0; g < groups; g++) {
         int begin = g * width, end = begin + width < n ? begin + width : n;
         load_grids(r.value_grid + g * PAGE * 2, r.value_grid + (groups + g) * PAGE * 2, PAGE, code_bits(kind), &grids);
-        float unit = cut_unit(largest_product(grids.scale, one, PAGE), digits); /* no weight is above 1 */
-        for (int q = 0; q < count; q++) cut_row(weight[q], &grids, unit, digits, cut + q);
+        float unit = digit_unit(largest_product(grids.scale, one, PAGE), digits); /* no weight is above 1 */
+        for (int q = 0; q < count; q++) digits_of_row(weight[q], &grids, unit, digits, cut + q);
         codes_product(&r.values, begin, end, count, digits, cut, keep, out);
     }
 }

@@ -52,7 +52,7 @@ static inline F f_fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 static inline F f_mul(F a, F b) { return _mm256_mul_ps(a, b); }
 static inline F f_add(F a, F b) { return _mm256_add_ps(a, b); }
 static inline F f_max(F a, F b) { return _mm256_max_ps(a, b); } /* b where either is no number */
-static inline float f_most(F v) {
+static inline float f_reduce_max(F v) {
     __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
@@ -72,7 +72,7 @@ static inline float f_sum(F v) {
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 /* 8 vectors as the rows of a matrix, transposed. */
-static inline __attribute__((always_inline)) void f_turn(F v[8]) {
+static inline __attribute__((always_inline)) void f_transpose(F v[8]) {
     F a[8], b[8];
     _Pragma("GCC unroll 16") for (int i = 0; i < 8; i += 2) a[i] = _mm256_unpacklo_ps(v[i], v[i + 1]), a[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
     _Pragma("GCC unroll 16") for (int i = 0; i < 8; i += 4) {

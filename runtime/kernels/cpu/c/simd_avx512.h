@@ -56,7 +56,7 @@ static inline F f_fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 static inline F f_mul(F a, F b) { return _mm512_mul_ps(a, b); }
 static inline F f_add(F a, F b) { return _mm512_add_ps(a, b); }
 static inline F f_max(F a, F b) { return _mm512_max_ps(a, b); } /* b where either is no number */
-static inline float f_most(F v) { return _mm512_reduce_max_ps(v); }
+static inline float f_reduce_max(F v) { return _mm512_reduce_max_ps(v); }
 static inline F f_load_bf16(const uint16_t *p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
@@ -68,7 +68,7 @@ static inline F f_load_f8(const uint8_t *p) {
 }
 static inline float f_sum(F v) { return _mm512_reduce_add_ps(v); }
 /* 16 vectors as the rows of a matrix, transposed. */
-static inline __attribute__((always_inline)) void f_turn(F v[16]) {
+static inline __attribute__((always_inline)) void f_transpose(F v[16]) {
     F a[16], b[16];
     _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 2) a[i] = _mm512_unpacklo_ps(v[i], v[i + 1]), a[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
     _Pragma("GCC unroll 16") for (int i = 0; i < 16; i += 4) {

@@ -39,7 +39,7 @@ static inline F f_fma(F a, F b, F c) { EACH c[i] = fmaf(a[i], b[i], c[i]); retur
 static inline F f_mul(F a, F b) { return a * b; }
 static inline F f_add(F a, F b) { return a + b; }
 static inline F f_max(F a, F b) { EACH a[i] = a[i] > b[i] ? a[i] : b[i]; return a; } /* b where either is no number */
-static inline float f_most(F v) {
+static inline float f_reduce_max(F v) {
     for (int step = 8; step; step >>= 1)
         for (int i = 0; i < step; i++) v[i] = v[i] > v[i + step] ? v[i] : v[i + step];
     return v[0];
@@ -52,7 +52,7 @@ static inline float f_sum(F v) {
         for (int i = 0; i < step; i++) v[i] += v[i + step];
     return v[0];
 }
-static inline void f_turn(F v[16]) { /* rows of a matrix, transposed */
+static inline void f_transpose(F v[16]) { /* rows of a matrix, transposed */
     F rows[16];
     memcpy(rows, v, sizeof rows);
     for (int k = 0; k < 16; k++) EACH v[k][i] = rows[i][k];

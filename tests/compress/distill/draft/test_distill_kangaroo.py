@@ -29,7 +29,7 @@ from runtime.drafting.config.build import Target, build
 from runtime.drafting.config.request import parse
 from runtime.drafting.drafters.base import Ask, Place
 from runtime.engines.base import Chunk
-from runtime.engines.native.engine import take_over
+from runtime.engines.native.take_over import take_over
 from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import RequestError
 from runtime.kernels.cpu import library

@@ -20,8 +20,9 @@ from compress.distill.draft.skip_search import METHOD, DraftTrials, SkipConfig, 
 from compress.distill.draft.speedup import speedup, tokens_of
 from compress.distill.draft.subset_search import Process, Search, improvement, search
 from compress.run.run import apply_recipe
-from runtime.engines.native.engine import NativeEngine, take_over
+from runtime.engines.native.engine import NativeEngine
 from runtime.engines.native.sublayers import View
+from runtime.engines.native.take_over import take_over
 from runtime.engines.torch.engine import TorchEngine
 from runtime.kernels.cpu import library
 

@@ -86,13 +86,13 @@ class Batch:
                 pages.sharing.keep(0)
         else:
             kept = math.inf if self.keepers else self._kept
-            if pages.sharing is not None:  # pages alone do not make a beginning
+            if pages.sharing is not None:
                 pages.sharing.keep(kept / 3)
             pages.kept = int(min(pages.count, kept / self.engine.page_bytes))
 
     @property
     def _kept(self) -> float:
-        """Bytes of pages that may stay between calls; with `sharing`, a third more is for what lets sequences begin on them."""
+        """Bytes of pages that may stay between calls: three quarters of all where sharing them takes memory beside (`Sharing.keep`)."""
         shares = self.pages is not None and self.pages.sharing is not None
         return (self._keep or 0) * (0.75 if shares else 1.0)
 

@@ -54,8 +54,12 @@ def decoder_of(parts: Parts, blocks: Sequence[Block]) -> Decoder:
 
 @dataclass
 class _Stay:
-    """A sequence's: it needs plain the first pages and those from number `next` on, of which `counted` are counted; `prompt` pages are of
-    what others may begin with too.
+    """A sequence that runs.
+
+    Attributes:
+        next: from this page on it needs pages plain, and the first ones of the policy.
+        counted: pages that are counted as needed by it.
+        prompt: pages of its prompt, on which others may begin too.
     """
 
     next: int
@@ -131,7 +135,7 @@ class PlainPages:
         return max(self._first, (position - self._recent) // PAGE)
 
     def _pass(self, chunk: Chunk) -> None:
-        """Give up what the sequence needs no more, nor one that begins on its last full page; count the pages that are new to it."""
+        """Count the pages that are new to a sequence, and give up those that neither it nor one that begins on its last full page needs."""
         stay, pages = self._stays.setdefault(self._key(chunk.pages), _Stay(self._first, 0, 0)), chunk.pages
         for page in pages[stay.counted :]:
             self._need(page)
@@ -176,7 +180,8 @@ class PlainPages:
         stay = self._stays.pop(self._key(pages), None)
         if stay is None:  # it has computed nothing
             return
-        for page in (*pages[: self._first], *pages[max(self._first, stay.next) : stay.counted]):
+        first = min(self._first, stay.counted)
+        for page in (*pages[:first], *pages[max(self._first, stay.next) : stay.counted]):
             if self._spare(page):
                 self._idle[page] = None
         self._trim()
@@ -187,7 +192,7 @@ class PlainPages:
         self._trim()
 
     def _key(self, pages: Sequence[int]) -> int:
-        """Of a sequence, also one that nobody told of: the first page that it does not share."""
+        """Of a sequence: the first page that it does not share, where it has entered; else its first page."""
         return next((page for page in reversed(pages) if page in self._stays), pages[0])
 
     def _need(self, page: int) -> None:

@@ -165,6 +165,21 @@ def test_sequences_share_only_pages_that_they_can_begin_after() -> None:
     assert pages.find(text) == []
 
 
+def test_a_sequence_may_leave_before_its_new_page_was_computed() -> None:
+    _, lean = _engine({"keys": "int4", "values": "int4", "recent": 0, "prefix": 128})
+    pool = lean.new_pages(4)
+    sharing = lean.sharing(pool)
+    assert sharing is not None
+    pages = [0]
+    sharing.enter(pages, 0)
+    lean.read(pool, [Chunk(_text(PAGE), 0, pages)])
+    pages.append(1)  # for a token that is never computed
+    sharing.leave(pages)
+    assert sharing.usable([0]) == 1
+    sharing.keep(0)
+    assert sharing.usable([0]) == 0
+
+
 def test_what_is_not_finite_is_refused_in_a_sentence() -> None:
     _, lean = _engine(POLICIES["int4"])
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import math
@@ -430,6 +431,7 @@ def largest(module: Any, policy: Policy, prompt: int, new: int, dtype: torch.dty
     heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
     states = [torch.randn(1, number, count + 1, size, generator=drawn).to(dtype) for number in heads]
     valid = torch.arange(prompt + 1)[None] > 0
+    gc.collect()  # what an earlier case left must not be freed while this one is recorded
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         before = 0
         for after in (prompt + 1, *range(prompt + 2, count + 2)):

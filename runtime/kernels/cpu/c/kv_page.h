@@ -4,7 +4,7 @@
  * indices channels, of values lanes are channels and indices positions. Floats lie as [indices, lanes]. Codes of 2, 4 or 8 bits lie as
  * [lanes / 16, words, 16] words of 32 bits. Byte b of a word belongs to the b-th quarter of the indices: its lowest bits are the code of
  * the first index that no word before it has. So four bytes of a vector are multiplied at once, and the numbers that they are
- * multiplied with are cut into bytes by vectors too, none of which need be moved to another lane. */
+ * multiplied with are made bytes by vectors too, none of which need be moved to another lane. */
 #define PAGE 64
 #define CODE_LANES 16
 #define MOST_CHANNELS 1024 /* of a head */

@@ -78,13 +78,13 @@ static void stored_scores(const Cache *c, int head, int32_t page, int32_t next, 
         return;
     }
     Grids grids;
-    DigitRow cut[QUERIES];
+    DigitRow rows[QUERIES];
     const int digits = digit_count(c);
     for (int grid = 0; grid < GRIDS; grid++) {
         load_grids(r.key_grid + grid * n * 2, r.key_grid + (GRIDS + grid) * n * 2, n, code_bits(r.keys.kind), &grids);
         for (int q = 0; q < count; q++)
-            digits_of_row(query[q], &grids, digit_unit(largest_product(query[q], grids.scale, n), digits), digits, cut + q);
-        codes_product(&r.keys, grid * GRID, (grid + 1) * GRID, count, digits, cut, NULL, score);
+            digits_of_row(query[q], &grids, digit_unit(largest_product(query[q], grids.scale, n), digits), digits, rows + q);
+        codes_product(&r.keys, grid * GRID, (grid + 1) * GRID, count, digits, rows, NULL, score);
     }
 }
 
@@ -105,7 +105,7 @@ static void stored_values(const Cache *c, int head, int32_t page, int32_t next, 
         return;
     }
     Grids grids;
-    DigitRow cut[QUERIES];
+    DigitRow rows[QUERIES];
     const int digits = digit_count(c);
     float one[PAGE];
     for (int p = 0; p < PAGE; p++) one[p] = 1.0f;
@@ -113,8 +113,8 @@ static void stored_values(const Cache *c, int head, int32_t page, int32_t next, 
         int begin = g * width, end = begin + width < n ? begin + width : n;
         load_grids(r.value_grid + g * PAGE * 2, r.value_grid + (groups + g) * PAGE * 2, PAGE, code_bits(kind), &grids);
         float unit = digit_unit(largest_product(grids.scale, one, PAGE), digits); /* no weight is above 1 */
-        for (int q = 0; q < count; q++) digits_of_row(weight[q], &grids, unit, digits, cut + q);
-        codes_product(&r.values, begin, end, count, digits, cut, keep, out);
+        for (int q = 0; q < count; q++) digits_of_row(weight[q], &grids, unit, digits, rows + q);
+        codes_product(&r.values, begin, end, count, digits, rows, keep, out);
     }
 }
 

@@ -192,6 +192,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="of the activations")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    unknown = set(arguments.instruction_sets.split(",")) - set(instruction_sets.available())
+    if unknown:
+        parser.error(f"--instruction-sets: this machine has {', '.join(instruction_sets.available())}")
     read, results = reader(), []
     for kind in arguments.kinds.split(","):
         for shape in SHAPES[: arguments.shapes]:

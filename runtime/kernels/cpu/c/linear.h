@@ -45,6 +45,15 @@ INLINE void next_group(Scales *s) {
     if (++s->within == s->share) s->within = 0, s->at += PANEL;
 }
 
+/* What lies beside the codes comes so slowly that the machine does not see what is next: scales and zero points this many groups ahead. */
+#define GROUPS_AHEAD 8
+INLINE void fetch_scales(const Linear *l, const Scales *s) {
+    const int64_t at = s->at + GROUPS_AHEAD * PANEL;
+    const int size = l->scale_type == TYPE_F32 ? 4 : 2;
+    for (int i = 0; i < PANEL * size; i += 64) __builtin_prefetch((const uint8_t *)l->scale + at * size + i, 0, 3);
+    if (l->zero) __builtin_prefetch(l->zero + at, 0, 3);
+}
+
 /* For H vectors of the panel and every one of so many streams of x. */
 #define EACH_SUM(COUNT) UNROLL for (int h = 0; h < H; h++) UNROLL for (int s = 0; s < COUNT; s++)
 
@@ -75,13 +84,15 @@ INLINE void finish_group(const Linear *l, const Scales *scales, int h0, const in
 #define APART(H, S) (WIDE_SUMS && (H) * (S) <= 8)
 
 /* Eights of columns of a unit, times S streams of x. `narrow`: codes that are bytes have no more than 4 bits. */
-INLINE void unit_run(const uint8_t *w, const int8_t *digit, int64_t apart, const int H, const int S, const int bits, const int narrow,
+INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t apart, const int H, const int S, const int bits, const int narrow,
                      const int eights, P part[VECTORS][2 * STREAMS], I sum[VECTORS][2 * STREAMS]) {
-    const int own = APART(H, S) ? S : 0;
+    const int own = APART(H, S) ? S : 0, lines = unit_pieces(bits, eights) * PIECE / 64;
     Small small[VECTORS];
     UNROLL for (int h = 0; h < H; h++) small[h] = small_planes(w + h * LANES * 4, bits, eights);
     UNROLL for (int k = 0; k < eights; k++) {
         Eight codes[VECTORS];
+        const int line = lines * k / eights; /* asked for in turn with the dots: many at once would wait for each other */
+        if (cold) fetch(w + 64 * line, 64 * (lines * (k + 1) / eights - line));
         UNROLL for (int h = 0; h < H; h++) codes[h] = eight_columns(w + h * LANES * 4, &small[h], bits, k, own > 0);
 #if WIDE_SUMS
         UNROLL for (int s = 0; s < S; s++) {
@@ -124,13 +135,12 @@ INLINE void tile_planes(const Linear *l, const Stretch *run, int h0, const int H
         I sum[VECTORS][2 * STREAMS], offset[VECTORS];
         P part[VECTORS][2 * STREAMS];
         EACH_SUM(sums) sum[h][s] = i_zero(), part[h][s] = p_zero();
+        if (run->cold) fetch_scales(l, &scales);
         int left = l->group;
-        for (; left >= 32; left -= 32, w += unit, digit += 32) {
-            if (run->cold) fetch(w, unit);
-            unit_run(w, digit, x->apart, H, S, bits, narrow, EIGHTS, part, sum);
-        }
+        for (; left >= 32; left -= 32, w += unit, digit += 32)
+            unit_run(w, run->cold, digit, x->apart, H, S, bits, narrow, EIGHTS, part, sum);
         if (left) {
-            unit_run(w, digit, x->apart, H, S, bits, narrow, EIGHTS / 2, part, sum);
+            unit_run(w, run->cold, digit, x->apart, H, S, bits, narrow, EIGHTS / 2, part, sum);
             w += unit_pieces(bits, EIGHTS / 2) * PIECE, digit += 16;
         }
         if (WIDE_SUMS)

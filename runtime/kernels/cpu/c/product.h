@@ -19,15 +19,33 @@
 #define MOST_ROWS 8 /* of x in a tile */
 #define BYTES 9     /* instead of bits: codes that are bytes, of any size; 8: of up to 4 bits */
 
-/* M rows of x in D digits and a run of a panel: added to out [M, 32]. There are tiles of so many streams, and of one row. */
+/* Bytes of so many groups of a panel. */
+static int64_t run_bytes(const Linear *l, int64_t groups) {
+    return groups * (l->kind == KIND_S24 ? l->group / 32 * 3 * PIECE : group_bytes(l->kind, l->group));
+}
+
+/* M rows of x in D digits and a run of a panel, V vectors of it at once: added to out [M, 32]. If those are not all, the others follow
+ * group by group: after a whole panel nothing would be left in the first cache, and nothing asked for meanwhile. */
+INLINE void tile(const Linear *l, const Stretch *run, const int kind, const int V, const Digits *x, int64_t row, const int M, const int D,
+                 float *out) {
+    const int bits = kind == BYTES ? 8 : kind;
+    const int64_t step = V == VECTORS ? run->last - run->first : 1, size = kind == KIND_S24 ? run_bytes(l, 1) : group_bytes(bits, l->group);
+    Stretch part = *run;
+    for (; part.first < run->last; part.first = part.last, part.w += step * size) {
+        part.last = part.first + step;
+        for (int h = 0; h < VECTORS; h += V) {
+            part.cold = run->cold && h == 0;
+            if (kind == KIND_S24) tile_s24(l, &part, h, V, x, row, M, D, out);
+            else tile_planes(l, &part, h, V, x, row, M, D, bits, kind == 8, out);
+        }
+    }
+}
+
+/* There are tiles of so many streams, and of one row. */
 #define TILE(BITS, D, M, MOST)                                                                                       \
     static void tile_##BITS##_##D##_##M(const Linear *l, const Stretch *run, const Digits *x, int64_t row, float *out) { \
-        const int bits = BITS == BYTES ? 8 : BITS, V = VECTORS_OF(BITS == 8 ? 4 : bits, D * M);                      \
-        if (M > 1 && D * M > MOST) return;                                                                           \
-        for (int h = 0; h < VECTORS; h += V) {                                                                       \
-            if (BITS == KIND_S24) tile_s24(l, run, h, V, x, row, M, D, out);                                         \
-            else tile_planes(l, run, h, V, x, row, M, D, bits, BITS == 8, out);                                      \
-        }                                                                                                            \
+        const int V = VECTORS_OF(BITS == 8 ? 4 : BITS == BYTES ? 8 : BITS, D * M);                                   \
+        if (M == 1 || D * M <= MOST) tile(l, run, BITS, V, x, row, M, D, out);                                       \
     }
 #define FEW_TILES(B, MOST)                                                                    \
     TILE(B, 1, 1, MOST) TILE(B, 1, 2, MOST) TILE(B, 1, 3, MOST) TILE(B, 1, 4, MOST)           \
@@ -98,10 +116,6 @@ EXPAND(2) EXPAND(3) EXPAND(4) EXPAND(5) EXPAND(6) EXPAND(7)
 static void (*const EXPAND_OF[8])(const Linear *, const uint8_t *, int64_t, uint8_t *) = {
     NULL, NULL, expand_2, expand_3, expand_4, expand_5, expand_6, expand_7};
 
-/* Bytes of so many groups of a panel. */
-static int64_t run_bytes(const Linear *l, int64_t groups) {
-    return groups * (l->kind == KIND_S24 ? l->group / 32 * 3 * PIECE : group_bytes(l->kind, l->group));
-}
 /* Codes of so many groups as bytes, in `out` if they are not; 2:4 as they are. */
 static const uint8_t *as_bytes(const Linear *l, const uint8_t *w, int64_t groups, uint8_t *out) {
     if (l->kind == KIND_S24 || l->kind == 8) return w;

@@ -33,6 +33,7 @@ INLINE void tile_s24(const Linear *l, const Stretch *run, int h0, const int H, c
         I sum[VECTORS][2 * STREAMS], offset[VECTORS];
         P part[VECTORS][STREAMS]; /* of 32 columns at a time, if they hold no more: four products of at most 4080 each */
         EACH_SUM(S) sum[h][s] = i_zero(), part[h][s] = p_zero();
+        if (run->cold) fetch_scales(l, &scales);
         for (int left = l->group; left; left -= 32, w += 3 * PIECE, digit += 32) {
             if (run->cold) fetch(w, 3 * PIECE);
             UNROLL for (int t = 0; t < 2; t++) {

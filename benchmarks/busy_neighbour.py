@@ -28,7 +28,7 @@ from where import commit, cpu_name
 HERE = Path(__file__).resolve().parent
 SHAPE = {"hidden": 2048, "intermediate": 5632, "heads": 32, "kv_heads": 4, "vocabulary": 4096}
 SPIN = "import os; os.sched_setaffinity(0, {0}); print(flush=True)\nwhile True: pass"
-STEPS, WARM, SETTLE = 64, 8, 0.3
+STEPS, SETTLE = 64, 1.5  # seconds of decoding before a round: for a while all threads are not used that can be
 Steps = Callable[[int], float]  # seconds of so many decode steps
 
 
@@ -39,7 +39,6 @@ def neighbour() -> Iterator[None]:
     try:
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(SETTLE)
         yield
     finally:
         process.kill()
@@ -48,12 +47,18 @@ def neighbour() -> Iterator[None]:
 
 def rounds(steps: Steps, count: int) -> dict[str, Any]:
     """Tokens/s of `count` idle rounds and as many busy ones, in turn."""
-    steps(WARM)
+
+    def speed() -> float:
+        end = time.monotonic() + SETTLE
+        while time.monotonic() < end:
+            steps(STEPS)
+        return STEPS / steps(STEPS)
+
     idle, busy = [], []
     for _ in range(count):
-        idle.append(STEPS / steps(STEPS))
+        idle.append(speed())
         with neighbour():
-            busy.append(STEPS / steps(STEPS))
+            busy.append(speed())
     ratios = [b / i for b, i in zip(busy, idle, strict=True)]
     return {
         "idle": statistics.median(idle),

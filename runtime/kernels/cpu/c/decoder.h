@@ -66,7 +66,7 @@ static void step_job(void *p, const Team *team) {
     run_ops(&run, d->tail, d->tail_count, 0, team);
 }
 
-void decoder_step(const Step *step, int32_t threads) { parallel(step_job, (void *)step, threads); }
+void decoder_step(const Step *step, int32_t threads) { parallel_fair(step_job, (void *)step, threads); }
 
 /* Of one sequence's pages in all layers: what is at slot from[i] also to slot to[i], one after another. */
 void decoder_copy(const Decoder *d, const int32_t *pages, int64_t count, const int64_t *from, const int64_t *to) {

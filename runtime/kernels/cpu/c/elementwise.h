@@ -2,7 +2,8 @@
 
 /* e^x to about 2 ulp, for x <= 88; below -87 it is 0. */
 INLINE float exp_fast(float x) {
-    float clamped = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float clamped = x > -87.0f ? x : -87.0f; /* NaN becomes a number too, which an integer can be */
+    clamped = clamped < 88.0f ? clamped : 88.0f;
     float n = rintf(clamped * 1.44269504f);
     float f = (clamped - n * 0.693359375f) + n * 2.12194440e-4f; /* ln 2 in two parts (Cody and Waite) */
     float p = 1.9875691500e-4f;

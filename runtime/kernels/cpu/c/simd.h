@@ -3,6 +3,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
 
 /* Working memory is laid out in parts that begin at cache lines. */
 static inline int64_t align64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -10,6 +13,9 @@ static inline int64_t align64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 static inline void *memory_part(char *memory, int64_t *at, int64_t bytes) {
     char *found = memory ? memory + *at : NULL;
     *at += align64(bytes);
+#ifdef __SANITIZE_ADDRESS__ /* what lies between two parts is nobody's */
+    if (found) __asan_unpoison_memory_region(found, (size_t)bytes), __asan_poison_memory_region(found + bytes, (size_t)(align64(bytes) - bytes));
+#endif
     return found;
 }
 

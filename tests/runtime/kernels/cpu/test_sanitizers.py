@@ -1,47 +1,183 @@
-"""The C kernels under the compiler's sanitizers, in a program of their own (`sanitized.c`)."""
+"""The C kernels under the compiler's sanitizers: calls that are recorded here, whole steps too, are repeated by a program in C."""
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import products
 import pytest
+import torch
+from llama_engines import model_of as llama
+from llama_engines import native as engine_of
+from program_families import FAMILIES, FLOAT8, compressed, model_of
+from recorded_calls import Recorder, recorded
+from weight_cases import int_scheme
 
+from runtime.engines.base import Chunk
+from runtime.engines.native.engine import NativeEngine
 from runtime.kernels.cpu import library
+from runtime.kv_cache.policy.policy import Policy
 from runtime.system import instruction_sets, native
 
-SOURCE = Path(__file__).with_name("sanitized.c")
+REPLAY = Path(__file__).parents[3] / "helpers" / "replay.c"
 COMPILER = native.find_compiler()
+FUNCTIONS = ["linear_run", "decoder_step", "decoder_copy"]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SANITIZERS = ("address,undefined,float-cast-overflow", "thread")
+POLICIES = (
+    {"keys": "int4", "values": "int4", "recent": 64},
+    {"keys": "int8", "values": "int8", "recent": 0},
+    {"keys": "plain", "values": "int2", "recent": 70},
+    {"keys": "int2", "values": "fp8", "recent": 1, "prefix": 64},
+    {"keys": "fp8", "values": "plain", "recent": 64},
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")]
 
 
 def build(folder: Path, source: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     assert COMPILER is not None
-    command = [*COMPILER.split(), "-std=c11", "-g", *flags, f'-DKERNELS="{library.SOURCE}"', str(source)]
-    command += ["-o", str(folder / "program"), "-lm", "-pthread"]
+    command = [
+        *COMPILER.split(),
+        "-std=c11",
+        "-g",
+        *flags,
+        str(source),
+        "-o",
+        str(folder / "program"),
+        "-lm",
+        "-pthread",
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def run(folder: Path) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}
-    return subprocess.run(
-        [folder / "program"], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    command = [folder / "program", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
-@pytest.mark.parametrize("level", instruction_sets.available()[:2])
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_nothing_is_found(sanitizer, level, tmp_path):
+# ---------------------------------------------------------------- what is recorded
+def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
+    number = 0
+    for rows, columns in ((1, 32), (16, 64), (37, 216), (83, 96)):
+        made: list[tuple[library.Linear, object]] = []
+        for bits in range(2, 9):
+            number += 1
+            case = products.case(
+                "w4" if bits <= 4 else "w8", int_scheme(bits, bool(number % 2), 32), (rows, columns), torch.bfloat16
+            )
+            bias = torch.randn(rows)
+            made.append((case.layout.linear(case.prepared, case.layer, bias), (case, bias)))
+        case = products.case(
+            "s24", int_scheme(4, True, "channel", "2:4"), (rows, columns), torch.float32, storage="sparse24"
+        )
+        made.append((case.layout.linear(case.prepared, case.layer, None), case))
+        for dtype in (*FLOATS, torch.float8_e4m3fn):
+            weight, scale = torch.randn(rows, columns).to(dtype), torch.rand(rows) if dtype.itemsize == 1 else None
+            made.append((products.dense(weight, scale=scale), (weight, scale)))
+        for linear, _ in made:
+            for digits, batch in itertools.product((1, 2, 3), (1, 5, 9, 29) if linear.kind == 0 else (1, 5, 9)):
+                if linear.kind == 0 and digits > 1:
+                    continue
+                number += 1
+                recorder.label = f"kind {linear.kind} {rows} x {columns}, {digits} digits"
+                x = torch.randn(batch, columns).to(FLOATS[number % 3])
+                y = torch.full((batch, rows), float("nan"), dtype=x.dtype)
+                memory = recorder.scratch(found.linear_memory(ctypes.byref(linear), batch, digits)).data_ptr()
+                kind = library.TYPES[x.dtype]
+                found.linear_run(
+                    ctypes.byref(linear), x.data_ptr(), kind, batch, y.data_ptr(), kind, digits, memory, 1 + number % 4
+                )
+
+
+def record_steps(recorder: Recorder, engine: NativeEngine, length: int) -> None:
+    """A prompt and a short one beside it, a token of each, a chain and a tree; what of the tree is right stays."""
+    chance = torch.Generator().manual_seed(length)
+    count = engine.vocab_size
+
+    def chunk(start: int, size: int, pages: range, **kinds: object) -> Chunk:
+        return Chunk(torch.randint(0, count, (size,), generator=chance).tolist(), start, pages, **kinds)  # type: ignore[arg-type]
+
+    pool = engine.new_pages(-(-(length + 20) // engine.page_size) + 1)
+    for tensor in pool.tensors:
+        tensor.fill_(float("nan"))
+    long, short = range(1, pool.count), range(1)
+    steps = [
+        [chunk(0, length - 3, long), chunk(0, 5, short)],
+        [chunk(length - 3, 1, long), chunk(5, 1, short)],
+        [chunk(length - 2, 2, long, outputs=2), chunk(6, 4, short, outputs=4)],
+    ]
+    for number, chunks in enumerate(steps):
+        torch.set_num_threads(4 - number)
+        engine.verify(pool, chunks)
+    if engine.trees:
+        tree = chunk(length, 6, long, outputs=6, parents=[-1, 0, 0, 1, 2, 4])
+        engine.verify(pool, [tree, chunk(10, 1, short)])
+        engine.keep(pool, tree, [0, 2, 4, 5])
+
+
+def record_engines(recorder: Recorder) -> None:
+    for name in FAMILIES:
+        model = model_of(name)
+        kinds = {"dense": model} if "," in name else {"dense": model, "int4": compressed(model)[0]}
+        if name in ("Llama", "GptOss"):
+            kinds["fp8"] = compressed(model, FLOAT8)[0]
+        for kind, small in kinds.items():
+            recorder.label = f"{name}, {kind}"
+            record_steps(recorder, engine_of(small), 67)
+    for number, policy in enumerate(POLICIES):
+        size, dtype = (32, 48, 80)[number % 3], FLOATS[number % 3]
+        engine = engine_of(llama("grouped", head_dim=size, num_hidden_layers=1, max_position_embeddings=1024).to(dtype))
+        recorder.label = f"{policy}"
+        record_steps(recorder, engine, 590)
+        assert engine.hold(Policy.parse(policy)) is None
+        record_steps(recorder, engine, 590)
+
+
+@pytest.fixture(scope="module", params=instruction_sets.available()[:2])
+def recording(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Path, int]]:
+    """Instruction set, folder with the calls and what makes them, and how many they are."""
+    found, folder = library.load(request.param), tmp_path_factory.mktemp("recording")
+    assert found is not None
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch, recorded(found, FUNCTIONS, folder / "calls") as recorder:
+        patch.setattr(library, "load", lambda: found)
+        patch.setattr(library, "tensor_of", recorder.scratch)
+        patch.setattr(
+            NativeEngine,
+            "_memory",
+            lambda _, decoder, rows: recorder.scratch(found.decoder_memory(ctypes.byref(decoder), rows)),
+        )
+        try:
+            record_products(recorder, found)
+            record_engines(recorder)
+        finally:
+            torch.set_num_threads(threads)
+    (folder / "calls.h").write_text(recorder.dispatch())
+    yield request.param, folder, recorder.count
+    (folder / "calls").unlink()
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_nothing_is_found(sanitizer: str, recording: tuple[str, Path, int], tmp_path: Path) -> None:
+    level, folder, count = recording
     trial = tmp_path / "trial.c"
     trial.write_text("int main(void) { return 0; }\n")
     flag = f"-fsanitize={sanitizer}"
     if build(tmp_path, trial, flag).returncode or run(tmp_path).returncode:
         pytest.skip(f"the compiler has no library for {flag} that runs here")
-    flags = instruction_sets.tunings(level)[0]
-    built = build(tmp_path, SOURCE, "-O1", "-ffp-contract=off", flag, "-fno-sanitize-recover=all", *flags)
+    flags = ["-O1", "-ffp-contract=off", flag, "-fno-sanitize-recover=all", *instruction_sets.tunings(level)[0]]
+    named = [f'-DKERNELS="{library.SOURCE}"', f'-DCALLS="{folder / "calls.h"}"']
+    built = build(tmp_path, REPLAY, *flags, *named)
     assert built.returncode == 0, built.stderr[-2000:]
-    done = run(tmp_path)
+    done = run(tmp_path, folder / "calls")
     assert done.returncode == 0, (done.stderr or done.stdout)[-3000:]
-    assert done.stdout.endswith("326 products\n")
+    assert done.stdout.endswith(f"{count} calls\n")

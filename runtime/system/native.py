@@ -24,7 +24,7 @@ from runtime.system import instruction_sets, processes
 from runtime.system.directories import cache_directory, temporary
 from runtime.system.processes import how_it_ended
 
-FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 #: Tried in this order: not every compiler and CPU knows how to tune for itself.
 _TUNING = (("-march=native",), ("-mcpu=native",), ())
 _log = logging.getLogger("compress.native")

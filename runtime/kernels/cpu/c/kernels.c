@@ -1,7 +1,4 @@
 /* The CPU kernels of this runtime, one library an instruction set. runtime/kernels/cpu/library.py compiles and loads it. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE /* clock_gettime, O_CLOEXEC */
-#endif
 #include "simd.h"
 #include "pool.h"
 #include "crowd.h"

@@ -265,14 +265,11 @@ static void cache_write(const Cache *c, int head, int32_t page, int slot, const 
     for (int d = 0; d < c->value_dim; d++) store_as((void *)values.data, c->type, (int64_t)slot * c->value_dim + d, value[d]);
 }
 
-/* The keys and values of slot `from`, which is plain, also to slot `to`. */
-static void cache_copy(const Cache *c, const int32_t *pages, int64_t from, int64_t to) {
+/* A head's key and value at slot `from` of a page, which is plain, also to slot `to` of another. */
+static void cache_copy(const Cache *c, int head, int32_t page, int64_t from, int32_t into, int64_t to) {
     int64_t bytes = element_bytes(c->type), row = c->value_dim * bytes, size = PAGE * bytes;
-    for (int head = 0; head < c->heads; head++) {
-        const char *old = plain_keys(c, head, pages[from / PAGE], pages[from / PAGE]).data + from % PAGE * bytes;
-        char *key = (char *)plain_keys(c, head, pages[to / PAGE], pages[to / PAGE]).data + to % PAGE * bytes;
-        for (int d = 0; d < c->head_dim; d++) memcpy(key + d * size, old + d * size, (size_t)bytes);
-        const char *value = plain_values(c, head, pages[from / PAGE], pages[from / PAGE]).data + from % PAGE * row;
-        memcpy((char *)plain_values(c, head, pages[to / PAGE], pages[to / PAGE]).data + to % PAGE * row, value, (size_t)row);
-    }
+    const char *old = plain_keys(c, head, page, page).data + from * bytes;
+    char *key = (char *)plain_keys(c, head, into, into).data + to * bytes;
+    for (int d = 0; d < c->head_dim; d++) memcpy(key + d * size, old + d * size, (size_t)bytes);
+    memcpy((char *)plain_values(c, head, into, into).data + to * row, plain_values(c, head, page, page).data + from * row, (size_t)row);
 }

@@ -15,7 +15,6 @@ from runtime.decoding.sequence import Call, Sequence
 from runtime.drafting.drafters.base import Place, Verified
 from runtime.drafting.speculation import Speculation, Speculator, likeliest
 from runtime.drafting.verify.target import TargetLogits
-from runtime.engines.base import Chunk
 from runtime.sampling.sampling import next_tokens, seen_tokens
 from runtime.sampling.tree import Tree
 
@@ -104,6 +103,9 @@ class Steps:
             self._verify(verified, logits, hidden)
         if chosen:
             self._choose(chosen, logits)
+        for sequence, _ in parts:
+            if sequence.reach == 0 and not sequence.output.finished:
+                batch.evict(sequence)
         if len(self.speculators) == 1 and decoding == sum(count for _, count in parts):
             (speculator,) = self.speculators.values()
             seconds = time.perf_counter() - started - self._drafting
@@ -165,7 +167,7 @@ class Steps:
         pages, pool = self.batch.pages, self.batch.pool
         assert pages is not None
         context, spare = self.engine.context_length, len(self.batch.running)
-        rooms = [text.output.left - 1 for text in texts]
+        rooms = [int(min(text.output.left, text.reach)) - 1 for text in texts]
         if context is not None:
             rooms = [min(room, context - len(text.tokens)) for room, text in zip(rooms, texts, strict=True)]
         most = self.engine.draft_room(pool)
@@ -199,7 +201,7 @@ class Steps:
             path = verdict.path
             if path:
                 # The last token was computed with the tree: its place is the one before the root's children.
-                self.engine.keep(self.batch.pool, Chunk((), sequence.computed, sequence.pages), path)
+                self.engine.keep(self.batch.pool, sequence.chunk(0), path)
             new = self._append(sequence, [*(tree.tokens[node] for node in path), verdict.token])
             sequence.advance(min(len(new), len(path)), pages)
             sequence.high = max(sequence.high, sequence.computed)

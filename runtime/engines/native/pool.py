@@ -15,6 +15,7 @@ from runtime.engines.base import Chunk
 from runtime.engines.native.parts import Parts
 from runtime.engines.native.storage import PageStorage
 from runtime.errors import RequestError
+from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Op, Step
 from runtime.kernels.cpu.library import TYPES
 
@@ -28,7 +29,7 @@ class Recorder:
     def fill(self, chunks: Sequence[Chunk], states: torch.Tensor) -> None:
         """The step is done: float32 `[layers, tokens of all chunks, hidden]`."""
         for chunk, mine in zip(chunks, states.split([len(chunk.tokens) for chunk in chunks], 1), strict=True):
-            self._states[_place(chunk.pages, chunk.start)] = mine
+            self._states[_place(chunk.pages, chunk.slot)] = mine
 
     def of(self, pages: Sequence[int], start: int) -> torch.Tensor | None:
         """`[layers, tokens, hidden]` of the chunk of these pages that began at `start`; None: there was none."""
@@ -273,6 +274,38 @@ class Pool:
         pages = torch.tensor(self.plain.begin(chunks, drafts), dtype=torch.int32)
         step.stored, step.broken, step.stored_count = pages.data_ptr(), self._broken.data_ptr(), len(pages)
         return pages
+
+    def copy(self, pages: Sequence[int], into: Sequence[int], source: torch.Tensor, target: Sequence[int]) -> None:
+        """What is at the slots `source` of a sequence's pages also to the slots `target` of `into`, one after another, in all layers.
+
+        Args:
+            source: int64 `[slots]`, or of each head `[layers, kv_heads, slots]`.
+        """
+        source, targets = source.contiguous(), torch.tensor(target, dtype=torch.int64)
+        places = [torch.tensor(each, dtype=torch.int32) for each in (pages, into)]
+        found = library.load()
+        assert found is not None
+        found.decoder_copy(
+            ctypes.byref(self.decoder), *(each.data_ptr() for each in places), len(targets),
+            source.data_ptr(), len(targets) if source.dim() > 1 else 0, targets.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+
+    def receive(self, pages: Sequence[int], slots: Sequence[int], queries: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add what every token of a sequence gets of the attention of some of its queries.
+
+        Args:
+            slots: of these queries' own tokens, ascending.
+            queries: float32 `[layers, slots, heads, head_dim]`, rotated.
+            sums: float32 `[layers, kv_heads, n]`, n a multiple of PAGE above all slots.
+        """
+        found, threads = library.load(), torch.get_num_threads()
+        assert found is not None
+        places, numbers = torch.tensor(pages, dtype=torch.int32), torch.tensor(slots, dtype=torch.int64)
+        memory = torch.empty(found.received_memory(sums.shape[-1], threads), dtype=torch.uint8)
+        found.decoder_received(
+            ctypes.byref(self.decoder), places.data_ptr(), len(numbers), numbers.data_ptr(), queries.data_ptr(),
+            sums.shape[-1], sums.data_ptr(), memory.data_ptr(), threads,
+        )  # fmt: skip
 
     def check(self) -> None:
         """After a step: RequestError where a key or value is none that the storage can hold."""

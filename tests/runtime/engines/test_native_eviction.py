@@ -1,0 +1,218 @@
+"""Eviction inside the native engine: the tokens that modules keep and write with the same policy, whatever the batch, memory or drafts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from inside_cases import gentle, with_drafter
+from llama_engines import CPU, model_of, native
+from program_families import model_of as family_of
+from speculation_cases import VOCABULARY, Scripted, answers, speculation
+
+from runtime.api.model import Model
+from runtime.config.settings import ConfigError
+from runtime.engines.base import Chunk
+from runtime.engines.native.engine import NativeEngine
+from runtime.engines.native.storage import why_modules_store
+from runtime.engines.torch.engine import TorchEngine
+from runtime.kernels.cpu import library
+from runtime.kernels.cpu.attention import PAGE
+from runtime.kv_cache.policy.policy import Policy
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "streaming, once": {"evict": {"score": "streaming", "ratio": 0.25}},
+    "streaming": {"evict": {"score": "streaming", "tokens": 40, "interval": 8}},
+    "snapkv": {"evict": {"score": "snapkv", "ratio": 0.25}},
+    "snapkv, a window longer than the interval": {"evict": {"score": "snapkv", "tokens": 50, "interval": 8}},
+    "tova after a prefix": {"evict": {"score": "tova", "tokens": 40, "interval": 8}, "prefix": 5},
+    "h2o": {"evict": {"score": "h2o", "ratio": 0.3, "interval": 8}},
+    "h2o, once": {"evict": {"score": "h2o", "normalize": True, "ratio": 0.3}},
+    "normalized": {"evict": {"score": "normalized", "tokens": 70, "interval": 70}},
+}  # fmt: skip
+NEW = 90
+
+
+@pytest.fixture(scope="module")
+def module() -> Any:
+    return model_of("grouped", head_dim=32, max_position_embeddings=2048)
+
+
+def _model(engine: Any, **arguments: Any) -> Model:
+    checkpoint = SimpleNamespace(fingerprint=lambda: "0123")
+    artifact: Any = SimpleNamespace(path=Path("tiny"), checkpoint=checkpoint)
+    return Model(engine, None, artifact, frozenset([3]), **arguments)
+
+
+def held(module: Any, policy: str) -> Model:
+    engine = native(module)
+    assert engine.hold(Policy.parse(POLICIES[policy])) is None
+    return _model(engine)
+
+
+def modules(module: Any, policy: str) -> Model:
+    engine = TorchEngine(module, CPU)
+    engine.compress_cache(Policy.parse(POLICIES[policy]))
+    return _model(engine)
+
+
+def texts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(4, VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+# ---------------------------------------------------------------- the tokens that modules keep
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_written_is_what_modules_write(module: Any, policy: str) -> None:
+    prompts = texts(300, 20, 129, 64, 700)
+    found = held(module, policy).generate(prompts, max_new_tokens=NEW, ignore_eos=True)
+    slow = modules(module, policy)
+    assert found == [slow.generate(prompt, max_new_tokens=NEW, ignore_eos=True) for prompt in prompts]
+    assert found != _model(native(module)).generate(prompts, max_new_tokens=NEW, ignore_eos=True), "it does something"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["grouped", "every head its own keys", "odd heads, biases"])
+def test_what_is_kept_is_what_modules_keep(name: str, policy: str) -> None:
+    model = model_of(name, **({} if "odd" in name else {"head_dim": 32}))
+    lean, slow = native(model), TorchEngine(model, CPU)
+    parsed = Policy.parse(POLICIES[policy])
+    assert lean.hold(parsed) is None
+    slow.compress_cache(parsed)
+    (text,) = texts(230)
+    text = [token % 400 for token in text]
+    prompt, cache = 200, slow.new_cache()
+    slow.forward(torch.tensor([text[:prompt]]), cache, None, None)
+    for token in text[prompt:]:
+        slow.forward(torch.tensor([[token]]), cache, None, None)
+    _, pool = _read(lean, text, prompt, 77)
+    count = cache.compressed[0].store.states()[0].shape[1]
+    assert count < 230
+    for layer, module_layer in enumerate(cache.compressed):
+        wanted = module_layer.store.states()[0].transpose(1, 2)  # [heads, size, tokens]
+        keys = pool.tensors[2 * layer][:4].unflatten(-1, (-1, PAGE)).permute(1, 2, 0, 3).flatten(2)[..., :count]
+        assert torch.allclose(keys, wanted, atol=1e-4)
+
+
+def _read(engine: NativeEngine, text: list[int], prompt: int, width: int) -> tuple[list[torch.Tensor], Any]:
+    """The text through a cache, its prompt in chunks of a width and the rest in steps of any: logits, and the pool."""
+    pool, pages, retention = engine.new_pages(8), list(range(8)), engine.retention(prompt)
+    assert retention is not None
+    start, logits = 0, []
+    while start < len(text):
+        end = min(len(text), start + width, retention.boundary or len(text))
+        logits.append(engine.read(pool, [Chunk(text[start:end], start, pages, retention=retention)], every=True))
+        start = end
+        if start == retention.boundary:
+            engine.evict(pool, retention, pages, pages)
+    return logits, pool
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "GptOss"])
+def test_models_with_windows_stay_with_the_modules(name: str) -> None:
+    lean = native(family_of(name, head_dim=32))
+    assert "see a window" in (lean.hold(Policy.parse(POLICIES["snapkv"])) or "")
+
+
+# ---------------------------------------------------------------- bits
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bits_depend_on_no_cut_and_no_threads(module: Any, policy: str) -> None:
+    engine, (text,) = native(module), texts(400, seed=1)
+    assert engine.hold(Policy.parse(POLICIES[policy])) is None
+    whole = torch.cat(_read(engine, text, 300, 300)[0])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(torch.cat(_read(engine, text, 300, 7)[0]), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_batch_gives_what_each_prompt_gives_alone(module: Any, policy: str) -> None:
+    prompts = texts(300, 20, 129, 64, 700, seed=2)
+    prompts += [prompts[0][:200] + prompts[1], prompts[4][:640]]  # on pages of others
+    alone = [held(module, policy).generate(prompt, max_new_tokens=NEW) for prompt in prompts]
+    model = held(module, policy)
+    assert model.generate(prompts, max_new_tokens=NEW) == alone
+    for prompt, expected in zip(prompts, alone, strict=True):  # once more, on the pages of the first call
+        assert model.generate(prompt, max_new_tokens=NEW) == expected
+        shares = model.stats["shared_prompt_tokens"] > 0
+        assert shares == ("h2o" not in policy and len(prompt) > 128), "h2o wants every query of a prompt"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("spare", [0, 6])
+def test_within_any_memory_the_same(module: Any, policy: str, spare: int) -> None:
+    prompts = texts(300, 20, 129, 64, 280, seed=3)
+    prompts += [prompts[0][:250], prompts[0] + prompts[1]]
+    wanted = [held(module, policy).generate(prompt, max_new_tokens=NEW) for prompt in prompts]
+    model = held(module, policy)
+    engine = model.engine
+    longest = max(-(-engine.slots(len(prompt), NEW) // PAGE) for prompt in prompts)
+    memory = (longest + sum(engine.overhead) + spare) * engine.page_bytes
+    assert model.generate(prompts, max_new_tokens=NEW, cache_memory=memory) == wanted
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_computed_again_is_the_same(module: Any, policy: str) -> None:
+    (prompt,) = texts(300)
+    wanted = held(module, policy).generate(prompt, max_new_tokens=NEW, ignore_eos=True)
+    model = held(module, policy)
+    found: list[int] = []
+    for new in model.stream(prompt, max_new_tokens=NEW, ignore_eos=True):
+        found.append(new)
+        if len(found) in (20, 41, 70):
+            batch = model._scheduler.batch  # type: ignore[union-attr]
+            batch.put_aside(batch.running[0])
+    assert model.stats["recomputed_tokens"] > 0
+    assert found == wanted
+
+
+def test_pages_are_given_back(module: Any) -> None:
+    model, (prompt,) = held(module, "streaming"), texts(1000)
+    engine, seen = model.engine, []
+    stream = model.stream(prompt, max_new_tokens=NEW, ignore_eos=True)
+    for _ in stream:
+        batch = model._scheduler.batch  # type: ignore[union-attr]
+        seen.append(max((len(sequence.pages) for sequence in batch.running), default=0))
+    assert seen[0] == 1, "40 tokens and those to come"
+    assert engine.slots(1000, NEW) == 1000
+
+
+# ---------------------------------------------------------------- drafts
+@pytest.mark.parametrize("policy", POLICIES)
+def test_drafts_change_nothing(module: Any, policy: str) -> None:
+    prompts = texts(300, 40, 129, seed=4)
+    plain = held(module, policy)
+    truth = answers(plain, prompts, max_new_tokens=120)
+    model = held(module, policy)
+    model.speculation = speculation(Scripted(truth))
+    assert model.generate(prompts, max_new_tokens=120) == list(truth.values())
+    assert model.stats["steps"] < plain.stats["steps"]
+
+
+def test_layers_of_the_model_do_not_draft() -> None:
+    model = held(gentle(head_dim=32, max_position_embeddings=1024), "snapkv")
+    with pytest.raises(ConfigError, match="policy evicts tokens"):
+        with_drafter(model, {"method": "early-exit", "layer": 2})
+
+
+# ---------------------------------------------------------------- what stays with the modules
+@pytest.mark.parametrize(
+    ("evict", "reason"),
+    [
+        ({"score": "keyformer", "ratio": 0.5}, "by keyformer, for which sums of attention are not enough"),
+        ({"score": "snapkv", "layers": "pyramid", "ratio": 0.5}, "as the budget pyramid says"),
+        ({"score": "snapkv", "heads": "adaptive", "ratio": 0.5}, "as the budget adaptive says"),
+        ({"score": "snapkv", "ratio": 0.5, "interval": 8, "prompt": "keep"}, "only what is generated"),
+    ],
+)
+def test_what_is_evicted_by_the_modules_has_a_reason(evict: dict[str, Any], reason: str) -> None:
+    assert reason in (why_modules_store(Policy.parse({"evict": evict})) or "")

@@ -167,7 +167,8 @@ class Steps:
         pages, pool = self.batch.pages, self.batch.pool
         assert pages is not None
         context, spare = self.engine.context_length, len(self.batch.running)
-        rooms = [int(min(text.output.left, text.reach)) - 1 for text in texts]
+        # Nothing of the step after which tokens are evicted may be taken back.
+        rooms = [max(0, int(min(text.output.left, text.reach - 1)) - 1) for text in texts]
         if context is not None:
             rooms = [min(room, context - len(text.tokens)) for room, text in zip(rooms, texts, strict=True)]
         most = self.engine.draft_room(pool)

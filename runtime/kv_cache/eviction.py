@@ -102,14 +102,16 @@ class EvictionPlan(Settings):
         """Tokens that every head keeps: those the score always keeps, and one to choose."""
         return self.score.kept() + 1
 
-    def left(self, arrived: int, held: int, pinned: int = 0) -> int:
-        """Tokens that each head keeps of `held` when it is cut, where budgets are uniform; `arrived`: that have come, evicted ones too.
-
-        `pinned`: first tokens that are always kept.
-        """
+    def left(self, arrived: int, held: int, storage: StoragePlan) -> int:
+        """Tokens that each head keeps of `held` when it is cut, where budgets are uniform; `arrived`: that have come, evicted ones too."""
         mean = self.tokens if self.ratio is None else round(arrived * self.ratio)
         assert mean is not None
-        return min(held, max(mean, self.least + pinned))
+        least, floats = self.least + storage.prefix, storage.recent + storage.prefix
+        count = max(mean, least)
+        if storage.tiers and floats < count < held:  # as `Eviction._whole`
+            count = floats + storage.chunk * round((count - floats) / storage.chunk)
+            count += storage.chunk * (count < least)
+        return min(held, count)
 
     @property
     def accumulates(self) -> bool:

@@ -154,14 +154,17 @@ class NativeEngine(FusedEngine):
         self.policy, self.storage, self._plan = policy, storage, policy.plan()
         self.description += f", compressed cache ({policy.describe()})"
         self.page_bytes = storage.page_bytes(self.parts)
-        if policy.evict is not None:
-            window = policy.evict.score.window(self.most_rows)
-            queries = len(self.parts.blocks) * self.parts.decoder.heads * self.parts.head_dim * 4 / self.page_bytes
-            self.overhead = Overhead(math.ceil(2 * window * queries), math.ceil(window * queries))
         plain = storage.plain_bytes(self.parts, self.parts.blocks) / self.page_bytes
+        step = sequence = 0.0
         if plain:
             self.most_rows = STORED_ROWS
-            self.overhead = Overhead(math.ceil(STORED_ROWS // PAGE * plain), math.ceil(storage.recent_pages * plain))
+            step, sequence = STORED_ROWS // PAGE * plain, storage.recent_pages * plain
+        if policy.evict is not None:
+            # Queries that are remembered, twice as they are put together; and recent tokens at their old place and their new one.
+            queries = policy.evict.score.window(self.most_rows) * self.parts.decoder.heads * self.parts.head_dim * 4
+            share = queries * len(self.parts.blocks) / self.page_bytes
+            step, sequence = step + 2 * share + storage.recent_pages * plain, sequence + share
+        self.overhead = Overhead(math.ceil(step), math.ceil(sequence))
         return None
 
     @property

@@ -115,7 +115,7 @@ class SequenceRetention:
         assert plan.eviction is not None
         self.evicted = 0
         self.boundary: int | None = prompt
-        self._rule, self._prefix, self._prompt = plan.eviction, plan.storage.prefix, prompt
+        self._rule, self._storage, self._prompt = plan.eviction, plan.storage, prompt
         self._sums_up = isinstance(self._rule.score, Accumulating)  # so that queries need not be remembered
         self._eviction, self._layers = Eviction(self._rule, 1), SequenceLayers(plan, shape)
         self._queries = QueryWindow()
@@ -126,7 +126,7 @@ class SequenceRetention:
     def left(self) -> int:
         """Tokens that stay at the boundary."""
         assert self.boundary is not None
-        return self._rule.left(self.boundary, self.boundary - self.evicted, self._prefix)
+        return self._rule.left(self.boundary, self.boundary - self.evicted, self._storage)
 
     @property
     def own(self) -> int:
@@ -138,7 +138,7 @@ class SequenceRetention:
         """Slots that are taken at most where so many tokens come after the prompt."""
         whole, interval = self._prompt + new, self._rule.interval
         last, late = (self._prompt, new) if interval is None else (whole, min(new, interval))
-        return min(whole, max(self._prompt, self._rule.left(last, last, self._prefix) + late))
+        return min(whole, max(self._prompt, self._rule.left(last, last, self._storage) + late))
 
     # ---------------------------------------------------------------- queries
     def observed(self, chunk: Chunk) -> range:
@@ -204,7 +204,7 @@ class SequenceRetention:
         if left < layers.held:
             if layers.places is None or layers.places.shape[-1] != left:
                 raise RuntimeError("eviction leaves another number of tokens than it says")  # a mistake in this room
-            pool.copy(pages, into, layers.places, range(left))
+            pool.copy(pages, into, layers.places, range(left), layers.held)
             self.evicted = end - left
         layers.sums, layers.queries = layers.sums[..., :0], 0
         self.boundary = None if rule.interval is None else end + rule.interval

@@ -14,6 +14,7 @@ from runtime.kernels.cpu import library
 from runtime.kernels.cpu.attention import KINDS, PAGE, Cache, Storage
 from runtime.kernels.cpu.decoder import OPS, Block
 from runtime.kv_cache.budgets.base import EqualHeads, UniformLayers
+from runtime.kv_cache.scores.base import Accumulating
 from runtime.kv_cache.storage.base import Codec
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
@@ -114,8 +115,9 @@ def why_modules_store(policy: Policy) -> str | None:
     for what, given in parts.items():
         if given:
             return what
-    if policy.evict is not None and not all(tier.is_plain for tier in policy.tiers):
-        return "evict tokens and store others in few bits"
+    few_bits = not all(tier.is_plain for tier in policy.tiers)
+    if few_bits and policy.evict is not None and isinstance(policy.evict.score, Accumulating):
+        return f"evict tokens by {policy.evict.score.name} and store others in few bits"
     if policy.evict is not None and (reason := _why_modules_evict(policy.evict)) is not None:
         return reason
     for key, axis in (("keys", "channel"), ("values", "token")):

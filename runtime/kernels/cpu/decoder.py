@@ -119,6 +119,17 @@ class Step(ctypes.Structure):
     )
 
 
+class Copy(ctypes.Structure):
+    """Slots of one sequence, from pages into pages, in all layers."""
+
+    _fields_ = (
+        ("decoder", ctypes.POINTER(Decoder)),
+        *fields(_p, "pages", "into"),
+        *fields(_i64, "count", "apart", "before", "after"),
+        *fields(_p, "source", "target", "broken"),
+    )
+
+
 __all__ = [
     "LOGITS",
     "MOST_BUFFERS",
@@ -128,6 +139,7 @@ __all__ = [
     "SKIP_MLP",
     "STREAM",
     "Block",
+    "Copy",
     "Decoder",
     "Op",
     "Step",

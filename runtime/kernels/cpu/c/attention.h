@@ -271,24 +271,23 @@ static void attention_part(const Attention *a, const Team *team) {
     }
 }
 /* Adds to `sums` [slots] the weights that all rows, of one sequence in order, give to its tokens in a head of the cache, one query after
- * another: their sum does not depend on what comes together. `score`: [MOST_BLOCK, slots]. */
+ * another: their sum does not depend on what comes together. All see pages as the last of them does. `score`: [MOST_BLOCK, slots]. */
 static void attention_received(const Attention *a, int head, int64_t slots, float *score, float *sums) {
     const int64_t shared = a->heads / a->cache.heads, all = a->rows * shared, width = a->cache.head_dim;
     for (int64_t first = 0; first < all; first += MOST_BLOCK) {
         const int64_t count = all - first < MOST_BLOCK ? all - first : MOST_BLOCK, end = a->position[(first + count - 1) / shared] + 1;
         for (int64_t page = 0; page * PAGE < end; page++) {
             int32_t here = a->pages[page], next = (page + 1) * PAGE < end ? a->pages[page + 1] : here;
-            for (int64_t q = 0, n; q < count; q += n) { /* as many as see the page alike */
+            for (int64_t q = 0, n; q < count; q += n) {
                 Factors query[QUERIES];
                 float *into[QUERIES];
-                int stored = sees_stored(&a->cache, page, a->position[(first + q) / shared]);
                 for (n = 0; n < QUERIES && q + n < count; n++) {
-                    int64_t at = first + q + n, r = at / shared;
-                    if (sees_stored(&a->cache, page, a->position[r]) != stored) break;
-                    memcpy(query[n], a->query + (r * a->heads + head * shared + at % shared) * width, (size_t)width * 4);
+                    int64_t at = first + q + n;
+                    memcpy(query[n], a->query + (at / shared * a->heads + head * shared + at % shared) * width, (size_t)width * 4);
                     into[n] = score + (q + n) * slots + page * PAGE;
                 }
-                if (stored) stored_scores(&a->cache, head, here, next, (int)n, (const Factors *)query, into);
+                if (sees_stored(&a->cache, page, a->position[a->rows - 1]))
+                    stored_scores(&a->cache, head, here, next, (int)n, (const Factors *)query, into);
                 else {
                     Matrix keys = plain_keys(&a->cache, head, here, next);
                     page_product(&keys, 0, PAGE, 0, (int)width, (int)n, (const Factors *)query, NULL, into);

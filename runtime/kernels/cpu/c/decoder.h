@@ -68,13 +68,14 @@ static void step_job(void *p, const Team *team) {
 
 void decoder_step(const Step *step, int32_t threads) { parallel(step_job, (void *)step, threads); }
 
-/* Of one sequence in all layers: what is at slot from[i] of `pages` also to slot to[i] of `into`, one after another. `apart`: numbers from
- * one head's `from` to the next one's; 0: all heads of all layers have the same. */
+/* Of one sequence, `cache_copy` in all layers. `apart`: numbers from one head's `from` to the next one's; 0: all heads of all layers have the
+ * same. `broken` is set to 1 where the storage cannot hold a number. */
 typedef struct {
     const Decoder *decoder;
     const int32_t *pages, *into;
-    int64_t count, apart;
+    int64_t count, apart, before, after;
     const int64_t *from, *to;
+    int32_t *broken;
 } CopyOrder;
 static void copy_job(void *p, const Team *team) {
     const CopyOrder *o = p;
@@ -82,16 +83,11 @@ static void copy_job(void *p, const Team *team) {
     team_part(team, o->decoder->layers * heads, 1, &start, &end);
     for (int64_t unit = start; unit < end; unit++) {
         Cache cache = cache_of(o->decoder, o->decoder->blocks + unit / heads);
-        const int64_t *from = o->from + unit * o->apart, *to = o->to;
-        for (int64_t i = 0; i < o->count; i++)
-            cache_copy(&cache, (int)(unit % heads), o->pages[from[i] / PAGE], from[i] % PAGE, o->into[to[i] / PAGE], to[i] % PAGE);
+        if (!cache_copy(&cache, (int)(unit % heads), o->pages, o->into, o->count, o->from + unit * o->apart, o->to, o->before, o->after))
+            *o->broken = 1;
     }
 }
-void decoder_copy(const Decoder *d, const int32_t *pages, const int32_t *into, int64_t count, const int64_t *from, int64_t apart,
-                  const int64_t *to, int32_t threads) {
-    CopyOrder order = {d, pages, into, count, apart, from, to};
-    parallel(copy_job, &order, threads);
-}
+void decoder_copy(const CopyOrder *order, int32_t threads) { parallel(copy_job, (void *)order, threads); }
 
 /* What every token of a sequence gets of the attention of some of its queries: sums [layers, kv_heads, slots] += weights, in all layers.
  * query: [layers, rows, heads, head_dim], rotated, of the tokens at position[rows], in order. `memory`: received_memory bytes. */

@@ -98,7 +98,7 @@ class Sequence:
         shared, slots, public = len(self.tokens) - 1, len(self.tokens), math.inf
         if retention is not None and retention.boundary is not None:
             boundary, own = retention.boundary, retention.own
-            slots = max(boundary, retention.left + len(self.tokens) - boundary)
+            slots = retention.most(len(self.tokens) - boundary)
             shared, public = min(shared, boundary - own), boundary if own < boundary else 0
         found = pages.find(self.tokens[: shared // size * size])
         needed = -(-slots // size) - len(found)

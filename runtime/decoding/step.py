@@ -43,7 +43,7 @@ class Steps:
     """The steps of a batch.
 
     Attributes:
-        parts: of the last step, or of the one that is being computed. ended: a sequence did in the last step.
+        parts: of the last step, or of the one that is being computed.
         news: calls that have something to read since `news` was last emptied.
         speculators: of the calls that are there.
     """
@@ -51,7 +51,7 @@ class Steps:
     def __init__(self, batch: Batch) -> None:
         self.batch, self.engine = batch, batch.engine
         self.parts: Parts = []
-        self.ended = False
+        self._ended = False
         self.news: set[Call] = set()
         self.speculators: dict[Speculation, Speculator] = {}
         self._drafting = 0.0
@@ -60,7 +60,7 @@ class Steps:
 
     def run(self) -> None:
         """Compute a step: every token that came of it is in the outputs then."""
-        started, self._written, self.ended = time.perf_counter(), 0, False
+        started, self._written, self._ended = time.perf_counter(), 0, False
         batch, parts = self.batch, self.parts
         trees = self._drafts(parts)
         logits, hidden = self._compute(parts, trees)
@@ -103,8 +103,10 @@ class Steps:
             self._verify(verified, logits, hidden)
         if chosen:
             self._choose(chosen, logits)
+        if self._ended:
+            batch.end()
         for sequence, _ in parts:
-            if sequence.reach == 0 and not sequence.output.finished:
+            if sequence.reach == 0:
                 batch.evict(sequence)
         if len(self.speculators) == 1 and decoding == sum(count for _, count in parts):
             (speculator,) = self.speculators.values()
@@ -260,7 +262,7 @@ class Steps:
         assert self.batch.pages is not None
         sequence.leave(self.batch.pages)
         sequence.call.open -= 1
-        self.ended = True
+        self._ended = True
         self.news.add(sequence.call)
         speculator = self._speculator(sequence)
         if speculator is not None:

@@ -33,6 +33,9 @@ class Retention(Protocol):
     def own(self) -> int:
         """Tokens before the boundary that the sequence must compute itself, not find in pages of others."""
 
+    def most(self, new: int) -> int:
+        """Slots that the sequence takes at most at once where so many tokens come after its prompt."""
+
 
 @dataclass(frozen=True)
 class Chunk:

@@ -135,9 +135,10 @@ class SequenceRetention:
         return min(self.boundary, max(1, self._rule.score.window(self.boundary)))
 
     def most(self, new: int) -> int:
-        """Slots that are taken at most where so many tokens come after the prompt."""
+        """As of `runtime.engines.base.Retention`."""
         whole, interval = self._prompt + new, self._rule.interval
         last, late = (self._prompt, new) if interval is None else (whole, min(new, interval))
+        late += self._storage.chunk if self._storage.tiers else 0  # what is cut by less is not cut to whole chunks
         return min(whole, max(self._prompt, self._rule.left(last, last, self._storage) + late))
 
     # ---------------------------------------------------------------- queries

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from speculation_cases import VOCABULARY, Scripted, answers, speculation
 
 from runtime.api.model import Model
 from runtime.config.settings import ConfigError
+from runtime.decoding.pages import Pages
+from runtime.decoding.sequence import Sequence
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import NativeEngine
 from runtime.engines.native.storage import why_modules_store
@@ -244,14 +246,17 @@ def test_within_any_memory_the_same(module: Any, policy: str, spare: int) -> Non
 
 @pytest.mark.parametrize("policy", ALL)
 def test_what_is_computed_again_is_the_same(module: Any, policy: str) -> None:
-    (prompt,) = texts(300)
-    wanted = held(module, policy).generate(prompt, max_new_tokens=NEW, ignore_eos=True)
+    (prompt,) = texts(100)
+    options = {"max_new_tokens": 200, "ignore_eos": True}
+    wanted = held(module, policy).generate(prompt, **options)
     model = held(module, policy)
     found: list[int] = []
-    for new in model.stream(prompt, max_new_tokens=NEW, ignore_eos=True):
+    for new in model.stream(prompt, **options):
         found.append(new)
-        if len(found) in (20, 41, 70):
-            batch = model._scheduler.batch  # type: ignore[union-attr]
+        batch = model._scheduler.batch  # type: ignore[union-attr]
+        for sequence in batch.running:
+            assert len(sequence.pages) <= -(-model.engine.slots(100, 200) // PAGE)
+        if len(found) in (20, 41, 70, 190):
             batch.put_aside(batch.running[0])
     assert model.stats["recomputed_tokens"] > 0
     assert found == wanted
@@ -266,6 +271,31 @@ def test_pages_are_given_back(module: Any) -> None:
         seen.append(max((len(sequence.pages) for sequence in batch.running), default=0))
     assert seen[0] == 1, "40 tokens and those to come"
     assert engine.slots(1000, NEW) == 1000
+
+
+def test_pages_that_others_hold_are_not_written() -> None:
+    pages, unread = Pages(4, 4), cast(Any, None)
+    one, other = (Sequence(range(9), unread, None) for _ in range(2))
+    retention: Any = SimpleNamespace(evicted=0, boundary=9, left=5, own=1, most=lambda new: 9 + new)
+    moves = []
+
+    def gather(which: Any, held: list[int], into: list[int]) -> None:
+        moves.append((list(held), list(into)))
+        which.evicted, which.boundary = 4, None
+
+    assert one.enter(pages, 0, retention)
+    one.advance(9, pages)
+    assert other.enter(pages, 0, None)
+    assert other.pages[:2] == one.pages[:2] == [0, 1]
+    assert one.reach == 0
+    assert not one.evict(pages, gather), "two pages are the other's too, and none is free"
+    assert not moves
+    other.leave(pages)
+    assert one.evict(pages, gather)
+    # Of two that others may begin on, one stays: there is room for one.
+    assert moves == [([0, 1, 2], [3, 1])]
+    assert (one.held, one.pages, pages.available) == (5, [3, 1], 2)
+    assert [content.page for content in pages.find(list(range(8)))] == [0]
 
 
 # ---------------------------------------------------------------- drafts

@@ -18,7 +18,7 @@ import torch
 
 from runtime.engines.base import Chunk, Overhead, Retention, Usage, output_rows
 from runtime.engines.fused import FusedEngine, UnbuiltEngine
-from runtime.engines.native.eviction import SequenceRetention, record
+from runtime.engines.native.eviction import TOGETHER, SequenceRetention, record
 from runtime.engines.native.parts import Parts, linears
 from runtime.engines.native.pool import PlainPages, Pool
 from runtime.engines.native.storage import PageStorage, storage_of, whole_layers
@@ -160,10 +160,11 @@ class NativeEngine(FusedEngine):
             self.most_rows = STORED_ROWS
             step, sequence = STORED_ROWS // PAGE * plain, storage.recent_pages * plain
         if policy.evict is not None:
-            # Queries that are remembered, twice as they are put together; and recent tokens at their old place and their new one.
-            queries = policy.evict.score.window(self.most_rows) * self.parts.decoder.heads * self.parts.head_dim * 4
-            share = queries * len(self.parts.blocks) / self.page_bytes
-            step, sequence = step + 2 * share + storage.recent_pages * plain, sequence + share
+            # Queries of a step, and copies of them as they are put together; recent tokens at their old place and their new one.
+            rows = policy.evict.score.window(self.most_rows)
+            query = len(self.parts.blocks) * self.parts.decoder.heads * self.parts.head_dim * 4 / self.page_bytes
+            step += 3 * rows * query + storage.recent_pages * plain
+            sequence += min(rows, TOGETHER) * query
         self.overhead = Overhead(math.ceil(step), math.ceil(sequence))
         return None
 

@@ -18,7 +18,7 @@ from runtime.kv_cache.observation import Observation
 from runtime.kv_cache.plan import CachePlan
 from runtime.kv_cache.scores.base import Accumulating
 
-_TOGETHER = 128  # queries whose attention is added up in one go, where a score wants that of all
+TOGETHER = 128  # queries whose attention is added up in one go, where a score wants that of all
 
 
 class SequenceLayers:
@@ -168,7 +168,7 @@ class SequenceRetention:
         rows = [row - step.first for row in step.rows[: end - step.start] if row >= step.first]
         self._queries.append(step.queries[:, rows].transpose(1, 2), self.own)
         self._remembered += len(rows)
-        if self._sums_up and self._remembered >= _TOGETHER:
+        if self._sums_up and self._remembered >= TOGETHER:
             self._add(pool, pages, end)
 
     def _add(self, pool: Pool, pages: Sequence[int], end: int) -> None:

@@ -254,12 +254,12 @@ def test_what_is_computed_again_is_the_same(module: Any, policy: str) -> None:
     for new in model.stream(prompt, **options):
         found.append(new)
         batch = model._scheduler.batch  # type: ignore[union-attr]
-        for sequence in batch.running:
-            assert len(sequence.pages) <= -(-model.engine.slots(100, 200) // PAGE)
         if len(found) in (20, 41, 70, 190):
             batch.put_aside(batch.running[0])
     assert model.stats["recomputed_tokens"] > 0
     assert found == wanted
+    pages = -(-model.engine.slots(100, 200) // PAGE)
+    assert model._scheduler.batch.pages.touched <= pages + 2  # type: ignore[union-attr] # the prompt's, and one more as it is evicted from
 
 
 def test_pages_are_given_back(module: Any) -> None:

@@ -60,7 +60,7 @@ def through_cache(
     if engine.lockstep:
         need = engine.cache_factory.need(prompt, length - prompt)
     else:
-        need = engine.page_bytes * (pages_of(engine, length) + engine.overhead.step)
+        need = engine.page_bytes * (pages_of(engine, engine.slots(prompt, length - prompt)) + engine.overhead.step)
     rows = min(rows_at_once(windows, engine.vocab_size, batch_size), cache_bound(engine, [need], None) // max(need, 1))
     shape = Shape.of(engine.module.config, engine.module.dtype)
     plain, ours = TokenMetrics(), TokenMetrics()
@@ -102,14 +102,22 @@ def _of_rows(engine: Any, ids: torch.Tensor, prompt: int) -> tuple[torch.Tensor,
 
 
 def _of_pages(engine: Engine, ids: torch.Tensor, prompt: int) -> tuple[torch.Tensor, Usage]:
-    """As `_of_rows`, on engines with pages, whose numbers depend on no chunks."""
+    """As `_of_rows`, on engines with pages, whose numbers depend on no chunks but where they evict."""
     pages, found, size = range(-(-ids.shape[1] // engine.page_size)), [], 0
     width = engine.page_size  # larger steps would hold more of the cache plain than decoding does
     for row in ids.tolist():
-        pool = engine.new_pages(len(pages))
-        chunks = [Chunk(row[start : start + width], start, pages) for start in range(0, len(row), width)]
-        found.append(torch.cat([engine.read(pool, [chunk], every=True) for chunk in chunks])[prompt:])
-        size += engine.usage(pool, len(pages)).bytes
+        pool, retention = engine.new_pages(len(pages)), engine.retention(prompt)
+        start, logits = 0, []
+        while start < len(row):
+            boundary = None if retention is None else retention.boundary
+            end = min(len(row), start + width, boundary or len(row))
+            logits.append(engine.read(pool, [Chunk(row[start:end], start, pages, retention=retention)], every=True))
+            start = end
+            if retention is not None and boundary == end:
+                engine.evict(pool, retention, pages, pages)
+        found.append(torch.cat(logits)[prompt:])
+        held = len(row) - (0 if retention is None else retention.evicted)
+        size += engine.usage(pool, -(-held // engine.page_size)).bytes
     return torch.stack(found), Usage(size)
 
 

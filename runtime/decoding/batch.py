@@ -11,6 +11,7 @@ import math
 import weakref
 from bisect import insort
 from collections.abc import Iterable
+from functools import partial
 from itertools import count
 from operator import attrgetter
 from typing import Any
@@ -196,7 +197,11 @@ class Batch:
             if not serves and not self.running:
                 self._make_pool(call)
                 serves = True
-            if serves and self.pages is not None and sequence.enter(self.pages, 0 if engine.lockstep else reserved):
+            if (
+                serves
+                and self.pages is not None
+                and sequence.enter(self.pages, 0 if engine.lockstep else reserved, engine.retention(sequence.prompt))
+            ):
                 break
             paused = [other for other in self.running if other.call.paused]
             if not paused:
@@ -232,11 +237,23 @@ class Batch:
                 if call.options.prefill_chunk is not None and not self.engine.lockstep:
                     limit = min(room, chunks.setdefault(call, call.options.prefill_chunk))
                 if limit > 0:
-                    taken = min(sequence.rest, limit)
+                    taken = int(min(sequence.rest, limit, sequence.reach))
                     parts.append((sequence, taken))
                     room -= taken
                     chunks[call] = limit - taken
         return parts
+
+    def evict(self, sequence: Sequence) -> None:
+        """Evict tokens of a sequence where it is at a boundary."""
+        assert self.pages is not None
+        gather = partial(self.engine.evict, self.pool)
+        while sequence.reach == 0 and not sequence.evict(self.pages, gather):
+            self._preempt(self._victim())  # in the end itself
+        self._no_room = False
+
+    def _victim(self) -> Sequence:
+        """Who gives its pages up where there are too few."""
+        return next((each for each in reversed(self.running) if each.call.paused), self.running[-1])
 
     def _has_page(self, sequence: Sequence) -> bool:
         """See to it that the next token has a page; False when the sequence itself had to make room."""
@@ -245,7 +262,7 @@ class Batch:
             return False
         if sequence.full(self.pages):
             while self.pages.available <= 0:
-                victim = next((each for each in reversed(self.running) if each.call.paused), self.running[-1])
+                victim = self._victim()
                 self._preempt(victim)
                 if victim is sequence:
                     return False

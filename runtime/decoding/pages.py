@@ -98,6 +98,19 @@ class Pages:
                 self._forget(page)
                 self._blank.append(page)
 
+    # ---------------------------------------------------------------- writing again
+    def is_shared(self, page: int) -> bool:
+        """Whether several sequences hold a page."""
+        return self._holders[page] > 1
+
+    def is_announced(self, page: int) -> bool:
+        """Whether sequences may begin on a page."""
+        return self._on[page] is not None
+
+    def disown(self, page: int) -> None:
+        """A page that one sequence holds will hold something else."""
+        self._forget(page)
+
     # ---------------------------------------------------------------- sharing
     def find(self, tokens: Sequence[int]) -> list[Content]:
         """The longest run of full pages that `tokens` begin with, computed or about to be."""

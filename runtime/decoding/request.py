@@ -169,8 +169,7 @@ class CausalRequest(Request):
     def _paged(self, rooms: Sequence[int]) -> Group:
         """All prompts at once."""
         engine, memory = self._decoding.engine, self._options.cache_memory
-        # The last new token never enters the cache.
-        positions = [len(ids) + new - 1 for ids, new in zip(self.prompts.ids, rooms, strict=True)]
+        positions = [engine.slots(len(ids), new) for ids, new in zip(self.prompts.ids, rooms, strict=True)]
         drafting, shared = self._decoding.drafts, self._decoding.scheduler
         nodes = 0 if drafting is None else getattr(drafting.lengths, "nodes", 1)
         largest = pages_of(engine, max(positions))

@@ -166,8 +166,6 @@ class Scheduler:
         steps.parts = batch.pack()
         if steps.parts:
             steps.run()
-            if steps.ended:
-                batch.end()
             for call in steps.news:
                 if call.open:
                     self._tell(call)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from contextlib import suppress
 
@@ -10,7 +12,7 @@ import torch
 
 from runtime.decoding.pages import ROOT, Content, Pages
 from runtime.drafting.speculation import Speculation
-from runtime.engines.base import Chunk
+from runtime.engines.base import Chunk, Retention
 from runtime.sampling.options import GenerationOptions
 from runtime.sampling.output import SequenceOutput
 from runtime.sampling.stats import GenerationStats
@@ -29,6 +31,7 @@ class Sequence:
         computed: how many of them are in the cache.
         high: the most `computed` has been; less after a preemption.
         pages: in order. contents: what the full ones among them hold, or will.
+        retention: of what the engine evicts; None: nothing. public: tokens up to which others may begin on its pages.
     """
 
     def __init__(self, prompt: Ids[int], output: SequenceOutput, generator: torch.Generator | None) -> None:
@@ -59,6 +62,19 @@ class Sequence:
         self.pages: list[int] = []
         self.contents: list[Content] = []
         self.awaited: Content | None = None
+        self.retention: Retention | None = None
+        self.public: float = math.inf
+
+    @property
+    def held(self) -> int:
+        """Slots of its pages that are taken: by all that was computed and not evicted."""
+        return self.computed - (0 if self.retention is None else self.retention.evicted)
+
+    @property
+    def reach(self) -> float:
+        """Tokens that can be computed before some are evicted."""
+        boundary = None if self.retention is None else self.retention.boundary
+        return math.inf if boundary is None else boundary - self.computed
 
     @property
     def rest(self) -> int:
@@ -75,25 +91,58 @@ class Sequence:
         """Whether another sequence still computes pages that this one shares."""
         return self.awaited is not None and not self.awaited.ready
 
-    def enter(self, pages: Pages, spare: int) -> bool:
+    def enter(self, pages: Pages, spare: int, retention: Retention | None = None) -> bool:
         """Take pages for all tokens, shared ones where there are any; False (and nothing taken) if fewer than `spare` remain."""
         size = pages.size
         # The last token is always computed: its logits are what comes next.
-        found = pages.find(self.tokens[: (len(self.tokens) - 1) // size * size])
-        needed = -(-len(self.tokens) // size) - len(found)
+        shared, slots, public = len(self.tokens) - 1, len(self.tokens), math.inf
+        if retention is not None and retention.boundary is not None:
+            boundary, own = retention.boundary, retention.own
+            slots = retention.most(len(self.tokens) - boundary)
+            shared, public = min(shared, boundary - own), boundary if own < boundary else 0
+        found = pages.find(self.tokens[: shared // size * size])
+        needed = -(-slots // size) - len(found)
         if pages.available - pages.unused(found) < needed + spare + pages.overhead.sequence:
             return False
         pages.sequences += 1
         self.pages = [pages.hold(content) for content in found]
         self.pages += [pages.take() for _ in range(needed)]
+        self.retention, self.public = retention, public
         if pages.sharing is not None:
             pages.sharing.enter(self.pages, len(found))
         self.contents = found
         self.awaited = found[-1] if found else None  # whoever computes the last of them has the ones before
         self.settled = len(found)
         self.computed = len(found) * size
-        for place in range(len(found), len(self.tokens) // size):
+        for place in range(len(found), int(min(public, len(self.tokens))) // size):
             self._announce(pages, place)
+        return True
+
+    def evict(self, pages: Pages, gather: Callable[[Retention, Ids[int], Ids[int]], None]) -> bool:
+        """Gather what stays where the engine evicts tokens now, and give the other pages back; False: there is no room.
+
+        Pages that others hold stay as they are, and so do those that others may begin on, as long as there is room.
+
+        Args:
+            gather: as `Engine.evict`, without the pool.
+        """
+        retention = self.retention
+        assert retention is not None
+        stays = self.pages
+        if retention.left < self.held:
+            stays = self.pages[: -(-(retention.left + self.rest) // pages.size)]
+            if pages.available < sum(pages.is_shared(page) for page in stays):
+                return False
+            for place, page in sorted(enumerate(stays), key=lambda each: not pages.is_shared(each[1])):
+                if pages.is_shared(page) or (pages.is_announced(page) and pages.available > 0):
+                    stays[place] = pages.take()
+                else:
+                    pages.disown(page)
+        gather(retention, self.pages, stays)
+        if stays is not self.pages:
+            own = set(stays)
+            pages.release([page for page in self.pages if page not in own])
+            self.pages, self.contents, self.settled, self.public = stays, [], 0, 0
         return True
 
     def leave(self, pages: Pages) -> None:
@@ -120,19 +169,20 @@ class Sequence:
 
     def full(self, pages: Pages) -> bool:
         """Whether the next token needs another page."""
-        return self.computed == len(self.pages) * pages.size
+        return self.held == len(self.pages) * pages.size
 
     def chunk(self, count: int, tree: Tree | None = None) -> Chunk:
         """The next `count` tokens, for the engine; `tree`: what may follow the last of them, `count` being 1 then."""
         tokens = self.tokens[self.computed : self.computed + count]
         if tree is None or not len(tree):
-            return Chunk(tokens, self.computed, self.pages)
+            return Chunk(tokens, self.computed, self.pages, retention=self.retention)
         parents = None if tree.is_chain else [-1, *(parent + 1 for parent in tree.parents)]
-        return Chunk([*tokens, *tree.tokens], self.computed, self.pages, 1 + len(tree), parents)
+        tokens += tree.tokens
+        return Chunk(tokens, self.computed, self.pages, 1 + len(tree), parents, retention=self.retention)
 
     def stretch(self, count: int, pages: Pages, spare: int) -> int:
         """Pages for `count` drafted tokens after the next one, as long as more than `spare` are free; returns how many have a place."""
-        free = len(self.pages) * pages.size - self.computed - 1
+        free = len(self.pages) * pages.size - self.held - 1
         while free < count and pages.available > spare:
             self.pages.append(pages.take())
             free += pages.size
@@ -141,7 +191,7 @@ class Sequence:
     def advance(self, count: int, pages: Pages) -> None:
         """`count` more tokens are in the cache."""
         self.computed += count
-        while (self.settled + 1) * pages.size <= self.computed:
+        while (self.settled + 1) * pages.size <= min(self.computed, self.public):
             place = self.settled
             if place == len(self.contents):
                 self._announce(pages, place)

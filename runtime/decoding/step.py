@@ -15,7 +15,6 @@ from runtime.decoding.sequence import Call, Sequence
 from runtime.drafting.drafters.base import Place, Verified
 from runtime.drafting.speculation import Speculation, Speculator, likeliest
 from runtime.drafting.verify.target import TargetLogits
-from runtime.engines.base import Chunk
 from runtime.sampling.sampling import next_tokens, seen_tokens
 from runtime.sampling.tree import Tree
 
@@ -44,7 +43,7 @@ class Steps:
     """The steps of a batch.
 
     Attributes:
-        parts: of the last step, or of the one that is being computed. ended: a sequence did in the last step.
+        parts: of the last step, or of the one that is being computed.
         news: calls that have something to read since `news` was last emptied.
         speculators: of the calls that are there.
     """
@@ -52,7 +51,7 @@ class Steps:
     def __init__(self, batch: Batch) -> None:
         self.batch, self.engine = batch, batch.engine
         self.parts: Parts = []
-        self.ended = False
+        self._ended = False
         self.news: set[Call] = set()
         self.speculators: dict[Speculation, Speculator] = {}
         self._drafting = 0.0
@@ -61,7 +60,7 @@ class Steps:
 
     def run(self) -> None:
         """Compute a step: every token that came of it is in the outputs then."""
-        started, self._written, self.ended = time.perf_counter(), 0, False
+        started, self._written, self._ended = time.perf_counter(), 0, False
         batch, parts = self.batch, self.parts
         trees = self._drafts(parts)
         logits, hidden = self._compute(parts, trees)
@@ -104,6 +103,11 @@ class Steps:
             self._verify(verified, logits, hidden)
         if chosen:
             self._choose(chosen, logits)
+        if self._ended:
+            batch.end()
+        for sequence, _ in parts:
+            if sequence.reach == 0:
+                batch.evict(sequence)
         if len(self.speculators) == 1 and decoding == sum(count for _, count in parts):
             (speculator,) = self.speculators.values()
             seconds = time.perf_counter() - started - self._drafting
@@ -165,7 +169,8 @@ class Steps:
         pages, pool = self.batch.pages, self.batch.pool
         assert pages is not None
         context, spare = self.engine.context_length, len(self.batch.running)
-        rooms = [text.output.left - 1 for text in texts]
+        # Nothing of the step after which tokens are evicted may be taken back.
+        rooms = [max(0, int(min(text.output.left, text.reach - 1)) - 1) for text in texts]
         if context is not None:
             rooms = [min(room, context - len(text.tokens)) for room, text in zip(rooms, texts, strict=True)]
         most = self.engine.draft_room(pool)
@@ -199,7 +204,7 @@ class Steps:
             path = verdict.path
             if path:
                 # The last token was computed with the tree: its place is the one before the root's children.
-                self.engine.keep(self.batch.pool, Chunk((), sequence.computed, sequence.pages), path)
+                self.engine.keep(self.batch.pool, sequence.chunk(0), path)
             new = self._append(sequence, [*(tree.tokens[node] for node in path), verdict.token])
             sequence.advance(min(len(new), len(path)), pages)
             sequence.high = max(sequence.high, sequence.computed)
@@ -257,7 +262,7 @@ class Steps:
         assert self.batch.pages is not None
         sequence.leave(self.batch.pages)
         sequence.call.open -= 1
-        self.ended = True
+        self._ended = True
         self.news.add(sequence.call)
         speculator = self._speculator(sequence)
         if speculator is not None:

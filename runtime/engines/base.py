@@ -14,6 +14,29 @@ if TYPE_CHECKING:
     from runtime.kv_cache.policy.policy import Policy
 
 
+class Retention(Protocol):
+    """What of one sequence stays in the cache of an engine that evicts tokens.
+
+    Attributes:
+        evicted: tokens that left: the token at position p of the sequence is at slot p - evicted of its pages.
+        boundary: so many tokens of the sequence must be in the cache, and no more, when some of them are evicted next; None: none is.
+    """
+
+    evicted: int
+    boundary: int | None
+
+    @property
+    def left(self) -> int:
+        """Tokens that stay at the boundary."""
+
+    @property
+    def own(self) -> int:
+        """Tokens before the boundary that the sequence must compute itself, not find in pages of others."""
+
+    def most(self, new: int) -> int:
+        """Slots that the sequence takes at most at once where so many tokens come after its prompt."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Part of one sequence in a step: consecutive tokens that are not in the cache yet.
@@ -21,13 +44,14 @@ class Chunk:
     Attributes:
         tokens: their ids, at least one.
         start: position of the first of them; everything before is in the cache already.
-        pages: the sequence's pages in order; position p is in `pages[p // page_size]` at `p % page_size`. They cover the tokens.
+        pages: the sequence's pages in order; slot s is in `pages[s // page_size]` at `s % page_size`. They cover the tokens.
         outputs: of how many of the last tokens the logits are wanted; only `Engine.verify` takes more than 1.
         parents: for tokens that form a tree, the index of the one before each (parents come first; -1: what is cached comes before).
             A token's position is then `start` and the number of those before it in its branch, and it sees its branch alone; its
             keys and values are where those of the token at `start` + its index would be. None: one after another.
         cached: of a tree, how many tokens were computed by chunks before this one (with the same `start`); `parents` says theirs too,
             `tokens` are those that come after them.
+        retention: of the sequence; None: nothing was or will be evicted, and slots are positions.
     """
 
     tokens: Sequence[int]
@@ -36,6 +60,12 @@ class Chunk:
     outputs: int = 1
     parents: Sequence[int] | None = None
     cached: int = 0
+    retention: Retention | None = None
+
+    @property
+    def slot(self) -> int:
+        """Where in the pages the first of them goes."""
+        return self.start - (0 if self.retention is None else self.retention.evicted)
 
 
 def output_rows(chunks: Sequence[Chunk], every: bool = False) -> list[int]:
@@ -173,6 +203,21 @@ class Engine(ABC):
         """Of a verified chunk, move the keys and values of the tokens `path` (ascending indices, one branch from its root on) to
         the positions from `chunk.start` on. The others' are overwritten sooner or later.
         """
+
+    def retention(self, prompt: int) -> Retention | None:
+        """For a new sequence that begins with a prompt of so many tokens; None: it keeps all."""
+        return None
+
+    def evict(self, pool: Any, retention: Retention, pages: Sequence[int], into: Sequence[int]) -> None:
+        """At the boundary of a sequence: of its `pages`, gather what stays in the first slots of `into`, and say so in `retention`.
+
+        Pages of `into` are not read by others; one that is in `pages` too is there at the same place.
+        """
+        raise NotImplementedError  # where `retention` gives none
+
+    def slots(self, prompt: int, new: int) -> int:
+        """Slots that a sequence takes at most at once; the last new token never enters the cache."""
+        return prompt + new - 1
 
     def resume(self, pool: Any, tokens: Sequence[int], page: int) -> int:
         """Start a sequence in `page` of a pool whose only sequence, of an earlier call, has ended. Only for engines with `lockstep`.

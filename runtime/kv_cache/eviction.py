@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from runtime.config.settings import ConfigError, Count, Settings, Share
 from runtime.kv_cache.budgets.base import HeadBudget, LayerBudget, LayerFacts, UniformLayers
-from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.observation import Observation
 from runtime.kv_cache.pages import PageTensor
 from runtime.kv_cache.scores.base import Accumulating, Score
+from runtime.kv_cache.storage.plan import StoragePlan
 
 # The part of an observation that scores may choose from where prompts stay whole: what was generated.
 
@@ -102,6 +102,17 @@ class EvictionPlan(Settings):
         """Tokens that every head keeps: those the score always keeps, and one to choose."""
         return self.score.kept() + 1
 
+    def left(self, arrived: int, held: int, storage: StoragePlan) -> int:
+        """Tokens that each head keeps of `held` when it is cut, where budgets are uniform; `arrived`: that have come, evicted ones too."""
+        mean = self.tokens if self.ratio is None else round(arrived * self.ratio)
+        assert mean is not None
+        least, floats = self.least + storage.prefix, storage.recent + storage.prefix
+        count = max(mean, least)
+        if storage.tiers and floats < count < held:  # as `Eviction._whole`
+            count = floats + storage.chunk * round((count - floats) / storage.chunk)
+            count += storage.chunk * (count < least)
+        return min(held, count)
+
     @property
     def accumulates(self) -> bool:
         """Whether layers must keep sums for the score from one eviction to the next."""
@@ -116,6 +127,43 @@ class EvictionPlan(Settings):
         return parts | ({"place": PageTensor(1, torch.int32)} if "positions" in self.score.wants else {})
 
 
+class MassNotes(Protocol):
+    """Notes of the tokens of a layer."""
+
+    def set_mass(self, mass: torch.Tensor) -> None:
+        """As of `TokenNotes`."""
+
+
+class CutLayer(Protocol):
+    """A layer that tokens are evicted from; its members are as those of `LayerState`."""
+
+    index: int
+    storage: StoragePlan
+    chunks: int
+    seen: int
+    arrived: torch.Tensor
+    share: torch.Tensor | None
+
+    @property
+    def notes(self) -> MassNotes | None:
+        """What is noted of its tokens."""
+
+    def note(self, name: str) -> torch.Tensor | None:
+        """What is noted of every token under a name."""
+
+    def observe(self, window: int) -> Observation:
+        """What the newest `window` queries see of the cache."""
+
+    def keep(self, score: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Keep the best tokens of each head; returns their scores."""
+
+    def forget_queries(self, window: int) -> None:
+        """Drop all remembered queries but the newest `window`."""
+
+    def settle(self) -> None:
+        """Store older tokens as the plan says."""
+
+
 class Eviction:
     """Eviction from the compressed layers of one cache.
 
@@ -126,7 +174,7 @@ class Eviction:
 
     def __init__(self, plan: EvictionPlan, layers: int) -> None:
         self.plan, self.layers = plan, layers
-        self._prompt: dict[int, tuple[LayerState, LayerFacts]] = {}  # of layers that this prompt has gone through
+        self._prompt: dict[int, tuple[CutLayer, LayerFacts]] = {}  # of layers that this prompt has gone through
         self._steps: dict[int, int] = {}
         self._cuts = True  # whether this chunk of a sequence is cut at all; the same for all layers
 
@@ -136,7 +184,7 @@ class Eviction:
             return 0
         return max(1, self.plan.score.window(count))
 
-    def after_prompt(self, layer: LayerState) -> None:
+    def after_prompt(self, layer: CutLayer) -> None:
         """Cut the layer; with a cascading share the layers before it are cut again."""
         plan = self.plan
         if layer.index == 0:  # a new chunk; of one that was broken off, nothing is waited for
@@ -170,21 +218,21 @@ class Eviction:
                 other.settle()
         self._forget(layer)
 
-    def waits(self, layer: LayerState) -> bool:
+    def waits(self, layer: CutLayer) -> bool:
         """Whether the layer may be cut again before the prompt is through, so that its tokens must not be stored yet."""
         return self.plan.layers.cascades and layer.index in self._prompt
 
-    def forget(self, layer: LayerState) -> None:
+    def forget(self, layer: CutLayer) -> None:
         """The layer begins anew."""
         self._steps.pop(layer.index, None)
         self._prompt.pop(layer.index, None)
 
-    def take_back(self, layer: LayerState, count: int) -> None:
+    def take_back(self, layer: CutLayer, count: int) -> None:
         """Steps of `count` tokens that `after_step` has counted did not stay."""
         if layer.index in self._steps:
             self._steps[layer.index] = max(0, self._steps[layer.index] - count)
 
-    def after_step(self, layer: LayerState, count: int) -> None:
+    def after_step(self, layer: CutLayer, count: int) -> None:
         """Cut the layer when its turn has come, `count` tokens, which stay, after the last step."""
         if self.plan.interval is None:
             layer.forget_queries(0)
@@ -199,10 +247,10 @@ class Eviction:
             self._cut(layer, self.plan.score(self._observe(layer)))
         self._forget(layer)
 
-    def _observe(self, layer: LayerState) -> Observation:
+    def _observe(self, layer: CutLayer) -> Observation:
         return self._gather(layer, layer.observe(self.window(layer.seen, False)))
 
-    def _gather(self, layer: LayerState, seen: Observation, part: GeneratedTokens | None = None) -> Observation:
+    def _gather(self, layer: CutLayer, seen: Observation, part: GeneratedTokens | None = None) -> Observation:
         """What a score sees, its sums with what these queries add; with `part` of these tokens alone."""
         score, whole = self.plan.score, seen.mass
         seen = seen if part is None else part.seen
@@ -214,7 +262,7 @@ class Eviction:
             seen = replace(seen, mass=mass)
         return seen
 
-    def _cut_generated(self, layer: LayerState, cuts: bool = True) -> None:
+    def _cut_generated(self, layer: CutLayer, cuts: bool = True) -> None:
         """Evict from what was generated, and nothing that came in prompts; `cuts` False: only sums are brought up to date."""
         seen = layer.observe(self.window(layer.seen, False))
         given = layer.note("given")
@@ -236,14 +284,14 @@ class Eviction:
         assert self.plan.ratio is not None
         return arrived.double() * self.plan.ratio
 
-    def _cut(self, layer: LayerState, score: torch.Tensor) -> torch.Tensor:
+    def _cut(self, layer: CutLayer, score: torch.Tensor) -> torch.Tensor:
         """Evict; returns the scores of what is left, in its order."""
         mean = self._mean(layer.arrived)
         if layer.share is not None:
             mean = mean * layer.share.double()
         return self._keep(layer, score, self.plan.heads.counts(score, mean, self._least(layer)))
 
-    def _keep(self, layer: LayerState, score: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _keep(self, layer: CutLayer, score: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Keep as many tokens of each head, `[batch, kv_heads]`, and where older ones are stored in pages about as many."""
         # What a score keeps for ever no share may take: of equal scores the oldest would go first, which are the sinks.
         always = (score == float("inf")).sum(-1)
@@ -252,7 +300,7 @@ class Eviction:
         whole = self._whole(layer, counts, torch.maximum(always, counts.clamp(max=self._least(layer))))
         return layer.keep(score, torch.where(counts < there, torch.minimum(whole, there), counts))
 
-    def _whole(self, layer: LayerState, counts: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    def _whole(self, layer: CutLayer, counts: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
         """Counts that leave nothing but the recent tokens as floats, but `least`: what is stored otherwise is stored in whole pages."""
         storage = layer.storage
         if not storage.tiers:
@@ -263,10 +311,10 @@ class Eviction:
         rounded = torch.where(rounded < least, rounded + storage.chunk, rounded)
         return torch.where(counts > floats, rounded, counts)
 
-    def _least(self, layer: LayerState) -> int:
+    def _least(self, layer: CutLayer) -> int:
         return self.plan.least + layer.storage.prefix
 
-    def _forget(self, layer: LayerState) -> None:
+    def _forget(self, layer: CutLayer) -> None:
         """Queries that the next eviction cannot want are dropped."""
         interval = self.plan.interval
         if interval is None or self.plan.accumulates:

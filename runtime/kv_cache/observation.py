@@ -61,6 +61,8 @@ class Observation:
             whatever where `ages` is negative. None: the layer did not note them (see `places`).
         generated: tokens that were decoded since the prompt, the newest query's among them; 0: the newest query is of a prompt.
         inputs: of the attention module, for the same queries; None unless the score `wants` "hidden".
+        sums: float32 `[batch, kv_heads, n]`, what tokens get from all queries together, summed over the heads of a group, where an
+            engine has computed it: keys, values and queries are of no channels then, and good for their shapes only.
     """
 
     queries: torch.Tensor
@@ -75,6 +77,7 @@ class Observation:
     positions: torch.Tensor | None = None
     generated: int = 0
     inputs: Inputs | None = None
+    sums: torch.Tensor | None = None
 
     @property
     def groups(self) -> int:
@@ -132,6 +135,8 @@ class Observation:
 
     def received(self) -> torch.Tensor:
         """Attention that each token gets from all queries together, averaged over the heads of a group, float32 `[batch, kv_heads, n]`."""
+        if self.sums is not None:
+            return self.sums / self.groups
         total = torch.zeros(self.keys.shape[:3], device=self.keys.device)
         for _, weights in self.weights():
             total += weights.sum(3).mean(2)

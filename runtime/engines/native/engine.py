@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from runtime.engines.base import Chunk, Overhead, Usage, output_rows
+from runtime.engines.base import Chunk, Overhead, Retention, Usage, output_rows
 from runtime.engines.fused import FusedEngine, UnbuiltEngine
+from runtime.engines.native.eviction import TOGETHER, SequenceRetention, record
 from runtime.engines.native.parts import Parts, linears
 from runtime.engines.native.pool import PlainPages, Pool
 from runtime.engines.native.storage import PageStorage, storage_of, whole_layers
@@ -28,6 +29,7 @@ from runtime.system import processes
 
 if TYPE_CHECKING:
     from runtime.engines.torch.engine import TorchEngine
+    from runtime.kv_cache.plan import CachePlan
     from runtime.kv_cache.policy.policy import Policy
 
 
@@ -39,12 +41,12 @@ def row_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
     """The rows of a step, as decoder.h reads them.
 
     Returns:
-        `ids`: int64 `[rows]`. `sequence`: int32 `[rows]`, the number of its chunk. `position`: int64 `[rows]`, in its sequence. Only
-        where a chunk is a tree: `slot`: int64 `[rows]`, where its keys and values are put. `base`, `path`: int64 `[rows]`: positions
-        from `base` on are at `slots[path]`, `slots[path + 1]`, ...; `path` -1: all are in order. `slots`: int32, of all branches one
-        after another.
+        `ids`: int64 `[rows]`. `sequence`: int32 `[rows]`, the number of its chunk. `rotary`: int64 `[rows]`, position in its sequence.
+        `position`: the same without what was evicted. Only where a chunk is a tree: `slot`: int64 `[rows]`, where its keys and values are
+        put. `base`, `path`: int64 `[rows]`: positions from `base` on are at `slots[path]`, `slots[path + 1]`, ...; `path` -1: all are in
+        order. `slots`: int32, of all branches one after another.
     """
-    slot = [c.start + c.cached + place for c in chunks for place in range(len(c.tokens))]
+    slot = [c.slot + c.cached + place for c in chunks for place in range(len(c.tokens))]
     found = {
         "ids": [token for chunk in chunks for token in chunk.tokens],
         "sequence": [number for number, chunk in enumerate(chunks) for _ in chunk.tokens],
@@ -56,18 +58,20 @@ def row_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
         slots: list[int] = []
         for chunk in chunks:
             if chunk.parents is None:
-                position += range(chunk.start, chunk.start + len(chunk.tokens))
+                position += range(chunk.slot, chunk.slot + len(chunk.tokens))
                 path += [-1] * len(chunk.tokens)
                 continue
             branches: list[list[int]] = []
             for index, parent in enumerate(chunk.parents):
-                branches.append([*(branches[parent] if parent >= 0 else ()), chunk.start + index])
+                branches.append([*(branches[parent] if parent >= 0 else ()), chunk.slot + index])
             for branch in branches[chunk.cached :]:
-                position.append(chunk.start + len(branch) - 1)
+                position.append(chunk.slot + len(branch) - 1)
                 path.append(len(slots))
                 slots += branch
-        base = [chunk.start for chunk in chunks for _ in chunk.tokens]
+        base = [chunk.slot for chunk in chunks for _ in chunk.tokens]
         found |= {"position": position, "slot": slot, "base": base, "path": path, "slots": slots}
+    gone = [chunk.start - chunk.slot for chunk in chunks for _ in chunk.tokens]
+    found["rotary"] = [place + each for place, each in zip(found["position"], gone, strict=True)]
     short = ("sequence", "slots")
     return {name: torch.tensor(each, dtype=torch.int32 if name in short else None) for name, each in found.items()}
 
@@ -111,6 +115,8 @@ class NativeEngine(FusedEngine):
         self.most_rows = MOST_ROWS
         self.page_bytes = len(parts.blocks) * parts.page_numbers * parts.cache_dtype.itemsize
         self.storage: PageStorage | None = None
+        self._plan: CachePlan | None = None
+        self._shape = len(parts.blocks), parts.kv_heads, parts.decoder.heads
         self._tables = Tables(0, [], (ctypes.c_void_p * 0)())
         self._local = threading.local()
         digits = parts.decoder.digits
@@ -145,13 +151,21 @@ class NativeEngine(FusedEngine):
         storage = storage_of(policy, self.parts)
         if isinstance(storage, str):
             return storage
-        self.policy, self.storage = policy, storage
+        self.policy, self.storage, self._plan = policy, storage, policy.plan()
         self.description += f", compressed cache ({policy.describe()})"
         self.page_bytes = storage.page_bytes(self.parts)
         plain = storage.plain_bytes(self.parts, self.parts.blocks) / self.page_bytes
+        step = sequence = 0.0
         if plain:
             self.most_rows = STORED_ROWS
-            self.overhead = Overhead(math.ceil(STORED_ROWS // PAGE * plain), math.ceil(storage.recent_pages * plain))
+            step, sequence = STORED_ROWS // PAGE * plain, storage.recent_pages * plain
+        if policy.evict is not None:
+            # Queries of a step, and copies of them as they are put together; recent tokens at their old place and their new one.
+            rows = policy.evict.score.window(self.most_rows)
+            query = len(self.parts.blocks) * self.parts.decoder.heads * self.parts.head_dim * 4 / self.page_bytes
+            step += 3 * rows * query + storage.recent_pages * plain
+            sequence += min(rows, TOGETHER) * query
+        self.overhead = Overhead(math.ceil(step), math.ceil(sequence))
         return None
 
     @property
@@ -194,11 +208,22 @@ class NativeEngine(FusedEngine):
     def keep(self, pool: Pool, chunk: Chunk, path: Sequence[int]) -> None:
         moves = [(index, place) for place, index in enumerate(path) if index != place]
         if moves:
-            source, target = (torch.tensor([chunk.start + each for each in side]) for side in zip(*moves, strict=True))
-            pages = torch.tensor(chunk.pages, dtype=torch.int32)
-            self._library.decoder_copy(
-                ctypes.byref(pool.decoder), pages.data_ptr(), len(moves), source.data_ptr(), target.data_ptr()
-            )
+            source, target = ([chunk.slot + each for each in side] for side in zip(*moves, strict=True))
+            pool.copy(chunk.pages, chunk.pages, torch.tensor(source), target)
+        if isinstance(chunk.retention, SequenceRetention):
+            chunk.retention.keep(chunk, path)
+
+    def retention(self, prompt: int) -> SequenceRetention | None:
+        plan = self._plan
+        return None if plan is None or plan.eviction is None else SequenceRetention(plan, prompt, self._shape)
+
+    def evict(self, pool: Pool, retention: Retention, pages: Sequence[int], into: Sequence[int]) -> None:
+        assert isinstance(retention, SequenceRetention)
+        retention.evict(pool, pages, into)
+
+    def slots(self, prompt: int, new: int) -> int:
+        found = self.retention(prompt)
+        return super().slots(prompt, new) if found is None else found.most(new - 1)
 
     @torch.inference_mode()
     def _run(self, pool: Pool, chunks: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,7 +234,10 @@ class NativeEngine(FusedEngine):
             states = torch.empty(len(self.parts.blocks), *ready.x.shape)
             ready.step.record = states.data_ptr()
         stored = pool.begin(ready.step, chunks)  # what the step points to
+        observed = record(ready.step, chunks, self._shape, self.parts.head_dim)
         self.compute(ready.step, pool)
+        for (retention, chunk), queries in zip(observed.chunks, observed.queries, strict=True):
+            retention.remember(pool, chunk, queries)
         if stored is not None:
             pool.check()
         if recorder is not None:
@@ -234,7 +262,7 @@ class NativeEngine(FusedEngine):
         pages = [[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in chunks]
         tensors["pages"] = torch.tensor(pages, dtype=torch.int32)
         # A lookup is a tensor of its own: C may overwrite it.
-        tensors["x"] = self.parts.embed(ids, tensors["position"]) if x is None else x
+        tensors["x"] = self.parts.embed(ids, tensors["rotary"]) if x is None else x
         tensors["output"] = torch.tensor(list(outputs), dtype=torch.int32)
         tensors["logits"] = torch.empty(len(outputs), self.parts.vocabulary)
         tensors["memory"] = self._memory(decoder, ids.numel())

@@ -15,7 +15,8 @@ from runtime.engines.base import Chunk
 from runtime.engines.native.parts import Parts
 from runtime.engines.native.storage import PageStorage
 from runtime.errors import RequestError
-from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Op, Step
+from runtime.kernels.cpu import library
+from runtime.kernels.cpu.decoder import PAGE, Block, Copy, Decoder, Op, Step
 from runtime.kernels.cpu.library import TYPES
 
 
@@ -28,7 +29,7 @@ class Recorder:
     def fill(self, chunks: Sequence[Chunk], states: torch.Tensor) -> None:
         """The step is done: float32 `[layers, tokens of all chunks, hidden]`."""
         for chunk, mine in zip(chunks, states.split([len(chunk.tokens) for chunk in chunks], 1), strict=True):
-            self._states[_place(chunk.pages, chunk.start)] = mine
+            self._states[_place(chunk.pages, chunk.slot)] = mine
 
     def of(self, pages: Sequence[int], start: int) -> torch.Tensor | None:
         """`[layers, tokens, hidden]` of the chunk of these pages that began at `start`; None: there was none."""
@@ -108,7 +109,8 @@ class PlainPages:
             for chunk in chunks:
                 self._pass(chunk)
         for chunk in chunks:
-            begin, end = chunk.start + chunk.cached, chunk.start + chunk.cached + len(chunk.tokens)
+            begin = chunk.slot + chunk.cached
+            end = begin + len(chunk.tokens)
             for index in range(begin // PAGE, (end - 1) // PAGE + 1):
                 page = chunk.pages[index]
                 if index * PAGE >= begin:  # new, or written again
@@ -120,7 +122,7 @@ class PlainPages:
                 if chunk.pages[index] not in self._at:
                     raise RuntimeError("a page that a step reads plain is not there")  # a mistake in this file
             # What is drafted may be taken back: a page that it fills is stored again.
-            final = 0 if drafts else end if chunk.outputs == 1 and chunk.parents is None else chunk.start
+            final = 0 if drafts else end if chunk.outputs == 1 and chunk.parents is None else chunk.slot
             index = (end - 1 - self._recent) // PAGE - 1
             while index >= self._first and chunk.pages[index] not in self._stored:
                 page = chunk.pages[index]
@@ -140,7 +142,7 @@ class PlainPages:
         for page in pages[stay.counted :]:
             self._need(page)
         stay.counted = len(pages)
-        end = self._begin_of_recent(chunk.start // PAGE * PAGE)
+        end = self._begin_of_recent(chunk.slot // PAGE * PAGE)
         while stay.next < end and pages[stay.next] in self._stored:
             page = pages[stay.next]
             if self._spare(page):
@@ -157,6 +159,28 @@ class PlainPages:
             self.most += 1
         self._at[page] = place = heapq.heappop(self._free)
         self.places[page] = place
+
+    # ---------------------------------------------------------------- sequences that lose tokens
+    def write(self, pages: Sequence[int], held: int) -> None:
+        """Places for the pages of a sequence of so many tokens that will not be stored."""
+        for index, page in enumerate(pages[: -(-held // PAGE)]):
+            if not self._is_stored(index, held) and page not in self._at:
+                self._take(page)
+
+    def replace(self, pages: Sequence[int], into: Sequence[int], held: int) -> None:
+        """What stays of a sequence, so many tokens, is in other pages now, or in the same at the same place."""
+        old = self._stays.pop(self._key(pages), None)
+        self._stays[into[0]] = _Stay(self._first, len(into), 0)
+        for index, page in enumerate(into):
+            self._need(page)
+            self._lost.discard(page)
+            (self._stored.add if self._is_stored(index, held) else self._stored.discard)(page)
+        self.most_needed = max(self.most_needed, len(self._at) - len(self._idle))
+        if old is not None:
+            self._give_up(old, pages)
+
+    def _is_stored(self, index: int, held: int) -> bool:
+        return index >= self._first and (index + 1) * PAGE + self._recent < held
 
     # ---------------------------------------------------------------- sequences that share pages
     def usable(self, pages: Sequence[int]) -> int:
@@ -178,8 +202,10 @@ class PlainPages:
     def leave(self, pages: Sequence[int]) -> None:
         """The sequence of these pages is gone; another may begin on what it has computed."""
         stay = self._stays.pop(self._key(pages), None)
-        if stay is None:  # it has computed nothing
-            return
+        if stay is not None:  # it has computed something
+            self._give_up(stay, pages)
+
+    def _give_up(self, stay: _Stay, pages: Sequence[int]) -> None:
         first = min(self._first, stay.counted)
         for page in (*pages[:first], *pages[max(self._first, stay.next) : stay.counted]):
             if self._spare(page):
@@ -273,6 +299,49 @@ class Pool:
         pages = torch.tensor(self.plain.begin(chunks, drafts), dtype=torch.int32)
         step.stored, step.broken, step.stored_count = pages.data_ptr(), self._broken.data_ptr(), len(pages)
         return pages
+
+    def copy(
+        self, pages: Sequence[int], into: Sequence[int], source: torch.Tensor, target: Sequence[int], held: int = 0
+    ) -> None:
+        """What is at the slots `source` of a sequence's pages also to the slots `target` of `into`, one after another, in all layers.
+
+        Args:
+            source: int64 `[slots]`, or of each head `[layers, kv_heads, slots]`.
+            held: slots that are taken in `pages`, where `target` is all that will be in `into`; 0: what is copied is plain, and stays so.
+        """
+        source, targets = source.contiguous(), torch.tensor(target, dtype=torch.int64)
+        places = [torch.tensor(each, dtype=torch.int32) for each in (pages, into)]
+        plain, after = self.plain if held else None, len(targets) if held else 0
+        if plain is not None:
+            plain.write(into, after)
+        order = Copy(
+            ctypes.pointer(self.decoder), *(each.data_ptr() for each in places), len(targets),
+            len(targets) if source.dim() > 1 else 0, held - 1, after - 1,
+            source.data_ptr(), targets.data_ptr(), self._broken.data_ptr(),
+        )  # fmt: skip
+        found = library.load()
+        assert found is not None
+        found.decoder_copy(ctypes.byref(order), torch.get_num_threads())
+        if plain is not None:
+            plain.replace(pages, into, after)
+            self.check()
+
+    def receive(self, pages: Sequence[int], slots: Sequence[int], queries: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add what every token of a sequence gets of the attention of some of its queries.
+
+        Args:
+            slots: of these queries' own tokens, ascending.
+            queries: float32 `[layers, slots, heads, head_dim]`, rotated.
+            sums: float32 `[layers, kv_heads, n]`, n a multiple of PAGE above all slots.
+        """
+        found, threads = library.load(), torch.get_num_threads()
+        assert found is not None
+        places, numbers = torch.tensor(pages, dtype=torch.int32), torch.tensor(slots, dtype=torch.int64)
+        memory = torch.empty(found.received_memory(sums.shape[-1], threads), dtype=torch.uint8)
+        found.decoder_received(
+            ctypes.byref(self.decoder), places.data_ptr(), len(numbers), numbers.data_ptr(), queries.data_ptr(),
+            sums.shape[-1], sums.data_ptr(), memory.data_ptr(), threads,
+        )  # fmt: skip
 
     def check(self) -> None:
         """After a step: RequestError where a key or value is none that the storage can hold."""

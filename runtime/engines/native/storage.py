@@ -13,12 +13,15 @@ from runtime.engines.native.parts import Parts
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.attention import KINDS, PAGE, Cache, Storage
 from runtime.kernels.cpu.decoder import OPS, Block
+from runtime.kv_cache.budgets.base import EqualHeads, UniformLayers
+from runtime.kv_cache.scores.base import Accumulating
 from runtime.kv_cache.storage.base import Codec
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
 from runtime.kv_cache.storage.plain import Plain
 
 if TYPE_CHECKING:
+    from runtime.kv_cache.eviction import EvictionPlan
     from runtime.kv_cache.policy.policy import Policy
 
 _LANES = 16  # channels of a vector of codes (kv_page.h)
@@ -103,7 +106,6 @@ def whole_layers(blocks: Sequence[Block]) -> list[int]:
 def why_modules_store(policy: Policy) -> str | None:
     """What a policy says to do that the native engine's pages cannot, whatever the model; None: they can."""
     parts = {
-        "evict tokens": policy.evict,
         "select what a step reads": policy.select,
         "offload pages": policy.offload,
         "merge tokens": policy.clusters,
@@ -113,6 +115,11 @@ def why_modules_store(policy: Policy) -> str | None:
     for what, given in parts.items():
         if given:
             return what
+    few_bits = not all(tier.is_plain for tier in policy.tiers)
+    if few_bits and policy.evict is not None and isinstance(policy.evict.score, Accumulating):
+        return f"evict tokens by {policy.evict.score.name} and store others in few bits"
+    if policy.evict is not None and (reason := _why_modules_evict(policy.evict)) is not None:
+        return reason
     for key, axis in (("keys", "channel"), ("values", "token")):
         codec = getattr(policy.tiers[0], key) if policy.tiers else Plain()
         if isinstance(codec, Integer) and (codec.axis != axis or codec.group % _LANES):
@@ -122,14 +129,27 @@ def why_modules_store(policy: Policy) -> str | None:
     return None
 
 
+def _why_modules_evict(rule: EvictionPlan) -> str | None:
+    """As `why_modules_store`, of what is evicted."""
+    if not rule.score.sums_only:
+        return f"evict tokens by {rule.score.name}, for which sums of attention are not enough"
+    for budget, even in ((rule.layers, UniformLayers), (rule.heads, EqualHeads)):
+        if type(budget) is not even:
+            return f"evict as many tokens of each layer and head as the budget {budget.name} says"
+    return "evict only what is generated" if rule.keeps_prompt else None
+
+
 def storage_of(policy: Policy, parts: Parts) -> PageStorage | str:
     """A policy's, for a model; or the reason why transformers' modules run it."""
     reason = why_modules_store(policy)
     if reason is not None:
         return f"the cache's policy says to {reason}"
-    if parts.head_dim % _LANES or parts.value_dim % _LANES:
-        return f"its heads are of {parts.head_dim} channels, no multiple of {_LANES}"
+    if policy.evict is not None and len(whole_layers(parts.blocks)) < len(parts.blocks):
+        return "the cache's policy says to evict tokens, and queries of some layers see a window only"
     plan = policy.plan().storage
     tier = plan.tiers[0] if plan.tiers else None
     keys, values = (Plain(), Plain()) if tier is None else (tier.keys, tier.values)
-    return PageStorage(keys, values, -(-plan.prefix // PAGE), plan.recent, plan.floats)
+    found = PageStorage(keys, values, -(-plan.prefix // PAGE), plan.recent, plan.floats)
+    if not found.is_plain and (parts.head_dim % _LANES or parts.value_dim % _LANES):
+        return f"its heads are of {parts.head_dim} channels, no multiple of {_LANES}"
+    return found

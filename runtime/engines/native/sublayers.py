@@ -118,6 +118,8 @@ def linear_bytes(linear: Linear) -> float:
 
 def parts_of(engine: Any) -> NativeEngine | str:
     """The engine, where parts of it can compute by themselves, or the reason why not."""
+    if isinstance(engine, NativeEngine) and engine.policy is not None and engine.policy.evict is not None:
+        return "its cache's policy evicts tokens, which parts of the model would still look for"
     if type(engine) is NativeEngine:
         return engine
     wanted = "only the decoder in C, on a CPU, computes with parts of a model"

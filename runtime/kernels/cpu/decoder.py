@@ -108,12 +108,25 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         *fields(_i64, "rows", "outputs", "pages_stride", "first", "last"),
-        *fields(_p, "x", "sequence", "position", "slot", "base", "path"),  # of each row
+        *fields(_p, "x", "sequence", "rotary", "position", "slot", "base", "path"),  # of each row
         *fields(_p, "slots", "pages", "tables"),  # of all
         *fields(_p, "output", "logits", "record", "memory"),  # whose logits, and where results go
         *fields(_p, "stored", "broken"),  # pages that are stored in fewer bits from now on
         ("stored_count", _i64),
+        *fields(_p, "observed", "queries"),  # rows whose queries are wanted, and where they go
+        ("observed_count", _i64),
         *fields(ctypes.POINTER(Decoder), "decoder"),
+    )
+
+
+class Copy(ctypes.Structure):
+    """Slots of one sequence, from pages into pages, in all layers."""
+
+    _fields_ = (
+        ("decoder", ctypes.POINTER(Decoder)),
+        *fields(_p, "pages", "into"),
+        *fields(_i64, "count", "apart", "before", "after"),
+        *fields(_p, "source", "target", "broken"),
     )
 
 
@@ -126,6 +139,7 @@ __all__ = [
     "SKIP_MLP",
     "STREAM",
     "Block",
+    "Copy",
     "Decoder",
     "Op",
     "Step",

@@ -119,7 +119,9 @@ def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
         "cache_store": (None, [p, p, q, p, i]),
         "decoder_memory": (q, [p, q]),
         "decoder_step": (None, [p, i]),
-        "decoder_copy": (None, [p, p, q, p, p]),
+        "decoder_copy": (None, [p, i]),
+        "decoder_received": (None, [p, p, q, p, p, q, p, p, i]),
+        "received_memory": (q, [q, i]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

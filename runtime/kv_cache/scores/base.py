@@ -29,10 +29,13 @@ class Score(Settings, ABC):
         name: in recipes.
         wants: what an observation holds beside keys, values and queries: "positions" (where in its sequence each token was), "hidden"
             (inputs of the attention module, and the module itself with its weights; so also queries before their rotation).
+        sums_only: of keys, values and queries it asks for no more than `Observation.received` by all that are there, as many as
+            `window` says: engines that have no such tensors can compute it.
     """
 
     name: ClassVar[str]
     wants: ClassVar[frozenset[str]] = frozenset()
+    sums_only: ClassVar[bool] = False
 
     def window(self, count: int) -> int:
         """How many of the newest queries it looks at, of `count` that there are."""

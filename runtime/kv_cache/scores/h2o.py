@@ -21,6 +21,7 @@ class H2O(Accumulating):
     """
 
     name: ClassVar[str] = "h2o"
+    sums_only: ClassVar[bool] = True
     normalize: bool = False
 
     def added(self, seen: Observation) -> torch.Tensor:

@@ -21,12 +21,10 @@ class SnapKV(Windowed):
     """
 
     name: ClassVar[str] = "snapkv"
+    sums_only: ClassVar[bool] = True
 
     def __call__(self, seen: Observation) -> torch.Tensor:
         newest, width = self.observed(seen)
-        score = torch.zeros(seen.keys.shape[:3], device=seen.keys.device)
-        for _, weights in newest.weights():
-            score += weights.sum(3).mean(2) / width
         # The window is kept anyway, and what it gives itself must not leak into its neighbours' average.
-        score = score.masked_fill(seen.ages < width, 0.0)
+        score = (newest.received() / width).masked_fill(seen.ages < width, 0.0)
         return seen.finish(self.pooled(score), width)

@@ -21,6 +21,7 @@ class Streaming(Score):
     """
 
     name: ClassVar[str] = "streaming"
+    sums_only: ClassVar[bool] = True
     sinks: Natural = 4
 
     def kept(self) -> int:

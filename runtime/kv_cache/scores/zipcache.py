@@ -24,6 +24,7 @@ class Normalized(Score):
     """
 
     name: ClassVar[str] = "normalized"
+    sums_only: ClassVar[bool] = True
     observe: Count = 64
 
     def window(self, count: int) -> int:

@@ -270,5 +270,55 @@ static void attention_part(const Attention *a, const Team *team) {
         finish_partial(a, at, whole);
     }
 }
+/* Adds to `sums` [slots] the weights that all rows, of one sequence in order, give to its tokens in a head of the cache, one query after
+ * another: their sum does not depend on what comes together. All see pages as the last of them does. `score`: [MOST_BLOCK, slots]. */
+static void attention_received(const Attention *a, int head, int64_t slots, float *score, float *sums) {
+    const int64_t shared = a->heads / a->cache.heads, all = a->rows * shared, width = a->cache.head_dim;
+    for (int64_t first = 0; first < all; first += MOST_BLOCK) {
+        const int64_t count = all - first < MOST_BLOCK ? all - first : MOST_BLOCK, end = a->position[(first + count - 1) / shared] + 1;
+        for (int64_t page = 0; page * PAGE < end; page++) {
+            int32_t here = a->pages[page], next = (page + 1) * PAGE < end ? a->pages[page + 1] : here;
+            for (int64_t q = 0, n; q < count; q += n) {
+                Factors query[QUERIES];
+                float *into[QUERIES];
+                for (n = 0; n < QUERIES && q + n < count; n++) {
+                    int64_t at = first + q + n;
+                    memcpy(query[n], a->query + (at / shared * a->heads + head * shared + at % shared) * width, (size_t)width * 4);
+                    into[n] = score + (q + n) * slots + page * PAGE;
+                }
+                if (sees_stored(&a->cache, page, a->position[a->rows - 1]))
+                    stored_scores(&a->cache, head, here, next, (int)n, (const Factors *)query, into);
+                else {
+                    Matrix keys = plain_keys(&a->cache, head, here, next);
+                    page_product(&keys, 0, PAGE, 0, (int)width, (int)n, (const Factors *)query, NULL, into);
+                }
+            }
+        }
+        for (int64_t q = 0; q < count; q++) {
+            const int64_t seen = a->position[(first + q) / shared] + 1, pages = (seen + PAGE - 1) / PAGE;
+            float *weight = score + q * slots, sink = a->sinks ? a->sinks[head * shared + (first + q) % shared] : -INFINITY;
+            F sum[16 / LANES], most = f_set1(sink), scale = f_set1(a->softcap > 0.0f ? 1.0f : a->scale);
+            for (int64_t p = 0; a->softcap > 0.0f && p < seen; p++) weight[p] = a->softcap * tanh_fast(weight[p] * a->scale / a->softcap);
+            for (int64_t p = seen; p < pages * PAGE; p++) weight[p] = -INFINITY;
+            for (int64_t p = 0; p < pages * PAGE; p += LANES) {
+                F x = f_mul(f_load(weight + p), scale);
+                most = f_max(x, most);
+                f_store(weight + p, x);
+            }
+            const float top = f_reduce_max(most);
+            UNROLL for (int v = 0; v < 16 / LANES; v++) sum[v] = f_zero();
+            for (int64_t p = 0; p < pages * PAGE; p += LANES) {
+                F x = weights_of(f_add(f_load(weight + p), f_set1(-top)));
+                sum[p / LANES % (16 / LANES)] = f_add(sum[p / LANES % (16 / LANES)], x);
+                f_store(weight + p, x);
+            }
+            float total = f_sum(LANES == 16 ? sum[0] : f_add(sum[0], sum[16 / LANES - 1]));
+            if (a->sinks) total += exp_fast(sink - top);
+            const F inverse = f_set1(1.0f / total);
+            for (int64_t p = 0; p < pages * PAGE; p += LANES) f_store(sums + p, f_fma(f_load(weight + p), inverse, f_load(sums + p)));
+        }
+    }
+}
+
 static void attention_job(void *p, const Team *team) { attention_part(p, team); }
 void attention(const Attention *a, int32_t threads) { parallel(attention_job, (void *)a, threads); }

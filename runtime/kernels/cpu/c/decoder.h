@@ -68,10 +68,60 @@ static void step_job(void *p, const Team *team) {
 
 void decoder_step(const Step *step, int32_t threads) { parallel_fair(step_job, (void *)step, threads); }
 
-/* Of one sequence's pages in all layers: what is at slot from[i] also to slot to[i], one after another. */
-void decoder_copy(const Decoder *d, const int32_t *pages, int64_t count, const int64_t *from, const int64_t *to) {
-    for (int64_t layer = 0; layer < d->layers; layer++) {
-        Cache cache = cache_of(d, d->blocks + layer);
-        for (int64_t i = 0; i < count; i++) cache_copy(&cache, pages, from[i], to[i]);
+/* Of one sequence, `cache_copy` in all layers. `apart`: numbers from one head's `from` to the next one's; 0: all heads of all layers have the
+ * same. `broken` is set to 1 where the storage cannot hold a number. */
+typedef struct {
+    const Decoder *decoder;
+    const int32_t *pages, *into;
+    int64_t count, apart, before, after;
+    const int64_t *from, *to;
+    int32_t *broken;
+} CopyOrder;
+static void copy_job(void *p, const Team *team) {
+    const CopyOrder *o = p;
+    int64_t start, end, heads = o->decoder->kv_heads;
+    team_part(team, o->decoder->layers * heads, 1, &start, &end);
+    for (int64_t unit = start; unit < end; unit++) {
+        Cache cache = cache_of(o->decoder, o->decoder->blocks + unit / heads);
+        if (!cache_copy(&cache, (int)(unit % heads), o->pages, o->into, o->count, o->from + unit * o->apart, o->to, o->before, o->after))
+            *o->broken = 1;
     }
+}
+void decoder_copy(const CopyOrder *order, int32_t threads) { parallel(copy_job, (void *)order, threads); }
+
+/* What every token of a sequence gets of the attention of some of its queries: sums [layers, kv_heads, slots] += weights, in all layers.
+ * query: [layers, rows, heads, head_dim], rotated, of the tokens at position[rows], in order. `memory`: received_memory bytes. */
+typedef struct {
+    const Decoder *decoder;
+    const int32_t *pages;
+    int64_t rows, slots;
+    const int64_t *position;
+    const float *query;
+    float *sums;
+    char *memory;
+} ReceivedOrder;
+static void received_job(void *p, const Team *team) {
+    const ReceivedOrder *o = p;
+    const Decoder *d = o->decoder;
+    int64_t start, end;
+    team_part(team, d->layers * d->kv_heads, 1, &start, &end);
+    for (int64_t unit = start; unit < end; unit++) {
+        const Block *block = d->blocks + unit / d->kv_heads;
+        const Op *op = block->ops;
+        while (op->kind != OP_ATTEND) op++;
+        Attention a = {
+            .cache = cache_of(d, block), .rows = o->rows, .heads = d->heads, .position = o->position, .pages = o->pages,
+            .query = o->query + unit / d->kv_heads * o->rows * d->heads * d->head_dim, .sinks = op->attend.sinks,
+            .scale = op->attend.scale, .softcap = op->attend.softcap,
+        };
+        attention_received(&a, (int)(unit % d->kv_heads), o->slots, (float *)o->memory + team->index * MOST_BLOCK * o->slots,
+                           o->sums + unit * o->slots);
+    }
+}
+/* Bytes; `slots` is a multiple of PAGE, and all positions are below. */
+int64_t received_memory(int64_t slots, int32_t threads) { return threads * MOST_BLOCK * slots * 4; }
+void decoder_received(const Decoder *d, const int32_t *pages, int64_t rows, const int64_t *position, const float *query, int64_t slots,
+                      float *sums, char *memory, int32_t threads) {
+    ReceivedOrder order = {d, pages, rows, slots, position, query, sums, memory};
+    parallel(received_job, &order, threads);
 }

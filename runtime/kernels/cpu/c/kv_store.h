@@ -225,19 +225,23 @@ static void store_values(const Cache *c, const Record *r, const Matrix *plain) {
         }
 }
 
-/* One head of a page, from the plain one; false where the storage cannot hold a number of it. */
-static int store_page(const Cache *c, int head, int32_t page) {
+/* One head of a page; false where the storage cannot hold a number of it. */
+static int store_numbers(const Cache *c, int head, int32_t page, const Matrix *keys, const Matrix *values) {
     Record r = record_of(c, head, page, page);
-    Matrix keys = plain_keys(c, head, page, page), values = plain_values(c, head, page, page);
-    if (!holds(&keys, r.keys.kind) || !holds(&values, r.values.kind)) return 0;
+    if (!holds(keys, r.keys.kind) || !holds(values, r.values.kind)) return 0;
     memset((char *)r.keys.data, 0, (size_t)(r.end - (char *)r.keys.data));
-    if (r.keys.kind == PAGES_FP8) store_floats8(&(Side){keys, 1, PAGE, c->head_dim}, &r.keys, (float *)r.key_grid, 1);
-    else if (holds_codes(r.keys.kind)) store_keys(c, &r, &keys);
-    else memcpy((char *)r.keys.data, keys.data, (size_t)matrix_bytes(c->type, PAGE, c->head_dim));
-    if (r.values.kind == PAGES_FP8) store_floats8(&(Side){values, c->value_dim, 1, c->value_dim}, &r.values, (float *)r.value_grid, 0);
-    else if (holds_codes(r.values.kind)) store_values(c, &r, &values);
-    else memcpy((char *)r.values.data, values.data, (size_t)matrix_bytes(c->type, c->value_dim, PAGE));
+    if (r.keys.kind == PAGES_FP8) store_floats8(&(Side){*keys, 1, PAGE, c->head_dim}, &r.keys, (float *)r.key_grid, 1);
+    else if (holds_codes(r.keys.kind)) store_keys(c, &r, keys);
+    else memcpy((char *)r.keys.data, keys->data, (size_t)matrix_bytes(c->type, PAGE, c->head_dim));
+    if (r.values.kind == PAGES_FP8) store_floats8(&(Side){*values, c->value_dim, 1, c->value_dim}, &r.values, (float *)r.value_grid, 0);
+    else if (holds_codes(r.values.kind)) store_values(c, &r, values);
+    else memcpy((char *)r.values.data, values->data, (size_t)matrix_bytes(c->type, c->value_dim, PAGE));
     return 1;
+}
+/* From the plain page. */
+static int store_page(const Cache *c, int head, int32_t page) {
+    Matrix keys = plain_keys(c, head, page, page), values = plain_values(c, head, page, page);
+    return store_numbers(c, head, page, &keys, &values);
 }
 
 /* Of these pages this member's share; `broken` is set to 1 where one cannot be stored. */
@@ -265,14 +269,59 @@ static void cache_write(const Cache *c, int head, int32_t page, int slot, const 
     for (int d = 0; d < c->value_dim; d++) store_as((void *)values.data, c->type, (int64_t)slot * c->value_dim + d, value[d]);
 }
 
-/* The keys and values of slot `from`, which is plain, also to slot `to`. */
-static void cache_copy(const Cache *c, const int32_t *pages, int64_t from, int64_t to) {
-    int64_t bytes = element_bytes(c->type), row = c->value_dim * bytes, size = PAGE * bytes;
-    for (int head = 0; head < c->heads; head++) {
-        const char *old = plain_keys(c, head, pages[from / PAGE], pages[from / PAGE]).data + from % PAGE * bytes;
-        char *key = (char *)plain_keys(c, head, pages[to / PAGE], pages[to / PAGE]).data + to % PAGE * bytes;
-        for (int d = 0; d < c->head_dim; d++) memcpy(key + d * size, old + d * size, (size_t)bytes);
-        const char *value = plain_values(c, head, pages[from / PAGE], pages[from / PAGE]).data + from % PAGE * row;
-        memcpy((char *)plain_values(c, head, pages[to / PAGE], pages[to / PAGE]).data + to % PAGE * row, value, (size_t)row);
+/* ---- reading a token */
+INLINE float code_at(const Matrix *m, int lane, int index) {
+    int bits = code_bits(m->kind), fields = 8 / bits, quarter = m->indices / 4, place = index % quarter;
+    uint32_t word = *(const uint32_t *)(m->data + words_at(m, lane, place / fields)) >> (index / quarter * 8 + place % fields * bits);
+    return m->kind == PAGES_FP8 ? 256.0f * f8_to_float((uint8_t)word) : (float)(word & ((1u << bits) - 1));
+}
+
+/* A head's key and value at a slot of a page, as it is stored or plain. */
+static void cache_read(const Cache *c, int head, int32_t page, int slot, int stored, float *key, float *value) {
+    Record r = {plain_keys(c, head, page, page), plain_values(c, head, page, page), NULL, NULL, NULL};
+    if (stored) r = record_of(c, head, page, page);
+    const int n = c->head_dim, size = c->value_dim, width = c->storage.group ? c->storage.group : size, groups = (size + width - 1) / width;
+    for (int d = 0; d < n; d++) {
+        if (!holds_codes(r.keys.kind)) {
+            key[d] = load_as(r.keys.data, r.keys.kind, (int64_t)d * PAGE + slot);
+            continue;
+        }
+        const uint16_t *scale = (const uint16_t *)r.key_grid + slot / GRID * n + d;
+        key[d] = code_at(&r.keys, slot, d);
+        key[d] = r.keys.kind == PAGES_FP8 ? key[d] * ((const float *)r.key_grid)[slot] : key[d] * f16_to_float(*scale) + f16_to_float(scale[GRIDS * n]);
     }
+    for (int d = 0; d < size; d++) {
+        if (!holds_codes(r.values.kind)) {
+            value[d] = load_as(r.values.data, r.values.kind, (int64_t)slot * size + d);
+            continue;
+        }
+        const uint16_t *scale = (const uint16_t *)r.value_grid + d / width * PAGE + slot;
+        value[d] = code_at(&r.values, d, slot);
+        value[d] = r.values.kind == PAGES_FP8 ? value[d] * ((const float *)r.value_grid)[slot]
+                                              : value[d] * f16_to_float(*scale) + f16_to_float(scale[groups * PAGE]);
+    }
+}
+
+/* Of one head: what is at slot from[i] of `pages` also to slot to[i] of `into`, one after another. Queries at `before` see `pages`, and those
+ * at `after` see `into`; slots that these see stored come in order. False where the storage cannot hold a number. */
+static int cache_copy(const Cache *c, int head, const int32_t *pages, const int32_t *into, int64_t count, const int64_t *from, const int64_t *to,
+                      int64_t before, int64_t after) {
+    int64_t bytes = element_bytes(c->type);
+    int good = 1;
+    float key[c->head_dim], value[c->value_dim];
+    char keys[c->stored ? PAGE * c->head_dim * bytes : 1], values[c->stored ? PAGE * c->value_dim * bytes : 1];
+    Cache page = *c; /* what is being put together */
+    page.key = keys, page.value = values, page.heads = 1, page.storage.plain_at = NULL;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t source = from[i] / PAGE, target = to[i] / PAGE;
+        int slot = (int)(to[i] % PAGE);
+        cache_read(c, head, pages[source], (int)(from[i] % PAGE), sees_stored(c, source, before), key, value);
+        if (!sees_stored(c, target, after)) cache_write(c, head, into[target], slot, key, value);
+        else {
+            cache_write(&page, 0, 0, slot, key, value);
+            Matrix plain_key = plain_keys(&page, 0, 0, 0), plain_value = plain_values(&page, 0, 0, 0);
+            if (slot + 1 == PAGE) good &= store_numbers(c, head, into[target], &plain_key, &plain_value);
+        }
+    }
+    return good;
 }

@@ -63,7 +63,7 @@ static void run_heads(Run *run, const Op *op, const Team *team) {
            BIT(op->to) | CACHE_BIT, team);
     team_part(team, run->rows * all, 1, &start, &end);
     for (int64_t unit = start; unit < end; unit++) {
-        int64_t r = unit / all, head = unit % all, at = step->position[r];
+        int64_t r = unit / all, head = unit % all, at = step->rotary[r];
         if (head < d->heads) {
             float *query = row_of(run, op->to, op->to_at + head * size, r);
             memcpy(query, head_of(run, &heads->query, r, head), (size_t)size * 4);
@@ -74,7 +74,7 @@ static void run_heads(Run *run, const Op *op, const Team *team) {
         memcpy(key, head_of(run, &heads->key, r, head), (size_t)own * 4);
         if (own < size) memcpy(key + own, head_of(run, &heads->rest, r, head), (size_t)(size - own) * 4);
         turn_head(run, heads, heads->key_norm, heads->key_apart, head, at, key);
-        int64_t slot = step->slot ? step->slot[r] : at;
+        int64_t slot = step->slot ? step->slot[r] : step->position[r];
         int32_t page = step->pages[step->sequence[r] * step->pages_stride + slot / PAGE];
         cache_write(&cache, (int)head, page, (int)(slot % PAGE), key, head_of(run, &heads->value, r, head));
     }
@@ -90,6 +90,10 @@ static void run_attend(Run *run, const Op *op, const Team *team) {
         .memory = run->partials,
     };
     settle(run, CACHE_BIT | BIT(op->from), BIT(op->to), team);
+    int64_t start, end, width = run->width[op->from], layer = run->block - run->decoder->blocks;
+    team_part(team, step->observed_count, 1, &start, &end);
+    for (int64_t i = start; i < end; i++)
+        memcpy(step->queries + (layer * step->observed_count + i) * width, row_of(run, op->from, 0, step->observed[i]), (size_t)width * 4);
     if (a.cache.stored && step->stored_count) {
         store_pages(&a.cache, step->stored, step->stored_count, step->broken, team);
         team_barrier(team);

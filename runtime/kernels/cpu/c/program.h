@@ -5,7 +5,8 @@
  *
  * A step takes `rows` tokens of any sequences at any positions. Row r belongs to sequence sequence[r], whose pages are
  * pages[sequence[r] * pages_stride ...]; rows of one sequence are consecutive and in order. Rows of a tree (parents before children)
- * have positions of their own and slots one after another; what a row sees of its tree is its path. */
+ * have positions of their own and slots one after another; what a row sees of its tree is its path. What eviction leaves of a sequence lies
+ * in its first slots, in order: positions go on from there. */
 enum { OP_NORM, OP_LINEAR, OP_HEADS, OP_ATTEND, OP_GATE, OP_ADD, OP_CAP, OP_MIXTURE, OP_WEIGH };
 enum { SKIP_ATTENTION = 1, SKIP_MLP = 2 };
 enum { STREAM, LOGITS, MOST_BUFFERS = 32 };
@@ -95,7 +96,8 @@ typedef struct {
     int64_t first, last; /* layers to run; the tail follows when `outputs` > 0 */
     float *x;                   /* [rows, hidden]: embeddings; overwritten */
     const int32_t *sequence;    /* [rows] */
-    const int64_t *position;    /* [rows] */
+    const int64_t *rotary;      /* [rows]: place in its sequence, by which a row is rotated */
+    const int64_t *position;    /* [rows]: the same, but that tokens that were evicted do not count */
     const int64_t *slot;        /* [rows]: where its keys and values are put; NULL: at its position */
     const int64_t *base, *path; /* [rows]: positions from base[r] on are at slots[path[r]], slots[path[r] + 1], ...; path[r] < 0: in order */
     const int32_t *slots;
@@ -108,6 +110,9 @@ typedef struct {
     const int32_t *stored;      /* [stored_count]: pages that are stored in fewer bits once their tokens are written */
     int32_t *broken;            /* set to 1 where that cannot hold a number */
     int64_t stored_count;
+    const int32_t *observed;    /* [observed_count]: rows whose queries are wanted */
+    float *queries;             /* [layers, observed_count, heads, head_dim]: rotated */
+    int64_t observed_count;
     const Decoder *decoder;
 } Step;
 

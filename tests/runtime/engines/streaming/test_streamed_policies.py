@@ -31,7 +31,9 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("drafter", [False, {"method": "lookup"}], ids=["plain", "lookup"])
 @pytest.mark.parametrize(
-    "policy", [{"keys": "int4", "values": "int4", "recent": 64}, {"keys": "fp8", "recent": 0}], ids=str
+    "policy",
+    [{"keys": "int4", "values": "int4", "recent": 64}, {"keys": "fp8", "recent": 0}, {"method": "h2o"}],
+    ids=str,
 )
 def test_streamed_weights(artifact: Path, load_streamed: Callable[..., Any], policy: Any, drafter: Any) -> None:
     whole = runtime.load(artifact, kv_cache=policy)
@@ -47,6 +49,9 @@ def test_streamed_weights(artifact: Path, load_streamed: Callable[..., Any], pol
 def test_a_policy_that_pages_cannot_be_runs_in_streamed_modules(
     artifact: Path, load_streamed: Callable[..., Any]
 ) -> None:
-    model = load_streamed(artifact, 3, kv_cache="snapkv")
+    model = load_streamed(artifact, 3, kv_cache="pyramidkv")
     assert type(model.engine) is StreamedTorch
-    assert "holds no cache whose policy says to evict tokens" in model.explain()["model"]
+    assert (
+        "holds no cache whose policy says to evict as many tokens of each layer and head as the budget pyramid"
+        in model.explain()["model"]
+    )

@@ -200,7 +200,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--layers", type=int, default=22, help="blocks of the 1.1b shape; fewer for a shorter run (says so in the JSON)"
     )
-    parser.add_argument("--only", action="append", help="glob of cell names; may be repeated")
+    parser.add_argument("--only", action="append", help=f"glob of cell names; may be repeated (1.1b: {LARGE_CELL})")
     parser.add_argument("--tools", default=",".join(TOOLS), help="which tools, or tool:variant, separated by commas")
     parser.add_argument(
         "--defaults-only", action="store_true", help="leave out the runs with better settings of the peers"
@@ -250,7 +250,7 @@ def main() -> None:
     defaults_only = arguments.defaults_only or large
     chosen = set(arguments.tools.split(","))
     for cell in CELLS:
-        patterns = [LARGE_CELL] if large else arguments.only
+        patterns = arguments.only or ([LARGE_CELL] if large else None)
         if patterns and not any(fnmatch.fnmatch(cell.name, pattern) for pattern in patterns):
             continue
         for variant in variants(cell):

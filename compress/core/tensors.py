@@ -1,14 +1,15 @@
-"""bfloat16 products on CPUs without bfloat16 arithmetic.
+"""Products of matrices on CPUs: bfloat16 ones without bfloat16 arithmetic, float32 ones by all of AVX-512.
 
-Such a CPU (AVX2 only, say) multiplies bfloat16 matrices several times slower than float32 ones. A bfloat16 product is float32
-sums of exact products, rounded once; computing it in float32 and rounding the result is the same up to the order of the sums.
+A CPU without bfloat16 arithmetic (AVX2 only, say) multiplies bfloat16 matrices several times slower than float32 ones. A bfloat16 product
+is float32 sums of exact products, rounded once; computing it in float32 and rounding the result is the same up to the order of the sums.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,6 +50,42 @@ class WidenedProducts(TorchFunctionMode):
 def products(device: torch.device) -> AbstractContextManager[Any]:
     """The context in which a model runs on `device`: widened products where that is faster, nothing elsewhere."""
     return WidenedProducts() if device.type == "cpu" and not has_bfloat16() else nullcontext()
+
+
+@contextmanager
+def wide_products() -> Iterator[None]:
+    """While active, float32 products use all of AVX-512 on AMD's CPUs, where MKL, torch's first choice, is content with AVX2.
+
+    oneDNN has the kernels. torch gives it float32 products only where it may compute in bfloat16, which it does not without AMX.
+    """
+    if not _onednn_is_wider():
+        yield
+        return
+    with _through_onednn():
+        yield
+
+
+@contextmanager
+def _through_onednn() -> Iterator[None]:
+    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+@cache
+def _onednn_is_wider() -> bool:
+    """Whether `wide_products` brings speed, and, as a product says, costs no precision."""
+    flags, vendor = processes.flags(), next(iter(processes.facts("vendor_id")), "")
+    if "AMD" not in vendor or "avx512f" not in flags or "amx_bf16" in flags:
+        return False
+    one, other = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0))
+    with _through_onednn():
+        found = one @ other
+    return relative(found, one.double() @ other.double()) < 1e-5
 
 
 def bound_kernel_caches() -> None:

@@ -20,6 +20,7 @@ from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import RunDirectory
 from compress.core.statistics import Statistics, StatisticsCollector
+from compress.core.tensors import wide_products
 from compress.model.checkpoint_writer import shard_name
 from compress.model.hidden_states import HiddenStates
 from compress.model.input_statistics import forwards
@@ -169,6 +170,7 @@ class BlockPass:
         self.directory.commit(part, record, (self.directory.path / record["shard"], *files))
 
 
+@wide_products()
 def run_pass(job: BlockPass) -> None:
     """Compress the remaining blocks, then what is in none; the records of all parts are in the directory's work."""
     directory, reporter, batches, streamed = job.directory, job.reporter, job.batches, job.streamed

@@ -61,8 +61,8 @@ INT4_CACHE = {"kv_cache": {"keys": "int4", "values": "int4"}}
 DEEP_ENGINES = {
     "ours": ENGINES["ours"],
     "ours-fast": ENGINES["ours-fast"],
-    "ours-kv4": Engine("ours, exact, int4 cache, on modules", "ours", "w4", {"kernels": "auto", **INT4_CACHE}),
-    "ours-fast-kv4": Engine("ours, fast, int4 cache, on modules", "ours", "w4", {"kernels": "fast", **INT4_CACHE}),
+    "ours-kv4": Engine("ours, exact, int4 cache", "ours", "w4", {"kernels": "auto", **INT4_CACHE}),
+    "ours-fast-kv4": Engine("ours, fast, int4 cache", "ours", "w4", {"kernels": "fast", **INT4_CACHE}),
     "llama.cpp": ENGINES["llama.cpp"],
     "ik_llama.cpp": Engine("ik_llama.cpp Q4_0, repacked", "ik_llama", "llama_cpp", grid="q4_0"),
     "mistral.rs": Engine("mistral.rs Q4K", "mistralrs", "own", {"isq": "Q4K"}),

@@ -148,13 +148,13 @@ def test_the_plan_says_readers_and_engine(make_checkpoint: Any, recipe: Any) -> 
     assert rows["vLLM"]["how"] == "yes"
     assert "without its cache policy" in rows["vLLM"]["note"]
     assert plan.engine.startswith("cpu: the decoder in C")
-    evicting = make_plan(
-        load(recipe(source, W4, {"kv_cache": {"evict": {"score": "streaming", "tokens": 64}}})),
-        device="cpu",
-        readers=readable_by,
-    )
-    assert evicting.engine.startswith("cpu: transformers' modules")
-    assert "holds no cache whose policy says to evict tokens; without the policy" in evicting.engine
+    evict = {"score": "streaming", "tokens": 64}
+    evicting = make_plan(load(recipe(source, W4, {"kv_cache": {"evict": evict}})), device="cpu", readers=readable_by)
+    assert evicting.engine.startswith("cpu: the decoder in C")
+    uneven = {"kv_cache": {"evict": {"score": "snapkv", "tokens": 64, "heads": "adaptive"}}}
+    by_head = make_plan(load(recipe(source, W4, uneven)), device="cpu", readers=readable_by)
+    assert by_head.engine.startswith("cpu: transformers' modules")
+    assert "holds no cache whose policy says to evict as many tokens of each" in by_head.engine
     plain = make_plan(load(recipe(source, W4)), device="cpu", readers=readable_by)
     assert plain.engine.startswith("cpu: the decoder in C")
     dense = make_plan(load(recipe(source, *STAGES["structured"])), device="cpu", readers=readable_by)

@@ -106,12 +106,11 @@ class EvictionPlan(Settings):
         """Tokens that each head keeps of `held` when it is cut, where budgets are uniform; `arrived`: that have come, evicted ones too."""
         mean = self.tokens if self.ratio is None else round(arrived * self.ratio)
         assert mean is not None
-        least, floats = self.least + storage.prefix, storage.recent + storage.prefix
+        least = self.least + storage.prefix
         count = max(mean, least)
-        if storage.tiers and floats < count < held:  # as `Eviction._whole`
-            count = floats + storage.chunk * round((count - floats) / storage.chunk)
-            count += storage.chunk * (count < least)
-        return min(held, count)
+        return min(
+            held, int(whole_chunks(torch.tensor(count), torch.tensor(least), storage)) if count < held else count
+        )
 
     @property
     def accumulates(self) -> bool:
@@ -125,6 +124,16 @@ class EvictionPlan(Settings):
         parts = {"mass": PageTensor(1, torch.float32)} if self.accumulates else {}
         parts |= {"given": PageTensor(1, torch.bool)} if self.keeps_prompt else {}
         return parts | ({"place": PageTensor(1, torch.int32)} if "positions" in self.score.wants else {})
+
+
+def whole_chunks(counts: torch.Tensor, least: torch.Tensor, storage: StoragePlan) -> torch.Tensor:
+    """Counts of tokens that leave none but the recent ones as floats, and are no less than `least`: older ones are stored in whole chunks."""
+    if not storage.tiers:
+        return counts
+    floats = storage.recent + storage.prefix
+    rounded = floats + storage.chunk * ((counts - floats).double() / storage.chunk).round().long()
+    rounded = torch.where(rounded < least, rounded + storage.chunk, rounded)
+    return torch.where(counts > floats, rounded, counts)
 
 
 class MassNotes(Protocol):
@@ -297,19 +306,8 @@ class Eviction:
         always = (score == float("inf")).sum(-1)
         there = (score > float("-inf")).sum(-1)
         counts = torch.minimum(torch.maximum(counts, always), there)
-        whole = self._whole(layer, counts, torch.maximum(always, counts.clamp(max=self._least(layer))))
+        whole = whole_chunks(counts, torch.maximum(always, counts.clamp(max=self._least(layer))), layer.storage)
         return layer.keep(score, torch.where(counts < there, torch.minimum(whole, there), counts))
-
-    def _whole(self, layer: CutLayer, counts: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-        """Counts that leave nothing but the recent tokens as floats, but `least`: what is stored otherwise is stored in whole pages."""
-        storage = layer.storage
-        if not storage.tiers:
-            return counts
-        floats = storage.recent + storage.prefix
-        pages = ((counts - floats).double() / storage.chunk).round().long()
-        rounded = floats + storage.chunk * pages
-        rounded = torch.where(rounded < least, rounded + storage.chunk, rounded)
-        return torch.where(counts > floats, rounded, counts)
 
     def _least(self, layer: CutLayer) -> int:
         return self.plan.least + layer.storage.prefix

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from llama_engines import engines, model_of
 from safetensors.torch import save_file
+from speculation_cases import FINGERPRINT, model_over
 
 from runtime.api.model import Model
 from runtime.config.settings import ConfigError
@@ -20,7 +20,6 @@ from runtime.drafting.drafters.base import Drafter
 from runtime.drafting.speculation import Speculation
 from runtime.engines.native.engine import NativeEngine
 
-FINGERPRINT = "0123"
 SETTINGS: dict[str, dict[str, Any]] = {
     "skip": {"method": "skip", "skip_attention": [1, 3], "skip_mlp": [2], "confidence": 0.0, "change": 0.0},
     "exit": {"method": "early-exit", "layer": 2},
@@ -40,9 +39,7 @@ def gentle(name: str = "grouped", share: float = 0.05, from_layer: int = 1, **ch
 
 def loaded(module: Any) -> Model:
     """The model in C, with no tokenizer."""
-    checkpoint = SimpleNamespace(fingerprint=lambda: FINGERPRINT)
-    artifact: Any = SimpleNamespace(path=Path("tiny"), checkpoint=checkpoint)
-    return Model(engines(module)[1], None, artifact, frozenset([3]))
+    return model_over(engines(module)[1])
 
 
 def lean(model: Model) -> NativeEngine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +22,13 @@ from runtime.drafting.verify.exact import Exact
 from runtime.sampling.tree import ROOT, Tree
 
 VOCABULARY = 400
+FINGERPRINT = "0123"
 
 
 def model(speculation: Speculation | None = None, name: str = "grouped", **changes: Any) -> Model:
     """A tiny random Llama in C, with no tokenizer."""
     _, lean = engines(model_of(name, **changes))
-    artifact: Any = SimpleNamespace(path=Path("tiny"), checkpoint=SimpleNamespace(fingerprint=lambda: "tiny"))
-    return Model(lean, None, artifact, frozenset([3]), speculation)
+    return model_over(lean, speculation)
 
 
 def prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
@@ -100,6 +100,15 @@ def answers(plain: Model, texts: Sequence[list[int]], **options: Any) -> dict[tu
     return {tuple(text): new for text, new in zip(texts, plain.generate(list(texts), **options), strict=True)}
 
 
+def trees_change_nothing(make: Callable[[], Model], texts: Sequence[list[int]], new: int) -> None:
+    """Trees that are often wrong: what models that `make` gives write is what plain ones do, in fewer steps."""
+    plain, drafting = make(), make()
+    truth = answers(plain, texts, max_new_tokens=new)
+    drafting.speculation = speculation(Scripted(truth))
+    assert drafting.generate(list(texts), max_new_tokens=new) == list(truth.values())
+    assert drafting.stats["steps"] < plain.stats["steps"]
+
+
 def accept_head(hidden: int) -> AcceptHead:
     """One that foresees what the draft says itself: the logit is the token's log-probability and 2."""
     out = torch.zeros(2, hidden + 2)
@@ -110,11 +119,15 @@ def accept_head(hidden: int) -> AcceptHead:
 
 # ---------------------------------------------------------------- engines of all kinds
 def model_over(
-    engine: Any, speculation: Speculation | None = None, eos: Sequence[int] = (3,), tokenizer: Any = None
+    engine: Any,
+    speculation: Speculation | None = None,
+    eos: Sequence[int] = (3,),
+    tokenizer: Any = None,
+    prefix_cache: int | None = None,
 ) -> Model:
     """A model around an engine, without a directory."""
-    artifact: Any = SimpleNamespace(path=Path("tiny"))
-    return Model(engine, tokenizer, artifact, frozenset(eos), speculation)
+    artifact: Any = SimpleNamespace(path=Path("tiny"), checkpoint=SimpleNamespace(fingerprint=lambda: FINGERPRINT))
+    return Model(engine, tokenizer, artifact, frozenset(eos), speculation, prefix_cache=prefix_cache)
 
 
 class ScriptedChain(Scripted):

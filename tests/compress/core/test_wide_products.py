@@ -42,7 +42,9 @@ def cpu(monkeypatch: pytest.MonkeyPatch):
     return pretend
 
 
-@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 7, 3), (33, 130, 257), (128, 1000, 77), (300, 17, 5)])
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"), [(1, 7, 3), (33, 130, 257), (128, 1000, 77), (300, 17, 5), (640, 2048, 1408)]
+)
 def test_products_stay_exact(rows: int, inner: int, columns: int) -> None:
     one, other, before = (torch.randn(size) for size in ((rows, inner), (inner, columns), (rows, columns + 2)))
     turned = torch.randn(inner, rows).T

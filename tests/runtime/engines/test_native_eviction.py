@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ import torch
 from inside_cases import gentle, with_drafter
 from llama_engines import CPU, model_of, native
 from program_families import model_of as family_of
-from speculation_cases import VOCABULARY, Scripted, answers, speculation
+from speculation_cases import VOCABULARY, model_over, trees_change_nothing
 
 from runtime.api.model import Model
 from runtime.config.settings import ConfigError
@@ -57,22 +56,16 @@ def module() -> Any:
     return model_of("grouped", head_dim=32, max_position_embeddings=2048)
 
 
-def _model(engine: Any, **arguments: Any) -> Model:
-    checkpoint = SimpleNamespace(fingerprint=lambda: "0123")
-    artifact: Any = SimpleNamespace(path=Path("tiny"), checkpoint=checkpoint)
-    return Model(engine, None, artifact, frozenset([3]), **arguments)
-
-
 def held(module: Any, policy: str) -> Model:
     engine = native(module)
     assert engine.hold(Policy.parse(ALL[policy])) is None
-    return _model(engine)
+    return model_over(engine)
 
 
 def modules(module: Any, policy: str) -> Model:
     engine = TorchEngine(module, CPU)
     engine.compress_cache(Policy.parse(POLICIES[policy]))
-    return _model(engine)
+    return model_over(engine)
 
 
 def texts(*lengths: int, seed: int = 0) -> list[list[int]]:
@@ -87,7 +80,9 @@ def test_what_is_written_is_what_modules_write(module: Any, policy: str) -> None
     found = held(module, policy).generate(prompts, max_new_tokens=NEW, ignore_eos=True)
     slow = modules(module, policy)
     assert found == [slow.generate(prompt, max_new_tokens=NEW, ignore_eos=True) for prompt in prompts]
-    assert found != _model(native(module)).generate(prompts, max_new_tokens=NEW, ignore_eos=True), "it does something"
+    assert found != model_over(native(module)).generate(prompts, max_new_tokens=NEW, ignore_eos=True), (
+        "it does something"
+    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -99,7 +94,6 @@ def test_what_is_kept_is_what_modules_keep(name: str, policy: str) -> None:
     assert lean.hold(parsed) is None
     slow.compress_cache(parsed)
     (text,) = texts(230)
-    text = [token % 400 for token in text]
     prompt, cache = 200, slow.new_cache()
     slow.forward(torch.tensor([text[:prompt]]), cache, None, None)
     for token in text[prompt:]:
@@ -136,7 +130,7 @@ def test_logits_over_few_bits_are_those_of_modules(policy: str, monkeypatch: pyt
     lean, slow = native(model), TorchEngine(model, CPU)
     assert lean.hold(Policy.parse(settings)) is None
     slow.compress_cache(Policy.parse(settings))
-    text = [token % 400 for token in texts(450)[0]]
+    (text,) = texts(450)
     cache = slow.new_cache()  # one by one: a prompt in one piece is read plain by modules
     wanted = torch.stack([slow.forward(torch.tensor([[token]]), cache, None, None)[0, -1] for token in text])
     found, pool = _read(lean, text, 1, 450)
@@ -187,7 +181,6 @@ def test_sums_are_those_of_a_softmax(softcap: float, sinks: bool) -> None:
 
 def test_sums_over_stored_pages_are_near_those_over_plain_ones() -> None:
     model, (text,) = model_of("grouped", head_dim=32), texts(400)
-    text = [token % 400 for token in text]
     queries = torch.randn(3, 5, 8, 32, generator=torch.Generator().manual_seed(2))
     sums = torch.zeros(2, 3, 2, 7 * PAGE)
     for found, policy in zip(sums, ({}, {"keys": "int8", "values": "int8", "recent": 70}), strict=True):
@@ -301,13 +294,7 @@ def test_pages_that_others_hold_are_not_written() -> None:
 # ---------------------------------------------------------------- drafts
 @pytest.mark.parametrize("policy", ALL)
 def test_drafts_change_nothing(module: Any, policy: str) -> None:
-    prompts = texts(300, 40, 129, seed=4)
-    plain = held(module, policy)
-    truth = answers(plain, prompts, max_new_tokens=120)
-    model = held(module, policy)
-    model.speculation = speculation(Scripted(truth))
-    assert model.generate(prompts, max_new_tokens=120) == list(truth.values())
-    assert model.stats["steps"] < plain.stats["steps"]
+    trees_change_nothing(lambda: held(module, policy), texts(300, 40, 129, seed=4), 120)
 
 
 def test_layers_of_the_model_do_not_draft() -> None:

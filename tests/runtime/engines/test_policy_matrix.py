@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from inside_cases import SETTINGS, adapter, gentle, with_drafter
 from llama_engines import native
 from program_families import model_of
-from speculation_cases import VOCABULARY, Scripted, answers, speculation
+from speculation_cases import VOCABULARY, model_over, trees_change_nothing
 
 from runtime.api.model import Model
 from runtime.drafting.lengths.fixed import Fixed
@@ -55,9 +53,7 @@ def held(module: Any, policy: str) -> Model:
     """The model in C with a policy, with no tokenizer."""
     engine = native(module)
     assert engine.hold(Policy.parse(POLICIES[policy])) is None
-    checkpoint = SimpleNamespace(fingerprint=lambda: "0123")
-    artifact: Any = SimpleNamespace(path=Path("tiny"), checkpoint=checkpoint)
-    return Model(engine, None, artifact, frozenset([3]))
+    return model_over(engine)
 
 
 def texts(count: int, shortest: int = 20, longest: int = 300, seed: int = 0) -> list[list[int]]:
@@ -97,9 +93,8 @@ def test_within_any_memory_the_same(module: Any, policy: str, spare: int) -> Non
 def test_what_ended_calls_leave_stays_within_its_bound(module: Any) -> None:
     engine = native(module)
     engine.hold(Policy.parse(POLICIES["int4"]))
-    artifact: Any = SimpleNamespace(path=Path("tiny"), checkpoint=SimpleNamespace(fingerprint=lambda: "0123"))
     bound = 12 * sum(tensor[0].nbytes for tensor in engine.new_pages(1).tensors)
-    model = Model(engine, None, artifact, frozenset([3]), prefix_cache=bound)
+    model = model_over(engine, prefix_cache=bound)
     prompts = texts(12, 130, 200, seed=2)
     expected = {}
     for prompt in prompts * 2:  # of an old one nothing is left, or what was stored and can be begun after
@@ -127,13 +122,7 @@ def test_drafters_write_what_plain_decoding_writes(module: Any, draft: str, kind
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_trees_that_are_often_wrong_change_nothing(module: Any, policy: str) -> None:
-    prompts = texts(3, seed=4)
-    plain = held(module, policy)
-    truth = answers(plain, prompts, max_new_tokens=120)
-    model = held(module, policy)
-    model.speculation = speculation(Scripted(truth))
-    assert model.generate(prompts, max_new_tokens=120) == list(truth.values())
-    assert model.stats["steps"] < plain.stats["steps"]
+    trees_change_nothing(lambda: held(module, policy), texts(3, seed=4), 120)
 
 
 # ---------------------------------------------------------------- policy x family

@@ -66,7 +66,7 @@ static void step_job(void *p, const Team *team) {
     run_ops(&run, d->tail, d->tail_count, 0, team);
 }
 
-void decoder_step(const Step *step, int32_t threads) { parallel_fair(step_job, (void *)step, threads); }
+void decoder_step(const Step *step, int32_t threads) { parallel_adaptive(step_job, (void *)step, threads); }
 
 /* Of one sequence, `cache_copy` in all layers. `apart`: numbers from one head's `from` to the next one's; 0: all heads of all layers have the
  * same. `broken` is set to 1 where the storage cannot hold a number. */

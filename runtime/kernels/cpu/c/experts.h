@@ -343,7 +343,7 @@ int64_t experts_memory(const Experts *e, int64_t rows, int64_t chosen) {
 void experts_run(const Experts *e, const void *x, int32_t x_type, int64_t rows, int64_t chosen, const int64_t *index,
                  const float *weight, void *y, int32_t y_type, char *memory, int32_t threads) {
     ExpertsJob job = {e, NULL, index, x, weight, y, memory, rows, chosen, x_type, y_type};
-    parallel_fair(experts_job, &job, threads);
+    parallel_adaptive(experts_job, &job, threads);
 }
 
 static void router_job(void *p, const Team *team) {

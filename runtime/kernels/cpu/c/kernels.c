@@ -1,7 +1,7 @@
 /* The CPU kernels of this runtime, one library an instruction set. runtime/kernels/cpu/library.py compiles and loads it. */
 #include "simd.h"
 #include "pool.h"
-#include "crowd.h"
+#include "contention.h"
 #include "digits.h"
 #include "planes.h"
 #include "linear.h"

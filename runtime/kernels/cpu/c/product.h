@@ -212,5 +212,5 @@ int64_t linear_memory(const Linear *l, int64_t rows, int32_t digits) {
 void linear_run(const Linear *l, const void *x, int32_t x_type, int64_t rows, void *y, int32_t y_type, int32_t digits,
                 void *memory, int32_t threads) {
     Product job = {l, x, y, memory, rows, x_type, y_type, digits};
-    parallel_fair(product_job, &job, threads);
+    parallel_adaptive(product_job, &job, threads);
 }

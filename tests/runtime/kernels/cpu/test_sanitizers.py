@@ -24,7 +24,7 @@ from runtime.kernels.cpu import library
 from runtime.kv_cache.policy.policy import Policy
 from runtime.system import instruction_sets, native
 
-REPLAY = Path(__file__).parents[3] / "helpers" / "replay.c"
+REPLAY = Path(__file__).with_name("replay.c")
 COMPILER = native.find_compiler()
 FUNCTIONS = ["linear_run", "decoder_step", "decoder_copy"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

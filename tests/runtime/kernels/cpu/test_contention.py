@@ -1,4 +1,4 @@
-"""Threads rest while other processes keep the cores (`crowd.h`), on a clock of the test's own (`crowd.c`)."""
+"""Fewer threads while other processes need the cores (`contention.h`), on a clock of the test's own (`contention.c`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from runtime.kernels.cpu import library
 from runtime.system import native
 
-SOURCE = Path(__file__).with_name("crowd.c")
+SOURCE = Path(__file__).with_name("contention.c")
 COMPILER = native.find_compiler()
 
 
@@ -20,8 +20,8 @@ def threads(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[list
     """`threads("MILLISECONDS:LATE:PERCENT", ...)`: how many of 4 worked, a list for each."""
     if COMPILER is None:
         pytest.skip("needs a C compiler")
-    program, folder = tmp_path_factory.mktemp("crowd") / "program", library.SOURCE.parent
-    headers = [f'-D{name.upper()}="{folder / name}.h"' for name in ("pool", "crowd")]
+    program, folder = tmp_path_factory.mktemp("contention") / "program", library.SOURCE.parent
+    headers = [f'-D{name.upper()}="{folder / name}.h"' for name in ("pool", "contention")]
     subprocess.run([*COMPILER.split(), "-std=c11", *headers, str(SOURCE), "-o", str(program)], check=True)
 
     def run(*phases: str) -> list[list[int]]:
@@ -35,7 +35,7 @@ def test_all_work_on_an_idle_machine(threads: Callable[..., list[list[int]]]) ->
     assert threads("1000:0:0", "1000:4:20") == [[4] * 40] * 2  # a fifth of the time is no reason
 
 
-def test_who_shares_its_core_rests(threads: Callable[..., list[list[int]]]) -> None:
+def test_a_thread_that_shares_its_core_is_not_used(threads: Callable[..., list[list[int]]]) -> None:
     before, beside, after = threads("200:0:0", "4000:1:50", "2000:0:0")
     assert before == [4] * 8
     assert set(beside) == {3, 4}
@@ -51,7 +51,7 @@ def test_one_always_works(threads: Callable[..., list[list[int]]]) -> None:
     assert found.count(1) > 120
 
 
-def test_after_a_rest_rests_begin_short_again(threads: Callable[..., list[list[int]]]) -> None:
+def test_a_later_backoff_is_short_again(threads: Callable[..., list[list[int]]]) -> None:
     _, _, again = threads("4000:1:50", "4000:0:0", "1000:1:50")
     assert again.count(4) > 4
 

@@ -127,7 +127,7 @@ class EvictionPlan(Settings):
 
 
 def whole_chunks(counts: torch.Tensor, least: torch.Tensor, storage: StoragePlan) -> torch.Tensor:
-    """Counts of tokens that leave none but the recent ones as floats, and are no less than `least`: older ones are stored in whole chunks."""
+    """Counts of at least `least` tokens that leave none but the recent ones as floats: older ones are stored in whole chunks."""
     if not storage.tiers:
         return counts
     floats = storage.recent + storage.prefix

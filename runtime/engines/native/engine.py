@@ -197,12 +197,12 @@ class NativeEngine(FusedEngine):
         return self._logits(input_ids, Pool(self.parts, -(-input_ids.shape[1] // PAGE)))
 
     def read(self, pool: Pool, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:
-        return self._run(pool, chunks, output_rows(chunks, every))[0]
+        return self._run(pool, chunks, output_rows(chunks, every), narrow=True)[0]
 
     def verify(
         self, pool: Pool, chunks: Sequence[Chunk], hidden: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits, x = self._run(pool, chunks, output_rows(chunks))
+        logits, x = self._run(pool, chunks, output_rows(chunks), narrow=not hidden)
         return logits, self.parts.normed(x) if hidden else None
 
     def keep(self, pool: Pool, chunk: Chunk, path: Sequence[int]) -> None:
@@ -226,13 +226,19 @@ class NativeEngine(FusedEngine):
         return super().slots(prompt, new) if found is None else found.most(new - 1)
 
     @torch.inference_mode()
-    def _run(self, pool: Pool, chunks: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass over all tokens of the chunks: logits of the rows `outputs`, and the residual stream after the last layer."""
+    def _run(
+        self, pool: Pool, chunks: Sequence[Chunk], outputs: Sequence[int], narrow: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass over all tokens of the chunks: logits of the rows `outputs`, and the residual stream after the last layer.
+
+        With `narrow` that of other rows is not computed, and the stream not to be used.
+        """
         ready = self.prepare(pool.decoder, chunks, outputs)
         recorder, pool.recorder = pool.recorder, None
         if recorder is not None:
             states = torch.empty(len(self.parts.blocks), *ready.x.shape)
             ready.step.record = states.data_ptr()
+        ready.step.narrow = narrow and recorder is None
         stored = pool.begin(ready.step, chunks)  # what the step points to
         observed = record(ready.step, chunks, self._shape, self.parts.head_dim)
         self.compute(ready.step, pool)

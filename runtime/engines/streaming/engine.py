@@ -221,9 +221,11 @@ class StreamedNative(_Streamed, NativeEngine):
         count = len(parts.blocks)
         self._runs = list(pairwise(sorted({0, count, *ranges, *(number + 1 for number in ranges)})))
 
-    def _run(self, pool: Pool, chunks: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(
+        self, pool: Pool, chunks: Sequence[Chunk], outputs: Sequence[int], narrow: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         with self._lock:
-            return super()._run(pool, chunks, outputs)
+            return super()._run(pool, chunks, outputs, narrow)
 
     def compute(self, step: Step, pool: Pool | None = None) -> None:
         assert pool is not None, "of a whole model"

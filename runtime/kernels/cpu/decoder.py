@@ -107,7 +107,7 @@ class Step(ctypes.Structure):
     """Some tokens of some sequences, through all layers."""
 
     _fields_ = (
-        *fields(_i64, "rows", "outputs", "pages_stride", "first", "last"),
+        *fields(_i64, "rows", "outputs", "pages_stride", "first", "last", "narrow"),
         *fields(_p, "x", "sequence", "rotary", "position", "slot", "base", "path"),  # of each row
         *fields(_p, "slots", "pages", "tables"),  # of all
         *fields(_p, "output", "logits", "record", "memory"),  # whose logits, and where results go

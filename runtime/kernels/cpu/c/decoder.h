@@ -24,6 +24,7 @@ static int64_t lay_out(const Decoder *d, int64_t rows, char *memory, Run *run) {
     run->memory = memory_part(memory, &at, bytes_of(d, OP_LINEAR, rows));
     run->partials = memory_part(memory, &at, attention_memory(d->value_dim));
     run->experts = memory_part(memory, &at, bytes_of(d, OP_MIXTURE, rows));
+    run->kept = memory_part(memory, &at, narrow_memory(rows));
     return at;
 }
 int64_t decoder_memory(const Decoder *d, int64_t rows) {
@@ -41,7 +42,8 @@ static void run_ops(Run *run, const Op *ops, int64_t count, int64_t skip, const 
 static void step_job(void *p, const Team *team) {
     Step *step = p;
     const Decoder *d = step->decoder;
-    Run run = {.step = step, .decoder = d, .rows = step->rows};
+    Run run = {.step = step, .decoder = d, .rows = step->rows, .sequence = step->sequence, .position = step->position, .base = step->base,
+               .path = step->path};
     lay_out(d, step->rows, step->memory, &run);
     run.buffer[STREAM] = step->x, run.width[STREAM] = d->hidden;
     run.buffer[LOGITS] = step->logits, run.width[LOGITS] = d->widths[LOGITS];
@@ -55,14 +57,15 @@ static void step_job(void *p, const Team *team) {
         memcpy(step->record + i * numbers + start, step->x + start, (size_t)(end - start) * 4);
     }
     if (!step->outputs) return;
-    /* The rows whose logits are wanted, side by side in the last buffer. */
-    int64_t last = d->buffers - 1;
-    settle(&run, BIT(STREAM), BIT(last), team);
-    team_part(team, step->outputs, 1, &start, &end);
-    for (int64_t i = start; i < end; i++)
-        memcpy(row_of(&run, (int)last, 0, i), row_of(&run, STREAM, 0, step->output[i]), (size_t)d->hidden * 4);
-    run.rows = step->outputs, run.buffer[STREAM] = run.buffer[last];
-    run.written |= BIT(STREAM), run.input = NULL;
+    if (run.rows > step->outputs || !step->narrow) { /* the rows whose logits are wanted, side by side in the last buffer */
+        int64_t last = d->buffers - 1;
+        settle(&run, BIT(STREAM), BIT(last), team);
+        team_part(team, step->outputs, 1, &start, &end);
+        for (int64_t i = start; i < end; i++)
+            memcpy(row_of(&run, (int)last, 0, i), row_of(&run, STREAM, 0, step->output[i]), (size_t)d->hidden * 4);
+        run.rows = step->outputs, run.buffer[STREAM] = run.buffer[last];
+        run.written |= BIT(STREAM), run.input = NULL;
+    }
     run_ops(&run, d->tail, d->tail_count, 0, team);
 }
 

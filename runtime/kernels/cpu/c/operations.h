@@ -82,22 +82,23 @@ static void run_heads(Run *run, const Op *op, const Team *team) {
 
 static void run_attend(Run *run, const Op *op, const Team *team) {
     const Step *step = run->step;
-    Attention a = {
-        .cache = cache_of(run->decoder, run->block), .rows = run->rows, .heads = run->decoder->heads, .window = op->attend.window,
-        .pages_stride = step->pages_stride, .sequence = step->sequence, .position = step->position, .base = step->base,
-        .path = step->slot ? step->path : NULL, .slots = step->slots, .pages = step->pages, .query = row_of(run, op->from, 0, 0),
-        .out = row_of(run, op->to, 0, 0), .sinks = op->attend.sinks, .scale = op->attend.scale, .softcap = op->attend.softcap,
-        .memory = run->partials,
-    };
+    const Cache cache = cache_of(run->decoder, run->block);
     settle(run, CACHE_BIT | BIT(op->from), BIT(op->to), team);
     int64_t start, end, width = run->width[op->from], layer = run->block - run->decoder->blocks;
     team_part(team, step->observed_count, 1, &start, &end);
     for (int64_t i = start; i < end; i++)
         memcpy(step->queries + (layer * step->observed_count + i) * width, row_of(run, op->from, 0, step->observed[i]), (size_t)width * 4);
-    if (a.cache.stored && step->stored_count) {
-        store_pages(&a.cache, step->stored, step->stored_count, step->broken, team);
+    if (cache.stored && step->stored_count) {
+        store_pages(&cache, step->stored, step->stored_count, step->broken, team);
         team_barrier(team);
     }
+    if (step->narrow && layer + 1 == run->decoder->layers && step->outputs < run->rows) narrow_rows(run, team);
+    Attention a = {
+        .cache = cache, .rows = run->rows, .heads = run->decoder->heads, .window = op->attend.window, .pages_stride = step->pages_stride,
+        .sequence = run->sequence, .position = run->position, .base = run->base, .path = step->slot ? run->path : NULL,
+        .slots = step->slots, .pages = step->pages, .query = row_of(run, op->from, 0, 0), .out = row_of(run, op->to, 0, 0),
+        .sinks = op->attend.sinks, .scale = op->attend.scale, .softcap = op->attend.softcap, .memory = run->partials,
+    };
     attention_part(&a, team);
 }
 

@@ -94,7 +94,8 @@ typedef struct {
 typedef struct {
     int64_t rows, outputs, pages_stride;
     int64_t first, last; /* layers to run; the tail follows when `outputs` > 0 */
-    float *x;                   /* [rows, hidden]: embeddings; overwritten */
+    int64_t narrow; /* only logits are wanted: once its keys and values are in the cache, the last layer goes on with the rows of `output` */
+    float *x;                   /* [rows, hidden]: embeddings; overwritten, unless `narrow` by what the last layer leaves */
     const int32_t *sequence;    /* [rows] */
     const int64_t *rotary;      /* [rows]: place in its sequence, by which a row is rotated */
     const int64_t *position;    /* [rows]: the same, but that tokens that were evicted do not count */
@@ -103,7 +104,7 @@ typedef struct {
     const int32_t *slots;
     const int32_t *pages;       /* [sequences, pages_stride] */
     const float *const *tables; /* cosines and sines [positions, rotary / 2] of the first rotation, of the second, ... */
-    const int32_t *output;      /* [outputs]: rows whose logits are wanted */
+    const int32_t *output;      /* [outputs]: rows whose logits are wanted, in order */
     float *logits;              /* [outputs, vocabulary] */
     float *record;              /* [layers, rows, hidden]: the residual stream after each layer that is run; NULL: nobody wants it */
     char *memory;               /* decoder_memory(...) bytes */
@@ -123,7 +124,9 @@ typedef struct {
     const Block *block;
     float *buffer[MOST_BUFFERS];
     int64_t width[MOST_BUFFERS], rows;
-    char *memory, *experts, *partials; /* of inputs of linear layers, of mixtures, of attention */
+    const int32_t *sequence; /* of each row, as in Step */
+    const int64_t *position, *base, *path;
+    char *memory, *experts, *partials, *kept; /* of inputs of linear layers, of mixtures, of attention, of rows that stay */
     Digits digits;   /* in `memory`, or numbers of dense layers (gemm.h) */
     const Op *input; /* whose input is there; NULL: of no buffer as it is now */
     uint64_t read, written; /* since the last barrier, by any thread */
@@ -141,6 +144,32 @@ static void settle(Run *run, uint64_t reads, uint64_t writes, const Team *team) 
     }
     run->read |= reads, run->written |= writes;
     if (run->input && writes & BIT(run->input->from)) run->input = NULL;
+}
+
+static int64_t narrow_memory(int64_t rows) { return align64(rows * 4) + 3 * align64(rows * 8); }
+/* From here on there are only the rows of `output`. None comes later than it was, so each thread moves some columns, row by row. */
+static void narrow_rows(Run *run, const Team *team) {
+    const Step *step = run->step;
+    const int64_t count = step->outputs;
+    int64_t at = 0, start, end;
+    int32_t *sequence = memory_part(run->kept, &at, count * 4);
+    int64_t *numbers[3];
+    const int64_t *from[3] = {step->position, step->base, step->slot ? step->path : NULL};
+    team_barrier(team);
+    for (int i = STREAM; i < run->decoder->buffers; i++) {
+        if (i == LOGITS) continue;
+        team_part(team, run->width[i], 16, &start, &end);
+        for (int64_t r = 0; r < count; r++)
+            if (step->output[r] > r) memcpy(row_of(run, i, start, r), row_of(run, i, start, step->output[r]), (size_t)(end - start) * 4);
+    }
+    for (int i = 0; i < 3; i++) {
+        numbers[i] = memory_part(run->kept, &at, count * 8);
+        for (int64_t r = 0; r < count && from[i] && !team->index; r++) numbers[i][r] = from[i][step->output[r]];
+    }
+    for (int64_t r = 0; r < count && !team->index; r++) sequence[r] = step->sequence[step->output[r]];
+    team_barrier(team);
+    run->rows = count, run->sequence = sequence, run->position = numbers[0], run->base = numbers[1], run->path = numbers[2];
+    run->input = NULL;
 }
 
 /* The input of an integer layer, or of a dense one of many rows, into run->memory, where the last layer's does not serve: layers of one

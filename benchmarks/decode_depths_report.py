@@ -6,10 +6,11 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from decode_engines import DEEP_ENGINES, OURS
+from decode_engines import DEEP_ENGINES, OURS, PAIRS
 
 EXACT, FAST = 1.0, 1.3  # what a prompt should reach of the best peer, by mode
 DECODE = 1.15
+BESIDE_PEERS = [name for name, engine in DEEP_ENGINES.items() if name in OURS and engine.reads == "w4"]
 
 
 class Cell(NamedTuple):
@@ -36,13 +37,17 @@ def cells(data: dict[str, Any]) -> dict[Cell, dict[str, dict[int, float]]]:
     return dict(sorted(found.items(), key=lambda item: (item[0][:2], item[0].kind != "prefill", item[0].length)))
 
 
+def ratio(values: dict[str, dict[int, float]], of: str, to: str) -> float | None:
+    """The median of the ratios within the rounds."""
+    ours, theirs = values.get(of, {}), values.get(to, {})
+    both = [ours[r] / theirs[r] for r in ours if r in theirs]
+    return statistics.median(both) if both else None
+
+
 def to_best(values: dict[str, dict[int, float]], of: str) -> tuple[float, str] | None:
-    """Ratio to the best peer, and its name: the least of the medians of the ratios within the rounds."""
-    ours, found = values.get(of, {}), []
-    for name, theirs in values.items():
-        both = [ours[r] / theirs[r] for r in ours if r in theirs]
-        if name not in OURS and both:
-            found.append((statistics.median(both), name))
+    """Ratio to the best peer, and its name: the least of the ratios."""
+    ratios = {name: ratio(values, of, name) for name in values if name not in OURS}
+    found = [(each, name) for name, each in ratios.items() if each is not None]
     return min(found) if found else None
 
 
@@ -85,7 +90,7 @@ def table(data: dict[str, Any]) -> str:
                     notes.setdefault(f"{engine.label}: {reason}", []).append(cell.title())
             if any(row):
                 out.append(f"| {engine.label} | {' | '.join(row)} |")
-        for name in (name for name in DEEP_ENGINES if name in OURS):
+        for name in BESIDE_PEERS:
             found = [(cell, to_best(every[cell], name)) for cell in mine]
             row = [
                 "" if best is None else f"{best[0]:.2f}x {DEEP_ENGINES[best[1]].label.split(' ')[0]}"
@@ -94,6 +99,10 @@ def table(data: dict[str, Any]) -> str:
             ]  # fmt: skip
             if any(row):
                 out.append(f"| {DEEP_ENGINES[name].label} / the best peer | {' | '.join(row)} |")
+        for name, other in PAIRS.items():
+            row = ["" if each is None else f"{each:.2f}x" for each in (ratio(every[cell], name, other) for cell in mine)]
+            if any(row):
+                out.append(f"| {DEEP_ENGINES[name].label} / {DEEP_ENGINES[other].label} | {' | '.join(row)} |")
         out += ["", *(f"- {note} ({', '.join(where)})" for note, where in notes.items())]
     rounds = max((run["round"] for run in data["runs"]), default=0)
     loads = [run["load_before"] for run in data["runs"] if "load_before" in run]
@@ -114,7 +123,7 @@ def plot(data: dict[str, Any], path: Path) -> None:
 
     every = cells(data)
     columns = list(dict.fromkeys((cell.kind, cell.length) for cell in every))
-    names = [name for name in DEEP_ENGINES if name in OURS and any(name in values for values in every.values())]
+    names = [name for name in BESIDE_PEERS if any(name in values for values in every.values())]
     rows = [(model, threads, name) for model, threads in dict.fromkeys(cell[:2] for cell in every) for name in names]
     if not rows:
         return

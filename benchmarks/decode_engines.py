@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-OURS = ("ours", "ours-fast", "ours-2:4", "ours-2:4-fast", "ours-kv4", "ours-fast-kv4")
+OURS = (
+    "ours", "ours-fast", "ours-2:4", "ours-2:4-fast", "ours-kv4", "ours-fast-kv4",
+    "ours-w3", "ours-w3-fast", "ours-w2", "ours-w2-fast",
+)  # fmt: skip
 SHAPES = {
     "1.1b": {"layers": 22, "hidden": 2048, "intermediate": 5632, "heads": 32, "kv-heads": 4, "vocabulary": 32000},
     "3b": {"layers": 28, "hidden": 3072, "intermediate": 8192, "heads": 24, "kv-heads": 8, "vocabulary": 32000},
@@ -18,7 +21,8 @@ SHAPES = {
 PRUNE = {"prune": {"method": "magnitude", "pattern": "2:4", "ignore": []}}
 QUANTIZE = {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128, "ignore": []}}
 DENSE_HEAD = {"quantize": {**QUANTIZE["quantize"], "ignore": ["lm_head"]}}
-ARTIFACTS = {"w4": [QUANTIZE], "w4-2:4": [PRUNE, QUANTIZE], "w4-dense-head": [DENSE_HEAD]}
+W3, W2 = ({"quantize": {**QUANTIZE["quantize"], "scheme": scheme}} for scheme in ("W3A16", "W2A16"))
+ARTIFACTS = {"w4": [QUANTIZE], "w3": [W3], "w2": [W2], "w4-2:4": [PRUNE, QUANTIZE], "w4-dense-head": [DENSE_HEAD]}
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,10 @@ DEEP_ENGINES = {
     "ours-fast": ENGINES["ours-fast"],
     "ours-kv4": Engine("ours, exact, int4 cache", "ours", "w4", {"kernels": "auto", **INT4_CACHE}),
     "ours-fast-kv4": Engine("ours, fast, int4 cache", "ours", "w4", {"kernels": "fast", **INT4_CACHE}),
+    "ours-w3": Engine("ours, exact, 3 bits", "ours", "w3", {"kernels": "auto"}),
+    "ours-w3-fast": Engine("ours, fast, 3 bits", "ours", "w3", {"kernels": "fast"}),
+    "ours-w2": Engine("ours, exact, 2 bits", "ours", "w2", {"kernels": "auto"}),
+    "ours-w2-fast": Engine("ours, fast, 2 bits", "ours", "w2", {"kernels": "fast"}),
     "llama.cpp": ENGINES["llama.cpp"],
     "ik_llama.cpp": Engine("ik_llama.cpp Q4_0, repacked", "ik_llama", "llama_cpp", grid="q4_0"),
     "mistral.rs": Engine("mistral.rs Q4K", "mistralrs", "own", {"isq": "Q4K"}),
@@ -71,6 +79,11 @@ DEEP_ENGINES = {
     "openvino-genai": Engine("OpenVINO GenAI u4", "openvino_genai", "own"),
     "vllm": Engine("vLLM CPU W4A16, bf16 head", "vllm", "w4-dense-head", {"eager": True}),
 }
+# Ours with ours: what a change of the same model brings.
+PAIRS = {
+    "ours-kv4": "ours", "ours-fast-kv4": "ours-fast",
+    "ours-w3": "ours", "ours-w3-fast": "ours-fast", "ours-w2": "ours", "ours-w2-fast": "ours-fast",
+}  # fmt: skip
 HOMES = {
     "ik_llama": "ik",
     "mistralrs": "mistralrs",

@@ -100,7 +100,9 @@ def table(data: dict[str, Any]) -> str:
             if any(row):
                 out.append(f"| {DEEP_ENGINES[name].label} / the best peer | {' | '.join(row)} |")
         for name, other in PAIRS.items():
-            row = ["" if each is None else f"{each:.2f}x" for each in (ratio(every[cell], name, other) for cell in mine)]
+            row = [
+                "" if each is None else f"{each:.2f}x" for each in (ratio(every[cell], name, other) for cell in mine)
+            ]
             if any(row):
                 out.append(f"| {DEEP_ENGINES[name].label} / {DEEP_ENGINES[other].label} | {' | '.join(row)} |")
         out += ["", *(f"- {note} ({', '.join(where)})" for note, where in notes.items())]

@@ -82,6 +82,12 @@ def test_bits_do_not_depend_on_cuts_neighbours_or_threads(name: str) -> None:
             torch.set_num_threads(threads)
             chunks = [Chunk(text, 0, mine) for text, mine in zip(texts, pages, strict=True)]
             assert torch.equal(lean.step(pool, chunks), alone)
+            rows = lean.read(pool, chunks, every=True)  # the last layer of all rows, or of those that are asked for
+            few = [Chunk(text, 0, mine, outputs=3) for text, mine in zip(texts, pages, strict=True)]
+            sums = torch.tensor([len(text) for text in texts]).cumsum(0)
+            wanted = torch.cat([rows[end - 3 : end] for end in sums.tolist()])
+            for hidden in (False, True):
+                assert torch.equal(lean.verify(pool, few, hidden=hidden)[0], wanted)
             firsts = [Chunk(text[:-2], 0, mine) for text, mine in zip(texts, pages, strict=True)]
             lean.step(pool, firsts)
             for left in (2, 1):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from typing import NamedTuple
 
 from runtime.errors import RequestError
@@ -19,18 +20,25 @@ PORTABLE = "portable"
 
 
 class Level(NamedTuple):
-    """What an instruction set needs of the CPU (names of /proc/cpuinfo), and the flags it is compiled with."""
+    """What an instruction set needs of the CPU (names of /proc/cpuinfo) and of the kernel, and the flags it is compiled with."""
 
     needs: frozenset[str]
     flags: tuple[str, ...]
+    granted: Callable[[], bool] = lambda: True
 
 
+_AVX512 = Level(
+    frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}),
+    ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
+)
 #: Best first.
 X86 = {
-    "avx512": Level(
-        frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}),
-        ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
+    "amx": Level(
+        _AVX512.needs | {"amx_tile", "amx_int8"},
+        (*_AVX512.flags, "-mamx-tile", "-mamx-int8"),
+        processes.grants_tiles,
     ),
+    "avx512": _AVX512,
     "avx2": Level(frozenset({"avx2", "fma", "f16c"}), ("-mavx2", "-mfma", "-mf16c")),
 }
 
@@ -38,7 +46,7 @@ X86 = {
 def available() -> list[str]:
     """Those this machine can run, best first; "portable" is always the last."""
     flags = processes.flags()
-    return [name for name, level in X86.items() if level.needs <= flags] + [PORTABLE]
+    return [name for name, level in X86.items() if level.needs <= flags and level.granted()] + [PORTABLE]
 
 
 def forced() -> str | None:
@@ -51,7 +59,7 @@ def forced() -> str | None:
     usable = available()
     if name is None or name in usable:
         return name
-    why = "there is no such instruction set" if name not in X86 else "this CPU cannot run it"
+    why = "there is no such instruction set" if name not in X86 else "this machine cannot run it"
     raise RequestError(f"{VARIABLE}={name}: {why}; use {', '.join(usable)}, or leave it unset")
 
 
@@ -72,7 +80,7 @@ def preferred() -> str:
 
 def tunings(name: str) -> tuple[tuple[str, ...], ...]:
     """Flags of the compiler for an instruction set; the first that it takes are to be used."""
-    if name in X86:
-        return (X86[name].flags,)
+    if name in X86:  # compilers that know no tiles (GCC before 11) leave AMX to those that do
+        return (X86[name].flags, _AVX512.flags) if name == "amx" else (X86[name].flags,)
     # What the compiler makes of plain C; on x86 that is SSE2, elsewhere all the machine has.
     return ((),) if platform.machine().lower() in ("x86_64", "amd64", "i686") else (("-mcpu=native",), ())

@@ -100,10 +100,19 @@ def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
     Raises:
         RequestError: `COMPRESS_ISA` names what this machine cannot run.
     """
-    tunings = instruction_sets.tunings(instruction_set or instruction_sets.chosen())
+    name = instruction_set or instruction_sets.chosen()
+    tunings = instruction_sets.tunings(name)
     library = native.library(SOURCE, tuple(("-ffp-contract=off", *tuning) for tuning in tunings))
     if library is None:
         return None
+    declare(library)
+    if name == "amx" and library.isa_name() != b"amx":
+        _log.warning("the C compiler knows no AMX (GCC does from 11 on): CPU kernels do without it")
+    return library
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Gives the functions of a library of these kernels their types, and the kernels torch's threads."""
     p, i, q = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "isa_name": (ctypes.c_char_p, []),
@@ -129,4 +138,3 @@ def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
     functions = openmp()
     if functions is not None:
         library.set_pool(*functions)
-    return library

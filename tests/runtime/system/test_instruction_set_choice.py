@@ -18,12 +18,21 @@ from runtime.system.device import choose_device
 
 AVX512 = instruction_sets.X86["avx512"].needs
 AVX2 = instruction_sets.X86["avx2"].needs
-NAMES = {"avx512": b"avx512-vnni", "avx2": b"avx2", "portable": b"portable"}
+AMX = instruction_sets.X86["amx"].needs
+NAMES = {"amx": b"amx", "avx512": b"avx512-vnni", "avx2": b"avx2", "portable": b"portable"}
+
+
+def kernel_grants(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    amx = instruction_sets.X86["amx"]._replace(granted=lambda: tiles)
+    monkeypatch.setitem(instruction_sets.X86, "amx", amx)
 
 
 @pytest.mark.parametrize(
     ("flags", "forced", "expected"),
     [
+        (AMX | AVX2, None, "amx"),
+        (AMX | AVX2, "avx512", "avx512"),
+        (AMX - {"amx_int8"} | AVX2, None, "avx512"),
         (AVX512 | AVX2, None, "avx512"),
         (AVX512 | AVX2, "", "avx512"),
         (AVX512 | AVX2, "avx2", "avx2"),
@@ -34,6 +43,7 @@ NAMES = {"avx512": b"avx512-vnni", "avx2": b"avx2", "portable": b"portable"}
     ],
 )
 def test_the_best_or_the_forced_one(flags, forced, expected, monkeypatch):
+    kernel_grants(True, monkeypatch)
     monkeypatch.setattr(processes, "flags", lambda: flags)
     monkeypatch.setenv("COMPRESS_ISA", forced) if forced is not None else monkeypatch.delenv("COMPRESS_ISA", False)
     assert instruction_sets.chosen() == expected
@@ -41,11 +51,43 @@ def test_the_best_or_the_forced_one(flags, forced, expected, monkeypatch):
     assert instruction_sets.forced() == (forced or None)
 
 
+def test_a_kernel_that_grants_no_tiles(monkeypatch):
+    kernel_grants(False, monkeypatch)
+    monkeypatch.setattr(processes, "flags", lambda: AMX | AVX2)
+    monkeypatch.delenv("COMPRESS_ISA", False)
+    assert instruction_sets.chosen() == "avx512"
+    monkeypatch.setenv("COMPRESS_ISA", "amx")
+    with pytest.raises(RequestError, match=r"=amx: this machine cannot run it; use avx512, avx2, portable"):
+        instruction_sets.chosen()
+
+
+def test_the_kernel_is_asked_for_tiles():
+    """It grants them exactly where the CPU has them (and it lets them be used), however often it is asked."""
+    asked = processes.grants_tiles.__wrapped__
+    assert asked() == asked() == processes.grants_tiles()
+    if "amx_tile" not in processes.flags():
+        assert not asked()
+
+
+@pytest.mark.skipif(native.find_compiler() is None, reason="needs a C compiler")
+def test_a_compiler_without_amx(monkeypatch, tmp_path, caplog):
+    """Said once, and the kernels are those of AVX-512, as the library says of itself."""
+    old = tmp_path / "cc"
+    old.write_text(f'#!/bin/sh\ncase "$*" in *-mamx-tile*) exit 1;; esac\nexec {native.find_compiler()} "$@"\n')
+    old.chmod(0o700)
+    monkeypatch.setenv("CC", str(old))
+    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))
+    found = library.load.__wrapped__("amx")
+    assert found.isa_name() == NAMES["avx512"]
+    assert [record.message for record in caplog.records if "AMX" in record.message] != []
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("avx9", "COMPRESS_ISA=avx9: there is no such instruction set; use avx2, portable, or leave it unset"),
-        ("avx512", "COMPRESS_ISA=avx512: this CPU cannot run it; use avx2, portable, or leave it unset"),
+        ("avx512", "COMPRESS_ISA=avx512: this machine cannot run it; use avx2, portable, or leave it unset"),
         ("AVX2", "COMPRESS_ISA=AVX2: there is no such instruction set; use avx2, portable, or leave it unset"),
     ],
 )

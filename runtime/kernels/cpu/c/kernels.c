@@ -8,6 +8,7 @@
 #include "sparse.h"
 #include "dense.h"
 #include "gemm.h"
+#include "amx.h"
 #include "product.h"
 #include "tiles.h"
 #include "elementwise.h"

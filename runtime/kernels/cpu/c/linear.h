@@ -17,6 +17,9 @@ typedef struct {
 
 #define MOST_GROUP 256 /* columns */
 #define STREAMS 9      /* of a tile, at most: rows of x times digits */
+/* Rows of x whose results are held while a block of a panel's columns is in the cache. */
+#define BLOCK_ROWS 128
+#define BLOCK_COLUMNS 2048 /* at least MOST_GROUP */
 
 /* Memory is slow to begin, so lines are asked for early: this many bytes ahead of where a product reads. */
 #define AHEAD 8192

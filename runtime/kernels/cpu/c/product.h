@@ -123,10 +123,6 @@ static const uint8_t *as_bytes(const Linear *l, const uint8_t *w, int64_t groups
     return out;
 }
 
-/* Rows of x whose results are held while a block of a panel's columns is in the cache. */
-#define BLOCK_ROWS 128
-#define BLOCK_COLUMNS 2048 /* at least MOST_GROUP */
-
 /* All rows of x from `row` on, `count` of them, with groups of the run, in tiles. */
 static void run_tiles(const Linear *l, Stretch *run, int bits, const Digits *x, int64_t row, int64_t count, float *out) {
     int most = MOST_STREAMS / x->digits;
@@ -142,9 +138,11 @@ static void integer_part(const Linear *l, const Digits *x, void *y, int out_type
     _Alignas(64) uint8_t codes[BLOCK_COLUMNS * PANEL];
     _Alignas(64) float out[BLOCK_ROWS * PANEL];
     const int bits = l->kind, direct = bits != KIND_S24 && bits != 8 && DIRECT && (x->rows == 1 || x->rows * x->digits <= DIRECT);
-    const int64_t size = run_bytes(l, 1), block = direct || bits == KIND_S24 ? x->groups : BLOCK_COLUMNS / l->group;
     int64_t start, end;
     team_part(team, l->rows, PANEL, &start, &end);
+    const Amx amx = start < end && !direct ? amx_begin(l, x) : (Amx){0};
+    const int64_t size = run_bytes(l, 1), columns = amx.rows ? AMX_COLUMNS : BLOCK_COLUMNS;
+    const int64_t block = direct || bits == KIND_S24 ? x->groups : columns / l->group;
     for (int64_t n = start; n < end; n += PANEL) {
         int valid = (int)(l->rows - n < PANEL ? l->rows - n : PANEL);
         for (int64_t row = 0; row < x->rows; row += BLOCK_ROWS) {
@@ -159,12 +157,14 @@ static void integer_part(const Linear *l, const Digits *x, void *y, int out_type
                 }
                 const uint8_t *w = as_bytes(l, run.w, run.last - run.first, codes);
                 run.cold = w == run.w, run.w = w;
-                run_tiles(l, &run, bits == KIND_S24 ? KIND_S24 : bits <= 4 ? NARROW : BYTES, x, row, count, out);
+                if (amx.rows) amx_run(l, &amx, &run, x, row, count, out);
+                else run_tiles(l, &run, bits == KIND_S24 ? KIND_S24 : bits <= 4 ? NARROW : BYTES, x, row, count, out);
             }
             for (int64_t i = 0; i < count; i++)
                 put_row(y, out_type, (row + i) * out_stride + n, out + i * PANEL, l->bias ? l->bias + n : NULL, valid, add);
         }
     }
+    amx_end(&amx);
 }
 
 typedef struct {

@@ -8,7 +8,11 @@
 
 #define LANES 16
 #define WIDE_SUMS 1 /* partial sums hold a whole group */
+#ifdef __AMX_INT8__
+#define ISA_NAME "amx"
+#else
 #define ISA_NAME "avx512-vnni"
+#endif
 
 typedef __m512i W;
 typedef __m512i X;
@@ -44,6 +48,7 @@ static inline I i_sub(I a, I b) { return _mm512_sub_epi32(a, b); }
 static inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }
 static inline I i_shift(I a, int left) { return left < 0 ? _mm512_srai_epi32(a, (unsigned)-left) : _mm512_slli_epi32(a, (unsigned)left); }
 static inline I i_mul(I a, I b) { return _mm512_mullo_epi32(a, b); }
+static inline I i_load(const int32_t *p) { return _mm512_loadu_si512((const void *)p); }
 static inline I i_load_i8(const int8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 static inline I i_load_i16(const int16_t *p) { return _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
 

@@ -1,6 +1,6 @@
 """Runs products whose tensors lie directly before memory that may not be touched; a wrong access kills the process.
 
-`python guarded.py [library]`: all instruction sets of this machine, and that library.
+`python guarded.py [library ...]`: all instruction sets of this machine, and those libraries.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def guarded(tensor: torch.Tensor) -> torch.Tensor:
 
 def check(native: ctypes.CDLL, kind: str, scheme: object, shape: tuple[int, int], dtype: torch.dtype) -> None:
     made = products.case(kind, scheme, shape, dtype, storage="sparse24" if scheme.sparsity else "packed")
-    x = torch.randn(9, shape[1]).to(dtype)
+    x = torch.randn(21, shape[1]).to(dtype)
     for digits in (1, 2, 3):
         expected = products.run(native, made, x, digits)
         made.prepared = {name: guarded(tensor) for name, tensor in made.prepared.items()}
         bias, tight = guarded(torch.zeros(shape[0])), guarded(x)
         linear = made.layout.linear(made.prepared, made.layer, bias)
-        for rows in (1, 3, 9):
+        for rows in (1, 3, 9, 21):
             y = guarded(torch.zeros(rows, shape[0], dtype=dtype))
             memory = guarded(torch.zeros(native.linear_memory(ctypes.byref(linear), rows, digits), dtype=torch.uint8))
             kinds = library.TYPES[dtype]
-            own = tight if rows == 9 else guarded(x[:rows])
+            own = tight if rows == 21 else guarded(x[:rows])
             native.linear_run(
                 ctypes.byref(linear), own.data_ptr(), kinds, rows, y.data_ptr(), kinds, digits, memory.data_ptr(), 1
             )
@@ -74,11 +74,8 @@ def main() -> None:
     torch.set_num_threads(1)
     libraries = [library.load(name) for name in instruction_sets.available()]
     for path in sys.argv[1:]:
-        extra = ctypes.CDLL(path)
-        extra.linear_memory.restype = ctypes.c_int64
-        for name in ("linear_memory", "linear_run", "linear_dequantize"):
-            getattr(extra, name).argtypes = getattr(libraries[0], name).argtypes
-        libraries.append(extra)
+        libraries.append(ctypes.CDLL(path))
+        library.declare(libraries[-1])
     done = 0
     for native in libraries:
         for shape in ((1, 1), (16, 32), (17, 257), (33, 100)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import platform
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +17,9 @@ from runtime.formats.scheme import CompressedWeight, Scheme
 from runtime.kernels import Layer
 from runtime.kernels.cpu import library, panels
 from runtime.layers.compressed_linear import CompressedLinear
+from runtime.system import native
 
 HERE = Path(__file__).parent
-EMULATED = HERE / "emulated_avx512.h"
 CPU = torch.device("cpu")
 LAYOUTS = {"w4": panels.W4, "w8": panels.W8, "s24": panels.S24}  # of codes up to 4 bits, up to 8, 2:4
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of rounding, relative
@@ -26,6 +28,19 @@ TINY = {
     torch.bfloat16: 2.0**-133,
     torch.float16: 2.0**-24,
 }  # distance of the smallest numbers
+
+
+def emulated(*instruction_sets: str) -> ctypes.CDLL:
+    """The kernels for these together, their intrinsics in plain C; not optimized, since compilers take minutes over it otherwise."""
+    headers = [HERE / f"emulated_{name}.h" for name in instruction_sets]
+    flags = ["-O0", "-ffp-contract=off", "-DCOMPRESS_EMULATED"]
+    flags += ["-mno-avx512f"] if platform.machine().lower() in ("x86_64", "amd64") else []
+    for header in headers:  # the names of libraries hold the flags, and so what is in a header
+        flags += ["-include", str(header), f"-DEMULATION_{zlib.crc32(header.read_bytes())}"]
+    loaded = native.library(library.SOURCE, (tuple(flags),))
+    assert loaded is not None
+    library.declare(loaded)
+    return loaded
 
 
 @dataclass
@@ -59,10 +74,10 @@ def of(kind: str, weight: CompressedWeight, storage: str | None = None) -> Case:
 
 
 def run(
-    native: ctypes.CDLL, made: Case, x: torch.Tensor, digits: int, threads: int = 1, bias: torch.Tensor | None = None
+    kernels: ctypes.CDLL, made: Case, x: torch.Tensor, digits: int, threads: int = 1, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x W^T + bias` by `native`, in the dtype of x."""
-    return multiply(native, made.layout.linear(made.prepared, made.layer, bias), x, digits, threads)
+    """`x W^T + bias` by `kernels`, in the dtype of x."""
+    return multiply(kernels, made.layout.linear(made.prepared, made.layer, bias), x, digits, threads)
 
 
 def dense(weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None) -> library.Linear:
@@ -76,15 +91,15 @@ def dense(weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.T
 
 
 def multiply(
-    native: ctypes.CDLL, linear: library.Linear, x: torch.Tensor, digits: int, threads: int = 1
+    kernels: ctypes.CDLL, linear: library.Linear, x: torch.Tensor, digits: int, threads: int = 1
 ) -> torch.Tensor:
-    """What `native` makes of x `[rows, in]`, in its dtype."""
+    """What `kernels` makes of x `[rows, in]`, in its dtype."""
     x = x.contiguous()
     y = torch.full((x.shape[0], linear.rows), float("nan"), dtype=x.dtype)
-    memory = torch.full((native.linear_memory(ctypes.byref(linear), x.shape[0], digits),), 0x5A, dtype=torch.uint8)
+    memory = torch.full((kernels.linear_memory(ctypes.byref(linear), x.shape[0], digits),), 0x5A, dtype=torch.uint8)
     kind = library.TYPES[x.dtype]
     address = ctypes.byref(linear)
-    native.linear_run(address, x.data_ptr(), kind, x.shape[0], y.data_ptr(), kind, digits, memory.data_ptr(), threads)
+    kernels.linear_run(address, x.data_ptr(), kind, x.shape[0], y.data_ptr(), kind, digits, memory.data_ptr(), threads)
     return y
 
 

@@ -35,16 +35,11 @@ ROWS = 13
 
 
 @pytest.fixture(scope="module")
-def emulated() -> ctypes.CDLL:
-    """The AVX-512 path, its intrinsics emulated; not optimized, since compilers take minutes over it otherwise."""
-    flags = ("-O0", "-ffp-contract=off", "-DCOMPRESS_EMULATED", "-include", str(products.EMULATED))
-    loaded = native.library(library.SOURCE, ((*flags, "-mno-avx512f") if X86 else flags,))
-    assert loaded is not None
-    assert ctypes.CFUNCTYPE(ctypes.c_char_p)(("isa_name", loaded))() == b"avx512-vnni"
-    loaded.linear_memory.restype = ctypes.c_int64
-    for name in ("linear_memory", "linear_run", "linear_dequantize"):
-        getattr(loaded, name).argtypes = getattr(library.load(), name).argtypes
-    return loaded
+def emulated() -> dict[str, ctypes.CDLL]:
+    """The paths for CPUs with AVX-512, and with AMX, on any."""
+    libraries = {"emulated": products.emulated("avx512"), "emulated amx": products.emulated("avx512", "amx")}
+    assert [each.isa_name() for each in libraries.values()] == [b"avx512-vnni", b"amx"]
+    return libraries
 
 
 def inputs(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -60,7 +55,7 @@ def inputs(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize(("kind", "scheme"), GRIDS, ids=str)
 def test_every_instruction_set_gives_the_same(kind, scheme, emulated):
-    libraries = {name: library.load(name) for name in instruction_sets.available()} | {"emulated": emulated}
+    libraries = {name: library.load(name) for name in instruction_sets.available()} | emulated
     assert "portable" in libraries
     columns = (
         544
@@ -103,7 +98,7 @@ def test_every_tile_of_every_instruction_set_gives_the_same(kind, scheme, digits
     made = products.case(kind, scheme, (69, 160), torch.float32, storage="sparse24" if scheme.sparsity else "packed")
     x, bias = torch.randn(17, 160, generator=torch.Generator().manual_seed(5)), torch.randn(69)
     alone = torch.cat([products.run(library.load("portable"), made, row[None], digits, bias=bias) for row in x])
-    for name, lib in (("emulated", emulated), *((name, library.load(name)) for name in instruction_sets.available())):
+    for name, lib in (*emulated.items(), *((name, library.load(name)) for name in instruction_sets.available())):
         for rows in range(1, 18):
             assert torch.equal(products.run(lib, made, x[:rows], digits, bias=bias), alone[:rows]), (name, rows)
 
@@ -127,7 +122,7 @@ def test_dense_products_are_the_same_everywhere(shape, dtype, emulated):
         a.double() @ b.double().t() + c.double() for a, b, c in ((x, wide, bias), (x.abs(), wide.abs(), bias.abs()))
     )
     assert ((alone.double() - exact).abs() <= (shape[1] / 16 + 22) * 2.0**-24 * size).all()
-    for name, lib in (("emulated", emulated), *((name, library.load(name)) for name in instruction_sets.available())):
+    for name, lib in (*emulated.items(), *((name, library.load(name)) for name in instruction_sets.available())):
         for rows, threads in itertools.product(range(1, 18), (1, 3)):
             assert torch.equal(products.multiply(lib, linear, x[:rows], 1, threads), alone[:rows]), (
                 name,
@@ -163,7 +158,7 @@ def test_dense_products_of_many_rows(rows, shape, dtype, emulated):
             for count, threads in ((13, 1), (14, 2), (25, 3), (29, 1), (41, 2), (rows, 1), (rows, 5)):
                 found = products.multiply(library.load(name), linear, x[:count], 1, threads)
                 assert torch.equal(found, alone[:count]), (name, given, count, threads)
-        assert torch.equal(products.multiply(emulated, linear, x[:41], 1, 2), alone[:41]), given
+        assert torch.equal(products.multiply(emulated["emulated"], linear, x[:41], 1, 2), alone[:41]), given
 
 
 @pytest.mark.parametrize(("kind", "scheme"), GRIDS, ids=str)
@@ -178,7 +173,7 @@ def test_dequantized_tiles_are_the_weight(kind, scheme, emulated):
     )
     linear = ctypes.byref(made.layout.linear(made.prepared, made.layer, None))
     exact = products.exact_weight(made.weight)
-    for lib in [emulated, *map(library.load, instruction_sets.available())]:
+    for lib in [*emulated.values(), *map(library.load, instruction_sets.available())]:
         for first, last, dtype in ((0, 3, torch.float32), (1, 2, torch.bfloat16), (2, 3, torch.float16)):
             rows = slice(first * panels.PANEL, min(69, last * panels.PANEL))
             tile = torch.full((exact.shape[1], rows.stop - rows.start), float("nan"), dtype=dtype)
@@ -193,7 +188,7 @@ def test_numbers_that_are_no_pair_read_the_same_everywhere(emulated):
     words[:, :, 2] = torch.randint(0, 256, words[:, :, 2].shape, generator=torch.Generator().manual_seed(1))
     linear = ctypes.byref(made.layout.linear(made.prepared, made.layer, None))
     x = torch.randn(ROWS, 544, generator=torch.Generator().manual_seed(2))
-    for lib in [emulated, *map(library.load, instruction_sets.available())]:
+    for lib in [*emulated.values(), *map(library.load, instruction_sets.available())]:
         tile = torch.empty(544, 37)
         lib.linear_dequantize(linear, 0, 2, tile.data_ptr(), library.TYPES[torch.float32], 1)
         for rows in (1, ROWS):
@@ -202,29 +197,30 @@ def test_numbers_that_are_no_pair_read_the_same_everywhere(emulated):
 
 
 @pytest.mark.skipif(not X86, reason="needs an x86 compiler")
-def test_the_avx512_path_compiles(tmp_path):
-    compiler = native.find_compiler()
-    flags = instruction_sets.X86["avx512"].flags
-    command = [
-        *compiler.split(),
-        *native.FLAGS,
-        *flags,
-        "-O0",
-        "-Wall",
-        "-c",
-        str(library.SOURCE),
-        "-o",
-        str(tmp_path / "k.o"),
-    ]
+@pytest.mark.parametrize(
+    ("name", "instructions"),
+    [("avx512", {"vpdpbusd"}), ("amx", {"ldtilecfg", "tdpbsud", "tilestored", "tilerelease"})],
+)
+def test_what_this_machine_may_not_run_compiles(name, instructions, tmp_path):
+    compiler, flags, out = native.find_compiler(), instruction_sets.X86[name].flags, tmp_path / "kernels.s"
+    trial = tmp_path / "trial.c"
+    trial.write_text("int nothing;\n")
+    known = subprocess.run(
+        [*compiler.split(), *flags, "-c", str(trial), "-o", str(out)], capture_output=True, check=False
+    )
+    if known.returncode:
+        pytest.skip(f"the compiler knows no {name}")
+    command = [*compiler.split(), *native.FLAGS, *flags, "-O0", "-Wall", "-S", str(library.SOURCE), "-o", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
+    assert instructions <= set(out.read_text().split())
 
 
 def test_nothing_is_read_or_written_outside(emulated):
     """Every tensor ends where a page that may not be touched begins."""
     paths = ":".join(entry for entry in sys.path if entry)
     done = subprocess.run(
-        [sys.executable, str(products.HERE / "guarded.py"), emulated._name],
+        [sys.executable, str(products.HERE / "guarded.py"), *(each._name for each in emulated.values())],
         env={**__import__("os").environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:] or f"killed by signal {-done.returncode}"

@@ -103,10 +103,15 @@ def _of_rows(engine: Any, ids: torch.Tensor, prompt: int) -> tuple[torch.Tensor,
 
 def _of_pages(engine: Engine, ids: torch.Tensor, prompt: int) -> tuple[torch.Tensor, Usage]:
     """As `_of_rows`, on engines with pages, whose numbers depend on no chunks but where they evict."""
-    pages, found, size = range(-(-ids.shape[1] // engine.page_size)), [], 0
+    count, found, size = -(-ids.shape[1] // engine.page_size), [], 0
     width = engine.page_size  # larger steps would hold more of the cache plain than decoding does
     for row in ids.tolist():
-        pool, retention = engine.new_pages(len(pages)), engine.retention(prompt)
+        pool, retention, pages, spare = (
+            engine.new_pages(2 * count),
+            engine.retention(prompt),
+            [*range(count)],
+            [*range(count, 2 * count)],
+        )
         start, logits = 0, []
         while start < len(row):
             boundary = None if retention is None else retention.boundary
@@ -114,7 +119,10 @@ def _of_pages(engine: Engine, ids: torch.Tensor, prompt: int) -> tuple[torch.Ten
             logits.append(engine.read(pool, [Chunk(row[start:end], start, pages, retention=retention)], every=True))
             start = end
             if retention is not None and boundary == end:
-                engine.evict(pool, retention, pages, pages)
+                same = retention.fixed // width
+                into = pages[:same] + spare[same:] if retention.moves else pages
+                if engine.evict(pool, retention, pages, into) and retention.moves:
+                    pages, spare = into, spare[:same] + pages[same:]
         found.append(torch.cat(logits)[prompt:])
         held = len(row) - (0 if retention is None else retention.evicted)
         size += engine.usage(pool, -(-held // engine.page_size)).bytes

@@ -98,7 +98,7 @@ class Sequence:
         shared, slots, public = len(self.tokens) - 1, len(self.tokens), math.inf
         if retention is not None and retention.boundary is not None:
             boundary, own = retention.boundary, retention.own
-            slots = retention.most(len(self.tokens) - boundary)
+            slots = retention.most(len(self.tokens) - self.prompt)
             shared, public = min(shared, boundary - own), boundary if own < boundary else 0
         found = pages.find(self.tokens[: shared // size * size])
         needed = -(-slots // size) - len(found)
@@ -118,32 +118,46 @@ class Sequence:
             self._announce(pages, place)
         return True
 
-    def evict(self, pages: Pages, gather: Callable[[Retention, Ids[int], Ids[int]], None]) -> bool:
+    def evict(self, pages: Pages, gather: Callable[[Retention, Ids[int], Ids[int]], bool]) -> bool:
         """Gather what stays where the engine evicts tokens now, and give the other pages back; False: there is no room.
-
-        Pages that others hold stay as they are, and so do those that others may begin on, as long as there is room.
 
         Args:
             gather: as `Engine.evict`, without the pool.
         """
-        retention = self.retention
+        retention, before = self.retention, self.pages
         assert retention is not None
-        stays = self.pages
-        if retention.left < self.held:
-            stays = self.pages[: -(-(retention.left + self.rest) // pages.size)]
-            if pages.available < sum(pages.is_shared(page) for page in stays):
-                return False
-            for place, page in sorted(enumerate(stays), key=lambda each: not pages.is_shared(each[1])):
-                if pages.is_shared(page) or (pages.is_announced(page) and pages.available > 0):
-                    stays[place] = pages.take()
-                else:
-                    pages.disown(page)
-        gather(retention, self.pages, stays)
-        if stays is not self.pages:
-            own = set(stays)
-            pages.release([page for page in self.pages if page not in own])
-            self.pages, self.contents, self.settled, self.public = stays, [], 0, 0
+        into = self._pages_of_rest(retention, pages)
+        if into is None:
+            return False
+        if gather(retention, before, into):
+            self.pages = into[: -(-(self.held + self.rest) // pages.size)]
+            self.contents, self.settled, self.public = [], 0, 0
+        stays = set(self.pages)
+        pages.release([page for page in dict.fromkeys([*before, *into]) if page not in stays])
         return True
+
+    def _pages_of_rest(self, retention: Retention, pages: Pages) -> list[int] | None:
+        """Pages for what stays where tokens are evicted now; None: there is no room.
+
+        Pages that others hold stay as they are, and so do those that others may begin on, as long as there is room.
+        """
+        count = -(-(retention.left + self.rest) // pages.size)
+        if retention.moves:
+            into = self.pages[-(-self.held // pages.size) :][:count]
+            if pages.available < count - len(into):
+                return None
+            return into + [pages.take() for _ in range(count - len(into))]
+        if retention.left >= self.held:
+            return self.pages
+        into = self.pages[:count]
+        if pages.available < sum(pages.is_shared(page) for page in into):
+            return None
+        for place, page in sorted(enumerate(into), key=lambda each: not pages.is_shared(each[1])):
+            if pages.is_shared(page) or (pages.is_announced(page) and pages.available > 0):
+                into[place] = pages.take()
+            else:
+                pages.disown(page)
+        return into
 
     def leave(self, pages: Pages) -> None:
         """Give all pages back."""

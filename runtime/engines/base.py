@@ -19,15 +19,18 @@ class Retention(Protocol):
 
     Attributes:
         evicted: tokens that left: the token at position p of the sequence is at slot p - evicted of its pages.
+            Where layers and heads keep different numbers of tokens, slots say so too for the tokens that come after the eviction.
         boundary: so many tokens of the sequence must be in the cache, and no more, when some of them are evicted next; None: none is.
+        moves: what stays is put in pages that hold nothing of the sequence yet.
     """
 
     evicted: int
     boundary: int | None
+    moves: bool
 
     @property
     def left(self) -> int:
-        """Tokens that stay at the boundary."""
+        """Slots that are taken once tokens have been evicted at the boundary, at most."""
 
     @property
     def own(self) -> int:
@@ -208,10 +211,13 @@ class Engine(ABC):
         """For a new sequence that begins with a prompt of so many tokens; None: it keeps all."""
         return None
 
-    def evict(self, pool: Any, retention: Retention, pages: Sequence[int], into: Sequence[int]) -> None:
+    def evict(self, pool: Any, retention: Retention, pages: Sequence[int], into: Sequence[int]) -> bool:
         """At the boundary of a sequence: of its `pages`, gather what stays in the first slots of `into`, and say so in `retention`.
 
         Pages of `into` are not read by others; one that is in `pages` too is there at the same place.
+
+        Returns:
+            Whether the sequence is in `into` now; otherwise nothing was evicted.
         """
         raise NotImplementedError  # where `retention` gives none
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Literal, Protocol
 
 import torch
 
 from runtime.config.settings import ConfigError, Count, Settings, Share
-from runtime.kv_cache.budgets.base import HeadBudget, LayerBudget, LayerFacts, UniformLayers
+from runtime.kv_cache.budgets.base import EqualHeads, HeadBudget, LayerBudget, LayerFacts, UniformLayers
 from runtime.kv_cache.observation import Observation
 from runtime.kv_cache.pages import PageTensor
 from runtime.kv_cache.scores.base import Accumulating, Score
@@ -111,6 +112,18 @@ class EvictionPlan(Settings):
         return min(
             held, int(whole_chunks(torch.tensor(count), torch.tensor(least), storage)) if count < held else count
         )
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all heads of all layers keep as many tokens, whatever their scores."""
+        return type(self.layers) is UniformLayers and type(self.heads) is EqualHeads
+
+    def most_left(self, arrived: int, storage: StoragePlan) -> int:
+        """Tokens that heads keep on average, at most, when `arrived` have come; a head keeps no more than it has."""
+        mean = self.tokens if self.ratio is None else ceil(arrived * self.ratio)
+        assert mean is not None
+        # What every head keeps at least may come on top, and rounding.
+        return mean + self.least + storage.prefix + 1 + (storage.chunk if storage.tiers else 0)
 
     @property
     def accumulates(self) -> bool:

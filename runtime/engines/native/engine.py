@@ -91,7 +91,7 @@ class Ready(NamedTuple):
         step: of decoder.h.
         logits: float32 `[outputs, vocab]`, filled by it.
         x: float32 `[tokens, hidden]`, the residual stream: before it what the first layer reads, then what the last one leaves.
-        tensors, tables: all that it points to.
+        tensors, tables, layouts: all that it points to.
     """
 
     step: Step
@@ -99,6 +99,7 @@ class Ready(NamedTuple):
     x: torch.Tensor
     tensors: dict[str, torch.Tensor]
     tables: Tables
+    layouts: ctypes.Array[ctypes.c_void_p]
 
 
 class NativeEngine(FusedEngine):
@@ -209,7 +210,7 @@ class NativeEngine(FusedEngine):
         moves = [(index, place) for place, index in enumerate(path) if index != place]
         if moves:
             source, target = ([chunk.slot + each for each in side] for side in zip(*moves, strict=True))
-            pool.copy(chunk.pages, chunk.pages, torch.tensor(source), target)
+            pool.copy(chunk.pages, chunk.pages, torch.tensor(source), torch.tensor(target))
         if isinstance(chunk.retention, SequenceRetention):
             chunk.retention.keep(chunk, path)
 
@@ -217,9 +218,9 @@ class NativeEngine(FusedEngine):
         plan = self._plan
         return None if plan is None or plan.eviction is None else SequenceRetention(plan, prompt, self._shape)
 
-    def evict(self, pool: Pool, retention: Retention, pages: Sequence[int], into: Sequence[int]) -> None:
+    def evict(self, pool: Pool, retention: Retention, pages: Sequence[int], into: Sequence[int]) -> bool:
         assert isinstance(retention, SequenceRetention)
-        retention.evict(pool, pages, into)
+        return retention.evict(pool, pages, into)
 
     def slots(self, prompt: int, new: int) -> int:
         found = self.retention(prompt)
@@ -239,11 +240,14 @@ class NativeEngine(FusedEngine):
             states = torch.empty(len(self.parts.blocks), *ready.x.shape)
             ready.step.record = states.data_ptr()
         ready.step.narrow = narrow and recorder is None
+        for chunk in chunks:  # while pages are as the queries have seen them that are added up
+            if isinstance(chunk.retention, SequenceRetention):
+                chunk.retention.settle(pool, chunk.pages, chunk.start)
         stored = pool.begin(ready.step, chunks)  # what the step points to
         observed = record(ready.step, chunks, self._shape, self.parts.head_dim)
         self.compute(ready.step, pool)
         for (retention, chunk), queries in zip(observed.chunks, observed.queries, strict=True):
-            retention.remember(pool, chunk, queries)
+            retention.remember(chunk, queries)
         if stored is not None:
             pool.check()
         if recorder is not None:
@@ -273,6 +277,10 @@ class NativeEngine(FusedEngine):
         tensors["logits"] = torch.empty(len(outputs), self.parts.vocabulary)
         tensors["memory"] = self._memory(decoder, ids.numel())
         tables = self._rotations(end)
+        ragged = [
+            chunk.retention.ragged if isinstance(chunk.retention, SequenceRetention) else None for chunk in chunks
+        ]
+        layouts = (ctypes.c_void_p * len(chunks))(*(each and ctypes.addressof(each.ragged) for each in ragged))
         step = Step(
             rows=ids.numel(),
             outputs=len(outputs),
@@ -281,9 +289,10 @@ class NativeEngine(FusedEngine):
             last=decoder.layers,
             decoder=ctypes.pointer(decoder),
             tables=ctypes.addressof(tables.addresses),
+            ragged=ctypes.addressof(layouts) if any(ragged) else None,
             **{name: tensor.data_ptr() for name, tensor in tensors.items()},
         )
-        return Ready(step, tensors["logits"], tensors["x"], tensors, tables)
+        return Ready(step, tensors["logits"], tensors["x"], tensors, tables, layouts)
 
     def compute(self, step: Step, pool: Pool | None = None) -> None:
         """Run a prepared step; the pool is what engines look up that do not have all weights in memory."""

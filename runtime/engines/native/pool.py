@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from runtime.engines.base import Chunk
+from runtime.engines.native.layout import Arena, RaggedPages
 from runtime.engines.native.parts import Parts
 from runtime.engines.native.storage import PageStorage
 from runtime.errors import RequestError
 from runtime.kernels.cpu import library
-from runtime.kernels.cpu.decoder import PAGE, Block, Copy, Decoder, Op, Step
+from runtime.kernels.cpu.decoder import PAGE, Block, Copy, Decoder, Op, Received, Step, Tokens
 from runtime.kernels.cpu.library import TYPES
 
 
@@ -250,6 +251,7 @@ class Pool:
     Attributes:
         recorder: records the next step, once; None: nobody wants it.
         plain: which pages are plain; None: all are.
+        arenas: of all layers.
     """
 
     def __init__(
@@ -258,9 +260,12 @@ class Pool:
         """`blocks`: the layers; None: all of the model's. `storage`: of pages that are no longer recent; None: all stay plain."""
         layers = parts.blocks if blocks is None else blocks
         dtype = (storage and storage.floats) or parts.cache_dtype
-        sizes = (parts.head_dim, parts.value_dim) * len(layers)
         # Not touched here: the operating system gives the memory when a page is first written.
-        self.tensors = [torch.empty(count, parts.kv_heads, size * PAGE, dtype=dtype) for size in sizes]
+        sides = [
+            torch.empty(len(layers), count, parts.kv_heads, size * PAGE, dtype=dtype)
+            for size in (parts.head_dim, parts.value_dim)
+        ]
+        self.tensors = [each for layer in zip(*sides, strict=True) for each in layer]
         self.count = count
         self.decoder = decoder_of(parts, layers)
         self.decoder.cache_type = TYPES[dtype]
@@ -272,12 +277,15 @@ class Pool:
         self._storage = storage
         self._broken = torch.zeros(1, dtype=torch.int32)
         stored = [] if storage is None else storage.stored_layers(layers)
+        plain = [number for number in range(len(layers)) if number not in stored]
+        arenas = Arena(stored, range(len(stored))), Arena(plain, plain)
+        self.arenas = [arena for arena in arenas if arena.layers]
         if storage is not None and stored:
             self.plain = PlainPages(count, storage, storage.plain_bytes(parts, layers))
             self.decoder.storage = storage.structure(dtype)
             self.decoder.storage.plain_at = self.plain.places.data_ptr()
             width = parts.kv_heads * storage.record_bytes(parts)
-            self.records = {i: torch.empty(count, width, dtype=torch.uint8) for i in stored}
+            self.records = dict(zip(stored, torch.empty(len(stored), count, width, dtype=torch.uint8), strict=True))
             for i, records in self.records.items():
                 self.blocks[i].stored = records.data_ptr()
 
@@ -301,47 +309,88 @@ class Pool:
         return pages
 
     def copy(
-        self, pages: Sequence[int], into: Sequence[int], source: torch.Tensor, target: Sequence[int], held: int = 0
+        self,
+        pages: Sequence[int],
+        into: Sequence[int],
+        source: torch.Tensor,
+        target: torch.Tensor,
+        held: int = 0,
+        left: int = 0,
+        counts: torch.Tensor | None = None,
+        layouts: tuple[RaggedPages | None, RaggedPages | None] = (None, None),
     ) -> None:
-        """What is at the slots `source` of a sequence's pages also to the slots `target` of `into`, one after another, in all layers.
+        """What is at positions of a sequence's pages, `source`, also to positions of `into`, `target`, one after another, in all layers.
 
         Args:
-            source: int64 `[slots]`, or of each head `[layers, kv_heads, slots]`.
-            held: slots that are taken in `pages`, where `target` is all that will be in `into`; 0: what is copied is plain, and stays so.
+            source, target: int64 `[n]`, or of each head, as it counts, `[layers, kv_heads, n]`.
+            held: slots that are taken in `pages`, where `target` is all that will be in `into`, in `left` slots; 0: what is copied is
+                plain, and stays so.
+            counts: int64 `[layers, kv_heads]`, of each head how many count; None: all.
+            layouts: of `pages` and of `into`; None: all heads see the same pages.
         """
-        source, targets = source.contiguous(), torch.tensor(target, dtype=torch.int64)
+        source, target = source.contiguous(), target.contiguous()
         places = [torch.tensor(each, dtype=torch.int32) for each in (pages, into)]
-        plain, after = self.plain if held else None, len(targets) if held else 0
+        plain = self.plain if held else None
         if plain is not None:
-            plain.write(into, after)
+            plain.write(into, left)
         order = Copy(
-            ctypes.pointer(self.decoder), *(each.data_ptr() for each in places), len(targets),
-            len(targets) if source.dim() > 1 else 0, held - 1, after - 1,
-            source.data_ptr(), targets.data_ptr(), self._broken.data_ptr(),
+            ctypes.pointer(self.decoder), *(each.data_ptr() for each in places), *map(_address, layouts),
+            source.shape[-1], source.shape[-1] if source.dim() > 1 else 0, held - 1, left - 1,
+            None if counts is None else counts.data_ptr(), source.data_ptr(), target.data_ptr(), self._broken.data_ptr(),
         )  # fmt: skip
         found = library.load()
         assert found is not None
         found.decoder_copy(ctypes.byref(order), torch.get_num_threads())
         if plain is not None:
-            plain.replace(pages, into, after)
+            plain.replace(pages, into, left)
             self.check()
 
-    def receive(self, pages: Sequence[int], slots: Sequence[int], queries: torch.Tensor, sums: torch.Tensor) -> None:
+    def receive(
+        self,
+        pages: Sequence[int],
+        slots: Sequence[int],
+        queries: torch.Tensor,
+        sums: torch.Tensor,
+        layout: RaggedPages | None = None,
+    ) -> None:
         """Add what every token of a sequence gets of the attention of some of its queries.
 
         Args:
             slots: of these queries' own tokens, ascending.
             queries: float32 `[layers, slots, heads, head_dim]`, rotated.
-            sums: float32 `[layers, kv_heads, n]`, n a multiple of PAGE above all slots.
+            sums: float32 `[layers, kv_heads, n]`, n a multiple of PAGE above all positions, as heads count them.
+            layout: of the pages; None: all heads see the same pages.
         """
         found, threads = library.load(), torch.get_num_threads()
         assert found is not None
         places, numbers = torch.tensor(pages, dtype=torch.int32), torch.tensor(slots, dtype=torch.int64)
         memory = torch.empty(found.received_memory(sums.shape[-1], threads), dtype=torch.uint8)
-        found.decoder_received(
-            ctypes.byref(self.decoder), places.data_ptr(), len(numbers), numbers.data_ptr(), queries.data_ptr(),
-            sums.shape[-1], sums.data_ptr(), memory.data_ptr(), threads,
+        order = Received(
+            ctypes.pointer(self.decoder), places.data_ptr(), _address(layout), len(numbers), sums.shape[-1],
+            numbers.data_ptr(), queries.data_ptr(), sums.data_ptr(), memory.data_ptr(),
         )  # fmt: skip
+        found.decoder_received(ctypes.byref(order), threads)
+
+    def tokens(
+        self, pages: Sequence[int], layer: int, source: torch.Tensor, held: int, layout: RaggedPages | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens of a sequence, float32 `[kv_heads, n, head_dim]` and `[kv_heads, n, value_dim]`.
+
+        Args:
+            source: int64 `[kv_heads, n]`, their positions, as heads count.
+            held: slots that are taken in `pages`.
+            layout: as of `receive`.
+        """
+        found, decoder = library.load(), self.decoder
+        assert found is not None
+        places, source = torch.tensor(pages, dtype=torch.int32), source.contiguous()
+        keys, values = (torch.empty(*source.shape, size) for size in (decoder.head_dim, decoder.value_dim))
+        order = Tokens(
+            ctypes.pointer(decoder), places.data_ptr(), _address(layout), layer, source.shape[1], held - 1,
+            source.data_ptr(), keys.data_ptr(), values.data_ptr(),
+        )  # fmt: skip
+        found.decoder_tokens(ctypes.byref(order), torch.get_num_threads())
+        return keys, values
 
     def check(self) -> None:
         """After a step: RequestError where a key or value is none that the storage can hold."""
@@ -351,3 +400,7 @@ class Pool:
                 f"kv_cache ({self._storage}): a key or value is not finite, or beyond the 65504 that integers hold; compute in a wider "
                 "dtype (float32, bfloat16), or take keys: fp8 or plain (values likewise) where it is only large"
             )
+
+
+def _address(layout: RaggedPages | None) -> int | None:
+    return None if layout is None else ctypes.addressof(layout.ragged)

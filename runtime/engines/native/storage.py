@@ -13,7 +13,6 @@ from runtime.engines.native.parts import Parts
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.attention import KINDS, PAGE, Cache, Storage
 from runtime.kernels.cpu.decoder import OPS, Block
-from runtime.kv_cache.budgets.base import EqualHeads, UniformLayers
 from runtime.kv_cache.scores.base import Accumulating
 from runtime.kv_cache.storage.base import Codec
 from runtime.kv_cache.storage.fp8 import Float8
@@ -133,9 +132,8 @@ def _why_modules_evict(rule: EvictionPlan) -> str | None:
     """As `why_modules_store`, of what is evicted."""
     if not rule.score.sums_only:
         return f"evict tokens by {rule.score.name}, for which sums of attention are not enough"
-    for budget, even in ((rule.layers, UniformLayers), (rule.heads, EqualHeads)):
-        if type(budget) is not even:
-            return f"evict as many tokens of each layer and head as the budget {budget.name} says"
+    if not rule.layers.sums_only:
+        return f"evict tokens of layers that share it by the budget {rule.layers.name}, for which sums of attention are not enough"
     return "evict only what is generated" if rule.keeps_prompt else None
 
 

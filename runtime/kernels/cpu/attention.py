@@ -36,6 +36,12 @@ class Cache(ctypes.Structure):
     )
 
 
+class Ragged(ctypes.Structure):
+    """What eviction has left of a sequence where layers and heads keep different numbers of tokens; see kv_store.h."""
+
+    _fields_ = (*fields(_p, "blocks", "counts", "from_"), *fields(_i64, "apart", "lead", "packed", "first"))
+
+
 class Attention(ctypes.Structure):
     """Every row and head of a step in one layer."""
 
@@ -45,5 +51,6 @@ class Attention(ctypes.Structure):
         *fields(_p, "sequence", "position", "base", "path", "slots", "pages"),
         *fields(_p, "query", "out", "sinks"),
         *fields(_f32, "scale", "softcap"),
-        *fields(_p, "memory"),
+        *fields(_p, "memory", "ragged"),
+        ("layer", _i64),
     )

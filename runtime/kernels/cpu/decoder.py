@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from runtime.kernels.cpu.attention import PAGE, Storage
+from runtime.kernels.cpu.attention import PAGE, Ragged, Storage
 from runtime.kernels.cpu.experts import Experts, Router
 from runtime.kernels.cpu.library import Linear, fields
 
@@ -115,18 +115,41 @@ class Step(ctypes.Structure):
         ("stored_count", _i64),
         *fields(_p, "observed", "queries"),  # rows whose queries are wanted, and where they go
         ("observed_count", _i64),
+        ("ragged", _p),  # of each sequence
         *fields(ctypes.POINTER(Decoder), "decoder"),
     )
 
 
 class Copy(ctypes.Structure):
-    """Slots of one sequence, from pages into pages, in all layers."""
+    """Positions of one sequence, from pages into pages, in all layers."""
 
     _fields_ = (
         ("decoder", ctypes.POINTER(Decoder)),
-        *fields(_p, "pages", "into"),
+        *fields(_p, "pages", "into", "old", "new"),
         *fields(_i64, "count", "apart", "before", "after"),
-        *fields(_p, "source", "target", "broken"),
+        *fields(_p, "counts", "source", "target", "broken"),
+    )
+
+
+class Received(ctypes.Structure):
+    """What tokens of one sequence get of the attention of some queries, in all layers."""
+
+    _fields_ = (
+        ("decoder", ctypes.POINTER(Decoder)),
+        *fields(_p, "pages", "ragged"),
+        *fields(_i64, "rows", "slots"),
+        *fields(_p, "position", "query", "sums", "memory"),
+    )
+
+
+class Tokens(ctypes.Structure):
+    """Keys and values of tokens of one sequence in a layer."""
+
+    _fields_ = (
+        ("decoder", ctypes.POINTER(Decoder)),
+        *fields(_p, "pages", "ragged"),
+        *fields(_i64, "layer", "count", "before"),
+        *fields(_p, "source", "keys", "values"),
     )
 
 
@@ -142,5 +165,8 @@ __all__ = [
     "Copy",
     "Decoder",
     "Op",
+    "Ragged",
+    "Received",
     "Step",
+    "Tokens",
 ]

@@ -129,7 +129,8 @@ def declare(library: ctypes.CDLL) -> None:
         "decoder_memory": (q, [p, q]),
         "decoder_step": (None, [p, i]),
         "decoder_copy": (None, [p, i]),
-        "decoder_received": (None, [p, p, q, p, p, q, p, p, i]),
+        "decoder_received": (None, [p, i]),
+        "decoder_tokens": (None, [p, i]),
         "received_memory": (q, [q, i]),
     }
     for name, (result, arguments) in signatures.items():

@@ -40,10 +40,12 @@ class LayerBudget(Settings, ABC):
     Attributes:
         name: in recipes.
         cascades: what layers get depends on later layers, so that earlier ones are cut again while the prompt goes through.
+        sums_only: `prefer` asks for no keys, values and queries, as `Score.sums_only`.
     """
 
     name: ClassVar[str]
     cascades: ClassVar[bool] = False
+    sums_only: ClassVar[bool] = False
 
     def prefer(self, seen: Observation) -> torch.Tensor:
         """A layer's claim, float32 `[batch]`; layers are alike unless a budget says otherwise."""
@@ -84,6 +86,7 @@ class UniformLayers(LayerBudget):
     """Every layer keeps as much."""
 
     name: ClassVar[str] = "uniform"
+    sums_only: ClassVar[bool] = True
 
     def shares(self, facts: list[LayerFacts], layers: int, mean: torch.Tensor, least: int) -> list[torch.Tensor]:
         return [fact.preference for fact in facts]

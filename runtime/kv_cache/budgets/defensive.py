@@ -29,6 +29,7 @@ class DefensiveLayers(LayerBudget):
 
     name: ClassVar[str] = "defensive"
     cascades: ClassVar[bool] = True
+    sums_only: ClassVar[bool] = True
     safeguard: Probability = 0.2
 
     def shares(self, facts: list[LayerFacts], layers: int, mean: torch.Tensor, least: int) -> list[torch.Tensor]:

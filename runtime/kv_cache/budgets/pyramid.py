@@ -21,6 +21,7 @@ class Pyramid(LayerBudget):
     """
 
     name: ClassVar[str] = "pyramid"
+    sums_only: ClassVar[bool] = True
     beta: Annotated[float, Gt(1)] = 20.0
 
     def shares(self, facts: list[LayerFacts], layers: int, mean: torch.Tensor, least: int) -> list[torch.Tensor]:

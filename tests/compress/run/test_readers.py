@@ -151,10 +151,10 @@ def test_the_plan_says_readers_and_engine(make_checkpoint: Any, recipe: Any) -> 
     evict = {"score": "streaming", "tokens": 64}
     evicting = make_plan(load(recipe(source, W4, {"kv_cache": {"evict": evict}})), device="cpu", readers=readable_by)
     assert evicting.engine.startswith("cpu: the decoder in C")
-    uneven = {"kv_cache": {"evict": {"score": "snapkv", "tokens": 64, "heads": "adaptive"}}}
-    by_head = make_plan(load(recipe(source, W4, uneven)), device="cpu", readers=readable_by)
-    assert by_head.engine.startswith("cpu: transformers' modules")
-    assert "holds no cache whose policy says to evict as many tokens of each" in by_head.engine
+    merged = {"kv_cache": {"clusters": {"ratio": 0.5}}}
+    by_cluster = make_plan(load(recipe(source, W4, merged)), device="cpu", readers=readable_by)
+    assert by_cluster.engine.startswith("cpu: transformers' modules")
+    assert "holds no cache whose policy says to merge tokens" in by_cluster.engine
     plain = make_plan(load(recipe(source, W4)), device="cpu", readers=readable_by)
     assert plain.engine.startswith("cpu: the decoder in C")
     dense = make_plan(load(recipe(source, *STAGES["structured"])), device="cpu", readers=readable_by)

@@ -19,6 +19,8 @@ from runtime.decoding.pages import Pages
 from runtime.decoding.sequence import Sequence
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import NativeEngine
+from runtime.engines.native.eviction import SequenceRetention
+from runtime.engines.native.pool import Pool
 from runtime.engines.native.storage import why_modules_store
 from runtime.engines.torch.engine import TorchEngine
 from runtime.kernels.cpu import library
@@ -38,12 +40,21 @@ POLICIES: dict[str, dict[str, Any]] = {
     "h2o": {"evict": {"score": "h2o", "ratio": 0.3, "interval": 8}},
     "h2o, once": {"evict": {"score": "h2o", "normalize": True, "ratio": 0.3}},
     "normalized": {"evict": {"score": "normalized", "tokens": 70, "interval": 70}},
+    "pyramid": {"evict": {"score": "snapkv", "layers": {"share": "pyramid", "beta": 1.7}, "ratio": 0.3}},
+    "pyramid, again and again": {"evict": {"score": "tova", "layers": {"share": "pyramid", "beta": 4}, "tokens": 60, "interval": 8}},
+    "adaptive heads": {"evict": {"score": "snapkv", "heads": "adaptive", "ratio": 0.4, "interval": 20}},
+    "adaptive heads of a pyramid": {"evict": {"score": "h2o", "layers": "pyramid", "heads": "adaptive", "tokens": 90, "interval": 16}},
+    "layers that compete": {"evict": {"score": "snapkv", "layers": "defensive", "heads": "adaptive", "ratio": 0.4, "interval": 40}},
 }  # fmt: skip
 FEW_BITS: dict[str, dict[str, Any]] = {
     "int4, snapkv": {"keys": "int4", "values": "int4", "recent": 64, "evict": {"score": "snapkv", "ratio": 0.4}},
     "int8, tova": {"keys": "int8", "values": "int8", "recent": 0, "evict": {"score": "tova", "tokens": 130, "interval": 20}},
     "fp8 after a prefix, streaming": {
         "keys": "fp8", "values": "fp8", "recent": 70, "prefix": 5, "evict": {"score": "streaming", "tokens": 180, "interval": 33}
+    },
+    "int4 after a prefix, a pyramid": {
+        "keys": "int4", "values": "int4", "recent": 64, "prefix": 5,
+        "evict": {"score": "snapkv", "layers": {"share": "pyramid", "beta": 3}, "heads": "adaptive", "tokens": 170, "interval": 30},
     },
     "int2 values, normalized": {"values": "int2", "recent": 64, "evict": {"score": "normalized", "ratio": 0.5, "interval": 70}},
 }  # fmt: skip
@@ -98,18 +109,28 @@ def test_what_is_kept_is_what_modules_keep(name: str, policy: str) -> None:
     slow.forward(torch.tensor([text[:prompt]]), cache, None, None)
     for token in text[prompt:]:
         slow.forward(torch.tensor([[token]]), cache, None, None)
-    _, pool = _read(lean, text, prompt, 77)
-    count = cache.compressed[0].store.states()[0].shape[1]
-    assert count < 230
+    _, pool, pages, retention = _read(lean, text, prompt, 77)
+    lengths = torch.stack([layer.store.lengths for layer in cache.compressed])
+    assert int(lengths.min()) < 230
+    assert bool((lengths != lengths[0, 0]).any()) == retention.moves, "it does something"
+    positions = torch.arange(230).expand(*lengths.shape, 230)
+    if retention.ragged is not None:
+        positions = retention.ragged.layout.positions(positions)
+    positions = torch.minimum(positions, positions.gather(-1, lengths.unsqueeze(-1) - 1))  # none behind a head's last
+    slots = 230 - retention.evicted
     for layer, module_layer in enumerate(cache.compressed):
-        wanted = module_layer.store.states()[0].transpose(1, 2)  # [heads, size, tokens]
-        keys = pool.tensors[2 * layer][:4].unflatten(-1, (-1, PAGE)).permute(1, 2, 0, 3).flatten(2)[..., :count]
-        assert torch.allclose(keys, wanted, atol=1e-4)
+        states = module_layer.store.states()[:2]
+        for head, count in enumerate(lengths[layer].tolist()):
+            found = pool.tokens(pages, layer, positions[layer, :, :count], slots, retention.ragged)
+            for ours, theirs in zip(found, states, strict=True):
+                assert torch.allclose(ours[head], theirs[head, :count], atol=1e-4)
 
 
-def _read(engine: NativeEngine, text: list[int], prompt: int, width: int) -> tuple[list[torch.Tensor], Any]:
-    """The text through a cache, its prompt in chunks of a width and the rest in steps of any: logits, and the pool."""
-    pool, pages, retention = engine.new_pages(8), list(range(8)), engine.retention(prompt)
+def _read(
+    engine: NativeEngine, text: list[int], prompt: int, width: int
+) -> tuple[list[torch.Tensor], Pool, list[int], SequenceRetention]:
+    """The text through a cache, its prompt in chunks of a width and the rest in steps of any: logits, and what is in the pool."""
+    pool, pages, others, retention = engine.new_pages(17), [*range(8)], [*range(16, 8, -1)], engine.retention(prompt)
     assert retention is not None
     start, logits = 0, []
     while start < len(text):
@@ -117,8 +138,10 @@ def _read(engine: NativeEngine, text: list[int], prompt: int, width: int) -> tup
         logits.append(engine.read(pool, [Chunk(text[start:end], start, pages, retention=retention)], every=True))
         start = end
         if start == retention.boundary:
-            engine.evict(pool, retention, pages, pages)
-    return logits, pool
+            into = others if retention.moves else pages
+            if engine.evict(pool, retention, pages, into) and retention.moves:
+                pages, others = others, pages
+    return logits, pool, pages, retention
 
 
 @pytest.mark.parametrize("policy", FEW_BITS)
@@ -133,7 +156,7 @@ def test_logits_over_few_bits_are_those_of_modules(policy: str, monkeypatch: pyt
     (text,) = texts(450)
     cache = slow.new_cache()  # one by one: a prompt in one piece is read plain by modules
     wanted = torch.stack([slow.forward(torch.tensor([[token]]), cache, None, None)[0, -1] for token in text])
-    found, pool = _read(lean, text, 1, 450)
+    found, pool, *_ = _read(lean, text, 1, 450)
     assert float((torch.cat(found) - wanted).norm() / wanted.norm()) < 5e-3
     assert pool.plain is not None
     assert torch.cat(found)[300:].ne(lean.logits(torch.tensor([text]))[0, 300:]).any(), "it does something"
@@ -269,12 +292,13 @@ def test_pages_are_given_back(module: Any) -> None:
 def test_pages_that_others_hold_are_not_written() -> None:
     pages, unread = Pages(4, 4), cast(Any, None)
     one, other = (Sequence(range(9), unread, None) for _ in range(2))
-    retention: Any = SimpleNamespace(evicted=0, boundary=9, left=5, own=1, most=lambda new: 9 + new)
+    retention: Any = SimpleNamespace(evicted=0, boundary=9, left=5, own=1, moves=False, most=lambda new: 9 + new)
     moves = []
 
-    def gather(which: Any, held: list[int], into: list[int]) -> None:
+    def gather(which: Any, held: list[int], into: list[int]) -> bool:
         moves.append((list(held), list(into)))
         which.evicted, which.boundary = 4, None
+        return True
 
     assert one.enter(pages, 0, retention)
     one.advance(9, pages)
@@ -308,8 +332,7 @@ def test_layers_of_the_model_do_not_draft() -> None:
     ("evict", "reason"),
     [
         ({"score": "keyformer", "ratio": 0.5}, "by keyformer, for which sums of attention are not enough"),
-        ({"score": "snapkv", "layers": "pyramid", "ratio": 0.5}, "as the budget pyramid says"),
-        ({"score": "snapkv", "heads": "adaptive", "ratio": 0.5}, "as the budget adaptive says"),
+        ({"score": "snapkv", "layers": "cake", "ratio": 0.5}, "share it by the budget cake"),
         ({"score": "snapkv", "ratio": 0.5, "interval": 8, "prompt": "keep"}, "only what is generated"),
     ],
 )

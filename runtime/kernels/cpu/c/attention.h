@@ -28,6 +28,8 @@ typedef struct {
     const float *sinks;         /* [heads], or NULL */
     float scale, softcap;       /* of scores; softcap 0: none */
     char *memory;               /* attention_memory bytes, in which spans of one query may be divided among threads; NULL: they are not */
+    const Ragged *const *ragged; /* [sequences], each NULL where all heads see the same pages; or NULL */
+    int64_t layer;
 } Attention;
 
 int64_t attention_memory(int64_t value_dim) { return PARTIALS * (value_dim + 2) * 4; }
@@ -46,11 +48,19 @@ static void merge_partial(Partial into, float largest, float total, const float 
 /* Rows that are computed together: of one sequence, and all or none of one tree. Queries are row by row. */
 typedef struct {
     int64_t first, rows, shared; /* shared: queries of a row */
-    int head;                    /* of the cache */
-    const int32_t *pages;
+    HeadPages pages;
 } Rows;
 
-INLINE int64_t row_from(const Attention *a, int64_t r) { return a->window && a->position[r] >= a->window ? a->position[r] + 1 - a->window : 0; }
+static HeadPages pages_of_row(const Attention *a, int64_t r, int head) {
+    const int32_t sequence = a->sequence[r];
+    return head_pages(a->pages + sequence * a->pages_stride, a->ragged ? a->ragged[sequence] : NULL, a->layer, a->cache.heads, head);
+}
+/* The positions [row_from, row_at] that a query sees, as its head counts them. */
+INLINE int64_t row_at(const Attention *a, const HeadPages *h, int64_t r) { return a->position[r] + h->shift; }
+INLINE int64_t row_from(const Attention *a, const HeadPages *h, int64_t r) {
+    int64_t at = row_at(a, h, r), from = a->window && at >= a->window ? at + 1 - a->window : 0;
+    return h->lead || from > h->from ? from : h->from;
+}
 INLINE int in_tree(const Attention *a, int64_t r) { return a->path && a->path[r] >= 0; }
 
 /* A few queries and one page: what they are and what they become. */
@@ -110,50 +120,53 @@ static float page_softmax(const Attention *a, float *score, int first, int last,
 /* Scores of positions [page * PAGE, end), of which the branch of the row has some elsewhere; and their values, in order. */
 static void branch_scores(const Attention *a, const Rows *b, int64_t page, int64_t end, const Visit *t, const Factors *query, Factors *score, char *values) {
     const Cache *cache = &a->cache;
-    int64_t r = t->row[0], base = a->base[r], row = cache->value_dim * element_bytes(cache->type);
+    int64_t r = t->row[0], base = a->base[r] + b->pages.shift, row = cache->value_dim * element_bytes(cache->type);
     const int32_t *slots = a->slots + a->path[r];
     float there[QUERIES][PAGE], *into[QUERIES];
     for (int q = 0; q < t->count; q++) into[q] = there[q];
     for (int64_t p = page * PAGE, held = -1; p < end && p < (page + 1) * PAGE; p++) {
-        int64_t slot = p < base ? p : slots[p - base];
-        if (slot / PAGE != held) { /* a branch goes forward in memory: each page once */
-            held = slot / PAGE;
-            Matrix keys = plain_keys(cache, b->head, b->pages[held], b->pages[held]);
+        int64_t slot = p < base ? p : slots[p - base] + b->pages.shift, block = block_of(cache, &b->pages, slot / PAGE, 0);
+        if (block != held) { /* a branch goes forward in memory: each page once */
+            held = block;
+            Matrix keys = plain_keys(cache, block, block);
             page_product(&keys, 0, PAGE, 0, cache->head_dim, t->count, query, NULL, into);
         }
         for (int q = 0; q < t->count; q++) score[q][p % PAGE] = there[q][slot % PAGE];
-        memcpy(values + p % PAGE * row, plain_values(cache, b->head, b->pages[slot / PAGE], 0).data + slot % PAGE * row, (size_t)row);
+        memcpy(values + p % PAGE * row, plain_values(cache, block, block).data + slot % PAGE * row, (size_t)row);
     }
 }
 
 /* One page: as it is stored or plain, or of a branch. */
 static void attend_page(const Attention *a, const Rows *b, int64_t page, int stored, int branch, const Visit *t) {
     const Cache *cache = &a->cache;
-    int32_t here = b->pages[page], next = (page + 1) * PAGE <= a->position[t->row[0]] ? b->pages[page + 1] : here;
+    const HeadPages *h = &b->pages;
+    int64_t here = block_of(cache, h, page, stored), next = (page + 1) * PAGE <= row_at(a, h, t->row[0]) ? block_of(cache, h, page + 1, stored) : here;
     char ordered[branch ? PAGE * cache->value_dim * 4 : 1];
     Factors factors[QUERIES], score[QUERIES];
     const Factors *query = (const Factors *)factors;
     float keep[QUERIES], *scores[QUERIES], *out[QUERIES];
     int first = PAGE, last = 0;
+    int64_t seen_from, seen_until;
+    seen_of_page(h, page, &seen_from, &seen_until);
     for (int q = 0; q < t->count; q++) {
         scores[q] = score[q], out[q] = t->partial[q].out;
         memcpy(factors[q], t->query[q], (size_t)cache->head_dim * 4);
     }
-    if (branch) branch_scores(a, b, page, a->position[t->row[0]] + 1, t, query, score, ordered);
-    else if (stored) stored_scores(cache, b->head, here, next, t->count, query, scores);
+    if (branch) branch_scores(a, b, page, row_at(a, h, t->row[0]) + 1, t, query, score, ordered);
+    else if (stored) stored_scores(cache, here, next, t->count, query, scores);
     else {
-        Matrix keys = plain_keys(cache, b->head, here, next);
+        Matrix keys = plain_keys(cache, here, next);
         page_product(&keys, 0, PAGE, 0, cache->head_dim, t->count, query, NULL, scores);
     }
     for (int q = 0; q < t->count; q++) {
-        int64_t from = row_from(a, t->row[q]) - page * PAGE, until = a->position[t->row[q]] + 1 - page * PAGE;
-        int begin = from > 0 ? (int)from : 0, end = until < PAGE ? (int)until : PAGE;
+        int64_t from = row_from(a, h, t->row[q]) - page * PAGE, until = row_at(a, h, t->row[q]) + 1 - page * PAGE;
+        int begin = (int)(from > seen_from ? from : seen_from), end = (int)(until < seen_until ? until : seen_until);
         first = begin < first ? begin : first, last = end > last ? end : last;
         keep[q] = page_softmax(a, score[q], begin, end, t->partial[q]);
     }
-    if (stored) stored_values(cache, b->head, here, next, t->count, (const Factors *)score, keep, out);
+    if (stored) stored_values(cache, here, next, t->count, (const Factors *)score, keep, out);
     else {
-        Matrix values = plain_values(cache, b->head, here, next);
+        Matrix values = plain_values(cache, here, next);
         if (branch) values.data = ordered;
         page_product(&values, 0, cache->value_dim, first, last, t->count, (const Factors *)score, keep, out);
     }
@@ -161,16 +174,19 @@ static void attend_page(const Attention *a, const Rows *b, int64_t page, int sto
 
 /* One span of a block's queries; `partial` [queries] are as before any page. */
 static void attend_span(const Attention *a, const Rows *b, int64_t span, const Partial *partial) {
+    const HeadPages *h = &b->pages;
     int64_t end = 0, width = a->cache.head_dim;
-    for (int64_t r = b->first; r < b->first + b->rows; r++) end = a->position[r] + 1 > end ? a->position[r] + 1 : end;
+    for (int64_t r = b->first; r < b->first + b->rows; r++) end = row_at(a, h, r) + 1 > end ? row_at(a, h, r) + 1 : end;
     for (int64_t page = span * SPAN; page < (span + 1) * SPAN && page * PAGE < end; page++) {
+        if (!sees_page(h, page)) continue;
         Visit visit[2] = {{.count = 0}, {.count = 0}}; /* of the page as it is stored, and plain */
         for (int64_t r = b->first; r < b->first + b->rows; r++) {
-            if (a->position[r] < page * PAGE || row_from(a, r) >= (page + 1) * PAGE) continue;
-            int stored = sees_stored(&a->cache, page, a->position[r]), branch = in_tree(a, r) && a->base[r] < (page + 1) * PAGE;
+            int64_t at = row_at(a, h, r);
+            if (at < page * PAGE || row_from(a, h, r) >= (page + 1) * PAGE) continue;
+            int stored = sees_stored(&a->cache, page, at), branch = in_tree(a, r) && a->base[r] + h->shift < (page + 1) * PAGE;
             Visit own = {.count = 0}, *t = branch ? &own : &visit[stored];
             for (int64_t q = 0; q < b->shared; q++) {
-                t->query[t->count] = a->query + (r * a->heads + b->head * b->shared + q) * width;
+                t->query[t->count] = a->query + (r * a->heads + h->head * b->shared + q) * width;
                 t->partial[t->count] = partial[(r - b->first) * b->shared + q];
                 t->row[t->count++] = r;
                 if (t->count == QUERIES || (branch && q + 1 == b->shared)) {
@@ -208,23 +224,24 @@ static void finish_partial(const Attention *a, int64_t at, Partial p) {
 
 /* All spans of a block, one after another. */
 static void attend_block(const Attention *a, const Rows *b) {
-    int64_t n = a->cache.value_dim, count = b->rows * b->shared, first = a->position[b->first], last = 0;
+    const HeadPages *h = &b->pages;
+    int64_t n = a->cache.value_dim, count = b->rows * b->shared, first = row_at(a, h, b->first), last = 0;
     float numbers[2][count][2], outs[2][count][n];
     Partial partial[2][count];
     for (int64_t r = b->first; r < b->first + b->rows; r++) {
-        first = row_from(a, r) < first ? row_from(a, r) : first;
-        last = a->position[r] > last ? a->position[r] : last;
+        first = row_from(a, h, r) < first ? row_from(a, h, r) : first;
+        last = row_at(a, h, r) > last ? row_at(a, h, r) : last;
     }
     for (int64_t q = 0; q < count; q++) {
         for (int i = 0; i < 2; i++) partial[i][q] = (Partial){&numbers[i][q][0], &numbers[i][q][1], outs[i][q]};
-        start_partial(partial[0][q], a->sinks ? a->sinks[b->head * b->shared + q % b->shared] : -INFINITY, n);
+        start_partial(partial[0][q], a->sinks ? a->sinks[h->head * b->shared + q % b->shared] : -INFINITY, n);
     }
     for (int64_t span = first / (SPAN * PAGE); span * SPAN * PAGE <= last; span++) {
         for (int64_t q = 0; q < count; q++) start_partial(partial[1][q], -INFINITY, n);
         attend_span(a, b, span, partial[1]);
         for (int64_t q = 0; q < count; q++) merge_partial(partial[0][q], *partial[1][q].largest, *partial[1][q].total, partial[1][q].out, n);
     }
-    for (int64_t q = 0; q < count; q++) finish_partial(a, (b->first + q / b->shared) * a->heads + b->head * b->shared + q % b->shared, partial[0][q]);
+    for (int64_t q = 0; q < count; q++) finish_partial(a, (b->first + q / b->shared) * a->heads + h->head * b->shared + q % b->shared, partial[0][q]);
 }
 
 INLINE Partial waiting(const Attention *a, int64_t index) { /* a partial in a->memory */
@@ -232,38 +249,65 @@ INLINE Partial waiting(const Attention *a, int64_t index) { /* a partial in a->m
     return (Partial){at, at + 1, at + 2};
 }
 
-/* This member's share; all rows are whole when all members have left, and a barrier passed. */
+/* Pages that a unit of work reads: of a block one span, or with `whole` all. */
+static int64_t unit_pages(const Attention *a, const Rows *b, int64_t span, int whole) {
+    const HeadPages *h = &b->pages;
+    int64_t first = row_at(a, h, b->first), last = 0;
+    for (int64_t r = b->first; r < b->first + b->rows; r++) {
+        first = row_from(a, h, r) < first ? row_from(a, h, r) : first;
+        last = row_at(a, h, r) > last ? row_at(a, h, r) : last;
+    }
+    int64_t begin = first / PAGE, end = last / PAGE + 1;
+    if (!whole) begin = begin > span * SPAN ? begin : span * SPAN, end = end < (span + 1) * SPAN ? end : (span + 1) * SPAN;
+    return end > begin ? end - begin : 0;
+}
+
+/* This member's share, by pages that are read; all rows are whole when all members have left, and a barrier passed. */
 static void attention_part(const Attention *a, const Team *team) {
-    int64_t start, end, shared = a->heads / a->cache.heads, spans = 0;
+    int64_t shared = a->heads / a->cache.heads, spans = 0, pages = 0, before = 0;
     int32_t first[a->rows + 1];
     int64_t blocks = find_blocks(a, MOST_BLOCK > shared ? MOST_BLOCK / shared : 1, first);
-    for (int64_t r = 0; r < a->rows; r++) spans = a->position[r] / (SPAN * PAGE) >= spans ? a->position[r] / (SPAN * PAGE) + 1 : spans;
-    int divided = a->memory && team->count > 1 && spans > 1 && a->rows * a->heads * spans <= PARTIALS;
-    int64_t pieces = divided ? spans : 1;
-    team_part(team, blocks * a->cache.heads * pieces, 1, &start, &end);
-    for (int64_t unit = start; unit < end; unit++) { /* neighbours in time share a head's pages */
-        int64_t head = unit / (blocks * pieces), at = unit / pieces % blocks, span = unit % pieces, r = first[at];
-        Rows b = {r, first[at + 1] - r, shared, (int)head, a->pages + a->sequence[r] * a->pages_stride};
-        if (!divided) {
-            attend_block(a, &b);
-            continue;
+    for (int64_t r = 0; r < a->rows; r++)
+        for (int head = 0; head < (a->ragged && a->ragged[a->sequence[r]] ? a->cache.heads : 1); head++) {
+            const HeadPages h = pages_of_row(a, r, head);
+            spans = row_at(a, &h, r) / (SPAN * PAGE) >= spans ? row_at(a, &h, r) / (SPAN * PAGE) + 1 : spans;
         }
-        Partial partial[b.rows * shared];
-        for (int64_t q = 0; q < b.rows * shared; q++) {
-            partial[q] = waiting(a, ((r + q / shared) * a->heads + head * shared + q % shared) * spans + span);
-            start_partial(partial[q], -INFINITY, a->cache.value_dim);
+    const int divided = a->memory && team->count > 1 && spans > 1 && a->rows * a->heads * spans <= PARTIALS;
+    const int64_t pieces = divided ? spans : 1, units = blocks * a->cache.heads * pieces;
+    for (int adds = team->count > 1; adds >= 0; adds--) /* how many there are; then those of this member */
+        for (int64_t unit = 0; unit < units; unit++) {    /* neighbours in time share a head's pages */
+            int64_t head = unit / (blocks * pieces), at = unit / pieces % blocks, span = unit % pieces, r = first[at];
+            Rows b = {r, first[at + 1] - r, shared, pages_of_row(a, r, (int)head)};
+            int64_t own = team->count > 1 ? unit_pages(a, &b, span, !divided) : 0;
+            if (adds) {
+                pages += own;
+                continue;
+            }
+            const int64_t middle = 2 * before + own;
+            before += own;
+            if (team->count > 1 && (own ? middle * team->count / (2 * pages) : 0) != team->index) continue;
+            if (!divided) {
+                attend_block(a, &b);
+                continue;
+            }
+            Partial partial[b.rows * shared];
+            for (int64_t q = 0; q < b.rows * shared; q++) {
+                partial[q] = waiting(a, ((r + q / shared) * a->heads + head * shared + q % shared) * spans + span);
+                start_partial(partial[q], -INFINITY, a->cache.value_dim);
+            }
+            attend_span(a, &b, span, partial);
         }
-        attend_span(a, &b, span, partial);
-    }
     if (!divided) return;
     team_barrier(team);
+    int64_t start, end;
     team_part(team, a->rows * a->heads, 1, &start, &end);
     for (int64_t at = start; at < end; at++) {
         float numbers[2], out[a->cache.value_dim];
         Partial whole = {numbers, numbers + 1, out};
         start_partial(whole, a->sinks ? a->sinks[at % a->heads] : -INFINITY, a->cache.value_dim);
         int64_t r = at / a->heads;
-        for (int64_t span = row_from(a, r) / (SPAN * PAGE); span * SPAN * PAGE <= a->position[r]; span++) {
+        const HeadPages h = pages_of_row(a, r, (int)(at % a->heads / shared));
+        for (int64_t span = row_from(a, &h, r) / (SPAN * PAGE); span * SPAN * PAGE <= row_at(a, &h, r); span++) {
             Partial part = waiting(a, at * spans + span);
             merge_partial(whole, *part.largest, *part.total, part.out, a->cache.value_dim);
         }
@@ -272,33 +316,43 @@ static void attention_part(const Attention *a, const Team *team) {
 }
 /* Adds to `sums` [slots] the weights that all rows, of one sequence in order, give to its tokens in a head of the cache, one query after
  * another: their sum does not depend on what comes together. All see pages as the last of them does. `score`: [MOST_BLOCK, slots]. */
-static void attention_received(const Attention *a, int head, int64_t slots, float *score, float *sums) {
+static void attention_received(const Attention *a, const HeadPages *h, int64_t slots, float *score, float *sums) {
     const int64_t shared = a->heads / a->cache.heads, all = a->rows * shared, width = a->cache.head_dim;
     for (int64_t first = 0; first < all; first += MOST_BLOCK) {
-        const int64_t count = all - first < MOST_BLOCK ? all - first : MOST_BLOCK, end = a->position[(first + count - 1) / shared] + 1;
+        const int64_t count = all - first < MOST_BLOCK ? all - first : MOST_BLOCK, end = row_at(a, h, (first + count - 1) / shared) + 1;
         for (int64_t page = 0; page * PAGE < end; page++) {
-            int32_t here = a->pages[page], next = (page + 1) * PAGE < end ? a->pages[page + 1] : here;
+            if (!sees_page(h, page)) {
+                for (int64_t q = 0; q < count; q++)
+                    for (int p = 0; p < PAGE; p++) score[q * slots + page * PAGE + p] = -INFINITY;
+                continue;
+            }
+            const int stored = sees_stored(&a->cache, page, row_at(a, h, a->rows - 1));
+            int64_t here = block_of(&a->cache, h, page, stored), next = (page + 1) * PAGE < end ? block_of(&a->cache, h, page + 1, stored) : here;
             for (int64_t q = 0, n; q < count; q += n) {
                 Factors query[QUERIES];
                 float *into[QUERIES];
                 for (n = 0; n < QUERIES && q + n < count; n++) {
                     int64_t at = first + q + n;
-                    memcpy(query[n], a->query + (at / shared * a->heads + head * shared + at % shared) * width, (size_t)width * 4);
+                    memcpy(query[n], a->query + (at / shared * a->heads + h->head * shared + at % shared) * width, (size_t)width * 4);
                     into[n] = score + (q + n) * slots + page * PAGE;
                 }
-                if (sees_stored(&a->cache, page, a->position[a->rows - 1]))
-                    stored_scores(&a->cache, head, here, next, (int)n, (const Factors *)query, into);
+                if (stored) stored_scores(&a->cache, here, next, (int)n, (const Factors *)query, into);
                 else {
-                    Matrix keys = plain_keys(&a->cache, head, here, next);
+                    Matrix keys = plain_keys(&a->cache, here, next);
                     page_product(&keys, 0, PAGE, 0, (int)width, (int)n, (const Factors *)query, NULL, into);
                 }
+                int64_t begin, until;
+                seen_of_page(h, page, &begin, &until);
+                for (int64_t i = 0; i < n && until - begin < PAGE; i++)
+                    for (int64_t p = 0; p < PAGE; p++) into[i][p] = p >= begin && p < until ? into[i][p] : -INFINITY;
             }
         }
         for (int64_t q = 0; q < count; q++) {
-            const int64_t seen = a->position[(first + q) / shared] + 1, pages = (seen + PAGE - 1) / PAGE;
-            float *weight = score + q * slots, sink = a->sinks ? a->sinks[head * shared + (first + q) % shared] : -INFINITY;
+            const int64_t seen = row_at(a, h, (first + q) / shared) + 1, pages = (seen + PAGE - 1) / PAGE;
+            float *weight = score + q * slots, sink = a->sinks ? a->sinks[h->head * shared + (first + q) % shared] : -INFINITY;
             F sum[16 / LANES], most = f_set1(sink), scale = f_set1(a->softcap > 0.0f ? 1.0f : a->scale);
-            for (int64_t p = 0; a->softcap > 0.0f && p < seen; p++) weight[p] = a->softcap * tanh_fast(weight[p] * a->scale / a->softcap);
+            for (int64_t p = 0; a->softcap > 0.0f && p < seen; p++)
+                if (weight[p] > -INFINITY) weight[p] = a->softcap * tanh_fast(weight[p] * a->scale / a->softcap);
             for (int64_t p = seen; p < pages * PAGE; p++) weight[p] = -INFINITY;
             for (int64_t p = 0; p < pages * PAGE; p += LANES) {
                 F x = f_mul(f_load(weight + p), scale);
@@ -306,6 +360,7 @@ static void attention_received(const Attention *a, int head, int64_t slots, floa
                 f_store(weight + p, x);
             }
             const float top = f_reduce_max(most);
+            if (top == -INFINITY) continue; /* it sees nothing */
             UNROLL for (int v = 0; v < 16 / LANES; v++) sum[v] = f_zero();
             for (int64_t p = 0; p < pages * PAGE; p += LANES) {
                 F x = weights_of(f_add(f_load(weight + p), f_set1(-top)));

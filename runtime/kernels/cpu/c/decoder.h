@@ -71,13 +71,15 @@ static void step_job(void *p, const Team *team) {
 
 void decoder_step(const Step *step, int32_t threads) { parallel_adaptive(step_job, (void *)step, threads); }
 
-/* Of one sequence, `cache_copy` in all layers. `apart`: numbers from one head's `from` to the next one's; 0: all heads of all layers have the
- * same. `broken` is set to 1 where the storage cannot hold a number. */
+/* Of one sequence, `cache_copy` in all layers. `apart`: numbers from one head's `from`, and `to`, to the next one's; 0: all heads of all layers
+ * have the same. `counts`: of each head, no more than `apart`; NULL: `count`. `old`, `new`: see `Step.ragged`. `before`, `after`: in pages
+ * of the sequence. `broken` is set to 1 where the storage cannot hold a number. */
 typedef struct {
     const Decoder *decoder;
     const int32_t *pages, *into;
+    const Ragged *old, *new;
     int64_t count, apart, before, after;
-    const int64_t *from, *to;
+    const int64_t *counts, *from, *to;
     int32_t *broken;
 } CopyOrder;
 static void copy_job(void *p, const Team *team) {
@@ -86,17 +88,22 @@ static void copy_job(void *p, const Team *team) {
     team_part(team, o->decoder->layers * heads, 1, &start, &end);
     for (int64_t unit = start; unit < end; unit++) {
         Cache cache = cache_of(o->decoder, o->decoder->blocks + unit / heads);
-        if (!cache_copy(&cache, (int)(unit % heads), o->pages, o->into, o->count, o->from + unit * o->apart, o->to, o->before, o->after))
+        const HeadPages old = head_pages(o->pages, o->old, unit / heads, heads, (int)(unit % heads)),
+                        new = head_pages(o->into, o->new, unit / heads, heads, (int)(unit % heads));
+        if (!cache_copy(&cache, &old, &new, o->counts ? o->counts[unit] : o->count, o->from + unit * o->apart, o->to + unit * o->apart,
+                        o->before + old.shift, o->after + new.shift))
             *o->broken = 1;
     }
 }
 void decoder_copy(const CopyOrder *order, int32_t threads) { parallel(copy_job, (void *)order, threads); }
 
-/* What every token of a sequence gets of the attention of some of its queries: sums [layers, kv_heads, slots] += weights, in all layers.
- * query: [layers, rows, heads, head_dim], rotated, of the tokens at position[rows], in order. `memory`: received_memory bytes. */
+/* What every token of a sequence gets of the attention of some of its queries: sums [layers, kv_heads, slots] += weights, in all layers, by
+ * positions as heads count them. query: [layers, rows, heads, head_dim], rotated, of the tokens at position[rows] in the pages of the
+ * sequence, in order. `memory`: received_memory bytes. */
 typedef struct {
     const Decoder *decoder;
     const int32_t *pages;
+    const Ragged *ragged; /* see `Step.ragged` */
     int64_t rows, slots;
     const int64_t *position;
     const float *query;
@@ -109,22 +116,41 @@ static void received_job(void *p, const Team *team) {
     int64_t start, end;
     team_part(team, d->layers * d->kv_heads, 1, &start, &end);
     for (int64_t unit = start; unit < end; unit++) {
-        const Block *block = d->blocks + unit / d->kv_heads;
+        const int64_t layer = unit / d->kv_heads;
+        const Block *block = d->blocks + layer;
         const Op *op = block->ops;
         while (op->kind != OP_ATTEND) op++;
         Attention a = {
-            .cache = cache_of(d, block), .rows = o->rows, .heads = d->heads, .position = o->position, .pages = o->pages,
-            .query = o->query + unit / d->kv_heads * o->rows * d->heads * d->head_dim, .sinks = op->attend.sinks,
+            .cache = cache_of(d, block), .rows = o->rows, .heads = d->heads, .position = o->position,
+            .query = o->query + layer * o->rows * d->heads * d->head_dim, .sinks = op->attend.sinks,
             .scale = op->attend.scale, .softcap = op->attend.softcap,
         };
-        attention_received(&a, (int)(unit % d->kv_heads), o->slots, (float *)o->memory + team->index * MOST_BLOCK * o->slots,
-                           o->sums + unit * o->slots);
+        const HeadPages pages = head_pages(o->pages, o->ragged, layer, d->kv_heads, (int)(unit % d->kv_heads));
+        attention_received(&a, &pages, o->slots, (float *)o->memory + team->index * MOST_BLOCK * o->slots, o->sums + unit * o->slots);
     }
 }
 /* Bytes; `slots` is a multiple of PAGE, and all positions are below. */
 int64_t received_memory(int64_t slots, int32_t threads) { return threads * MOST_BLOCK * slots * 4; }
-void decoder_received(const Decoder *d, const int32_t *pages, int64_t rows, const int64_t *position, const float *query, int64_t slots,
-                      float *sums, char *memory, int32_t threads) {
-    ReceivedOrder order = {d, pages, rows, slots, position, query, sums, memory};
-    parallel(received_job, &order, threads);
+void decoder_received(const ReceivedOrder *order, int32_t threads) { parallel(received_job, (void *)order, threads); }
+
+/* Keys and values of tokens of one sequence in a layer, as queries at `before` see them. */
+typedef struct {
+    const Decoder *decoder;
+    const int32_t *pages;
+    const Ragged *ragged; /* see `Step.ragged` */
+    int64_t layer, count, before; /* before: in pages of the sequence */
+    const int64_t *from;  /* [kv_heads, count]: positions, as heads count */
+    float *keys, *values; /* [kv_heads, count, head_dim], [kv_heads, count, value_dim] */
+} TokensOrder;
+static void tokens_job(void *p, const Team *team) {
+    const TokensOrder *o = p;
+    const Decoder *d = o->decoder;
+    const Cache cache = cache_of(d, d->blocks + o->layer);
+    int64_t start, end;
+    team_part(team, d->kv_heads * o->count, PAGE, &start, &end);
+    for (int64_t i = start; i < end; i++) {
+        const HeadPages pages = head_pages(o->pages, o->ragged, o->layer, d->kv_heads, (int)(i / o->count));
+        cache_read(&cache, &pages, o->from[i], o->before + pages.shift, o->keys + i * d->head_dim, o->values + i * d->value_dim);
+    }
 }
+void decoder_tokens(const TokensOrder *order, int32_t threads) { parallel(tokens_job, (void *)order, threads); }

@@ -21,17 +21,57 @@ typedef struct {
     Storage storage;
 } Cache;
 
-INLINE int64_t plain_page(const Cache *c, int32_t page) { return c->storage.plain_at ? c->storage.plain_at[page] : page; }
-/* `next`: the page that is wanted after this one, or the same. */
-INLINE Matrix plain_keys(const Cache *c, int head, int32_t page, int32_t next) {
-    int64_t bytes = (int64_t)PAGE * c->head_dim * element_bytes(c->type);
-    const char *at = c->key + head * bytes;
-    return (Matrix){at + plain_page(c, page) * c->heads * bytes, at + plain_page(c, next) * c->heads * bytes, c->type, PAGE, c->head_dim};
+/* What eviction has left of a sequence where layers and heads keep different numbers of tokens. Its first `lead` pages are those of all heads,
+ * and so are the last ones, which new tokens go to. Between them each head has `counts` blocks of its own, anywhere in the pages
+ * [lead, lead + packed) of any layer. A head counts pages and positions through its own ones, and sees those below `first` and from `from` on. */
+typedef struct {
+    const int32_t *blocks; /* [layers, kv_heads, apart]: as of `block_of`, counted from the layer's own first one */
+    const int32_t *counts; /* [layers, kv_heads] */
+    const int64_t *from;   /* [layers, kv_heads] */
+    int64_t apart, lead, packed, first;
+} Ragged;
+
+/* The pages of a sequence as one head of a layer counts them: positions are `shift` more than in the pages of the sequence. */
+typedef struct {
+    const int32_t *pages, *blocks; /* of the sequence; its own */
+    int64_t lead, count, packed, first, from, shift;
+    int head;
+} HeadPages;
+static HeadPages head_pages(const int32_t *pages, const Ragged *r, int64_t layer, int64_t heads, int head) {
+    if (!r) return (HeadPages){.pages = pages, .head = head};
+    const int64_t at = layer * heads + head, count = r->counts[at];
+    return (HeadPages){pages, r->blocks + at * r->apart, r->lead, count, r->packed, r->first, r->from[at], (count - r->packed) * PAGE, head};
 }
-INLINE Matrix plain_values(const Cache *c, int head, int32_t page, int32_t next) {
+
+/* Where a head of a page begins, in heads of pages: plain or stored ones. */
+INLINE int64_t plain_block(const Cache *c, int head, int32_t page) {
+    return (int64_t)(c->storage.plain_at ? c->storage.plain_at[page] : page) * c->heads + head;
+}
+INLINE int64_t stored_block(const Cache *c, int head, int32_t page) { return (int64_t)page * c->heads + head; }
+INLINE int64_t block_of(const Cache *c, const HeadPages *h, int64_t page, int stored) {
+    if (page >= h->lead && page < h->lead + h->count) return h->blocks[page - h->lead];
+    int32_t at = h->pages[page < h->lead ? page : page - h->count + h->packed];
+    return stored ? stored_block(c, h->head, at) : plain_block(c, h->head, at);
+}
+/* Of a page, the positions [*begin, *end) that a head sees, whatever the query: none, where it begins behind its end. */
+INLINE void seen_of_page(const HeadPages *h, int64_t page, int64_t *begin, int64_t *end) {
+    *begin = page < h->lead || h->from < page * PAGE ? 0 : h->from - page * PAGE;
+    *end = page < h->lead && h->first < (page + 1) * PAGE ? h->first - page * PAGE : PAGE;
+}
+INLINE int sees_page(const HeadPages *h, int64_t page) {
+    int64_t begin, end;
+    seen_of_page(h, page, &begin, &end);
+    return begin < end && begin < PAGE;
+}
+
+/* `next`: the block that is wanted after this one, or the same. */
+INLINE Matrix plain_keys(const Cache *c, int64_t block, int64_t next) {
+    int64_t bytes = (int64_t)PAGE * c->head_dim * element_bytes(c->type);
+    return (Matrix){c->key + block * bytes, c->key + next * bytes, c->type, PAGE, c->head_dim};
+}
+INLINE Matrix plain_values(const Cache *c, int64_t block, int64_t next) {
     int64_t bytes = (int64_t)PAGE * c->value_dim * element_bytes(c->type);
-    const char *at = c->value + head * bytes;
-    return (Matrix){at + plain_page(c, page) * c->heads * bytes, at + plain_page(c, next) * c->heads * bytes, c->type, c->value_dim, PAGE};
+    return (Matrix){c->value + block * bytes, c->value + next * bytes, c->type, c->value_dim, PAGE};
 }
 
 /* Whether a query at this position sees a page of its sequence as it is stored. */
@@ -53,9 +93,9 @@ static RecordPlan record_plan(const Cache *c) {
 }
 int64_t cache_record(const Cache *c) { return record_plan(c).end; } /* bytes */
 
-static Record record_of(const Cache *c, int head, int32_t page, int32_t next) {
+static Record record_of(const Cache *c, int64_t block, int64_t next) {
     const RecordPlan p = record_plan(c);
-    char *at = (char *)c->stored + ((int64_t)page * c->heads + head) * p.end, *then = (char *)c->stored + ((int64_t)next * c->heads + head) * p.end;
+    char *at = (char *)c->stored + block * p.end, *then = (char *)c->stored + next * p.end;
     return (Record){{at, then, c->storage.key_kind, PAGE, c->head_dim}, {at + p.values, then + p.values, c->storage.value_kind, c->value_dim, PAGE},
                     at + p.key_grid, at + p.value_grid, at + p.end};
 }
@@ -66,8 +106,8 @@ INLINE void fetch_grid(const char *grid, const char *end, const Matrix *m) {
 INLINE int digit_count(const Cache *c) { return c->type == TYPE_F32 ? 3 : 2; } /* digits as exact as plain pages are */
 
 /* score [count, PAGE] = query . keys of a stored page */
-static void stored_scores(const Cache *c, int head, int32_t page, int32_t next, int count, const Factors *query, float *const *score) {
-    Record r = record_of(c, head, page, next);
+static void stored_scores(const Cache *c, int64_t block, int64_t next, int count, const Factors *query, float *const *score) {
+    Record r = record_of(c, block, next);
     int n = c->head_dim;
     fetch_grid(r.key_grid, r.values.data, &r.keys);
     if (!holds_integers(r.keys.kind)) {
@@ -89,8 +129,8 @@ static void stored_scores(const Cache *c, int head, int32_t page, int32_t next, 
 }
 
 /* out [count, value_dim] = out * keep + weight [count, PAGE] . values of a stored page */
-static void stored_values(const Cache *c, int head, int32_t page, int32_t next, int count, const Factors *weight, const float *keep, float *const *out) {
-    Record r = record_of(c, head, page, next);
+static void stored_values(const Cache *c, int64_t block, int64_t next, int count, const Factors *weight, const float *keep, float *const *out) {
+    Record r = record_of(c, block, next);
     int kind = r.values.kind, n = c->value_dim, width = c->storage.group ? c->storage.group : n, groups = (n + width - 1) / width;
     fetch_grid(r.value_grid, r.end, &r.values);
     if (kind == PAGES_FP8) {
@@ -226,8 +266,8 @@ static void store_values(const Cache *c, const Record *r, const Matrix *plain) {
 }
 
 /* One head of a page; false where the storage cannot hold a number of it. */
-static int store_numbers(const Cache *c, int head, int32_t page, const Matrix *keys, const Matrix *values) {
-    Record r = record_of(c, head, page, page);
+static int store_numbers(const Cache *c, int64_t block, const Matrix *keys, const Matrix *values) {
+    Record r = record_of(c, block, block);
     if (!holds(keys, r.keys.kind) || !holds(values, r.values.kind)) return 0;
     memset((char *)r.keys.data, 0, (size_t)(r.end - (char *)r.keys.data));
     if (r.keys.kind == PAGES_FP8) store_floats8(&(Side){*keys, 1, PAGE, c->head_dim}, &r.keys, (float *)r.key_grid, 1);
@@ -240,8 +280,9 @@ static int store_numbers(const Cache *c, int head, int32_t page, const Matrix *k
 }
 /* From the plain page. */
 static int store_page(const Cache *c, int head, int32_t page) {
-    Matrix keys = plain_keys(c, head, page, page), values = plain_values(c, head, page, page);
-    return store_numbers(c, head, page, &keys, &values);
+    const int64_t from = plain_block(c, head, page);
+    Matrix keys = plain_keys(c, from, from), values = plain_values(c, from, from);
+    return store_numbers(c, stored_block(c, head, page), &keys, &values);
 }
 
 /* Of these pages this member's share; `broken` is set to 1 where one cannot be stored. */
@@ -263,8 +304,8 @@ void cache_store(const Cache *c, const int32_t *pages, int64_t count, int32_t *b
     parallel(store_job, &order, threads);
 }
 
-static void cache_write(const Cache *c, int head, int32_t page, int slot, const float *key, const float *value) {
-    Matrix keys = plain_keys(c, head, page, page), values = plain_values(c, head, page, page);
+static void cache_write(const Cache *c, int64_t block, int slot, const float *key, const float *value) {
+    Matrix keys = plain_keys(c, block, block), values = plain_values(c, block, block);
     for (int d = 0; d < c->head_dim; d++) store_as((void *)keys.data, c->type, (int64_t)d * PAGE + slot, key[d]);
     for (int d = 0; d < c->value_dim; d++) store_as((void *)values.data, c->type, (int64_t)slot * c->value_dim + d, value[d]);
 }
@@ -276,10 +317,11 @@ INLINE float code_at(const Matrix *m, int lane, int index) {
     return m->kind == PAGES_FP8 ? 256.0f * f8_to_float((uint8_t)word) : (float)(word & ((1u << bits) - 1));
 }
 
-/* A head's key and value at a slot of a page, as it is stored or plain. */
-static void cache_read(const Cache *c, int head, int32_t page, int slot, int stored, float *key, float *value) {
-    Record r = {plain_keys(c, head, page, page), plain_values(c, head, page, page), NULL, NULL, NULL};
-    if (stored) r = record_of(c, head, page, page);
+/* A head's key and value at a position, of which a query at `before` sees what is stored. */
+static void cache_read(const Cache *c, const HeadPages *h, int64_t position, int64_t before, float *key, float *value) {
+    const int stored = sees_stored(c, position / PAGE, before), slot = (int)(position % PAGE);
+    const int64_t block = block_of(c, h, position / PAGE, stored);
+    Record r = stored ? record_of(c, block, block) : (Record){plain_keys(c, block, block), plain_values(c, block, block), NULL, NULL, NULL};
     const int n = c->head_dim, size = c->value_dim, width = c->storage.group ? c->storage.group : size, groups = (size + width - 1) / width;
     for (int d = 0; d < n; d++) {
         if (!holds_codes(r.keys.kind)) {
@@ -302,25 +344,26 @@ static void cache_read(const Cache *c, int head, int32_t page, int slot, int sto
     }
 }
 
-/* Of one head: what is at slot from[i] of `pages` also to slot to[i] of `into`, one after another. Queries at `before` see `pages`, and those
- * at `after` see `into`; slots that these see stored come in order. False where the storage cannot hold a number. */
-static int cache_copy(const Cache *c, int head, const int32_t *pages, const int32_t *into, int64_t count, const int64_t *from, const int64_t *to,
+/* Of one head: what is at position from[i] of `old` also at position to[i] of `new`, one after another. Queries at `before` see `old`, and those
+ * at `after` see `new`; positions that these see stored come in order. Those of `new` that nobody sees before its `from` are filled with the
+ * first token behind them, which grids then do not notice. False where the storage cannot hold a number. */
+static int cache_copy(const Cache *c, const HeadPages *old, const HeadPages *new, int64_t count, const int64_t *from, const int64_t *to,
                       int64_t before, int64_t after) {
     int64_t bytes = element_bytes(c->type);
     int good = 1;
     float key[c->head_dim], value[c->value_dim];
     char keys[c->stored ? PAGE * c->head_dim * bytes : 1], values[c->stored ? PAGE * c->value_dim * bytes : 1];
     Cache page = *c; /* what is being put together */
-    page.key = keys, page.value = values, page.heads = 1, page.storage.plain_at = NULL;
+    page.key = keys, page.value = values;
     for (int64_t i = 0; i < count; i++) {
-        int64_t source = from[i] / PAGE, target = to[i] / PAGE;
-        int slot = (int)(to[i] % PAGE);
-        cache_read(c, head, pages[source], (int)(from[i] % PAGE), sees_stored(c, source, before), key, value);
-        if (!sees_stored(c, target, after)) cache_write(c, head, into[target], slot, key, value);
-        else {
-            cache_write(&page, 0, 0, slot, key, value);
-            Matrix plain_key = plain_keys(&page, 0, 0, 0), plain_value = plain_values(&page, 0, 0, 0);
-            if (slot + 1 == PAGE) good &= store_numbers(c, head, into[target], &plain_key, &plain_value);
+        cache_read(c, old, from[i], before, key, value);
+        for (int64_t p = to[i] == new->from && new->lead * PAGE < to[i] ? new->lead * PAGE : to[i]; p <= to[i]; p++) {
+            const int stored = sees_stored(c, p / PAGE, after);
+            const int64_t block = block_of(c, new, p / PAGE, stored);
+            cache_write(stored ? &page : c, stored ? 0 : block, (int)(p % PAGE), key, value);
+            if (!stored || p % PAGE + 1 < PAGE) continue;
+            Matrix plain_key = plain_keys(&page, 0, 0), plain_value = plain_values(&page, 0, 0);
+            good &= store_numbers(c, block, &plain_key, &plain_value);
         }
     }
     return good;

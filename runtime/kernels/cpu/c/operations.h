@@ -76,7 +76,7 @@ static void run_heads(Run *run, const Op *op, const Team *team) {
         turn_head(run, heads, heads->key_norm, heads->key_apart, head, at, key);
         int64_t slot = step->slot ? step->slot[r] : step->position[r];
         int32_t page = step->pages[step->sequence[r] * step->pages_stride + slot / PAGE];
-        cache_write(&cache, (int)head, page, (int)(slot % PAGE), key, head_of(run, &heads->value, r, head));
+        cache_write(&cache, plain_block(&cache, (int)head, page), (int)(slot % PAGE), key, head_of(run, &heads->value, r, head));
     }
 }
 
@@ -98,6 +98,7 @@ static void run_attend(Run *run, const Op *op, const Team *team) {
         .sequence = run->sequence, .position = run->position, .base = run->base, .path = step->slot ? run->path : NULL,
         .slots = step->slots, .pages = step->pages, .query = row_of(run, op->from, 0, 0), .out = row_of(run, op->to, 0, 0),
         .sinks = op->attend.sinks, .scale = op->attend.scale, .softcap = op->attend.softcap, .memory = run->partials,
+        .ragged = step->ragged, .layer = layer,
     };
     attention_part(&a, team);
 }

@@ -6,7 +6,7 @@
  * A step takes `rows` tokens of any sequences at any positions. Row r belongs to sequence sequence[r], whose pages are
  * pages[sequence[r] * pages_stride ...]; rows of one sequence are consecutive and in order. Rows of a tree (parents before children)
  * have positions of their own and slots one after another; what a row sees of its tree is its path. What eviction leaves of a sequence lies
- * in its first slots, in order: positions go on from there. */
+ * in its first slots, in order, or where `ragged` says: positions go on from there. */
 enum { OP_NORM, OP_LINEAR, OP_HEADS, OP_ATTEND, OP_GATE, OP_ADD, OP_CAP, OP_MIXTURE, OP_WEIGH };
 enum { SKIP_ATTENTION = 1, SKIP_MLP = 2 };
 enum { STREAM, LOGITS, MOST_BUFFERS = 32 };
@@ -114,6 +114,7 @@ typedef struct {
     const int32_t *observed;    /* [observed_count]: rows whose queries are wanted */
     float *queries;             /* [layers, observed_count, heads, head_dim]: rotated */
     int64_t observed_count;
+    const Ragged *const *ragged; /* [sequences], each NULL where all heads see the same pages; or NULL */
     const Decoder *decoder;
 } Step;
 

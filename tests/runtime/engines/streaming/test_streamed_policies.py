@@ -49,9 +49,9 @@ def test_streamed_weights(artifact: Path, load_streamed: Callable[..., Any], pol
 def test_a_policy_that_pages_cannot_be_runs_in_streamed_modules(
     artifact: Path, load_streamed: Callable[..., Any]
 ) -> None:
-    model = load_streamed(artifact, 3, kv_cache="pyramidkv")
+    model = load_streamed(artifact, 3, kv_cache="keyformer")
     assert type(model.engine) is StreamedTorch
     assert (
-        "holds no cache whose policy says to evict as many tokens of each layer and head as the budget pyramid"
+        "holds no cache whose policy says to evict tokens by keyformer, for which sums of attention are not enough"
         in model.explain()["model"]
     )

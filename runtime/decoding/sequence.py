@@ -131,9 +131,14 @@ class Sequence:
             return False
         if gather(retention, before, into):
             self.pages = into[: -(-(self.held + self.rest) // pages.size)]
-            self.contents, self.settled, self.public = [], 0, 0
+            same = retention.fixed // pages.size
+            self.contents, self.settled = self.contents[:same], min(self.settled, same)
+            self.public = self.settled * pages.size
         stays = set(self.pages)
         pages.release([page for page in dict.fromkeys([*before, *into]) if page not in stays])
+        if retention.moves:  # what is computed again goes on at once, until tokens are evicted next
+            wanted = -(-(self.held + int(min(self.rest, self.reach))) // pages.size)
+            self.pages = self.pages + [pages.take() for _ in range(wanted - len(self.pages))]
         return True
 
     def _pages_of_rest(self, retention: Retention, pages: Pages) -> list[int] | None:
@@ -141,23 +146,25 @@ class Sequence:
 
         Pages that others hold stay as they are, and so do those that others may begin on, as long as there is room.
         """
-        count = -(-(retention.left + self.rest) // pages.size)
+        after = retention.left + (1 if retention.moves else self.rest)
+        count, same = (-(-n // pages.size) for n in (after, retention.fixed))
+        fixed, rest = self.pages[:same], self.pages[same:count]
         if retention.moves:
-            into = self.pages[-(-self.held // pages.size) :][:count]
-            if pages.available < count - len(into):
+            rest = self.pages[-(-self.held // pages.size) :][: count - same]
+            taken = count - same - len(rest)
+            if pages.available < taken:
                 return None
-            return into + [pages.take() for _ in range(count - len(into))]
+            return fixed + rest + [pages.take() for _ in range(taken)]
         if retention.left >= self.held:
             return self.pages
-        into = self.pages[:count]
-        if pages.available < sum(pages.is_shared(page) for page in into):
+        if pages.available < sum(pages.is_shared(page) for page in rest):
             return None
-        for place, page in sorted(enumerate(into), key=lambda each: not pages.is_shared(each[1])):
+        for place, page in sorted(enumerate(rest), key=lambda each: not pages.is_shared(each[1])):
             if pages.is_shared(page) or (pages.is_announced(page) and pages.available > 0):
-                into[place] = pages.take()
+                rest[place] = pages.take()
             else:
                 pages.disown(page)
-        return into
+        return fixed + rest
 
     def leave(self, pages: Pages) -> None:
         """Give all pages back."""

@@ -22,11 +22,13 @@ class Retention(Protocol):
             Where layers and heads keep different numbers of tokens, slots say so too for the tokens that come after the eviction.
         boundary: so many tokens of the sequence must be in the cache, and no more, when some of them are evicted next; None: none is.
         moves: what stays is put in pages that hold nothing of the sequence yet.
+        fixed: slots at the beginning that always stay as they are.
     """
 
     evicted: int
     boundary: int | None
     moves: bool
+    fixed: int
 
     @property
     def left(self) -> int:
@@ -214,7 +216,7 @@ class Engine(ABC):
     def evict(self, pool: Any, retention: Retention, pages: Sequence[int], into: Sequence[int]) -> bool:
         """At the boundary of a sequence: of its `pages`, gather what stays in the first slots of `into`, and say so in `retention`.
 
-        Pages of `into` are not read by others; one that is in `pages` too is there at the same place.
+        Pages of `into` are not read by others, but for those of `retention.fixed`; one that is in `pages` too is there at the same place.
 
         Returns:
             Whether the sequence is in `into` now; otherwise nothing was evicted.

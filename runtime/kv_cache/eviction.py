@@ -47,6 +47,7 @@ class GeneratedTokens:
             ages=whole.ages.gather(-1, places).masked_fill(torch.arange(longest, device=given.device) >= counts, -1),
             mass=None if whole.mass is None else whole.mass.gather(-1, places),
             positions=None if whole.positions is None else whole.positions.gather(-1, places),
+            sums=None if whole.sums is None else whole.sums.gather(-1, places),
             pinned=0,
         )
         return cls(seen, places, whole.held.sum(-1) - counts[..., 0])
@@ -103,27 +104,36 @@ class EvictionPlan(Settings):
         """Tokens that every head keeps: those the score always keeps, and one to choose."""
         return self.score.kept() + 1
 
-    def left(self, arrived: int, held: int, storage: StoragePlan) -> int:
-        """Tokens that each head keeps of `held` when it is cut, where budgets are uniform; `arrived`: that have come, evicted ones too."""
-        mean = self.tokens if self.ratio is None else round(arrived * self.ratio)
+    def left(self, arrived: int, held: int, storage: StoragePlan, given: int = 0) -> int:
+        """Tokens that each head keeps of `held` when it is cut, where all keep as many.
+
+        Args:
+            arrived: tokens that have come, evicted ones too.
+            held: by each head.
+            storage: of the others.
+            given: of a prompt that stays; nothing is stored otherwise then.
+        """
+        mean = self.tokens if self.ratio is None else round((arrived - given) * self.ratio)
         assert mean is not None
-        least = self.least + storage.prefix
+        least = self.least + (0 if given else storage.prefix)
         count = max(mean, least)
-        return min(
-            held, int(whole_chunks(torch.tensor(count), torch.tensor(least), storage)) if count < held else count
-        )
+        if count < held - given:
+            count = int(whole_chunks(torch.tensor(count), torch.tensor(least), storage))
+        return given + min(held - given, count)
 
     @property
     def is_even(self) -> bool:
-        """Whether all heads of all layers keep as many tokens, whatever their scores."""
-        return type(self.layers) is UniformLayers and type(self.heads) is EqualHeads
+        """Whether all heads of all layers are known to keep as many tokens, whatever their scores."""
+        return type(self.layers) is UniformLayers and type(self.heads) is EqualHeads and self.score.sums_only
 
-    def most_left(self, arrived: int, storage: StoragePlan) -> int:
-        """Tokens that heads keep on average, at most, when `arrived` have come; a head keeps no more than it has."""
+    def most_left(self, arrived: int, storage: StoragePlan, heads: int) -> int:
+        """Tokens that the heads of all layers, so many, keep on average at most, when `arrived` have come; none keeps more than it has."""
         mean = self.tokens if self.ratio is None else ceil(arrived * self.ratio)
         assert mean is not None
+        own = self.score.average(mean)
+        own += ceil(mean / heads) if own < mean else 0  # of heads that are different there are whole ones
         # What every head keeps at least may come on top, and rounding.
-        return mean + self.least + storage.prefix + 1 + (storage.chunk if storage.tiers else 0)
+        return own + self.least + storage.prefix + 1 + (storage.chunk if storage.tiers else 0)
 
     @property
     def accumulates(self) -> bool:
@@ -239,6 +249,13 @@ class Eviction:
             for other in waiting if plan.layers.cascades else []:
                 other.settle()
         self._forget(layer)
+
+    def add_up(self, layer: CutLayer) -> None:
+        """Add what the queries of a layer look at to what its tokens have gathered, where the score sums up; nothing is evicted."""
+        if self.plan.keeps_prompt:
+            self._cut_generated(layer, cuts=False)
+        else:
+            self._observe(layer)
 
     def waits(self, layer: CutLayer) -> bool:
         """Whether the layer may be cut again before the prompt is through, so that its tokens must not be stored yet."""

@@ -21,7 +21,7 @@ from runtime.engines.fused import FusedEngine, UnbuiltEngine
 from runtime.engines.native.eviction import TOGETHER, SequenceRetention, record
 from runtime.engines.native.parts import Parts, linears
 from runtime.engines.native.pool import PlainPages, Pool
-from runtime.engines.native.storage import PageStorage, storage_of, whole_layers
+from runtime.engines.native.storage import PageStorage, storage_of, whole_layers, windows
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Decoder, Step
 from runtime.layers.compressed_linear import CompressedLinear
@@ -118,6 +118,7 @@ class NativeEngine(FusedEngine):
         self.storage: PageStorage | None = None
         self._plan: CachePlan | None = None
         self._shape = len(parts.blocks), parts.kv_heads, parts.decoder.heads
+        self._windows = windows(parts.blocks)
         self._tables = Tables(0, [], (ctypes.c_void_p * 0)())
         self._local = threading.local()
         digits = parts.decoder.digits
@@ -216,7 +217,11 @@ class NativeEngine(FusedEngine):
 
     def retention(self, prompt: int) -> SequenceRetention | None:
         plan = self._plan
-        return None if plan is None or plan.eviction is None else SequenceRetention(plan, prompt, self._shape)
+        return (
+            None
+            if plan is None or plan.eviction is None
+            else SequenceRetention(plan, prompt, self._shape, self._windows)
+        )
 
     def evict(self, pool: Pool, retention: Retention, pages: Sequence[int], into: Sequence[int]) -> bool:
         assert isinstance(retention, SequenceRetention)

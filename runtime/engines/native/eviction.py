@@ -4,102 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from runtime.engines.base import Chunk
+from runtime.engines.native.cut_layers import CutLayers, Seen
 from runtime.engines.native.layout import Layout, RaggedPages
 from runtime.engines.native.pool import Pool
-from runtime.kernels.cpu.decoder import PAGE, Step
+from runtime.kernels.cpu.decoder import OPS, PAGE, Step
 from runtime.kv_cache.budgets.base import UniformLayers
 from runtime.kv_cache.eviction import Eviction
-from runtime.kv_cache.layer_state import QueryWindow, best_places
-from runtime.kv_cache.observation import Observation
+from runtime.kv_cache.layer_state import QueryWindow
 from runtime.kv_cache.plan import CachePlan
 from runtime.kv_cache.scores.base import Accumulating
 
 TOGETHER = 128  # queries whose attention is added up in one go, where a score wants that of all
-
-
-class CutLayers:
-    """Some layers of a sequence, as `Eviction` sees the rows of one.
-
-    Args:
-        plan: of the cache.
-        index: among those of the sequence.
-        shape: layers, heads of keys, and of queries.
-
-    Attributes:
-        seen, arrived: tokens that have come, and so many of each row.
-        held: int64 `[layers, kv_heads]`, of them, those in the cache.
-        sums: float32 `[layers, kv_heads, n]`, what each got of the queries since the last eviction that the score looks at.
-        queries: how many these are.
-        places: int64 `[layers, kv_heads, most]`, numbers of the tokens that stay, and `counts` of them of each head; None: all do.
-    """
-
-    chunks = 1
-
-    def __init__(self, plan: CachePlan, index: int, shape: tuple[int, int, int]) -> None:
-        assert plan.eviction is not None
-        self.index, self.storage = index, plan.storage
-        self.share: torch.Tensor | None = None
-        self.seen = self.queries = 0
-        self.arrived = torch.zeros(shape[0], dtype=torch.int64)
-        self.held = torch.zeros(shape[:2], dtype=torch.int64)
-        self.places: torch.Tensor | None = None
-        self.counts = self.held
-        self._query_heads = shape[2]
-        self._accumulates = plan.eviction.accumulates
-        self.sums, self._mass = (torch.zeros(*shape[:2], 0) for _ in range(2))
-
-    @property
-    def notes(self) -> CutLayers | None:
-        """What is noted of each token: what it has gathered."""
-        return self if self._accumulates else None
-
-    def note(self, name: str) -> torch.Tensor | None:
-        """As of `LayerState`; there is nothing but "mass"."""
-        if not self._accumulates:
-            return None
-        return functional.pad(self._mass, (0, int(self.held.max()) - self._mass.shape[-1]))
-
-    def begin(self, seen: int, held: torch.Tensor, sums: torch.Tensor, queries: int) -> None:
-        """Tokens are about to be evicted."""
-        self.seen, self.held, self.sums, self.queries = seen, held, sums, queries
-        self.places, self.counts = None, held
-        self.arrived.fill_(seen)
-
-    def set_mass(self, mass: torch.Tensor) -> None:
-        """What has been gathered of every token by now."""
-        self._mass = mass
-
-    def observe(self, window: int) -> Observation:
-        """What the queries see of the cache."""
-        count = int(self.held.max())
-        shape = *self.held.shape, count
-        empty, queries = torch.empty(*shape, 0), torch.empty(shape[0], self._query_heads, self.queries, 0)
-        ages = self.held.unsqueeze(-1) - 1 - torch.arange(count)
-        pinned, mass = self.storage.prefix, self.note("mass")
-        return Observation(queries, empty, empty, ages, 1.0, 0.0, self.index, pinned, mass, sums=self.sums[..., :count])
-
-    def keep(self, score: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """As of `LayerState`: notes which tokens stay."""
-        if bool((counts >= self.counts).all()):
-            return score
-        places, wanted = best_places(score, counts)
-        self.places = places if self.places is None else self.places.gather(-1, places)
-        self.counts = counts
-        if self._accumulates:
-            self._mass = self._mass.gather(-1, places).masked_fill(~wanted, 0.0)
-        return score.gather(-1, places).masked_fill(~wanted, float("-inf"))
-
-    def forget_queries(self, window: int) -> None:
-        """The sequence does."""
-
-    def settle(self) -> None:
-        """Nothing is stored otherwise."""
+_LOOKED_AT = 512  # as many, where their keys are gathered for it
 
 
 @dataclass
@@ -123,23 +46,32 @@ class SequenceRetention:
     Args:
         plan: of the cache. prompt: tokens of the prompt, after which tokens are evicted for the first time.
         shape: layers, heads of keys, and of queries.
+        windows: of each layer, positions that its queries see; 0: all. What is no longer seen leaves when tokens of the others do.
 
     Attributes:
         ragged: where tokens lie, once layers and heads have different numbers of them.
     """
 
-    def __init__(self, plan: CachePlan, prompt: int, shape: tuple[int, int, int]) -> None:
+    def __init__(self, plan: CachePlan, prompt: int, shape: tuple[int, int, int], windows: Sequence[int]) -> None:
         assert plan.eviction is not None
         rule = plan.eviction
+        self._windows = {layer: window for layer, window in enumerate(windows) if window}
+        self._whole = [layer for layer, window in enumerate(windows) if not window]
         self.evicted = 0
-        self.boundary: int | None = prompt
-        self.moves = not rule.is_even
+        self.boundary: int | None = prompt + (rule.interval or 0 if rule.keeps_prompt else 0)
+        # Budgets of what is generated are not such of whole chunks.
+        self.moves = bool(self._windows) or not rule.is_even or (rule.keeps_prompt and bool(plan.storage.tiers))
+        stays = rule.keeps_prompt and not plan.storage.tiers and not self._windows
+        self.fixed = prompt // PAGE * PAGE if stays else 0
         self.ragged: RaggedPages | None = None
         self._rule, self._storage, self._prompt, self._shape = rule, plan.storage, prompt, shape
         self._sums_up = isinstance(rule.score, Accumulating)  # so that queries need not be remembered
-        # Budgets of layers that are alike are those of rows that are cut together.
-        count = 1 if isinstance(rule.layers, UniformLayers) else shape[0]
-        self._parts = [CutLayers(plan, index, (shape[0] // count, *shape[1:])) for index in range(count)]
+        self._sums_only = rule.score.sums_only and rule.layers.sums_only
+        self._together = TOGETHER if self._sums_only else _LOOKED_AT
+        # Layers that have the same budget, and are not looked at one by one, are rows that are cut together.
+        layers = len(self._whole)
+        count = 1 if self._sums_only and isinstance(rule.layers, UniformLayers) else layers
+        self._parts = [CutLayers(plan, index, (layers // count, shape[1]), prompt) for index in range(count)]
         self._eviction = Eviction(rule, count)
         self._held, self._since = torch.zeros(shape[:2], dtype=torch.int64), 0  # tokens after the last eviction
         self._sums, self._summed = torch.zeros(*shape[:2], 0), 0  # by position, and of how many queries
@@ -155,16 +87,19 @@ class SequenceRetention:
 
     def _left(self, arrived: int, slots: int) -> int:
         """Of so many slots those that are taken once tokens have been evicted, at most."""
+        given = self._prompt if self._rule.keeps_prompt else 0
         if not self.moves:
-            return self._rule.left(arrived, slots, self._storage)
+            return self._rule.left(arrived, slots, self._storage, given)
         # Of a head the first page that is its own is not full, nor is the last one of all, nor are those that heads share out.
-        mean = self._rule.most_left(arrived, self._storage)
+        heads = len(self._whole) * self._shape[1]
+        mean = given - self.fixed + self._rule.most_left(arrived - given, self._storage, heads)
+        mean = max(mean, *self._windows.values()) if self._windows else mean
         return min(slots, self._packed_tail + mean + 3 * PAGE) + self._lead * PAGE
 
     @property
     def _lead(self) -> int:
-        """Pages of the oldest tokens that stay plain."""
-        return -(-self._storage.prefix // PAGE) if self._storage.tiers else 0
+        """Pages of the oldest tokens that stay as they are."""
+        return -(-self._storage.prefix // PAGE) if self._storage.tiers else self.fixed // PAGE
 
     @property
     def _packed_tail(self) -> int:
@@ -175,7 +110,9 @@ class SequenceRetention:
     def own(self) -> int:
         """Tokens before the boundary whose queries the score looks at."""
         assert self.boundary is not None
-        return min(self.boundary, max(1, self._rule.score.window(self.boundary)))
+        # Queries of a prompt look at nothing of what is generated.
+        most = self.boundary - (self._prompt if self._sums_up and self._rule.keeps_prompt else 0)
+        return min(most, max(1, self._rule.score.window(self.boundary)))
 
     def most(self, new: int) -> int:
         """As of `runtime.engines.base.Retention`."""
@@ -183,11 +120,11 @@ class SequenceRetention:
         last, late = (self._prompt, new) if interval is None else (whole, min(new, interval))
         late += self._storage.chunk if self._storage.tiers else 0  # what is cut by less is not cut to whole chunks
         if not self.moves:
-            return min(whole, max(self._prompt, self._rule.left(last, last, self._storage) + late))
+            return min(whole, max(self._prompt, self._left(last, last) + late))
         # What stays is put beside all that was there.
         before = self._prompt, min(whole, self._left(last, last) + late)
-        after = self._left(self._prompt, self._prompt), 0 if interval is None else self._left(last, last)
-        return max(sum(-(-slots // PAGE) * PAGE for slots in each) for each in zip(before, after, strict=True))
+        after = 1 + self._left(self._prompt, self._prompt), 0 if interval is None else 1 + self._left(last, last)
+        return max(sum(-(-n // PAGE) * PAGE for n in each) - self.fixed for each in zip(before, after, strict=True))
 
     # ---------------------------------------------------------------- queries
     def observed(self, chunk: Chunk) -> range:
@@ -215,18 +152,57 @@ class SequenceRetention:
         rows = [row - step.first for row in step.rows[: end - step.start] if row >= step.first]
         self._queries.append(step.queries[:, rows].transpose(1, 2), self.own)
         self._remembered += len(rows)
-        while self._sums_up and self._remembered >= TOGETHER:  # the same queries together, however they come
-            rest = self._remembered - TOGETHER
-            self._add(pool, pages, end - rest, self._queries.newest(self._remembered)[:, :, :TOGETHER])
+        while self._sums_up and self._remembered >= self._together:  # the same queries together, however they come
+            rest = self._remembered - self._together
+            queries = self._queries.newest(self._remembered)[:, :, : self._together]
+            if self._sums_only:
+                self._add(pool, pages, end - rest, queries)
+            else:
+                self._show(pool, pages, end - rest, queries)
+                for part in self._parts:
+                    self._eviction.add_up(part)
             self._forget(rest)
 
     def _add(self, pool: Pool, pages: Sequence[int], end: int, queries: torch.Tensor) -> None:
         """Add to the sums what queries give, `[layers, heads, n, head_dim]`, the last of them that of the last of `end` tokens."""
         count, slots = queries.shape[2], end - self.evicted
+        hidden = None
+        if self._rule.keeps_prompt:
+            hidden = self._positions(torch.full((*self._shape[:2], 1), self._prompt)).contiguous()
         width = slots if self.ragged is None else slots + self.ragged.layout.farthest
         self._sums = functional.pad(self._sums, (0, max(0, -(-width // PAGE) * PAGE - self._sums.shape[-1])))
         self._summed += count
-        pool.receive(pages, range(slots - count, slots), queries.transpose(1, 2).contiguous(), self._sums, self.ragged)
+        if count:
+            queries = queries.transpose(1, 2).contiguous()
+            pool.receive(pages, range(slots - count, slots), queries, self._sums, self.ragged, hidden)
+
+    def _show(self, pool: Pool, pages: Sequence[int], end: int, queries: torch.Tensor) -> None:
+        """Let the layers be seen by queries, `[layers, heads, n, head_dim]`, the last of them that of the last of `end` tokens."""
+        held = self._held + (end - self._since)
+
+        def see(layer: int) -> Seen:
+            tokens = torch.arange(int(held[layer].max())).expand(*held.shape, -1)
+            tokens = torch.minimum(tokens, held.unsqueeze(-1) - 1)
+            block = pool.blocks[layer]
+            attend = next(op.attend for op in block.ops[: block.count] if OPS[op.kind] == "attend")
+            keys, values = pool.tokens(pages, layer, self._positions(tokens)[layer], end - self.evicted, self.ragged)
+            return Seen(queries[layer : layer + 1], keys[None], values[None], attend.scale, attend.softcap)
+
+        for layer, part in zip(self._whole, self._parts, strict=True):
+            part.begin(end, held[layer : layer + 1], partial(see, layer))
+
+    def _show_sums(self, end: int) -> None:
+        """Let the layers be seen by what `end` tokens have got of all queries that were added."""
+        held = self._held + (end - self._since)
+        places = self._positions(torch.arange(int(held.max())).expand(*held.shape, -1))
+        sums = self._sums.gather(-1, places.clamp(max=self._sums.shape[-1] - 1))
+        held, sums = held[self._whole], sums[self._whole]
+        size = len(held) // len(self._parts)
+        for part, mine, mass in zip(self._parts, held.split(size), sums.split(size), strict=True):
+            most = int(mine.max())
+            states = torch.empty(*mine.shape, most, 0)
+            queries = torch.empty(size, self._shape[2], self._summed, 0)
+            part.begin(end, mine, partial(Seen, queries, states, states, sums=mass[..., :most]))
 
     def _forget(self, window: int) -> None:
         self._queries.forget(window)
@@ -244,12 +220,20 @@ class SequenceRetention:
         assert end is not None
         self.settle(pool, pages, end)
         count = self._remembered if self._sums_up else min(self._remembered, self.own)
-        if count:
-            self._add(pool, pages, end, self._queries.newest(count))
-        held = self._held + (end - self._since)
-        moved = False
-        if self.moves or rule.accumulates or self.left < end - self.evicted:
-            self._choose(end, held)
+        queries = self._queries.newest(count) if count else torch.empty(self._shape[0], self._shape[2], 0, 0)
+        held, moved = self._held + (end - self._since), False
+        if self.moves or self._sums_up or self.left < end - self.evicted:
+            if self._sums_only:
+                self._add(pool, pages, end, queries)
+                self._show_sums(end)
+            else:
+                self._show(pool, pages, end, queries)
+            for part in self._parts:
+                if end == self._prompt:
+                    self._eviction.after_prompt(part)
+                else:
+                    assert rule.interval is not None
+                    self._eviction.after_step(part, rule.interval)
             moved = any(part.places is not None for part in self._parts)
         if moved:
             self._move(pool, pages, into, held)
@@ -262,45 +246,40 @@ class SequenceRetention:
         self._forget(max(0, wanted))
         return moved
 
-    def _choose(self, end: int, held: torch.Tensor) -> None:
-        """Let the rule choose which of the tokens stay, so many of each head; `end`: that have come."""
-        tokens = torch.arange(int(held.max())).expand(*held.shape, -1)
-        sums = functional.pad(self._sums, (0, max(0, tokens.shape[-1] - self._sums.shape[-1])))
-        sums = sums.gather(-1, self._positions(tokens).clamp(max=sums.shape[-1] - 1))
-        size = len(held) // len(self._parts)
-        for part, own, mass in zip(self._parts, held.split(size), sums.split(size), strict=True):
-            part.begin(end, own, mass, self._summed)
-        for part in self._parts:
-            if end == self._prompt:
-                self._eviction.after_prompt(part)
-            else:
-                assert self._rule.interval is not None
-                self._eviction.after_step(part, self._rule.interval)
-
     def _move(self, pool: Pool, pages: Sequence[int], into: Sequence[int], held: torch.Tensor) -> None:
         """Gather the tokens that stay, of so many of each head."""
         end = self.boundary
         assert end is not None
-        counts = torch.cat([part.counts for part in self._parts])
+        counts = held.clone()
+        counts[self._whole] = torch.cat([part.counts for part in self._parts])
+        for layer, window in self._windows.items():
+            counts[layer] = held[layer].clamp(max=window)
         most, slots = int(counts.max()), end - self.evicted
-        all_tokens = torch.arange(int(held.max())).expand(*held.shape, -1)
-        chosen = [
-            tokens[..., :most]
-            if part.places is None
-            else functional.pad(part.places, (0, most - part.places.shape[-1]))
-            for part, tokens in zip(self._parts, all_tokens.split(len(held) // len(self._parts)), strict=True)
-        ]
-        source, target = self._positions(torch.cat(chosen)), torch.arange(most).expand(*counts.shape, most)
+        target = torch.arange(most).expand(*counts.shape, most)
+        chosen = target + (held - counts).unsqueeze(-1)  # the newest
+        for part, layers in zip(self._parts, _split(self._whole, len(self._parts)), strict=True):
+            if part.places is not None:
+                chosen[layers] = functional.pad(part.places, (0, most))[..., :most]
+        source = self._positions(chosen)
         new: RaggedPages | None = None
         if self.moves:
-            layout = Layout.of(counts, self._lead, self._packed_tail, pool.arenas)
+            layout = Layout.of(counts, self._lead, self._packed_tail, pool.arenas, [*self._windows])
             new, target, left = layout.structure(into, pool.count, pool.arenas), layout.positions(target), layout.slots
         else:
             left = most
+        for part in self._parts:
+            part.end()
         if left > self.left or not (self.moves or bool((counts == left).all())):
             raise RuntimeError("eviction leaves another number of tokens than it says")  # a mistake in this room
+        if self.fixed:  # they are there
+            source, target, counts = source[..., self.fixed :], target[..., self.fixed :], counts - self.fixed
         pool.copy(pages, into[: -(-left // PAGE)], source, target, slots, left, counts, (self.ragged, new))
-        self.ragged, self.evicted, self._held = new, end - left, counts
+        self.ragged, self.evicted, self._held = new, end - left, counts + self.fixed
+
+
+def _split(layers: list[int], count: int) -> list[list[int]]:
+    size = len(layers) // count
+    return [layers[size * part : size * part + size] for part in range(count)]
 
 
 class Observed(NamedTuple):

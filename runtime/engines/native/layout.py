@@ -18,8 +18,8 @@ class Arena(NamedTuple):
         layers: their numbers. places: of each, where it is among all layers there.
     """
 
-    layers: Sequence[int]
-    places: Sequence[int]
+    layers: list[int]
+    places: list[int]
 
 
 @dataclass(frozen=True)
@@ -30,43 +30,47 @@ class Layout:
     many whole pages as it needs, which are packed into as few pages of the sequence as they fill.
 
     Attributes:
-        lead: pages at the beginning that are those of all heads. first: tokens in them, a head's oldest.
+        lead: pages at the beginning that are those of all heads. first: int64 `[layers, kv_heads]`, tokens in them, a head's oldest.
         packed: pages that follow, whose blocks heads share out. counts: int64 `[layers, kv_heads]`, of each head.
         begin: int64 `[layers, kv_heads]`, position of the first token behind the lead, as the head counts.
         slots: taken in the pages of the sequence.
     """
 
     lead: int
-    first: int
+    first: torch.Tensor
     packed: int
     counts: torch.Tensor
     begin: torch.Tensor
     slots: int
 
     @classmethod
-    def of(cls, held: torch.Tensor, lead: int, recent: int, arenas: Sequence[Arena]) -> Layout:
+    def of(
+        cls, held: torch.Tensor, lead: int, recent: int, arenas: Sequence[Arena], windows: Sequence[int] = ()
+    ) -> Layout:
         """The one of fewest pages for so many tokens, int64 `[layers, kv_heads]`.
 
         Args:
             lead: pages of the oldest tokens that stay where all heads have them.
             recent: newest tokens that cannot be packed.
+            windows: layers whose tokens are one after another.
         """
-        first = min(lead * PAGE, int(held.min()))
+        first = torch.full_like(held, lead * PAGE).clamp(max=held.min())
+        first[list(windows)] = 0
         rest = held - first
-        longest = int(rest.max())
-        found: list[tuple[int, int, int]] = []
-        for tail in rest.clamp(min=min(recent, longest)).unique().tolist():
-            counts = _pages((rest - tail).clamp(min=0))
-            packed = max(-(-int(counts[list(a.layers)].sum()) // (len(a.layers) * held.shape[1])) for a in arenas)
-            found.append((packed - (-tail // PAGE), packed, tail))
-        _, packed, tail = min(found, key=lambda each: (each[0], each[1]))
-        counts = _pages((rest - tail).clamp(min=0))
-        begin = (lead + counts) * PAGE + tail - rest
-        return cls(lead, first, packed, counts, begin, (lead + packed) * PAGE + tail)
+        # The newest tokens of all heads that are not packed: as many as some head has, or must have.
+        tails = rest.clamp(min=min(recent, int(rest.max()))).unique()
+        counts = -(-(rest - tails.view(-1, 1, 1)).clamp(min=0) // PAGE)
+        packed = torch.stack([-(-counts[:, a.layers].sum((1, 2)) // (len(a.layers) * held.shape[1])) for a in arenas])
+        most = packed.amax(0)
+        best = int(((most - (-tails // PAGE)) * len(tails) + torch.arange(len(tails) - 1, -1, -1)).argmin())
+        tail, own = int(tails[best]), counts[best]
+        begin = (lead + own) * PAGE + tail - rest
+        return cls(lead, first, int(most[best]), own, begin, (lead + int(most[best])) * PAGE + tail)
 
     def positions(self, tokens: torch.Tensor) -> torch.Tensor:
         """Where tokens are, int64 `[layers, kv_heads, n]`, as heads count; they are numbered in the order of arrival."""
-        return torch.where(tokens < self.first, tokens, tokens - self.first + self.begin.unsqueeze(-1))
+        first, begin = self.first.unsqueeze(-1), self.begin.unsqueeze(-1)
+        return torch.where(tokens < first, tokens, tokens - first + begin)
 
     @property
     def farthest(self) -> int:
@@ -80,19 +84,16 @@ class Layout:
         packed = torch.tensor(pages[self.lead : self.lead + self.packed], dtype=torch.int64)
         number = torch.arange(blocks.shape[-1])
         for arena in arenas:
-            mine = list(arena.layers)
-            places, wanted = torch.tensor(arena.places), self.counts[mine]
-            others = (
-                (wanted - self.packed).clamp(min=0).unsqueeze(-1)
-            )  # pages of a head in blocks of other heads, its oldest
+            places, wanted = torch.tensor(arena.places), self.counts[arena.layers]
+            # A head's oldest pages are in blocks of other heads, where it has more than are packed.
+            others = (wanted - self.packed).clamp(min=0).unsqueeze(-1)
             own = (number - others).clamp(0, max(0, self.packed - 1))
             own = (packed[own] if self.packed else own) * heads + torch.arange(heads).unsqueeze(-1)
             spare = (torch.arange(self.packed) >= wanted.unsqueeze(-1)).nonzero(as_tuple=True)
             layer, head, place = (number < others).nonzero(as_tuple=True)
-            there = (each[: len(layer)] for each in spare)
-            from_layer, from_head, page = there
+            from_layer, from_head, page = (each[: len(layer)] for each in spare)
             own[layer, head, place] = ((places[from_layer] - places[layer]) * count + packed[page]) * heads + from_head
-            blocks[mine] = own
+            blocks[arena.layers] = own
         return RaggedPages(self, blocks)
 
 
@@ -106,10 +107,6 @@ class RaggedPages:
     def __init__(self, layout: Layout, blocks: torch.Tensor) -> None:
         """`blocks`: int64 `[layers, kv_heads, most pages of a head's own]`."""
         self.layout = layout
-        self._tensors = blocks.to(torch.int32), layout.counts.to(torch.int32), layout.begin.contiguous()
+        self._tensors = blocks.to(torch.int32), layout.counts.to(torch.int32), layout.first, layout.begin.contiguous()
         addresses = (each.data_ptr() for each in self._tensors)
-        self.ragged = Ragged(*addresses, blocks.shape[-1], layout.lead, layout.packed, layout.first)
-
-
-def _pages(tokens: torch.Tensor) -> torch.Tensor:
-    return -(-tokens // PAGE)
+        self.ragged = Ragged(*addresses, blocks.shape[-1], layout.lead, layout.packed)

@@ -278,7 +278,7 @@ class Pool:
         self._broken = torch.zeros(1, dtype=torch.int32)
         stored = [] if storage is None else storage.stored_layers(layers)
         plain = [number for number in range(len(layers)) if number not in stored]
-        arenas = Arena(stored, range(len(stored))), Arena(plain, plain)
+        arenas = Arena(stored, [*range(len(stored))]), Arena(plain, plain)
         self.arenas = [arena for arena in arenas if arena.layers]
         if storage is not None and stored:
             self.plain = PlainPages(count, storage, storage.plain_bytes(parts, layers))
@@ -352,6 +352,7 @@ class Pool:
         queries: torch.Tensor,
         sums: torch.Tensor,
         layout: RaggedPages | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> None:
         """Add what every token of a sequence gets of the attention of some of its queries.
 
@@ -360,6 +361,7 @@ class Pool:
             queries: float32 `[layers, slots, heads, head_dim]`, rotated.
             sums: float32 `[layers, kv_heads, n]`, n a multiple of PAGE above all positions, as heads count them.
             layout: of the pages; None: all heads see the same pages.
+            hidden: int64 `[layers, kv_heads]`, before these positions queries see nothing; None: they see all.
         """
         found, threads = library.load(), torch.get_num_threads()
         assert found is not None
@@ -367,7 +369,8 @@ class Pool:
         memory = torch.empty(found.received_memory(sums.shape[-1], threads), dtype=torch.uint8)
         order = Received(
             ctypes.pointer(self.decoder), places.data_ptr(), _address(layout), len(numbers), sums.shape[-1],
-            numbers.data_ptr(), queries.data_ptr(), sums.data_ptr(), memory.data_ptr(),
+            None if hidden is None else hidden.data_ptr(), numbers.data_ptr(), queries.data_ptr(), sums.data_ptr(),
+            memory.data_ptr(),
         )  # fmt: skip
         found.decoder_received(ctypes.byref(order), threads)
 

@@ -93,13 +93,15 @@ class PageStorage:
         return int(found.cache_record(ctypes.byref(cache)))
 
 
+def windows(blocks: Sequence[Block]) -> list[int]:
+    """Of each layer, positions that its queries see; 0: all."""
+    found = [[op.attend for op in block.ops[: block.count] if OPS[op.kind] == "attend"] for block in blocks]
+    return [max((each.window for each in attends), default=0) for attends in found]
+
+
 def whole_layers(blocks: Sequence[Block]) -> list[int]:
     """Layers whose queries see all positions; the policy leaves the cache of the others as it is."""
-    return [
-        number
-        for number, block in enumerate(blocks)
-        if not any(OPS[op.kind] == "attend" and op.attend.window for op in block.ops[: block.count])
-    ]
+    return [number for number, window in enumerate(windows(blocks)) if not window]
 
 
 def why_modules_store(policy: Policy) -> str | None:
@@ -114,9 +116,6 @@ def why_modules_store(policy: Policy) -> str | None:
     for what, given in parts.items():
         if given:
             return what
-    few_bits = not all(tier.is_plain for tier in policy.tiers)
-    if few_bits and policy.evict is not None and isinstance(policy.evict.score, Accumulating):
-        return f"evict tokens by {policy.evict.score.name} and store others in few bits"
     if policy.evict is not None and (reason := _why_modules_evict(policy.evict)) is not None:
         return reason
     for key, axis in (("keys", "channel"), ("values", "token")):
@@ -130,11 +129,15 @@ def why_modules_store(policy: Policy) -> str | None:
 
 def _why_modules_evict(rule: EvictionPlan) -> str | None:
     """As `why_modules_store`, of what is evicted."""
-    if not rule.score.sums_only:
-        return f"evict tokens by {rule.score.name}, for which sums of attention are not enough"
-    if not rule.layers.sums_only:
-        return f"evict tokens of layers that share it by the budget {rule.layers.name}, for which sums of attention are not enough"
-    return "evict only what is generated" if rule.keeps_prompt else None
+    if "hidden" in rule.score.wants:
+        return f"evict tokens by {rule.score.name}, which sees the inputs of attention modules"
+    if isinstance(rule.score, Accumulating) and not rule.layers.sums_only:  # whose queries are not remembered
+        return f"evict tokens by {rule.score.name}, of layers that share the budget as {rule.layers.name} says"
+    return None
+
+
+def _has_sinks(blocks: Sequence[Block]) -> bool:
+    return any(OPS[op.kind] == "attend" and op.attend.sinks for block in blocks for op in block.ops[: block.count])
 
 
 def storage_of(policy: Policy, parts: Parts) -> PageStorage | str:
@@ -142,8 +145,11 @@ def storage_of(policy: Policy, parts: Parts) -> PageStorage | str:
     reason = why_modules_store(policy)
     if reason is not None:
         return f"the cache's policy says to {reason}"
-    if policy.evict is not None and len(whole_layers(parts.blocks)) < len(parts.blocks):
-        return "the cache's policy says to evict tokens, and queries of some layers see a window only"
+    rule, whole = policy.evict, whole_layers(parts.blocks)
+    if rule is not None and not whole:
+        return "the cache's policy says to evict tokens, and queries of all layers see a window only"
+    if rule is not None and not (rule.score.sums_only and rule.layers.sums_only) and _has_sinks(parts.blocks):
+        return "the cache's policy says to evict tokens by attention without sinks, which the model has"
     plan = policy.plan().storage
     tier = plan.tiers[0] if plan.tiers else None
     keys, values = (Plain(), Plain()) if tier is None else (tier.keys, tier.values)

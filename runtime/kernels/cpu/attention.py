@@ -39,7 +39,7 @@ class Cache(ctypes.Structure):
 class Ragged(ctypes.Structure):
     """What eviction has left of a sequence where layers and heads keep different numbers of tokens; see kv_store.h."""
 
-    _fields_ = (*fields(_p, "blocks", "counts", "from_"), *fields(_i64, "apart", "lead", "packed", "first"))
+    _fields_ = (*fields(_p, "blocks", "counts", "first", "from_"), *fields(_i64, "apart", "lead", "packed"))
 
 
 class Attention(ctypes.Structure):

@@ -138,7 +138,7 @@ class Received(ctypes.Structure):
         ("decoder", ctypes.POINTER(Decoder)),
         *fields(_p, "pages", "ragged"),
         *fields(_i64, "rows", "slots"),
-        *fields(_p, "position", "query", "sums", "memory"),
+        *fields(_p, "hidden", "position", "query", "sums", "memory"),
     )
 
 

@@ -30,6 +30,14 @@ POLICIES: dict[str, dict[str, Any]] = {
     "fp8 after four tokens": {"keys": "fp8", "values": "fp8", "recent": 70, "prefix": 4},
     "int2 values": {"keys": "plain", "values": "int2", "recent": 64},
 }
+EVICTING: dict[str, dict[str, Any]] = {
+    "heads that differ, in int4": {
+        "keys": "int4", "values": "int4", "recent": 64,
+        "evict": {"score": "snapkv", "layers": "pyramid", "heads": "adaptive", "tokens": 150, "interval": 40},
+    },
+    "h2o of what is generated": {"evict": {"score": "h2o", "tokens": 40, "interval": 24, "prompt": "keep"}},
+    "cake": {"evict": {"score": "cake", "layers": "cake", "ratio": 0.4}},
+}  # fmt: skip
 DRAFTERS: dict[str, Any] = {
     **SETTINGS,
     "lookup": {"method": "lookup"},
@@ -52,7 +60,7 @@ def draft(module: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 def held(module: Any, policy: str) -> Model:
     """The model in C with a policy, with no tokenizer."""
     engine = native(module)
-    assert engine.hold(Policy.parse(POLICIES[policy])) is None
+    assert engine.hold(Policy.parse((POLICIES | EVICTING)[policy])) is None
     return model_over(engine)
 
 
@@ -120,6 +128,17 @@ def test_drafters_write_what_plain_decoding_writes(module: Any, draft: str, kind
     assert model.stats["drafted_tokens"] > 0
 
 
+@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize("kind", ["lookup", "recycling", "suffix"])
+def test_drafters_write_what_is_written_while_tokens_leave(module: Any, kind: str, policy: str) -> None:
+    prompts = texts(4, seed=6)
+    expected = held(module, policy).generate(prompts, max_new_tokens=100)
+    model = held(module, policy)
+    with_drafter(model, DRAFTERS[kind], lengths=Fixed(depth=5, nodes=5))
+    assert model.generate(prompts, max_new_tokens=100) == expected
+    assert model.stats["drafted_tokens"] > 0
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_trees_that_are_often_wrong_change_nothing(module: Any, policy: str) -> None:
     trees_change_nothing(lambda: held(module, policy), texts(3, seed=4), 120)
@@ -156,6 +175,21 @@ def test_logits_of_families_are_those_of_modules_with_the_policy(family: str, mo
     expected = [modules.forward(torch.tensor([[token]]), cache, None, None)[0, -1] for token in text]
     wanted = torch.stack(expected)
     assert float((found - wanted).norm() / wanted.norm()) < 5e-3
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILY if name not in ("GptOss", "DeepseekV3")])
+def test_families_write_what_modules_write_with_uneven_budgets(family: str) -> None:
+    policy = Policy.parse(
+        {"evict": {"score": "snapkv", "layers": "pyramid", "heads": "adaptive", "ratio": 0.4, "interval": 20}}
+    )
+    model = model_of(family, **FAMILY[family])
+    prompts = [[token % 300 for token in prompt] for prompt in texts(3, 60, 150, seed=8)]
+    lean, modules = native(model), TorchEngine(model, torch.device("cpu"))
+    assert lean.hold(policy) is None
+    modules.compress_cache(policy)
+    found = model_over(lean).generate(prompts, max_new_tokens=60, ignore_eos=True)
+    slow = model_over(modules)
+    assert found == [slow.generate(prompt, max_new_tokens=60, ignore_eos=True) for prompt in prompts]
 
 
 def test_a_model_whose_heads_do_not_fit_says_so() -> None:

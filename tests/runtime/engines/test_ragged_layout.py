@@ -60,7 +60,7 @@ def test_no_two_tokens_of_a_sequence_share_a_place(most: int, lead: int, recent:
         slots = last - (layout.counts - layout.packed) * PAGE + 1
         assert bool((slots[held > layout.first] == layout.slots).all()), "the newest are in one slot"
         assert layout.packed == 0 or layout.slots - (lead + layout.packed) * PAGE >= recent
-        common = lead * PAGE + int(held.max()) - layout.first  # as if all were as long as the longest
+        common = lead * PAGE + int(held.max() - layout.first[0, 0])  # as if all were as long as the longest
         assert -(-layout.slots // PAGE) <= -(-common // PAGE)
 
 
@@ -132,7 +132,8 @@ def test_attention_sees_what_each_head_holds(isa: str, most: int, lead: int, rec
             for token in range(count):
                 at, block = token, beside[token // PAGE % len(beside)] * heads + head
                 if ragged:
-                    at = token if token < layout.first else token - layout.first + int(layout.begin[0, head])
+                    first = int(layout.first[0, head])
+                    at = token if token < first else token - first + int(layout.begin[0, head])
                     page, mine = at // PAGE, int(layout.counts[0, head])
                     if lead <= page < lead + mine:
                         block = int(blocks[head, page - lead])
@@ -182,7 +183,7 @@ def test_attention_sees_what_each_head_holds(isa: str, most: int, lead: int, rec
             # A window counts what the head holds; before its own tokens there is nothing that a window leaves.
             seen = torch.arange(end)
             if not number:
-                seen = torch.where(seen < layout.first, seen, seen - layout.first + layout.begin[0, head])
+                seen = layout.positions(seen.expand(1, heads, -1))[0, head]
             k, v = (each[seen > seen[-1] - window] if window else each for each in (k, v))
             weights = (query[row, 2 * head : 2 * head + 2] @ k.T * size**-0.5).softmax(-1)
             assert torch.allclose(results[0][row, 2 * head : 2 * head + 2], weights @ v, atol=1e-4)

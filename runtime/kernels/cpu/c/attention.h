@@ -140,7 +140,8 @@ static void branch_scores(const Attention *a, const Rows *b, int64_t page, int64
 static void attend_page(const Attention *a, const Rows *b, int64_t page, int stored, int branch, const Visit *t) {
     const Cache *cache = &a->cache;
     const HeadPages *h = &b->pages;
-    int64_t here = block_of(cache, h, page, stored), next = (page + 1) * PAGE <= row_at(a, h, t->row[0]) ? block_of(cache, h, page + 1, stored) : here;
+    const int64_t here = block_of(cache, h, page, stored), at = row_at(a, h, t->row[0]);
+    const int64_t next = (page + 1) * PAGE <= at ? block_of(cache, h, page + 1, stored) : here;
     char ordered[branch ? PAGE * cache->value_dim * 4 : 1];
     Factors factors[QUERIES], score[QUERIES];
     const Factors *query = (const Factors *)factors;
@@ -152,7 +153,7 @@ static void attend_page(const Attention *a, const Rows *b, int64_t page, int sto
         scores[q] = score[q], out[q] = t->partial[q].out;
         memcpy(factors[q], t->query[q], (size_t)cache->head_dim * 4);
     }
-    if (branch) branch_scores(a, b, page, row_at(a, h, t->row[0]) + 1, t, query, score, ordered);
+    if (branch) branch_scores(a, b, page, at + 1, t, query, score, ordered);
     else if (stored) stored_scores(cache, here, next, t->count, query, scores);
     else {
         Matrix keys = plain_keys(cache, here, next);
@@ -315,19 +316,21 @@ static void attention_part(const Attention *a, const Team *team) {
     }
 }
 /* Adds to `sums` [slots] the weights that all rows, of one sequence in order, give to its tokens in a head of the cache, one query after
- * another: their sum does not depend on what comes together. All see pages as the last of them does. `score`: [MOST_BLOCK, slots]. */
-static void attention_received(const Attention *a, const HeadPages *h, int64_t slots, float *score, float *sums) {
+ * another: their sum does not depend on what comes together. All see pages as the last of them does, from position `hidden` on.
+ * `score`: [MOST_BLOCK, slots]. */
+static void attention_received(const Attention *a, const HeadPages *h, int64_t hidden, int64_t slots, float *score, float *sums) {
     const int64_t shared = a->heads / a->cache.heads, all = a->rows * shared, width = a->cache.head_dim;
     for (int64_t first = 0; first < all; first += MOST_BLOCK) {
         const int64_t count = all - first < MOST_BLOCK ? all - first : MOST_BLOCK, end = row_at(a, h, (first + count - 1) / shared) + 1;
         for (int64_t page = 0; page * PAGE < end; page++) {
-            if (!sees_page(h, page)) {
+            if (!sees_page(h, page) || (page + 1) * PAGE <= hidden) {
                 for (int64_t q = 0; q < count; q++)
                     for (int p = 0; p < PAGE; p++) score[q * slots + page * PAGE + p] = -INFINITY;
                 continue;
             }
             const int stored = sees_stored(&a->cache, page, row_at(a, h, a->rows - 1));
-            int64_t here = block_of(&a->cache, h, page, stored), next = (page + 1) * PAGE < end ? block_of(&a->cache, h, page + 1, stored) : here;
+            const int64_t here = block_of(&a->cache, h, page, stored);
+            const int64_t next = (page + 1) * PAGE < end ? block_of(&a->cache, h, page + 1, stored) : here;
             for (int64_t q = 0, n; q < count; q += n) {
                 Factors query[QUERIES];
                 float *into[QUERIES];
@@ -343,6 +346,7 @@ static void attention_received(const Attention *a, const HeadPages *h, int64_t s
                 }
                 int64_t begin, until;
                 seen_of_page(h, page, &begin, &until);
+                begin = hidden - page * PAGE > begin ? hidden - page * PAGE : begin;
                 for (int64_t i = 0; i < n && until - begin < PAGE; i++)
                     for (int64_t p = 0; p < PAGE; p++) into[i][p] = p >= begin && p < until ? into[i][p] : -INFINITY;
             }

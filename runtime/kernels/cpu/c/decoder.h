@@ -71,8 +71,8 @@ static void step_job(void *p, const Team *team) {
 
 void decoder_step(const Step *step, int32_t threads) { parallel_adaptive(step_job, (void *)step, threads); }
 
-/* Of one sequence, `cache_copy` in all layers. `apart`: numbers from one head's `from`, and `to`, to the next one's; 0: all heads of all layers
- * have the same. `counts`: of each head, no more than `apart`; NULL: `count`. `old`, `new`: see `Step.ragged`. `before`, `after`: in pages
+/* Of one sequence, `cache_copy` in all layers. `apart`: numbers from one head's `from`, and `to`, to the next one's; 0: all heads have the
+ * same. `counts`: of each head, no more than `apart`; NULL: `count`. `old`, `new`: see `Step.ragged`. `before`, `after`: in pages
  * of the sequence. `broken` is set to 1 where the storage cannot hold a number. */
 typedef struct {
     const Decoder *decoder;
@@ -97,14 +97,15 @@ static void copy_job(void *p, const Team *team) {
 }
 void decoder_copy(const CopyOrder *order, int32_t threads) { parallel(copy_job, (void *)order, threads); }
 
-/* What every token of a sequence gets of the attention of some of its queries: sums [layers, kv_heads, slots] += weights, in all layers, by
- * positions as heads count them. query: [layers, rows, heads, head_dim], rotated, of the tokens at position[rows] in the pages of the
- * sequence, in order. `memory`: received_memory bytes. */
+/* What every token of a sequence gets of the attention of some of its queries: sums [layers, kv_heads, slots] += weights, by positions as
+ * heads count them, in all layers whose queries see all. query: [layers, rows, heads, head_dim], rotated, of the tokens at position[rows]
+ * in the pages of the sequence, in order. `memory`: received_memory bytes. */
 typedef struct {
     const Decoder *decoder;
     const int32_t *pages;
     const Ragged *ragged; /* see `Step.ragged` */
     int64_t rows, slots;
+    const int64_t *hidden; /* [layers, kv_heads]: before these positions queries see nothing; NULL: they see all */
     const int64_t *position;
     const float *query;
     float *sums;
@@ -120,13 +121,15 @@ static void received_job(void *p, const Team *team) {
         const Block *block = d->blocks + layer;
         const Op *op = block->ops;
         while (op->kind != OP_ATTEND) op++;
+        if (op->attend.window) continue;
         Attention a = {
             .cache = cache_of(d, block), .rows = o->rows, .heads = d->heads, .position = o->position,
             .query = o->query + layer * o->rows * d->heads * d->head_dim, .sinks = op->attend.sinks,
             .scale = op->attend.scale, .softcap = op->attend.softcap,
         };
         const HeadPages pages = head_pages(o->pages, o->ragged, layer, d->kv_heads, (int)(unit % d->kv_heads));
-        attention_received(&a, &pages, o->slots, (float *)o->memory + team->index * MOST_BLOCK * o->slots, o->sums + unit * o->slots);
+        float *score = (float *)o->memory + team->index * MOST_BLOCK * o->slots;
+        attention_received(&a, &pages, o->hidden ? o->hidden[unit] : 0, o->slots, score, o->sums + unit * o->slots);
     }
 }
 /* Bytes; `slots` is a multiple of PAGE, and all positions are below. */

@@ -21,14 +21,15 @@ typedef struct {
     Storage storage;
 } Cache;
 
-/* What eviction has left of a sequence where layers and heads keep different numbers of tokens. Its first `lead` pages are those of all heads,
- * and so are the last ones, which new tokens go to. Between them each head has `counts` blocks of its own, anywhere in the pages
- * [lead, lead + packed) of any layer. A head counts pages and positions through its own ones, and sees those below `first` and from `from` on. */
+/* What eviction has left of a sequence where layers and heads keep different numbers of tokens. Its first `lead` pages are those of all
+ * heads, and so are the last ones, which new tokens go to. Between them each head has `counts` blocks of its own, anywhere in the pages
+ * [lead, lead + packed) of any layer. A head counts pages and positions through its own ones; it sees those below `first` and from `from`
+ * on. */
 typedef struct {
     const int32_t *blocks; /* [layers, kv_heads, apart]: as of `block_of`, counted from the layer's own first one */
     const int32_t *counts; /* [layers, kv_heads] */
-    const int64_t *from;   /* [layers, kv_heads] */
-    int64_t apart, lead, packed, first;
+    const int64_t *first, *from; /* [layers, kv_heads] */
+    int64_t apart, lead, packed;
 } Ragged;
 
 /* The pages of a sequence as one head of a layer counts them: positions are `shift` more than in the pages of the sequence. */
@@ -40,7 +41,8 @@ typedef struct {
 static HeadPages head_pages(const int32_t *pages, const Ragged *r, int64_t layer, int64_t heads, int head) {
     if (!r) return (HeadPages){.pages = pages, .head = head};
     const int64_t at = layer * heads + head, count = r->counts[at];
-    return (HeadPages){pages, r->blocks + at * r->apart, r->lead, count, r->packed, r->first, r->from[at], (count - r->packed) * PAGE, head};
+    const int64_t shift = (count - r->packed) * PAGE;
+    return (HeadPages){pages, r->blocks + at * r->apart, r->lead, count, r->packed, r->first[at], r->from[at], shift, head};
 }
 
 /* Where a head of a page begins, in heads of pages: plain or stored ones. */
@@ -344,9 +346,9 @@ static void cache_read(const Cache *c, const HeadPages *h, int64_t position, int
     }
 }
 
-/* Of one head: what is at position from[i] of `old` also at position to[i] of `new`, one after another. Queries at `before` see `old`, and those
- * at `after` see `new`; positions that these see stored come in order. Those of `new` that nobody sees before its `from` are filled with the
- * first token behind them, which grids then do not notice. False where the storage cannot hold a number. */
+/* Of one head: what is at position from[i] of `old` also at position to[i] of `new`, one after another. Queries at `before` see `old`, and
+ * those at `after` see `new`; positions that these see stored come in order. What nobody sees before `from` of `new` is filled with the
+ * token behind it, which grids then do not notice. False where the storage cannot hold a number. */
 static int cache_copy(const Cache *c, const HeadPages *old, const HeadPages *new, int64_t count, const int64_t *from, const int64_t *to,
                       int64_t before, int64_t after) {
     int64_t bytes = element_bytes(c->type);

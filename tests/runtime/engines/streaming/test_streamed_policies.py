@@ -49,9 +49,9 @@ def test_streamed_weights(artifact: Path, load_streamed: Callable[..., Any], pol
 def test_a_policy_that_pages_cannot_be_runs_in_streamed_modules(
     artifact: Path, load_streamed: Callable[..., Any]
 ) -> None:
-    model = load_streamed(artifact, 3, kv_cache="keyformer")
+    model = load_streamed(artifact, 3, kv_cache={"evict": {"score": "h2o", "layers": "cake", "ratio": 0.5}})
     assert type(model.engine) is StreamedTorch
     assert (
-        "holds no cache whose policy says to evict tokens by keyformer, for which sums of attention are not enough"
+        "holds no cache whose policy says to evict tokens by h2o, of layers that share the budget as cake says"
         in model.explain()["model"]
     )

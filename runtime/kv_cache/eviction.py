@@ -126,6 +126,11 @@ class EvictionPlan(Settings):
         """Whether all heads of all layers are known to keep as many tokens, whatever their scores."""
         return type(self.layers) is UniformLayers and type(self.heads) is EqualHeads and self.score.sums_only
 
+    @property
+    def sums_only(self) -> bool:
+        """Whether scores and budgets ask for sums of attention and no more; see `Score.sums_only`."""
+        return self.score.sums_only and self.layers.sums_only
+
     def most_left(self, arrived: int, storage: StoragePlan, heads: int) -> int:
         """Tokens that the heads of all layers, so many, keep on average at most, when `arrived` have come; none keeps more than it has."""
         mean = self.tokens if self.ratio is None else ceil(arrived * self.ratio)

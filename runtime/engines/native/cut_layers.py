@@ -54,7 +54,8 @@ class CutLayers:
         self.arrived = torch.zeros(shape[0], dtype=torch.int64)
         self.held = self.counts = torch.zeros(shape, dtype=torch.int64)
         self.places: torch.Tensor | None = None
-        self._prompt, self._see = prompt, lambda: Seen(*(torch.empty(0) for _ in range(3)))
+        self._prompt = prompt
+        self._see: Callable[[], Seen] | None = None
         self._accumulates = isinstance(plan.eviction.score, Accumulating)
         self._positions = "positions" in plan.eviction.score.wants
         # Of the tokens that the last eviction has left, `_since` of the sequence had come then.
@@ -91,6 +92,7 @@ class CutLayers:
 
     def observe(self, window: int) -> Observation:
         """What the queries see of the cache."""
+        assert self._see is not None
         found = self._see()
         ages = self.held.unsqueeze(-1) - 1 - torch.arange(int(self.held.max()))
         return Observation(

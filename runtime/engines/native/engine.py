@@ -18,7 +18,7 @@ import torch
 
 from runtime.engines.base import Chunk, Overhead, Retention, Usage, output_rows
 from runtime.engines.fused import FusedEngine, UnbuiltEngine
-from runtime.engines.native.eviction import TOGETHER, SequenceRetention, record
+from runtime.engines.native.eviction import SequenceRetention, record, together
 from runtime.engines.native.parts import Parts, linears
 from runtime.engines.native.pool import PlainPages, Pool
 from runtime.engines.native.storage import PageStorage, storage_of, whole_layers, windows
@@ -166,7 +166,7 @@ class NativeEngine(FusedEngine):
             rows = policy.evict.score.window(self.most_rows)
             query = len(self.parts.blocks) * self.parts.decoder.heads * self.parts.head_dim * 4 / self.page_bytes
             step += 3 * rows * query + storage.recent_pages * plain
-            sequence += min(rows, TOGETHER) * query
+            sequence += min(rows, together(policy.evict)) * query
         self.overhead = Overhead(math.ceil(step), math.ceil(sequence))
         return None
 
@@ -285,7 +285,8 @@ class NativeEngine(FusedEngine):
         ragged = [
             chunk.retention.ragged if isinstance(chunk.retention, SequenceRetention) else None for chunk in chunks
         ]
-        layouts = (ctypes.c_void_p * len(chunks))(*(each and ctypes.addressof(each.ragged) for each in ragged))
+        addresses = [None if each is None else ctypes.addressof(each.ragged) for each in ragged]
+        layouts = (ctypes.c_void_p * len(chunks))(*addresses)
         step = Step(
             rows=ids.numel(),
             outputs=len(outputs),

@@ -16,13 +16,15 @@ from runtime.engines.native.layout import Layout, RaggedPages
 from runtime.engines.native.pool import Pool
 from runtime.kernels.cpu.decoder import OPS, PAGE, Step
 from runtime.kv_cache.budgets.base import UniformLayers
-from runtime.kv_cache.eviction import Eviction
+from runtime.kv_cache.eviction import Eviction, EvictionPlan
 from runtime.kv_cache.layer_state import QueryWindow
 from runtime.kv_cache.plan import CachePlan
 from runtime.kv_cache.scores.base import Accumulating
 
-TOGETHER = 128  # queries whose attention is added up in one go, where a score wants that of all
-_LOOKED_AT = 512  # as many, where their keys are gathered for it
+
+def together(rule: EvictionPlan) -> int:
+    """Queries whose attention is added up in one go, where a score wants that of all: more, where keys are gathered for it."""
+    return 128 if rule.sums_only else 512
 
 
 @dataclass
@@ -66,8 +68,7 @@ class SequenceRetention:
         self.ragged: RaggedPages | None = None
         self._rule, self._storage, self._prompt, self._shape = rule, plan.storage, prompt, shape
         self._sums_up = isinstance(rule.score, Accumulating)  # so that queries need not be remembered
-        self._sums_only = rule.score.sums_only and rule.layers.sums_only
-        self._together = TOGETHER if self._sums_only else _LOOKED_AT
+        self._sums_only, self._together = rule.sums_only, together(rule)
         # Layers that have the same budget, and are not looked at one by one, are rows that are cut together.
         layers = len(self._whole)
         count = 1 if self._sums_only and isinstance(rule.layers, UniformLayers) else layers
@@ -86,7 +87,7 @@ class SequenceRetention:
         return self._left(self.boundary, self.boundary - self.evicted)
 
     def _left(self, arrived: int, slots: int) -> int:
-        """Of so many slots those that are taken once tokens have been evicted, at most."""
+        """Slots that are taken once tokens have been evicted, at most; so many tokens have come, in so many slots."""
         given = self._prompt if self._rule.keeps_prompt else 0
         if not self.moves:
             return self._rule.left(arrived, slots, self._storage, given)
@@ -94,7 +95,7 @@ class SequenceRetention:
         heads = len(self._whole) * self._shape[1]
         mean = given - self.fixed + self._rule.most_left(arrived - given, self._storage, heads)
         mean = max(mean, *self._windows.values()) if self._windows else mean
-        return min(slots, self._packed_tail + mean + 3 * PAGE) + self._lead * PAGE
+        return min(arrived, self._packed_tail + mean + 3 * PAGE) + self._lead * PAGE
 
     @property
     def _lead(self) -> int:

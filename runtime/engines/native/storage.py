@@ -148,7 +148,7 @@ def storage_of(policy: Policy, parts: Parts) -> PageStorage | str:
     rule, whole = policy.evict, whole_layers(parts.blocks)
     if rule is not None and not whole:
         return "the cache's policy says to evict tokens, and queries of all layers see a window only"
-    if rule is not None and not (rule.score.sums_only and rule.layers.sums_only) and _has_sinks(parts.blocks):
+    if rule is not None and not rule.sums_only and _has_sinks(parts.blocks):
         return "the cache's policy says to evict tokens by attention without sinks, which the model has"
     plan = policy.plan().storage
     tier = plan.tiers[0] if plan.tiers else None

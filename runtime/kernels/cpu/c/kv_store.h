@@ -346,12 +346,23 @@ static void cache_read(const Cache *c, const HeadPages *h, int64_t position, int
     }
 }
 
+/* One token at a position that queries at `after` see; those that they see stored come in order, and are put together in `page`. False where
+ * the storage cannot hold a number. */
+static int put_token(const Cache *c, const Cache *page, const HeadPages *h, int64_t position, int64_t after, const float *key, const float *value) {
+    const int stored = sees_stored(c, position / PAGE, after), slot = (int)(position % PAGE);
+    const int64_t block = block_of(c, h, position / PAGE, stored);
+    cache_write(stored ? page : c, stored ? 0 : block, slot, key, value);
+    if (!stored || slot + 1 < PAGE) return 1;
+    Matrix keys = plain_keys(page, 0, 0), values = plain_values(page, 0, 0);
+    return store_numbers(c, block, &keys, &values);
+}
+
 /* Of one head: what is at position from[i] of `old` also at position to[i] of `new`, one after another. Queries at `before` see `old`, and
- * those at `after` see `new`; positions that these see stored come in order. What nobody sees before `from` of `new` is filled with the
- * token behind it, which grids then do not notice. False where the storage cannot hold a number. */
+ * those at `after` see `new`. What nobody sees before `from` of `new` is filled with a token beside it, which grids then do not notice.
+ * False where the storage cannot hold a number. */
 static int cache_copy(const Cache *c, const HeadPages *old, const HeadPages *new, int64_t count, const int64_t *from, const int64_t *to,
                       int64_t before, int64_t after) {
-    int64_t bytes = element_bytes(c->type);
+    int64_t bytes = element_bytes(c->type), p = new->lead * PAGE;
     int good = 1;
     float key[c->head_dim], value[c->value_dim];
     char keys[c->stored ? PAGE * c->head_dim * bytes : 1], values[c->stored ? PAGE * c->value_dim * bytes : 1];
@@ -359,14 +370,9 @@ static int cache_copy(const Cache *c, const HeadPages *old, const HeadPages *new
     page.key = keys, page.value = values;
     for (int64_t i = 0; i < count; i++) {
         cache_read(c, old, from[i], before, key, value);
-        for (int64_t p = to[i] == new->from && new->lead * PAGE < to[i] ? new->lead * PAGE : to[i]; p <= to[i]; p++) {
-            const int stored = sees_stored(c, p / PAGE, after);
-            const int64_t block = block_of(c, new, p / PAGE, stored);
-            cache_write(stored ? &page : c, stored ? 0 : block, (int)(p % PAGE), key, value);
-            if (!stored || p % PAGE + 1 < PAGE) continue;
-            Matrix plain_key = plain_keys(&page, 0, 0), plain_value = plain_values(&page, 0, 0);
-            good &= store_numbers(c, block, &plain_key, &plain_value);
-        }
+        for (; to[i] == new->from && p < to[i]; p++) good &= put_token(c, &page, new, p, after, key, value);
+        good &= put_token(c, &page, new, to[i], after, key, value);
     }
+    for (; count && to[count - 1] < new->from && p < new->from; p++) good &= put_token(c, &page, new, p, after, key, value);
     return good;
 }

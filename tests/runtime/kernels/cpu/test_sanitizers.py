@@ -26,7 +26,7 @@ from runtime.system import instruction_sets, native
 
 REPLAY = Path(__file__).with_name("replay.c")
 COMPILER = native.find_compiler()
-FUNCTIONS = ["linear_run", "decoder_step", "decoder_copy"]
+FUNCTIONS = ["linear_run", "decoder_step", "decoder_copy", "decoder_tokens"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SANITIZERS = ("address,undefined,float-cast-overflow", "thread")
 POLICIES = (
@@ -122,6 +122,27 @@ def record_steps(recorder: Recorder, engine: NativeEngine, length: int) -> None:
         engine.keep(pool, tree, [0, 2, 4, 5])
 
 
+def record_evictions(recorder: Recorder, engine: NativeEngine) -> None:
+    """A prompt of whose layers and heads different numbers of tokens stay, some steps after that, and a tree; then all of it again."""
+    chance, length = torch.Generator().manual_seed(5), 300
+    text = torch.randint(0, engine.vocab_size, (length + 40,), generator=chance).tolist()
+    pool, retention = engine.new_pages(24), engine.retention(length)
+    assert retention is not None
+    pages, start = [*range(8)], 0
+    for tensor in pool.tensors:
+        tensor.fill_(float("nan"))
+    while start < len(text):
+        end = min(start + 67, retention.boundary or len(text), len(text)) if start < length else start + 1
+        engine.read(pool, [Chunk(text[start:end], start, pages, retention=retention)])
+        start = end
+        if start == retention.boundary:
+            into = [page for page in range(24) if page not in pages][:8]
+            pages = into if engine.evict(pool, retention, pages, into) else pages
+    tree = Chunk([1, 2, 3, 4], start, pages, outputs=4, parents=[-1, 0, 0, 2], retention=retention)
+    engine.verify(pool, [tree])
+    engine.keep(pool, tree, [0, 2, 3])
+
+
 def record_engines(recorder: Recorder) -> None:
     for name in FAMILIES:
         model = model_of(name)
@@ -138,6 +159,12 @@ def record_engines(recorder: Recorder) -> None:
         record_steps(recorder, engine, 590)
         assert engine.hold(Policy.parse(policy)) is None
         record_steps(recorder, engine, 590)
+    for storage in ({}, {"keys": "int4", "values": "int4", "recent": 64, "prefix": 5}):
+        engine = engine_of(llama("grouped", head_dim=32, max_position_embeddings=1024))
+        budgets = {"layers": {"share": "pyramid", "beta": 3}, "heads": "adaptive", "tokens": 170, "interval": 20}
+        recorder.label = f"evicted from, {storage}"
+        assert engine.hold(Policy.parse({"evict": {"score": "defensive", **budgets}, **storage})) is None
+        record_evictions(recorder, engine)
 
 
 @pytest.fixture(scope="module", params=instruction_sets.available()[:2])

@@ -115,7 +115,7 @@ class SequenceRetention:
         assert plan.eviction is not None
         self.evicted = 0
         self.boundary: int | None = prompt
-        self._rule, self._storage, self._prompt = plan.eviction, plan.storage, prompt
+        self._rule, self._storage, self.prompt = plan.eviction, plan.storage, prompt
         self._sums_up = isinstance(self._rule.score, Accumulating)  # so that queries need not be remembered
         self._eviction, self._layers = Eviction(self._rule, 1), SequenceLayers(plan, shape)
         self._queries = QueryWindow()
@@ -136,10 +136,10 @@ class SequenceRetention:
 
     def most(self, new: int) -> int:
         """As of `runtime.engines.base.Retention`."""
-        whole, interval = self._prompt + new, self._rule.interval
-        last, late = (self._prompt, new) if interval is None else (whole, min(new, interval))
+        whole, interval = self.prompt + new, self._rule.interval
+        last, late = (self.prompt, new) if interval is None else (whole, min(new, interval))
         late += self._storage.chunk if self._storage.tiers else 0  # what is cut by less is not cut to whole chunks
-        return min(whole, max(self._prompt, self._rule.left(last, last, self._storage) + late))
+        return min(whole, max(self.prompt, self._rule.left(last, last, self._storage) + late))
 
     # ---------------------------------------------------------------- queries
     def observed(self, chunk: Chunk) -> range:
@@ -197,7 +197,7 @@ class SequenceRetention:
         self._add(pool, pages, end)
         layers.begin(end, end - self.evicted)
         if left < layers.held or rule.accumulates:
-            if end == self._prompt:
+            if end == self.prompt:
                 self._eviction.after_prompt(layers)
             else:
                 assert rule.interval is not None

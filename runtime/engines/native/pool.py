@@ -13,7 +13,8 @@ import torch
 
 from runtime.engines.base import Chunk
 from runtime.engines.native.parts import Parts
-from runtime.engines.native.storage import PageStorage
+from runtime.engines.native.selection import bounds
+from runtime.engines.native.storage import PageStorage, whole_layers
 from runtime.errors import RequestError
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Block, Copy, Decoder, Op, Step
@@ -250,6 +251,7 @@ class Pool:
     Attributes:
         recorder: records the next step, once; None: nobody wants it.
         plain: which pages are plain; None: all are.
+        reads: tokens that steps with a selection read, and could have read, of all heads of all layers that are not windows.
     """
 
     def __init__(
@@ -269,6 +271,7 @@ class Pool:
             self.blocks[i].keys, self.blocks[i].values = (each.data_ptr() for each in self.tensors[2 * i : 2 * i + 2])
         self.recorder: Recorder | None = None
         self.plain: PlainPages | None = None
+        self.reads = 0, 0
         self._storage = storage
         self._broken = torch.zeros(1, dtype=torch.int32)
         stored = [] if storage is None else storage.stored_layers(layers)
@@ -280,6 +283,20 @@ class Pool:
             self.records = {i: torch.empty(count, width, dtype=torch.uint8) for i in stored}
             for i, records in self.records.items():
                 self.blocks[i].stored = records.data_ptr()
+        chosen = [] if storage is None else storage.selecting_layers(layers)
+        self.bounds = {i: bounds(count, parts.kv_heads, parts.head_dim, dtype) for i in chosen}
+        for i, tensor in self.bounds.items():
+            self.blocks[i].bounds = tensor.data_ptr()
+
+    def count_reads(self, held: torch.Tensor, read: torch.Tensor) -> None:
+        """Of the rows of a step that select, int64 `[rows]` each: tokens that were there, and those that layers with bounds read."""
+        heads, selecting = self.decoder.kv_heads, len(self.bounds)
+        whole = len(whole_layers(self.blocks[: self.decoder.layers]))
+        could, did = int(held.sum()), int(read.sum())
+        self.reads = (
+            self.reads[0] + heads * (selecting * did + (whole - selecting) * could),
+            self.reads[1] + heads * whole * could,
+        )
 
     @property
     def plain_bytes(self) -> int:

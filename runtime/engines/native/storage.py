@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from runtime.engines.native.parts import Parts
+from runtime.engines.native.selection import why_modules_select
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.attention import KINDS, PAGE, Cache, Storage
 from runtime.kernels.cpu.decoder import OPS, Block
 from runtime.kv_cache.budgets.base import EqualHeads, UniformLayers
+from runtime.kv_cache.pages import PAGE as HALF
 from runtime.kv_cache.scores.base import Accumulating
+from runtime.kv_cache.selection.quest import Quest
 from runtime.kv_cache.storage.base import Codec
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
@@ -36,6 +39,7 @@ class PageStorage:
         first: pages of a sequence that stay plain: all that hold a token which does.
         recent: newest tokens that a query sees plain; a page is stored when all its tokens are older.
         floats: dtype of plain pages; None: the model's.
+        select: what tokens that follow a prompt read; None: all.
     """
 
     keys: Codec
@@ -43,9 +47,10 @@ class PageStorage:
     first: int
     recent: int
     floats: torch.dtype | None = None
+    select: Quest | None = None
 
     def __str__(self) -> str:
-        return f"keys {self.keys.name}, values {self.values.name}"
+        return f"keys {self.keys.name}, values {self.values.name}" + ("" if self.select is None else ", reads by quest")
 
     @property
     def group(self) -> int:
@@ -71,6 +76,10 @@ class PageStorage:
         """Numbers of those whose older pages do not stay plain."""
         return [] if self.is_plain else whole_layers(layers)
 
+    def selecting_layers(self, layers: Sequence[Block]) -> list[int]:
+        """Numbers of those whose queries read a part of the cache."""
+        return [] if self.select is None else whole_layers(layers)[self.select.skip_layers :]
+
     def plain_bytes(self, parts: Parts, layers: Sequence[Block]) -> int:
         """Of a plain page of the layers that are stored otherwise, together."""
         return len(self.stored_layers(layers)) * parts.page_numbers * self._dtype(parts).itemsize
@@ -79,7 +88,12 @@ class PageStorage:
         """Of a page of all layers together, without the plain ones of those that are stored."""
         stored = len(self.stored_layers(parts.blocks))
         plain = (len(parts.blocks) - stored) * parts.page_numbers * self._dtype(parts).itemsize
-        return stored * parts.kv_heads * self.record_bytes(parts) + plain
+        bounds = PAGE // HALF * 2 * parts.kv_heads * parts.head_dim * self._dtype(parts).itemsize
+        return (
+            stored * parts.kv_heads * self.record_bytes(parts)
+            + plain
+            + len(self.selecting_layers(parts.blocks)) * bounds
+        )
 
     def _dtype(self, parts: Parts) -> torch.dtype:
         return self.floats or parts.cache_dtype
@@ -106,7 +120,6 @@ def whole_layers(blocks: Sequence[Block]) -> list[int]:
 def why_modules_store(policy: Policy) -> str | None:
     """What a policy says to do that the native engine's pages cannot, whatever the model; None: they can."""
     parts = {
-        "select what a step reads": policy.select,
         "offload pages": policy.offload,
         "merge tokens": policy.clusters,
         "hold tokens in several tiers": len(policy.tiers) > 1,
@@ -115,6 +128,8 @@ def why_modules_store(policy: Policy) -> str | None:
     for what, given in parts.items():
         if given:
             return what
+    if policy.select is not None and (reason := why_modules_select(policy.select)) is not None:
+        return reason
     few_bits = not all(tier.is_plain for tier in policy.tiers)
     if few_bits and policy.evict is not None and isinstance(policy.evict.score, Accumulating):
         return f"evict tokens by {policy.evict.score.name} and store others in few bits"
@@ -149,7 +164,8 @@ def storage_of(policy: Policy, parts: Parts) -> PageStorage | str:
     plan = policy.plan().storage
     tier = plan.tiers[0] if plan.tiers else None
     keys, values = (Plain(), Plain()) if tier is None else (tier.keys, tier.values)
-    found = PageStorage(keys, values, -(-plan.prefix // PAGE), plan.recent, plan.floats)
+    select = policy.select if isinstance(policy.select, Quest) else None
+    found = PageStorage(keys, values, -(-plan.prefix // PAGE), plan.recent, plan.floats, select)
     if not found.is_plain and (parts.head_dim % _LANES or parts.value_dim % _LANES):
         return f"its heads are of {parts.head_dim} channels, no multiple of {_LANES}"
     return found

@@ -33,6 +33,7 @@ class Cache(ctypes.Structure):
         *fields(_p, "key", "value", "stored"),
         *fields(_i32, "type", "heads", "head_dim", "value_dim"),
         *fields(Storage, "storage"),
+        *fields(_p, "bounds"),
     )
 
 
@@ -45,5 +46,5 @@ class Attention(ctypes.Structure):
         *fields(_p, "sequence", "position", "base", "path", "slots", "pages"),
         *fields(_p, "query", "out", "sinks"),
         *fields(_f32, "scale", "softcap"),
-        *fields(_p, "memory"),
+        *fields(_p, "memory", "chosen"),
     )

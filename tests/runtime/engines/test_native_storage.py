@@ -192,7 +192,6 @@ def test_what_is_not_finite_is_refused_in_a_sentence() -> None:
     ("policy", "reason"),
     [
         ({"evict": {"score": "h2o", "ratio": 0.5}, "keys": "int4", "values": "int4"}, "store others in few bits"),
-        ({"select": {"method": "quest", "tokens": 256}}, "select what a step reads"),
         ({"keys": "int4", "values": "int4", "offload": "host"}, "offload pages"),
         ({"keys": "bitmap", "values": "int4"}, "store keys as bitmap"),
         ({"keys": {"codec": "int4", "axis": "token"}, "values": "int4"}, "on grids a token"),

@@ -28,6 +28,7 @@ typedef struct {
     const float *sinks;         /* [heads], or NULL */
     float scale, softcap;       /* of scores; softcap 0: none */
     char *memory;               /* attention_memory bytes, in which spans of one query may be divided among threads; NULL: they are not */
+    const uint8_t *chosen;      /* [rows, heads of the cache, pages_stride]: grids of each page that a row reads, in bits; NULL: all */
 } Attention;
 
 int64_t attention_memory(int64_t value_dim) { return PARTIALS * (value_dim + 2) * 4; }
@@ -51,6 +52,9 @@ typedef struct {
 } Rows;
 
 INLINE int64_t row_from(const Attention *a, int64_t r) { return a->window && a->position[r] >= a->window ? a->position[r] + 1 - a->window : 0; }
+INLINE int reads_grids(const Attention *a, int64_t r, int head, int64_t page) { /* in bits */
+    return a->chosen ? a->chosen[(r * a->cache.heads + head) * a->pages_stride + page] : (1 << GRIDS) - 1;
+}
 INLINE int in_tree(const Attention *a, int64_t r) { return a->path && a->path[r] >= 0; }
 
 /* A few queries and one page: what they are and what they become. */
@@ -129,28 +133,29 @@ static void branch_scores(const Attention *a, const Rows *b, int64_t page, int64
 /* One page: as it is stored or plain, or of a branch. */
 static void attend_page(const Attention *a, const Rows *b, int64_t page, int stored, int branch, const Visit *t) {
     const Cache *cache = &a->cache;
-    int32_t here = b->pages[page], next = (page + 1) * PAGE <= a->position[t->row[0]] ? b->pages[page + 1] : here;
+    int64_t following = page + 1, pages = a->position[t->row[0]] / PAGE + 1;
+    while (following < pages && !reads_grids(a, t->row[0], b->head, following)) following++;
+    int32_t here = b->pages[page], next = following < pages ? b->pages[following] : here;
     char ordered[branch ? PAGE * cache->value_dim * 4 : 1];
     Factors factors[QUERIES], score[QUERIES];
     const Factors *query = (const Factors *)factors;
     float keep[QUERIES], *scores[QUERIES], *out[QUERIES];
-    int first = PAGE, last = 0;
+    int first = PAGE, last = 0, begin[QUERIES], end[QUERIES]; /* positions that a query sees */
     for (int q = 0; q < t->count; q++) {
+        int64_t from = row_from(a, t->row[q]) - page * PAGE, until = a->position[t->row[q]] + 1 - page * PAGE;
+        int grids = reads_grids(a, t->row[q], b->head, page);
+        begin[q] = !(grids & 1) ? GRID : from > 0 ? (int)from : 0, end[q] = !(grids & 2) ? GRID : until < PAGE ? (int)until : PAGE;
+        first = begin[q] < first ? begin[q] : first, last = end[q] > last ? end[q] : last;
         scores[q] = score[q], out[q] = t->partial[q].out;
         memcpy(factors[q], t->query[q], (size_t)cache->head_dim * 4);
     }
     if (branch) branch_scores(a, b, page, a->position[t->row[0]] + 1, t, query, score, ordered);
-    else if (stored) stored_scores(cache, b->head, here, next, t->count, query, scores);
+    else if (stored) stored_scores(cache, b->head, here, next, first / GRID, (last + GRID - 1) / GRID, t->count, query, scores);
     else {
         Matrix keys = plain_keys(cache, b->head, here, next);
-        page_product(&keys, 0, PAGE, 0, cache->head_dim, t->count, query, NULL, scores);
+        page_product(&keys, first / GRID * GRID, (last + GRID - 1) / GRID * GRID, 0, cache->head_dim, t->count, query, NULL, scores);
     }
-    for (int q = 0; q < t->count; q++) {
-        int64_t from = row_from(a, t->row[q]) - page * PAGE, until = a->position[t->row[q]] + 1 - page * PAGE;
-        int begin = from > 0 ? (int)from : 0, end = until < PAGE ? (int)until : PAGE;
-        first = begin < first ? begin : first, last = end > last ? end : last;
-        keep[q] = page_softmax(a, score[q], begin, end, t->partial[q]);
-    }
+    for (int q = 0; q < t->count; q++) keep[q] = page_softmax(a, score[q], begin[q], end[q], t->partial[q]);
     if (stored) stored_values(cache, b->head, here, next, t->count, (const Factors *)score, keep, out);
     else {
         Matrix values = plain_values(cache, b->head, here, next);
@@ -166,7 +171,7 @@ static void attend_span(const Attention *a, const Rows *b, int64_t span, const P
     for (int64_t page = span * SPAN; page < (span + 1) * SPAN && page * PAGE < end; page++) {
         Visit visit[2] = {{.count = 0}, {.count = 0}}; /* of the page as it is stored, and plain */
         for (int64_t r = b->first; r < b->first + b->rows; r++) {
-            if (a->position[r] < page * PAGE || row_from(a, r) >= (page + 1) * PAGE) continue;
+            if (a->position[r] < page * PAGE || row_from(a, r) >= (page + 1) * PAGE || !reads_grids(a, r, b->head, page)) continue;
             int stored = sees_stored(&a->cache, page, a->position[r]), branch = in_tree(a, r) && a->base[r] < (page + 1) * PAGE;
             Visit own = {.count = 0}, *t = branch ? &own : &visit[stored];
             for (int64_t q = 0; q < b->shared; q++) {
@@ -287,7 +292,7 @@ static void attention_received(const Attention *a, int head, int64_t slots, floa
                     into[n] = score + (q + n) * slots + page * PAGE;
                 }
                 if (sees_stored(&a->cache, page, a->position[a->rows - 1]))
-                    stored_scores(&a->cache, head, here, next, (int)n, (const Factors *)query, into);
+                    stored_scores(&a->cache, head, here, next, 0, GRIDS, (int)n, (const Factors *)query, into);
                 else {
                     Matrix keys = plain_keys(&a->cache, head, here, next);
                     page_product(&keys, 0, PAGE, 0, (int)width, (int)n, (const Factors *)query, NULL, into);

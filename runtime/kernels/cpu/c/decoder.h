@@ -85,6 +85,7 @@ static void copy_job(void *p, const Team *team) {
         Cache cache = cache_of(o->decoder, o->decoder->blocks + unit / heads);
         if (!cache_copy(&cache, (int)(unit % heads), o->pages, o->into, o->count, o->from + unit * o->apart, o->to, o->before, o->after))
             *o->broken = 1;
+        if (cache.bounds) bound_copied(&cache, (int)(unit % heads), o->into, o->count, o->to, o->after);
     }
 }
 void decoder_copy(const CopyOrder *order, int32_t threads) { parallel(copy_job, (void *)order, threads); }

@@ -19,6 +19,7 @@ typedef struct {
     const char *stored;      /* [pages, heads, record]; NULL: all pages are plain */
     int32_t type, heads, head_dim, value_dim;
     Storage storage;
+    const char *bounds;      /* of keys, by which selection.h chooses; NULL: all pages are read */
 } Cache;
 
 INLINE int64_t plain_page(const Cache *c, int32_t page) { return c->storage.plain_at ? c->storage.plain_at[page] : page; }
@@ -65,22 +66,22 @@ INLINE void fetch_grid(const char *grid, const char *end, const Matrix *m) {
 
 INLINE int digit_count(const Cache *c) { return c->type == TYPE_F32 ? 3 : 2; } /* digits as exact as plain pages are */
 
-/* score [count, PAGE] = query . keys of a stored page */
-static void stored_scores(const Cache *c, int head, int32_t page, int32_t next, int count, const Factors *query, float *const *score) {
+/* score [count, PAGE] = query . keys of a stored page, of grids [first, last) of its tokens */
+static void stored_scores(const Cache *c, int head, int32_t page, int32_t next, int first, int last, int count, const Factors *query, float *const *score) {
     Record r = record_of(c, head, page, next);
     int n = c->head_dim;
     fetch_grid(r.key_grid, r.values.data, &r.keys);
     if (!holds_integers(r.keys.kind)) {
-        page_product(&r.keys, 0, PAGE, 0, n, count, query, NULL, score);
+        page_product(&r.keys, first * GRID, last * GRID, 0, n, count, query, NULL, score);
         const float *scale = (const float *)r.key_grid;
         for (int q = 0; r.keys.kind == PAGES_FP8 && q < count; q++)
-            for (int p = 0; p < PAGE; p++) score[q][p] *= scale[p];
+            for (int p = first * GRID; p < last * GRID; p++) score[q][p] *= scale[p];
         return;
     }
     Grids grids;
     DigitRow rows[QUERIES];
     const int digits = digit_count(c);
-    for (int grid = 0; grid < GRIDS; grid++) {
+    for (int grid = first; grid < last; grid++) {
         load_grids(r.key_grid + grid * n * 2, r.key_grid + (GRIDS + grid) * n * 2, n, code_bits(r.keys.kind), &grids);
         for (int q = 0; q < count; q++)
             digits_of_row(query[q], &grids, digit_unit(largest_product(query[q], grids.scale, n), digits), digits, rows + q);
@@ -276,11 +277,14 @@ INLINE float code_at(const Matrix *m, int lane, int index) {
     return m->kind == PAGES_FP8 ? 256.0f * f8_to_float((uint8_t)word) : (float)(word & ((1u << bits) - 1));
 }
 
-/* A head's key and value at a slot of a page, as it is stored or plain. */
-static void cache_read(const Cache *c, int head, int32_t page, int slot, int stored, float *key, float *value) {
-    Record r = {plain_keys(c, head, page, page), plain_values(c, head, page, page), NULL, NULL, NULL};
-    if (stored) r = record_of(c, head, page, page);
-    const int n = c->head_dim, size = c->value_dim, width = c->storage.group ? c->storage.group : size, groups = (size + width - 1) / width;
+/* A head's part of a page, as it is stored or plain. */
+static Record page_record(const Cache *c, int head, int32_t page, int stored) {
+    return stored ? record_of(c, head, page, page) : (Record){plain_keys(c, head, page, page), plain_values(c, head, page, page), NULL, NULL, NULL};
+}
+/* A head's key at a slot of a page, as it is stored or plain. */
+static void cache_read_key(const Cache *c, int head, int32_t page, int slot, int stored, float *key) {
+    const Record r = page_record(c, head, page, stored);
+    const int n = c->head_dim;
     for (int d = 0; d < n; d++) {
         if (!holds_codes(r.keys.kind)) {
             key[d] = load_as(r.keys.data, r.keys.kind, (int64_t)d * PAGE + slot);
@@ -290,6 +294,10 @@ static void cache_read(const Cache *c, int head, int32_t page, int slot, int sto
         key[d] = code_at(&r.keys, slot, d);
         key[d] = r.keys.kind == PAGES_FP8 ? key[d] * ((const float *)r.key_grid)[slot] : key[d] * f16_to_float(*scale) + f16_to_float(scale[GRIDS * n]);
     }
+}
+static void cache_read_value(const Cache *c, int head, int32_t page, int slot, int stored, float *value) {
+    const Record r = page_record(c, head, page, stored);
+    const int size = c->value_dim, width = c->storage.group ? c->storage.group : size, groups = (size + width - 1) / width;
     for (int d = 0; d < size; d++) {
         if (!holds_codes(r.values.kind)) {
             value[d] = load_as(r.values.data, r.values.kind, (int64_t)slot * size + d);
@@ -315,7 +323,8 @@ static int cache_copy(const Cache *c, int head, const int32_t *pages, const int3
     for (int64_t i = 0; i < count; i++) {
         int64_t source = from[i] / PAGE, target = to[i] / PAGE;
         int slot = (int)(to[i] % PAGE);
-        cache_read(c, head, pages[source], (int)(from[i] % PAGE), sees_stored(c, source, before), key, value);
+        cache_read_key(c, head, pages[source], (int)(from[i] % PAGE), sees_stored(c, source, before), key);
+        cache_read_value(c, head, pages[source], (int)(from[i] % PAGE), sees_stored(c, source, before), value);
         if (!sees_stored(c, target, after)) cache_write(c, head, into[target], slot, key, value);
         else {
             cache_write(&page, 0, 0, slot, key, value);

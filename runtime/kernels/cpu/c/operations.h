@@ -47,7 +47,7 @@ static void turn_head(const Run *run, const HeadsOp *heads, const float *norm, i
 }
 
 static Cache cache_of(const Decoder *d, const Block *b) {
-    Cache c = {b->keys, b->values, b->stored, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim, (int32_t)d->value_dim, d->storage};
+    Cache c = {b->keys, b->values, b->stored, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim, (int32_t)d->value_dim, d->storage, b->bounds};
     if (!b->stored) c.storage.plain_at = NULL; /* beside others that are, this layer has all its pages plain */
     return c;
 }
@@ -94,8 +94,13 @@ static void run_attend(Run *run, const Op *op, const Team *team) {
     team_part(team, step->observed_count, 1, &start, &end);
     for (int64_t i = start; i < end; i++)
         memcpy(step->queries + (layer * step->observed_count + i) * width, row_of(run, op->from, 0, step->observed[i]), (size_t)width * 4);
-    if (a.cache.stored && step->stored_count) {
-        store_pages(&a.cache, step->stored, step->stored_count, step->broken, team);
+    int written = a.cache.stored && step->stored_count;
+    if (written) store_pages(&a.cache, step->stored, step->stored_count, step->broken, team);
+    if (a.cache.bounds) written |= bounds_part(&a, step->slot ? step->slot : step->position, step->stored, step->stored_count, team);
+    if (written) team_barrier(team);
+    if (a.cache.bounds && step->budget) {
+        choose_part(&a, step->budget, step->newest, step->chosen, team);
+        a.chosen = step->chosen;
         team_barrier(team);
     }
     attention_part(&a, team);

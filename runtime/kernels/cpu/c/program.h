@@ -79,6 +79,7 @@ typedef struct {
     int64_t count;
     char *keys, *values; /* this layer's pages */
     char *stored;        /* those that are stored in fewer bits; NULL: none */
+    char *bounds;        /* of its keys (selection.h); NULL: queries read all pages */
     int64_t skip;        /* of SKIP_ATTENTION and SKIP_MLP: what is left out */
 } Block;
 
@@ -113,6 +114,9 @@ typedef struct {
     const int32_t *observed;    /* [observed_count]: rows whose queries are wanted */
     float *queries;             /* [layers, observed_count, heads, head_dim]: rotated */
     int64_t observed_count;
+    const int64_t *budget;      /* [rows]: tokens that each reads in layers with bounds, < 0: all; NULL: all read all */
+    uint8_t *chosen;            /* as of attention.h: what they read, of the last layer that has computed it */
+    int64_t newest;             /* tokens that are read in any case */
     const Decoder *decoder;
 } Step;
 

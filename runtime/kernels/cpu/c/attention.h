@@ -149,16 +149,19 @@ static void attend_page(const Attention *a, const Rows *b, int64_t page, int sto
         scores[q] = score[q], out[q] = t->partial[q].out;
         memcpy(factors[q], t->query[q], (size_t)cache->head_dim * 4);
     }
+    const int shift = following < pages ? (reads_grids(a, t->row[0], b->head, following) & 1 ? 0 : GRID) - first / GRID * GRID : 0;
     if (branch) branch_scores(a, b, page, a->position[t->row[0]] + 1, t, query, score, ordered);
-    else if (stored) stored_scores(cache, b->head, here, next, first / GRID, (last + GRID - 1) / GRID, t->count, query, scores);
+    else if (stored) stored_scores(cache, b->head, here, next, first / GRID, (last + GRID - 1) / GRID, shift, t->count, query, scores);
     else {
         Matrix keys = plain_keys(cache, b->head, here, next);
+        shift_next(&keys, shift);
         page_product(&keys, first / GRID * GRID, (last + GRID - 1) / GRID * GRID, 0, cache->head_dim, t->count, query, NULL, scores);
     }
     for (int q = 0; q < t->count; q++) keep[q] = page_softmax(a, score[q], begin[q], end[q], t->partial[q]);
-    if (stored) stored_values(cache, b->head, here, next, t->count, (const Factors *)score, keep, out);
+    if (stored) stored_values(cache, b->head, here, next, first, last, shift, t->count, (const Factors *)score, keep, out);
     else {
         Matrix values = plain_values(cache, b->head, here, next);
+        shift_next(&values, shift * cache->value_dim);
         if (branch) values.data = ordered;
         page_product(&values, 0, cache->value_dim, first, last, t->count, (const Factors *)score, keep, out);
     }
@@ -292,7 +295,7 @@ static void attention_received(const Attention *a, int head, int64_t slots, floa
                     into[n] = score + (q + n) * slots + page * PAGE;
                 }
                 if (sees_stored(&a->cache, page, a->position[a->rows - 1]))
-                    stored_scores(&a->cache, head, here, next, 0, GRIDS, (int)n, (const Factors *)query, into);
+                    stored_scores(&a->cache, head, here, next, 0, GRIDS, 0, (int)n, (const Factors *)query, into);
                 else {
                     Matrix keys = plain_keys(&a->cache, head, here, next);
                     page_product(&keys, 0, PAGE, 0, (int)width, (int)n, (const Factors *)query, NULL, into);

@@ -66,11 +66,13 @@ INLINE void fetch_grid(const char *grid, const char *end, const Matrix *m) {
 
 INLINE int digit_count(const Cache *c) { return c->type == TYPE_F32 ? 3 : 2; } /* digits as exact as plain pages are */
 
-/* score [count, PAGE] = query . keys of a stored page, of grids [first, last) of its tokens */
-static void stored_scores(const Cache *c, int head, int32_t page, int32_t next, int first, int last, int count, const Factors *query, float *const *score) {
+/* score [count, PAGE] = query . keys of a stored page, of grids [first, last) of its tokens; `shift` as of shift_next */
+static void stored_scores(const Cache *c, int head, int32_t page, int32_t next, int first, int last, int shift, int count, const Factors *query,
+                          float *const *score) {
     Record r = record_of(c, head, page, next);
     int n = c->head_dim;
     fetch_grid(r.key_grid, r.values.data, &r.keys);
+    shift_next(&r.keys, shift);
     if (!holds_integers(r.keys.kind)) {
         page_product(&r.keys, first * GRID, last * GRID, 0, n, count, query, NULL, score);
         const float *scale = (const float *)r.key_grid;
@@ -89,8 +91,9 @@ static void stored_scores(const Cache *c, int head, int32_t page, int32_t next, 
     }
 }
 
-/* out [count, value_dim] = out * keep + weight [count, PAGE] . values of a stored page */
-static void stored_values(const Cache *c, int head, int32_t page, int32_t next, int count, const Factors *weight, const float *keep, float *const *out) {
+/* out [count, value_dim] = out * keep + weight [count, PAGE] . values of a stored page; weights are 0 but for tokens [first, last) */
+static void stored_values(const Cache *c, int head, int32_t page, int32_t next, int first, int last, int shift, int count, const Factors *weight,
+                          const float *keep, float *const *out) {
     Record r = record_of(c, head, page, next);
     int kind = r.values.kind, n = c->value_dim, width = c->storage.group ? c->storage.group : n, groups = (n + width - 1) / width;
     fetch_grid(r.value_grid, r.end, &r.values);
@@ -102,7 +105,8 @@ static void stored_values(const Cache *c, int head, int32_t page, int32_t next, 
         return;
     }
     if (!holds_integers(kind)) {
-        page_product(&r.values, 0, n, 0, PAGE, count, weight, keep, out);
+        shift_next(&r.values, shift * n);
+        page_product(&r.values, 0, n, first, last, count, weight, keep, out);
         return;
     }
     Grids grids;

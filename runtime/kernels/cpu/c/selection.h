@@ -74,19 +74,34 @@ static int bounds_part(const Attention *a, const int64_t *slot, const int32_t *s
     return filled > 0;
 }
 
-/* The largest bound that any query has: query [shared, 2, n], what is positive of each and what is negative. */
-static float bound_score(const float *query, int64_t shared, const char *low, const char *high, int type, int n) {
-    float best = -INFINITY;
-    for (const float *x = query, *end = query + shared * 2 * n; x < end; x += 2 * n) {
-        F sum = f_zero();
-        int d = 0;
-        for (; d + LANES <= n; d += LANES)
-            sum = f_fma(f_load(x + d), f_load_as(high, type, d), f_fma(f_load(x + n + d), f_load_as(low, type, d), sum));
-        float score = f_sum(sum);
-        for (; d < n; d++) score += x[d] * load_as(high, type, d) + x[n + d] * load_as(low, type, d);
+/* The largest bound that any of `count` queries has: query [count, 2, n], what is positive of each and what is negative. */
+INLINE float largest_bound(const float *query, const int count, const float *low, const float *high, int n, float best) {
+    F sum[4];
+    UNROLL for (int q = 0; q < count; q++) sum[q] = f_zero();
+    int d = 0;
+    for (; d + LANES <= n; d += LANES) {
+        F least = f_load(low + d), most = f_load(high + d);
+        UNROLL for (int q = 0; q < count; q++)
+            sum[q] = f_fma(f_load(query + 2 * q * n + d), most, f_fma(f_load(query + (2 * q + 1) * n + d), least, sum[q]));
+    }
+    UNROLL for (int q = 0; q < count; q++) {
+        float score = f_sum(sum[q]);
+        for (int i = d; i < n; i++) score += query[2 * q * n + i] * high[i] + query[(2 * q + 1) * n + i] * low[i];
         best = score > best ? score : best;
     }
     return best;
+}
+static float bound_score(const float *query, int64_t count, const float *low, const float *high, int n) {
+    float best = -INFINITY;
+    for (; count >= 4; count -= 4, query += 8 * n) best = largest_bound(query, 4, low, high, n, best);
+    for (; count; count--, query += 2 * n) best = largest_bound(query, 1, low, high, n, best);
+    return best;
+}
+static void load_floats(const void *from, int type, int n, float *to) {
+    int i = 0;
+    if (type == TYPE_BF16) for (; i + LANES <= n; i += LANES) f_store(to + i, f_load_bf16((const uint16_t *)from + i));
+    if (type == TYPE_F16) for (; i + LANES <= n; i += LANES) f_store(to + i, f_load_f16((const uint16_t *)from + i));
+    for (; i < n; i++) to[i] = load_as(from, type, i);
 }
 
 /* Numbers in the order of floats. */
@@ -110,9 +125,9 @@ static uint32_t kth_largest(const uint32_t *rank, int64_t n, int64_t k) {
 static void score_halves(const Attention *a, int64_t r, int head, int64_t end, uint32_t *rank) {
     const Cache *c = &a->cache;
     const int32_t *pages = a->pages + a->sequence[r] * a->pages_stride;
-    const int64_t shared = a->heads / c->heads, kept = c->head_dim * element_bytes(c->type);
+    const int64_t shared = a->heads / c->heads, bytes = c->head_dim * element_bytes(c->type);
     const int n = c->head_dim;
-    float low[n], high[n], key[n], query[shared][2][n];
+    float range[2][n], *low = range[0], *high = range[1], key[n], query[shared][2][n];
     for (int64_t q = 0; q < shared; q++) {
         const float *x = a->query + (r * a->heads + head * shared + q) * n;
         for (int d = 0; d < n; d++) query[q][0][d] = x[d] > 0.0f ? x[d] : 0.0f, query[q][1][d] = x[d] < 0.0f ? x[d] : 0.0f;
@@ -129,11 +144,11 @@ static void score_halves(const Attention *a, int64_t r, int head, int64_t end, u
             }
         } else if (c->stored && !sees_stored(c, page, a->position[r])) find_plain_bounds(c, head, pages[page], half, low, high);
         else {
-            const char *at = bounds_of(c, head, pages[page], half);
-            rank[i] = rank_of(bound_score(query[0][0], shared, at, at + kept, c->type, n));
-            continue;
+            const char *at = bounds_of(c, head, pages[page], half), *next = bounds_of(c, head, pages[(i + 2) / HALVES], half);
+            for (int64_t line = 0; line < 2 * bytes; line += 64) __builtin_prefetch(next + line); /* row r lies in a later page */
+            load_floats(at, c->type, 2 * n, low);
         }
-        rank[i] = rank_of(bound_score(query[0][0], shared, (const char *)low, (const char *)high, TYPE_F32, n));
+        rank[i] = rank_of(bound_score(query[0][0], shared, low, high, n));
     }
 }
 

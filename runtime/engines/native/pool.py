@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.engines.base import Chunk
+from runtime.engines.native.offload import RecordFile, madvise
 from runtime.engines.native.parts import Parts
 from runtime.engines.native.selection import bounds
 from runtime.engines.native.storage import PageStorage, whole_layers
@@ -251,6 +252,7 @@ class Pool:
     Attributes:
         recorder: records the next step, once; None: nobody wants it.
         plain: which pages are plain; None: all are.
+        file: with the pages that are stored; None: they are in memory.
         reads: tokens that steps with a selection read, and could have read, of all heads of all layers that are not windows.
     """
 
@@ -271,6 +273,7 @@ class Pool:
             self.blocks[i].keys, self.blocks[i].values = (each.data_ptr() for each in self.tensors[2 * i : 2 * i + 2])
         self.recorder: Recorder | None = None
         self.plain: PlainPages | None = None
+        self.file: RecordFile | None = None
         self.reads = 0, 0
         self._storage = storage
         self._broken = torch.zeros(1, dtype=torch.int32)
@@ -280,7 +283,15 @@ class Pool:
             self.decoder.storage = storage.structure(dtype)
             self.decoder.storage.plain_at = self.plain.places.data_ptr()
             width = parts.kv_heads * storage.record_bytes(parts)
-            self.records = {i: torch.empty(count, width, dtype=torch.uint8) for i in stored}
+            if storage.directory is not None:
+                self.file = RecordFile(storage.directory, count, width, len(stored))
+                self.decoder.storage.advise, self.decoder.storage.mapped = madvise(), self.file.layer_bytes
+            made = (
+                [torch.empty(count, width, dtype=torch.uint8) for _ in stored]
+                if self.file is None
+                else self.file.records
+            )
+            self.records = dict(zip(stored, made, strict=True))
             for i, records in self.records.items():
                 self.blocks[i].stored = records.data_ptr()
         chosen = [] if storage is None else storage.selecting_layers(layers)
@@ -313,6 +324,8 @@ class Pool:
         """
         if self.plain is None:
             return None
+        if self.file is not None:
+            self.file.reserve(1 + max(max(chunk.pages) for chunk in chunks))
         pages = torch.tensor(self.plain.begin(chunks, drafts), dtype=torch.int32)
         step.stored, step.broken, step.stored_count = pages.data_ptr(), self._broken.data_ptr(), len(pages)
         return pages
@@ -331,6 +344,8 @@ class Pool:
         plain, after = self.plain if held else None, len(targets) if held else 0
         if plain is not None:
             plain.write(into, after)
+            if self.file is not None:
+                self.file.reserve(1 + max(into))
         order = Copy(
             ctypes.pointer(self.decoder), *(each.data_ptr() for each in places), len(targets),
             len(targets) if source.dim() > 1 else 0, held - 1, after - 1,
@@ -359,9 +374,13 @@ class Pool:
             ctypes.byref(self.decoder), places.data_ptr(), len(numbers), numbers.data_ptr(), queries.data_ptr(),
             sums.shape[-1], sums.data_ptr(), memory.data_ptr(), threads,
         )  # fmt: skip
+        if self.file is not None:
+            self.file.forget()
 
     def check(self) -> None:
-        """After a step: RequestError where a key or value is none that the storage can hold."""
+        """After stored pages were read and written: RequestError where a key or value is none that the storage can hold."""
+        if self.file is not None:
+            self.file.forget()
         if self._broken.item():
             self._broken.zero_()
             raise RequestError(

@@ -5,16 +5,19 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from runtime.config.settings import ConfigError
 from runtime.engines.native.parts import Parts
 from runtime.engines.native.selection import why_modules_select
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.attention import KINDS, PAGE, Cache, Storage
 from runtime.kernels.cpu.decoder import OPS, Block
 from runtime.kv_cache.budgets.base import EqualHeads, UniformLayers
+from runtime.kv_cache.offload import DiskOffload
 from runtime.kv_cache.pages import PAGE as HALF
 from runtime.kv_cache.scores.base import Accumulating
 from runtime.kv_cache.selection.quest import Quest
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from runtime.kv_cache.eviction import EvictionPlan
     from runtime.kv_cache.policy.policy import Policy
 
+NEAR = 2  # layers whose pages are in memory while a step reads those of an offloaded cache
 _LANES = 16  # channels of a vector of codes (kv_page.h)
 
 
@@ -40,6 +44,7 @@ class PageStorage:
         recent: newest tokens that a query sees plain; a page is stored when all its tokens are older.
         floats: dtype of plain pages; None: the model's.
         select: what tokens that follow a prompt read; None: all.
+        directory: of a file that pages lie in that are no longer recent; None: they are in memory.
     """
 
     keys: Codec
@@ -48,9 +53,11 @@ class PageStorage:
     recent: int
     floats: torch.dtype | None = None
     select: Quest | None = None
+    directory: Path | None = None
 
     def __str__(self) -> str:
-        return f"keys {self.keys.name}, values {self.values.name}" + ("" if self.select is None else ", reads by quest")
+        reads = "" if self.select is None else f", reads by {self.select.name}"
+        return f"keys {self.keys.name}, values {self.values.name}{reads}{'' if self.directory is None else ', on disk'}"
 
     @property
     def group(self) -> int:
@@ -64,8 +71,8 @@ class PageStorage:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all pages stay plain."""
-        return self.keys.name == self.values.name == "plain"
+        """Whether all pages stay plain, and in memory."""
+        return self.keys.name == self.values.name == "plain" and self.directory is None
 
     @property
     def recent_pages(self) -> int:
@@ -85,9 +92,11 @@ class PageStorage:
         return len(self.stored_layers(layers)) * parts.page_numbers * self._dtype(parts).itemsize
 
     def page_bytes(self, parts: Parts) -> int:
-        """Of a page of all layers together, without the plain ones of those that are stored."""
+        """In memory, of a page of all layers together, without the plain ones of those that are stored."""
         stored = len(self.stored_layers(parts.blocks))
         plain = (len(parts.blocks) - stored) * parts.page_numbers * self._dtype(parts).itemsize
+        if self.directory is not None:
+            stored = min(stored, NEAR)
         bounds = PAGE // HALF * 2 * parts.kv_heads * parts.head_dim * self._dtype(parts).itemsize
         return (
             stored * parts.kv_heads * self.record_bytes(parts)
@@ -120,7 +129,7 @@ def whole_layers(blocks: Sequence[Block]) -> list[int]:
 def why_modules_store(policy: Policy) -> str | None:
     """What a policy says to do that the native engine's pages cannot, whatever the model; None: they can."""
     parts = {
-        "offload pages": policy.offload,
+        "offload pages to the host": policy.offload is not None and policy.offload.to == "host",
         "merge tokens": policy.clusters,
         "hold tokens in several tiers": len(policy.tiers) > 1,
         "begin with calibrated tokens": not isinstance(policy.prefix, int),
@@ -155,7 +164,11 @@ def _why_modules_evict(rule: EvictionPlan) -> str | None:
 
 
 def storage_of(policy: Policy, parts: Parts) -> PageStorage | str:
-    """A policy's, for a model; or the reason why transformers' modules run it."""
+    """A policy's, for a model; or the reason why transformers' modules run it.
+
+    Raises:
+        ConfigError: the directory of what is offloaded cannot be written.
+    """
     reason = why_modules_store(policy)
     if reason is not None:
         return f"the cache's policy says to {reason}"
@@ -165,7 +178,15 @@ def storage_of(policy: Policy, parts: Parts) -> PageStorage | str:
     tier = plan.tiers[0] if plan.tiers else None
     keys, values = (Plain(), Plain()) if tier is None else (tier.keys, tier.values)
     select = policy.select if isinstance(policy.select, Quest) else None
-    found = PageStorage(keys, values, -(-plan.prefix // PAGE), plan.recent, plan.floats, select)
+    directory = None
+    if policy.offload is not None:
+        try:
+            offload = policy.offload.begin(torch.device("cpu"))
+        except ValueError as error:
+            raise ConfigError((), str(error), "kv_cache") from error
+        assert isinstance(offload, DiskOffload)
+        directory = offload.directory
+    found = PageStorage(keys, values, -(-plan.prefix // PAGE), plan.recent, plan.floats, select, directory)
     if not found.is_plain and (parts.head_dim % _LANES or parts.value_dim % _LANES):
         return f"its heads are of {parts.head_dim} channels, no multiple of {_LANES}"
     return found

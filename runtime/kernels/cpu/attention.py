@@ -23,6 +23,8 @@ class Storage(ctypes.Structure):
         *fields(_p, "plain_at"),
         *fields(_i32, "key_kind", "value_kind", "group", "first"),
         *fields(_i64, "recent"),
+        ("advise", _p),
+        ("mapped", _i64),
     )
 
 

@@ -192,7 +192,7 @@ def test_what_is_not_finite_is_refused_in_a_sentence() -> None:
     ("policy", "reason"),
     [
         ({"evict": {"score": "h2o", "ratio": 0.5}, "keys": "int4", "values": "int4"}, "store others in few bits"),
-        ({"keys": "int4", "values": "int4", "offload": "host"}, "offload pages"),
+        ({"keys": "int4", "values": "int4", "offload": "host"}, "offload pages to the host"),
         ({"keys": "bitmap", "values": "int4"}, "store keys as bitmap"),
         ({"keys": {"codec": "int4", "axis": "token"}, "values": "int4"}, "on grids a token"),
     ],

@@ -12,7 +12,10 @@ typedef struct {
     int32_t key_kind, value_kind, group; /* group 0: all channels */
     int32_t first;           /* pages of a sequence that stay plain */
     int64_t recent;          /* newest tokens before a query that it sees plain */
+    int (*advise)(void *, size_t, int); /* madvise, where stored pages lie in a mapped file: a layer's are forgotten once it has read them */
+    int64_t mapped;          /* bytes of a layer's stored pages in that file */
 } Storage;
+enum { ADVICE_FORGET = 4 }; /* of madvise: nothing is lost of a file */
 
 typedef struct {
     const char *key, *value; /* of this layer: plain pages, [pages, heads, head_dim, PAGE] and [pages, heads, PAGE, value_dim] */

@@ -80,6 +80,15 @@ static void run_heads(Run *run, const Op *op, const Team *team) {
     }
 }
 
+/* The layer before this one, which all threads have left, has read its stored pages. */
+static void forget_records(const Decoder *d, const Block *b) {
+    while (d->storage.advise && b-- > d->blocks) {
+        if (!b->stored) continue;
+        d->storage.advise(b->stored, (size_t)d->storage.mapped, ADVICE_FORGET);
+        return;
+    }
+}
+
 static void run_attend(Run *run, const Op *op, const Team *team) {
     const Step *step = run->step;
     Attention a = {
@@ -90,6 +99,7 @@ static void run_attend(Run *run, const Op *op, const Team *team) {
         .memory = run->partials,
     };
     settle(run, CACHE_BIT | BIT(op->from), BIT(op->to), team);
+    if (team->index == 0) forget_records(run->decoder, run->block);
     int64_t start, end, width = run->width[op->from], layer = run->block - run->decoder->blocks;
     team_part(team, step->observed_count, 1, &start, &end);
     for (int64_t i = start; i < end; i++)

@@ -299,14 +299,13 @@ class Pool:
         for i, tensor in self.bounds.items():
             self.blocks[i].bounds = tensor.data_ptr()
 
-    def count_reads(self, held: torch.Tensor, read: torch.Tensor) -> None:
-        """Of the rows of a step that select, int64 `[rows]` each: tokens that were there, and those that layers with bounds read."""
+    def count_reads(self, held: int, read: int) -> None:
+        """Of the rows of a step that select: tokens that were there, and those that layers with bounds read."""
         heads, selecting = self.decoder.kv_heads, len(self.bounds)
         whole = len(whole_layers(self.blocks[: self.decoder.layers]))
-        could, did = int(held.sum()), int(read.sum())
         self.reads = (
-            self.reads[0] + heads * (selecting * did + (whole - selecting) * could),
-            self.reads[1] + heads * whole * could,
+            self.reads[0] + heads * (selecting * read + (whole - selecting) * held),
+            self.reads[1] + heads * whole * held,
         )
 
     @property

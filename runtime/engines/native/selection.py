@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,8 +14,6 @@ from runtime.kernels.cpu.decoder import PAGE, Step
 from runtime.kv_cache.pages import PAGE as HALF
 from runtime.kv_cache.selection.base import Budget
 from runtime.kv_cache.selection.quest import Quest
-
-_ALL = 1 << 62  # no token is at this position
 
 
 def why_modules_select(rule: Budget) -> str | None:
@@ -50,12 +49,12 @@ class Reading(NamedTuple):
     """What the rows of a step read that do not read all.
 
     Attributes:
-        held: int64 `[such rows]`, tokens that each could read. read: likewise, that it reads in a layer that selects.
+        held: tokens that they could read, all together. read: that they read in a layer that selects.
         budget, chosen: what the step points to, of all rows.
     """
 
-    held: torch.Tensor
-    read: torch.Tensor
+    held: int
+    read: int
     budget: torch.Tensor
     chosen: torch.Tensor
 
@@ -70,27 +69,30 @@ def choose(
         chunks: tokens of a sequence without retention read all.
         heads: of the cache.
     """
-    prompts = [_ALL if chunk.retention is None else chunk.retention.prompt for chunk in chunks for _ in chunk.tokens]
-    selects = rows["rotary"] >= torch.tensor(prompts)
-    if not bool(selects.any()):
+    prompts = [
+        math.inf if chunk.retention is None else chunk.retention.prompt for chunk in chunks for _ in chunk.tokens
+    ]
+    places = zip(rows["rotary"].tolist(), rows["position"].tolist(), prompts, strict=True)
+    held = [position + 1 if place >= prompt else 0 for place, position, prompt in places]
+    if not any(held):
         return None
-    held, newest = rows["position"] + 1, max(1, rule.recent)
-    budget = rule.counts(held).where(selects, -1)
+    newest, budgets = max(1, rule.recent), [rule.most(count) if count else -1 for count in held]
+    budget = torch.tensor(budgets)
     chosen = torch.empty(len(held), heads, step.pages_stride, dtype=torch.uint8)
     step.budget, step.chosen, step.newest = budget.data_ptr(), chosen.data_ptr(), newest
-    held = held[selects]
-    return Reading(held, read_tokens(held, budget[selects], newest), budget, chosen)
+    read = sum(read_tokens(count, most, newest) for count, most in zip(held, budgets, strict=True) if count)
+    return Reading(sum(held), read, budget, chosen)
 
 
-def read_tokens(held: torch.Tensor, budget: torch.Tensor, newest: int) -> torch.Tensor:
-    """Tokens that rows read, int64 `[rows]`, as selection.h counts them.
+def read_tokens(held: int, budget: int, newest: int) -> int:
+    """Tokens that a row reads, as selection.h counts them.
 
     Args:
-        held: int64 `[rows]`, tokens that each could read. budget: likewise, that it may. newest: that it reads in any case.
+        held: that it could read. budget: that it may. newest: that it reads in any case.
     """
-    end = (held - newest).clamp(min=0) // HALF
-    count = (budget - HALF - (held - end * HALF)).clamp(min=0) // HALF
-    return held.where((budget >= held) | (count >= end - 1), held - (end - 1 - count) * HALF)
+    end = max(0, held - newest) // HALF
+    count = max(0, budget - HALF - (held - end * HALF)) // HALF
+    return held if budget >= held or count >= end - 1 else held - (end - 1 - count) * HALF
 
 
 def bounds(pages: int, heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:

@@ -165,6 +165,7 @@ def test_halves_are_chosen_by_the_bounds_of_their_keys(
         pool.tensors[-2][pages].unflatten(-1, (size, 2, HALF)).permute(1, 0, 3, 4, 2).flatten(1, 2)
     )  # [kv, halves, HALF, size]
     low, high = keys.float().amin(2), keys.float().amax(2)
+    total = 0
     for row in range(7):
         own = queries[-1, row].unflatten(0, (engine.parts.kv_heads, -1))
         scores, length = page_bound(own, low, high).amax(1), 464 + row
@@ -176,7 +177,9 @@ def test_halves_are_chosen_by_the_bounds_of_their_keys(
         wanted = needed.expand_as(scores).scatter(1, best, value=True)
         found = torch.stack([reading.chosen[row] & 1, reading.chosen[row] >> 1], -1).bool().flatten(1)
         assert torch.equal(found, wanted)
-        assert int(reading.read[row]) == int((there * wanted[0]).sum())
+        total += int((there * wanted[0]).sum())
+    assert reading.read == total
+    assert reading.held == sum(range(464, 471))
 
 
 def test_tokens_that_are_read_are_those_of_the_definition() -> None:
@@ -191,7 +194,8 @@ def test_tokens_that_are_read_are_those_of_the_definition() -> None:
             least = (there * needed).sum(1)
             more = torch.minimum((counts - least).clamp(min=0) // HALF, ((there > 0) & ~needed).sum(1))
             wanted = torch.where(counts < held_tokens, least + HALF * more, held_tokens)
-            assert torch.equal(read_tokens(held_tokens, counts, newest), wanted)
+            pairs = zip(held_tokens.tolist(), counts.tolist(), strict=True)
+            assert [read_tokens(*pair, newest) for pair in pairs] == wanted.tolist()
 
 
 # ---------------------------------------------------------------- bits

@@ -103,7 +103,7 @@ def _of_rows(engine: Any, ids: torch.Tensor, prompt: int) -> tuple[torch.Tensor,
 
 def _of_pages(engine: Engine, ids: torch.Tensor, prompt: int) -> tuple[torch.Tensor, Usage]:
     """As `_of_rows`, on engines with pages, whose numbers depend on no chunks but where they evict."""
-    count, found, size = -(-ids.shape[1] // engine.page_size), [], 0
+    count, found, total = -(-ids.shape[1] // engine.page_size), [], Usage(0)
     width = engine.page_size  # larger steps would hold more of the cache plain than decoding does
     for row in ids.tolist():
         pool, retention, pages, spare = (
@@ -125,8 +125,9 @@ def _of_pages(engine: Engine, ids: torch.Tensor, prompt: int) -> tuple[torch.Ten
                     pages, spare = into, spare[:same] + pages[same:]
         found.append(torch.cat(logits)[prompt:])
         held = len(row) - (0 if retention is None else retention.evicted)
-        size += engine.usage(pool, -(-held // engine.page_size)).bytes
-    return torch.stack(found), Usage(size)
+        usage = engine.usage(pool, -(-held // engine.page_size))
+        total = Usage(*(before + own for before, own in zip(total, usage, strict=True)))
+    return torch.stack(found), total
 
 
 def _prompt_tokens(length: int) -> int:

@@ -31,7 +31,7 @@ class Sequence:
         computed: how many of them are in the cache.
         high: the most `computed` has been; less after a preemption.
         pages: in order. contents: what the full ones among them hold, or will.
-        retention: of what the engine evicts; None: nothing. public: tokens up to which others may begin on its pages.
+        retention: of what the engine evicts or leaves unread; None: nothing. public: tokens up to which others may begin on its pages.
     """
 
     def __init__(self, prompt: Ids[int], output: SequenceOutput, generator: torch.Generator | None) -> None:
@@ -96,10 +96,10 @@ class Sequence:
         size = pages.size
         # The last token is always computed: its logits are what comes next.
         shared, slots, public = len(self.tokens) - 1, len(self.tokens), math.inf
-        if retention is not None and retention.boundary is not None:
-            boundary, own = retention.boundary, retention.own
-            slots = retention.most(len(self.tokens) - self.prompt)
-            shared, public = min(shared, boundary - own), boundary if own < boundary else 0
+        if retention is not None:
+            end, own = retention.prompt if retention.boundary is None else retention.boundary, retention.own
+            slots = retention.most(len(self.tokens) - retention.prompt)
+            shared, public = min(shared, end - own), end if own < end else 0
         found = pages.find(self.tokens[: shared // size * size])
         needed = -(-slots // size) - len(found)
         if pages.available - pages.unused(found) < needed + spare + pages.overhead.sequence:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Retention(Protocol):
-    """What of one sequence stays in the cache of an engine that evicts tokens.
+    """What of one sequence stays in the cache, and is read, of an engine that evicts tokens or selects what it reads.
 
     Attributes:
         evicted: tokens that left: the token at position p of the sequence is at slot p - evicted of its pages.
@@ -23,12 +23,14 @@ class Retention(Protocol):
         boundary: so many tokens of the sequence must be in the cache, and no more, when some of them are evicted next; None: none is.
         moves: what stays is put in pages that hold nothing of the sequence yet.
         fixed: slots at the beginning that always stay as they are.
+        prompt: tokens that it begins with, which are computed as those of any other sequence.
     """
 
     evicted: int
     boundary: int | None
     moves: bool
     fixed: int
+    prompt: int
 
     @property
     def left(self) -> int:
@@ -36,7 +38,7 @@ class Retention(Protocol):
 
     @property
     def own(self) -> int:
-        """Tokens before the boundary that the sequence must compute itself, not find in pages of others."""
+        """Last tokens of the prompt that the sequence must compute itself, not find in pages of others."""
 
     def most(self, new: int) -> int:
         """Slots that the sequence takes at most at once where so many tokens come after its prompt."""
@@ -56,7 +58,7 @@ class Chunk:
             keys and values are where those of the token at `start` + its index would be. None: one after another.
         cached: of a tree, how many tokens were computed by chunks before this one (with the same `start`); `parents` says theirs too,
             `tokens` are those that come after them.
-        retention: of the sequence; None: nothing was or will be evicted, and slots are positions.
+        retention: of the sequence; None: all stays and is read, and slots are positions.
     """
 
     tokens: Sequence[int]
@@ -210,7 +212,7 @@ class Engine(ABC):
         """
 
     def retention(self, prompt: int) -> Retention | None:
-        """For a new sequence that begins with a prompt of so many tokens; None: it keeps all."""
+        """For a new sequence that begins with a prompt of so many tokens; None: it keeps and reads all."""
         return None
 
     def evict(self, pool: Any, retention: Retention, pages: Sequence[int], into: Sequence[int]) -> bool:

@@ -21,6 +21,7 @@ from runtime.engines.fused import FusedEngine, UnbuiltEngine
 from runtime.engines.native.eviction import SequenceRetention, record, together
 from runtime.engines.native.parts import Parts, linears
 from runtime.engines.native.pool import PlainPages, Pool
+from runtime.engines.native.selection import WholeSequence, choose
 from runtime.engines.native.storage import PageStorage, storage_of, whole_layers, windows
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Decoder, Step
@@ -179,7 +180,7 @@ class NativeEngine(FusedEngine):
         return Pool(self.parts, count, storage=self.storage)
 
     def usage(self, pool: Pool, touched: int) -> Usage:
-        return Usage(touched * self.page_bytes + pool.plain_bytes)
+        return Usage(touched * self.page_bytes + pool.plain_bytes, *pool.reads)
 
     def sharing(self, pool: Pool) -> PlainPages | None:
         return pool.plain
@@ -215,13 +216,11 @@ class NativeEngine(FusedEngine):
         if isinstance(chunk.retention, SequenceRetention):
             chunk.retention.keep(chunk, path)
 
-    def retention(self, prompt: int) -> SequenceRetention | None:
+    def retention(self, prompt: int) -> SequenceRetention | WholeSequence | None:
         plan = self._plan
-        return (
-            None
-            if plan is None or plan.eviction is None
-            else SequenceRetention(plan, prompt, self._shape, self._windows)
-        )
+        if plan is not None and plan.eviction is not None:
+            return SequenceRetention(plan, prompt, self._shape, self._windows)
+        return None if plan is None or plan.selection is None else WholeSequence(prompt)
 
     def evict(self, pool: Pool, retention: Retention, pages: Sequence[int], into: Sequence[int]) -> bool:
         assert isinstance(retention, SequenceRetention)
@@ -250,6 +249,10 @@ class NativeEngine(FusedEngine):
                 chunk.retention.settle(pool, chunk.pages, chunk.start)
         stored = pool.begin(ready.step, chunks)  # what the step points to
         observed = record(ready.step, chunks, self._shape, self.parts.head_dim)
+        rule = None if self.storage is None else self.storage.select
+        reading = None if rule is None else choose(ready.step, ready.tensors, chunks, rule, self.parts.kv_heads)
+        if reading is not None:
+            pool.count_reads(reading.held, reading.read)
         self.compute(ready.step, pool)
         for (retention, chunk), queries in zip(observed.chunks, observed.queries, strict=True):
             retention.remember(chunk, queries)

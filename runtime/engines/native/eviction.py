@@ -66,7 +66,7 @@ class SequenceRetention:
         stays = rule.keeps_prompt and not plan.storage.tiers and not self._windows
         self.fixed = prompt // PAGE * PAGE if stays else 0
         self.ragged: RaggedPages | None = None
-        self._rule, self._storage, self._prompt, self._shape = rule, plan.storage, prompt, shape
+        self._rule, self._storage, self.prompt, self._shape = rule, plan.storage, prompt, shape
         self._sums_up = isinstance(rule.score, Accumulating)  # so that queries need not be remembered
         self._sums_only, self._together = rule.sums_only, together(rule)
         # Layers that have the same budget, and are not looked at one by one, are rows that are cut together.
@@ -88,7 +88,7 @@ class SequenceRetention:
 
     def _left(self, arrived: int, slots: int) -> int:
         """Slots that are taken once tokens have been evicted, at most; so many tokens have come, in so many slots."""
-        given = self._prompt if self._rule.keeps_prompt else 0
+        given = self.prompt if self._rule.keeps_prompt else 0
         if not self.moves:
             return self._rule.left(arrived, slots, self._storage, given)
         # Of a head the first page that is its own is not full, nor is the last one of all, nor are those that heads share out.
@@ -112,19 +112,19 @@ class SequenceRetention:
         """Tokens before the boundary whose queries the score looks at."""
         assert self.boundary is not None
         # Queries of a prompt look at nothing of what is generated.
-        most = self.boundary - (self._prompt if self._sums_up and self._rule.keeps_prompt else 0)
+        most = self.boundary - (self.prompt if self._sums_up and self._rule.keeps_prompt else 0)
         return min(most, max(1, self._rule.score.window(self.boundary)))
 
     def most(self, new: int) -> int:
         """As of `runtime.engines.base.Retention`."""
-        whole, interval = self._prompt + new, self._rule.interval
-        last, late = (self._prompt, new) if interval is None else (whole, min(new, interval))
+        whole, interval = self.prompt + new, self._rule.interval
+        last, late = (self.prompt, new) if interval is None else (whole, min(new, interval))
         late += self._storage.chunk if self._storage.tiers else 0  # what is cut by less is not cut to whole chunks
         if not self.moves:
-            return min(whole, max(self._prompt, self._left(last, last) + late))
+            return min(whole, max(self.prompt, self._left(last, last) + late))
         # What stays is put beside all that was there.
-        before = self._prompt, min(whole, self._left(last, last) + late)
-        after = 1 + self._left(self._prompt, self._prompt), 0 if interval is None else 1 + self._left(last, last)
+        before = self.prompt, min(whole, self._left(last, last) + late)
+        after = 1 + self._left(self.prompt, self.prompt), 0 if interval is None else 1 + self._left(last, last)
         return max(sum(-(-n // PAGE) * PAGE for n in each) - self.fixed for each in zip(before, after, strict=True))
 
     # ---------------------------------------------------------------- queries
@@ -169,7 +169,7 @@ class SequenceRetention:
         count, slots = queries.shape[2], end - self.evicted
         hidden = None
         if self._rule.keeps_prompt:
-            hidden = self._positions(torch.full((*self._shape[:2], 1), self._prompt)).contiguous()
+            hidden = self._positions(torch.full((*self._shape[:2], 1), self.prompt)).contiguous()
         width = slots if self.ragged is None else slots + self.ragged.layout.farthest
         self._sums = functional.pad(self._sums, (0, max(0, -(-width // PAGE) * PAGE - self._sums.shape[-1])))
         self._summed += count
@@ -230,7 +230,7 @@ class SequenceRetention:
             else:
                 self._show(pool, pages, end, queries)
             for part in self._parts:
-                if end == self._prompt:
+                if end == self.prompt:
                     self._eviction.after_prompt(part)
                 else:
                     assert rule.interval is not None

@@ -13,8 +13,10 @@ import torch
 
 from runtime.engines.base import Chunk
 from runtime.engines.native.layout import Arena, RaggedPages
+from runtime.engines.native.offload import RecordFile, madvise
 from runtime.engines.native.parts import Parts
-from runtime.engines.native.storage import PageStorage
+from runtime.engines.native.selection import bounds
+from runtime.engines.native.storage import PageStorage, whole_layers
 from runtime.errors import RequestError
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Block, Copy, Decoder, Op, Received, Step, Tokens
@@ -252,6 +254,8 @@ class Pool:
         recorder: records the next step, once; None: nobody wants it.
         plain: which pages are plain; None: all are.
         arenas: of all layers.
+        file: with the pages that are stored; None: they are in memory.
+        reads: tokens that steps with a selection read, and could have read, of all heads of all layers that are not windows.
     """
 
     def __init__(
@@ -274,6 +278,8 @@ class Pool:
             self.blocks[i].keys, self.blocks[i].values = (each.data_ptr() for each in self.tensors[2 * i : 2 * i + 2])
         self.recorder: Recorder | None = None
         self.plain: PlainPages | None = None
+        self.file: RecordFile | None = None
+        self.reads = 0, 0
         self._storage = storage
         self._broken = torch.zeros(1, dtype=torch.int32)
         stored = [] if storage is None else storage.stored_layers(layers)
@@ -285,9 +291,28 @@ class Pool:
             self.decoder.storage = storage.structure(dtype)
             self.decoder.storage.plain_at = self.plain.places.data_ptr()
             width = parts.kv_heads * storage.record_bytes(parts)
-            self.records = dict(zip(stored, torch.empty(len(stored), count, width, dtype=torch.uint8), strict=True))
+            if storage.directory is not None:
+                self.file = RecordFile(storage.directory, count, width, len(stored))
+                self.decoder.storage.advise, self.decoder.storage.mapped = madvise(), self.file.layer_bytes
+            memory = (
+                torch.empty(len(stored), count, width, dtype=torch.uint8) if self.file is None else self.file.records
+            )
+            self.records = dict(zip(stored, memory, strict=True))
             for i, records in self.records.items():
                 self.blocks[i].stored = records.data_ptr()
+        chosen = [] if storage is None else storage.selecting_layers(layers)
+        self.bounds = {i: bounds(count, parts.kv_heads, parts.head_dim, dtype) for i in chosen}
+        for i, tensor in self.bounds.items():
+            self.blocks[i].bounds = tensor.data_ptr()
+
+    def count_reads(self, held: int, read: int) -> None:
+        """Of the rows of a step that select: tokens that were there, and those that layers with bounds read."""
+        heads, selecting = self.decoder.kv_heads, len(self.bounds)
+        whole = len(whole_layers(self.blocks[: self.decoder.layers]))
+        self.reads = (
+            self.reads[0] + heads * (selecting * read + (whole - selecting) * held),
+            self.reads[1] + heads * whole * held,
+        )
 
     @property
     def plain_bytes(self) -> int:
@@ -304,6 +329,8 @@ class Pool:
         """
         if self.plain is None:
             return None
+        if self.file is not None:
+            self.file.reserve(1 + max(max(chunk.pages) for chunk in chunks))
         pages = torch.tensor(self.plain.begin(chunks, drafts), dtype=torch.int32)
         step.stored, step.broken, step.stored_count = pages.data_ptr(), self._broken.data_ptr(), len(pages)
         return pages
@@ -333,6 +360,8 @@ class Pool:
         plain = self.plain if held else None
         if plain is not None:
             plain.write(into, left)
+            if self.file is not None:
+                self.file.reserve(1 + max(into))
         order = Copy(
             ctypes.pointer(self.decoder), *(each.data_ptr() for each in places), *map(_address, layouts),
             source.shape[-1], source.shape[-1] if source.dim() > 1 else 0, held - 1, left - 1,
@@ -373,6 +402,8 @@ class Pool:
             memory.data_ptr(),
         )  # fmt: skip
         found.decoder_received(ctypes.byref(order), threads)
+        if self.file is not None:
+            self.file.forget()
 
     def tokens(
         self, pages: Sequence[int], layer: int, source: torch.Tensor, held: int, layout: RaggedPages | None = None
@@ -393,10 +424,14 @@ class Pool:
             source.data_ptr(), keys.data_ptr(), values.data_ptr(),
         )  # fmt: skip
         found.decoder_tokens(ctypes.byref(order), torch.get_num_threads())
+        if self.file is not None:
+            self.file.forget()
         return keys, values
 
     def check(self) -> None:
-        """After a step: RequestError where a key or value is none that the storage can hold."""
+        """After stored pages were read and written: RequestError where a key or value is none that the storage can hold."""
+        if self.file is not None:
+            self.file.forget()
         if self._broken.item():
             self._broken.zero_()
             raise RequestError(

@@ -5,15 +5,21 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from runtime.config.settings import ConfigError
 from runtime.engines.native.parts import Parts
+from runtime.engines.native.selection import why_modules_select
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.attention import KINDS, PAGE, Cache, Storage
 from runtime.kernels.cpu.decoder import OPS, Block
+from runtime.kv_cache.offload import DiskOffload
+from runtime.kv_cache.pages import PAGE as HALF
 from runtime.kv_cache.scores.base import Accumulating
+from runtime.kv_cache.selection.quest import Quest
 from runtime.kv_cache.storage.base import Codec
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
     from runtime.kv_cache.eviction import EvictionPlan
     from runtime.kv_cache.policy.policy import Policy
 
+NEAR = 2  # layers whose pages are in memory while a step reads those of an offloaded cache
 _LANES = 16  # channels of a vector of codes (kv_page.h)
 
 
@@ -35,6 +42,8 @@ class PageStorage:
         first: pages of a sequence that stay plain: all that hold a token which does.
         recent: newest tokens that a query sees plain; a page is stored when all its tokens are older.
         floats: dtype of plain pages; None: the model's.
+        select: what tokens that follow a prompt read; None: all.
+        directory: of a file that pages lie in that are no longer recent; None: they are in memory.
     """
 
     keys: Codec
@@ -42,9 +51,12 @@ class PageStorage:
     first: int
     recent: int
     floats: torch.dtype | None = None
+    select: Quest | None = None
+    directory: Path | None = None
 
     def __str__(self) -> str:
-        return f"keys {self.keys.name}, values {self.values.name}"
+        reads = "" if self.select is None else f", reads by {self.select.name}"
+        return f"keys {self.keys.name}, values {self.values.name}{reads}{'' if self.directory is None else ', on disk'}"
 
     @property
     def group(self) -> int:
@@ -58,8 +70,8 @@ class PageStorage:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all pages stay plain."""
-        return self.keys.name == self.values.name == "plain"
+        """Whether all pages stay plain, and in memory."""
+        return self.keys.name == self.values.name == "plain" and self.directory is None
 
     @property
     def recent_pages(self) -> int:
@@ -70,15 +82,26 @@ class PageStorage:
         """Numbers of those whose older pages do not stay plain."""
         return [] if self.is_plain else whole_layers(layers)
 
+    def selecting_layers(self, layers: Sequence[Block]) -> list[int]:
+        """Numbers of those whose queries read a part of the cache."""
+        return [] if self.select is None else whole_layers(layers)[self.select.skip_layers :]
+
     def plain_bytes(self, parts: Parts, layers: Sequence[Block]) -> int:
         """Of a plain page of the layers that are stored otherwise, together."""
         return len(self.stored_layers(layers)) * parts.page_numbers * self._dtype(parts).itemsize
 
     def page_bytes(self, parts: Parts) -> int:
-        """Of a page of all layers together, without the plain ones of those that are stored."""
+        """In memory, of a page of all layers together, without the plain ones of those that are stored."""
         stored = len(self.stored_layers(parts.blocks))
         plain = (len(parts.blocks) - stored) * parts.page_numbers * self._dtype(parts).itemsize
-        return stored * parts.kv_heads * self.record_bytes(parts) + plain
+        if self.directory is not None:
+            stored = min(stored, NEAR)
+        bounds = PAGE // HALF * 2 * parts.kv_heads * parts.head_dim * self._dtype(parts).itemsize
+        return (
+            stored * parts.kv_heads * self.record_bytes(parts)
+            + plain
+            + len(self.selecting_layers(parts.blocks)) * bounds
+        )
 
     def _dtype(self, parts: Parts) -> torch.dtype:
         return self.floats or parts.cache_dtype
@@ -107,8 +130,7 @@ def whole_layers(blocks: Sequence[Block]) -> list[int]:
 def why_modules_store(policy: Policy) -> str | None:
     """What a policy says to do that the native engine's pages cannot, whatever the model; None: they can."""
     parts = {
-        "select what a step reads": policy.select,
-        "offload pages": policy.offload,
+        "offload pages to the host": policy.offload is not None and policy.offload.to == "host",
         "merge tokens": policy.clusters,
         "hold tokens in several tiers": len(policy.tiers) > 1,
         "begin with calibrated tokens": not isinstance(policy.prefix, int),
@@ -116,6 +138,8 @@ def why_modules_store(policy: Policy) -> str | None:
     for what, given in parts.items():
         if given:
             return what
+    if policy.select is not None and (reason := why_modules_select(policy.select)) is not None:
+        return reason
     if policy.evict is not None and (reason := _why_modules_evict(policy.evict)) is not None:
         return reason
     for key, axis in (("keys", "channel"), ("values", "token")):
@@ -141,7 +165,11 @@ def _has_sinks(blocks: Sequence[Block]) -> bool:
 
 
 def storage_of(policy: Policy, parts: Parts) -> PageStorage | str:
-    """A policy's, for a model; or the reason why transformers' modules run it."""
+    """A policy's, for a model; or the reason why transformers' modules run it.
+
+    Raises:
+        ConfigError: the directory of what is offloaded cannot be written.
+    """
     reason = why_modules_store(policy)
     if reason is not None:
         return f"the cache's policy says to {reason}"
@@ -150,10 +178,24 @@ def storage_of(policy: Policy, parts: Parts) -> PageStorage | str:
         return "the cache's policy says to evict tokens, and queries of all layers see a window only"
     if rule is not None and not rule.sums_only and _has_sinks(parts.blocks):
         return "the cache's policy says to evict tokens by attention without sinks, which the model has"
+    if rule is not None and (not rule.is_even or rule.keeps_prompt or len(whole) < len(parts.blocks)):
+        # What stays lies in blocks of its own, which neither bounds of pages nor a file of them follow.
+        for what, given in (("select what a step reads", policy.select), ("offload pages to a disk", policy.offload)):
+            if given is not None:
+                return f"the cache's policy says to {what} where layers and heads keep different numbers of tokens"
     plan = policy.plan().storage
     tier = plan.tiers[0] if plan.tiers else None
     keys, values = (Plain(), Plain()) if tier is None else (tier.keys, tier.values)
-    found = PageStorage(keys, values, -(-plan.prefix // PAGE), plan.recent, plan.floats)
+    select = policy.select if isinstance(policy.select, Quest) else None
+    directory = None
+    if policy.offload is not None:
+        try:
+            offload = policy.offload.begin(torch.device("cpu"))
+        except ValueError as error:
+            raise ConfigError((), str(error), "kv_cache") from error
+        assert isinstance(offload, DiskOffload)
+        directory = offload.directory
+    found = PageStorage(keys, values, -(-plan.prefix // PAGE), plan.recent, plan.floats, select, directory)
     if not found.is_plain and (parts.head_dim % _LANES or parts.value_dim % _LANES):
         return f"its heads are of {parts.head_dim} channels, no multiple of {_LANES}"
     return found

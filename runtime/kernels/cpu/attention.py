@@ -23,6 +23,8 @@ class Storage(ctypes.Structure):
         *fields(_p, "plain_at"),
         *fields(_i32, "key_kind", "value_kind", "group", "first"),
         *fields(_i64, "recent"),
+        ("advise", _p),
+        ("mapped", _i64),
     )
 
 
@@ -33,6 +35,7 @@ class Cache(ctypes.Structure):
         *fields(_p, "key", "value", "stored"),
         *fields(_i32, "type", "heads", "head_dim", "value_dim"),
         *fields(Storage, "storage"),
+        *fields(_p, "bounds"),
     )
 
 
@@ -53,4 +56,5 @@ class Attention(ctypes.Structure):
         *fields(_f32, "scale", "softcap"),
         *fields(_p, "memory", "ragged"),
         ("layer", _i64),
+        *fields(_p, "chosen"),
     )

@@ -86,7 +86,12 @@ class Op(ctypes.Structure):
 class Block(ctypes.Structure):
     """One layer: its operations, and its part of the cache."""
 
-    _fields_ = (("ops", ctypes.POINTER(Op)), ("count", _i64), *fields(_p, "keys", "values", "stored"), ("skip", _i64))
+    _fields_ = (
+        ("ops", ctypes.POINTER(Op)),
+        ("count", _i64),
+        *fields(_p, "keys", "values", "stored", "bounds"),
+        ("skip", _i64),
+    )
 
 
 class Decoder(ctypes.Structure):
@@ -116,6 +121,8 @@ class Step(ctypes.Structure):
         *fields(_p, "observed", "queries"),  # rows whose queries are wanted, and where they go
         ("observed_count", _i64),
         ("ragged", _p),  # of each sequence
+        *fields(_p, "budget", "chosen"),  # what rows read
+        ("newest", _i64),
         *fields(ctypes.POINTER(Decoder), "decoder"),
     )
 

@@ -328,7 +328,7 @@ def test_pages_that_others_hold_are_not_written() -> None:
     pages, unread = Pages(4, 4), cast(Any, None)
     one, other = (Sequence(range(9), unread, None) for _ in range(2))
     retention: Any = SimpleNamespace(
-        evicted=0, boundary=9, left=5, own=1, moves=False, fixed=0, most=lambda new: 9 + new
+        evicted=0, boundary=9, prompt=9, left=5, own=1, moves=False, fixed=0, most=lambda new: 9 + new
     )
     moves = []
 

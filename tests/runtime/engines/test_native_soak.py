@@ -25,6 +25,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "int8, nothing recent": {"method": "lookup"},
     "fp8 after four tokens": {"method": "suffix"},
     "int2 values": SETTINGS["skip"],
+    "int4 on disk, quest": {"method": "recycling"},
 }
 
 

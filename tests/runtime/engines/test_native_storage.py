@@ -191,8 +191,7 @@ def test_what_is_not_finite_is_refused_in_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("policy", "reason"),
     [
-        ({"select": {"method": "quest", "tokens": 256}}, "select what a step reads"),
-        ({"keys": "int4", "values": "int4", "offload": "host"}, "offload pages"),
+        ({"keys": "int4", "values": "int4", "offload": "host"}, "offload pages to the host"),
         ({"keys": "bitmap", "values": "int4"}, "store keys as bitmap"),
         ({"keys": {"codec": "int4", "axis": "token"}, "values": "int4"}, "on grids a token"),
     ],

@@ -29,6 +29,14 @@ POLICIES: dict[str, dict[str, Any]] = {
     "int8, nothing recent": {"keys": "int8", "values": "int8", "recent": 0},
     "fp8 after four tokens": {"keys": "fp8", "values": "fp8", "recent": 70, "prefix": 4},
     "int2 values": {"keys": "plain", "values": "int2", "recent": 64},
+    "quest": {"select": {"method": "quest", "tokens": 100, "skip_layers": 1}},
+    "int4 on disk, quest": {
+        "keys": "int4",
+        "values": "int4",
+        "recent": 64,
+        "offload": "disk",
+        "select": {"method": "quest", "ratio": 0.4, "skip_layers": 0, "recent": 8},
+    },
 }
 EVICTING: dict[str, dict[str, Any]] = {
     "heads that differ, in int4": {

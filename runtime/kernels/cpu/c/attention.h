@@ -30,6 +30,7 @@ typedef struct {
     char *memory;               /* attention_memory bytes, in which spans of one query may be divided among threads; NULL: they are not */
     const Ragged *const *ragged; /* [sequences], each NULL where all heads see the same pages; or NULL */
     int64_t layer;
+    const uint8_t *chosen;      /* [rows, heads of the cache, pages_stride]: grids of each page that a row reads, in bits; NULL: all */
 } Attention;
 
 int64_t attention_memory(int64_t value_dim) { return PARTIALS * (value_dim + 2) * 4; }
@@ -60,6 +61,9 @@ INLINE int64_t row_at(const Attention *a, const HeadPages *h, int64_t r) { retur
 INLINE int64_t row_from(const Attention *a, const HeadPages *h, int64_t r) {
     int64_t at = row_at(a, h, r), from = a->window && at >= a->window ? at + 1 - a->window : 0;
     return h->lead || from > h->from ? from : h->from;
+}
+INLINE int reads_grids(const Attention *a, int64_t r, int head, int64_t page) { /* in bits */
+    return a->chosen ? a->chosen[(r * a->cache.heads + head) * a->pages_stride + page] : (1 << GRIDS) - 1;
 }
 INLINE int in_tree(const Attention *a, int64_t r) { return a->path && a->path[r] >= 0; }
 
@@ -140,34 +144,39 @@ static void branch_scores(const Attention *a, const Rows *b, int64_t page, int64
 static void attend_page(const Attention *a, const Rows *b, int64_t page, int stored, int branch, const Visit *t) {
     const Cache *cache = &a->cache;
     const HeadPages *h = &b->pages;
-    const int64_t here = block_of(cache, h, page, stored), at = row_at(a, h, t->row[0]);
-    const int64_t next = (page + 1) * PAGE <= at ? block_of(cache, h, page + 1, stored) : here;
+    const int64_t at = row_at(a, h, t->row[0]), pages = at / PAGE + 1;
+    int64_t following = page + 1;
+    while (following < pages && !reads_grids(a, t->row[0], h->head, following)) following++;
+    const int64_t here = block_of(cache, h, page, stored), next = following < pages ? block_of(cache, h, following, stored) : here;
     char ordered[branch ? PAGE * cache->value_dim * 4 : 1];
     Factors factors[QUERIES], score[QUERIES];
     const Factors *query = (const Factors *)factors;
     float keep[QUERIES], *scores[QUERIES], *out[QUERIES];
-    int first = PAGE, last = 0;
+    int first = PAGE, last = 0, begin[QUERIES], end[QUERIES]; /* positions that a query sees */
     int64_t seen_from, seen_until;
     seen_of_page(h, page, &seen_from, &seen_until);
     for (int q = 0; q < t->count; q++) {
+        int64_t from = row_from(a, h, t->row[q]) - page * PAGE, until = row_at(a, h, t->row[q]) + 1 - page * PAGE;
+        int grids = reads_grids(a, t->row[q], h->head, page);
+        begin[q] = !(grids & 1) ? GRID : (int)(from > seen_from ? from : seen_from);
+        end[q] = !(grids & 2) ? GRID : (int)(until < seen_until ? until : seen_until);
+        first = begin[q] < first ? begin[q] : first, last = end[q] > last ? end[q] : last;
         scores[q] = score[q], out[q] = t->partial[q].out;
         memcpy(factors[q], t->query[q], (size_t)cache->head_dim * 4);
     }
+    const int shift = following < pages ? (reads_grids(a, t->row[0], h->head, following) & 1 ? 0 : GRID) - first / GRID * GRID : 0;
     if (branch) branch_scores(a, b, page, at + 1, t, query, score, ordered);
-    else if (stored) stored_scores(cache, here, next, t->count, query, scores);
+    else if (stored) stored_scores(cache, here, next, first / GRID, (last + GRID - 1) / GRID, shift, t->count, query, scores);
     else {
         Matrix keys = plain_keys(cache, here, next);
-        page_product(&keys, 0, PAGE, 0, cache->head_dim, t->count, query, NULL, scores);
+        shift_next(&keys, shift);
+        page_product(&keys, first / GRID * GRID, (last + GRID - 1) / GRID * GRID, 0, cache->head_dim, t->count, query, NULL, scores);
     }
-    for (int q = 0; q < t->count; q++) {
-        int64_t from = row_from(a, h, t->row[q]) - page * PAGE, until = row_at(a, h, t->row[q]) + 1 - page * PAGE;
-        int begin = (int)(from > seen_from ? from : seen_from), end = (int)(until < seen_until ? until : seen_until);
-        first = begin < first ? begin : first, last = end > last ? end : last;
-        keep[q] = page_softmax(a, score[q], begin, end, t->partial[q]);
-    }
-    if (stored) stored_values(cache, here, next, t->count, (const Factors *)score, keep, out);
+    for (int q = 0; q < t->count; q++) keep[q] = page_softmax(a, score[q], begin[q], end[q], t->partial[q]);
+    if (stored) stored_values(cache, here, next, first, last, shift, t->count, (const Factors *)score, keep, out);
     else {
         Matrix values = plain_values(cache, here, next);
+        shift_next(&values, shift * cache->value_dim);
         if (branch) values.data = ordered;
         page_product(&values, 0, cache->value_dim, first, last, t->count, (const Factors *)score, keep, out);
     }
@@ -183,7 +192,7 @@ static void attend_span(const Attention *a, const Rows *b, int64_t span, const P
         Visit visit[2] = {{.count = 0}, {.count = 0}}; /* of the page as it is stored, and plain */
         for (int64_t r = b->first; r < b->first + b->rows; r++) {
             int64_t at = row_at(a, h, r);
-            if (at < page * PAGE || row_from(a, h, r) >= (page + 1) * PAGE) continue;
+            if (at < page * PAGE || row_from(a, h, r) >= (page + 1) * PAGE || !reads_grids(a, r, h->head, page)) continue;
             int stored = sees_stored(&a->cache, page, at), branch = in_tree(a, r) && a->base[r] + h->shift < (page + 1) * PAGE;
             Visit own = {.count = 0}, *t = branch ? &own : &visit[stored];
             for (int64_t q = 0; q < b->shared; q++) {
@@ -339,7 +348,7 @@ static void attention_received(const Attention *a, const HeadPages *h, int64_t h
                     memcpy(query[n], a->query + (at / shared * a->heads + h->head * shared + at % shared) * width, (size_t)width * 4);
                     into[n] = score + (q + n) * slots + page * PAGE;
                 }
-                if (stored) stored_scores(&a->cache, here, next, (int)n, (const Factors *)query, into);
+                if (stored) stored_scores(&a->cache, here, next, 0, GRIDS, 0, (int)n, (const Factors *)query, into);
                 else {
                     Matrix keys = plain_keys(&a->cache, here, next);
                     page_product(&keys, 0, PAGE, 0, (int)width, (int)n, (const Factors *)query, NULL, into);

@@ -43,7 +43,7 @@ static void step_job(void *p, const Team *team) {
     Step *step = p;
     const Decoder *d = step->decoder;
     Run run = {.step = step, .decoder = d, .rows = step->rows, .sequence = step->sequence, .position = step->position, .base = step->base,
-               .path = step->path};
+               .path = step->path, .budget = step->budget};
     lay_out(d, step->rows, step->memory, &run);
     run.buffer[STREAM] = step->x, run.width[STREAM] = d->hidden;
     run.buffer[LOGITS] = step->logits, run.width[LOGITS] = d->widths[LOGITS];
@@ -90,9 +90,9 @@ static void copy_job(void *p, const Team *team) {
         Cache cache = cache_of(o->decoder, o->decoder->blocks + unit / heads);
         const HeadPages old = head_pages(o->pages, o->old, unit / heads, heads, (int)(unit % heads)),
                         new = head_pages(o->into, o->new, unit / heads, heads, (int)(unit % heads));
-        if (!cache_copy(&cache, &old, &new, o->counts ? o->counts[unit] : o->count, o->from + unit * o->apart, o->to + unit * o->apart,
-                        o->before + old.shift, o->after + new.shift))
-            *o->broken = 1;
+        const int64_t count = o->counts ? o->counts[unit] : o->count, *to = o->to + unit * o->apart;
+        if (!cache_copy(&cache, &old, &new, count, o->from + unit * o->apart, to, o->before + old.shift, o->after + new.shift)) *o->broken = 1;
+        if (cache.bounds) bound_copied(&cache, (int)(unit % heads), o->into, count, to, o->after); /* where all heads see the same pages */
     }
 }
 void decoder_copy(const CopyOrder *order, int32_t threads) { parallel(copy_job, (void *)order, threads); }

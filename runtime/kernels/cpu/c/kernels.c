@@ -17,6 +17,7 @@
 #include "kv_codes.h"
 #include "kv_store.h"
 #include "attention.h"
+#include "selection.h"
 #include "program.h"
 #include "operations.h"
 #include "decoder.h"

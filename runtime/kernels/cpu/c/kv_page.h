@@ -31,6 +31,10 @@ typedef struct {
 INLINE int64_t matrix_bytes(int kind, int64_t lanes, int64_t indices) {
     return holds_codes(kind) ? lanes * indices * code_bits(kind) / 8 : lanes * indices * element_bytes(kind);
 }
+/* What is wanted of the next matrix begins so many lanes later than what is read of this one. */
+INLINE void shift_next(Matrix *m, int lanes) {
+    m->next += lanes * (holds_codes(m->kind) ? m->indices * code_bits(m->kind) / 8 : element_bytes(m->kind));
+}
 /* Where a vector of words of codes begins: lanes and indices of such matrices are multiples of 16. */
 INLINE int64_t words_at(const Matrix *m, int lane, int word) {
     int64_t words = m->indices * code_bits(m->kind) / 32;

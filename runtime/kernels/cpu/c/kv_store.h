@@ -12,13 +12,17 @@ typedef struct {
     int32_t key_kind, value_kind, group; /* group 0: all channels */
     int32_t first;           /* pages of a sequence that stay plain */
     int64_t recent;          /* newest tokens before a query that it sees plain */
+    int (*advise)(void *, size_t, int); /* madvise, where stored pages lie in a mapped file: a layer's are forgotten once it has read them */
+    int64_t mapped;          /* bytes of a layer's stored pages in that file */
 } Storage;
+enum { ADVICE_FORGET = 4 }; /* of madvise: nothing is lost of a file */
 
 typedef struct {
     const char *key, *value; /* of this layer: plain pages, [pages, heads, head_dim, PAGE] and [pages, heads, PAGE, value_dim] */
     const char *stored;      /* [pages, heads, record]; NULL: all pages are plain */
     int32_t type, heads, head_dim, value_dim;
     Storage storage;
+    const char *bounds;      /* of keys, by which selection.h chooses; NULL: all pages are read */
 } Cache;
 
 /* What eviction has left of a sequence where layers and heads keep different numbers of tokens. Its first `lead` pages are those of all
@@ -107,22 +111,24 @@ INLINE void fetch_grid(const char *grid, const char *end, const Matrix *m) {
 
 INLINE int digit_count(const Cache *c) { return c->type == TYPE_F32 ? 3 : 2; } /* digits as exact as plain pages are */
 
-/* score [count, PAGE] = query . keys of a stored page */
-static void stored_scores(const Cache *c, int64_t block, int64_t next, int count, const Factors *query, float *const *score) {
+/* score [count, PAGE] = query . keys of a stored page, of grids [first, last) of its tokens; `shift` as of shift_next */
+static void stored_scores(const Cache *c, int64_t block, int64_t next, int first, int last, int shift, int count, const Factors *query,
+                          float *const *score) {
     Record r = record_of(c, block, next);
     int n = c->head_dim;
     fetch_grid(r.key_grid, r.values.data, &r.keys);
+    shift_next(&r.keys, shift);
     if (!holds_integers(r.keys.kind)) {
-        page_product(&r.keys, 0, PAGE, 0, n, count, query, NULL, score);
+        page_product(&r.keys, first * GRID, last * GRID, 0, n, count, query, NULL, score);
         const float *scale = (const float *)r.key_grid;
         for (int q = 0; r.keys.kind == PAGES_FP8 && q < count; q++)
-            for (int p = 0; p < PAGE; p++) score[q][p] *= scale[p];
+            for (int p = first * GRID; p < last * GRID; p++) score[q][p] *= scale[p];
         return;
     }
     Grids grids;
     DigitRow rows[QUERIES];
     const int digits = digit_count(c);
-    for (int grid = 0; grid < GRIDS; grid++) {
+    for (int grid = first; grid < last; grid++) {
         load_grids(r.key_grid + grid * n * 2, r.key_grid + (GRIDS + grid) * n * 2, n, code_bits(r.keys.kind), &grids);
         for (int q = 0; q < count; q++)
             digits_of_row(query[q], &grids, digit_unit(largest_product(query[q], grids.scale, n), digits), digits, rows + q);
@@ -130,8 +136,9 @@ static void stored_scores(const Cache *c, int64_t block, int64_t next, int count
     }
 }
 
-/* out [count, value_dim] = out * keep + weight [count, PAGE] . values of a stored page */
-static void stored_values(const Cache *c, int64_t block, int64_t next, int count, const Factors *weight, const float *keep, float *const *out) {
+/* out [count, value_dim] = out * keep + weight [count, PAGE] . values of a stored page; weights are 0 but for tokens [first, last) */
+static void stored_values(const Cache *c, int64_t block, int64_t next, int first, int last, int shift, int count, const Factors *weight,
+                          const float *keep, float *const *out) {
     Record r = record_of(c, block, next);
     int kind = r.values.kind, n = c->value_dim, width = c->storage.group ? c->storage.group : n, groups = (n + width - 1) / width;
     fetch_grid(r.value_grid, r.end, &r.values);
@@ -143,7 +150,8 @@ static void stored_values(const Cache *c, int64_t block, int64_t next, int count
         return;
     }
     if (!holds_integers(kind)) {
-        page_product(&r.values, 0, n, 0, PAGE, count, weight, keep, out);
+        shift_next(&r.values, shift * n);
+        page_product(&r.values, 0, n, first, last, count, weight, keep, out);
         return;
     }
     Grids grids;
@@ -319,12 +327,14 @@ INLINE float code_at(const Matrix *m, int lane, int index) {
     return m->kind == PAGES_FP8 ? 256.0f * f8_to_float((uint8_t)word) : (float)(word & ((1u << bits) - 1));
 }
 
-/* A head's key and value at a position, of which a query at `before` sees what is stored. */
-static void cache_read(const Cache *c, const HeadPages *h, int64_t position, int64_t before, float *key, float *value) {
-    const int stored = sees_stored(c, position / PAGE, before), slot = (int)(position % PAGE);
-    const int64_t block = block_of(c, h, position / PAGE, stored);
-    Record r = stored ? record_of(c, block, block) : (Record){plain_keys(c, block, block), plain_values(c, block, block), NULL, NULL, NULL};
-    const int n = c->head_dim, size = c->value_dim, width = c->storage.group ? c->storage.group : size, groups = (size + width - 1) / width;
+/* A head's part of a page, as it is stored or plain. */
+static Record page_record(const Cache *c, int64_t block, int stored) {
+    return stored ? record_of(c, block, block) : (Record){plain_keys(c, block, block), plain_values(c, block, block), NULL, NULL, NULL};
+}
+/* A head's key at a slot of a page, as it is stored or plain. */
+static void cache_read_key(const Cache *c, int64_t block, int slot, int stored, float *key) {
+    const Record r = page_record(c, block, stored);
+    const int n = c->head_dim;
     for (int d = 0; d < n; d++) {
         if (!holds_codes(r.keys.kind)) {
             key[d] = load_as(r.keys.data, r.keys.kind, (int64_t)d * PAGE + slot);
@@ -334,6 +344,10 @@ static void cache_read(const Cache *c, const HeadPages *h, int64_t position, int
         key[d] = code_at(&r.keys, slot, d);
         key[d] = r.keys.kind == PAGES_FP8 ? key[d] * ((const float *)r.key_grid)[slot] : key[d] * f16_to_float(*scale) + f16_to_float(scale[GRIDS * n]);
     }
+}
+static void cache_read_value(const Cache *c, int64_t block, int slot, int stored, float *value) {
+    const Record r = page_record(c, block, stored);
+    const int size = c->value_dim, width = c->storage.group ? c->storage.group : size, groups = (size + width - 1) / width;
     for (int d = 0; d < size; d++) {
         if (!holds_codes(r.values.kind)) {
             value[d] = load_as(r.values.data, r.values.kind, (int64_t)slot * size + d);
@@ -344,6 +358,14 @@ static void cache_read(const Cache *c, const HeadPages *h, int64_t position, int
         value[d] = r.values.kind == PAGES_FP8 ? value[d] * ((const float *)r.value_grid)[slot]
                                               : value[d] * f16_to_float(*scale) + f16_to_float(scale[groups * PAGE]);
     }
+}
+
+/* A head's key and value at a position, of which a query at `before` sees what is stored. */
+static void cache_read(const Cache *c, const HeadPages *h, int64_t position, int64_t before, float *key, float *value) {
+    const int stored = sees_stored(c, position / PAGE, before), slot = (int)(position % PAGE);
+    const int64_t block = block_of(c, h, position / PAGE, stored);
+    cache_read_key(c, block, slot, stored, key);
+    cache_read_value(c, block, slot, stored, value);
 }
 
 /* One token at a position that queries at `after` see; those that they see stored come in order, and are put together in `page`. False where

@@ -47,7 +47,7 @@ static void turn_head(const Run *run, const HeadsOp *heads, const float *norm, i
 }
 
 static Cache cache_of(const Decoder *d, const Block *b) {
-    Cache c = {b->keys, b->values, b->stored, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim, (int32_t)d->value_dim, d->storage};
+    Cache c = {b->keys, b->values, b->stored, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim, (int32_t)d->value_dim, d->storage, b->bounds};
     if (!b->stored) c.storage.plain_at = NULL; /* beside others that are, this layer has all its pages plain */
     return c;
 }
@@ -80,26 +80,48 @@ static void run_heads(Run *run, const Op *op, const Team *team) {
     }
 }
 
+/* The layer before this one, which all threads have left, has read its stored pages. */
+static void forget_records(const Decoder *d, const Block *b) {
+    while (d->storage.advise && b-- > d->blocks) {
+        if (!b->stored) continue;
+        d->storage.advise(b->stored, (size_t)d->storage.mapped, ADVICE_FORGET);
+        return;
+    }
+}
+
+static Attention attention_of(const Run *run, const Op *op) {
+    const Step *step = run->step;
+    return (Attention){
+        .cache = cache_of(run->decoder, run->block), .rows = run->rows, .heads = run->decoder->heads, .window = op->attend.window,
+        .pages_stride = step->pages_stride, .sequence = run->sequence, .position = run->position, .base = run->base,
+        .path = step->slot ? run->path : NULL, .slots = step->slots, .pages = step->pages, .query = row_of(run, op->from, 0, 0),
+        .out = row_of(run, op->to, 0, 0), .sinks = op->attend.sinks, .scale = op->attend.scale, .softcap = op->attend.softcap,
+        .memory = run->partials, .ragged = step->ragged, .layer = run->block - run->decoder->blocks,
+    };
+}
+
 static void run_attend(Run *run, const Op *op, const Team *team) {
     const Step *step = run->step;
-    const Cache cache = cache_of(run->decoder, run->block);
+    Attention a = attention_of(run, op);
     settle(run, CACHE_BIT | BIT(op->from), BIT(op->to), team);
-    int64_t start, end, width = run->width[op->from], layer = run->block - run->decoder->blocks;
+    if (team->index == 0) forget_records(run->decoder, run->block);
+    int64_t start, end, width = run->width[op->from];
     team_part(team, step->observed_count, 1, &start, &end);
     for (int64_t i = start; i < end; i++)
-        memcpy(step->queries + (layer * step->observed_count + i) * width, row_of(run, op->from, 0, step->observed[i]), (size_t)width * 4);
-    if (cache.stored && step->stored_count) {
-        store_pages(&cache, step->stored, step->stored_count, step->broken, team);
+        memcpy(step->queries + (a.layer * step->observed_count + i) * width, row_of(run, op->from, 0, step->observed[i]), (size_t)width * 4);
+    int written = a.cache.stored && step->stored_count;
+    if (written) store_pages(&a.cache, step->stored, step->stored_count, step->broken, team);
+    if (a.cache.bounds) written |= bounds_part(&a, step->slot ? step->slot : step->position, step->stored, step->stored_count, team);
+    if (written) team_barrier(team);
+    if (step->narrow && a.layer + 1 == run->decoder->layers && step->outputs < run->rows) {
+        narrow_rows(run, team);
+        a = attention_of(run, op);
+    }
+    if (a.cache.bounds && run->budget) {
+        choose_part(&a, run->budget, step->newest, step->chosen, team);
+        a.chosen = step->chosen;
         team_barrier(team);
     }
-    if (step->narrow && layer + 1 == run->decoder->layers && step->outputs < run->rows) narrow_rows(run, team);
-    Attention a = {
-        .cache = cache, .rows = run->rows, .heads = run->decoder->heads, .window = op->attend.window, .pages_stride = step->pages_stride,
-        .sequence = run->sequence, .position = run->position, .base = run->base, .path = step->slot ? run->path : NULL,
-        .slots = step->slots, .pages = step->pages, .query = row_of(run, op->from, 0, 0), .out = row_of(run, op->to, 0, 0),
-        .sinks = op->attend.sinks, .scale = op->attend.scale, .softcap = op->attend.softcap, .memory = run->partials,
-        .ragged = step->ragged, .layer = layer,
-    };
     attention_part(&a, team);
 }
 

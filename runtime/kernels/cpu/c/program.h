@@ -79,6 +79,7 @@ typedef struct {
     int64_t count;
     char *keys, *values; /* this layer's pages */
     char *stored;        /* those that are stored in fewer bits; NULL: none */
+    char *bounds;        /* of its keys (selection.h); NULL: queries read all pages */
     int64_t skip;        /* of SKIP_ATTENTION and SKIP_MLP: what is left out */
 } Block;
 
@@ -115,6 +116,9 @@ typedef struct {
     float *queries;             /* [layers, observed_count, heads, head_dim]: rotated */
     int64_t observed_count;
     const Ragged *const *ragged; /* [sequences], each NULL where all heads see the same pages; or NULL */
+    const int64_t *budget;      /* [rows]: tokens that each reads in layers with bounds, < 0: all; NULL: all read all */
+    uint8_t *chosen;            /* as of attention.h: what they read, of the last layer that has computed it */
+    int64_t newest;             /* tokens that are read in any case */
     const Decoder *decoder;
 } Step;
 
@@ -126,7 +130,7 @@ typedef struct {
     float *buffer[MOST_BUFFERS];
     int64_t width[MOST_BUFFERS], rows;
     const int32_t *sequence; /* of each row, as in Step */
-    const int64_t *position, *base, *path;
+    const int64_t *position, *base, *path, *budget;
     char *memory, *experts, *partials, *kept; /* of inputs of linear layers, of mixtures, of attention, of rows that stay */
     Digits digits;   /* in `memory`, or numbers of dense layers (gemm.h) */
     const Op *input; /* whose input is there; NULL: of no buffer as it is now */
@@ -147,15 +151,15 @@ static void settle(Run *run, uint64_t reads, uint64_t writes, const Team *team) 
     if (run->input && writes & BIT(run->input->from)) run->input = NULL;
 }
 
-static int64_t narrow_memory(int64_t rows) { return align64(rows * 4) + 3 * align64(rows * 8); }
+static int64_t narrow_memory(int64_t rows) { return align64(rows * 4) + 4 * align64(rows * 8); }
 /* From here on there are only the rows of `output`. None comes later than it was, so each thread moves some columns, row by row. */
 static void narrow_rows(Run *run, const Team *team) {
     const Step *step = run->step;
     const int64_t count = step->outputs;
     int64_t at = 0, start, end;
     int32_t *sequence = memory_part(run->kept, &at, count * 4);
-    int64_t *numbers[3];
-    const int64_t *from[3] = {step->position, step->base, step->slot ? step->path : NULL};
+    int64_t *numbers[4];
+    const int64_t *from[4] = {step->position, step->base, step->slot ? step->path : NULL, step->budget};
     team_barrier(team);
     for (int i = STREAM; i < run->decoder->buffers; i++) {
         if (i == LOGITS) continue;
@@ -163,13 +167,14 @@ static void narrow_rows(Run *run, const Team *team) {
         for (int64_t r = 0; r < count; r++)
             if (step->output[r] > r) memcpy(row_of(run, i, start, r), row_of(run, i, start, step->output[r]), (size_t)(end - start) * 4);
     }
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 4; i++) {
         numbers[i] = memory_part(run->kept, &at, count * 8);
         for (int64_t r = 0; r < count && from[i] && !team->index; r++) numbers[i][r] = from[i][step->output[r]];
     }
     for (int64_t r = 0; r < count && !team->index; r++) sequence[r] = step->sequence[step->output[r]];
     team_barrier(team);
     run->rows = count, run->sequence = sequence, run->position = numbers[0], run->base = numbers[1], run->path = numbers[2];
+    run->budget = step->budget ? numbers[3] : NULL;
     run->input = NULL;
 }
 

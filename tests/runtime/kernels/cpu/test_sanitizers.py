@@ -35,6 +35,8 @@ POLICIES = (
     {"keys": "plain", "values": "int2", "recent": 70},
     {"keys": "int2", "values": "fp8", "recent": 1, "prefix": 64},
     {"keys": "fp8", "values": "plain", "recent": 64},
+    {"select": {"method": "quest", "tokens": 130, "skip_layers": 0, "recent": 1}},
+    {"keys": "int4", "values": "fp8", "recent": 64, "select": {"method": "quest", "ratio": 0.3, "skip_layers": 0}},
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")]
@@ -98,11 +100,12 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
 
 def record_steps(recorder: Recorder, engine: NativeEngine, length: int) -> None:
     """A prompt and a short one beside it, a token of each, a chain and a tree; what of the tree is right stays."""
-    chance = torch.Generator().manual_seed(length)
+    chance, retention = torch.Generator().manual_seed(length), engine.retention(length - 3)
     count = engine.vocab_size
 
     def chunk(start: int, size: int, pages: range, **kinds: object) -> Chunk:
-        return Chunk(torch.randint(0, count, (size,), generator=chance).tolist(), start, pages, **kinds)  # type: ignore[arg-type]
+        tokens = torch.randint(0, count, (size,), generator=chance).tolist()
+        return Chunk(tokens, start, pages, retention=retention, **kinds)  # type: ignore[arg-type]
 
     pool = engine.new_pages(-(-(length + 20) // engine.page_size) + 1)
     for tensor in pool.tensors:

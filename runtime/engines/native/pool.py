@@ -386,7 +386,7 @@ class Pool:
         """Add what every token of a sequence gets of the attention of some of its queries.
 
         Args:
-            slots: of these queries' own tokens, ascending.
+            slots: of these queries' own tokens, ascending; below 0 where these are gone.
             queries: float32 `[layers, slots, heads, head_dim]`, rotated.
             sums: float32 `[layers, kv_heads, n]`, n a multiple of PAGE above all positions, as heads count them.
             layout: of the pages; None: all heads see the same pages.

@@ -41,6 +41,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "h2o": {"evict": {"score": "h2o", "ratio": 0.3, "interval": 8}},
     "h2o, once": {"evict": {"score": "h2o", "normalize": True, "ratio": 0.3}},
     "normalized": {"evict": {"score": "normalized", "tokens": 70, "interval": 70}},
+    "normalized, of queries whose tokens are gone": {"evict": {"score": "normalized", "tokens": 40, "interval": 5}},
     "pyramid": {"evict": {"score": "snapkv", "layers": {"share": "pyramid", "beta": 1.7}, "ratio": 0.3}},
     "pyramid, again and again": {"evict": {"score": "tova", "layers": {"share": "pyramid", "beta": 4}, "tokens": 60, "interval": 8}},
     "adaptive heads": {"evict": {"score": "snapkv", "heads": "adaptive", "ratio": 0.4, "interval": 20}},

@@ -362,6 +362,7 @@ static void attention_received(const Attention *a, const HeadPages *h, int64_t h
         }
         for (int64_t q = 0; q < count; q++) {
             const int64_t seen = row_at(a, h, (first + q) / shared) + 1, pages = (seen + PAGE - 1) / PAGE;
+            if (seen <= 0) continue; /* all that it could look at is gone */
             float *weight = score + q * slots, sink = a->sinks ? a->sinks[h->head * shared + (first + q) % shared] : -INFINITY;
             F sum[16 / LANES], most = f_set1(sink), scale = f_set1(a->softcap > 0.0f ? 1.0f : a->scale);
             for (int64_t p = 0; a->softcap > 0.0f && p < seen; p++)

@@ -7,6 +7,7 @@ import math
 import mmap
 import os
 import tempfile
+import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from runtime.config.settings import ConfigError, Text
+from runtime.errors import CompressError
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.region import Chosen, Region
 
@@ -116,9 +118,7 @@ class DiskOffload(Offload):
                 os.posix_fallocate(file.fileno(), 0, size)
                 flat = torch.from_file(file.name, shared=True, size=count, dtype=dtype)
         except OSError as error:
-            raise ValueError(
-                f"offload: {self.directory} cannot hold {size / 1e6:.1f} MB of cache: {error.strerror}"
-            ) from error
+            raise ValueError(_no_room(self.directory, size, error)) from error
         return flat.view(shape)
 
     def fetch(self, regions: list[Region]) -> None:
@@ -134,6 +134,67 @@ class DiskOffload(Offload):
                 length = pool.untyped_storage().nbytes() // mmap.PAGESIZE * mmap.PAGESIZE
                 if length:
                     self._madvise(pool.data_ptr(), length, advice)  # advice: nothing is lost where it is not taken
+
+
+def _no_room(directory: Path, size: int, error: OSError) -> str:
+    return f"offload: {directory} cannot hold {size / 1e6:.1f} MB of cache: {error.strerror}"
+
+
+class RecordFile:
+    """Pages of all layers of the native engine in a mapped file without a name.
+
+    A layer's are in memory while it reads them; then C forgets them, and what is left in the system's cache of files the system may
+    drop. On disk it takes what was reserved.
+
+    Args:
+        directory: of the file. pages: that each layer has. width: bytes of a page. layers: how many.
+
+    Attributes:
+        records: of each layer, uint8 `[pages, width]`.
+    """
+
+    def __init__(self, directory: Path, pages: int, width: int, layers: int) -> None:
+        self._directory, self._pages, self._width = directory, pages, width
+        self._apart = -(-pages * width // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._reserved = 0
+        with tempfile.NamedTemporaryFile(prefix="compress-kv-", dir=directory) as file:
+            os.ftruncate(file.fileno(), max(1, self._apart * layers))
+            self._map = mmap.mmap(file.fileno(), 0)
+            self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
+        self.records = [
+            torch.frombuffer(self._map, dtype=torch.uint8, count=pages * width, offset=layer * self._apart).view(
+                pages, -1
+            )
+            for layer in range(layers)
+        ]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of a layer's part of the mapping, whole pages of the machine."""
+        return self._apart
+
+    def reserve(self, pages: int) -> None:
+        """See to it that the disk has room for the first `pages` of every layer: a full one is noticed here, not as a fault in a step.
+
+        Raises:
+            CompressError: it has not.
+        """
+        if pages <= self._reserved:
+            return
+        pages = min(self._pages, max(pages, self._reserved * 9 // 8))
+        begin, size = self._reserved * self._width, (pages - self._reserved) * self._width
+        try:
+            for layer in range(len(self.records)):
+                os.posix_fallocate(self._file, layer * self._apart + begin, size)
+        except OSError as error:
+            needed = len(self.records) * pages * self._width
+            raise CompressError(f"kv_cache: {_no_room(self._directory, needed, error)}") from error
+        self._reserved = pages
+
+    def forget(self) -> None:
+        """Nothing of it is wanted in memory now; nothing is lost."""
+        self._map.madvise(mmap.MADV_DONTNEED)
 
 
 @dataclass(frozen=True)

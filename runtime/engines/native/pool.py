@@ -13,7 +13,6 @@ import torch
 
 from runtime.engines.base import Chunk
 from runtime.engines.native.layout import Arena, RaggedPages
-from runtime.engines.native.offload import RecordFile, madvise
 from runtime.engines.native.parts import Parts
 from runtime.engines.native.selection import bounds
 from runtime.engines.native.storage import PageStorage, whole_layers
@@ -21,6 +20,7 @@ from runtime.errors import RequestError
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Block, Copy, Decoder, Op, Received, Step, Tokens
 from runtime.kernels.cpu.library import TYPES
+from runtime.kv_cache.offload import RecordFile
 
 
 class Recorder:
@@ -293,7 +293,8 @@ class Pool:
             width = parts.kv_heads * storage.record_bytes(parts)
             if storage.directory is not None:
                 self.file = RecordFile(storage.directory, count, width, len(stored))
-                self.decoder.storage.advise, self.decoder.storage.mapped = madvise(), self.file.layer_bytes
+                self.decoder.storage.advise = ctypes.cast(ctypes.CDLL(None).madvise, ctypes.c_void_p).value
+                self.decoder.storage.mapped = self.file.layer_bytes
             memory = (
                 torch.empty(len(stored), count, width, dtype=torch.uint8) if self.file is None else self.file.records
             )

@@ -6,7 +6,8 @@
 `decode_cpu.py` compares products with the best reading of a large buffer in another process, calls from Python included; what
 pages a process got and what neighbours did meanwhile is in its numbers. Here a buffer is read, then others multiplied with, a
 millisecond apart, so a ratio has neither. Random weights and scales in the layout of linear.h, more of them than four last-level
-caches; scales are bytes too. With `--output`, cells that the file has and this run does not measure stay.
+caches; scales are bytes too, also those of the groups of zeros that "blocks" leave out. With `--output`, cells that the file has and
+this run does not measure stay.
 
 With `--rows 512` products of so many rows are timed instead, which are arithmetic, beside torch's with a dense weight of the same
 shape in float32 and in bfloat16 (activations too).
@@ -30,6 +31,8 @@ from where import commit, cpu_name
 
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.library import openmp
+from runtime.kernels.cpu.panels import PANEL
+from runtime.kernels.cpu.zero_groups import runs_of, stored_groups
 from runtime.system import instruction_sets, native
 
 SHAPES = ((11008, 4096), (5632, 2048), (2048, 2048), (2048, 5632))
@@ -39,7 +42,9 @@ DENSE = {
     "fp8": (library.FLOAT8, 1),
     "f32": (library.TYPES[torch.float32], 4),
 }
-KINDS = ("w2", "w3", "w4", "w5", "w6", "w8", "s24", *DENSE)
+#: Block-sparse: so many of a hundred groups of 32 rows, spread at random, are zeros.
+BLOCKS = {"w4 blocks 10": 10, "w4 blocks 50": 50}
+KINDS = ("w2", "w3", "w4", *BLOCKS, "w5", "w6", "w8", "s24", *DENSE)
 READER = r"""
 #include <stdint.h>
 #include "POOL"
@@ -88,17 +93,24 @@ class Weight:
         self.linear = linear = library.Linear(rows=rows, columns=columns)
         if kind in DENSE:
             linear.kind, (linear.weight_type, size) = library.KINDS["dense"], DENSE[kind]
-            codes, scales = rows * columns * size, 4 * rows
+            codes, scales, runs = rows * columns * size, 4 * rows, {}
         else:
-            linear.kind, linear.scale_type = library.KINDS[kind], library.TYPES[torch.bfloat16]
+            linear.kind, linear.scale_type = library.KINDS[kind.split()[0]], library.TYPES[torch.bfloat16]
             linear.group, linear.share, linear.groups = GROUP, 1, columns // GROUP
-            codes, scales = rows * linear.groups * library.group_bytes(linear.kind, GROUP), 2 * rows * linear.groups
+            scales = 2 * rows * linear.groups
+            runs = runs_of(torch.rand(rows // PANEL, linear.groups) >= BLOCKS.get(kind, 0) / 100)
+            if kind in BLOCKS:
+                linear.runs, linear.first_run = (runs[name].data_ptr() for name in ("runs", "first_run"))
+            codes = stored_groups(linear) * PANEL * library.group_bytes(linear.kind, GROUP)
         self.bytes = codes + scales
         sums = torch.zeros(rows * (columns // GROUP), dtype=torch.int16)
-        self._keep = (torch.randint(0, 120, (self.bytes + 64,), dtype=torch.uint8), sums)
+        self._keep = (torch.randint(0, 120, (self.bytes + 64,), dtype=torch.uint8), sums, runs)
         linear.weight, linear.sums = self._keep[0].data_ptr(), sums.data_ptr()
         if kind == "fp8" or kind not in DENSE:
             linear.scale = linear.weight + codes
+            # Around 1: most random bytes are so small that results are subnormal, over which some CPUs take a hundred times as long.
+            dtype = torch.float32 if kind in DENSE else torch.bfloat16
+            self._keep[0][codes : codes + scales].view(dtype).uniform_(0.5, 1.5)
 
 
 def measure(kind: str, shape: tuple[int, int], threads: int, rounds: int, read: Any, isa: str) -> dict[str, Any]:

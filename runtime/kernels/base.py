@@ -146,6 +146,10 @@ class Kernel(ABC):
         """In a few words, what `run` does for this many rows."""
         return self.name
 
+    def note(self, tensors: Tensors) -> str:
+        """What follows in those words where `prepare` made something else of this weight than of others."""
+        return ""
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -220,7 +220,7 @@ class CompressedLinear(CompressedModule, nn.Linear):
 
     def explain(self, rows: int = 1) -> str:
         """How `rows` tokens are computed."""
-        return (self.choice or kernel_table.reference()).kernel(rows).path(rows)
+        return (self.choice or kernel_table.reference()).kernel(rows).path(rows) + self.kernel_note
 
     def extra_repr(self) -> str:
         """Sizes, bias, format and kernel, for `repr`."""

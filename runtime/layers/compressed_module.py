@@ -66,7 +66,12 @@ class CompressedModule(nn.Module):
     @property
     def kernel_name(self) -> str:
         """What computes this module: a kernel's name, or `a (decode, batch), b (prefill)` where row counts differ."""
-        return str(self.choice or kernel_table.reference())
+        return str(self.choice or kernel_table.reference()) + self.kernel_note
+
+    @property
+    def kernel_note(self) -> str:
+        """`Kernel.note` of this weight."""
+        return "" if self.kernel is None else self.kernel.note(self._tensors())
 
     def stored(self) -> Tensors:
         """The tensors as they are on disk; rebuilt exactly when a kernel keeps its own layout."""

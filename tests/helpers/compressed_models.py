@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import save
+from weight_cases import random_mask
 
 from runtime import formats
 from runtime.formats.quantization_config import ModuleEntry, build
@@ -35,6 +36,8 @@ def nearest(weight: torch.Tensor, scheme: Scheme) -> CompressedWeight:
         mask = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order[..., :2], True).reshape(weight.shape)
     elif scheme.sparsity == "unstructured":
         mask = weight.abs() > weight.abs().median()
+    elif scheme.sparsity is not None:
+        mask = random_mask(scheme.sparsity, (weight.shape[0], weight.shape[1]))
     if mask is not None:
         weight = weight * mask
     grid = scheme.weights
@@ -52,7 +55,7 @@ def nearest(weight: torch.Tensor, scheme: Scheme) -> CompressedWeight:
     smallest, largest = grid.code_range
     zero = None
     if grid.symmetric:
-        scale = (torch.maximum(-low, high) / largest).to(dtype)
+        scale = (torch.maximum(-low, high) / largest).clamp(min=1e-6).to(dtype)
         codes = weight.float() / scale.float()[:, index]
     else:
         scale = ((high - low) / (largest - smallest)).to(dtype)

@@ -131,7 +131,7 @@ class NativeEngine(FusedEngine):
         found = self.torch_engine.explain()
         for name, module in self.module.named_modules():
             if isinstance(module, CompressedLinear) and module.kernel is not None:
-                found[name] = module.kernel.name
+                found[name] = module.kernel.name + module.kernel_note
         storage = self.storage
         if storage is not None:
             pages = f"pages of the decoder in C, {storage}"

@@ -17,6 +17,7 @@ from runtime.engines.program.operations import Norm
 from runtime.errors import ArtifactError
 from runtime.kernels.cpu.decoder import OPS, PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder, Op
 from runtime.kernels.cpu.library import FLOAT8, KINDS, TYPES, Linear, group_bytes
+from runtime.kernels.cpu.zero_groups import stored_groups
 
 
 class View:
@@ -112,7 +113,8 @@ def linear_bytes(linear: Linear) -> float:
         sizes = {kind: dtype.itemsize for dtype, kind in TYPES.items()} | {FLOAT8: 1}
         size: float = sizes[linear.weight_type]
     else:
-        size = group_bytes(linear.kind, 32) / 32
+        stored = stored_groups(linear) / max(1, -(-linear.rows // 32) * linear.groups)
+        size = group_bytes(linear.kind, 32) / 32 * stored
     return size * linear.rows * linear.columns
 
 

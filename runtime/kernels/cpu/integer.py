@@ -7,7 +7,7 @@ The activations of a group of columns share one scale; each becomes `digits` sig
   depend on the other rows, the number of threads or the CPU.
 - fast: one digit, int8 activations (off by at most 1/254 of the largest of their group), half the work and less.
 
-A group that holds an infinity or a NaN makes its rows NaN.
+A group that holds an infinity or a NaN makes its rows NaN, also where the weights it meets are zeros that are left out.
 """
 
 from __future__ import annotations
@@ -92,6 +92,9 @@ class PanelKernel(CKernel):
 
     def sample(self, layer: Layer) -> Tensors:
         return self.panels.sample(layer)
+
+    def note(self, tensors: Tensors) -> str:
+        return ", groups of zeros left out" if "runs" in tensors else ""
 
     def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
         return self.panels.linear(tensors, layer, bias)

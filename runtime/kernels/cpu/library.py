@@ -81,7 +81,7 @@ class Linear(ctypes.Structure):
     _fields_ = (
         *fields(ctypes.c_int32, "kind", "weight_type", "scale_type", "group", "share"),
         *fields(ctypes.c_int64, "rows", "columns", "groups"),
-        *fields(ctypes.c_void_p, "weight", "scale", "zero", "sums", "bias"),
+        *fields(ctypes.c_void_p, "weight", "scale", "zero", "sums", "bias", "runs", "first_run"),
     )
 
 

@@ -5,6 +5,7 @@ Prepared tensors, with `panels = ceil(out / 32)` and groups of the activations o
 - `weight`: uint8 `[panels, groups, bytes of a group of 32 rows]`, codes of b bits in b bits;
 - `scale`: `[panels, scale groups, 32]` in the dtype it is stored in (float32 if that is float64: `stored_scale` keeps it);
 - `zero_point`: int8, the same shape, for asymmetric weights;
+- `runs`, `first_run`: where groups of zeros are left out of `weight`, `[stored groups, bytes]` then (`zero_groups.py`);
 - `sums`: int16 `[panels, groups, 32]`, sums of the kept codes (2:4 layout only);
 - `weight_bitmap`, `weight_metadata`: as stored, where zeros that were kept could not be told from zeros that were pruned.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -26,6 +28,7 @@ from runtime.formats.scheme import CompressedWeight
 from runtime.formats.sparse24 import Sparse24
 from runtime.kernels.base import Layer
 from runtime.kernels.cpu import library
+from runtime.kernels.cpu.zero_groups import kept_of, runs_of
 
 # Scales and zero points in panels of 32 rows, `[panels, groups, 32]`, there and back.
 
@@ -179,6 +182,9 @@ def group_sums(words: torch.Tensor, groups: int) -> torch.Tensor:
 _LARGEST = 256  # columns of an activation group: what the integer sums have room for
 _PREFERRED = 128
 _SLICE = 1 << 20  # codes rearranged at once, so that they stay in the cache
+# Of the groups. Measured (one row, 11008 x 4096, group 128, one thread, zeros spread at random): with 5 % of zeros a product takes 0.95
+# to 1.04 of the time, with 10 % 0.87 to 0.93, with half 0.51 (AVX2) to 0.63 (AVX-512).
+_WORTH_SKIPPING = 0.1
 _ZEROS = -0x77777778  # 0x88888888: eight codes 0
 
 
@@ -246,14 +252,16 @@ class Panels(ABC):
 
     def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
         """What the C library is given: addresses of the tensors, which must outlive it. `bias` is float32 `[out]`."""
-        weight, scale = tensors["weight"], tensors["scale"]
-        groups, group = weight.shape[1], self.group(layer)
+        weight, scale, group = tensors["weight"], tensors["scale"], self.group(layer)
+        groups = -(-layer.shape[1] // group)
         found = library.Linear(library.KINDS[self.kind(layer)], scale_type=library.TYPES[scale.dtype])
         found.group, found.share, found.groups = group, _share(layer, group, groups), groups
         found.rows, found.columns = layer.shape
         found.weight, found.scale = weight.data_ptr(), scale.data_ptr()
-        zero, sums = tensors.get("zero_point"), tensors.get("sums")
-        found.zero, found.sums, found.bias = (None if x is None else x.data_ptr() for x in (zero, sums, bias))
+        also = (*(tensors.get(name) for name in ("zero_point", "sums", "runs", "first_run")), bias)
+        found.zero, found.sums, found.runs, found.first_run, found.bias = (
+            x if x is None else x.data_ptr() for x in also
+        )
         return found
 
 
@@ -277,8 +285,23 @@ class Dense(Panels):
             part[: read.shape[0], : read.shape[1]] = read
             words[start:end] = part.view(end - start, PANEL, -1).transpose(1, 2)
         out = {"weight": words.view(torch.uint8).view(panels, groups, size)} | scales
+        if layer.entry.scheme.sparsity is not None and panels * groups:
+            kept = self._kept(tensors, layer, scales["scale"])
+            if kept.float().mean() <= 1 - _WORTH_SKIPPING:
+                out |= {"weight": out["weight"][kept]} | runs_of(kept)
         positions = layer.storage.positions
         return out if positions is None else out | {positions: tensors[positions]}
+
+    def _kept(self, tensors: Tensors, layer: Layer, scale: torch.Tensor) -> torch.Tensor:
+        """Bool `[panels, groups]`: False where all weights are zero, whatever they are multiplied with: their scales are finite."""
+        (rows, columns), group = layer.shape, self.group(layer)
+        panels, groups, weight = -(-rows // PANEL), -(-columns // group), layer.unpack(tensors)
+        zero = 0 if weight.zero_point is None else layer.grid.spread(weight.zero_point, columns)
+        other = torch.nn.functional.pad(weight.values != zero, (0, groups * group - columns, 0, panels * PANEL - rows))
+        sets = ~scale.isfinite().all(-1).repeat_interleave(_share(layer, group, groups), 1)[:, :groups]
+        kept = other.view(panels, PANEL, groups, group).any(-1).any(1) | sets
+        kept.view(-1)[:1] = True  # so that there is a group
+        return kept
 
     def _reader(self, tensors: Tensors, layer: Layer) -> tuple[Callable[[slice], torch.Tensor], Tensors]:
         """A function that makes some rows' words `[rows, words]`, and the prepared scales and zero points."""
@@ -304,8 +327,11 @@ class Dense(Panels):
 
     def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         (rows, columns), bits, group = layer.shape, layer.grid.bits, self.group(layer)
-        packed = tensors["weight"]
-        panels, groups = packed.shape[:2]
+        packed, kept, groups = tensors["weight"], None, -(-columns // group)
+        if "runs" in tensors:
+            kept = kept_of(tensors, groups)
+            packed = packed.new_zeros(*kept.shape, packed.shape[-1]).masked_scatter_(kept[..., None], packed)
+        panels = packed.shape[0]
         words = packed.view(panels, -1).view(torch.int32).view(panels, -1, PANEL)
         values = torch.empty(rows, columns, dtype=torch.int8)
         for start, end in row_slices(panels, groups * group * PANEL, _SLICE):
@@ -318,7 +344,16 @@ class Dense(Panels):
             assert codes is not None
             part = values[start * PANEL : end * PANEL]
             part.copy_(codes.flatten(1)[: part.shape[0], :columns])
-        return weight_of(_signed(values, bits), layer.storage.mask(tensors, columns), tensors, layer)
+        weight = weight_of(_signed(values, bits), layer.storage.mask(tensors, columns), tensors, layer)
+        if kept is None:
+            return weight
+        there = kept.repeat_interleave(PANEL, 0)[:rows].repeat_interleave(group, 1)[:, :columns]
+        zero = (
+            torch.zeros((), dtype=torch.int8)
+            if weight.zero_point is None
+            else layer.grid.spread(weight.zero_point, columns)
+        )
+        return replace(weight, values=torch.where(there, weight.values, zero))
 
 
 class Pairs(Panels):

@@ -13,6 +13,8 @@ typedef struct {
     const int8_t *zero;   /* [panel, scale groups, 32] zero points, or NULL: symmetric */
     const int16_t *sums;  /* S24: [panel, groups, 32], sum of the kept codes */
     const float *bias;    /* [rows] or NULL */
+    const int64_t *runs;      /* NULL: all groups are stored. Or [runs, 3]: groups [first, last) of a panel are, how many before; */
+    const int64_t *first_run; /* [panels + 1]: where those of a panel begin. Weights of other groups are zero. */
 } Linear;
 
 #define MOST_GROUP 256 /* columns */
@@ -34,9 +36,12 @@ INLINE int64_t tile_size(int64_t rows, int64_t tiles, int64_t t) { return rows *
 /* Groups [first, last) of a panel, whose codes are at w. `cold`: they come from memory, and what follows them is wanted next. */
 typedef struct {
     const uint8_t *w;
-    int64_t panel, first, last;
+    int64_t panel, first, last, run; /* run: where they are in l->runs */
     int cold;
 } Stretch;
+INLINE Stretch before_panel(const Linear *l, int64_t panel) {
+    return (Stretch){.panel = panel, .run = l->runs ? l->first_run[panel] - 1 : 0};
+}
 
 /* Where a group's scales are: `share` groups one after the other have the same. */
 typedef struct { int64_t at; int within, share; } Scales;

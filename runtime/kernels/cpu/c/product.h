@@ -24,6 +24,23 @@ static int64_t run_bytes(const Linear *l, int64_t groups) {
     return groups * (l->kind == KIND_S24 ? l->group / 32 * 3 * PIECE : group_bytes(l->kind, l->group));
 }
 
+/* The groups of a panel that follow, as many as are next to each other, but at most so many; whether there are any. */
+static int next_stretch(const Linear *l, Stretch *s, int64_t most) {
+    int64_t end = l->groups, before = s->panel * l->groups, begin = 0;
+    s->first = s->last;
+    if (l->runs) {
+        if (s->run < l->first_run[s->panel] || s->last == l->runs[3 * s->run + 1]) {
+            if (++s->run == l->first_run[s->panel + 1]) return 0;
+            s->first = l->runs[3 * s->run];
+        }
+        begin = l->runs[3 * s->run], end = l->runs[3 * s->run + 1], before = l->runs[3 * s->run + 2];
+    }
+    if (s->first == end) return 0;
+    s->last = s->first + most < end ? s->first + most : end;
+    s->w = l->weight + run_bytes(l, before + s->first - begin);
+    return 1;
+}
+
 /* M rows of x in D digits and a run of a panel, V vectors of it at once: added to out [M, 32]. If those are not all, the others follow
  * group by group: after a whole panel nothing would be left in the first cache, and nothing asked for meanwhile. */
 INLINE void tile(const Linear *l, const Stretch *run, const int kind, const int V, const Digits *x, int64_t row, const int M, const int D,
@@ -133,6 +150,17 @@ static void run_tiles(const Linear *l, Stretch *run, int bits, const Digits *x, 
     }
 }
 
+/* Results before the first group: 0, or NaN for a row that is not all finite, of which a group may meet no weights. */
+static void begin_rows(const Linear *l, const Digits *x, int64_t row, int64_t count, float *out) {
+    memset(out, 0, (size_t)count * PANEL * 4);
+    for (int64_t i = 0; i < count && l->runs; i++) {
+        const float *scale = x->scale + (row + i) * PARTS(x->digits) * x->groups;
+        int wrong = 0;
+        for (int64_t g = 0; g < x->groups; g++) wrong |= scale[g] != scale[g];
+        for (int j = 0; j < PANEL && wrong; j++) out[i * PANEL + j] = NAN;
+    }
+}
+
 /* This member's rows of the weight, all rows of x. */
 static void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, int add, const Team *team) {
     _Alignas(64) uint8_t codes[BLOCK_COLUMNS * PANEL];
@@ -141,16 +169,15 @@ static void integer_part(const Linear *l, const Digits *x, void *y, int out_type
     int64_t start, end;
     team_part(team, l->rows, PANEL, &start, &end);
     const Amx amx = start < end && !direct ? amx_begin(l, x) : (Amx){0};
-    const int64_t size = run_bytes(l, 1), columns = amx.rows ? AMX_COLUMNS : BLOCK_COLUMNS;
+    const int64_t columns = amx.rows ? AMX_COLUMNS : BLOCK_COLUMNS;
     const int64_t block = direct || bits == KIND_S24 ? x->groups : columns / l->group;
     for (int64_t n = start; n < end; n += PANEL) {
         int valid = (int)(l->rows - n < PANEL ? l->rows - n : PANEL);
         for (int64_t row = 0; row < x->rows; row += BLOCK_ROWS) {
             int64_t count = x->rows - row < BLOCK_ROWS ? x->rows - row : BLOCK_ROWS;
-            memset(out, 0, (size_t)count * PANEL * 4);
-            for (int64_t g = 0; g < x->groups; g += block) {
-                int64_t last = g + block < x->groups ? g + block : x->groups;
-                Stretch run = {l->weight + (n / PANEL * x->groups + g) * size, n / PANEL, g, last, 1};
+            begin_rows(l, x, row, count, out);
+            for (Stretch run = before_panel(l, n / PANEL); next_stretch(l, &run, block);) {
+                run.cold = 1;
                 if (direct) {
                     TILE_OF[bits][x->digits - 1][x->rows - 1](l, &run, x, 0, out);
                     continue;

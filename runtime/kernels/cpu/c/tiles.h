@@ -30,11 +30,11 @@ static void tile_job(void *p, const Team *team) {
     uint32_t firsts = 0, seconds = 0; /* PAIR as two words of 2-bit places: lanes shift, no table */
     for (int i = 0; i < 8; i++) firsts |= (uint32_t)PAIR[i][0] << (2 * i), seconds |= (uint32_t)PAIR[i][1] << (2 * i);
     uint8_t bytes[MOST_GROUP * PANEL];
-    const int64_t size = run_bytes(l, 1);
     const int base = l->kind == KIND_S24 ? 8 : 1 << (l->kind - 1);
     team_part(team, t->last - t->first, 1, &start, &end);
     for (int64_t panel = t->first + start; panel < t->first + end; panel++) {
-        const uint8_t *w = l->weight + panel * l->groups * size;
+        Stretch run = before_panel(l, panel);
+        int more = next_stretch(l, &run, 1);
         int64_t row = (panel - t->first) * PANEL;
         int valid = (int)(total - row < PANEL ? total - row : PANEL);
         for (int64_t g = 0; g < l->groups; g++) {
@@ -45,11 +45,12 @@ static void tile_job(void *p, const Team *team) {
                 scale[i] = load_as(l->scale, l->scale_type, set + i);
                 zero[i] = base + (l->zero ? l->zero[set + i] : 0);
             }
-            const uint8_t *codes = as_bytes(l, w, 1, bytes);
-            w += size;
+            const int stored = more && run.first == g;
+            const uint8_t *codes = stored ? as_bytes(l, run.w, 1, bytes) : NULL;
+            if (stored) more = next_stretch(l, &run, 1);
             if (l->kind != KIND_S24) {
                 for (int64_t k = g * l->group, c = 0; c < l->group && k + c < l->columns; c++) {
-                    for (int i = 0; i < PANEL; i++) code[i] = codes[c / 4 * PIECE + 4 * i + c % 4];
+                    for (int i = 0; i < PANEL; i++) code[i] = stored ? codes[c / 4 * PIECE + 4 * i + c % 4] : zero[i];
                     tile_put(t, total, k + c, row, code, zero, scale, valid);
                 }
                 continue;

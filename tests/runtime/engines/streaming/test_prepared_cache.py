@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from runtime.engines.streaming import cache, clear, contents
 from runtime.engines.streaming import load as loading
 from runtime.engines.streaming.prepared_file import PAGE, PreparedFile, UnusableFileError
 from runtime.errors import ArtifactError, RequestError
+from runtime.formats.scheme import GridScheme, Scheme
 from runtime.system.directories import cache_directory, temporary
 
 REPOSITORY = Path(__file__).parents[4]
@@ -66,6 +68,27 @@ def test_stored_tensors_come_back(tmp_path: Path, storage: str, makes: list[Path
         for name, weight in weights.items():
             assert torch.equal(module.get_submodule(name).dequantize(), weight.dequantize())
     assert len(makes) == 1
+
+
+def test_groups_of_zeros(tmp_path: Path, makes: list[Path], load_streamed: Callable[..., Any]) -> None:
+    """Layers without them have as many bytes as they hold, in memory, in the file and streamed."""
+    path, scheme = tmp_path / "m", Scheme(GridScheme(4, group_size=32), sparsity="block:32x32")
+    weights = compress(
+        llama(num_hidden_layers=5), path, lambda name: ("bitmap", scheme) if name.endswith("_proj") else None
+    )
+    plain = without_cache(path)
+    assert set(weights) <= {
+        name for name, said in plain.explain().items() if said == "int4-c, groups of zeros left out"
+    }
+    for load in (runtime.load, runtime.load, lambda path: load_streamed(path, 2)):
+        model = load(path)
+        assert torch.equal(model.logits(BATCH), plain.logits(BATCH))
+        assert model.generate([5, 6, 7], max_new_tokens=6) == plain.generate([5, 6, 7], max_new_tokens=6)
+        assert model.explain() == plain.explain()
+    assert len(makes) == 1
+    model = runtime.load(path)
+    for name, weight in weights.items():
+        assert torch.equal(model.engine.module.get_submodule(name).dequantize(), weight.dequantize())
 
 
 def test_dtype_kernels_and_artifact_are_in_the_key(

@@ -39,7 +39,8 @@ def guarded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check(native: ctypes.CDLL, kind: str, scheme: object, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    made = products.case(kind, scheme, shape, dtype, storage="sparse24" if scheme.sparsity else "packed")
+    storage = {None: "packed", "2:4": "sparse24"}.get(scheme.sparsity, "bitmap")
+    made = products.case(kind, scheme, shape, dtype, storage=storage)
     x = torch.randn(21, shape[1]).to(dtype)
     for digits in (1, 2, 3):
         expected = products.run(native, made, x, digits)
@@ -83,7 +84,8 @@ def main() -> None:
                 ("w4", int_scheme(4, False, 16)), ("w4", int_scheme(4, True, "channel")), ("w8", int_scheme(8, False, 16)),
                 ("w8", int_scheme(8, True, "tensor")), ("w4", int_scheme(3, True, 16)), ("w8", int_scheme(7, False, 16)),
                 ("s24", int_scheme(4, True, "channel", "2:4")),
-                ("s24", int_scheme(4, True, 32, "2:4")),
+                ("s24", int_scheme(4, True, 32, "2:4")), ("w4", int_scheme(4, False, 16, "block:32x16")),
+                ("w8", int_scheme(5, True, 32, "block:32x32")),
             ):  # fmt: skip
                 if (scheme.weights.group_size or 1) > shape[1] or (scheme.sparsity and shape[1] % 4):
                     continue

@@ -26,6 +26,7 @@ class Tiles:
     def __init__(self) -> None:
         self.kernels = products.emulated("avx512", "amx")
         self._counts, self._before = (ctypes.c_int64 * 3)(), 0
+        self.products()  # the library may have been used before
 
     def products(self) -> int:
         """Of tiles; nothing was refused, and no thread has left its tiles configured."""

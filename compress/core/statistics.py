@@ -107,7 +107,7 @@ class StatisticsCollector:
                 self._hessian[rows, rows.start :].addmm_(x[:, rows].T, x[:, rows.start :])
                 file_matrix.let_go(self._hessian)
         self._square += x.square().sum(0)
-        low, high = torch.aminmax(x, dim=0)
+        low, high = x.amin(0), x.amax(0)  # several times faster than torch.aminmax along a dimension
         torch.minimum(self._minimum, low, out=self._minimum)
         torch.maximum(self._maximum, high, out=self._maximum)
         self._abs += x.abs().sum(0)

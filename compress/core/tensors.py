@@ -1,4 +1,4 @@
-"""Products of matrices on CPUs: bfloat16 ones without bfloat16 arithmetic, float32 ones by all of AVX-512.
+"""Products of matrices on CPUs: bfloat16 ones without bfloat16 arithmetic, float32 ones by all of AVX-512; and what tensors hold.
 
 A CPU without bfloat16 arithmetic (AVX2 only, say) multiplies bfloat16 matrices several times slower than float32 ones. A bfloat16 product
 is float32 sums of exact products, rounded once; computing it in float32 and rounding the result is the same up to the order of the sums.
@@ -109,6 +109,14 @@ def _narrow(value: Any) -> bool:
 
 def _widen(value: Any) -> Any:
     return value.float() if _narrow(value) else value
+
+
+def finite(value: torch.Tensor) -> bool:
+    """Whether no element of a tensor of floats is NaN or Inf. Both survive in the extremes, which one pass finds without a mask."""
+    if value.numel() == 0:
+        return True
+    low, high = torch.aminmax(value)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 # How far two tensors are apart.

@@ -12,6 +12,7 @@ import torch
 
 from compress import data
 from compress.core.memory_bounds import Bounds, cut
+from compress.core.tensors import finite
 from compress.data.layout import ImageRows
 from compress.model.auto_rows import settle
 from compress.model.source import SourceCheckpoint
@@ -204,7 +205,7 @@ class Context:
         if self.recipe.on_nonfinite == "fail":
             return True
         return all(
-            bool(torch.isfinite(self.checkpoint.get(n)).all())
+            finite(self.checkpoint.get(n))
             for n in self.checkpoint.names()
             if self.checkpoint.dtype(n).is_floating_point
         )

@@ -180,9 +180,8 @@ def search_candidates(groups: torch.Tensor, tried: Grid, cost: torch.Tensor | No
 def candidate_grids(groups: torch.Tensor, scheme: GridScheme, dtype: torch.dtype, search: str) -> Grid:
     """The grids that are tried for groups `[rows, n]`: scales and zero points `[candidates, rows]`, the range-covering one first."""
     low, high = scheme.code_range
-    least, most = torch.aminmax(groups, dim=-1)
     # Zero is always on the grid, so an all-positive group still starts at 0.
-    least, most = least.clamp(max=0), most.clamp(min=0)
+    least, most = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
     extreme = torch.maximum(-least, most)
     if scheme.type == "float":
         return Grid(scheme, storable(extreme[None] / FLOAT8_MAXIMUM, dtype), None)

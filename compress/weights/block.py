@@ -13,7 +13,9 @@ from compress.core.file_matrix import in_memory
 from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.statistics import Statistics
+from compress.core.tensors import finite
 from compress.model.expert_calibration import ExpertCalibration
+from compress.model.finished_modules import FinishedModules
 from compress.model.input_statistics import Forwards, InputGroup, find_groups
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.recipe import Recipe
@@ -71,12 +73,14 @@ class BlockJob:
         constraints: masks and grids that stay, by qualified layer name.
         team: processes that share the block: each has forwards of batches of its own, and layers are dealt out.
         place: directory of the file that holds second moments of so many inputs; None: they are in memory.
+        finished: submodules whose outputs `forwards` need not compute again.
     """
 
     prefix: str
     block: nn.Module
     tasks: dict[str, LayerTask]
     forwards: Forwards
+    finished: FinishedModules
     small_forward: Callable[[torch.dtype], torch.Tensor]
     dtype: torch.dtype
     recipe: Recipe
@@ -98,7 +102,7 @@ class BlockJob:
         experts = ExpertCalibration(self.block, self.prefix, self.recipe.calibration.experts, team, self.place)
         self._experts = experts
         linears = [n for n, m in self.block.named_modules() if is_matrix(m)]
-        with experts.shown():
+        with experts.shown(), self.finished.watched():
             all_groups = find_groups(self.block, lambda: self.small_forward(self.dtype), linears)
         groups = [InputGroup([n for n in g.members if n in tasks], g.in_features, g.source) for g in all_groups]
         groups = [g for g in groups if g.members]
@@ -112,7 +116,9 @@ class BlockJob:
 
         statistics = self._transform(groups, all_groups)
         blind = not any(task.needs for task in tasks.values())
+        unsolved = set(tasks)
         for wave in [list(range(len(groups)))] if blind else experts.waves(groups):
+            self.finished.settle(unsolved)
             statistics |= self._collect(groups, [i for i in wave if i not in statistics])
             ready: list[tuple[list[str], Statistics | None]] = []
             tokens: dict[str, int] = {}
@@ -133,6 +139,7 @@ class BlockJob:
                 self._note_tokens(name, layer, tokens.get(name))
                 result.layers[self.prefix + name] = layer
                 self.reporter.detail(f"{self.prefix}{name}  error {layer.record['error'] or 0.0:.3e}")
+            unsolved -= {name for position in wave for name in groups[position].members}
             return_memory()
         order = {self.prefix + name: number for number, name in enumerate(n for g in groups for n in g.members)}
         result.layers = dict(sorted(result.layers.items(), key=lambda item: order[item[0]]))
@@ -141,7 +148,7 @@ class BlockJob:
 
     def _finite_layers(self) -> list[str]:
         """Qualified names of the layers that can be solved. A tensor with NaN or Inf, compressed or not, stops the run or is skipped."""
-        bad = {self.prefix + n for n, p in self.block.named_parameters() if not bool(torch.isfinite(p).all())}
+        bad = {self.prefix + n for n, p in self.block.named_parameters() if not finite(p)}
         for tensor in sorted(bad):
             self.result.skip_nonfinite(tensor.removesuffix(".weight"), "the weight holds", self.recipe)
         return [name for name in self.tasks if f"{name}.weight" not in bad]

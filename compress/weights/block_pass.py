@@ -20,8 +20,9 @@ from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import RunDirectory
 from compress.core.statistics import Statistics, StatisticsCollector
-from compress.core.tensors import wide_products
+from compress.core.tensors import finite, wide_products
 from compress.model.checkpoint_writer import shard_name
+from compress.model.finished_modules import FinishedModules
 from compress.model.hidden_states import HiddenStates
 from compress.model.input_statistics import forwards
 from compress.model.source import SourceCheckpoint
@@ -253,15 +254,19 @@ def run_block(job: BlockPass, index: int, states: HiddenStates) -> dict[str, Any
     plan, batches, streamed = job.plan, job.batches, job.streamed
     context, prefix = plan.context, streamed.block_prefix(index)
     with streamed.loaded_block(index) as block, _modules_restored(block):
+        finished = FinishedModules(block, len(batches), keep=not job.spill)
+        runs = forwards(streamed, index, states, batches, job.calibrated)
         result = BlockJob(
             prefix=prefix, block=block, tasks=plan.of_block(index),
-            forwards=forwards(streamed, index, states, batches, job.calibrated),
+            forwards=finished.around(runs, job.calibrated), finished=finished,
             small_forward=_small_forward(job, index, states), dtype=streamed.dtype, recipe=context.recipe, reporter=job.reporter,
             constraints=plan.constraints, team=job.team, place=partial(context.bounds.place, job.directory.work),
         ).run()  # fmt: skip
         with torch.inference_mode():
             for number in job.own:
-                states.put(number, streamed.advance(index, states.get(number), batches[number]))
+                with finished.reused(number):
+                    states.put(number, streamed.advance(index, states.get(number), batches[number]))
+        finished.drop()
         if not job.team.is_main:
             return None
         changed = {
@@ -338,7 +343,7 @@ def _outside(job: BlockPass, result: BlockResult) -> dict[str, nn.Module]:
     """The modules outside of the blocks that are to be compressed; those with NaN or Inf stop the run or are skipped."""
     found = {name: job.streamed.model.get_submodule(name) for name in job.plan.outside}
     for name, module in list(found.items()):
-        if not bool(torch.isfinite(get_matrix(module)).all()):
+        if not finite(get_matrix(module)):
             result.skip_nonfinite(name, "the weight holds", job.plan.context.recipe)
             del found[name]
     return found

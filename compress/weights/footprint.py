@@ -80,9 +80,11 @@ class WeightsFootprint:
         # Two models' hidden states are compared position by position, so evaluation holds both.
         judged = model.states([(1, scored)]) + self._judge.states([(1, scored)])
         phases = self.phases(rows, bounds)
+        # As large are the outputs of a block's attention, which passes over the text for later layers take from memory.
+        again = self._recipe.true_sequential and any(layer.task.compensates for layer in self._layers.values())
         return Footprint(
             memory=max(phases.values()),
-            states=max(model.states(rows), judged),
+            states=max((2 if again else 1) * model.states(rows), judged),
             # What enters two blocks, in case one is damaged, and what enters the next.
             disk=3 * model.states(rows) + self._files(bounds),
             spilled=judged,

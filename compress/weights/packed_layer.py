@@ -12,6 +12,7 @@ from torch import nn
 
 from compress.core.method import Problem
 from compress.core.statistics import Statistics
+from compress.core.tensors import finite
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.weights.layer_task import LayerTask
 from compress.weights.solver.compensate import LayerResult
@@ -113,7 +114,7 @@ def _pack(
     tensors = storage.pack(weight, **inputs)
     # Solvers work on transposed weights; in the usual layout the same products are summed in the same order as in the artifact.
     dense = weight.dequantize().contiguous()
-    if not bool(torch.isfinite(dense).all()):
+    if not finite(dense):
         raise CompressError(f"{name}: the compressed weight holds NaN or Inf")
     count = storage.stored_count(tensors)
     before = rows * columns * module.weight.element_size()  # type: ignore[union-attr, operator]

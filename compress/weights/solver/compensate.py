@@ -32,6 +32,8 @@ SKETCH = 256
 #: A row is plainly better if its error is below this fraction of what the sketch says of rounding to nearest. `k |S e|^2 / e^T H e` is
 #: chi-square with k = SKETCH degrees of freedom, so the chance of a wrong word is below exp(-k/2 (1/f - 1 + ln f)) = 3e-9 a row.
 SAFE = 0.6
+#: Columns that are rounded to nearest at a time.
+COLUMNS = 64
 
 
 @dataclass
@@ -251,8 +253,7 @@ class _GridSolver:
     def _keep_nearest(self, rounded: Rounded, target: torch.Tensor, static: Grid) -> None:
         """Where rounding `target [in, rows]` to the nearest values of `static` is better, start again from those values, in place."""
         mask = rounded.mask
-        nearest = static.codes(target)
-        difference = target - stored_values(nearest, static, mask, self.dtype)
+        difference = nearest_difference(target, static, mask, self.dtype)
         doubtful = self._doubtful(rounded.lost, difference)
         exact = column_errors(difference[:, doubtful], self.hessian)
         above = rounded.lost[doubtful] > exact
@@ -260,7 +261,8 @@ class _GridSolver:
         if worse.numel() == 0:
             return
         del difference
-        grid, codes = static.rows(worse), nearest[:, worse].to(rounded.codes.dtype)
+        grid = static.rows(worse)
+        codes = grid.codes(target[:, worse]).to(rounded.codes.dtype)
         rounded.put(worse, codes, grid, exact)
         rounded.nearest[worse] = True
         kept = None if mask is None else mask[:, worse]
@@ -341,6 +343,21 @@ def visiting_order(
         if weights.group_size % unit == 0:
             units = [weights.group_size, unit]
     return column_order(energy, units)
+
+
+def nearest_difference(target: torch.Tensor, grid: Grid, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """What rounding `target [in, rows]` to the nearest values of a grid loses, likewise; a few columns at a time stay in the cache."""
+    columns, scheme = target.shape[0], grid.scheme
+    found, width = torch.empty_like(target), scheme.width(columns)
+    for number, group in enumerate(file_matrix.panels(columns, width)):
+        own = grid[number]
+        for start in range(group.start, group.stop, COLUMNS):
+            here = slice(start, min(start + COLUMNS, group.stop))
+            values = scheme.values(scheme.codes(target[here], own.scale, own.zero), own.scale, own.zero)
+            if mask is not None:
+                values *= mask[here]
+            torch.sub(target[here], values if dtype == torch.float32 else values.to(dtype), out=found[here])
+    return found
 
 
 def stored_values(codes: torch.Tensor, grid: Grid, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -67,19 +67,23 @@ def apply(
       compress apply llama_w4 --model ~/models/7b --output out/7b --max-memory 6GB
       torchrun --nproc-per-node 2 -m compress apply llama_w4     two processes share the run
     """
-    from compress.core.processes import is_first
-    from compress.recipe import load
+    from compress.core.imports import imports
+
+    with imports():
+        from compress.core.processes import is_first
+        from compress.recipe import load
 
     limit = memory_limit(max_memory)
     loaded = load(recipe, model=model, output=output, set=set_)
     failure: CompressError | None = None
     with stdout_reserved(as_json):
-        from compress.core.run_directory import recorded_samples
-        from compress.recipe import locate_model
-        from compress.run.record import make_samples, shown_command
-        from compress.run.run import LimitError
-        from compress.run.run import apply as run
-        from export.readers import readable_by
+        with imports():
+            from compress.core.run_directory import recorded_samples
+            from compress.recipe import locate_model
+            from compress.run.record import make_samples, shown_command
+            from compress.run.run import LimitError
+            from compress.run.run import apply as run
+            from export.readers import readable_by
 
         try:
             artifact = run(

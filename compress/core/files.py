@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from runtime.errors import ArtifactError, CompressError
@@ -76,11 +77,13 @@ def read_object(path: Path, advice: str) -> dict[str, Any]:
     return value
 
 
-def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
+def sha256(path: Path, stop: Event | None = None) -> str:
+    """SHA-256 of a file, in hexadecimal digits; CompressError once `stop` is set."""
     digest = hashlib.sha256()  # Python 3.10 has no hashlib.file_digest
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
+            if stop is not None and stop.is_set():
+                raise CompressError(f"hashing {path} was stopped")
             digest.update(chunk)
     return digest.hexdigest()
 

@@ -13,7 +13,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ class RunDirectory:
         path, work: the output, and the directory in it that holds what a resume needs.
         finished: the artifact is complete already (`inspect`).
         warn: called with a sentence for each damaged part.
+        before_commit: called before a part is recorded.
 
     Args:
         resume: continue an unfinished run. overwrite: replace a finished artifact or an unfinished run.
@@ -73,6 +74,7 @@ class RunDirectory:
         self.work = output / WORK
         self.finished = False
         self.warn: Callable[[str], None] = _log.warning
+        self.before_commit: Callable[[], None] = lambda: None
         self.resume, self._overwrite = resume, overwrite
         self._identity: dict[str, Any] = {}
         self._run = ""
@@ -203,19 +205,24 @@ class RunDirectory:
         found = self._committed(part)
         return None if found is None else found["record"]  # type: ignore[no-any-return]
 
-    def commit(self, part: str, record: dict[str, Any], holds: Iterable[Path] = ()) -> None:
+    def commit(
+        self, part: str, record: dict[str, Any], holds: Iterable[Path] = (), sums: Mapping[Path, str] | None = None
+    ) -> None:
         """Record that a part is finished.
 
         Args:
             holds: files and directories of the output that the part has written, which `whole` checks.
+            sums: SHA-256 of those of these files that were hashed since.
 
         Raises:
             CompressError: the directory was removed or replaced while the run wrote to it.
         """
         if not self._state.is_file():
             raise CompressError(f"{self.path} was removed while it was being written; run it again")
-        sums = {file.relative_to(self.path).as_posix(): sha256(file) for place in holds for file in _files(place)}
-        write_sealed(self._record_path(part), {"run": self._run, "record": record, "holds": sums})
+        self.before_commit()
+        files = [file for place in holds for file in _files(place)]
+        found = {file.relative_to(self.path).as_posix(): (sums or {}).get(file) or sha256(file) for file in files}
+        write_sealed(self._record_path(part), {"run": self._run, "record": record, "holds": found})
 
     def whole(self, part: str, *places: Path) -> bool:
         """Whether files or directories (all, if none is named) that a finished part has written are unchanged."""

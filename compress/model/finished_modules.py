@@ -1,13 +1,15 @@
 """Finished submodules of a block: their outputs are computed once for each batch of calibration text, not in every pass over it.
 
 A block whose layers are solved one input after the other reads the text once for each of them. Once all layers of its attention are
-solved, what the attention gives no longer changes, and later passes take it from here.
+solved, what the attention gives no longer changes, and later passes take it from here. The first of them only needs the last layer
+of the attention, whose inputs the pass before has seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,23 @@ from torch import nn
 from compress.model.input_statistics import Forwards
 from compress.model.module_hooks import hooks
 from runtime.modeling.experts import Experts
+from runtime.modeling.linear_modules import is_matrix
+
+
+@dataclass
+class _Module:
+    """A submodule.
+
+    Attributes:
+        length: of the tuple that it gives; 0: a tensor alone.
+        tail: name (inside the block) of the layer whose output that is, unless its inputs are larger; None: of none.
+        outputs, inputs: what is known, by batch (-1: the memory that they share); inputs are the tail's.
+    """
+
+    length: int
+    tail: str | None
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class FinishedModules:
@@ -32,37 +51,60 @@ class FinishedModules:
 
     def __init__(self, block: nn.Module, count: int, keep: bool = True) -> None:
         routed = {part for module in block.modules() if isinstance(module, Experts) for part in module.modules()}
-        self._count = count
-        self._modules = {
-            name: module
+        self._block, self._count = block, count
+        self._names = [
+            name
             for name, module in block.named_modules()
             if keep and name and any(True for _ in module.children()) and routed.isdisjoint(module.modules())
-        }
-        self._lengths: dict[str, int] = {}  # of the tuple that a module gives; 0: a tensor alone
-        self._outputs: dict[str, dict[int, torch.Tensor]] = {}  # of finished modules, by batch
-        self._rooms: dict[str, torch.Tensor] = {}
+        ]
+        self._modules: dict[str, _Module] = {}
+        self._finished: list[str] = []
+        self._last: list[str] = []  # modules of which only the tail is unsolved
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """A whole forward pass, which shows the modules that count."""
-        given: dict[str, list[int | None]] = {name: [] for name in self._modules}
+        given: dict[str, list[Any]] = {name: [] for name in self._names}
+        layers: dict[str, list[tuple[Any, Any]]] = {}
 
-        def note(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-            given[name].append(_length(output))
+        def note_output(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+            given[name].append(output)
 
-        with hooks({module: partial(note, name) for name, module in self._modules.items()}):
+        def note_layer(name: str, _module: nn.Module, args: Any, output: Any) -> None:
+            layers.setdefault(name, []).append((args, output))
+
+        found = {name: module for name, module in self._block.named_modules() if is_matrix(module)}
+        with (
+            hooks({module: partial(note_layer, name) for name, module in found.items()}),
+            hooks({self._block.get_submodule(name): partial(note_output, name) for name in self._names}),
+        ):
             yield
-        self._lengths = {name: found[0] for name, found in given.items() if len(found) == 1 and found[0] is not None}
+        for name, outputs in given.items():
+            if len(outputs) != 1 or (length := _length(outputs[0])) is None:
+                continue
+            value = outputs[0][0] if length else outputs[0]
+            tails = (
+                layer
+                for layer, calls in layers.items()
+                for args, given_by in calls
+                if given_by is value and len(calls) == len(args) == 1 and args[0].numel() <= value.numel()
+            )
+            self._modules[name] = _Module(length, next(tails, None))
 
     def settle(self, unsolved: Collection[str]) -> None:
         """Modules without any of the layers `unsolved` (names inside the block) do not change any more."""
-        found: dict[str, dict[int, torch.Tensor]] = {}
-        for name in self._modules:  # a module comes before those inside it
-            inside = any(name.startswith(f"{other}.") for other in found)
-            if name in self._lengths and not inside and not any(layer.startswith(f"{name}.") for layer in unsolved):
-                found[name] = self._outputs.get(name, {})
-        self._outputs = found
-        self._rooms = {name: room for name, room in self._rooms.items() if name in found}
+        self._finished, self._last = [], []
+        for name, module in self._modules.items():  # a module comes before those inside it
+            left = {layer for layer in unsolved if layer.startswith(f"{name}.")}
+            inside = any(name.startswith(f"{other}.") for other in self._finished)
+            if not left and not inside:
+                self._finished.append(name)
+                continue
+            module.outputs.clear()
+            if left == {module.tail}:
+                self._last.append(name)
+            else:
+                module.inputs.clear()
 
     def around(self, forwards: Forwards, numbers: Collection[int]) -> Forwards:
         """Runs of batches `numbers`, in that order, which take the outputs that are known, and remember the others."""
@@ -77,31 +119,52 @@ class FinishedModules:
     def reused(self, number: int, remember: bool = False) -> Iterator[None]:
         """While active, finished modules give what they gave for batch `number`, where that is known; `remember`: else it is noted."""
         with ExitStack() as stack:
-            for name, outputs in self._outputs.items():
-                module = self._modules[name]
-                if number in outputs:
-                    stack.enter_context(_instead(module, partial(self._give, name, number)))
+            for name in self._finished:
+                own, module = self._modules[name], self._block.get_submodule(name)
+                if number in own.outputs or number in own.inputs:
+                    stack.enter_context(_instead(module, partial(self._give, own, number, remember)))
                 elif remember:
-                    stack.enter_context(hooks({module: partial(self._remember, name, number)}))
+                    stack.enter_context(hooks({module: partial(self._note_output, own, number)}))
+            for name in self._last if remember else []:
+                own = self._modules[name]
+                layer = self._block.get_submodule(str(own.tail))
+                # First of all hooks: one that collects statistics may end the pass.
+                stack.enter_context(
+                    layer.register_forward_pre_hook(partial(self._note_input, own, number), prepend=True)
+                )
             yield
 
     def drop(self) -> None:
         """Free the memory."""
-        self._outputs.clear()
-        self._rooms.clear()
+        self._modules.clear()
+        self._finished, self._last = [], []
 
-    def _remember(self, name: str, number: int, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _note_input(self, own: _Module, number: int, _module: nn.Module, args: Any) -> None:
+        self._remember(own.inputs, number, args[0])
+
+    def _note_output(self, own: _Module, number: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        self._remember(own.outputs, number, output[0] if own.length else output)
+
+    def _remember(self, known: dict[int, torch.Tensor], number: int, value: torch.Tensor) -> None:
         """A copy, which what comes after cannot change; those of batches of one shape are one piece of memory, which stays whole."""
-        value = output[0] if self._lengths[name] else output
-        if name not in self._rooms:
-            self._rooms[name] = value.new_empty(self._count, *value.shape)
-        room = self._rooms[name][number]
+        if -1 not in known:
+            known[-1] = value.new_empty(self._count, *value.shape)
+        room = known[-1][number]
         alike = room.shape == value.shape and room.dtype == value.dtype
-        self._outputs[name][number] = room.copy_(value) if alike else value.clone()
+        known[number] = room.copy_(value) if alike else value.clone()
 
-    def _give(self, name: str, number: int, *_args: Any, **_kwargs: Any) -> Any:
-        value, length = self._outputs[name][number].clone(), self._lengths[name]
-        return (value, *(None,) * (length - 1)) if length else value
+    def _give(self, own: _Module, number: int, remember: bool, *_args: Any, **_kwargs: Any) -> Any:
+        if number in own.outputs:
+            value = own.outputs[number].clone()
+        else:
+            entered = own.inputs[number]
+            value = self._block.get_submodule(str(own.tail))(entered)
+            if remember:
+                if not own.outputs and entered.shape == value.shape:  # they take the place of the inputs
+                    own.outputs[-1] = own.inputs[-1]
+                self._remember(own.outputs, number, value)
+                del own.inputs[number]
+        return (value, *(None,) * (own.length - 1)) if own.length else value
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.core.files import written_beside
+from compress.core.imports import imports
 from compress.report.facts import split_layer_name
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ def figure(
     width: float, height: float, ink: str = INK, faint: str = FAINT, ground: str = "none"
 ) -> Iterator[tuple[Figure, Axes]]:
     """A figure without global state: no pyplot, and whatever the user's matplotlibrc says is set aside."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with imports():
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     style = {
         **matplotlib.rcParamsDefault, "svg.fonttype": "none", "svg.hashsalt": "compress", "font.size": 10, "text.color": ink,

@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
 
 from compress.core.files import disk_errors, read_sealed, sha256, write_sealed
+from compress.core.imports import imports
 from compress.core.memory_bounds import Bounds
 from compress.core.processes import Team
 from compress.core.progress import Reporter
@@ -104,19 +106,40 @@ SOURCE_SUMS = "source.sums"  # no record of a part, which are all *.json
 _HASHED_AT_ONCE = 2
 
 
-def check_source_files(work: Path, checkpoint: Checkpoint) -> None:
+@contextmanager
+def source_files_checked(directory: RunDirectory, checkpoint: Checkpoint) -> Iterator[None]:
+    """`check_source_files`; where nothing is noted yet, beside what the run does, and no part is recorded before the note is written."""
+    if read_sealed(directory.work / SOURCE_SUMS) is not None:
+        check_source_files(directory.work, checkpoint)
+        yield
+        return
+    stop = Event()
+    with ThreadPoolExecutor(1) as pool:
+        noted = pool.submit(check_source_files, directory.work, checkpoint, stop)
+        directory.before_commit = noted.result
+        try:
+            yield
+            noted.result()
+        finally:
+            stop.set()
+
+
+def check_source_files(work: Path, checkpoint: Checkpoint, stop: Event | None = None) -> None:
     """Note the source's files in a run's work directory, or hold them against what was noted.
 
     A damaged note is written again; then only the fingerprint has shown that the source is the same.
 
+    Args:
+        stop: once set, nothing is noted any more.
+
     Raises:
-        RequestError: a file is another than when the run began.
+        RequestError: a file is another than when the run began. CompressError: it was stopped.
     """
     note = work / SOURCE_SUMS
     before: dict[str, Any] = (read_sealed(note) or {"files": {}})["files"]
     files = [checkpoint.path / "config.json", *checkpoint.files()]
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
-        found = dict(pool.map(lambda file: (file.name, _file_record(file, before.get(file.name))), files))
+        found = dict(pool.map(lambda file: (file.name, _file_record(file, before.get(file.name), stop)), files))
     for name, now in found.items():
         if before and before.get(name, {}).get("sha256") != now["sha256"]:
             raise RequestError(
@@ -126,13 +149,13 @@ def check_source_files(work: Path, checkpoint: Checkpoint) -> None:
         write_sealed(note, {"files": found})
 
 
-def _file_record(file: Path, before: dict[str, Any] | None) -> dict[str, Any]:
+def _file_record(file: Path, before: dict[str, Any] | None, stop: Event | None) -> dict[str, Any]:
     """Size, time of change and hash of a file; the hash is taken over where the others are as they were."""
     status = file.stat()
     seen = {"bytes": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
     if before is not None and all(before.get(key) == value for key, value in seen.items()):
         return before
-    return {**seen, "sha256": sha256(file)}
+    return {**seen, "sha256": sha256(file, stop)}
 
 
 def apply(
@@ -183,7 +206,8 @@ def apply(
                 directory.inspect({})
             where = str(team.device(choose_device(device)))
             clock = RunRecord(where, team.size, command)
-            session = Session.open(recipe, where)
+            with imports():
+                session = Session.open(recipe, where)
             return _accept(_apply(session, directory, max_memory, quiet, team, clock, readers, report_to))
 
 
@@ -237,7 +261,7 @@ def _apply(
         clock.begin(path, reporter.warn)
         tracking = Tracking(report_to, context.recipe.name, context.recipe.resolved(), reporter.warn)
         reporter.tracking = stack.enter_context(tracked(tracking))
-        check_source_files(directory.work, context.original)
+        stack.enter_context(source_files_checked(directory, context.original))
         reporter.info(plan.headline())
         doubts = texts.doubt(context)
         for warning in [*plan.warnings, context.calibration.warning if context.reads_text else None, *doubts]:

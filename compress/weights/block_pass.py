@@ -168,7 +168,8 @@ class BlockPass:
     def commit(self, part: str, record: dict[str, Any], *files: Path) -> None:
         """Record a part with its shard and further files."""
         record |= {"processes": self.team.size} if self.team.size > 1 else {}
-        self.directory.commit(part, record, (self.directory.path / record["shard"], *files))
+        shard = self.directory.path / record["shard"]
+        self.directory.commit(part, record, (shard, *files), {shard: record["sha256"]})
 
 
 @wide_products()

@@ -243,8 +243,8 @@ class WeightsFootprint:
 
     def _seconds(self, count: int, scored: int, speed: Speed) -> float:
         """A guess: forward passes over `count` tokens, Hessians, column loops, start-up; `scored`: tokens that the result is judged by."""
-        # Collecting stops early in three of four passes of a sequential block: little more than one full pass, and one to go on.
-        total = 2.0 * (self._model.inside * (2.2 * count + scored) + self._judge.inside * scored) / speed.own
+        # Collecting stops early in three of four passes of a sequential block, and its attention is computed once; then one to go on.
+        total = 2.0 * (self._model.inside * (1.6 * count + scored) + self._judge.inside * scored) / speed.own
         for layer in self._layers.values():
             out, columns = layer.rows, layer.columns
             if layer.hessian:

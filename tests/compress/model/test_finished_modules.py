@@ -91,3 +91,40 @@ def test_nothing_is_remembered_where_states_spill() -> None:
     block.first.runs = 0
     run()
     assert block.first.runs == 1
+
+
+class _Attention(nn.Module):
+    """What it gives is what its last layer gives; `narrow`: that layer reads less than it gives, or more."""
+
+    def __init__(self, narrow: bool = True) -> None:
+        super().__init__()
+        inner = 4 if narrow else 12
+        self.first, self.last, self.runs = nn.Linear(6, inner), nn.Linear(inner, 6), 0
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        self.runs += 1
+        return self.last(self.first(x).tanh()), None
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+@torch.no_grad()
+def test_the_last_layer_alone_runs_once_it_is_solved(narrow: bool) -> None:
+    block, batches = _Block(), [torch.randn(rows, 5, 6) for rows in (3, 2, 3)]
+    block.first = _Attention(narrow)  # type: ignore[assignment]
+    finished, runs = _opened(block, batches)
+    finished.settle({"first.last", "second.layer"})
+    for run, _ in runs:
+        run()
+    block.first.last.weight.mul_(2)  # it is solved only now
+    wanted = [block(x) for x in batches]
+    finished.settle({"second.layer"})
+    block.first.runs = 0
+    for _ in range(2):
+        assert all(torch.equal(run(), y) for (run, _), y in zip(runs, wanted, strict=True))
+    assert block.first.runs == (0 if narrow else 3)
+    finished.settle(set())
+    assert all(torch.equal(run(), y) for (run, _), y in zip(runs, wanted, strict=True))
+    finished.drop()
+    block.second.runs = 0
+    runs[0][0]()
+    assert block.second.runs == 1

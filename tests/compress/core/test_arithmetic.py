@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.core import tensors
-from compress.core.tensors import WidenedProducts, products
+from compress.core.tensors import WidenedProducts, finite, products
 
 
 class _Products(TorchDispatchMode):
@@ -65,3 +65,17 @@ def test_the_mode_is_for_cpus_without_bfloat16(monkeypatch) -> None:
     assert not isinstance(products(torch.device("cuda")), WidenedProducts)
     monkeypatch.setattr(tensors, "has_bfloat16", lambda: True)
     assert not isinstance(products(torch.device("cpu")), WidenedProducts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_one_bad_number_is_seen(dtype: torch.dtype, bad: float) -> None:
+    value = torch.randn(70, 33).to(dtype)
+    value[3, 5] = torch.finfo(dtype).max
+    assert finite(value)
+    assert finite(value[:0])
+    for place in (0, 1234, value.numel() - 1):
+        spoiled = value.clone()
+        spoiled.view(-1)[place] = bad
+        assert not finite(spoiled)
+        assert not finite(spoiled.T)

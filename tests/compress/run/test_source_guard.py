@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from compress.run.run import SOURCE_SUMS, check_source_files
+from compress.core.files import sha256
+from compress.core.run_directory import RunDirectory
+from compress.run.run import SOURCE_SUMS, check_source_files, source_files_checked
 from runtime.checkpoint.checkpoint import Checkpoint
-from runtime.errors import RequestError
+from runtime.errors import CompressError, RequestError
 
 
 @pytest.fixture
@@ -71,3 +74,47 @@ def test_a_damaged_note_is_made_again(model: Path, tmp_path: Path) -> None:
     flip(tmp_path / SOURCE_SUMS, 40)
     check_source_files(tmp_path, Checkpoint(model))
     assert (tmp_path / SOURCE_SUMS).read_bytes() == note
+
+
+def claimed(path: Path) -> RunDirectory:
+    directory = RunDirectory(path / "out", resume=True)
+    directory.inspect({})
+    directory.path.mkdir(exist_ok=True)
+    directory.claim()
+    return directory
+
+
+def test_no_part_is_recorded_before_the_note(model: Path, tmp_path: Path) -> None:
+    directory = claimed(tmp_path)
+    with source_files_checked(directory, Checkpoint(model)):
+        directory.commit("block-00000", {})
+        assert (directory.work / SOURCE_SUMS).is_file()
+    (model / "config.json").write_text("{} ")
+    with (
+        pytest.raises(RequestError, match=r"config\.json"),
+        source_files_checked(claimed(tmp_path), Checkpoint(model)),
+    ):
+        raise AssertionError("the run has begun")
+
+
+def test_a_run_that_fails_does_not_wait(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Hashing ends in the midst of a file, and notes nothing."""
+    from compress.run import run
+
+    def hashed(_file: Path, stop: Any) -> str:
+        assert stop.wait(60)
+        raise CompressError("stopped")
+
+    monkeypatch.setattr(run, "sha256", hashed)
+    directory = claimed(tmp_path)
+    with pytest.raises(ZeroDivisionError), source_files_checked(directory, Checkpoint(model)):
+        raise ZeroDivisionError
+    assert not (directory.work / SOURCE_SUMS).exists()
+
+
+def test_hashing_stops_when_it_is_told(model: Path) -> None:
+    stop = Event()
+    assert sha256(model / "config.json", stop) == sha256(model / "config.json")
+    stop.set()
+    with pytest.raises(CompressError):
+        sha256(model / "model.safetensors", stop)

@@ -60,6 +60,7 @@ class FinishedModules:
         self._modules: dict[str, _Module] = {}
         self._finished: list[str] = []
         self._last: list[str] = []  # modules of which only the tail is unsolved
+        self._stops = True
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -91,9 +92,14 @@ class FinishedModules:
             )
             self._modules[name] = _Module(length, next(tails, None))
 
-    def settle(self, unsolved: Collection[str]) -> None:
-        """Modules without any of the layers `unsolved` (names inside the block) do not change any more."""
-        self._finished, self._last = [], []
+    def settle(self, unsolved: Collection[str], stops: bool = True) -> None:
+        """Modules without any of the layers `unsolved` (names inside the block) do not change any more.
+
+        Args:
+            stops: the next passes end at the first of these layers, so that all they compute is final. Else nothing is remembered: what
+                comes after the layer may change with it.
+        """
+        self._finished, self._last, self._stops = [], [], stops
         for name, module in self._modules.items():  # a module comes before those inside it
             left = {layer for layer in unsolved if layer.startswith(f"{name}.")}
             inside = any(name.startswith(f"{other}.") for other in self._finished)
@@ -110,7 +116,7 @@ class FinishedModules:
         """Runs of batches `numbers`, in that order, which take the outputs that are known, and remember the others."""
 
         def run(number: int, whole: Callable[[], Any]) -> Any:
-            with self.reused(number, remember=True):
+            with self.reused(number, remember=self._stops):
                 return whole()
 
         return [(partial(run, number, whole), mask) for number, (whole, mask) in zip(numbers, forwards, strict=True)]

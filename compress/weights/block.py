@@ -118,7 +118,8 @@ class BlockJob:
         blind = not any(task.needs for task in tasks.values())
         unsolved = set(tasks)
         for wave in [list(range(len(groups)))] if blind else experts.waves(groups):
-            self.finished.settle(unsolved)
+            alone = all(expert_of(self.block, groups[position].members[0]) is None for position in wave)
+            self.finished.settle(unsolved, stops=alone)
             statistics |= self._collect(groups, [i for i in wave if i not in statistics])
             ready: list[tuple[list[str], Statistics | None]] = []
             tokens: dict[str, int] = {}

@@ -83,6 +83,18 @@ def test_modules_that_do_not_count(block: _Block) -> None:
 
 
 @torch.no_grad()
+def test_a_pass_to_the_end_remembers_nothing() -> None:
+    """What comes after an unsolved layer changes with it, although no layer inside is unsolved."""
+    block, batches = _Block(), [torch.randn(2, 5, 6)]
+    finished, ((run, _),) = _opened(block, batches)
+    finished.settle({"first.layer"}, stops=False)
+    run()
+    block.first.layer.weight.mul_(2)
+    finished.settle(set())
+    assert torch.equal(run(), block(batches[0]))
+
+
+@torch.no_grad()
 def test_nothing_is_remembered_where_states_spill() -> None:
     block, batches = _Block(), [torch.randn(2, 5, 6)]
     finished, ((run, _),) = _opened(block, batches, keep=False)

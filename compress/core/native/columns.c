@@ -8,7 +8,7 @@
 #include <string.h>
 
 #define LANES 32
-#define WIDTH 16 /* floats of a vector; the compiler splits or joins them as the CPU has them */
+#define WIDTH 8  /* floats of a vector; the compiler splits or joins them as the CPU has them */
 #define VECTORS (LANES / WIDTH)
 #define MOST 512 /* columns of a block */
 #define CANDIDATES 64

@@ -524,7 +524,7 @@ def test_an_artifact_brings_its_policy_and_can_be_overruled(tiny_artifact: Path,
     assert runtime.load(path, device="cpu", kv_cache="kivi").stats["kv_cache"] == "keys int2, values int2"
     # What was calibrated for the artifact serves another policy that needs it.
     other = runtime.load(path, device="cpu", kv_cache={"method": "duoattention", **KEPT})
-    assert other.engine.cache_factory.plan.eviction.score.gates == ((0.1, 0.9), (0.8, 0.2))
+    assert other.engine._plan.eviction.score.gates == ((0.1, 0.9), (0.8, 0.2))
     with pytest.raises(RequestError, match="doublesparsity needs channels"):
         runtime.load(path, device="cpu", kv_cache={"method": "doublesparsity", "select": {"ratio": 0.5}})
     manifest["kv_cache"]["calibrated"]["fingerprint"] = "0" * 16

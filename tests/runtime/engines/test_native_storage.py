@@ -11,7 +11,7 @@ import torch
 from runtime.decoding.pages import Pages
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import NativeEngine
-from runtime.engines.native.storage import why_modules_store
+from runtime.engines.native.storage import storage_of, why_modules_store
 from runtime.errors import RequestError
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.attention import PAGE
@@ -198,3 +198,23 @@ def test_what_is_not_finite_is_refused_in_a_sentence() -> None:
 )
 def test_what_pages_cannot_be_has_a_reason(policy: dict[str, Any], reason: str) -> None:
     assert reason in (why_modules_store(Policy.parse(policy)) or "")
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"select": {"method": "quest", "tokens": 100}}, "select what a step reads where layers and heads keep"),
+        (
+            {"keys": "int4", "values": "int4", "recent": 16, "offload": "disk"},
+            "offload pages to a disk where layers and heads keep",
+        ),
+    ],
+)
+@pytest.mark.parametrize("uneven", [{"heads": "adaptive"}, {"layers": "pyramid"}, {"prompt": "keep"}])
+def test_what_differs_by_head_is_neither_selected_nor_offloaded(
+    more: dict[str, Any], reason: str, uneven: dict[str, Any]
+) -> None:
+    _, lean = _engine(POLICIES["int4"])
+    evict = {"score": "snapkv", "tokens": 64, "interval": 16}
+    assert reason in str(storage_of(Policy.parse({"evict": evict | uneven, **more}), lean.parts))
+    assert not isinstance(storage_of(Policy.parse({"evict": evict, **more}), lean.parts), str)

@@ -124,8 +124,8 @@ def _reached(
     numbers: list[int], kinds: list[Any]
 ) -> tuple[list[tuple[int, int]], dict[tuple[int, int], tuple[int, int]]]:
     """Blocks that can be reached from arguments; and by block (-1: the arguments) and offset, the block and offset that it points to."""
-    memory, blocks = Memory(), list[tuple[int, int]]()
-    links: dict[tuple[int, int], tuple[int, int]] = {}
+    memory, spans = Memory(), dict[tuple[int, int], None]()
+    found: dict[tuple[int, int], int] = {}  # of links, -1 and the offset or 0 and the address
     pending = [(-1, place * 8, number) for place, number in enumerate(numbers) if kinds[place] is ctypes.c_void_p]
     while pending:
         source, at, number = pending.pop()
@@ -135,13 +135,25 @@ def _reached(
                 raise AssertionError(f"argument {at // 8} points to what no tensor holds")
             continue
         start, size, points = target
-        if (start, size) not in blocks:
-            blocks.append((start, size))
+        if (start, size) not in spans:
+            spans[start, size] = None
             if points:
                 words = struct.unpack_from(f"<{size // 8}q", ctypes.string_at(start, size))
-                pending += [(len(blocks) - 1, place * 8, word) for place, word in enumerate(words) if word]
-        links[source, at] = (blocks.index((start, size)), number - start)
-    return blocks, links
+                pending += [(0, start + place * 8, word) for place, word in enumerate(words) if word]
+        found[source, at] = number
+    # A layer's pages lie in those of all layers: memory is there once.
+    whole = [
+        (start, size)
+        for start, size in spans
+        if not any(other <= start and start + size <= other + more and more > size for other, more in spans)
+    ]
+
+    def place_of(address: int) -> tuple[int, int]:
+        index = next(i for i, (start, size) in enumerate(whole) if start <= address < start + size)
+        return index, address - whole[index][0]
+
+    links = {(key if key[0] < 0 else place_of(key[1])): place_of(number) for key, number in found.items()}
+    return whole, links
 
 
 @contextmanager

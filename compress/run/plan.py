@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from runtime.kv_cache.policy.policy import Policy
 from runtime.modeling.layer_sizes import differing, is_ours
 from runtime.modeling.weights import first_name
 from runtime.system.device import choose_device
-from runtime.system.memory import available_bytes, free_bytes
+from runtime.system.memory import available_bytes, free_bytes, return_memory
 
 #: Part of a limit by which what was counted may be more than it: the least that a refusal has named works in another process too, which is
 #: not quite as large before it begins. What is counted errs high by more.
@@ -275,6 +276,9 @@ def totals(session: Session, after: int, limit: int | None = None, settled: Boun
     stages = _Stages(session)
     device = session.context.streamed.device
     on_cpu = device.type == "cpu"
+    if limit is not None:  # what is dead does not count; imports have left it to nobody (`imports`)
+        gc.collect()
+        return_memory()
     free, held = free_bytes() // on_this_machine(), memory_bytes()
     room = free if on_cpu else min(free, available_bytes(device))
     rows = None if settled is None else settled.rows

@@ -106,12 +106,8 @@ def _of_pages(engine: Engine, ids: torch.Tensor, prompt: int) -> tuple[torch.Ten
     count, found, total = -(-ids.shape[1] // engine.page_size), [], Usage(0)
     width = engine.page_size  # larger steps would hold more of the cache plain than decoding does
     for row in ids.tolist():
-        pool, retention, pages, spare = (
-            engine.new_pages(2 * count),
-            engine.retention(prompt),
-            [*range(count)],
-            [*range(count, 2 * count)],
-        )
+        pool, retention = engine.new_pages(2 * count), engine.retention(prompt)
+        pages, spare = [*range(count)], [*range(count, 2 * count)]
         start, logits = 0, []
         while start < len(row):
             boundary = None if retention is None else retention.boundary

@@ -15,8 +15,8 @@ from compress.core.progress import Reporter
 from compress.core.statistics import Statistics
 from compress.core.tensors import finite
 from compress.model.expert_calibration import ExpertCalibration
-from compress.model.finished_modules import FinishedModules
 from compress.model.input_statistics import Forwards, InputGroup, find_groups
+from compress.model.module_outputs import ModuleOutputs
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.recipe import Recipe
 from compress.weights.layer_task import LayerTask
@@ -73,14 +73,14 @@ class BlockJob:
         constraints: masks and grids that stay, by qualified layer name.
         team: processes that share the block: each has forwards of batches of its own, and layers are dealt out.
         place: directory of the file that holds second moments of so many inputs; None: they are in memory.
-        finished: submodules whose outputs `forwards` need not compute again.
+        outputs: of submodules that `forwards` need not compute again.
     """
 
     prefix: str
     block: nn.Module
     tasks: dict[str, LayerTask]
     forwards: Forwards
-    finished: FinishedModules
+    outputs: ModuleOutputs
     small_forward: Callable[[torch.dtype], torch.Tensor]
     dtype: torch.dtype
     recipe: Recipe
@@ -102,7 +102,7 @@ class BlockJob:
         experts = ExpertCalibration(self.block, self.prefix, self.recipe.calibration.experts, team, self.place)
         self._experts = experts
         linears = [n for n, m in self.block.named_modules() if is_matrix(m)]
-        with experts.shown(), self.finished.watched():
+        with experts.shown(), self.outputs.watched():
             all_groups = find_groups(self.block, lambda: self.small_forward(self.dtype), linears)
         groups = [InputGroup([n for n in g.members if n in tasks], g.in_features, g.source) for g in all_groups]
         groups = [g for g in groups if g.members]
@@ -119,7 +119,7 @@ class BlockJob:
         unsolved = set(tasks)
         for wave in [list(range(len(groups)))] if blind else experts.waves(groups):
             alone = all(expert_of(self.block, groups[position].members[0]) is None for position in wave)
-            self.finished.settle(unsolved, stops=alone)
+            self.outputs.settle(unsolved, stops=alone)
             statistics |= self._collect(groups, [i for i in wave if i not in statistics])
             ready: list[tuple[list[str], Statistics | None]] = []
             tokens: dict[str, int] = {}

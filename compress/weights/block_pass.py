@@ -22,9 +22,9 @@ from compress.core.run_directory import RunDirectory
 from compress.core.statistics import Statistics, StatisticsCollector
 from compress.core.tensors import finite, wide_products
 from compress.model.checkpoint_writer import shard_name
-from compress.model.finished_modules import FinishedModules
 from compress.model.hidden_states import HiddenStates
 from compress.model.input_statistics import forwards
+from compress.model.module_outputs import ModuleOutputs
 from compress.model.source import SourceCheckpoint
 from compress.model.streamed import Batch, StreamedModel
 from compress.weights.block import BlockJob, BlockResult
@@ -255,19 +255,19 @@ def run_block(job: BlockPass, index: int, states: HiddenStates) -> dict[str, Any
     plan, batches, streamed = job.plan, job.batches, job.streamed
     context, prefix = plan.context, streamed.block_prefix(index)
     with streamed.loaded_block(index) as block, _modules_restored(block):
-        finished = FinishedModules(block, len(batches), keep=not job.spill)
+        outputs = ModuleOutputs(block, len(batches), keep=not job.spill)
         runs = forwards(streamed, index, states, batches, job.calibrated)
         result = BlockJob(
             prefix=prefix, block=block, tasks=plan.of_block(index),
-            forwards=finished.around(runs, job.calibrated), finished=finished,
+            forwards=outputs.around(runs, job.calibrated), outputs=outputs,
             small_forward=_small_forward(job, index, states), dtype=streamed.dtype, recipe=context.recipe, reporter=job.reporter,
             constraints=plan.constraints, team=job.team, place=partial(context.bounds.place, job.directory.work),
         ).run()  # fmt: skip
         with torch.inference_mode():
             for number in job.own:
-                with finished.reused(number):
+                with outputs.reused(number):
                     states.put(number, streamed.advance(index, states.get(number), batches[number]))
-        finished.drop()
+        outputs.drop()
         if not job.team.is_main:
             return None
         changed = {

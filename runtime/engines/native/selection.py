@@ -34,13 +34,9 @@ class WholeSequence:
     evicted: int = 0
     boundary: int | None = None
     own: int = 0
+    left: int = 0  # there is no boundary
     moves: bool = False
     fixed: int = 0
-
-    @property
-    def left(self) -> int:
-        """There is no boundary."""
-        raise NotImplementedError
 
     def most(self, new: int) -> int:
         """All of them."""

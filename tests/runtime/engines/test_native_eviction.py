@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,8 +9,9 @@ import pytest
 import torch
 from inside_cases import gentle, with_drafter
 from llama_engines import CPU, model_of, native
+from policy_models import memory_changes_nothing, native_model, texts, torch_model
 from program_families import model_of as family_of
-from speculation_cases import VOCABULARY, model_over, trees_change_nothing
+from speculation_cases import model_over, trees_change_nothing
 
 from runtime.api.model import Model
 from runtime.config.settings import ConfigError
@@ -82,20 +82,11 @@ def module() -> Any:
 
 
 def held(module: Any, policy: str) -> Model:
-    engine = native(module)
-    assert engine.hold(Policy.parse(ALL[policy])) is None
-    return model_over(engine)
+    return native_model(module, ALL[policy])
 
 
 def modules(module: Any, policy: str) -> Model:
-    engine = TorchEngine(module, CPU)
-    engine.compress_cache(Policy.parse(POLICIES[policy]))
-    return model_over(engine)
-
-
-def texts(*lengths: int, seed: int = 0) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(4, VOCABULARY) for _ in range(length)] for length in lengths]
+    return torch_model(module, POLICIES[policy])
 
 
 # ---------------------------------------------------------------- the tokens that modules keep
@@ -284,15 +275,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(module: Any, policy: str) ->
 @pytest.mark.parametrize("policy", ALL)
 @pytest.mark.parametrize("spare", [0, 6])
 def test_within_any_memory_the_same(module: Any, policy: str, spare: int) -> None:
-    prompts = texts(300, 20, 129, 64, 280, seed=3)
-    prompts += [prompts[0][:250], prompts[0] + prompts[1]]
-    wanted = [held(module, policy).generate(prompt, max_new_tokens=NEW) for prompt in prompts]
-    model = held(module, policy)
-    engine = model.engine
-    longest = max(-(-engine.slots(len(prompt), NEW) // PAGE) for prompt in prompts)
-    memory = (longest + sum(engine.overhead) + spare) * engine.page_bytes
-    assert model.generate(prompts, max_new_tokens=NEW, cache_memory=memory) == wanted
-    assert model.stats["cache_bytes"] <= memory
+    memory_changes_nothing(lambda: held(module, policy), NEW, spare)
 
 
 @pytest.mark.sampled(8)

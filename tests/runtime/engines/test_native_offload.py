@@ -5,21 +5,19 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import random
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from llama_engines import CPU, model_of, native
-from speculation_cases import VOCABULARY, model_over, trees_change_nothing
+from llama_engines import model_of, native
+from policy_models import native_model, texts, torch_model
+from speculation_cases import trees_change_nothing
 
-from runtime.api.model import Model
 from runtime.config.settings import ConfigError
 from runtime.engines.base import Chunk
 from runtime.engines.native.storage import why_modules_store
-from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import CompressError
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.attention import PAGE
@@ -45,23 +43,12 @@ def module() -> Any:
     return model_of("grouped", head_dim=32, max_position_embeddings=2048)
 
 
-def held(module: Any, policy: dict[str, Any]) -> Model:
-    engine = native(module)
-    assert engine.hold(Policy.parse(policy)) is None
-    return model_over(engine)
-
-
-def texts(*lengths: int, seed: int = 0) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(4, VOCABULARY) for _ in range(length)] for length in lengths]
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_is_lost(module: Any, policy: str, tmp_path: Path) -> None:
     prompts = texts(300, 20, 129, 64, 700)
     prompts += [prompts[0][:250], prompts[4][:640] + prompts[2]]
-    wanted = held(module, POLICIES[policy]).generate(prompts, max_new_tokens=90, ignore_eos=True)
-    model = held(module, {**POLICIES[policy], "offload": {"to": "disk", "directory": str(tmp_path)}})
+    wanted = native_model(module, POLICIES[policy]).generate(prompts, max_new_tokens=90, ignore_eos=True)
+    model = native_model(module, {**POLICIES[policy], "offload": {"to": "disk", "directory": str(tmp_path)}})
     assert model.generate(prompts, max_new_tokens=90, ignore_eos=True) == wanted
     for prompt, expected in zip(prompts, wanted, strict=True):  # once more, on the pages of the first call
         assert model.generate(prompt, max_new_tokens=90, ignore_eos=True) == expected
@@ -71,18 +58,17 @@ def test_nothing_is_lost(module: Any, policy: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["floats", "read by quest", "evicting"])
 def test_what_is_written_is_what_modules_write(module: Any, policy: str, tmp_path: Path) -> None:
     settings = {**POLICIES[policy], "offload": {"to": "disk", "directory": str(tmp_path)}}
-    slow = TorchEngine(module, CPU)
-    slow.compress_cache(Policy.parse(settings))
+    slow = torch_model(module, settings)
     (prompt,) = texts(300)
-    found = held(module, settings).generate(prompt, max_new_tokens=90, ignore_eos=True)
+    found = native_model(module, settings).generate(prompt, max_new_tokens=90, ignore_eos=True)
     # Of what is stored elsewhere modules keep whole chunks of 32 tokens where they evict.
-    assert found == model_over(slow).generate(prompt, max_new_tokens=90, ignore_eos=True)
+    assert found == slow.generate(prompt, max_new_tokens=90, ignore_eos=True)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_drafts_change_nothing(module: Any, policy: str) -> None:
     settings = {**POLICIES[policy], "offload": "disk"}
-    trees_change_nothing(lambda: held(module, settings), texts(300, 40, 129, seed=4), 120)
+    trees_change_nothing(lambda: native_model(module, settings), texts(300, 40, 129, seed=4), 120)
 
 
 @pytest.mark.parametrize("policy", ["floats", "int8, read by quest"])
@@ -143,7 +129,7 @@ def test_memory_is_bounded_where_the_cache_is_larger(select: Any) -> None:
 
 # ---------------------------------------------------------------- what cannot be
 def test_a_full_disk_is_a_sentence(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = held(module, {"recent": 32, "offload": {"to": "disk", "directory": str(tmp_path)}})
+    model = native_model(module, {"recent": 32, "offload": {"to": "disk", "directory": str(tmp_path)}})
     (prompt,) = texts(300)
 
     def full(handle: int, start: int, size: int) -> None:
@@ -154,7 +140,7 @@ def test_a_full_disk_is_a_sentence(module: Any, tmp_path: Path, monkeypatch: pyt
         with pytest.raises(CompressError, match=rf"offload: {tmp_path} cannot hold .*No space left") as caught:
             model.generate(prompt, max_new_tokens=2)
     assert caught.value.exit_code == 1
-    assert model.generate(prompt, max_new_tokens=20) == held(module, {}).generate(prompt, max_new_tokens=20)
+    assert model.generate(prompt, max_new_tokens=20) == native_model(module, {}).generate(prompt, max_new_tokens=20)
 
 
 def test_a_directory_that_is_not_there_is_said(module: Any, tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
 from inside_cases import gentle
 from llama_engines import CPU, model_of, native
+from policy_models import memory_changes_nothing, native_model, texts, torch_model
 from program_families import model_of as family_of
 from speculation_cases import VOCABULARY, model_over, trees_change_nothing
 
@@ -64,18 +64,7 @@ def engine_of(module: Any, policy: dict[str, Any]) -> NativeEngine:
 
 
 def held(module: Any, policy: str) -> Model:
-    return model_over(engine_of(module, ALL[policy]))
-
-
-def modules(module: Any, policy: dict[str, Any]) -> Model:
-    engine = TorchEngine(module, CPU)
-    engine.compress_cache(Policy.parse(policy))
-    return model_over(engine)
-
-
-def texts(*lengths: int, seed: int = 0) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(4, VOCABULARY) for _ in range(length)] for length in lengths]
+    return native_model(module, ALL[policy])
 
 
 # ---------------------------------------------------------------- the tokens that modules read
@@ -83,7 +72,7 @@ def texts(*lengths: int, seed: int = 0) -> list[list[int]]:
 def test_what_is_written_is_what_modules_write(module: Any, policy: str) -> None:
     prompts = texts(300, 20, 129, 64, 700)
     found = held(module, policy).generate(prompts, max_new_tokens=NEW, ignore_eos=True)
-    slow = modules(module, ALL[policy])
+    slow = torch_model(module, ALL[policy])
     assert found == [slow.generate(prompt, max_new_tokens=NEW, ignore_eos=True) for prompt in prompts]
     plain = model_over(native(module)).generate(prompts, max_new_tokens=NEW, ignore_eos=True)
     assert found != plain, "it does something"
@@ -97,7 +86,7 @@ def test_models_read_what_their_modules_read(name: str, policy: str) -> None:
     module = model_of(name)
     (prompt,) = texts(330)
     settings = {"select": PLAIN[policy]["select"] | {"skip_layers": 0}}
-    fast, slow = model_over(engine_of(module, settings)), modules(module, settings)
+    fast, slow = model_over(engine_of(module, settings)), torch_model(module, settings)
     found, wanted = (each.generate(prompt, max_new_tokens=60, ignore_eos=True) for each in (fast, slow))
     assert found == wanted
     shares = [each.stats["kv_cache_read_share"] for each in (fast, slow)]
@@ -236,15 +225,7 @@ def test_what_was_written_is_read_whole_as_a_prompt(module: Any, policy: str) ->
 @pytest.mark.parametrize("policy", ALL)
 @pytest.mark.parametrize("spare", [0, 6])
 def test_within_any_memory_the_same(module: Any, policy: str, spare: int) -> None:
-    prompts = texts(300, 20, 129, 64, 280, seed=3)
-    prompts += [prompts[0][:250], prompts[0] + prompts[1]]
-    wanted = [held(module, policy).generate(prompt, max_new_tokens=NEW) for prompt in prompts]
-    model = held(module, policy)
-    engine = model.engine
-    longest = max(-(-engine.slots(len(prompt), NEW) // PAGE) for prompt in prompts)
-    memory = (longest + sum(engine.overhead) + spare) * engine.page_bytes
-    assert model.generate(prompts, max_new_tokens=NEW, cache_memory=memory) == wanted
-    assert model.stats["cache_bytes"] <= memory
+    memory_changes_nothing(lambda: held(module, policy), NEW, spare)
 
 
 @pytest.mark.parametrize("policy", ALL)

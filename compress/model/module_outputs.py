@@ -1,4 +1,4 @@
-"""Finished submodules of a block: their outputs are computed once for each batch of calibration text, not in every pass over it.
+"""Outputs of submodules of a block whose layers are solved: computed once for each batch of calibration text, not in every pass.
 
 A block whose layers are solved one input after the other reads the text once for each of them. Once all layers of its attention are
 solved, what the attention gives no longer changes, and later passes take it from here. The first of them only needs the last layer
@@ -38,7 +38,7 @@ class _Module:
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-class FinishedModules:
+class ModuleOutputs:
     """Submodules of `block` with modules inside, as far as they are finished, and their outputs.
 
     A module counts that runs once in a forward pass and gives one tensor, alone or as the first of a tuple of None. Modules with routed

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from compress.model.finished_modules import FinishedModules
+from compress.model.module_outputs import ModuleOutputs
 
 
 class _Inner(nn.Module):
@@ -38,8 +38,8 @@ class _Block(nn.Module):
         return x + self.second(x)
 
 
-def _opened(block: _Block, batches: list[torch.Tensor], keep: bool = True) -> tuple[FinishedModules, Any]:
-    finished = FinishedModules(block, len(batches), keep)
+def _opened(block: _Block, batches: list[torch.Tensor], keep: bool = True) -> tuple[ModuleOutputs, Any]:
+    finished = ModuleOutputs(block, len(batches), keep)
     with finished.watched(), torch.no_grad():
         block(batches[0][:1])
     return finished, finished.around([(partial(block, x), None) for x in batches], range(len(batches)))

@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import compress
 import runtime
+from compress.core.tensors import relative
 from compress.distill.recover import recovery
 from compress.distill.train import loop
 from compress.distill.train.data import split_rows
@@ -516,7 +517,7 @@ def test_nested_widths_are_models_by_themselves(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = whole(input_ids=ids).logits
     found = runtime.load(tmp_path / "cut-nested").logits(ids)
-    torch.testing.assert_close(found, expected.float(), rtol=0.1, atol=0.1)
+    assert relative(found, expected.float()) < 0.03  # rounding to bf16 in every operation
 
 
 def test_channels_in_order_of_rank_compute_the_same(tmp_path: Path) -> None:

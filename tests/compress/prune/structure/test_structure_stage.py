@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import compress
 import runtime
+from compress.core.tensors import relative
 from compress.model.context import Context
 from compress.recipe import load as load_recipe
 from compress.run.plan import make_plan
@@ -114,7 +115,7 @@ def test_families(make_checkpoint: Any, recipe: Any, tmp_path: Path, family: str
     assert sum(v.numel() for v in tensors(made.path).values()) < sum(v.numel() for v in tensors(source).values())
     ids = torch.randint(0, 256, (1, 12))
     ours = runtime.load(made.path).logits(ids)
-    torch.testing.assert_close(ours, transformers_logits(made.path, ids), rtol=0.1, atol=0.1)
+    assert relative(ours, transformers_logits(made.path, ids)) < 0.03  # rounding to bf16 in every operation
     (facts,) = made.manifest["passes"]
     assert facts["after"] == fields["keep"] < facts["before"]
     assert facts["parameters_after"] < facts["parameters_before"]

@@ -23,6 +23,7 @@ from runtime.engines.base import EngineOptions
 from runtime.engines.blueprint import Blueprint
 from runtime.engines.choose import load_engine, load_export, recall_engine
 from runtime.errors import ArtifactError, RequestError
+from runtime.kernels.cpu import library
 from runtime.kv_cache.policy.policy import choose_policy
 from runtime.layers.adapter import check_adapter
 from runtime.sampling.options import reject_unknown
@@ -153,6 +154,8 @@ def load(
         return _model(export.facts.get("kind", "decoder"), engine, export, trust_remote_code, kept)
     refuse_unfinished(path)
     artifact = Artifact(path, trust_remote_code)
+    if target.type == "cpu" and kernels != "reference" and _is_for_c(artifact):
+        library.begin()
     listed = artifact.manifest is not None or export is not None
     small = listed and artifact.checkpoint.total_bytes <= VERIFY_BYTES
     checked = bool(verify) or (verify is None and small)
@@ -194,6 +197,13 @@ def load(
     model = _model("decoder", engine, artifact, trust_remote_code, kept, lazy=known is not None)
     model.speculation = speculation
     return model
+
+
+def _is_for_c(artifact: Artifact) -> bool:
+    """Whether C computes most models of that kind: known before transformers is imported, which takes seconds."""
+    classes = artifact.config.get("architectures")
+    decodes = isinstance(classes, list) and any("CausalLM" in str(name) or "LMHead" in str(name) for name in classes)
+    return decodes or "quantization_config" in artifact.config
 
 
 def _model(

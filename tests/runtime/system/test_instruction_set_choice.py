@@ -76,7 +76,7 @@ def test_a_compiler_without_amx(monkeypatch, tmp_path, caplog):
     old.write_text(f'#!/bin/sh\ncase "$*" in *-mamx-tile*) exit 1;; esac\nexec {native.find_compiler()} "$@"\n')
     old.chmod(0o700)
     monkeypatch.setenv("CC", str(old))
-    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    monkeypatch.setattr(native, "library", native._library.__wrapped__)
     monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))
     found = library.load.__wrapped__("amx")
     assert found.isa_name() == NAMES["avx512"]
@@ -118,7 +118,7 @@ def test_every_library_is_compiled_for_the_forced_one(name, monkeypatch):
     best = {load: load.__wrapped__()._name for load in (library.load, attention.load)}
     best_machine = tuning.machine.__wrapped__()
     monkeypatch.setenv("COMPRESS_ISA", name)
-    monkeypatch.setattr(native, "library", native.library.__wrapped__)  # it remembers
+    monkeypatch.setattr(native, "library", native._library.__wrapped__)  # it remembers
     forced = library.load.__wrapped__()
     assert forced.isa_name() == NAMES[name]
     assert (forced._name == best[library.load]) == (name == instruction_sets.available()[0])

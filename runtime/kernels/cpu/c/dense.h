@@ -48,6 +48,9 @@ INLINE void dense_tile(const void *w, const int type, const int64_t *at, const i
         }
 }
 
+DECLARED void dense_part(const Linear *l, const float *x, int64_t apart, int64_t rows, void *y, int out_type, int64_t out_stride, int add,
+                         const Team *team);
+#if IN_PART(PRODUCTS)
 typedef void (*dense_t)(const void *, const int64_t *, const float *, int64_t, int64_t, int, float *);
 #define DENSE(TYPE, M)                                                                                                            \
     static void dense_##TYPE##_##M(const void *w, const int64_t *at, const float *x, int64_t apart, int64_t columns, int cold, \
@@ -63,7 +66,8 @@ DENSES(TYPE_F8)
 static const dense_t DENSE_OF[4][6] = { /* [type][rows - 1] */
     DENSE_TABLE(TYPE_F32), DENSE_TABLE(TYPE_BF16), DENSE_TABLE(TYPE_F16), DENSE_TABLE(TYPE_F8)};
 
-static void dense_part(const Linear *l, const float *x, int64_t apart, int64_t rows, void *y, int out_type, int64_t out_stride,
+/* y (+)= x times this member's rows of the weight. */
+SHARED void dense_part(const Linear *l, const float *x, int64_t apart, int64_t rows, void *y, int out_type, int64_t out_stride,
                        int add, const Team *team) {
     const int64_t columns = l->columns, whole = columns / RUNNING * RUNNING;
     int64_t start, end, tiles = tiles_of(rows, DENSE_ROWS), at[2] = {0, 0};
@@ -95,3 +99,4 @@ static void dense_part(const Linear *l, const float *x, int64_t apart, int64_t r
         }
     }
 }
+#endif

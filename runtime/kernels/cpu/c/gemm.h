@@ -105,6 +105,8 @@ INLINE void gemm_tile(const float *w, const float *x, const int M, int64_t steps
         UNROLL for (int m = 0; m < M; m++) UNROLL for (int v = 0; v < GEMM_VECTORS; v++) f_store(to + m * GEMM_PANEL + v * LANES, sum[m][v]);
     }
 }
+DECLARED void gemm_part(const Linear *l, const float *x, int64_t rows, void *y, int out_type, int64_t out_stride, int add, const Team *team);
+#if IN_PART(PRODUCTS)
 #define GEMM(M)                                                                                          \
     static void gemm_##M(const float *w, const float *x, int64_t steps, int add, float *out) {           \
         if (M <= GEMM_ROWS && 2 * M >= GEMM_ROWS) gemm_tile(w, x, M, steps, add, out);                   \
@@ -114,7 +116,7 @@ static void (*const GEMM_OF[14])(const float *, const float *, int64_t, int, flo
     gemm_1, gemm_2, gemm_3, gemm_4, gemm_5, gemm_6, gemm_7, gemm_8, gemm_9, gemm_10, gemm_11, gemm_12, gemm_13, gemm_14};
 
 /* This member's rows of the weight times more than FEW_ROWS rows, as gemm_input has them. */
-static void gemm_part(const Linear *l, const float *x, int64_t rows, void *y, int out_type, int64_t out_stride, int add, const Team *team) {
+SHARED void gemm_part(const Linear *l, const float *x, int64_t rows, void *y, int out_type, int64_t out_stride, int add, const Team *team) {
     _Alignas(64) float weight[RUNNING * SUM_APART(SECTION / RUNNING)], sums[BLOCK_TILES * GEMM_ROWS * GEMM_PANEL];
     float tail[RUNNING][GEMM_PANEL];
     const int64_t columns = l->columns, whole = columns / RUNNING * RUNNING, tiles = tiles_of(rows, GEMM_ROWS);
@@ -153,3 +155,4 @@ static void gemm_part(const Linear *l, const float *x, int64_t rows, void *y, in
             }
         }
 }
+#endif

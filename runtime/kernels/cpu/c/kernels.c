@@ -1,4 +1,5 @@
 /* The CPU kernels of this runtime, one library an instruction set. runtime/kernels/cpu/library.py compiles and loads it. */
+#include "parts.h"
 #include "simd.h"
 #include "pool.h"
 #include "contention.h"
@@ -10,6 +11,7 @@
 #include "gemm.h"
 #include "amx.h"
 #include "product.h"
+#if IN_PART(STEPS)
 #include "tiles.h"
 #include "elementwise.h"
 #include "experts.h"
@@ -23,3 +25,4 @@
 #include "decoder.h"
 
 const char *isa_name(void) { return ISA_NAME; }
+#endif

@@ -8,9 +8,11 @@ static parallel_t pool_parallel;
 static barrier_t pool_barrier;
 static number_t pool_thread, pool_size;
 
+#if !PART /* the others have no threads of their own */
 void set_pool(parallel_t parallel, barrier_t barrier, number_t thread, number_t size) {
     pool_parallel = parallel, pool_barrier = barrier, pool_thread = thread, pool_size = size;
 }
+#endif
 
 typedef struct { int index, count; } Team; /* who am I, of how many */
 

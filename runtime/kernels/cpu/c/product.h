@@ -70,24 +70,8 @@ INLINE void tile(const Linear *l, const Stretch *run, const int kind, const int 
 #define ALL_TILES(B, MOST)                                                                                        \
     FEW_TILES(B, MOST) TILE(B, 1, 5, MOST) TILE(B, 1, 6, MOST) TILE(B, 1, 7, MOST) TILE(B, 1, 8, MOST)            \
     TILE(B, 2, 3, MOST) TILE(B, 2, 4, MOST) TILE(B, 3, 2, MOST) TILE(B, 3, 3, MOST)
-ALL_TILES(1, MOST_STREAMS)
-#if DIRECT
-FEW_TILES(2, DIRECT)
-FEW_TILES(3, DIRECT)
-FEW_TILES(4, DIRECT)
-FEW_TILES(5, DIRECT)
-FEW_TILES(6, DIRECT)
-FEW_TILES(7, DIRECT)
-#endif
-#if WIDE_SUMS
-#define NARROW BYTES /* no difference */
-#else
-#define NARROW 8
-ALL_TILES(8, MOST_STREAMS)
-#endif
-ALL_TILES(9, MOST_STREAMS)
-
 typedef void (*tile_t)(const Linear *, const Stretch *, const Digits *, int64_t, float *);
+typedef tile_t Tiles[3][MOST_ROWS]; /* [digits - 1][rows - 1] */
 #if DIRECT
 #define FEW(B) {{tile_##B##_1_1, tile_##B##_1_2, tile_##B##_1_3, tile_##B##_1_4}, {tile_##B##_2_1, tile_##B##_2_2}, {tile_##B##_3_1}}
 #else
@@ -97,15 +81,42 @@ typedef void (*tile_t)(const Linear *, const Stretch *, const Digits *, int64_t,
     {{tile_##B##_1_1, tile_##B##_1_2, tile_##B##_1_3, tile_##B##_1_4, tile_##B##_1_5, tile_##B##_1_6, tile_##B##_1_7, tile_##B##_1_8}, \
      {tile_##B##_2_1, tile_##B##_2_2, tile_##B##_2_3, tile_##B##_2_4},                                                          \
      {tile_##B##_3_1, tile_##B##_3_2, tile_##B##_3_3}}
-#define NO_TILES {{NULL}}
-static const tile_t TILE_OF[BYTES + 1][3][MOST_ROWS] = { /* [bits][digits - 1][rows - 1] */
-    NO_TILES, ALL(1), FEW(2), FEW(3), FEW(4), FEW(5), FEW(6), FEW(7),
-#if WIDE_SUMS
-    NO_TILES,
-#else
-    ALL(8),
+DECLARED const Tiles TILES_2, TILES_3, TILES_4, TILES_5, TILES_6, TILES_7, TILES_9;
+#if IN_PART(TILES)
+#if DIRECT
+FEW_TILES(2, DIRECT)
+FEW_TILES(3, DIRECT)
+FEW_TILES(4, DIRECT)
+FEW_TILES(5, DIRECT)
 #endif
-    ALL(9)};
+SHARED const Tiles TILES_2 = FEW(2), TILES_3 = FEW(3), TILES_4 = FEW(4), TILES_5 = FEW(5);
+#endif
+#if IN_PART(MORE_TILES)
+#if DIRECT
+FEW_TILES(6, DIRECT)
+FEW_TILES(7, DIRECT)
+#endif
+ALL_TILES(9, MOST_STREAMS)
+SHARED const Tiles TILES_6 = FEW(6), TILES_7 = FEW(7), TILES_9 = ALL(9);
+#endif
+#if WIDE_SUMS
+#define NARROW BYTES /* no difference */
+#define TILES_8 TILES_9
+#else
+#define NARROW 8
+DECLARED const Tiles TILES_8;
+#if IN_PART(MORE_TILES)
+ALL_TILES(8, MOST_STREAMS)
+SHARED const Tiles TILES_8 = ALL(8);
+#endif
+#endif
+
+#if IN_PART(PRODUCTS)
+ALL_TILES(1, MOST_STREAMS)
+static const Tiles TILES_1 = ALL(1);
+static const Tiles *const TILES_OF[BYTES + 1] = {
+    NULL, &TILES_1, &TILES_2, &TILES_3, &TILES_4, &TILES_5, &TILES_6, &TILES_7, &TILES_8, &TILES_9}; /* [bits] */
+#endif
 
 /* Codes of groups [first, last) of a panel as bytes, four columns a piece. */
 #define EXPAND(BITS)                                                                                                            \
@@ -140,13 +151,15 @@ static const uint8_t *as_bytes(const Linear *l, const uint8_t *w, int64_t groups
     return out;
 }
 
+DECLARED void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, int add, const Team *team);
+#if IN_PART(PRODUCTS)
 /* All rows of x from `row` on, `count` of them, with groups of the run, in tiles. */
 static void run_tiles(const Linear *l, Stretch *run, int bits, const Digits *x, int64_t row, int64_t count, float *out) {
     int most = MOST_STREAMS / x->digits;
     int64_t tiles = tiles_of(count, most < 1 ? 1 : most > MOST_ROWS ? MOST_ROWS : most);
     for (int64_t t = 0, m, done = 0; t < tiles; t++, done += m, run->cold = 0) {
         m = tile_size(count, tiles, t);
-        TILE_OF[bits][x->digits - 1][m - 1](l, run, x, row + done, out + done * PANEL);
+        (*TILES_OF[bits])[x->digits - 1][m - 1](l, run, x, row + done, out + done * PANEL);
     }
 }
 
@@ -162,7 +175,7 @@ static void begin_rows(const Linear *l, const Digits *x, int64_t row, int64_t co
 }
 
 /* This member's rows of the weight, all rows of x. */
-static void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, int add, const Team *team) {
+SHARED void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, int add, const Team *team) {
     _Alignas(64) uint8_t codes[BLOCK_COLUMNS * PANEL];
     _Alignas(64) float out[BLOCK_ROWS * PANEL];
     const int bits = l->kind, direct = bits != KIND_S24 && bits != 8 && DIRECT && (x->rows == 1 || x->rows * x->digits <= DIRECT);
@@ -179,7 +192,7 @@ static void integer_part(const Linear *l, const Digits *x, void *y, int out_type
             for (Stretch run = before_panel(l, n / PANEL); next_stretch(l, &run, block);) {
                 run.cold = 1;
                 if (direct) {
-                    TILE_OF[bits][x->digits - 1][x->rows - 1](l, &run, x, 0, out);
+                    (*TILES_OF[bits])[x->digits - 1][x->rows - 1](l, &run, x, 0, out);
                     continue;
                 }
                 const uint8_t *w = as_bytes(l, run.w, run.last - run.first, codes);
@@ -193,7 +206,9 @@ static void integer_part(const Linear *l, const Digits *x, void *y, int out_type
     }
     amx_end(&amx);
 }
+#endif
 
+#if IN_PART(STEPS)
 typedef struct {
     const Linear *linear;
     const void *x;
@@ -241,3 +256,4 @@ void linear_run(const Linear *l, const void *x, int32_t x_type, int64_t rows, vo
     Product job = {l, x, y, memory, rows, x_type, y_type, digits};
     parallel_adaptive(product_job, &job, threads);
 }
+#endif

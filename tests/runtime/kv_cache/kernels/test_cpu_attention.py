@@ -301,7 +301,7 @@ def test_tensors_that_do_not_fit_are_refused():
 
 def test_without_a_compiler_the_reference_is_used(monkeypatch):
     monkeypatch.setenv("COMPRESS_NATIVE", "0")
-    monkeypatch.setattr(cpu, "load", lambda portable=False: native.library.__wrapped__(cpu.SOURCE))
+    monkeypatch.setattr(cpu, "load", lambda portable=False: native._library.__wrapped__(cpu.SOURCE))
     region = region_of(STORAGES["int4 channel"], STORAGES["int4 groups"], [100, 0, 7])
     query = queries(region, 4)
     assert "COMPRESS_NATIVE" in cpu.why_not(query, region)

@@ -1,0 +1,15 @@
+/* The library in parts, so that the compiler is at several of them at a time: each is kernels.c with -DPART=0, 1, ... Without it all of it
+ * is one. Threads, and what else has a state, are STEPS' alone. */
+#define STEPS 0 /* all that other parts are not, and all that Python calls */
+#define PRODUCTS 1
+#define TILES 2
+#define MORE_TILES 3
+#ifdef PART
+#define IN_PART(NAME) (PART == NAME)
+#define SHARED __attribute__((visibility("hidden"))) /* by the parts of this library */
+#define DECLARED extern SHARED
+#else
+#define IN_PART(NAME) 1
+#define SHARED static
+#define DECLARED static
+#endif

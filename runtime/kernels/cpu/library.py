@@ -96,6 +96,23 @@ def group_bytes(kind: int, group: int) -> int:
     return 4 * (group // 32 * kind + (half if group % 32 else 0))
 
 
+class Pack(ctypes.Structure):
+    """`PackOrder` of pack.h."""
+
+    _fields_ = (*fields(ctypes.c_void_p, "packed", "out"), *fields(ctypes.c_int64, "rows", "given", "panels", "words"))
+
+
+def pack_stream(packed: torch.Tensor, panels: int, words: int) -> torch.Tensor | None:
+    """Panels int32 `[panels, words, 32]` of 4-bit codes int32 `[rows, given words]`, zeros where there are none; None: no compiler."""
+    found = load()
+    if found is None:
+        return None
+    packed, out = packed.contiguous(), torch.empty(panels, words, 32, dtype=torch.int32)
+    order = Pack(packed.data_ptr(), out.data_ptr(), *packed.shape, panels, words)
+    found.panels_pack(ctypes.byref(order), torch.get_num_threads())
+    return out
+
+
 @cache
 def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
     """The library for an instruction set (None: the forced one or the best of this machine), or None without a compiler.
@@ -134,6 +151,7 @@ def declare(library: ctypes.CDLL) -> None:
         "linear_memory": (q, [p, q, i]),
         "linear_run": (None, [p, p, i, q, p, i, i, p, i]),
         "linear_dequantize": (None, [p, q, q, p, i, i]),
+        "panels_pack": (None, [p, i]),
         "experts_memory": (q, [p, q, q]),
         "experts_run": (None, [p, p, i, q, q, p, p, p, i, p, i]),
         "router_run": (None, [p, p, q, p, p, p, i]),

@@ -13,6 +13,7 @@
 #include "product.h"
 #if IN_PART(STEPS)
 #include "tiles.h"
+#include "pack.h"
 #include "elementwise.h"
 #include "experts.h"
 #include "kv_page.h"

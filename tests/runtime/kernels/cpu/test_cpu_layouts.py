@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from weight_cases import int_scheme, random_weight
 
 from runtime import formats
 from runtime.kernels.cpu import library, panels
+from runtime.system import instruction_sets
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
 STORAGES = [
@@ -90,6 +92,26 @@ def test_words():
     assert torch.equal(panels.unpack_nibbles(packed) - 8, codes)
     assert torch.equal(panels.from_stream(formats.bitpack.pack_rows(codes, 4)), packed)
     assert torch.equal(panels.group_sums(packed, 5), codes.view(5, 5, 8).sum(-1).to(torch.int16))
+
+
+@pytest.mark.parametrize("shape", [(64, 512), (37, 216), (1, 40), (33, 1000), (96, 32), (70, 72)])
+def test_streams_are_packed_in_c_as_in_torch(shape, monkeypatch):
+    """Byte for byte, whatever the instruction set and the threads, beyond the last row and column too."""
+    for scheme in (int_scheme(4, True, 32), int_scheme(4, False, "channel")):
+        made = case("w4", scheme, shape, torch.bfloat16)
+        packed = made.stored["weight_packed"]
+        packed.copy_(torch.randint(-(2**31), 2**31 - 1, packed.shape, dtype=torch.int64))  # every code, of the last word too
+        monkeypatch.setattr(library, "pack_stream", lambda *_: None)
+        wanted = made.layout.pack(made.stored, made.layer)
+        monkeypatch.undo()
+        for name in instruction_sets.available():
+            monkeypatch.setattr(library, "load", functools.partial(library.load, name))
+            for threads in (1, 3):
+                monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+                found = made.layout.pack(made.stored, made.layer)
+                assert found.keys() == wanted.keys()
+                assert all(torch.equal(found[key], wanted[key]) for key in wanted), (name, threads)
+            monkeypatch.undo()
 
 
 @pytest.mark.parametrize(("kernel", "scheme", "most"), [

@@ -12,7 +12,7 @@ from torch import nn
 from runtime.engines.program import operations as typed
 from runtime.engines.program.activations import ACTIVATIONS
 from runtime.engines.program.leaves import apply_norm, norm_parameters
-from runtime.engines.program.operations import NormWeights, Program
+from runtime.engines.program.operations import NormWeights, Program, UnknownError
 from runtime.engines.program.read import read
 from runtime.engines.program.tables import embed, rotation_tables
 from runtime.kernels.cpu import decoder, library
@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 
 _HALVES = {None: 0, "attention": SKIP_ATTENTION, "mlp": SKIP_MLP}
 
-
-class UnknownPartError(Exception):
-    """A module that the operations in C cannot compute."""
+_COMPLETE = ("add", "weigh")  # operations of which there is no more to say than what each has
 
 
 class Buffers:
@@ -87,7 +85,7 @@ class Buffers:
 
 
 class Structures(CLinears):
-    """Operations and modules in the structures of program.h; UnknownPartError where it cannot compute one.
+    """Operations and modules in the structures of program.h; UnknownError where it cannot compute one.
 
     Attributes:
         arrays: of structures.
@@ -117,13 +115,16 @@ class Structures(CLinears):
 
     def _op(self, operation: typed.Operation, slots: dict[str, int]) -> Op:
         kind = type(operation).__name__.lower()
+        if kind not in OPS:
+            raise UnknownError(f"no operation in C is a {kind}")
         found = Op(kind=OPS.index(kind), half=_HALVES[operation.half], add=getattr(operation, "add", False))
         found.count, found.scale = getattr(operation, "width", 0), getattr(operation, "scale", 1.0)
         for field, place in (("from", getattr(operation, "source", None)), ("to", getattr(operation, "target", None))):
             if place is not None:
                 setattr(found, "from_" if field == "from" else "to", slots[place.buffer])
                 setattr(found, f"{field}_at", place.at)
-        getattr(self, f"_{kind}", lambda *_: None)(found, operation, slots)
+        if kind not in _COMPLETE:
+            getattr(self, f"_{kind}")(found, operation, slots)
         return found
 
     def _norm(self, op: Op, operation: typed.Norm, slots: dict[str, int]) -> None:
@@ -143,13 +144,13 @@ class Structures(CLinears):
                 continue
             weight, bias, apart = self.norm(norm)
             if bias is not None or weight is None:
-                raise UnknownPartError(f"{norm.module}, a norm of heads, has a bias, or no weight")
+                raise UnknownError(f"{norm.module}, a norm of heads, has a bias, or no weight")
             setattr(heads, f"{side}_norm", weight)
             setattr(heads, f"{side}_apart", apart)
             heads.eps, heads.layer = norm.eps, norm.layer
         found = [each for each in (operation.query_norm, operation.key_norm) if each is not None]
         if len({(each.eps, each.layer) for each in found}) > 1:
-            raise UnknownPartError(f"{found[0].module} and {found[1].module} are norms of different kinds")
+            raise UnknownError(f"{found[0].module} and {found[1].module} are norms of different kinds")
         op.heads = heads
 
     def _attend(self, op: Op, operation: typed.Attend, slots: dict[str, int]) -> None:
@@ -175,9 +176,9 @@ class Structures(CLinears):
         home = self.module(operation.experts)
         experts = read_experts(home, operation.layout, operation.gate, self, operation.experts)
         if isinstance(logits, str) or isinstance(experts, str):
-            raise UnknownPartError(next(each for each in (logits, experts) if isinstance(each, str)))
+            raise UnknownError(next(each for each in (logits, experts) if isinstance(each, str)))
         if not 0 < rule.chosen <= experts.count or experts.count % rule.groups:
-            raise UnknownPartError(
+            raise UnknownError(
                 f"{rule.module} chooses {rule.chosen} of {experts.count} experts in {rule.groups} groups"
             )
         router = Router(
@@ -204,7 +205,7 @@ class Structures(CLinears):
         """The layer as C reads it; a dense one as it lies in memory."""
         found = self.of(module, name)
         if isinstance(found, str):
-            raise UnknownPartError(found)
+            raise UnknownError(found)
         return found
 
 
@@ -218,17 +219,17 @@ class Parts(Structures):
         self.vocabulary = program.vocabulary
         self.kv_heads, self.head_dim, self.value_dim = program.kv_heads, program.head_dim, program.value_dim
         if dtype not in TYPES:
-            raise UnknownPartError(f"its dtype is {dtype}")
+            raise UnknownError(f"its dtype is {dtype}")
         if max(self.head_dim, self.value_dim) > MOST_CHANNELS:
-            raise UnknownPartError(f"its heads have more than {MOST_CHANNELS} channels")
+            raise UnknownError(f"its heads have more than {MOST_CHANNELS} channels")
         self.cache_dtype = dtype
         self.blocks = [self.block(layer) for layer in program.layers]
         tail = self.ops(program.tail)
         if len(self.digits) > 1:
-            raise UnknownPartError("its layers round their inputs in different ways")
+            raise UnknownError("its layers round their inputs in different ways")
         widths = self.buffers.widths()
         if len(widths) > MOST_BUFFERS:
-            raise UnknownPartError(f"it has rows of {len(widths)} different widths")
+            raise UnknownError(f"it has rows of {len(widths)} different widths")
         self.decoder = Decoder(
             layers=len(self.blocks),
             hidden=program.hidden,
@@ -302,7 +303,7 @@ def read_parts(model: PreTrainedModel, device: torch.device) -> Parts | str:
         return program
     try:
         return Parts(program, model, _dtype(program, model))
-    except UnknownPartError as error:
+    except UnknownError as error:
         return str(error)
 
 

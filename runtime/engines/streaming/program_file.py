@@ -20,9 +20,9 @@ from torch import nn
 
 from runtime.engines.fused import UnbuiltEngine
 from runtime.engines.native.engine import NativeEngine
-from runtime.engines.native.parts import Parts, UnknownPartError
+from runtime.engines.native.parts import Parts
 from runtime.engines.native.take_over import probe
-from runtime.engines.program.operations import Linear, NormWeights, Program, decode, encode, parts
+from runtime.engines.program.operations import Linear, NormWeights, Program, UnknownError, decode, encode, parts
 from runtime.engines.streaming import cache
 from runtime.engines.streaming.load import give_all, make_empty
 from runtime.engines.streaming.prepared_file import PreparedFile, UnusableFileError, put, share, values
@@ -100,7 +100,7 @@ def recall(blueprint: Blueprint, verify: bool) -> NativeEngine | None:
     return None
 
 
-_ERRORS = (AttributeError, KeyError, TypeError, ValueError, UnknownPartError)
+_ERRORS = (AttributeError, KeyError, TypeError, ValueError, UnknownError)
 
 
 def _key(blueprint: Blueprint) -> str:

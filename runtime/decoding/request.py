@@ -161,9 +161,9 @@ class CausalRequest(Request):
         if group.pool is None and decoding.scheduler is not None:
             return decoding.scheduler
         # A batch of rows can only be continued where it is one row, and takes none of its tokens back where it has drafts.
-        continues = decoding.session is not None and call.speculation is None and len(group.rows) == 1
-        if continues and decoding.session is not None and decoding.session.claim(call):
-            return decoding.session
+        session = decoding.session if call.speculation is None and len(group.rows) == 1 else None
+        if session is not None and session.claim(call):
+            return session
         return Scheduler(decoding.engine, decoding.turns, group.pool)
 
     def _paged(self, rooms: Sequence[int]) -> Group:

@@ -16,7 +16,7 @@ from runtime.drafting.drafters.base import Ask, Draw, Place, Text, Verified
 from runtime.drafting.drafters.model import Candidates
 from runtime.drafting.drafters.sublayers import ViewCache, ViewDrafter, engine_of
 from runtime.drafting.rates import Rates
-from runtime.engines.native.pool import Recorder
+from runtime.engines.native.recorder import Recorder
 from runtime.engines.native.sublayers import View
 from runtime.sampling.tree import Tree
 

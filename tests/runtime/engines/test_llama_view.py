@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from without_halves import without
 
 from runtime.engines.base import Chunk
-from runtime.engines.native.pool import Recorder
+from runtime.engines.native.recorder import Recorder
 from runtime.engines.native.sublayers import Adapter, View
 from runtime.errors import ArtifactError
 from runtime.kernels.cpu import library

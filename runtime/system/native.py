@@ -120,9 +120,7 @@ def _load(source: Path, compiler: str, flags: tuple[str, ...], parts: tuple[int,
         return ctypes.CDLL(str(_build(source, compiler, flags, temporary() / "native", parts)))
 
 
-def _build(
-    source: Path, compiler: str, flags: tuple[str, ...], directory: Path, parts: tuple[int, ...] = ()
-) -> Path:
+def _build(source: Path, compiler: str, flags: tuple[str, ...], directory: Path, parts: tuple[int, ...] = ()) -> Path:
     """Path of the library, compiled if it is not in the directory."""
     code = b"".join(file.read_bytes() for file in [source, *sorted(source.parent.glob("*.h"))])
     target = directory / f"{source.stem}-{_key(code, compiler, (*flags, *map(str, parts)))}.so"

@@ -14,9 +14,9 @@ from program_families import FAMILIES, FLOAT8, compressed, model_of
 
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import NativeEngine
-from runtime.engines.native.parts import Parts, read_parts
+from runtime.engines.native.parts import Parts, Structures, read_parts
 from runtime.engines.native.take_over import disproof, kinds, take_over
-from runtime.engines.program.operations import decode, encode
+from runtime.engines.program.operations import UnknownError, decode, encode
 from runtime.engines.program.read import read
 from runtime.engines.torch.engine import TorchEngine
 from runtime.kernels.cpu import library
@@ -175,3 +175,11 @@ def test_reading_needs_no_weights() -> None:
         model = model_of(name)
         skeleton = build_skeleton(model.config, torch.float32)
         assert read(skeleton) == read(model)
+
+
+def test_an_operation_that_c_does_not_know_is_refused():
+    class Convolve:
+        half = None
+
+    with pytest.raises(UnknownError, match="no operation in C is a convolve"):
+        Structures.__new__(Structures)._op(Convolve(), {})  # type: ignore[arg-type]

@@ -20,7 +20,8 @@ SCHEME = Scheme(GridScheme(8, "float", strategy="channel"))
 
 def test_a_float8_artifact_is_loaded_into_the_native_engine(tmp_path: Path) -> None:
     """At first from its own tensors, then from prepared ones: the same numbers, near those of transformers' modules."""
-    compress(llama(num_hidden_layers=2), tmp_path / "artifact", lambda name: ("float-quantized", SCHEME) if name.endswith("_proj") else None)
+    chosen = ("float-quantized", SCHEME)
+    compress(llama(num_hidden_layers=2), tmp_path / "artifact", lambda n: chosen if n.endswith("_proj") else None)
     reference = runtime.load(tmp_path / "artifact", kernels="reference").logits(BATCH).float()
     first, later = (runtime.load(tmp_path / "artifact") for _ in range(2))
     assert type(first.engine).__name__ == type(later.engine).__name__ == "NativeEngine"

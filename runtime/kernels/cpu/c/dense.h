@@ -30,7 +30,7 @@ INLINE void dense_tile(const void *w, const int type, const int64_t *at, const i
         UNROLL for (int m = 0; m < M; m++)
             UNROLL for (int v = 0; v < RUNNING_VECTORS; v++) sum[n][m][v] = f_zero();
     TWICE for (int64_t k = 0; k < columns / RUNNING * RUNNING; k += RUNNING) {
-        if (cold && k * size % 64 == 0) UNROLL for (int n = 0; n < N; n++) fetch((const uint8_t *)w + (at[n] + k) * size, RUNNING * size);
+        if (cold) UNROLL for (int n = 0; n < N; n++) fetch((const uint8_t *)w + (at[n] + k) * size, RUNNING * size);
         UNROLL for (int v = 0; v < RUNNING_VECTORS; v++) {
             F weight[2];
             UNROLL for (int n = 0; n < N; n++) weight[n] = f_load_as(w, type, at[n] + k + v * LANES);

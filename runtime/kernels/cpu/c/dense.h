@@ -5,7 +5,6 @@
 #define RUNNING 32
 #define RUNNING_VECTORS (RUNNING / LANES)
 #define SECTION 2048 /* columns */
-#define TWICE _Pragma("GCC unroll 2")
 #define DENSE_BLOCK (1 << 18) /* bytes, as float32, of rows of a weight that stay in the cache while all rows of x pass by */
 
 /* Most rows of x in a tile, and rows of the weight beside each other: sums for all registers. One row of x waits for memory, which is
@@ -21,25 +20,33 @@
 #define BESIDE(M) 1
 #endif
 
+/* Columns [k, k + RUNNING) of N rows of the weight times M of x. */
+INLINE void dense_step(const void *w, const int type, const int64_t *at, const int N, const float *x, int64_t apart, const int M, int64_t k,
+                       F sum[2][DENSE_ROWS][RUNNING_VECTORS]) {
+    UNROLL for (int v = 0; v < RUNNING_VECTORS; v++) {
+        F weight[2];
+        UNROLL for (int n = 0; n < N; n++) weight[n] = f_load_as(w, type, at[n] + k + v * LANES);
+        UNROLL for (int m = 0; m < M; m++) {
+            F value = f_load(x + m * apart + k + v * LANES);
+            UNROLL for (int n = 0; n < N; n++) sum[n][m][v] = f_fma(weight[n], value, sum[n][m][v]);
+        }
+    }
+}
+
 /* out [N, M] = rows at[0], ..., at[N - 1] of the weight, times M rows of x, `apart` numbers from each other; whole running sums. */
 INLINE void dense_tile(const void *w, const int type, const int64_t *at, const int N, const float *x, int64_t apart, const int M,
                        int64_t columns, int cold, float *out) {
-    const int size = type == TYPE_F8 ? 1 : type == TYPE_F32 ? 4 : 2;
+    const int size = type == TYPE_F8 ? 1 : type == TYPE_F32 ? 4 : 2, line = 2 * RUNNING; /* columns: 64 bytes of the smallest type */
     F sum[2][DENSE_ROWS][RUNNING_VECTORS];
+    int64_t k = 0;
     UNROLL for (int n = 0; n < N; n++)
         UNROLL for (int m = 0; m < M; m++)
             UNROLL for (int v = 0; v < RUNNING_VECTORS; v++) sum[n][m][v] = f_zero();
-    TWICE for (int64_t k = 0; k < columns / RUNNING * RUNNING; k += RUNNING) {
-        if (cold && k * size % 64 == 0) UNROLL for (int n = 0; n < N; n++) fetch((const uint8_t *)w + (at[n] + k) * size, RUNNING * size);
-        UNROLL for (int v = 0; v < RUNNING_VECTORS; v++) {
-            F weight[2];
-            UNROLL for (int n = 0; n < N; n++) weight[n] = f_load_as(w, type, at[n] + k + v * LANES);
-            UNROLL for (int m = 0; m < M; m++) {
-                F value = f_load(x + m * apart + k + v * LANES);
-                UNROLL for (int n = 0; n < N; n++) sum[n][m][v] = f_fma(weight[n], value, sum[n][m][v]);
-            }
-        }
+    for (; k + line <= columns; k += line) {
+        if (cold) UNROLL for (int n = 0; n < N; n++) fetch((const uint8_t *)w + (at[n] + k) * size, line * size);
+        UNROLL for (int half = 0; half < line; half += RUNNING) dense_step(w, type, at, N, x, apart, M, k + half, sum);
     }
+    if (k + RUNNING <= columns) dense_step(w, type, at, N, x, apart, M, k, sum);
     UNROLL for (int n = 0; n < N; n++)
         UNROLL for (int m = 0; m < M; m++) {
             UNROLL for (int half = RUNNING_VECTORS / 2; half; half /= 2)

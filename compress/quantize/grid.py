@@ -185,7 +185,9 @@ def candidate_grids(groups: torch.Tensor, scheme: GridScheme, dtype: torch.dtype
         return Grid(scheme, scheme.storable(scheme.covering(extreme)[None], dtype), None)
     levels = 2**scheme.bits
     tried = torch.tensor(shrinks(scheme.bits) if search != "minmax" else [], device=groups.device)[:, None]
-    if scheme.e2m1:  # the largest value may also become 4 of 6 (Cook et al., Four Over Six, 2025), or something in between
+    if (
+        scheme.e2m1
+    ):  # the largest value may also become 4 of 6 (Cook et al., Four Over Six, 2025), or something in between
         others = torch.cat([tried.new_tensor([[1.5], [1.25]]), tried]) if len(tried) else tried
         scales = torch.cat([scheme.covering(extreme)[None], extreme / high * others])
         return Grid(scheme, scheme.storable(scales, dtype), None)

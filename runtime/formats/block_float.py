@@ -45,7 +45,7 @@ class BlockFloat(GridScheme):
                 "block floats have 4 or 8 bits and groups of 32 with e8m0 scales, or 4 bits and groups of 16 with e4m3 scales, not "
                 f"{self.bits} bits and groups of {self.group_size} with {self.scales}"
             )
-        if shape[1] % self.group_size:
+        if shape[1] % self.width(shape[1]):
             return f"rows of {shape[1]} weights are not whole groups of {self.group_size}"
         return None
 
@@ -147,9 +147,11 @@ class BlockFloat(GridScheme):
     def from_arguments(cls, arguments: Mapping[str, Any]) -> BlockFloat | None:
         """The block floats that the `QuantizationArgs` of compressed-tensors mean; None where they mean another grid."""
         two_scales = arguments["strategy"] == "tensor_group"
-        if arguments["type"] != "float" or (arguments["num_bits"] != 4 and "uint8" not in str(arguments.get("scale_dtype"))):
+        if arguments["type"] != "float" or (
+            arguments["num_bits"] != 4 and "uint8" not in str(arguments.get("scale_dtype"))
+        ):
             return None
-        strategy = "group" if two_scales else arguments["strategy"]
+        strategy: Any = "group" if two_scales else arguments["strategy"]
         scales: Literal["e8m0", "e4m3"] = "e4m3" if two_scales else "e8m0"
         return cls(arguments["num_bits"], "float", arguments["symmetric"], strategy, arguments["group_size"], scales)
 

@@ -199,8 +199,11 @@ def _arguments(given: Any, where: str, weights: bool) -> dict[str, Any]:
         raise ArtifactError(
             f"{where} has no number type this runtime knows: {args['type']!r}, {args['num_bits']!r} bits"
         )
-    if weights and BlockFloat.from_arguments(args) is not None:
-        return args  # what they lack, their format says
+    if weights and (block := BlockFloat.from_arguments(args)) is not None:
+        reason = block.why_not((1, block.group_size or 1))
+        if reason is not None or args["dynamic"]:
+            raise ArtifactError(f"{where}: {reason or 'weights are not dynamic'}")
+        return args
     if (args["type"] == "float" and args["num_bits"] != 8) or not 2 <= args["num_bits"] <= 8:
         raise ArtifactError(
             f"{where} is {args['type']}{args['num_bits']}; this runtime runs int2 to int8, float8 e4m3, and float4 in blocks"

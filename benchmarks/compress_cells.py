@@ -10,7 +10,7 @@ TOOLS = ("ours", "llmcompressor", "gptqmodel")
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to ask for: a quantization (bits, group_size with -1 = channel, symmetric), a pruning, or both."""
+    """One thing to ask for: a quantization (bits, group_size with -1 = channel, symmetric; or a scheme), a pruning, or both."""
 
     name: str
     quantize: dict[str, Any] | None = None
@@ -58,6 +58,11 @@ CELLS: tuple[Cell, ...] = (
         for method in ("sparsegpt", "wanda")
         for pattern in PATTERNS
     ),
+    *(
+        Cell(f"{method}-{scheme.lower()}", {"method": method, "scheme": scheme})
+        for method in ("rtn", "gptq")
+        for scheme in ("NVFP4A16", "MXFP4A16")
+    ),
     Cell("sparsegpt-2:4+gptq-w4-g128", _quantize("gptq", "w4-g128"), _prune("sparsegpt", "2:4")),
 )
 
@@ -74,6 +79,8 @@ def variants(cell: Cell) -> list[Variant]:
     if cell.prune and method == "gptq":
         # Its GPTQ fills pruned positions again; rounding to the nearest after SparseGPT is what keeps 2:4 there.
         result.append(Variant("llmcompressor", "sparsegpt then rtn", {"quantize_method": "rtn"}))
+    if cell.quantize and "scheme" in cell.quantize:  # GPTQModel writes integers
+        return result
     if cell.prune is None:
         result.append(Variant("gptqmodel"))
     if cell.prune is None and method == "gptq":

@@ -162,7 +162,7 @@ class Bench:
     def evaluate(self, model: Path, cell: Cell | None) -> dict[str, Any]:
         """Perplexity and weight facts of a dense checkpoint."""
         options = ["--model", str(model), "--ids", str(self.ids)]
-        if cell is not None and cell.quantize is not None:
+        if cell is not None and cell.quantize is not None and "group_size" in cell.quantize:
             options += ["--group-size", str(cell.quantize["group_size"])]
         result: dict[str, Any] = json.loads(self.ours("evaluate_dense.py", *options))
         return result

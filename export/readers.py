@@ -96,7 +96,7 @@ def _refusals(source: Source, name: str) -> Iterator[str]:
     if _method(source) == OWN_METHOD:
         yield "it does not know these formats"
     for entry in source.entries.values():
-        why = refusal(entry) if entry.scheme.grid is not None else None
+        why = refusal(entry)
         if why is not None:
             yield why.partition(":")[0]
         elif name == "SGLang" and (text := _sglang(entry)) is not None:
@@ -110,7 +110,9 @@ def _refusals(source: Source, name: str) -> Iterator[str]:
 def _sglang(entry: Any) -> str | None:
     """What SGLang lacks compared with vLLM, in a clause; None: nothing."""
     weights, activations = entry.scheme.grid, entry.scheme.activations
-    if weights is None or weights.type == "float":
+    if weights is None:
+        return None if entry.scheme.weights is None else f"it is not known to take {entry.scheme.weights.describe()}"
+    if weights.type == "float":
         return None
     if activations is None and not weights.symmetric:
         return "it takes only symmetric weight-only integers"
@@ -126,7 +128,7 @@ def _exported(source: Source, name: str) -> tuple[str, str]:
     for requantize in (False, True):
         options = target.options(requantize=requantize)
         try:
-            why = target.why_not(source, options)
+            why = target.reason_against(source, options)
             changes = [] if missing or why is not None else target.conversions(source, options)
         except RequestError as error:  # grids that the scales rule out, unless they are rounded anew
             why, changes = str(error), []

@@ -17,6 +17,7 @@ from dense_checkpoint import Phases, read_calibration, write_dense, write_report
 
 def modifiers(config: dict[str, Any], settings: dict[str, Any]) -> list[Any]:
     """The modifiers of a cell. What `settings` does not name stays at llm-compressor's default."""
+    from compressed_tensors.quantization import preset_name_to_scheme
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -28,15 +29,18 @@ def modifiers(config: dict[str, Any], settings: dict[str, Any]) -> list[Any]:
         pattern = {} if prune["pattern"] == "unstructured" else {"mask_structure": prune["pattern"]}
         result.append(kind(sparsity=prune["sparsity"], ignore=["re:.*lm_head"], **pattern))
     if quantize := config.get("quantize"):
-        size = quantize["group_size"]
-        weights: dict[str, Any] = {
-            "num_bits": quantize["bits"],
-            "type": "int",
-            "symmetric": quantize["symmetric"],
-            "strategy": "channel" if size == -1 else "group",
-            **({} if size == -1 else {"group_size": size}),
-            **({"observer": settings["observer"]} if "observer" in settings else {}),
-        }
+        if "scheme" in quantize:
+            weights = preset_name_to_scheme(quantize["scheme"], ["Linear"]).weights.model_dump()
+        else:
+            size = quantize["group_size"]
+            weights = {
+                "num_bits": quantize["bits"],
+                "type": "int",
+                "symmetric": quantize["symmetric"],
+                "strategy": "channel" if size == -1 else "group",
+                **({} if size == -1 else {"group_size": size}),
+            }
+        weights |= {"observer": settings["observer"]} if "observer" in settings else {}
         groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
         method = settings.get("quantize_method", quantize["method"])
         if method == "gptq":

@@ -17,7 +17,7 @@ from compress.core.statistics import Statistics
 from compress.quantize.config import QuantizeConfig
 from compress.quantize.grid import nearest_values
 from compress.quantize.objective import row_errors
-from runtime.formats.scheme import Scheme
+from runtime.formats.scheme import GridScheme, Scheme
 
 #: Rows (spread evenly over the consumers) on which AWQ candidates are compared; the scale belongs to columns, so a sample is enough.
 SAMPLE_ROWS = 1024
@@ -83,7 +83,7 @@ def scales(weights: list[torch.Tensor], statistics: Statistics, scheme: Scheme, 
 def _weight_size(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """Mean over rows of `|w|` relative to the largest of its group, `[in]`."""
     columns = weight.shape[1]
-    group = columns if scheme.grid is None else scheme.grid.width(columns)
+    group = scheme.weights.width(columns) if isinstance(scheme.weights, GridScheme) else columns
     total = torch.empty(columns, device=weight.device)
     for start in range(0, columns, group):
         part = weight[:, start : start + group].abs()

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 
 from compress.core import file_matrix, native
-from runtime.formats.float8 import FLOAT8_MAXIMUM
 from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Representation
 from runtime.formats.scheme import CompressedWeight, Scheme
@@ -94,9 +93,9 @@ class Grid:
             of_zero = self.expand(codes.shape[1])[1]
             of_zero = torch.zeros((), device=codes.device) if of_zero is None else of_zero
             codes = torch.where(mask, codes, of_zero.to(codes.dtype))
-        zero = None if self.zero is None else self.zero.reshape(shape).to(torch.int8)
-        scale = self.scale.reshape(shape).to(dtype)
-        return CompressedWeight(codes.to(self.scheme.code_dtype), scale, zero, mask, scheme, dtype)
+        stored = self.map(lambda parameter: parameter.reshape(shape))
+        parameters = self.scheme.stored(stored.scale, stored.zero, dtype)
+        return CompressedWeight.of(codes.to(self.scheme.code_dtype), parameters, mask, scheme, dtype)
 
 
 def make_grid(
@@ -150,7 +149,7 @@ def search_groups(
     if tried.scale.shape[0] == 1:
         return tried[0]
     if (cost is None or cost.dim() == 1) and native.usable(groups.T if groups.stride(0) == 1 else groups):
-        best = native.search_grid(groups.T, cost, tried.scale, tried.zero, scheme.code_range)[None]
+        best = native.search_grid(groups.T, cost, tried.scale, tried.zero, scheme.code_range, scheme.e2m1)[None]
     else:
         best = search_candidates(groups, tried, cost)[None]
     return tried.map(lambda parameter: parameter.gather(0, best)[0])
@@ -163,8 +162,7 @@ def search_candidates(groups: torch.Tensor, tried: Grid, cost: torch.Tensor | No
     work, product = torch.empty_like(groups), torch.empty_like(groups)
     errors = torch.empty_like(scales)
     for i, scale in enumerate(scales):
-        torch.div(groups, scale[:, None], out=work)
-        work.round_()
+        tried.scheme.round_(torch.div(groups, scale[:, None], out=work))
         if zeros is None:
             work.clamp_(low, high)
         else:
@@ -183,10 +181,16 @@ def candidate_grids(groups: torch.Tensor, scheme: GridScheme, dtype: torch.dtype
     # Zero is always on the grid, so an all-positive group still starts at 0.
     least, most = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
     extreme = torch.maximum(-least, most)
-    if scheme.type == "float":
-        return Grid(scheme, storable(extreme[None] / FLOAT8_MAXIMUM, dtype), None)
+    if not scheme.integral:
+        return Grid(scheme, scheme.storable(scheme.covering(extreme)[None], dtype), None)
     levels = 2**scheme.bits
     tried = torch.tensor(shrinks(scheme.bits) if search != "minmax" else [], device=groups.device)[:, None]
+    if (
+        scheme.e2m1
+    ):  # the largest value may also become 4 of 6 (Cook et al., Four Over Six, 2025), or something in between
+        others = torch.cat([tried.new_tensor([[1.5], [1.25]]), tried]) if len(tried) else tried
+        scales = torch.cat([scheme.covering(extreme)[None], extreme / high * others])
+        return Grid(scheme, scheme.storable(scales, dtype), None)
     if scheme.symmetric:
         # The larger extreme is represented by the longer side (sign) and may be clipped (shrink).
         sign = torch.where(most > -least, -1.0, 1.0)
@@ -194,9 +198,9 @@ def candidate_grids(groups: torch.Tensor, scheme: GridScheme, dtype: torch.dtype
         if search == "positive":
             longer, shorter = longer.abs(), shorter.abs()
         both = torch.stack([longer, shorter], dim=1).flatten(0, 1)
-        return Grid(scheme, storable(torch.cat([extreme[None] / ((levels - 1) / 2), both]), dtype), None)
+        return Grid(scheme, scheme.storable(torch.cat([extreme[None] / ((levels - 1) / 2), both]), dtype), None)
     tried = torch.cat([torch.ones(1, 1, device=groups.device), tried])
-    scale = storable((most - least) * (tried / (levels - 1)), dtype)
+    scale = scheme.storable((most - least) * (tried / (levels - 1)), dtype)
     return Grid(scheme, scale, (low - least * tried / scale).round_().clamp_(low, high))
 
 
@@ -205,14 +209,6 @@ def shrinks(bits: int) -> list[float]:
     least = {2: 0.4, 3: 0.5, 4: 0.6, 5: 0.7, 6: 0.75}.get(bits, 0.85)
     steps = 12
     return [1 - (1 - least) * i / steps for i in range(steps + 1)]
-
-
-def storable(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`scale` as the storage dtype holds it, float32; an all-zero group (or an underflow) gets scale 1 resp. the smallest normal."""
-    tiny = torch.finfo(dtype).tiny
-    small = scale.abs() < tiny
-    rounded = scale.to(dtype).to(torch.float32)
-    return torch.where(small, torch.where(scale == 0, 1.0, tiny), rounded)
 
 
 def _tensor_grid(weight, scheme, dtype, search, importance, mask, rows) -> Grid:
@@ -239,7 +235,7 @@ def nearest_values(
 ) -> torch.Tensor:
     """`weight [out, in]` rounded to the nearest values of any representation, float32; arguments as for `make_grid`."""
     if isinstance(scheme, GridScheme):
-        grid = make_grid(weight, scheme, dtype, "mse", importance)
+        grid = make_grid(weight, scheme.bound([weight]), dtype, "mse", importance)
         return grid.values(grid.codes(weight))
     parameters = scheme.fit(weight, dtype, importance)
     return scheme.dequantize(scheme.round(weight, parameters), parameters, torch.float32)

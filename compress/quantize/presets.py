@@ -9,6 +9,7 @@ from compress.quantize.config import QuantizeConfig
 from runtime.config.messages import did_you_mean
 from runtime.errors import RequestError
 from runtime.formats import representation
+from runtime.formats.block_float import BlockFloat
 from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Representation
 from runtime.formats.scheme import ActivationScheme, Scheme
@@ -31,8 +32,14 @@ PRESETS: dict[str, Scheme] = {
     "W4A8": Scheme(_group(4), _inputs("int")),
     "FP8": Scheme(GridScheme(8, "float", True, "tensor"), _inputs("float", static=True)),
     "FP8_DYNAMIC": Scheme(GridScheme(8, "float", True, "channel"), _inputs("float")),
+    "NVFP4A16": Scheme(BlockFloat(4, group_size=16, scales="e4m3")),
+    "MXFP4A16": Scheme(BlockFloat(4)),
+    "MXFP8A16": Scheme(BlockFloat(8)),
 }
 ALIASES = {"W8A8": "W8A8-INT8", "INT8": "W8A8-INT8", "W8A8_INT8": "W8A8-INT8", "W4": "W4A16", "W8": "W8A16"}
+
+
+_OF_GRIDS = ("bits", "group_size", "symmetric")
 
 
 def preset(name: str) -> Scheme:
@@ -65,7 +72,11 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
         return Scheme(_represented(config, config.scheme), activations, sparsity)
     scheme = preset(config.scheme) if config.scheme is not None else PRESETS["W4A16"]
     weights = scheme.grid
-    assert weights is not None
+    if weights is None:
+        for key in _OF_GRIDS:
+            if getattr(config, key) is not None:
+                raise RequestError(f"scheme '{config.scheme}' says what {key} is: leave {key} out")
+        return Scheme(scheme.weights, _activations(config, scheme.activations, None), sparsity)
     if config.bits is not None:
         if weights.type == "float" and config.bits != 8:
             raise RequestError(f"scheme '{config.scheme}' stores weights as fp8: bits must be 8, not {config.bits}")
@@ -83,7 +94,7 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
 
 def _represented(config: QuantizeConfig, fields: dict[str, Any]) -> Representation:
     """Another representation than a grid, by its name and its own fields."""
-    for key in ("bits", "group_size", "symmetric"):
+    for key in _OF_GRIDS:
         if getattr(config, key) is not None:
             raise RequestError(f"{key} is a field of grids; what a representation takes stands in scheme")
     if "representation" not in fields:

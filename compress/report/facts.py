@@ -24,7 +24,7 @@ _PART_PATTERNS = (
     ("output head", r"lm_head|embed_out|(^|\.)output\.|classifier|(^|\.)score\."),
     ("embeddings", r"embed|(^|\.)w[tp]e\."),
 )
-_OVERHEAD = re.compile(r"\.(weight|input)_(scale|zero_point|shape|g_idx|metadata|bitmap|row_offsets)$")
+_OVERHEAD = re.compile(r"\.(weight|input)_(scale|global_scale|zero_point|shape|g_idx|metadata|bitmap|row_offsets)$")
 
 _CUT = "removed by an earlier stage"
 """Why whole tensors are gone that the recipe asked to remove, which is no warning."""

@@ -20,6 +20,7 @@ from export.source import Source
 from export.target import Job
 from runtime import formats
 from runtime.formats import TensorSpec
+from runtime.formats.block_float import BlockFloat
 from runtime.formats.quantization_config import ModuleEntry, build
 from runtime.formats.scheme import GridScheme, Scheme
 
@@ -96,7 +97,12 @@ class CompressedTensors(Layout):
 
 def refusal(entry: ModuleEntry) -> str | None:
     """The sentence that says why vLLM's loader has no scheme for a layer of one of these formats; None where it has one."""
-    weights, activations = grid_of(entry), entry.scheme.activations
+    weights, activations = entry.scheme.grid, entry.scheme.activations
+    if weights is None:
+        block = entry.scheme.weights
+        if isinstance(block, BlockFloat) and block.bits == 8:
+            return f"vLLM has no scheme for {words(entry)} without quantized activations: it loads in transformers only"
+        return None
     if activations is None and weights.type == "int":
         if weights.bits not in (4, 8):
             return f"vLLM reads pack-quantized of 4 and 8 bits: int{weights.bits} loads in transformers only"
@@ -116,8 +122,8 @@ def refusal(entry: ModuleEntry) -> str | None:
 
 def slower(entry: ModuleEntry, shape: tuple[int, int]) -> Iterator[str]:
     """Sentences on what keeps vLLM's fast kernel of weight-only integers from a layer."""
-    weights = grid_of(entry)
-    if entry.scheme.activations is not None or weights.type != "int":
+    weights = entry.scheme.grid
+    if entry.scheme.activations is not None or weights is None or weights.type != "int":
         return
     if weights.strategy == "group" and weights.group_size not in KERNEL_GROUPS:
         size = weights.group_size

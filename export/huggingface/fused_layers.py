@@ -56,9 +56,11 @@ def disagreement(sets: Mapping[str, tuple[str, ...]], stored: Mapping[str, Modul
 
 def words(entry: ModuleEntry | None) -> str:
     """A scheme for people: "int4 in groups of 64, symmetric"."""
-    if entry is None or entry.scheme.grid is None:
+    if entry is None or entry.scheme.weights is None:
         return "dense"
     weights, activations = entry.scheme.grid, entry.scheme.activations
+    if weights is None:
+        return entry.scheme.weights.describe()
     spread = {"group": f"in groups of {weights.group_size}", "channel": "a scale a row", "tensor": "one scale"}
     text = f"{weights.type}{weights.bits} {spread[weights.strategy]}"
     if weights.type == "int":
@@ -75,4 +77,4 @@ def grid_of(entry: ModuleEntry) -> GridScheme:
 
 
 def _key(entry: ModuleEntry | None) -> object:
-    return None if entry is None or entry.scheme.grid is None else (entry.scheme, entry.format)
+    return None if entry is None or entry.scheme.weights is None else (entry.scheme, entry.format)

@@ -16,7 +16,7 @@ from runtime.errors import RequestError
 from runtime.formats import representation
 from runtime.formats.base import Format, OwnFormat
 from runtime.formats.bitmap import Bitmap
-from runtime.formats.compressed_tensors import Naive, Packed, PackQuantized
+from runtime.formats.compressed_tensors import BlockFloats, Naive, Packed, PackQuantized
 from runtime.formats.representation import Shape, TensorSpec
 from runtime.formats.scheme import Scheme
 from runtime.formats.sparse24 import Sparse24
@@ -24,7 +24,17 @@ from runtime.formats.sparse24 import Sparse24
 __all__ = ["Format", "TensorSpec", "choose", "density_of", "get", "names"]
 
 # Compressed-tensors formats first: what another engine can read is preferred.
-_BUILT_IN: tuple[Format, ...] = (PackQuantized(), Naive("int"), Naive("float"), Packed(), Sparse24(), Bitmap())
+_BUILT_IN: tuple[Format, ...] = (
+    PackQuantized(),
+    Naive("int"),
+    Naive("float"),
+    BlockFloats("nvfp4-pack-quantized", 4, "e4m3"),
+    BlockFloats("mxfp4-pack-quantized", 4, "e8m0"),
+    BlockFloats("mxfp8-quantized", 8, "e8m0"),
+    Packed(),
+    Sparse24(),
+    Bitmap(),
+)
 
 
 @cache

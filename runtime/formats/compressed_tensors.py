@@ -1,8 +1,9 @@
-"""Dense formats of compressed-tensors (`pack-quantized`, `int-quantized`, `float-quantized`), and `packed` for other integer schemes."""
+"""Dense formats of compressed-tensors (integers, float8 and block floats), and `packed` for other integer schemes."""
 
 from __future__ import annotations
 
 from runtime.formats.base import GridFormat, OwnFormat
+from runtime.formats.block_float import BlockFloat
 from runtime.formats.checks import check_weight, why_not_weights
 from runtime.formats.representation import Shape, Tensors
 from runtime.formats.scheme import CompressedWeight, Scheme
@@ -61,6 +62,23 @@ class Naive(OwnFormat):
     def pack_weight(self, weight: CompressedWeight) -> Tensors:
         check_weight(weight)
         return super().pack_weight(weight)
+
+
+class BlockFloats(OwnFormat):
+    """`nvfp4-pack-quantized`, `mxfp4-pack-quantized` and `mxfp8-quantized`: the tensors of `BlockFloat`, weight only."""
+
+    own = False
+
+    def __init__(self, name: str, bits: int, scales: str) -> None:
+        self.kind, self.name, self.bits, self.scales = BlockFloat, name, bits, scales
+
+    def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
+        weights = scheme.weights
+        if not isinstance(weights, BlockFloat) or (weights.bits, weights.scales) != (self.bits, self.scales):
+            return f"it stores block floats of {self.bits} bits with {self.scales} scales"
+        if scheme.activations is not None:
+            return "it stores weight-only schemes"
+        return super().why_not(scheme, shape)
 
 
 def _why_not_groups(scheme: Scheme, shape: Shape) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -55,9 +56,19 @@ class GridScheme(Representation):
         return -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
 
     @property
+    def integral(self) -> bool:
+        """Whether a code is an integer that counts steps (else a float8)."""
+        return self.type == "int"
+
+    @property
+    def e2m1(self) -> bool:
+        """Whether the integers are those of 4-bit floats: 0 to 4, 6, 8 and 12 halves, of both signs."""
+        return False
+
+    @property
     def code_dtype(self) -> torch.dtype:
         """Dtype of codes."""
-        return FLOAT8 if self.type == "float" else torch.int8
+        return torch.int8 if self.integral else FLOAT8
 
     def width(self, columns: int) -> int:
         """Columns of a row of `columns` weights that share one scale."""
@@ -88,16 +99,42 @@ class GridScheme(Representation):
     ) -> torch.Tensor:
         """Nearest codes of `weight`, as floats; scale and zero point have its shape, or broadcast. `out` may be worked in."""
         codes = torch.div(weight, scale, out=out)
-        if self.type == "float":
+        if not self.integral:
             return round_float8(codes)
-        codes.round_()
+        self.round_(codes)
         if zero is not None:
             codes += zero
         return codes.clamp_(*self.code_range)
 
+    def round_(self, steps: torch.Tensor) -> torch.Tensor:
+        """Nearest integers that can be codes, in place; not clamped yet."""
+        return steps.round_()
+
     def values(self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
         """Weights that codes stand for, float32; likewise."""
         return (codes if zero is None else codes - zero) * scale
+
+    def bound(self, weights: Sequence[torch.Tensor]) -> GridScheme:
+        """The grid with what all scales of these weights `[out_i, in]` have in common; itself where that is nothing."""
+        return self
+
+    def covering(self, extreme: torch.Tensor) -> torch.Tensor:
+        """Scales of symmetric float grids whose largest number is `extreme`, before they are made storable."""
+        return extreme / (self.code_range[1] if self.integral else FLOAT8_MAXIMUM)
+
+    def storable(self, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`scale` as it is stored in a model of `dtype`, float32.
+
+        An all-zero group gets 1, an underflow the smallest normal number.
+        """
+        tiny = torch.finfo(dtype).tiny
+        small = scale.abs() < tiny
+        rounded = scale.to(dtype).to(torch.float32)
+        return torch.where(small, torch.where(scale == 0, 1.0, tiny), rounded)
+
+    def stored(self, scale: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype) -> Tensors:
+        """Parameters as they are stored, from storable float32 scales and zero points."""
+        return {"scale": scale.to(dtype)} | ({} if zero is None else {"zero_point": zero.to(torch.int8)})
 
     def fit(self, weight: torch.Tensor, dtype: torch.dtype, importance: torch.Tensor | None = None) -> Tensors:
         """Scales that cover the range of every group, which always has zero in it; `importance` has no say (methods search better ones)."""
@@ -135,7 +172,7 @@ class GridScheme(Representation):
     ) -> torch.Tensor:
         rows, columns = codes.shape
         scale = scale.to(torch.promote_types(scale.dtype, dtype))
-        dense = widen(codes, scale.dtype) if self.type == "float" else codes.to(scale.dtype)
+        dense = codes.to(scale.dtype) if self.integral else widen(codes, scale.dtype)
         zero = None if zero is None else zero.to(scale.dtype)
         if self.strategy == "group" and not self.ragged((rows, columns)):
             # Broadcasting is several times faster than spreading the scales.

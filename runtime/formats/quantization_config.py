@@ -16,6 +16,7 @@ from typing import Any
 from runtime import formats
 from runtime.config.messages import did_you_mean
 from runtime.errors import ArtifactError, CompressError
+from runtime.formats.block_float import BlockFloat
 from runtime.formats.scheme import Scheme
 
 OWN_METHOD = "compress"
@@ -191,17 +192,24 @@ def _arguments(given: Any, where: str, weights: bool) -> dict[str, Any]:
     size = args["group_size"]
     if args["strategy"] is None:
         args["strategy"] = "tensor" if size is None else "channel" if size == -1 else "group"
-    allowed = ("tensor", "channel", "group") if weights else ("tensor", "token")
+    allowed = ("tensor", "channel", "group", "tensor_group") if weights else ("tensor", "token")
     if args["strategy"] not in allowed:
         raise ArtifactError(f"{where} has strategy {args['strategy']!r}, this runtime runs {', '.join(allowed)}")
     if args["type"] not in ("int", "float") or not isinstance(args["num_bits"], int):
         raise ArtifactError(
             f"{where} has no number type this runtime knows: {args['type']!r}, {args['num_bits']!r} bits"
         )
+    if weights and (block := BlockFloat.from_arguments(args)) is not None:
+        reason = block.why_not((1, block.group_size or 1))
+        if reason is not None or args["dynamic"]:
+            raise ArtifactError(f"{where}: {reason or 'weights are not dynamic'}")
+        return args
     if (args["type"] == "float" and args["num_bits"] != 8) or not 2 <= args["num_bits"] <= 8:
         raise ArtifactError(
-            f"{where} is {args['type']}{args['num_bits']}; this runtime runs int2 to int8 and float8 e4m3"
+            f"{where} is {args['type']}{args['num_bits']}; this runtime runs int2 to int8, float8 e4m3, and float4 in blocks"
         )
+    if args["strategy"] == "tensor_group":
+        raise ArtifactError(f"{where} has strategy 'tensor_group', which this runtime runs for float4 only")
     if args["strategy"] == "group" and not (isinstance(size, int) and size > 0):
         raise ArtifactError(f"{where} has strategy 'group' and group_size {size!r}, expected a positive integer")
     if args["dynamic"] not in (True, False) or (weights and args["dynamic"]):

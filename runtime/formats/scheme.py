@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from runtime.formats import representation
+from runtime.formats.block_float import BlockFloat
 from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Representation, Tensors
 
@@ -43,8 +44,8 @@ class Scheme:
 
     @property
     def grid(self) -> GridScheme | None:
-        """`weights` where they are on a grid, which most kernels and other engines read; None otherwise."""
-        return self.weights if isinstance(self.weights, GridScheme) else None
+        """`weights` where they are on a grid with plain scales, which most kernels and other engines read; None otherwise."""
+        return self.weights if type(self.weights) is GridScheme else None
 
     def to_config(self) -> dict[str, Any]:
         """The `config_groups` entry without `targets` and `format`."""
@@ -70,6 +71,8 @@ class Scheme:
         w, a = config.get("weights"), config.get("input_activations")
         if w and "representation" in w:
             weights = representation.find(w["representation"]).from_config(w)
+        elif w and (found := BlockFloat.from_arguments(w)) is not None:
+            weights = found
         elif w:
             group = w.get("group_size") if w["strategy"] == "group" else None
             weights = GridScheme(w["num_bits"], w["type"], w["symmetric"], w["strategy"], group)

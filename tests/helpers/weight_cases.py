@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from runtime import formats
+from runtime.formats.block_float import BlockFloat
 from runtime.formats.quantization_config import ModuleEntry, build
 from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
 
@@ -50,6 +51,10 @@ def random_weight(
     if weights is None:
         values = torch.randn(shape, generator=generator).to(dtype)
         return CompressedWeight(values if mask is None else values * mask, None, None, mask, scheme, dtype)
+    if isinstance(weights, BlockFloat):
+        dense = torch.randn(shape, generator=generator) * (1 if mask is None else mask)
+        parameters = weights.fit(dense, dtype)
+        return CompressedWeight.of(weights.round(dense, parameters), parameters, mask, scheme, dtype)
     grid = (1,) if weights.strategy == "tensor" else (shape[0], weights.groups(columns))
     scale = (torch.rand(grid, generator=generator) * 0.1 + 0.01).to(dtype)
     if weights.type == "float":

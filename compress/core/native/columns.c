@@ -23,6 +23,7 @@ typedef struct {
     const float *scale, *zero; /* [groups][stride]; zero may be NULL */
     const int64_t *group;      /* of every column of the block */
     float low, high;
+    int64_t e2m1; /* codes above 4 are even, and above 8 multiples of 4: 4-bit floats in halves */
     int64_t stride;
 } Grid;
 
@@ -40,6 +41,13 @@ static inline void add_scaled(Strip *to, float factor, const Strip *from) {
     for (int v = 0; v < VECTORS; v++) to->vector[v] += factor * from->vector[v];
 }
 
+/* The nearest code of a 4-bit float, in halves; with a zero point there is none. */
+static inline float round_e2m1(float steps) {
+    float size = fabsf(steps), unit = size > 8.0f ? 4.0f : size > 4.0f ? 2.0f : 1.0f;
+    float inverse = size > 8.0f ? 0.25f : size > 4.0f ? 0.5f : 1.0f;
+    return rintf(steps * inverse) * unit;
+}
+
 /* Codes and grid values of one column of a strip. */
 static inline void round_column(const Grid *grid, int64_t column, int64_t row, int count, const Strip *wanted,
                                 Strip *code, Strip *value) {
@@ -51,8 +59,14 @@ static inline void round_column(const Grid *grid, int64_t column, int64_t row, i
         load(&zero, grid->zero + at, count);
     else
         memset(&zero, 0, sizeof zero);
+    Strip steps;
+    for (int r = 0; r < LANES; r++) steps.lane[r] = wanted->lane[r] / scale.lane[r];
+    if (grid->e2m1)
+        for (int r = 0; r < LANES; r++) steps.lane[r] = round_e2m1(steps.lane[r]);
+    else
+        for (int r = 0; r < LANES; r++) steps.lane[r] = rintf(steps.lane[r]);
     for (int r = 0; r < LANES; r++) {
-        float q = rintf(wanted->lane[r] / scale.lane[r]) + zero.lane[r];
+        float q = steps.lane[r] + zero.lane[r];
         q = q < grid->low ? grid->low : q;
         q = q > grid->high ? grid->high : q;
         code->lane[r] = q;
@@ -71,8 +85,8 @@ static inline void remove_masked(Strip *value, const uint8_t *mask, int count) {
  * [width][stride] like work and error. */
 void round_block(float *work, float *error, int8_t *codes, const uint8_t *mask, int64_t stride, int64_t first, int64_t last,
                  int64_t width, const float *upper, const float *inverse, const float *scale, const float *zero,
-                 const int64_t *group, int64_t grid_stride, float low, float high, int64_t from, int64_t to) {
-    Grid grid = {scale, zero, group, low, high, grid_stride};
+                 const int64_t *group, int64_t grid_stride, float low, float high, int64_t e2m1, int64_t from, int64_t to) {
+    Grid grid = {scale, zero, group, low, high, e2m1, grid_stride};
     Strip strip[MOST], code, value, owed;
     for (int64_t row = from; row < to; row += LANES) {
         int count = to - row < LANES ? (int)(to - row) : LANES;
@@ -94,8 +108,8 @@ void round_block(float *work, float *error, int8_t *codes, const uint8_t *mask, 
  * old are the present values; moved becomes old - new; the gradient of all columns of the block is kept true. inverse[j] = 1 / H_jj. */
 void descend_block(float *gradient, const float *old, float *codes, float *moved, const uint8_t *mask, int64_t stride,
                    int64_t width, const float *hessian, const float *inverse, const float *scale, const float *zero,
-                   const int64_t *group, int64_t grid_stride, float low, float high, int64_t from, int64_t to) {
-    Grid grid = {scale, zero, group, low, high, grid_stride};
+                   const int64_t *group, int64_t grid_stride, float low, float high, int64_t e2m1, int64_t from, int64_t to) {
+    Grid grid = {scale, zero, group, low, high, e2m1, grid_stride};
     Strip strip[MOST], wanted, code, value, delta, before;
     for (int64_t row = from; row < to; row += LANES) {
         int count = to - row < LANES ? (int)(to - row) : LANES;
@@ -121,8 +135,8 @@ void descend_block(float *gradient, const float *old, float *codes, float *moved
 }
 
 /* error[r] += sum over columns of cost (x - nearest grid value)^2 for 16 rows; x is a part of consecutive strips. */
-static void add_errors(float *error, const float *scale, const float *zero, float low, float high, const float *x,
-                       const float *cost, int64_t width) {
+static inline void add_errors(float *error, const float *scale, const float *zero, float low, float high, int e2m1,
+                              const float *x, const float *cost, int64_t width) {
     float s[16], lo[16], hi[16], sum[16];
     for (int r = 0; r < 16; r++) {
         s[r] = scale[r];
@@ -134,7 +148,7 @@ static void add_errors(float *error, const float *scale, const float *zero, floa
         const float *column = x + j * LANES;
         float weight = cost ? cost[j] : 1.0f;
         for (int r = 0; r < 16; r++) {
-            float q = rintf(column[r] / s[r]);
+            float q = e2m1 ? round_e2m1(column[r] / s[r]) : rintf(column[r] / s[r]);
             q = q < lo[r] ? lo[r] : q;
             q = q > hi[r] ? hi[r] : q;
             float d = q * s[r] - column[r];
@@ -144,10 +158,10 @@ static void add_errors(float *error, const float *scale, const float *zero, floa
     for (int r = 0; r < 16; r++) error[r] = sum[r];
 }
 
-/* For every row the candidate grid with the smallest squared error (weighted by cost[column], or NULL) over `width` columns of x.
+/* For every row the candidate grid with the smallest squared error (weighted by cost[column], or NULL) over `width` columns.
  * scale and zero (may be NULL) are [candidates][candidate_stride], at most CANDIDATES; the first of equals wins. */
-void search_grid(const float *x, int64_t stride, int64_t width, const float *cost, const float *scale, const float *zero,
-                 int64_t candidates, int64_t candidate_stride, float low, float high, int64_t *best, int64_t from,
+void search_grid(const float *columns, int64_t stride, int64_t width, const float *cost, const float *scale, const float *zero,
+                 int64_t candidates, int64_t candidate_stride, float low, float high, int64_t e2m1, int64_t *best, int64_t from,
                  int64_t to) {
     Strip strip[MOST], error[CANDIDATES];
     for (int64_t row = from; row < to; row += LANES) {
@@ -155,7 +169,7 @@ void search_grid(const float *x, int64_t stride, int64_t width, const float *cos
         for (int64_t c = 0; c < candidates; c++) memset(&error[c], 0, sizeof(Strip));
         for (int64_t first = 0; first < width; first += MOST) {
             int64_t last = first + MOST < width ? first + MOST : width;
-            for (int64_t j = first; j < last; j++) load(&strip[j - first], x + j * stride + row, count);
+            for (int64_t j = first; j < last; j++) load(&strip[j - first], columns + j * stride + row, count);
             for (int64_t c = 0; c < candidates; c++) {
                 Strip s, zeros;
                 load(&s, scale + c * candidate_stride + row, count);
@@ -164,9 +178,14 @@ void search_grid(const float *x, int64_t stride, int64_t width, const float *cos
                     load(&zeros, zero + c * candidate_stride + row, count);
                 else
                     memset(&zeros, 0, sizeof zeros);
-                for (int part = 0; part < LANES; part += 16)
-                    add_errors(error[c].lane + part, s.lane + part, zeros.lane + part, low, high, (const float *)strip + part,
-                               cost ? cost + first : NULL, last - first);
+                for (int part = 0; part < LANES; part += 16) {
+                    float *sum = error[c].lane + part;
+                    const float *x = (const float *)strip + part, *weights = cost ? cost + first : NULL;
+                    if (e2m1)
+                        add_errors(sum, s.lane + part, zeros.lane + part, low, high, 1, x, weights, last - first);
+                    else
+                        add_errors(sum, s.lane + part, zeros.lane + part, low, high, 0, x, weights, last - first);
+                }
             }
         }
         for (int r = 0; r < count; r++) {

@@ -92,7 +92,9 @@ def compensate(problem: Problem, options: ColumnLoop, pattern: Pattern | None = 
     factor = factorize(hessian, order, options.damping, problem.names[0])
     notes |= {"damping": factor.damping, "retries": factor.retries}
     if isinstance(scheme, GridScheme):
-        return _GridSolver(scheme, problem, options, pattern, order, factor).solve(goals, masks, parts, notes)
+        return _GridSolver(scheme.bound(weights), problem, options, pattern, order, factor).solve(
+            goals, masks, parts, notes
+        )
     return [_represent(weight, scheme, factor, order, problem, options.block_size, notes) for weight in weights]
 
 
@@ -240,7 +242,7 @@ class _GridSolver:
         del solution
         if goal is not target:
             error += target - goal
-        if scheme.type == "int" and options.swaps and mask is not None and searchable(pattern):
+        if scheme.integral and options.swaps and mask is not None and searchable(pattern):
             assert pattern is not None
             values = stored_values(codes, solved, mask, torch.float32)
             swap(target, codes, values, solved, mask, self.hessian, pattern, options.swaps)
@@ -284,7 +286,7 @@ class _GridSolver:
         """The output error of every row, after refinement where the recipe asks for it; `codes`, grid and mask may change."""
         options, dtype = self.options, self.dtype
         refit = options.refit_scales and self.scheme.strategy != "tensor"
-        if self.scheme.type == "int" and options.sweeps:
+        if self.scheme.integral and options.sweeps:
             return refine(error, codes, grid, mask, self.hessian, dtype, options.sweeps, refit)
         if dtype != torch.float32:
             exact = stored_values(codes, grid, mask, torch.float32)
@@ -297,7 +299,7 @@ class _GridSolver:
         group = static.group_of(self.order.shape[0])[self.order].tolist()
         runs = 1 + sum(a != b for a, b in pairwise(group))
         choose = None
-        grouped = scheme.strategy == "group" and scheme.type == "int"
+        grouped = scheme.strategy == "group" and scheme.integral
         if grouped and not options.static_groups and runs == static.scale.shape[0]:
             choose = scale_chooser(scheme, self.dtype, options.scales, self.order, self.hessian)
         return loop.ColumnGrid(static.map(torch.clone), group, choose)

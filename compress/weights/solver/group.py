@@ -18,7 +18,7 @@ from compress.quantize.weight_constraint import WeightConstraint
 from compress.weights.solver.columns import nearest_rows, rows_at_a_time
 from compress.weights.solver.compensate import LayerResult, compensate, keep_float
 from runtime.errors import CompressError
-from runtime.formats.scheme import CompressedWeight
+from runtime.formats.scheme import CompressedWeight, GridScheme
 
 
 @torch.no_grad()
@@ -98,11 +98,11 @@ def nearest(problem: Problem, index: int) -> CompressedWeight:
         return keep_float(weight, mask, scheme, dtype)
     importance = statistics.square_mean if statistics is not None else None
     hessian = statistics.hessian if statistics is not None else None
-    form = scheme.grid
-    if form is None:
+    if not isinstance(scheme.weights, GridScheme):
         parameters = scheme.weights.fit(weight.float(), dtype, importance)
         codes = scheme.weights.round(weight.float(), parameters)
         return CompressedWeight.of(codes, parameters, mask, scheme, dtype)
+    form = scheme.weights.bound(problem.weights)
 
     def fit(part: torch.Tensor, kept: torch.Tensor | None, _rows: slice) -> Grid:
         return make_grid(part, form, dtype, problem.quantize.scales, importance, kept, hessian)

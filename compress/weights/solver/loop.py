@@ -120,7 +120,7 @@ def run(
         masks = {j: min(j + mask_columns, columns) for j in range(0, columns, mask_columns)}
         mask = torch.empty(columns, rows, dtype=torch.bool, device=weight.device)
     codes = None
-    if stepwise is not None and stepwise.grid.scheme.type == "int":
+    if stepwise is not None and stepwise.grid.scheme.integral:
         codes = stepwise.codes = torch.empty(columns, rows, dtype=torch.int8, device=weight.device)
         group, grid = torch.tensor(stepwise.group, device=weight.device), stepwise.grid
     values = torch.empty(vector, rows, device=weight.device)
@@ -167,7 +167,7 @@ def run(
                 assert codes is not None
                 columns_in_c.round_block(
                     work, error, codes[start:end], None if mask is None else mask[start:end], first - start, last - start,
-                    upper, inverse, grid.scale, grid.zero, group[start:end], grid.scheme.code_range,
+                    upper, inverse, grid.scale, grid.zero, group[start:end], grid.scheme.code_range, grid.scheme.e2m1,
                 )  # fmt: skip
                 first = last
                 continue

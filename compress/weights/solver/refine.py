@@ -113,7 +113,7 @@ class _Part:
         if columns_in_c.usable(gradient, codes, self.mask):
             columns_in_c.descend_block(
                 gradient[here], old[first - origin : last - origin], codes[here], moved, None if self.mask is None else self.mask[here],
-                hessian[here, here], self.divisors[here], own.scale, own.zero, own.scheme.code_range,
+                hessian[here, here], self.divisors[here], own.scale, own.zero, own.scheme.code_range, own.scheme.e2m1,
             )  # fmt: skip
             for rest in (slice(0, first), slice(last, gradient.shape[0])):
                 if rest.start < rest.stop:
@@ -147,9 +147,9 @@ class _Part:
             unit = unit * self.mask[start:end]
         along = (unit * self.gradient[start:end]).sum(0)
         curvature = column_errors(unit, self.hessian[start:end, start:end])
-        wanted = (scale + along / curvature.clamp(min=1e-30)).to(self.dtype).to(torch.float32)
+        wanted = own.scheme.storable(scale + along / curvature.clamp(min=1e-30), self.dtype)
         step = wanted - scale
-        better = (step * (curvature * step - 2 * along) < 0) & (wanted.abs() >= torch.finfo(self.dtype).tiny)
+        better = step * (curvature * step - 2 * along) < 0
         step = torch.where(better, step, 0.0)
         if self.gradient.shape[0] > end:  # groups to come want to know
             self.gradient.addmm_(self.hessian[:, start:end], unit * step, alpha=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compress.quantize.grid import Grid, make_grid, storable
+from compress.quantize.grid import Grid, make_grid
 from runtime.formats.float8 import FLOAT8_MAXIMUM, round_float8
 from runtime.formats.scheme import GridScheme
 
@@ -95,7 +95,7 @@ def test_fp8_saturates_and_empty_groups_have_a_usable_scale() -> None:
     assert error(grid, weight()) < 0.01 * float(weight().square().sum())
     zeros = make_grid(torch.zeros(2, 16), GridScheme(4, "int", True, "group", 8), torch.bfloat16)
     assert (zeros.scale == 1).all()
-    tiny = storable(torch.tensor([1e-12]), torch.float16)
+    tiny = GridScheme(4).storable(torch.tensor([1e-12]), torch.float16)
     assert tiny[0] > 0
     assert tiny[0] == tiny[0].half().float()
 

@@ -16,10 +16,12 @@ from compress.weights.solver import loop
 from compress.weights.solver.columns import stacked_grid
 from compress.weights.solver.factor import factorize
 from compress.weights.solver.refine import refine
+from runtime.formats.block_float import BlockFloat
 from runtime.formats.scheme import GridScheme
 from runtime.system import native as libraries
 
 needs_c = pytest.mark.skipif(libraries.find_compiler() is None, reason="needs a C compiler: CC, cc, gcc or clang")
+SEARCHED = [GridScheme(4, strategy="channel"), GridScheme(4, symmetric=False, strategy="channel"), BlockFloat(4)]
 ROWS = [1, 31, 32, 33, 300, 1100]
 
 
@@ -107,22 +109,21 @@ def test_refinement_is_that_of_torch_and_says_the_error_it_leaves(rows, refit, z
 @needs_c
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("width", [5, 128, 1300])
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("scheme", SEARCHED, ids=GridScheme.describe)
 @pytest.mark.parametrize("weighted", [True, False])
-def test_the_grid_search_finds_the_smallest_error(rows: int, width: int, symmetric: bool, weighted: bool) -> None:
+def test_the_grid_search_finds_the_smallest_error(rows: int, width: int, scheme: GridScheme, weighted: bool) -> None:
     generator = torch.Generator().manual_seed(rows + width)
     groups = torch.randn(rows, width, generator=generator)
     cost = torch.rand(width, generator=generator) if weighted else None
-    scheme = GridScheme(bits=4, type="int", symmetric=symmetric, strategy="channel", group_size=None)
     tried = grids.candidate_grids(groups, scheme, torch.bfloat16, "mse")
     scales, zeros = tried.scale, tried.zero
-    best = native.search_grid(groups.T.contiguous(), cost, scales, zeros, scheme.code_range)
+    best = native.search_grid(groups.T.contiguous(), cost, scales, zeros, scheme.code_range, scheme.e2m1)
     low, high = scheme.code_range
     errors = []
     for i, scale in enumerate(scales.double()):
         shift = torch.zeros_like(scale) if zeros is None else zeros[i].double()
         # float32 division, as both versions do it; everything after it in float64
-        codes = (groups / scales[i][:, None]).round().double() + shift[:, None]
+        codes = scheme.round_(groups / scales[i][:, None]).double() + shift[:, None]
         value = (codes.clamp(low, high) - shift[:, None]) * scale[:, None]
         square = (value - groups.double()).square()
         errors.append((square if cost is None else square * cost).sum(1))
@@ -148,7 +149,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
             upper = torch.linalg.inv(corner.double()).float().T
             group = torch.arange(64) // 24
             native.round_block(
-                work, error, codes, None, 0, 64, upper, corner.diagonal().contiguous(), grid.scale, grid.zero, group, (-4.0, 3.0)
+                work, error, codes, None, 0, 64, upper, corner.diagonal().contiguous(), grid.scale, grid.zero, group, (-4.0, 3.0), False
             )  # fmt: skip
             found.append((work, error, codes))
     finally:
@@ -196,7 +197,7 @@ def test_wrong_matrices_are_refused_before_c_sees_them() -> None:
     scale = torch.ones(1, 40)
 
     def call(work, error=good):
-        native.round_block(work, error, codes, None, 0, 8, torch.eye(8), ones, scale, None, group, (-8.0, 7.0))
+        native.round_block(work, error, codes, None, 0, 8, torch.eye(8), ones, scale, None, group, (-8.0, 7.0), False)
 
     call(good.clone())
     for bad in (good.double(), torch.zeros(40, 8).T):

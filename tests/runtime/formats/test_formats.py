@@ -10,6 +10,7 @@ from weight_cases import int_scheme, random_mask, random_weight
 
 from runtime import formats
 from runtime.errors import ArtifactError, CompressError, RequestError
+from runtime.formats.block_float import BlockFloat
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 
 SHAPES = [(7, 172), (16, 128), (5, 257), (1, 64)]
@@ -18,7 +19,10 @@ GRIDS = [
     for bits, symmetric, (strategy, group) in itertools.product(
         range(2, 9), (True, False), (("group", 32), ("group", 48), ("channel", None), ("tensor", None))
     )
-] + [GridScheme(8, "float", True, "channel"), GridScheme(8, "float", True, "tensor")]
+] + [
+    GridScheme(8, "float", True, "channel"), GridScheme(8, "float", True, "tensor"),
+    BlockFloat(4), BlockFloat(8), BlockFloat(4, group_size=16, scales="e4m3"),
+]  # fmt: skip
 PATTERNS = [None, "unstructured", "2:4", "1:4", "4:8", "3:16", "block:4x8"]
 
 
@@ -56,8 +60,9 @@ def test_unpack_is_the_exact_inverse_of_pack(name, sparsity):
         for key, tensor in storage.pack(again).items():
             assert torch.equal(as_bytes(tensor), as_bytes(tensors[key])), key
         stored += 1
-    expected = {"sparse24": ("2:4", "1:4"), "bitmap": tuple(p for p in PATTERNS if p)}.get(name, tuple(PATTERNS))
-    assert (stored > 0) == (sparsity in expected)
+    some = {"sparse24": ("2:4", "1:4"), "bitmap": tuple(p for p in PATTERNS if p)}
+    some |= dict.fromkeys(("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"), (None,))
+    assert (stored > 0) == (sparsity in some.get(name, tuple(PATTERNS)))
 
 
 @pytest.mark.parametrize("name", formats.names())
@@ -65,12 +70,12 @@ def test_select_rows_is_the_matrix_of_these_rows(name):
     storage, done = formats.get(name), 0
     index = torch.tensor([5, 0, 0, 6, 2])
     for grid, sparsity in itertools.product([*GRIDS, None], (None, "unstructured", "2:4")):
-        scheme = Scheme(grid, None, sparsity)
-        if (grid is None and sparsity is None) or storage.why_not(scheme, (7, 172)):
+        scheme, columns = Scheme(grid, None, sparsity), 160 if isinstance(grid, BlockFloat) else 172
+        if (grid is None and sparsity is None) or storage.why_not(scheme, (7, columns)):
             continue
-        weight = random_weight(scheme, (7, 172), seed=done)
-        picked = storage.select_rows(storage.pack(weight), scheme, (7, 172), index)
-        small = storage.unpack(picked, scheme, (5, 172), torch.bfloat16)
+        weight = random_weight(scheme, (7, columns), seed=done)
+        picked = storage.select_rows(storage.pack(weight), scheme, (7, columns), index)
+        small = storage.unpack(picked, scheme, (5, columns), torch.bfloat16)
         assert torch.equal(small.dequantize(), weight.dequantize()[index]), scheme
         done += 1
     assert done
@@ -226,6 +231,9 @@ def case(name):
         "packed": int_scheme(3, False, 48),
         "int-quantized": Scheme(GridScheme(8, "int", False, "channel")),
         "float-quantized": Scheme(GridScheme(8, "float", True, "channel")),
+        "nvfp4-pack-quantized": Scheme(BlockFloat(4, group_size=16, scales="e4m3")),
+        "mxfp4-pack-quantized": Scheme(BlockFloat(4)),
+        "mxfp8-quantized": Scheme(BlockFloat(8)),
         "sparse24": int_scheme(4, True, 32, "2:4"),
         "bitmap": int_scheme(4, True, 32, "unstructured"),
     }[name]

@@ -73,7 +73,8 @@ def build(commands: Iterable[str] = COMMANDS) -> typer.Typer:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line and return its exit code; every error is one sentence on stderr (with `--json`, also on stdout)."""
-    # A process ends with a last collection, which takes a second over the modules of torch and transformers and finds nothing to free.
+    # The last collection of a process takes a second over torch and transformers, and frees nothing.
+    atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = given[: given.index("--")] if "--" in given else given

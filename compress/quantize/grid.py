@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from compress.core import file_matrix, native
+from runtime.formats.block_float import BlockFloat
 from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Representation
 from runtime.formats.scheme import CompressedWeight, Scheme
@@ -94,7 +95,7 @@ class Grid:
             of_zero = torch.zeros((), device=codes.device) if of_zero is None else of_zero
             codes = torch.where(mask, codes, of_zero.to(codes.dtype))
         stored = self.map(lambda parameter: parameter.reshape(shape))
-        parameters = self.scheme.stored(stored.scale, stored.zero, dtype)
+        parameters = self.scheme.parameters_of(stored.scale, stored.zero, dtype)
         return CompressedWeight.of(codes.to(self.scheme.code_dtype), parameters, mask, scheme, dtype)
 
 
@@ -182,14 +183,15 @@ def candidate_grids(groups: torch.Tensor, scheme: GridScheme, dtype: torch.dtype
     least, most = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
     extreme = torch.maximum(-least, most)
     if not scheme.integral:
-        return Grid(scheme, scheme.storable(scheme.covering(extreme)[None], dtype), None)
+        return Grid(scheme, scheme.storable(scheme.covering_scale(extreme)[None], dtype), None)
     levels = 2**scheme.bits
     tried = torch.tensor(shrinks(scheme.bits) if search != "minmax" else [], device=groups.device)[:, None]
-    if (
-        scheme.e2m1
-    ):  # the largest value may also become 4 of 6 (Cook et al., Four Over Six, 2025), or something in between
-        others = torch.cat([tried.new_tensor([[1.5], [1.25]]), tried]) if len(tried) else tried
-        scales = torch.cat([scheme.covering(extreme)[None], extreme / high * others])
+    if isinstance(scheme, BlockFloat):
+        # The largest value may also become 4 of 6 (Cook et al., Four Over Six, 2025), or something in between; powers of two have fewer.
+        wider = tried.new_tensor([[1.5], [1.25]] if scheme.scales == "e4m3" else [[0.5], [2.0]])
+        narrower = tried[1:] if scheme.scales == "e4m3" else tried[:0]
+        others = torch.cat([wider, narrower]) if len(tried) else tried
+        scales = scheme.covering_scale(extreme) * torch.cat([tried.new_ones(1, 1), others])
         return Grid(scheme, scheme.storable(scales, dtype), None)
     if scheme.symmetric:
         # The larger extreme is represented by the longer side (sign) and may be clipped (shrink).
@@ -235,7 +237,7 @@ def nearest_values(
 ) -> torch.Tensor:
     """`weight [out, in]` rounded to the nearest values of any representation, float32; arguments as for `make_grid`."""
     if isinstance(scheme, GridScheme):
-        grid = make_grid(weight, scheme.bound([weight]), dtype, "mse", importance)
+        grid = make_grid(weight, scheme.with_global_scale([weight]), dtype, "mse", importance)
         return grid.values(grid.codes(weight))
     parameters = scheme.fit(weight, dtype, importance)
     return scheme.dequantize(scheme.round(weight, parameters), parameters, torch.float32)

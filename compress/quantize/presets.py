@@ -39,7 +39,7 @@ PRESETS: dict[str, Scheme] = {
 ALIASES = {"W8A8": "W8A8-INT8", "INT8": "W8A8-INT8", "W8A8_INT8": "W8A8-INT8", "W4": "W4A16", "W8": "W8A16"}
 
 
-_OF_GRIDS = ("bits", "group_size", "symmetric")
+_GRID_FIELDS = ("bits", "group_size", "symmetric")
 
 
 def preset(name: str) -> Scheme:
@@ -73,10 +73,12 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
     scheme = preset(config.scheme) if config.scheme is not None else PRESETS["W4A16"]
     weights = scheme.grid
     if weights is None:
-        for key in _OF_GRIDS:
+        for key in _GRID_FIELDS:
             if getattr(config, key) is not None:
-                raise RequestError(f"scheme '{config.scheme}' says what {key} is: leave {key} out")
-        return Scheme(scheme.weights, _activations(config, scheme.activations, None), sparsity)
+                raise RequestError(f"scheme '{config.scheme}' has a fixed {key}: leave it out")
+        if config.activations is not None or config.activation_mode is not None:
+            raise RequestError(f"scheme '{config.scheme}' is weight-only: leave activations and activation_mode out")
+        return Scheme(scheme.weights, None, sparsity)
     if config.bits is not None:
         if weights.type == "float" and config.bits != 8:
             raise RequestError(f"scheme '{config.scheme}' stores weights as fp8: bits must be 8, not {config.bits}")
@@ -94,7 +96,7 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
 
 def _represented(config: QuantizeConfig, fields: dict[str, Any]) -> Representation:
     """Another representation than a grid, by its name and its own fields."""
-    for key in _OF_GRIDS:
+    for key in _GRID_FIELDS:
         if getattr(config, key) is not None:
             raise RequestError(f"{key} is a field of grids; what a representation takes stands in scheme")
     if "representation" not in fields:
@@ -138,9 +140,10 @@ def _with_group(weights: GridScheme, size: int | str) -> GridScheme:
 
 def check_fits(scheme: Scheme, shape: tuple[int, int], name: str = "weight") -> None:
     """Raise `RequestError` when a weight of `shape` (out, in) cannot have this scheme."""
-    size = None if scheme.grid is None else scheme.grid.group_size
+    size = scheme.weights.group_size if isinstance(scheme.weights, GridScheme) else None
     if size is not None and size > shape[1]:
-        text = f"group_size {size} is larger than the row of {shape[1]} weights; give at most {shape[1]} or 'channel'"
+        text = f"group_size {size} is larger than the row of {shape[1]} weights"
+        text += "" if scheme.grid is None else f"; give at most {shape[1]} or 'channel'"
         raise RequestError(f"{name}: {text}")
     reason = None if scheme.weights is None else scheme.weights.why_not(shape)
     if reason is not None:

@@ -19,6 +19,7 @@ from compress.weights.layer_task import LayerTask
 from runtime import formats
 from runtime.config.messages import listing
 from runtime.errors import RequestError
+from runtime.formats.grid import GridScheme
 from runtime.modeling.linear_modules import is_matrix
 from runtime.system.sizes import size
 
@@ -72,8 +73,8 @@ def _narrow(recipe: Recipe, modules: Sequence[ModuleInfo], chosen: dict[str, dic
         if quantize is None or not _by_default(stages):
             continue
         with recipe.origin.located((*quantize.path, "group_size")):
-            grid = resolve_scheme(quantize.config, None).grid
-        group = None if grid is None else grid.group_size
+            weights_as = resolve_scheme(quantize.config, None).weights
+        group = weights_as.group_size if isinstance(weights_as, GridScheme) else None
         if group is not None and group > module.shape[1]:
             left.append(Uncompressed(module.name, f"rows of {module.shape[1]} weights, and groups of {group}"))
             weights += math.prod(module.shape)

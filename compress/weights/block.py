@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -232,6 +232,7 @@ class BlockJob:
         units: list[_Unit] = []
         for members, statistics in ready:
             first = len(units)
+            self._set_common_scales(members)
             for name in members:
                 size, owner, task = shapes[name].numel(), owners[name], self._tasks[name]
                 alike = (u for u in units[first:] if u.owner == owner and u.size + size <= SOLVED_AT_ONCE)
@@ -241,6 +242,16 @@ class BlockJob:
                 unit.names.append(name)
                 unit.size += size
         return units
+
+    def _set_common_scales(self, members: list[str]) -> None:
+        """Layers with one input have one scale of the matrix, where their scheme has such a one: engines fuse them."""
+        weights = [self._weight(name) for name in members]
+        for name in members:
+            task = self._tasks[name]
+            self._tasks[name] = replace(task, scheme=task.scheme.for_weights(weights))
+
+    def _weight(self, name: str) -> torch.Tensor:
+        return self._scaled.get(name, get_matrix(self.block.get_submodule(name)))
 
     def _solve_units(self, units: list[_Unit]) -> dict[str, SolvedLayer]:
         """Solve layers and put what the artifact will compute in their place; by name inside the block.
@@ -273,7 +284,7 @@ class BlockJob:
     def _solve(self, unit: _Unit) -> list[SolvedLayer]:
         tasks = {self.prefix + name: self._tasks[name] for name in unit.names}
         modules = [self.block.get_submodule(name) for name in unit.names]
-        weights = [self._scaled.get(name, get_matrix(m)) for name, m in zip(unit.names, modules, strict=True)]
+        weights = [self._weight(name) for name in unit.names]
         return solve_layers(tasks, modules, weights, unit.statistics, self.dtype, self.constraints)
 
     def _put(self, names: list[str], solved: list[SolvedLayer]) -> None:

@@ -200,7 +200,7 @@ def load(
 
 
 def _is_for_c(artifact: Artifact) -> bool:
-    """Whether C computes most models of that kind: known before transformers is imported, which takes seconds."""
+    """Whether C probably computes the model: a guess from config.json, before transformers is imported, which takes seconds."""
     classes = artifact.config.get("architectures")
     decodes = isinstance(classes, list) and any("CausalLM" in str(name) or "LMHead" in str(name) for name in classes)
     return decodes or "quantization_config" in artifact.config

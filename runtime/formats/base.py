@@ -249,7 +249,7 @@ class GridFormat(Format):
     def select_code_rows(self, tensors: Tensors, scheme: Scheme, rows: torch.Tensor) -> Tensors:
         """`select_rows` for values and positions; right for every format that stores row by row."""
         names = ("weight_packed", "weight_values", "weight_metadata")
-        return {name: _rows_of(tensors[name], rows) for name in names if name in tensors}
+        return {name: rows_of(tensors[name], rows) for name in names if name in tensors}
 
 
 class SparseFormat(GridFormat):
@@ -306,7 +306,7 @@ class OwnFormat(Format):
     def select_rows(self, tensors: Tensors, scheme: Scheme, shape: Shape, rows: torch.Tensor) -> Tensors:
         weights = _own(scheme)
         codes, parameters = weights.decode(tensors, shape)
-        return weights.encode(_rows_of(codes, rows), weights.rows(parameters, rows))
+        return weights.encode(rows_of(codes, rows), weights.rows(parameters, rows))
 
 
 def input_tensors(scheme: Scheme, dtype: torch.dtype) -> dict[str, TensorSpec]:
@@ -339,5 +339,6 @@ def _on_cpu(weight: CompressedWeight) -> CompressedWeight:
     return replace(weight, **moved, own={name: tensor.cpu() for name, tensor in weight.own.items()})
 
 
-def _rows_of(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def rows_of(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows (int64 `[n]`) of a matrix of any dtype."""
     return indexable(matrix)[rows].view(matrix.dtype)

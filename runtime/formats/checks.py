@@ -75,7 +75,7 @@ def why_not_weights(scheme: Scheme, shape: Shape) -> str | None:
     if scheme.weights is None:
         return "activations are quantized but weights are not" if scheme.activations is not None else None
     if scheme.grid is None:
-        return f"it stores integers and float8, not representation {scheme.weights.name}"
+        return f"it stores integers and float8, not {scheme.weights.describe()}"
     return scheme.grid.why_not(shape)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from runtime.formats.base import GridFormat, OwnFormat
+import torch
+
+from runtime.formats.base import GridFormat, OwnFormat, rows_of
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.checks import check_weight, why_not_weights
 from runtime.formats.representation import Shape, Tensors
@@ -78,7 +80,13 @@ class BlockFloats(OwnFormat):
             return f"it stores block floats of {self.bits} bits with {self.scales} scales"
         if scheme.activations is not None:
             return "it stores weight-only schemes"
-        return super().why_not(scheme, shape)
+        if scheme.sparsity is not None:
+            return "it stores no pruned weights"
+        return weights.why_not(shape)
+
+    def select_rows(self, tensors: Tensors, scheme: Scheme, shape: Shape, rows: torch.Tensor) -> Tensors:
+        common = "weight_global_scale"
+        return {name: tensor if name == common else rows_of(tensor, rows) for name, tensor in tensors.items()}
 
 
 def _why_not_groups(scheme: Scheme, shape: Shape) -> str | None:

@@ -52,7 +52,7 @@ class GridScheme(Representation):
     # ---------------------------------------------------------------- groups
     @property
     def code_range(self) -> tuple[int, int]:
-        """Smallest and largest integer code (int grids only)."""
+        """Smallest and largest code, where codes are integers."""
         return -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
 
     @property
@@ -114,12 +114,12 @@ class GridScheme(Representation):
         """Weights that codes stand for, float32; likewise."""
         return (codes if zero is None else codes - zero) * scale
 
-    def bound(self, weights: Sequence[torch.Tensor]) -> GridScheme:
+    def with_global_scale(self, weights: Sequence[torch.Tensor]) -> GridScheme:
         """The grid with what all scales of these weights `[out_i, in]` have in common; itself where that is nothing."""
         return self
 
-    def covering(self, extreme: torch.Tensor) -> torch.Tensor:
-        """Scales of symmetric float grids whose largest number is `extreme`, before they are made storable."""
+    def covering_scale(self, extreme: torch.Tensor) -> torch.Tensor:
+        """Smallest scales whose grids reach `extreme`, before they are made storable; of floats only."""
         return extreme / (self.code_range[1] if self.integral else FLOAT8_MAXIMUM)
 
     def storable(self, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -132,7 +132,7 @@ class GridScheme(Representation):
         rounded = scale.to(dtype).to(torch.float32)
         return torch.where(small, torch.where(scale == 0, 1.0, tiny), rounded)
 
-    def stored(self, scale: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype) -> Tensors:
+    def parameters_of(self, scale: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype) -> Tensors:
         """Parameters as they are stored, from storable float32 scales and zero points."""
         return {"scale": scale.to(dtype)} | ({} if zero is None else {"zero_point": zero.to(torch.int8)})
 
@@ -185,6 +185,12 @@ class GridScheme(Representation):
     # ---------------------------------------------------------------- on disk
     def rows(self, parameters: Tensors, index: torch.Tensor | slice) -> Tensors:
         return parameters if self.strategy == "tensor" else {name: p[index] for name, p in parameters.items()}
+
+    def join_rows(self, parts: Sequence[Tensors]) -> Tensors:
+        """Parameters of a matrix from those of its rows, in order; the inverse of `rows`."""
+        if self.strategy == "tensor":
+            return parts[0]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def parameter_tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Scales and zero points as they lie on disk where nothing packs them."""

@@ -199,10 +199,20 @@ def _arguments(given: Any, where: str, weights: bool) -> dict[str, Any]:
         raise ArtifactError(
             f"{where} has no number type this runtime knows: {args['type']!r}, {args['num_bits']!r} bits"
         )
-    if weights and (block := BlockFloat.from_arguments(args)) is not None:
-        reason = block.why_not((1, block.group_size or 1))
-        if reason is not None or args["dynamic"]:
-            raise ArtifactError(f"{where}: {reason or 'weights are not dynamic'}")
+    if args.get("actorder") in ("group", "dynamic", True):
+        raise ArtifactError(
+            f"{where} has actorder {args['actorder']!r} (permuted groups); write it with 'weight' instead"
+        )
+    if args["dynamic"] not in (True, False) or (weights and args["dynamic"]):
+        raise ArtifactError(f"{where} has dynamic {args['dynamic']!r}, which this runtime does not run")
+    try:
+        block = BlockFloat.from_arguments(args) if weights else None
+        reason = None if block is None else block.why_not((1, block.group_size or 1))
+    except ValueError as error:
+        reason = str(error)
+    if reason is not None:
+        raise ArtifactError(f"{where}: {reason}")
+    if block is not None:
         return args
     if (args["type"] == "float" and args["num_bits"] != 8) or not 2 <= args["num_bits"] <= 8:
         raise ArtifactError(
@@ -212,14 +222,8 @@ def _arguments(given: Any, where: str, weights: bool) -> dict[str, Any]:
         raise ArtifactError(f"{where} has strategy 'tensor_group', which this runtime runs for float4 only")
     if args["strategy"] == "group" and not (isinstance(size, int) and size > 0):
         raise ArtifactError(f"{where} has strategy 'group' and group_size {size!r}, expected a positive integer")
-    if args["dynamic"] not in (True, False) or (weights and args["dynamic"]):
-        raise ArtifactError(f"{where} has dynamic {args['dynamic']!r}, which this runtime does not run")
     if not weights and args["strategy"] == "token" and not args["dynamic"]:
         raise ArtifactError(f"{where} asks for static scales a token, which do not exist")
-    if args.get("actorder") in ("group", "dynamic", True):
-        raise ArtifactError(
-            f"{where} has actorder {args['actorder']!r} (permuted groups); write it with 'weight' instead"
-        )
     return args
 
 

@@ -6,8 +6,8 @@ ours reads the same in `config.json`; `sparsity`, and `representation` inside `w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -46,6 +46,11 @@ class Scheme:
     def grid(self) -> GridScheme | None:
         """`weights` where they are on a grid with plain scales, which most kernels and other engines read; None otherwise."""
         return self.weights if type(self.weights) is GridScheme else None
+
+    def for_weights(self, weights: Sequence[torch.Tensor]) -> Scheme:
+        """The scheme with what all scales of these weights `[out_i, in]` have in common; itself where that is nothing, or known."""
+        grid = self.weights
+        return replace(self, weights=grid.with_global_scale(weights)) if isinstance(grid, GridScheme) else self
 
     def to_config(self) -> dict[str, Any]:
         """The `config_groups` entry without `targets` and `format`."""
@@ -91,7 +96,7 @@ class CompressedWeight:
         scale, zero_point: parameters of a grid, see `GridScheme`; None for other weights.
         mask: bool `[out, in]`, True = kept; None when dense.
         dtype: dtype of the dequantized weight.
-        own: parameters of another representation than a grid.
+        own: parameters of block floats, or of another representation than a grid.
     """
 
     values: torch.Tensor

@@ -8,6 +8,7 @@ depends on, so it is never out of date. A large source says which parts of it ca
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import logging
@@ -18,8 +19,10 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -31,18 +34,23 @@ FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapp
 #: Tried in this order: not every compiler and CPU knows how to tune for itself.
 _TUNING = (("-march=native",), ("-mcpu=native",), ())
 _log = logging.getLogger("compress.native")
-_SECONDS = 20  # to compile all sources of this project on one core
-_lock = threading.RLock()  # one thread compiles, others wait for what it finds
+_SECONDS = 20  # about what all sources of this project take on one core
+_LIMIT = 300  # seconds
+_locks: defaultdict[object, threading.RLock] = defaultdict(
+    threading.RLock
+)  # one thread compiles, others wait for what it finds
+_children: set[subprocess.Popen[bytes]] = set()  # compilers of parts
+_exiting = threading.Event()
 
 
-def _renew_lock() -> None:
-    """In a forked process the thread that holds the lock does not exist."""
-    global _lock
-    _lock = threading.RLock()
+def _forget_threads() -> None:
+    """In a forked process the threads that hold locks and compile do not exist."""
+    _locks.clear()
+    _children.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+    os.register_at_fork(after_in_child=_forget_threads)
 
 
 def tunings() -> tuple[tuple[str, ...], ...]:
@@ -71,7 +79,7 @@ def library(
     Raises:
         RequestError: `COMPRESS_ISA` names what this machine cannot run.
     """
-    with _lock:
+    with _locks[source, tuning, parts]:
         return _library(source, tuning, parts)
 
 
@@ -137,27 +145,65 @@ def _build(source: Path, compiler: str, flags: tuple[str, ...], directory: Path,
 
 
 def _compile(command: Sequence[str], source: Path, built: Path, parts: tuple[int, ...]) -> None:
-    """CalledProcessError, OSError, TimeoutExpired: the compiler does not."""
-
-    def run(*arguments: str) -> None:
-        subprocess.run([*command, *arguments], check=True, capture_output=True, timeout=300)
-
+    """CalledProcessError, OSError or TimeoutExpired where it fails."""
     if not parts:
-        run(str(source), "-o", str(built), "-lm")
+        subprocess.run(
+            [*command, str(source), "-o", str(built), "-lm"], check=True, capture_output=True, timeout=_LIMIT
+        )
         return
-    objects = [str(built.with_suffix(f".{part}.o")) for part in parts]
-    with ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1)) as pool:
-        done = [
-            pool.submit(run, "-c", f"-DPART={part}", str(source), "-o", found)
-            for part, found in zip(parts, objects, strict=True)
-        ]
-        for each in done:
-            try:
-                each.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-    run(*objects, "-o", str(built), "-lm")
+    compiled = [flag for flag in command if flag != "-shared"]
+    objects = {part: str(built.with_suffix(f".{part}.o")) for part in parts}
+    waiting, limit = list(parts), time.monotonic() + _LIMIT
+    running: dict[subprocess.Popen[bytes], int] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < _cores():
+                part = waiting.pop(0)
+                with open(f"{objects[part]}.log", "wb") as said:
+                    # In a session of its own: an interrupt of the caller is none of the thread that compiles meanwhile.
+                    arguments = [*compiled, "-c", f"-DPART={part}", str(source), "-o", objects[part]]
+                    job = subprocess.Popen(arguments, stderr=said, stdout=said, start_new_session=True)
+                running[job] = part
+                _children.add(job)
+            for job in [each for each in running if each.poll() is not None]:
+                part = running.pop(job)
+                _children.discard(job)
+                if _exiting.is_set():
+                    raise SystemExit  # of this thread; nobody waits for the library
+                if job.returncode:
+                    written = Path(f"{objects[part]}.log").read_bytes()
+                    raise subprocess.CalledProcessError(job.returncode, job.args, stderr=written)
+            if time.monotonic() > limit:
+                raise subprocess.TimeoutExpired(compiled, _LIMIT)
+            time.sleep(0.01)
+    finally:
+        for job in running:
+            _end(job)
+    objects_in_order = [objects[part] for part in parts]
+    subprocess.run(
+        [*command, *objects_in_order, "-o", str(built), "-lm"], check=True, capture_output=True, timeout=_LIMIT
+    )
+
+
+def _cores() -> int:
+    """Those this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    """Kill a compiler and what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
+    _children.discard(job)
+
+
+@atexit.register
+def _end_all() -> None:
+    """The thread that compiles ends with the process, and its compilers too."""
+    _exiting.set()
+    for job in list(_children):
+        _end(job)
 
 
 @cache

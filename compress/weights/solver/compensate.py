@@ -92,9 +92,7 @@ def compensate(problem: Problem, options: ColumnLoop, pattern: Pattern | None = 
     factor = factorize(hessian, order, options.damping, problem.names[0])
     notes |= {"damping": factor.damping, "retries": factor.retries}
     if isinstance(scheme, GridScheme):
-        return _GridSolver(scheme.bound(weights), problem, options, pattern, order, factor).solve(
-            goals, masks, parts, notes
-        )
+        return _GridSolver(scheme, problem, options, pattern, order, factor).solve(goals, masks, parts, notes)
     return [_represent(weight, scheme, factor, order, problem, options.block_size, notes) for weight in weights]
 
 

@@ -34,7 +34,7 @@ def solve_group(problem: Problem) -> list[LayerResult]:
     original = [weight.detach() for weight in problem.weights]
     names = problem.names or [f"weight {i}" for i in range(len(original))]
     prune, quantize, settled = problem.prune, problem.quantize, list[WeightConstraint]()
-    problem = replace(problem, weights=original, names=names)
+    problem = replace(problem, weights=original, names=names, scheme=problem.scheme.for_weights(original))
     if problem.constraints is not None:
         if len(problem.constraints) != len(original):
             raise CompressError(f"{names[0]}: what recovery has left of it is gone; run again without --resume")
@@ -102,7 +102,7 @@ def nearest(problem: Problem, index: int) -> CompressedWeight:
         parameters = scheme.weights.fit(weight.float(), dtype, importance)
         codes = scheme.weights.round(weight.float(), parameters)
         return CompressedWeight.of(codes, parameters, mask, scheme, dtype)
-    form = scheme.weights.bound(problem.weights)
+    form = scheme.weights
 
     def fit(part: torch.Tensor, kept: torch.Tensor | None, _rows: slice) -> Grid:
         return make_grid(part, form, dtype, problem.quantize.scales, importance, kept, hessian)
@@ -129,9 +129,7 @@ def _rounded(
     first = found[0]
     if len(found) == 1:
         return first
-    parameters = first.parameters
-    if grid.scheme.strategy != "tensor":
-        parameters = {name: torch.cat([part.parameters[name] for part in found]) for name in parameters}
+    parameters = grid.scheme.join_rows([part.parameters for part in found])
     return CompressedWeight.of(torch.cat([part.values for part in found]), parameters, mask, first.scheme, first.dtype)
 
 

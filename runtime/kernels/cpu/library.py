@@ -137,10 +137,18 @@ def _compiled(name: str) -> ctypes.CDLL | None:
 
 def begin() -> None:
     """Let a thread compile the library, or find it compiled, while the caller does something else; `load` waits for it."""
-    if load.cache_info().currsize:
-        return
     with suppress(RequestError):  # `load` says that `COMPRESS_ISA` is wrong
-        threading.Thread(target=_compiled, args=(instruction_sets.chosen(),), name="compiler").start()
+        _begin(instruction_sets.chosen())
+
+
+@cache
+def _begin(name: str) -> None:
+    def compile_it() -> None:
+        with suppress(Exception):  # `load` meets it again
+            _compiled(name)
+
+    with suppress(RuntimeError):  # no more threads: `load` compiles it
+        threading.Thread(target=compile_it, name="compiler", daemon=True).start()
 
 
 def declare(library: ctypes.CDLL) -> None:

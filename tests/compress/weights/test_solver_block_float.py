@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import compress
 import runtime
@@ -17,8 +19,11 @@ from compress.model.input_statistics import StatisticsCollector
 from compress.quantize import METHODS, resolve_scheme
 from compress.quantize.grid import make_grid
 from compress.quantize.objective import row_errors
+from compress.weights import block
+from compress.weights.solver.columns import nearest_rows
 from compress.weights.solver.compensate import LayerResult
 from compress.weights.solver.group import solve_group
+from runtime import formats
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.scheme import CompressedWeight
 
@@ -32,7 +37,9 @@ def inputs(columns: int) -> Statistics:
     return collector.finish()
 
 
-def solve(weights: list[torch.Tensor], statistics: Statistics, method: str, **fields: object) -> list[LayerResult]:
+def solve(
+    weights: list[torch.Tensor], statistics: Statistics | None, method: str, **fields: object
+) -> list[LayerResult]:
     config = METHODS[method].config(**fields)
     return solve_group(Problem(weights, statistics, None, config, resolve_scheme(config), torch.bfloat16))
 
@@ -88,11 +95,40 @@ def test_no_single_code_can_be_better() -> None:
 def test_a_block_may_map_its_largest_value_to_four() -> None:
     """Where that is better: values at 4, 3, 2 and 1 of a scale that is 1.5 times as large as the covering one (Four Over Six)."""
     kind = BlockFloat(4, group_size=16, scales="e4m3")
-    block = torch.tensor([4.0, 3, 2, 1, -4, -3, -2, -1] * 2)[None]
-    grid = make_grid(block, kind.bound([block]), torch.bfloat16, "mse")
-    assert torch.equal(grid.values(grid.codes(block)), block)
-    covering = make_grid(block, kind.bound([block]), torch.bfloat16, "minmax")
-    assert not torch.equal(covering.values(covering.codes(block)), block)
+    values = torch.tensor([4.0, 3, 2, 1, -4, -3, -2, -1] * 2)[None]
+    grid = make_grid(values, kind.with_global_scale([values]), torch.bfloat16, "mse")
+    assert torch.equal(grid.values(grid.codes(values)), values)
+    covering = make_grid(values, kind.with_global_scale([values]), torch.bfloat16, "minmax")
+    assert not torch.equal(covering.values(covering.codes(values)), values)
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_large_weights_are_rounded_by_rows(scheme: str) -> None:
+    weight = torch.randn(300, 4096)
+    (found,) = solve([weight], None, "rtn", scheme=scheme)
+    assert nearest_rows(4096) < 300
+    assert relative(found.weight.dequantize(), weight) < 0.13
+    storage = formats.choose(found.weight.scheme, (300, 4096))
+    again = storage.unpack(storage.pack(found.weight), found.weight.scheme, (300, 4096), torch.bfloat16)
+    assert torch.equal(again.dequantize(), found.weight.dequantize())
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_layers_that_engines_fuse_share_the_global_scale(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block, "SOLVED_AT_ONCE", 1)  # every layer by itself
+    request = recipe(make_checkpoint(), {"quantize": {"method": method, "scheme": "NVFP4A16"}})
+    path = compress.apply(request, output=tmp_path / "out", quiet=True).path
+    found = {name: tensor for file in path.glob("model-*.safetensors") for name, tensor in load_file(file).items()}
+    layer = "model.layers.1"
+    scale = {
+        name: float(found[f"{layer}.{name}_proj.weight_global_scale"])
+        for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up", "mlp.down")
+    }
+    assert scale["self_attn.q"] == scale["self_attn.k"] == scale["self_attn.v"]
+    assert scale["mlp.gate"] == scale["mlp.up"]
+    assert len(set(scale.values())) == 3
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
@@ -108,3 +144,8 @@ def test_an_artifact_runs_here_and_in_transformers(
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)(ids).logits
     model = runtime.load(path)
     assert relative(model.logits(ids), theirs) < 0.03  # rounding to bf16 in every operation
+    manifest = json.loads((path / "compress.json").read_text())
+    readers = {reader["name"]: reader["how"] for reader in manifest["readable_by"]}
+    assert readers["transformers"] == "yes"
+    assert readers["vLLM"] == ("no" if scheme == "MXFP8A16" else "yes")
+    assert readers["SGLang"] == "no"

@@ -21,7 +21,10 @@ from runtime.formats.scheme import GridScheme
 from runtime.system import native as libraries
 
 needs_c = pytest.mark.skipif(libraries.find_compiler() is None, reason="needs a C compiler: CC, cc, gcc or clang")
-SEARCHED = [GridScheme(4, strategy="channel"), GridScheme(4, symmetric=False, strategy="channel"), BlockFloat(4)]
+SEARCHED = [
+    GridScheme(4, strategy="channel"), GridScheme(4, symmetric=False, strategy="channel"), BlockFloat(4),
+    BlockFloat(4, group_size=16, scales="e4m3", global_scale=300.0),
+]  # fmt: skip
 ROWS = [1, 31, 32, 33, 300, 1100]
 
 
@@ -159,11 +162,11 @@ def test_the_number_of_threads_changes_nothing() -> None:
 
 
 def fresh(path: Path):
-    libraries.library.cache_clear()
+    libraries._library.cache_clear()
     try:
         return libraries.library(path)
     finally:
-        libraries.library.cache_clear()
+        libraries._library.cache_clear()
 
 
 def test_without_c_everything_runs_in_torch(monkeypatch, tmp_path, caplog) -> None:

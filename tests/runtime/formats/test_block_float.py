@@ -12,7 +12,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compress.quantize import METHODS, resolve_scheme
 from compress.quantize.presets import PRESETS
 from runtime import formats
-from runtime.errors import RequestError
+from runtime.errors import CompressError, RequestError
 from runtime.formats.block_float import BlockFloat, pack_e2m1, unpack_e2m1
 from runtime.formats.quantization_config import ModuleEntry, build, parse
 from runtime.formats.scheme import CompressedWeight, Scheme
@@ -80,7 +80,7 @@ def test_every_code_survives_packing() -> None:
 def test_scales_cover_their_blocks_and_are_storable(name: str) -> None:
     kind, _ = KINDS[name]
     weight = hostile(24, 64)[5:]
-    own = kind.bound([weight])
+    own = kind.with_global_scale([weight])
     assert isinstance(own, BlockFloat)
     parameters = kind.fit(weight, torch.bfloat16)
     steps = kind.steps(parameters)
@@ -93,10 +93,10 @@ def test_scales_cover_their_blocks_and_are_storable(name: str) -> None:
 def test_layers_that_engines_fuse_share_the_global_scale() -> None:
     kind = BlockFloat(4, group_size=16, scales="e4m3")
     small, large = torch.randn(4, 16), 20 * torch.randn(8, 16)
-    bound = kind.bound([small, large])
+    bound = kind.with_global_scale([small, large])
     assert bound == kind  # no part of the scheme
     assert bound.global_scale == pytest.approx(448 * 4 / float(large.abs().max()))  # type: ignore[attr-defined]
-    assert kind.bound([torch.zeros(2, 16)]).global_scale == 1.0  # type: ignore[attr-defined]
+    assert kind.with_global_scale([torch.zeros(2, 16)]).global_scale == 1.0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -110,8 +110,14 @@ def test_config_json_in_the_words_of_compressed_tensors(name: str) -> None:
 
 def test_what_is_refused() -> None:
     config = METHODS["rtn"].config
-    with pytest.raises(RequestError, match="leave group_size out"):
+    with pytest.raises(RequestError, match="has a fixed group_size"):
         resolve_scheme(config(scheme="NVFP4A16", group_size=32))
+    with pytest.raises(RequestError, match="is weight-only"):
+        resolve_scheme(config(scheme="MXFP4A16", activations="fp8"))
+    with pytest.raises(RequestError, match="no pruned weights"):
+        formats.choose(Scheme(BlockFloat(4), None, "2:4"), (8, 64))
+    with pytest.raises(CompressError, match="code that e2m1 does not have"):
+        pack_e2m1(torch.tensor([[5, 0]], dtype=torch.int8))
     with pytest.raises(RequestError, match="groups of 16 with e4m3"):
         formats.choose(Scheme(BlockFloat(4, group_size=32, scales="e4m3")), (8, 64))
     with pytest.raises(RequestError, match="not whole groups of 32"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,7 +30,7 @@ __attribute__((visibility("hidden"))) int half(int x) { return x / 2 + WRONG; }
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """In a folder of its own; a compiler that notes how often it is called, and an empty cache."""
     monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path / "cache"))
     compiler = tmp_path / "cc"
@@ -39,7 +41,8 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "c"
     folder.mkdir()
     (folder / "two.c").write_text(SOURCE.replace("WRONG", "0"))
-    return folder / "two.c"
+    yield folder / "two.c"
+    native._library.cache_clear()
 
 
 def calls(source: Path) -> list[str]:
@@ -91,6 +94,7 @@ def test_what_is_begun_is_waited_for(source: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(library, "declare", lambda found: None)
     monkeypatch.setenv("COMPRESS_ISA", "portable")
     library.load.cache_clear()
+    library._begin.cache_clear()
     try:
         library.begin()
         found = library.load()
@@ -106,4 +110,38 @@ def test_what_is_begun_is_waited_for(source: Path, monkeypatch: pytest.MonkeyPat
             library.load()
     finally:
         library.load.cache_clear()
-        native._library.cache_clear()
+        library._begin.cache_clear()
+
+
+BEGUN = """
+import os, signal, sys, time
+from pathlib import Path
+from runtime.kernels.cpu import library
+library.SOURCE, library.PARTS, library.declare = Path(sys.argv[1]), (0, 1), lambda found: None
+library.begin()
+"""
+
+
+def begun(source: Path, then: str) -> subprocess.CompletedProcess[str]:
+    """A process that lets a compiler of 0.2 s a call begin, and goes on with `then`."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", BEGUN + then, str(source)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_process_ends_while_it_compiles(source: Path) -> None:
+    source.parents[1].joinpath("cc").write_text("#!/bin/sh\nexec sleep 60\n")
+    start = time.monotonic()
+    found = begun(source, "raise SystemExit(3)")
+    assert (found.returncode, found.stderr) == (3, "")
+    assert time.monotonic() - start < 50
+
+
+def test_an_interrupt_does_not_reach_the_compiler(source: Path) -> None:
+    then = (
+        "os.setpgid(0, 0)\n"
+        "try: time.sleep(0.1); os.killpg(0, signal.SIGINT); time.sleep(5)\n"
+        "except KeyboardInterrupt: print(library.load().whole(5))\n"
+    )
+    found = begun(source, then)
+    assert (found.stdout, found.stderr) == ("4\n", "")

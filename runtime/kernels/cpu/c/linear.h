@@ -23,8 +23,8 @@ typedef struct {
 #define BLOCK_ROWS 128
 #define BLOCK_COLUMNS 2048 /* at least MOST_GROUP */
 
-/* Memory is slow to begin, so lines are asked for early: this many bytes ahead of where a product reads, and into the second cache. In a
- * first one of 32 KiB they would take the place of x, and wait for it besides. */
+/* Memory is slow to begin, so lines are asked for early: this many bytes ahead of where a product reads, and into L2. In an L1 of 32 KiB
+ * they would take the place of x. */
 #define AHEAD 8192
 INLINE void fetch(const uint8_t *at, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + AHEAD + i, 0, 2);

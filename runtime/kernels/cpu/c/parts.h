@@ -1,5 +1,5 @@
-/* The library in parts, so that the compiler is at several of them at a time: each is kernels.c with -DPART=0, 1, ... Without it all of it
- * is one. Threads, and what else has a state, are STEPS' alone. */
+/* The library in parts that are compiled in parallel: kernels.c with -DPART=0, 1, ...; without PART it is one unit. Threads, and what else
+ * has a state, are in STEPS alone. */
 #define STEPS 0 /* all that other parts are not, and all that Python calls */
 #define PRODUCTS 1
 #define TILES 2

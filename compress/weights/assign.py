@@ -73,8 +73,8 @@ def _narrow(recipe: Recipe, modules: Sequence[ModuleInfo], chosen: dict[str, dic
         if quantize is None or not _by_default(stages):
             continue
         with recipe.origin.located((*quantize.path, "group_size")):
-            weights_as = resolve_scheme(quantize.config, None).weights
-        group = weights_as.group_size if isinstance(weights_as, GridScheme) else None
+            form = resolve_scheme(quantize.config, None).weights
+        group = form.group_size if isinstance(form, GridScheme) else None
         if group is not None and group > module.shape[1]:
             left.append(Uncompressed(module.name, f"rows of {module.shape[1]} weights, and groups of {group}"))
             weights += math.prod(module.shape)

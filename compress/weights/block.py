@@ -232,7 +232,7 @@ class BlockJob:
         units: list[_Unit] = []
         for members, statistics in ready:
             first = len(units)
-            self._set_common_scales(members)
+            self._share_global_scale(members)
             for name in members:
                 size, owner, task = shapes[name].numel(), owners[name], self._tasks[name]
                 alike = (u for u in units[first:] if u.owner == owner and u.size + size <= SOLVED_AT_ONCE)
@@ -243,8 +243,8 @@ class BlockJob:
                 unit.size += size
         return units
 
-    def _set_common_scales(self, members: list[str]) -> None:
-        """Layers with one input have one scale of the matrix, where their scheme has such a one: engines fuse them."""
+    def _share_global_scale(self, members: list[str]) -> None:
+        """Layers that share an input share the global scale of schemes that have one: engines fuse them."""
         weights = [self._weight(name) for name in members]
         for name in members:
             task = self._tasks[name]

@@ -10,7 +10,7 @@ import torch
 
 from runtime.errors import CompressError
 from runtime.formats.bitpack import row_slices
-from runtime.formats.float8 import FLOAT8, FLOAT8_MAXIMUM, round_float8, widen
+from runtime.formats.float8 import FLOAT8, FLOAT8_MAXIMUM, indexable, round_float8, widen
 from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Shape, Tensors, TensorSpec
 
@@ -96,7 +96,7 @@ class BlockFloat(GridScheme):
             exponent = block_scale.log2().round_().clamp_(-125, 127)  # a step, half of it, is a normal float32
             return {"scale": (exponent + 127).to(torch.uint8)}
         if self.global_scale is None:
-            raise CompressError("block floats with e4m3 scales have a scale of the matrix, which is not set")
+            raise CompressError("block floats with e4m3 scales need a global scale, and none is set")
         of_block = round_float8(block_scale * self.global_scale).clamp_min_(2.0**-9).to(FLOAT8)
         common = torch.full((1,), self.global_scale, dtype=torch.float32, device=scale.device)
         return {"scale": of_block, "global_scale": common}
@@ -125,7 +125,9 @@ class BlockFloat(GridScheme):
         return super().dequantize(codes, {"scale": self.steps(parameters)}, dtype)
 
     def rows(self, parameters: Tensors, index: torch.Tensor | slice) -> Tensors:
-        return {name: p if name == "global_scale" else _take(p, index) for name, p in parameters.items()}
+        return {
+            name: p if name == "global_scale" else indexable(p)[index].view(p.dtype) for name, p in parameters.items()
+        }
 
     def join_rows(self, parts: Sequence[Tensors]) -> Tensors:
         joined = {"scale": torch.cat([part["scale"] for part in parts])}
@@ -199,8 +201,3 @@ def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
     for start, stop in row_slices(rows, columns, _SLICE):
         codes[start:stop] = pairs[packed[start:stop].int()]
     return codes.flatten(1)
-
-
-def _take(parameter: torch.Tensor, index: torch.Tensor | slice) -> torch.Tensor:
-    """Rows of a parameter; float8 as bytes, which every device can index."""
-    return parameter.view(torch.uint8)[index].view(parameter.dtype)

@@ -115,11 +115,11 @@ class GridScheme(Representation):
         return (codes if zero is None else codes - zero) * scale
 
     def with_global_scale(self, weights: Sequence[torch.Tensor]) -> GridScheme:
-        """The grid with what all scales of these weights `[out_i, in]` have in common; itself where that is nothing."""
+        """The grid with the global scale of these weights `[out_i, in]`; itself where it has none, or has it already."""
         return self
 
     def covering_scale(self, extreme: torch.Tensor) -> torch.Tensor:
-        """Smallest scales whose grids reach `extreme`, before they are made storable; of floats only."""
+        """Smallest scales whose grids reach `extreme`, before they are made storable; for float elements."""
         return extreme / (self.code_range[1] if self.integral else FLOAT8_MAXIMUM)
 
     def storable(self, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -48,7 +48,7 @@ class Scheme:
         return self.weights if type(self.weights) is GridScheme else None
 
     def for_weights(self, weights: Sequence[torch.Tensor]) -> Scheme:
-        """The scheme with what all scales of these weights `[out_i, in]` have in common; itself where that is nothing, or known."""
+        """The scheme with the global scale of these weights `[out_i, in]`; itself where it has none, or has it already."""
         grid = self.weights
         return replace(self, weights=grid.with_global_scale(weights)) if isinstance(grid, GridScheme) else self
 

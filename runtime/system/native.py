@@ -146,12 +146,14 @@ def _build(source: Path, compiler: str, flags: tuple[str, ...], directory: Path,
 
 def _compile(command: Sequence[str], source: Path, built: Path, parts: tuple[int, ...]) -> None:
     """CalledProcessError, OSError or TimeoutExpired where it fails."""
-    if not parts:
-        subprocess.run(
-            [*command, str(source), "-o", str(built), "-lm"], check=True, capture_output=True, timeout=_LIMIT
-        )
-        return
-    compiled = [flag for flag in command if flag != "-shared"]
+    inputs = _compile_parts(command, source, built, parts) if parts else [str(source)]
+    link = [*command, *inputs, "-o", str(built), "-lm"]
+    subprocess.run(link, check=True, capture_output=True, timeout=_LIMIT)
+
+
+def _compile_parts(command: Sequence[str], source: Path, built: Path, parts: tuple[int, ...]) -> list[str]:
+    """Paths of the object files, compiled at the same time on as many cores as there are."""
+    command = [flag for flag in command if flag != "-shared"]
     objects = {part: str(built.with_suffix(f".{part}.o")) for part in parts}
     waiting, limit = list(parts), time.monotonic() + _LIMIT
     running: dict[subprocess.Popen[bytes], int] = {}
@@ -159,9 +161,9 @@ def _compile(command: Sequence[str], source: Path, built: Path, parts: tuple[int
         while waiting or running:
             while waiting and len(running) < _cores():
                 part = waiting.pop(0)
+                arguments = [*command, "-c", f"-DPART={part}", str(source), "-o", objects[part]]
                 with open(f"{objects[part]}.log", "wb") as said:
-                    # In a session of its own: an interrupt of the caller is none of the thread that compiles meanwhile.
-                    arguments = [*compiled, "-c", f"-DPART={part}", str(source), "-o", objects[part]]
+                    # In a session of its own, so that an interrupt of the caller does not end it.
                     job = subprocess.Popen(arguments, stderr=said, stdout=said, start_new_session=True)
                 running[job] = part
                 _children.add(job)
@@ -174,15 +176,12 @@ def _compile(command: Sequence[str], source: Path, built: Path, parts: tuple[int
                     written = Path(f"{objects[part]}.log").read_bytes()
                     raise subprocess.CalledProcessError(job.returncode, job.args, stderr=written)
             if time.monotonic() > limit:
-                raise subprocess.TimeoutExpired(compiled, _LIMIT)
+                raise subprocess.TimeoutExpired(command, _LIMIT)
             time.sleep(0.01)
     finally:
         for job in running:
             _end(job)
-    objects_in_order = [objects[part] for part in parts]
-    subprocess.run(
-        [*command, *objects_in_order, "-o", str(built), "-lm"], check=True, capture_output=True, timeout=_LIMIT
-    )
+    return list(objects.values())
 
 
 def _cores() -> int:

@@ -41,7 +41,7 @@ static inline void add_scaled(Strip *to, float factor, const Strip *from) {
     for (int v = 0; v < VECTORS; v++) to->vector[v] += factor * from->vector[v];
 }
 
-/* The nearest code of a 4-bit float, in halves; with a zero point there is none. */
+/* The nearest code of a 4-bit float, in halves. Such grids have no zero point. */
 static inline float round_e2m1(float steps) {
     float size = fabsf(steps), unit = size > 8.0f ? 4.0f : size > 4.0f ? 2.0f : 1.0f;
     float inverse = size > 8.0f ? 0.25f : size > 4.0f ? 0.5f : 1.0f;

@@ -109,7 +109,8 @@ def test_logits_over_few_bits_are_those_of_modules(policy: str, monkeypatch: pyt
     found = torch.cat(_read(engine, text, 1, 400))
     apart = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
     # Where a last bit turns a code, or which half of a page is read, a token sees something else.
-    assert float(apart.quantile(0.95)) < 5e-3
+    assert float(apart.quantile(0.9)) < 1e-3
+    assert float((found - wanted).norm() / wanted.norm()) < 0.02
     assert float((found - engine.logits(torch.tensor([text]))[0]).norm() / wanted.norm()) > 0.05, "it does something"
 
 

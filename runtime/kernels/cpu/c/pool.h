@@ -8,7 +8,7 @@ static parallel_t pool_parallel;
 static barrier_t pool_barrier;
 static number_t pool_thread, pool_size;
 
-#if !PART /* the others have no threads of their own */
+#if !PART /* STEPS, or one unit, also of sources without parts: other parts start no threads */
 void set_pool(parallel_t parallel, barrier_t barrier, number_t thread, number_t size) {
     pool_parallel = parallel, pool_barrier = barrier, pool_thread = thread, pool_size = size;
 }

@@ -100,9 +100,8 @@ def test_streams_are_packed_in_c_as_in_torch(shape, monkeypatch):
     for scheme in (int_scheme(4, True, 32), int_scheme(4, False, "channel")):
         made = case("w4", scheme, shape, torch.bfloat16)
         packed = made.stored["weight_packed"]
-        packed.copy_(
-            torch.randint(-(2**31), 2**31 - 1, packed.shape, dtype=torch.int64)
-        )  # every code, of the last word too
+        # Every code, of the last word too.
+        packed.copy_(torch.randint(-(2**31), 2**31 - 1, packed.shape, dtype=torch.int64))
         monkeypatch.setattr(library, "pack_stream", lambda *_: None)
         wanted = made.layout.pack(made.stored, made.layer)
         monkeypatch.undo()

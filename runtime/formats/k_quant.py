@@ -88,6 +88,11 @@ class KQuant(GridScheme):
         """Whether codes are values of IQ4's table."""
         return self.kind.startswith("IQ4")
 
+    @property
+    def block_bytes(self) -> int:
+        """Size of a block."""
+        return sum(self._bytes(part) for part in self.facts.layout)
+
     def why_not(self, shape: Shape) -> str | None:
         if shape[1] % self.facts.block:
             return f"rows of {shape[1]} weights are not whole blocks of {self.facts.block}, which {self.kind} has"
@@ -206,8 +211,7 @@ class KQuant(GridScheme):
 
     # ---------------------------------------------------------------- on disk
     def tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        size = sum(self._bytes(part) for part in self.facts.layout)
-        return {"weight_blocks": TensorSpec((shape[0], shape[1] // self.facts.block * size), torch.uint8)}
+        return {"weight_blocks": TensorSpec((shape[0], shape[1] // self.facts.block * self.block_bytes), torch.uint8)}
 
     def encode(self, codes: torch.Tensor, parameters: Tensors) -> Tensors:
         shape = (codes.shape[0], codes.shape[1])

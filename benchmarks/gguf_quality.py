@@ -39,7 +39,15 @@ from export.source import Source
 
 CHECKPOINT = recipes_directory() / "checkpoints" / "stdlib-4m"
 SAMPLES, LENGTH, SEED, BATCH = 128, 256, 0, 16
-PURE = {"Q2_K": "Q2_K", "Q3_K": "Q3_K_S", "Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S", "Q6_K": "Q6_K", "IQ4_NL": "IQ4_NL", "IQ4_XS": "IQ4_XS"}
+PURE = {
+    "Q2_K": "Q2_K",
+    "Q3_K": "Q3_K_S",
+    "Q4_K": "Q4_K_S",
+    "Q5_K": "Q5_K_S",
+    "Q6_K": "Q6_K",
+    "IQ4_NL": "IQ4_NL",
+    "IQ4_XS": "IQ4_XS",
+}
 MIXED = ("Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M")
 OURS: dict[str, dict[str, Any]] = {
     "nearest": {"method": "rtn"},
@@ -56,7 +64,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    cases = [(f"{kind} everywhere", PURE[kind], True) for kind in PURE] + [(f"{kind} mixture", kind, False) for kind in MIXED]
+    cases = [(f"{kind} everywhere", PURE[kind], True) for kind in PURE] + [
+        (f"{kind} mixture", kind, False) for kind in MIXED
+    ]
     cases = [case for case in cases if not arguments.only or case[0] in arguments.only.split(",")]
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -161,9 +171,7 @@ class Bench:
         settings = llama_cpp.llama_model_quantize_default_params()
         settings.nthread = 1
         settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
-        settings.token_embedding_type = settings.output_tensor_type = int(
-            gguf.GGMLQuantizationType.BF16
-        )
+        settings.token_embedding_type = settings.output_tensor_type = int(gguf.GGMLQuantizationType.BF16)
         settings.pure = pure
         entries = (llama_cpp.llama_model_imatrix_data * (len(self.importance) + 1))()
         for entry, (name, values) in zip(entries, self.importance.items(), strict=False):

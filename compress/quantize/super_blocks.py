@@ -15,12 +15,12 @@ from runtime.formats.k_quant import KQuant
 #: `(groups [rows, n], scales [candidates, rows], minima likewise or None, cost) -> index [rows]` of the candidate with the smallest error.
 Choose = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"], torch.Tensor]
 
-#: Fractions of the range of a group that are tried, of either end.
-_ENDS = {2: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)}.get
-_OTHERS = (1.06, 1.0, 0.94, 0.88, 0.82, 0.76, 0.7)
-#: Shares of the largest level that the largest scale of a block is tried at.
-_SHARES = 24
-_TINY = 1e-30
+#: Fractions of the range of a group that are tried, of either end where there is a minimum: two bits gain from much clipping.
+_ENDS = (1.06, 1.0, 0.94, 0.88, 0.82, 0.76, 0.7)
+_ENDS_OF_2_BITS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+#: The largest scale of a block is tried at so many levels, from a little above the largest one down to half of it.
+_LEVELS = 26
+_TINY = 1e-30  # of a group of zeros: any scale will do, and a block is not to be guided by it
 
 
 def fit(
@@ -50,9 +50,7 @@ def fit(
     dmin = None
     if minimum is not None:
         # The scales have moved: what is left over of each group says where its minimum belongs.
-        again = [
-            _minimum(part, scheme, scale[:, g], minimum[:, g], weights[g]) for g, part in enumerate(parts)
-        ]
+        again = [_minimum(part, scheme, scale[:, g], minimum[:, g], weights[g]) for g, part in enumerate(parts)]
         minimum = torch.stack(again, dim=1)
         total = torch.stack([w.sum() for w in weights]).expand(rows, -1)
         dmin = _factor(minimum, total, scheme, minimum=True)
@@ -64,6 +62,12 @@ def fit(
         if minimum is not None and shifts is not None:
             minimum[:, g] = shifts.gather(0, best)[0]
     return scale, minimum
+
+
+def factors_of(scheme: KQuant, products: torch.Tensor, minimum: bool = False) -> torch.Tensor:
+    """What scales (or minima) `[groups, rows]` are integer multiples of, likewise; fp16 numbers, never zero."""
+    found = scheme.factor(scheme.levels(products.T, minimum)[0])
+    return found.repeat_interleave(scheme.facts.block // scheme.facts.width, 1).T.contiguous()
 
 
 def _diagonal(cost: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
@@ -109,11 +113,11 @@ def _candidates(part: torch.Tensor, scheme: KQuant, narrower: bool) -> tuple[tor
     """Scales and minima `[candidates, rows]`, the covering ones first."""
     low, high = scheme.code_range
     least, most = part.amin(-1).clamp(max=0), part.amax(-1).clamp(min=0)
-    ends = torch.tensor((_ENDS(scheme.bits) or _OTHERS) if narrower else (1.0,), device=part.device)
+    ends = torch.tensor((_ENDS_OF_2_BITS if scheme.bits == 2 else _ENDS) if narrower else (1.0,), device=part.device)
     if not scheme.symmetric:
         lower, upper = (end.flatten()[:, None] for end in torch.meshgrid(ends, ends, indexing="ij"))
         scales, minima = (upper * most - lower * least) / high, -lower * least
-        return torch.where(scales > 0, scales, 1.0), minima
+        return scales.clamp(min=_TINY), minima
     extreme = torch.maximum(-least, most)
     if not narrower:
         scales = (extreme / high)[None]
@@ -122,7 +126,7 @@ def _candidates(part: torch.Tensor, scheme: KQuant, narrower: bool) -> tuple[tor
         sign = torch.where(most > -least, -1.0, 1.0)
         shares = torch.linspace(1.1 if scheme.table else 1.0, 0.5 if scheme.bits < 4 else 0.6, 16, device=part.device)
         scales = torch.cat([sign * extreme * shares[:, None] / -low, -sign * extreme * shares[:, None] / high])
-    return torch.where(scales != 0, scales, 1.0), None
+    return torch.where(scales.abs() < _TINY, _TINY, scales), None
 
 
 def _factor(wanted: torch.Tensor, weights: torch.Tensor, scheme: KQuant, minimum: bool) -> torch.Tensor:
@@ -132,7 +136,8 @@ def _factor(wanted: torch.Tensor, weights: torch.Tensor, scheme: KQuant, minimum
     goal, weights = (value.unflatten(1, (-1, per)).flatten(0, 1) for value in (wanted, weights))
     top = goal.gather(1, goal.abs().argmax(1, keepdim=True))
     ends = [kind.high] if minimum or kind.low >= 0 else [kind.low, kind.high]
-    levels = [end * (1 - 0.5 * step / _SHARES) for end in ends for step in range(-2, _SHARES)] if kind.high > 1 else [1.0]
+    shares = torch.linspace(1.04, 0.5, _LEVELS).tolist()
+    levels = [end * share for end in ends for share in ([1.0] if kind.high == 1 else shares)]
     best, least = scheme.factor(top / levels[0]), torch.full_like(top, torch.inf)
     for level in levels:
         tried = scheme.factor(top / level)
@@ -159,7 +164,12 @@ def _minimum(
 
 
 def _neighbours(
-    scheme: KQuant, scale: torch.Tensor, d: torch.Tensor, minimum: torch.Tensor | None, dmin: torch.Tensor | None, g: int
+    scheme: KQuant,
+    scale: torch.Tensor,
+    d: torch.Tensor,
+    minimum: torch.Tensor | None,
+    dmin: torch.Tensor | None,
+    g: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scales and minima `[candidates, rows]` of group `g`: the present ones, and those a step or two away."""
     steps = torch.tensor([0.0, -1, 1, -2, 2], device=scale.device)[:, None]

@@ -215,7 +215,8 @@ class KQuant(GridScheme):
 
     def encode(self, codes: torch.Tensor, parameters: Tensors) -> Tensors:
         shape = (codes.shape[0], codes.shape[1])
-        blocks = torch.empty(self.tensors(shape, torch.float16)["weight_blocks"].shape, dtype=torch.uint8)
+        size = self.tensors(shape, torch.float16)["weight_blocks"].shape
+        blocks = torch.empty(size, dtype=torch.uint8, device=codes.device)
         for start, stop in row_slices(*shape, _SLICE):
             rows = slice(start, stop)
             blocks[rows] = self._encoded(codes[rows], self.rows(parameters, rows))
@@ -245,7 +246,8 @@ class KQuant(GridScheme):
         kind = self.facts
         sizes = [self._bytes(part) for part in kind.layout]
         pieces = stored.unflatten(1, (-1, sum(sizes))).split(sizes, dim=2)
-        numbers: Tensors = {"scale": torch.ones((*pieces[0].shape[:2], kind.block // kind.width), dtype=torch.uint8)}
+        ones = (*pieces[0].shape[:2], kind.block // kind.width)
+        numbers: Tensors = {"scale": torch.ones(ones, dtype=torch.uint8, device=stored.device)}
         planes: dict[str, list[torch.Tensor]] = {}
         for part, piece in zip(kind.layout, pieces, strict=True):
             if part == "scales":
@@ -275,7 +277,7 @@ class KQuant(GridScheme):
 
     def _signed(self, codes: torch.Tensor) -> torch.Tensor:
         if self.table:
-            return torch.tensor(IQ4_VALUES, dtype=torch.int8)[codes.int()]
+            return _table(codes.view(torch.int8))[codes.int()]
         return codes.view(torch.int8) - (2 ** (self.bits - 1) if self.symmetric else 0)
 
     def to_config(self) -> dict[str, Any]:
@@ -302,13 +304,13 @@ def _table(like: torch.Tensor) -> torch.Tensor:
 def _pack(numbers: torch.Tensor, low: int, bits: int, run: int) -> torch.Tensor:
     """A plane of uint8 numbers `[rows, blocks, n]`: uint8 `[rows, blocks, n * bits / 8]`."""
     runs = (numbers >> low & (1 << bits) - 1).unflatten(2, (-1, 8 // bits, run))
-    shift = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=numbers.device)[:, None]
     return (runs << shift).sum(3, dtype=torch.uint8).flatten(2)
 
 
 def _unpack(plane: torch.Tensor, low: int, bits: int, run: int) -> torch.Tensor:
     """Inverse of `_pack`; other bits are zero."""
-    shift = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=plane.device)[:, None]
     runs = plane.unflatten(2, (-1, 1, run)) >> shift & (1 << bits) - 1
     return (runs << low).flatten(2)
 

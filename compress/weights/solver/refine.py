@@ -8,6 +8,7 @@ codes. Every step lowers the error or leaves it, so the result is never worse. R
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -15,6 +16,7 @@ from compress.core import file_matrix
 from compress.core import native as columns_in_c
 from compress.quantize.grid import Grid
 from compress.quantize.objective import column_errors
+from compress.quantize.super_blocks import factors_of
 from runtime.formats.k_quant import KQuant
 
 LEAF = 16
@@ -51,7 +53,11 @@ def refine(
     columns = error.shape[0]
     group, unit = grid.scheme.width(columns), grid.scheme.unit(columns)
     step = unit * max(1, BLOCK // unit)
-    factors = _factors(grid) if refit else None
+    factors = None
+    if refit and isinstance(grid.scheme, KQuant):
+        factors = replace(grid, scale=factors_of(grid.scheme, grid.scale), zero=None)
+        if grid.zero is not None:
+            factors.zero = factors_of(grid.scheme, grid.zero, minimum=True)
     diagonal = file_matrix.diagonal(hessian)
     # A column without energy has no gradient either: any divisor will do.
     divisors = torch.where(diagonal > 0, 1 / diagonal.clamp(min=1e-30), 0.0)
@@ -170,7 +176,9 @@ class _Part:
                 continue
             levels, found = (products / factor).round_(), factor[0].clone()
             wide = levels.repeat_interleave(width, 0)
-            self._step(start, end, wide * self.codes[start:end] if products is own.scale else -wide, found, scheme.factor)
+            self._step(
+                start, end, wide * self.codes[start:end] if products is own.scale else -wide, found, scheme.factor
+            )
             factor.copy_(found.expand_as(factor))
             products.copy_(levels * found)
         self.error[start:end] += old - self._rounded(own.values(self.codes[start:end]))
@@ -201,17 +209,3 @@ class _Part:
         if more or self.gradient.shape[0] > end:  # what is to come wants to know
             self.gradient.addmm_(self.hessian[:, start:end], direction * step, alpha=-1)
         parameter.copy_(torch.where(better, wanted, parameter))
-
-
-def _factors(grid: Grid) -> Grid | None:
-    """What scales (and minima) of k-quants are multiples of, of every group; None for other grids."""
-    scheme = grid.scheme
-    if not isinstance(scheme, KQuant):
-        return None
-    per = scheme.facts.block // scheme.facts.width
-
-    def spread(products: torch.Tensor, minimum: bool) -> torch.Tensor:
-        found = scheme.factor(scheme.levels(products.T, minimum)[0])
-        return found.repeat_interleave(per, 1).T.contiguous()
-
-    return Grid(scheme, spread(grid.scale, False), None if grid.zero is None else spread(grid.zero, True), grid.dim)

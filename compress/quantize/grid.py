@@ -140,7 +140,7 @@ def make_grid(
             if mask is not None:  # A removed weight is zero, which every grid has: it adds no error.
                 part = part * mask[some, span]
             parts.append(search_groups(part, scheme, dtype, search, cost))
-        found.append(Grid.joined(parts, torch.cat).map(lambda parameter: parameter.view(out, -1)))
+        found.append(Grid.joined(parts, torch.cat).map(lambda parameter: parameter.reshape(out, -1)))
     return Grid.joined(found, partial(torch.cat, dim=1))
 
 

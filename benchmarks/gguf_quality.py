@@ -48,7 +48,7 @@ PURE = {
     "IQ4_NL": "IQ4_NL",
     "IQ4_XS": "IQ4_XS",
 }
-MIXED = ("Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M")
+MIXED = ("Q3_K_M", "Q4_K_M", "Q5_K_M")
 OURS: dict[str, dict[str, Any]] = {
     "nearest": {"method": "rtn"},
     "gptq": {"method": "gptq"},

@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("gguf_quality.json"))
     parser.add_argument("--only", default="", help="cases, separated by commas; all where none is named")
-    parser.add_argument("--windows", type=int, help="of the held-out text; all where none is given")
+    parser.add_argument("--windows", type=int, default=128, help="of the held-out text, from its beginning")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
@@ -92,7 +92,7 @@ def main() -> None:
 class Bench:
     """The checkpoint, its tokens, and a folder to work in."""
 
-    def __init__(self, folder: Path, windows: int | None) -> None:
+    def __init__(self, folder: Path, windows: int) -> None:
         self.folder, self.source = folder, Source(CHECKPOINT)
         self.model: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
         tokenizer, size = AutoTokenizer.from_pretrained(CHECKPOINT), self.model.config.vocab_size
@@ -123,6 +123,7 @@ class Bench:
                 "model": str(CHECKPOINT),
                 "calibration": {"data": "bundled", "samples": SAMPLES, "sequence_length": LENGTH, "seed": SEED},
                 "stages": stages,
+                "evaluate": {"samples": 4, "max_kl": "none"},
             }
             artifact = compress.apply(recipe, output=self.folder / "artifact", quiet=True, overwrite=True).path
             export.export(artifact, "gguf", self.folder / "ours", quiet=True, verify=False, overwrite=True)

@@ -123,7 +123,7 @@ class Bench:
                 "model": str(CHECKPOINT),
                 "calibration": {"data": "bundled", "samples": SAMPLES, "sequence_length": LENGTH, "seed": SEED},
                 "stages": stages,
-                "evaluate": {"samples": 4, "max_kl": "none"},
+                "evaluate": {"samples": 4, "max_kl": "none", "min_agreement": "none"},
             }
             artifact = compress.apply(recipe, output=self.folder / "artifact", quiet=True, overwrite=True).path
             export.export(artifact, "gguf", self.folder / "ours", quiet=True, verify=False, overwrite=True)

@@ -49,11 +49,6 @@ PURE = {
     "IQ4_XS": "IQ4_XS",
 }
 MIXED = ("Q3_K_M", "Q4_K_M", "Q5_K_M")
-OURS: dict[str, dict[str, Any]] = {
-    "nearest": {"method": "rtn"},
-    "gptq": {"method": "gptq"},
-    "gptq, 8 sweeps": {"method": "gptq", "sweeps": 8},
-}
 
 
 def main() -> None:
@@ -74,26 +69,30 @@ def main() -> None:
         for name, kind, pure in cases:
             rows[name] = bench.case(kind, pure)
             print(json.dumps({name: rows[name]}), flush=True)
+            _write(arguments.output, bench, rows)
+
+
+def _write(file: Path, bench: Bench, rows: dict[str, Any]) -> None:
     result = {
         "machine": {"cpu": cpu_name(), "memory_gb": memory_gb(), "threads": 1},
-        "commit": commit(),
+        "commit": bench.commit,
         "llama_cpp": f"llama-cpp-python {version('llama-cpp-python')}",
         "model": CHECKPOINT.name,
         "setting": {
             "calibration": {"data": "bundled", "samples": SAMPLES, "sequence_length": LENGTH, "seed": SEED},
-            "heldout_windows": len(bench.windows), "window_tokens": LENGTH, "ours": OURS,
+            "heldout_windows": len(bench.windows), "window_tokens": LENGTH, "ours": "gptq",
         },
         "original_perplexity": bench.original_perplexity,
         "rows": rows,
     }  # fmt: skip
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    file.write_text(json.dumps(result, indent=2) + "\n")
 
 
 class Bench:
     """The checkpoint, its tokens, and a folder to work in."""
 
     def __init__(self, folder: Path, windows: int) -> None:
-        self.folder, self.source = folder, Source(CHECKPOINT)
+        self.folder, self.source, self.commit = folder, Source(CHECKPOINT), commit()
         self.model: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
         tokenizer, size = AutoTokenizer.from_pretrained(CHECKPOINT), self.model.config.vocab_size
         wanted = CalibrationConfig(samples=SAMPLES, sequence_length=LENGTH, seed=SEED)
@@ -113,24 +112,23 @@ class Bench:
         types, tensors = self._read(file)
         row: dict[str, Any] = {"bits": self._bits(file), "types": {k: len(v) for k, v in _by_type(types).items()}}
         row["llama.cpp"] = self.measure(tensors)
-        for name, settings in OURS.items():
-            stages = [
-                {"quantize": {**settings, "scheme": own, "targets": sorted(modules), "ignore": []}}
-                for own, modules in _by_type(types).items()
-            ]
-            recipe = {
-                "name": "gguf_quality",
-                "model": str(CHECKPOINT),
-                "calibration": {"data": "bundled", "samples": SAMPLES, "sequence_length": LENGTH, "seed": SEED},
-                "stages": stages,
-                "evaluate": {"samples": 4, "max_kl": "none", "min_agreement": "none"},
-            }
-            artifact = compress.apply(recipe, output=self.folder / "artifact", quiet=True, overwrite=True).path
-            export.export(artifact, "gguf", self.folder / "ours", quiet=True, verify=False, overwrite=True)
-            found, values = self._read(self.folder / "ours" / "model.gguf")
-            assert found == types
-            assert self._bits(self.folder / "ours" / "model.gguf") == row["bits"]
-            row[name] = self.measure(values)
+        stages = [
+            {"quantize": {"method": "gptq", "scheme": own, "targets": sorted(modules), "ignore": []}}
+            for own, modules in _by_type(types).items()
+        ]
+        recipe = {
+            "name": "gguf_quality",
+            "model": str(CHECKPOINT),
+            "calibration": {"data": "bundled", "samples": SAMPLES, "sequence_length": LENGTH, "seed": SEED},
+            "stages": stages,
+            "evaluate": {"samples": 4, "max_kl": "none", "min_agreement": "none"},
+        }
+        artifact = compress.apply(recipe, output=self.folder / "artifact", quiet=True, overwrite=True).path
+        export.export(artifact, "gguf", self.folder / "ours", quiet=True, verify=False, overwrite=True)
+        found, values = self._read(self.folder / "ours" / "model.gguf")
+        assert found == types
+        assert self._bits(self.folder / "ours" / "model.gguf") == row["bits"]
+        row["ours"] = self.measure(values)
         return row
 
     def measure(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:

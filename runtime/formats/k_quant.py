@@ -64,6 +64,7 @@ class KQuant(GridScheme):
     """
 
     name = "k_quant"
+    row_by_row = True
     bits: int = field(init=False, repr=False)
     type: Any = field(default="int", init=False, repr=False)
     symmetric: bool = field(init=False, repr=False)

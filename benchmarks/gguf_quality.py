@@ -108,12 +108,9 @@ class Bench:
     def case(self, kind: str, pure: bool) -> dict[str, Any]:
         """llama.cpp's quantizer and ours, on the same types."""
         file = self.folder / "llama.gguf"
-        self._quantize(file, kind, pure, importance=False)
-        without = self.measure(self._read(file)[1])
-        self._quantize(file, kind, pure, importance=True)
+        self._quantize(file, kind, pure)
         types, tensors = self._read(file)
         row: dict[str, Any] = {"bits": self._bits(file), "types": {k: len(v) for k, v in _by_type(types).items()}}
-        row["llama.cpp without importance"] = without
         row["llama.cpp"] = self.measure(tensors)
         stages = [
             {"quantize": {"method": "gptq", "scheme": own, "targets": sorted(modules), "ignore": []}}
@@ -168,8 +165,8 @@ class Bench:
         own = families.names(self.source)
         return {str(own[p]): (square / self.calibration.numel()).float() for p, square in found.items()}
 
-    def _quantize(self, file: Path, kind: str, pure: bool, importance: bool) -> None:
-        """llama.cpp's file; with the importance of every linear layer, or with none."""
+    def _quantize(self, file: Path, kind: str, pure: bool) -> None:
+        """llama.cpp's file; every linear layer has its importance."""
         settings = llama_cpp.llama_model_quantize_default_params()
         settings.nthread = 1
         settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
@@ -179,8 +176,7 @@ class Bench:
         for entry, (name, values) in zip(entries, self.importance.items(), strict=False):
             entry.name, entry.size = name.encode(), values.numel()
             entry.data = ctypes.cast(values.data_ptr(), ctypes.POINTER(ctypes.c_float))
-        if importance:
-            settings.imatrix = entries
+        settings.imatrix = entries
         log = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(log, ctypes.c_void_p(0))
         original = self.folder / "original" / "model.gguf"

@@ -41,7 +41,10 @@ K_QUANTS: dict[str, list[dict[str, Any]]] = {
     "k_mixture": [
         {"quantize": {"method": "rtn", "scheme": "Q6_K", "targets": ["*down_proj"]}},
         {"quantize": {"method": "rtn", "scheme": "IQ4_XS", "targets": ["*q_proj"]}},
-        {"quantize": {"method": "rtn", "scheme": "Q3_K", "targets": ["*gate_proj", "*k_proj", "*v_proj"]}},
-        {"quantize": {"method": "rtn", "scheme": "Q2_K", "targets": ["*up_proj", "*o_proj"]}},
+        {"quantize": {"method": "rtn", "scheme": "IQ4_NL", "targets": ["*k_proj"]}},
+        {"quantize": {"method": "rtn", "scheme": "Q5_K", "targets": ["*v_proj"]}},
+        {"quantize": {"method": "rtn", "scheme": "Q3_K", "targets": ["*gate_proj"]}},
+        {"quantize": {"method": "rtn", "scheme": "Q2_K", "targets": ["*up_proj"]}},
+        {"quantize": {"method": "rtn", "scheme": "Q4_K", "targets": ["*o_proj"]}},
     ],
 }

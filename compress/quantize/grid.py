@@ -15,8 +15,10 @@ from typing import Any, Literal
 import torch
 
 from compress.core import file_matrix, native
+from compress.quantize import super_blocks
 from runtime.formats.block_float import BlockFloat
-from runtime.formats.grid import GridScheme
+from runtime.formats.grid import GridScheme, Rounding
+from runtime.formats.k_quant import KQuant
 from runtime.formats.representation import Representation
 from runtime.formats.scheme import CompressedWeight, Scheme
 
@@ -32,7 +34,7 @@ class Grid:
     Attributes:
         scheme: bits, type, strategy, group size.
         scale: float32 `[rows, groups]`, representable in the storage dtype; rows is 1 for the tensor strategy, else out.
-        zero: float32, shape of `scale`, integers in the signed code range; None when symmetric.
+        zero: float32, shape of `scale`, integers in the signed code range, or the minima of k-quants; None when symmetric.
         dim: dimension of the weight's columns: 1 for weights `[out, in]`, 0 for transposed ones, whose scales are `[groups, rows]`.
     """
 
@@ -122,7 +124,7 @@ def make_grid(
         hessian: `[in, in]`, for `hessian`.
     """
     out, columns = weight.shape
-    group = scheme.width(columns)
+    group = scheme.unit(columns)
     rows = max(1, (NATIVE_CHUNK if native.usable(weight.T if weight.stride(0) == 1 else weight) else CHUNK) // group)
     if scheme.strategy == "tensor":
         return _tensor_grid(weight, scheme, dtype, search, importance, mask, rows)
@@ -138,22 +140,37 @@ def make_grid(
             if mask is not None:  # A removed weight is zero, which every grid has: it adds no error.
                 part = part * mask[some, span]
             parts.append(search_groups(part, scheme, dtype, search, cost))
-        found.append(Grid.joined(parts, torch.cat))
-    return Grid.joined(found, partial(torch.stack, dim=1))
+        found.append(Grid.joined(parts, torch.cat).map(lambda parameter: parameter.reshape(out, -1)))
+    return Grid.joined(found, partial(torch.cat, dim=1))
 
 
 def search_groups(
     groups: torch.Tensor, scheme: GridScheme, dtype: torch.dtype, search: Search, cost: torch.Tensor | None
 ) -> Grid:
-    """Scale and zero point `[rows]` of groups `[rows, n]`; `cost`: weights `[n]` of the squared error, or its matrix `[n, n]`."""
+    """Scale and zero point `[rows]` of groups `[rows, n]`; `cost`: weights `[n]` of the squared error, or its matrix `[n, n]`.
+
+    Of k-quants, whose scales are chosen block by block: `[rows, groups]` of a block.
+    """
+    if isinstance(scheme, KQuant):
+
+        def choose(part, scales, zeros, own):
+            return best_candidate(part, Grid(scheme, scales, zeros), own)
+
+        return Grid(scheme, *super_blocks.fit(groups, scheme, cost, choose, search != "minmax"))
     tried = candidate_grids(groups, scheme, dtype, search)
     if tried.scale.shape[0] == 1:
         return tried[0]
-    if (cost is None or cost.dim() == 1) and native.usable(groups.T if groups.stride(0) == 1 else groups):
-        best = native.search_grid(groups.T, cost, tried.scale, tried.zero, scheme.code_range, scheme.e2m1)[None]
-    else:
-        best = search_candidates(groups, tried, cost)[None]
+    best = best_candidate(groups, tried, cost)[None]
     return tried.map(lambda parameter: parameter.gather(0, best)[0])
+
+
+def best_candidate(groups: torch.Tensor, tried: Grid, cost: torch.Tensor | None) -> torch.Tensor:
+    """Index `[rows]` of the candidate with the smallest error, in C where that can be."""
+    if (cost is None or cost.dim() == 1) and native.usable(groups.T if groups.stride(0) == 1 else groups):
+        return native.search_grid(
+            groups.T, cost, tried.scale, tried.zero, tried.scheme.code_range, tried.scheme.rounding
+        )
+    return search_candidates(groups, tried, cost)
 
 
 def search_candidates(groups: torch.Tensor, tried: Grid, cost: torch.Tensor | None) -> torch.Tensor:
@@ -163,12 +180,16 @@ def search_candidates(groups: torch.Tensor, tried: Grid, cost: torch.Tensor | No
     work, product = torch.empty_like(groups), torch.empty_like(groups)
     errors = torch.empty_like(scales)
     for i, scale in enumerate(scales):
-        tried.scheme.round_(torch.div(groups, scale[:, None], out=work))
-        if zeros is None:
-            work.clamp_(low, high)
+        if tried.scheme.rounding == Rounding.MINIMUM and zeros is not None:
+            codes = tried.scheme.codes(groups, scale[:, None], zeros[i][:, None], out=work)
+            work = codes.mul_(scale[:, None]).sub_(zeros[i][:, None]).sub_(groups)
         else:
-            work.clamp_((low - zeros[i])[:, None], (high - zeros[i])[:, None])
-        work.mul_(scale[:, None]).sub_(groups)
+            tried.scheme.round_(torch.div(groups, scale[:, None], out=work))
+            if zeros is None:
+                work.clamp_(low, high)
+            else:
+                work.clamp_((low - zeros[i])[:, None], (high - zeros[i])[:, None])
+            work.mul_(scale[:, None]).sub_(groups)
         if cost is None or cost.dim() == 1:
             errors[i] = work.square_().sum(1) if cost is None else work.square_() @ cost
         else:

@@ -8,11 +8,11 @@ from typing import Any, Literal
 from compress.quantize.config import QuantizeConfig
 from runtime.config.messages import did_you_mean
 from runtime.errors import RequestError
-from runtime.formats import representation
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.grid import GridScheme
+from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.representation import Representation
-from runtime.formats.scheme import ActivationScheme, Scheme
+from runtime.formats.scheme import ActivationScheme, Scheme, representation_of
 
 
 def _inputs(kind: Literal["int", "float"], static: bool = False) -> ActivationScheme:
@@ -35,6 +35,7 @@ PRESETS: dict[str, Scheme] = {
     "NVFP4A16": Scheme(BlockFloat(4, group_size=16, scales="e4m3")),
     "MXFP4A16": Scheme(BlockFloat(4)),
     "MXFP8A16": Scheme(BlockFloat(8)),
+    **{kind: Scheme(KQuant(kind)) for kind in KINDS},
 }
 ALIASES = {"W8A8": "W8A8-INT8", "INT8": "W8A8-INT8", "W8A8_INT8": "W8A8-INT8", "W4": "W4A16", "W8": "W8A16"}
 
@@ -102,7 +103,7 @@ def _represented(config: QuantizeConfig, fields: dict[str, Any]) -> Representati
     if "representation" not in fields:
         raise RequestError("scheme is a mapping without 'representation', which names one; presets are a single word")
     try:
-        return representation.find(fields["representation"]).from_config(fields)
+        return representation_of(fields)
     except (TypeError, ValueError) as error:
         raise RequestError(f"scheme: {error}") from None
 

@@ -10,6 +10,8 @@ A block is 32 neighbours of one row with one fp16 scale `d` (`ggml-common.h`):
 Byte j of the 16 holds element j in its low half and element j + 16 in its high half. A zero point is folded into the code
 (`q - z` is an integer), so an asymmetric grid is exact wherever `q - z` has room. Asymmetric int4 needs 31 values: Q5_0 holds
 them exactly; Q4_1 holds them where the smallest value of each group, `-(z + 8) * scale`, is an fp16 number.
+
+Weights of the representation `k_quant` have blocks of these bytes already (`runtime.formats.k_quant`): they are copied.
 """
 
 from __future__ import annotations
@@ -20,12 +22,21 @@ from dataclasses import replace
 import torch
 
 from export.source import by_block, in_float32
+from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.scheme import CompressedWeight, GridScheme
 
 BLOCK = 32
 BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q8_0": 34}  # of one block
+_SIZES = {kind: (BLOCK, size) for kind, size in BYTES.items()}
+_SIZES |= {kind: (facts.block, KQuant(kind).block_bytes) for kind, facts in KINDS.items()}
 _RANGE = {"Q4_0": (-8, 7), "Q5_0": (-16, 15), "Q8_0": (-128, 127)}
 _SLICE = 1 << 22  # weights laid out at once
+
+
+def stored_bytes(count: int, kind: str) -> int:
+    """Size of so many weights in blocks of a type, bytes."""
+    weights, size = _SIZES[kind]
+    return count // weights * size
 
 
 def aligned(scheme: GridScheme, columns: int) -> bool:
@@ -87,6 +98,8 @@ def pack(weight: CompressedWeight, kind: str) -> torch.Tensor:
 
     Columns are a multiple of 32, groups are `aligned`, codes fit. Scales that fp16 does not hold are rounded: ask before.
     """
+    if isinstance(weight.scheme.weights, KQuant):
+        return weight.scheme.weights.encode(weight.values, weight.parameters)["weight_blocks"]
     rows, columns = weight.values.shape
     out = torch.empty(rows, columns // BLOCK, BYTES[kind], dtype=torch.uint8)
     for part, integers, scale, zero in slices(weight):
@@ -109,12 +122,14 @@ def pack(weight: CompressedWeight, kind: str) -> torch.Tensor:
 
 
 def values(weight: CompressedWeight) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(rows, float32 `[n, columns]`): `(q - z) * scale`, not rounded to the model's dtype. Any grid, and float values."""
-    grid = weight.scheme.grid
+    """(rows, float32 `[n, columns]`): `(q - z) * scale`, not rounded to the model's dtype. Any grid, k-quants, and float values."""
+    grid, kind = weight.scheme.grid, weight.scheme.weights
     shared = grid is None or grid.strategy == "tensor"
     for part in _parts(weight):
         scale, zero = (value if value is None or shared else value[part] for value in (weight.scale, weight.zero_point))
-        yield part, in_float32(replace(weight, values=weight.values[part], scale=scale, zero_point=zero, mask=None))
+        own = kind.rows(weight.own, part) if isinstance(kind, KQuant) else {}
+        some = replace(weight, values=weight.values[part], scale=scale, zero_point=zero, mask=None, own=own)
+        yield part, in_float32(some)
 
 
 def _parts(weight: CompressedWeight) -> Iterator[slice]:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 # llama.h, enum llama_ftype: what `general.file_type` calls the type that most bytes have.
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "BF16": 32}
+_FILE_TYPES = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18,
+    "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32,
+}  # fmt: skip
 ROPE_FREQS = "rope_freqs.weight"
 _SCALINGS = ("default", "linear", "llama3", "yarn")
 

@@ -14,6 +14,7 @@ from export.source import Source, dtype_name
 from export.target import Conversion, merged
 from runtime import formats
 from runtime.errors import RequestError
+from runtime.formats.k_quant import KQuant
 from runtime.formats.scheme import GridScheme, Scheme
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -54,7 +55,7 @@ class Planned:
         count = math.prod(self.shape)
         if self.type in DTYPES:
             return count * DTYPES[self.type].itemsize
-        return count // grids.BLOCK * grids.BYTES[self.type]
+        return grids.stored_bytes(count, self.type)
 
 
 def plan(source: Source, options: GgufOptions) -> Iterator[Planned]:
@@ -116,6 +117,9 @@ def _blocked(scheme: GridScheme | None, columns: int) -> bool:
 def _compressed(source: Source, module: str, options: GgufOptions) -> tuple[str, str, bool, bool]:
     """(type, sentence, exact, rounded anew) of one compressed module."""
     scheme, columns = source.entries[module].scheme, source.shapes[module][1]
+    if isinstance(scheme.weights, KQuant):
+        kind = scheme.weights.kind
+        return kind, f"{kind} blocks are copied as they are", True, False
     weights, dense = scheme.grid, _dense_type(options, source.dtype)
     as_stored = DENSE.get(source.dtype) == dense
     words = f"dense {dense}" + ("" if as_stored else f", rounded from {dtype_name(source.dtype)}")

@@ -10,6 +10,8 @@ from export.gguf.plan import Planned
 from export.gguf.tokenizer import UnsupportedError, Vocabulary
 from export.source import Source
 from export.target import Conversion, Job, Target, Verification, missing_packages
+from runtime.formats.grid import GridScheme
+from runtime.formats.k_quant import KQuant
 
 FILE = "model.gguf"
 
@@ -22,6 +24,7 @@ class GgufTarget(Target):
     extra = "gguf"
     packages = ("gguf",)
     options = GgufOptions
+    representations = frozenset({GridScheme.name, KQuant.name})
 
     def __init__(self) -> None:
         self._made: tuple[Source, GgufOptions, list[Planned], Vocabulary | None] | None = None

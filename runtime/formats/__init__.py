@@ -17,6 +17,7 @@ from runtime.formats import representation
 from runtime.formats.base import Format, OwnFormat
 from runtime.formats.bitmap import Bitmap
 from runtime.formats.compressed_tensors import BlockFloats, Naive, Packed, PackQuantized
+from runtime.formats.k_quant import KQuant
 from runtime.formats.representation import Shape, TensorSpec
 from runtime.formats.scheme import Scheme
 from runtime.formats.sparse24 import Sparse24
@@ -31,6 +32,7 @@ _BUILT_IN: tuple[Format, ...] = (
     BlockFloats("nvfp4-pack-quantized", 4, "e4m3"),
     BlockFloats("mxfp4-pack-quantized", 4, "e8m0"),
     BlockFloats("mxfp8-quantized", 8, "e8m0"),
+    OwnFormat(KQuant),
     Packed(),
     Sparse24(),
     Bitmap(),

@@ -305,6 +305,8 @@ class OwnFormat(Format):
 
     def select_rows(self, tensors: Tensors, scheme: Scheme, shape: Shape, rows: torch.Tensor) -> Tensors:
         weights = _own(scheme)
+        if weights.row_by_row:
+            return {name: rows_of(tensor, rows) for name, tensor in tensors.items()}
         codes, parameters = weights.decode(tensors, shape)
         return weights.encode(rows_of(codes, rows), weights.rows(parameters, rows))
 

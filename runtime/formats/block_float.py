@@ -11,7 +11,7 @@ import torch
 from runtime.errors import CompressError
 from runtime.formats.bitpack import row_slices
 from runtime.formats.float8 import FLOAT8, FLOAT8_MAXIMUM, indexable, round_float8, widen
-from runtime.formats.grid import GridScheme
+from runtime.formats.grid import GridScheme, Rounding
 from runtime.formats.representation import Shape, Tensors, TensorSpec
 
 _MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -61,7 +61,12 @@ class BlockFloat(GridScheme):
 
     @property
     def e2m1(self) -> bool:
+        """Whether codes are e2m1, in halves."""
         return self.bits == 4
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding.E2M1 if self.e2m1 else Rounding.INTEGER
 
     @property
     def code_range(self) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,15 @@ from runtime.formats.representation import Representation, Shape, Tensors, Tenso
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SLICE = 1 << 18  # weights dequantized at once on a CPU
+
+
+class Rounding(IntEnum):
+    """How codes are found and what they stand for; the numbers are those of `compress/core/native/columns.c`."""
+
+    INTEGER = 0  # round(weight / scale) + zero point, value (code - zero point) * scale
+    E2M1 = 1  # 4-bit floats in halves: 0 to 4, 6, 8 and 12, of both signs
+    MINIMUM = 2  # round((weight + minimum) / scale), value code * scale - minimum
+    IQ4 = 3  # the 16 values of llama.cpp's IQ4
 
 
 @dataclass(frozen=True)
@@ -61,9 +71,9 @@ class GridScheme(Representation):
         return self.type == "int"
 
     @property
-    def e2m1(self) -> bool:
-        """Whether the integers are those of 4-bit floats: 0 to 4, 6, 8 and 12 halves, of both signs."""
-        return False
+    def rounding(self) -> Rounding:
+        """Which numbers codes are."""
+        return Rounding.INTEGER
 
     @property
     def code_dtype(self) -> torch.dtype:
@@ -73,6 +83,10 @@ class GridScheme(Representation):
     def width(self, columns: int) -> int:
         """Columns of a row of `columns` weights that share one scale."""
         return self.group_size if self.strategy == "group" and self.group_size else columns
+
+    def unit(self, columns: int) -> int:
+        """Columns whose scales are chosen together: whole groups."""
+        return self.width(columns)
 
     def groups(self, columns: int) -> int:
         """How many scales one row of `columns` weights has."""

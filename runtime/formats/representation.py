@@ -45,9 +45,11 @@ class Representation(ABC):
         name: word of the recipe and of `config.json`, and name of the storage format made of `tensors`.
         bits: bits of code for each weight, parameters not counted.
         vector: consecutive columns that are rounded together.
+        row_by_row: the rows of every tensor on disk are those of the matrix, so that some of them need no decoding of all.
     """
 
     name: ClassVar[str]
+    row_by_row: ClassVar[bool] = False
     bits: float
     vector: int = 1
 

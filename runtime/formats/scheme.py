@@ -15,6 +15,7 @@ import torch
 from runtime.formats import representation
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.grid import GridScheme
+from runtime.formats.k_quant import KQuant
 from runtime.formats.representation import Representation, Tensors
 
 
@@ -29,6 +30,12 @@ class ActivationScheme:
     symmetric: bool = True
     dynamic: bool = True
     strategy: Literal["token", "tensor"] = "token"
+
+
+def representation_of(config: Mapping[str, Any]) -> Representation:
+    """The representation that `config["representation"]` names, with its fields; ValueError for a name or fields that mean nothing."""
+    name = config["representation"]
+    return (KQuant if name == KQuant.name else representation.find(name)).from_config(config)
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Scheme:
         activations = None
         w, a = config.get("weights"), config.get("input_activations")
         if w and "representation" in w:
-            weights = representation.find(w["representation"]).from_config(w)
+            weights = representation_of(w)
         elif w and (found := BlockFloat.from_arguments(w)) is not None:
             weights = found
         elif w:

@@ -39,8 +39,8 @@ class CompressedEmbedding(CompressedModule):
         storage, scheme = formats.get(self.entry.format), self.entry.scheme
         rows = storage.select_rows(self._tensors(), scheme, self.shape, wanted)
         shape = (wanted.numel(), self.embedding_dim)
-        picked = storage.unpack(rows, scheme, shape, self.stored_dtype, check=False).dequantize()
-        return picked.to(self.dtype)[position]
+        picked = storage.unpack(rows, scheme, shape, self.dtype, check=False).dequantize()
+        return picked[position]
 
     def dense(self, dtype: torch.dtype | None = None) -> nn.Embedding:
         """A plain nn.Embedding with the dequantized table."""

@@ -35,3 +35,16 @@ STAGES: dict[str, list[dict[str, Any]]] = {
     "bitmap": [{"prune": {"method": "magnitude", "pattern": "unstructured", "sparsity": 0.6}}],
 }
 MATRIX = ("dense", "w4_g128", "w4_g32_asymmetric", "w8a8", "fp8", "sparse_w4")
+# Rows of whole blocks of 256: with hidden_size=256.
+K_QUANTS: dict[str, list[dict[str, Any]]] = {
+    "q4_k": [{"quantize": {"method": "gptq", "scheme": "Q4_K"}}],
+    "k_mixture": [
+        {"quantize": {"method": "rtn", "scheme": "Q6_K", "targets": ["*down_proj"]}},
+        {"quantize": {"method": "rtn", "scheme": "IQ4_XS", "targets": ["*q_proj"]}},
+        {"quantize": {"method": "rtn", "scheme": "IQ4_NL", "targets": ["*k_proj"]}},
+        {"quantize": {"method": "rtn", "scheme": "Q5_K", "targets": ["*v_proj"]}},
+        {"quantize": {"method": "rtn", "scheme": "Q3_K", "targets": ["*gate_proj"]}},
+        {"quantize": {"method": "rtn", "scheme": "Q2_K", "targets": ["*up_proj"]}},
+        {"quantize": {"method": "rtn", "scheme": "Q4_K", "targets": ["*o_proj"]}},
+    ],
+}

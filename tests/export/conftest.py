@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from artifact_kinds import SIZES, STAGES
+from artifact_kinds import K_QUANTS, SIZES, STAGES
 from random_models import UNLIMITED
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # gpu_launches
@@ -27,13 +27,14 @@ def made(
         if key in done:
             return done[key]
         model = tiny_llama(**{**SIZES, **changes})
-        if not STAGES[kind]:
+        stages = {**STAGES, **K_QUANTS}[kind]
+        if not stages:
             done[key] = model
             return model
         recipe = {
             "name": kind,
             "model": str(model),
-            "stages": STAGES[kind],
+            "stages": stages,
             "calibration": {"data": str(tiny_text), "samples": 4, "sequence_length": 32},
             "evaluate": {
                 **UNLIMITED,

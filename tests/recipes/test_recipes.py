@@ -41,6 +41,7 @@ BITS = {
     "llama_sparse50": 9.3,
     "llama_w3": 3.3,
     "llama_phone": 4.6,
+    "llama_gguf_q4_k": 4.6,
 }
 
 

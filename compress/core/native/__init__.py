@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from runtime.formats.grid import Rounding
 from runtime.system.native import library
 
 #: Columns of the widest block the routines take (`MOST` in the source).
@@ -35,7 +36,7 @@ def usable(*tensors: torch.Tensor | None) -> bool:
 def round_block(
     work: torch.Tensor, error: torch.Tensor, codes: torch.Tensor, mask: torch.Tensor | None, first: int, last: int,
     upper: torch.Tensor, inverse: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: torch.Tensor,
-    limits: tuple[float, float], e2m1: bool,
+    limits: tuple[float, float], rounding: Rounding,
 ) -> None:  # fmt: skip
     """The column loop over the columns `first:last` of a block.
 
@@ -46,7 +47,7 @@ def round_block(
         mask: bool like `work`, or None.
         upper: float32 `[block, block]`, the corner of U; `inverse [block]` is `1 / U_jj`.
         scale, zero: float32 `[groups, rows]`; `group [block]` int64 says which is whose.
-        limits, e2m1: what codes there are, see `GridScheme`.
+        limits, rounding: what codes there are, see `GridScheme`.
     """
     upper, (width, rows) = upper.contiguous(), work.shape
     _expect(torch.float32, work, error, upper, inverse, scale, zero)
@@ -56,14 +57,14 @@ def round_block(
     routine = _library().round_block  # type: ignore[union-attr]
     _in_parts(
         rows, routine, work, error, codes, mask, rows, first, last, width, upper, inverse, scale, zero, group, scale.stride(0),
-        *map(float, limits), int(e2m1),
+        *map(float, limits), int(rounding),
     )  # fmt: skip
 
 
 def descend_block(
     gradient: torch.Tensor, old: torch.Tensor, codes: torch.Tensor, moved: torch.Tensor, mask: torch.Tensor | None,
     hessian: torch.Tensor, inverse: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, limits: tuple[float, float],
-    e2m1: bool,
+    rounding: Rounding,
 ) -> None:  # fmt: skip
     """Coordinate descent over the columns of a block that share one scale `[rows]`; all matrices float32 `[block, rows]`, contiguous.
 
@@ -77,13 +78,13 @@ def descend_block(
     routine = _library().descend_block  # type: ignore[union-attr]
     _in_parts(
         rows, routine, gradient, old, codes, moved, mask, rows, width, hessian, inverse, scale, zero, group, rows,
-        *map(float, limits), int(e2m1),
+        *map(float, limits), int(rounding),
     )  # fmt: skip
 
 
 def search_grid(
     columns: torch.Tensor, cost: torch.Tensor | None, scale: torch.Tensor, zero: torch.Tensor | None,
-    limits: tuple[float, float], e2m1: bool,
+    limits: tuple[float, float], rounding: Rounding,
 ) -> torch.Tensor:  # fmt: skip
     """Index `[rows]` of the candidate grid with the smallest squared error over `columns [n, rows]`; the first of equals.
 
@@ -97,7 +98,7 @@ def search_grid(
     routine = _library().search_grid  # type: ignore[union-attr]
     _in_parts(
         columns.shape[1], routine, columns, columns.stride(0), columns.shape[0], cost, scale, zero, scale.shape[0], scale.stride(0),
-        *map(float, limits), int(e2m1), best,
+        *map(float, limits), int(rounding), best,
     )  # fmt: skip
     return best
 

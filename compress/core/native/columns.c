@@ -13,6 +13,9 @@
 #define MOST 512 /* columns of a block */
 #define CANDIDATES 64
 
+/* How codes are found, see runtime/formats/grid.py: Rounding. */
+enum { INTEGER, E2M1, MINIMUM, IQ4 };
+
 typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float)), aligned(4)));
 typedef union {
     Vector vector[VECTORS];
@@ -20,10 +23,10 @@ typedef union {
 } Strip;
 
 typedef struct {
-    const float *scale, *zero; /* [groups][stride]; zero may be NULL */
+    const float *scale, *zero; /* [groups][stride]; zero may be NULL; a minimum where the rounding has one */
     const int64_t *group;      /* of every column of the block */
     float low, high;
-    int64_t e2m1; /* codes above 4 are even, and above 8 multiples of 4: 4-bit floats in halves */
+    int64_t rounding;
     int64_t stride;
 } Grid;
 
@@ -48,6 +51,16 @@ static inline float round_e2m1(float steps) {
     return rintf(steps * inverse) * unit;
 }
 
+/* The nearest value of IQ4's table; no grid with it has a zero point. */
+static inline float round_iq4(float steps) {
+    static const float between[15] = {-115.5f, -93.5f, -74.0f, -57.0f, -42.0f, -28.5f, -16.0f, -4.5f,
+                                      7.0f,    19.0f,  31.5f,  45.5f,  61.0f,  79.0f,  101.0f};
+    static const float apart[15] = {23, 21, 18, 16, 14, 13, 12, 11, 12, 12, 13, 15, 16, 20, 24};
+    float value = -127.0f;
+    for (int i = 0; i < 15; i++) value += steps > between[i] ? apart[i] : 0.0f;
+    return value;
+}
+
 /* Codes and grid values of one column of a strip. */
 static inline void round_column(const Grid *grid, int64_t column, int64_t row, int count, const Strip *wanted,
                                 Strip *code, Strip *value) {
@@ -59,10 +72,22 @@ static inline void round_column(const Grid *grid, int64_t column, int64_t row, i
         load(&zero, grid->zero + at, count);
     else
         memset(&zero, 0, sizeof zero);
+    if (grid->rounding == MINIMUM) {
+        for (int r = 0; r < LANES; r++) {
+            float q = rintf((wanted->lane[r] + zero.lane[r]) / scale.lane[r]);
+            q = q < grid->low ? grid->low : q;
+            q = q > grid->high ? grid->high : q;
+            code->lane[r] = q;
+            value->lane[r] = q * scale.lane[r] - zero.lane[r];
+        }
+        return;
+    }
     Strip steps;
     for (int r = 0; r < LANES; r++) steps.lane[r] = wanted->lane[r] / scale.lane[r];
-    if (grid->e2m1)
+    if (grid->rounding == E2M1)
         for (int r = 0; r < LANES; r++) steps.lane[r] = round_e2m1(steps.lane[r]);
+    else if (grid->rounding == IQ4)
+        for (int r = 0; r < LANES; r++) steps.lane[r] = round_iq4(steps.lane[r]);
     else
         for (int r = 0; r < LANES; r++) steps.lane[r] = rintf(steps.lane[r]);
     for (int r = 0; r < LANES; r++) {
@@ -85,8 +110,8 @@ static inline void remove_masked(Strip *value, const uint8_t *mask, int count) {
  * [width][stride] like work and error. */
 void round_block(float *work, float *error, int8_t *codes, const uint8_t *mask, int64_t stride, int64_t first, int64_t last,
                  int64_t width, const float *upper, const float *inverse, const float *scale, const float *zero,
-                 const int64_t *group, int64_t grid_stride, float low, float high, int64_t e2m1, int64_t from, int64_t to) {
-    Grid grid = {scale, zero, group, low, high, e2m1, grid_stride};
+                 const int64_t *group, int64_t grid_stride, float low, float high, int64_t rounding, int64_t from, int64_t to) {
+    Grid grid = {scale, zero, group, low, high, rounding, grid_stride};
     Strip strip[MOST], code, value, owed;
     for (int64_t row = from; row < to; row += LANES) {
         int count = to - row < LANES ? (int)(to - row) : LANES;
@@ -108,8 +133,8 @@ void round_block(float *work, float *error, int8_t *codes, const uint8_t *mask, 
  * old are the present values; moved becomes old - new; the gradient of all columns of the block is kept true. inverse[j] = 1 / H_jj. */
 void descend_block(float *gradient, const float *old, float *codes, float *moved, const uint8_t *mask, int64_t stride,
                    int64_t width, const float *hessian, const float *inverse, const float *scale, const float *zero,
-                   const int64_t *group, int64_t grid_stride, float low, float high, int64_t e2m1, int64_t from, int64_t to) {
-    Grid grid = {scale, zero, group, low, high, e2m1, grid_stride};
+                   const int64_t *group, int64_t grid_stride, float low, float high, int64_t rounding, int64_t from, int64_t to) {
+    Grid grid = {scale, zero, group, low, high, rounding, grid_stride};
     Strip strip[MOST], wanted, code, value, delta, before;
     for (int64_t row = from; row < to; row += LANES) {
         int count = to - row < LANES ? (int)(to - row) : LANES;
@@ -135,23 +160,25 @@ void descend_block(float *gradient, const float *old, float *codes, float *moved
 }
 
 /* error[r] += sum over columns of cost (x - nearest grid value)^2 for 16 rows; x is a part of consecutive strips. */
-static inline void add_errors(float *error, const float *scale, const float *zero, float low, float high, int e2m1,
-                              const float *x, const float *cost, int64_t width) {
-    float s[16], lo[16], hi[16], sum[16];
+static inline __attribute__((always_inline)) void add_errors(float *error, const float *scale, const float *zero, float low, float high,
+                                                             int rounding, const float *x, const float *cost, int64_t width) {
+    float s[16], m[16], lo[16], hi[16], sum[16];
     for (int r = 0; r < 16; r++) {
         s[r] = scale[r];
-        lo[r] = low - zero[r];
-        hi[r] = high - zero[r];
+        m[r] = zero[r];
+        lo[r] = rounding == MINIMUM ? low : low - zero[r];
+        hi[r] = rounding == MINIMUM ? high : high - zero[r];
         sum[r] = error[r];
     }
     for (int64_t j = 0; j < width; j++) {
         const float *column = x + j * LANES;
         float weight = cost ? cost[j] : 1.0f;
         for (int r = 0; r < 16; r++) {
-            float q = e2m1 ? round_e2m1(column[r] / s[r]) : rintf(column[r] / s[r]);
+            float wanted = rounding == MINIMUM ? column[r] + m[r] : column[r], steps = wanted / s[r];
+            float q = rounding == E2M1 ? round_e2m1(steps) : rounding == IQ4 ? round_iq4(steps) : rintf(steps);
             q = q < lo[r] ? lo[r] : q;
             q = q > hi[r] ? hi[r] : q;
-            float d = q * s[r] - column[r];
+            float d = q * s[r] - wanted;
             sum[r] += weight * (d * d);
         }
     }
@@ -161,7 +188,7 @@ static inline void add_errors(float *error, const float *scale, const float *zer
 /* For every row the candidate grid with the smallest squared error (weighted by cost[column], or NULL) over `width` columns.
  * scale and zero (may be NULL) are [candidates][candidate_stride], at most CANDIDATES; the first of equals wins. */
 void search_grid(const float *columns, int64_t stride, int64_t width, const float *cost, const float *scale, const float *zero,
-                 int64_t candidates, int64_t candidate_stride, float low, float high, int64_t e2m1, int64_t *best, int64_t from,
+                 int64_t candidates, int64_t candidate_stride, float low, float high, int64_t rounding, int64_t *best, int64_t from,
                  int64_t to) {
     Strip strip[MOST], error[CANDIDATES];
     for (int64_t row = from; row < to; row += LANES) {
@@ -181,10 +208,15 @@ void search_grid(const float *columns, int64_t stride, int64_t width, const floa
                 for (int part = 0; part < LANES; part += 16) {
                     float *sum = error[c].lane + part;
                     const float *x = (const float *)strip + part, *weights = cost ? cost + first : NULL;
-                    if (e2m1)
-                        add_errors(sum, s.lane + part, zeros.lane + part, low, high, 1, x, weights, last - first);
+                    float *at = s.lane + part, *shift = zeros.lane + part;
+                    if (rounding == E2M1)
+                        add_errors(sum, at, shift, low, high, E2M1, x, weights, last - first);
+                    else if (rounding == MINIMUM)
+                        add_errors(sum, at, shift, low, high, MINIMUM, x, weights, last - first);
+                    else if (rounding == IQ4)
+                        add_errors(sum, at, shift, low, high, IQ4, x, weights, last - first);
                     else
-                        add_errors(sum, s.lane + part, zeros.lane + part, low, high, 0, x, weights, last - first);
+                        add_errors(sum, at, shift, low, high, INTEGER, x, weights, last - first);
                 }
             }
         }

@@ -295,12 +295,13 @@ class _GridSolver:
         """The grid in visiting order; its scales are set on arrival where a group's columns are visited one after the other."""
         scheme, options = self.scheme, self.options
         group = static.group_of(self.order.shape[0])[self.order].tolist()
-        runs = 1 + sum(a != b for a, b in pairwise(group))
-        choose = None
+        rounding = loop.ColumnGrid(static.map(torch.clone), group)
+        units = rounding.units()
+        runs = 1 + sum(a != b for a, b in pairwise(units))
         grouped = scheme.strategy == "group" and scheme.integral
-        if grouped and not options.static_groups and runs == static.scale.shape[0]:
-            choose = scale_chooser(scheme, self.dtype, options.scales, self.order, self.hessian)
-        return loop.ColumnGrid(static.map(torch.clone), group, choose)
+        if grouped and not options.static_groups and runs == max(units) + 1:
+            rounding.choose = scale_chooser(scheme, self.dtype, options.scales, self.order, self.hessian)
+        return rounding
 
 
 def _represent(
@@ -339,9 +340,9 @@ def visiting_order(
         return torch.arange(energy.shape[0], device=energy.device)
     units = [unit]
     if kind == "group" and isinstance(weights, GridScheme) and weights.strategy == "group":
-        assert weights.group_size is not None
-        if weights.group_size % unit == 0:
-            units = [weights.group_size, unit]
+        together = weights.unit(energy.shape[0])
+        if together % unit == 0:
+            units = [together, unit]
     return column_order(energy, units)
 
 

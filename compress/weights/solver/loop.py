@@ -35,8 +35,8 @@ ScaleChooser = Callable[[int, int, torch.Tensor, "torch.Tensor | None"], Grid]
 class ColumnGrid:
     """Grid of stacked rows: its parameters are `[groups, rows]`; `group[j]` is the group of visited column j.
 
-    `choose`: the scales of a group are set when the loop arrives at it (its columns must be visited one after the other);
-    None: they are as given. `codes` `[in, rows]` int8, in visiting order, are set by the loop (int grids).
+    `choose`: the scales of a unit (a group, or the groups of a block of k-quants) are set when the loop arrives at it (its columns must
+    be visited one after the other); None: they are as given. `codes` `[in, rows]` int8, in visiting order, are set by the loop (int grids).
     """
 
     grid: Grid
@@ -51,7 +51,17 @@ class ColumnGrid:
         codes = own.scheme.codes(columns, own.scale, own.zero, out=out)
         if self.codes is not None:
             self.codes[first] = codes
-        torch.mul(codes if own.zero is None else codes.sub_(own.zero), own.scale, out=out)
+        out.copy_(own.scheme.values(codes, own.scale, own.zero))
+
+    def units(self) -> list[int]:
+        """Unit of every visited column."""
+        per = self.grid.scheme.unit(len(self.group)) // self.grid.scheme.width(len(self.group))
+        return [group // per for group in self.group]
+
+    def set_unit(self, unit: int, found: Grid) -> None:
+        """Take over the scales of a unit, `[rows]` or `[rows, groups]`."""
+        per = self.grid.scheme.unit(len(self.group)) // self.grid.scheme.width(len(self.group))
+        self.grid.put(slice(unit * per, (unit + 1) * per), found.map(torch.t))
 
 
 class VectorRounding:
@@ -114,7 +124,8 @@ def run(
     vector = 1 if rounding is None else rounding.vector
     leaf, block = max(1, LEAF // vector) * vector, max(1, block // vector) * vector
     choose_scale = None if stepwise is None else stepwise.choose
-    groups = {} if stepwise is None or choose_scale is None else _starts(stepwise.group)
+    units = [] if stepwise is None or choose_scale is None else stepwise.units()
+    groups = _starts(units) if units else {}
     masks = {}
     if choose_mask is not None:
         masks = {j: min(j + mask_columns, columns) for j in range(0, columns, mask_columns)}
@@ -148,7 +159,7 @@ def run(
                 upto = groups[first]
                 ahead = work[first - start : upto - start] if upto <= end else _adjusted(weight, factor, first, upto)
                 found = choose_scale(first, upto, ahead, None if mask is None else mask[first:upto])
-                stepwise.grid.put(stepwise.group[first], found)
+                stepwise.set_unit(units[first], found)
             if first in masks and choose_mask is not None and mask is not None:
                 upto = masks[first]
                 here = slice(first - start, upto - start)
@@ -167,7 +178,7 @@ def run(
                 assert codes is not None
                 columns_in_c.round_block(
                     work, error, codes[start:end], None if mask is None else mask[start:end], first - start, last - start,
-                    upper, inverse, grid.scale, grid.zero, group[start:end], grid.scheme.code_range, grid.scheme.e2m1,
+                    upper, inverse, grid.scale, grid.zero, group[start:end], grid.scheme.code_range, grid.scheme.rounding,
                 )  # fmt: skip
                 first = last
                 continue

@@ -94,6 +94,9 @@ def scale_chooser(
     def choose(first: int, last: int, adjusted: torch.Tensor, kept: torch.Tensor | None) -> Grid:
         groups = adjusted.T if kept is None else adjusted.T * kept.T
         span = order[first:last]
+        if scheme.unit(order.shape[0]) > scheme.width(order.shape[0]):  # several groups, which their places tell apart
+            span, place = span.sort()
+            groups = groups[:, place]
         cost = energy[span]
         if search == "hessian":
             cost = hessian[span[:, None], span]

@@ -7,12 +7,17 @@ codes. Every step lowers the error or leaves it, so the result is never worse. R
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 
 from compress.core import file_matrix
 from compress.core import native as columns_in_c
 from compress.quantize.grid import Grid
 from compress.quantize.objective import column_errors
+from compress.quantize.super_blocks import factors_of
+from runtime.formats.k_quant import KQuant
 
 LEAF = 16
 #: Columns (whole groups) whose gradient is computed together, from all that is lost at that time.
@@ -46,8 +51,13 @@ def refine(
         Output error of every row at the end, float32 `[rows]`.
     """
     columns = error.shape[0]
-    group = grid.scheme.width(columns)
-    step = group * max(1, BLOCK // group)
+    group, unit = grid.scheme.width(columns), grid.scheme.unit(columns)
+    step = unit * max(1, BLOCK // unit)
+    factors = None
+    if refit and isinstance(grid.scheme, KQuant):
+        factors = replace(grid, scale=factors_of(grid.scheme, grid.scale), zero=None)
+        if grid.zero is not None:
+            factors.zero = factors_of(grid.scheme, grid.zero, minimum=True)
     diagonal = file_matrix.diagonal(hessian)
     # A column without energy has no gradient either: any divisor will do.
     divisors = torch.where(diagonal > 0, 1 / diagonal.clamp(min=1e-30), 0.0)
@@ -64,7 +74,10 @@ def refine(
                 divisors[start:end], error[here], dtype, sweep == sweeps - 1,
             )  # fmt: skip
             for first in range(start, end, group):
-                part.group(first - start, min(first + group, end) - start, grid, first // group, refit)
+                part.group(first - start, min(first + group, end) - start, grid, first // group, refit, factors)
+            if factors is not None:
+                for first in range(start, end, unit):
+                    part.unit(first - start, slice(first // group, (first + unit) // group), grid, factors)
             codes[here] = part.codes.to(torch.int8)
             if sweep == sweeps - 1:
                 # Every pair of columns once: with those before it, which do not move any more.
@@ -87,14 +100,14 @@ class _Part:
         self.divisors, self.error, self.dtype, self.last = divisors, error, dtype, last
         self.value = torch.empty_like(codes[0])
 
-    def group(self, start: int, end: int, grid: Grid, g: int, refit: bool) -> None:
-        """All codes of one group, one column after the other, then its scale."""
+    def group(self, start: int, end: int, grid: Grid, g: int, refit: bool, factors: Grid | None) -> None:
+        """All codes of one group, one column after the other, then its scale, and its minimum where it has one."""
         own = grid[g]  # views
         old = self._values(start, end, own)
         for first in range(start, end, BLOCK):
             self._block(first, min(first + BLOCK, end), start, old, own)
         if refit:
-            own.scale.copy_(self._refit(start, end, own))
+            self._refit(start, end, own, None if factors is None else factors[g])
         values = self._values(start, end, own)
         # What the dtype rounds away is lost too, once the values are final; the groups to come make up for it.
         self.error[start:end] += old.sub_(values.to(self.dtype) if self.last else values)
@@ -113,7 +126,7 @@ class _Part:
         if columns_in_c.usable(gradient, codes, self.mask):
             columns_in_c.descend_block(
                 gradient[here], old[first - origin : last - origin], codes[here], moved, None if self.mask is None else self.mask[here],
-                hessian[here, here], self.divisors[here], own.scale, own.zero, own.scheme.code_range, own.scheme.e2m1,
+                hessian[here, here], self.divisors[here], own.scale, own.zero, own.scheme.code_range, own.scheme.rounding,
             )  # fmt: skip
             for rest in (slice(0, first), slice(last, gradient.shape[0])):
                 if rest.start < rest.stop:
@@ -125,9 +138,7 @@ class _Part:
             for j in range(leaf, upto):
                 torch.add(old[j - origin], gradient[j], alpha=inverse[j], out=value)
                 codes[j] = own.scheme.codes(value, own.scale, own.zero, out=value)
-                if own.zero is not None:
-                    value.sub_(own.zero)
-                value.mul_(own.scale)
+                value.copy_(own.scheme.values(codes[j], own.scale, own.zero))
                 if self.mask is not None:
                     value.mul_(self.mask[j])
                 delta = torch.sub(old[j - origin], value, out=moved[j - first])
@@ -139,18 +150,62 @@ class _Part:
         gradient.addmm_(hessian[:, first:last], moved)
         gradient[first:last].addmm_(torch.tril(hessian[first:last, first:last], -1), moved, alpha=-1)
 
-    def _refit(self, start: int, end: int, own: Grid) -> torch.Tensor:
-        """The scale that suits the codes best, as the dtype holds it; the old one where that is no better."""
-        scale = own.scale
-        unit = self.codes[start:end] if own.zero is None else self.codes[start:end] - own.zero
-        if self.mask is not None:
-            unit = unit * self.mask[start:end]
-        along = (unit * self.gradient[start:end]).sum(0)
-        curvature = column_errors(unit, self.hessian[start:end, start:end])
-        wanted = own.scheme.storable(scale + along / curvature.clamp(min=1e-30), self.dtype)
-        step = wanted - scale
+    def _refit(self, start: int, end: int, own: Grid, factors: Grid | None) -> None:
+        """The scale that suits the codes best, as it can be stored; the old one where that is no better. `factors`: of k-quants."""
+        scheme, zero, unit = own.scheme, own.zero, self.codes[start:end]
+        if not isinstance(scheme, KQuant) or factors is None:
+            unit = unit if zero is None else unit - zero
+            if self.mask is not None:
+                unit = unit * self.mask[start:end]
+            self._step(start, end, unit, own.scale, lambda wanted: scheme.storable(wanted, self.dtype), False)
+            return
+        of_scale, of_minimum = factors.scale, factors.zero
+        self._step(start, end, unit, own.scale, lambda wanted: scheme.on_levels(wanted, of_scale))
+        if zero is not None and of_minimum is not None:
+            all_alike = torch.full_like(unit, -1.0)
+            self._step(start, end, all_alike, zero, lambda wanted: scheme.on_levels(wanted, of_minimum, minimum=True))
+
+    def unit(self, start: int, groups: slice, grid: Grid, factors: Grid) -> None:
+        """The factors of a block of k-quants, whose columns start at `start`, in place like what they multiply."""
+        scheme, own, of_unit = grid.scheme, grid[groups], factors[groups]
+        assert isinstance(scheme, KQuant)
+        width, end = scheme.facts.width, start + scheme.facts.block
+        old = self._rounded(own.values(self.codes[start:end]))
+        for products, factor in ((own.scale, of_unit.scale), (own.zero, of_unit.zero)):
+            if products is None or factor is None:
+                continue
+            levels, found = (products / factor).round_(), factor[0].clone()
+            wide = levels.repeat_interleave(width, 0)
+            self._step(
+                start, end, wide * self.codes[start:end] if products is own.scale else -wide, found, scheme.factor
+            )
+            factor.copy_(found.expand_as(factor))
+            products.copy_(levels * found)
+        self.error[start:end] += old - self._rounded(own.values(self.codes[start:end]))
+
+    def _rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """As the dtype holds them, once they are final."""
+        return values.to(self.dtype).float() if self.last else values
+
+    def _step(
+        self,
+        start: int,
+        end: int,
+        direction: torch.Tensor,
+        parameter: torch.Tensor,
+        storable: Callable[[torch.Tensor], torch.Tensor],
+        more: bool = True,
+    ) -> None:
+        """Move `parameter [rows]`, of which the values of the columns `start:end` change by `direction`, to its least-squares value.
+
+        `more`: other parameters of these columns are to come.
+        """
+        along = (direction * self.gradient[start:end]).sum(0)
+        curvature = column_errors(direction, self.hessian[start:end, start:end])
+        wanted = storable(parameter + along / curvature.clamp(min=1e-30))
+        step = wanted - parameter
         better = step * (curvature * step - 2 * along) < 0
         step = torch.where(better, step, 0.0)
-        if self.gradient.shape[0] > end:  # groups to come want to know
-            self.gradient.addmm_(self.hessian[:, start:end], unit * step, alpha=-1)
-        return scale + step
+        if more or self.gradient.shape[0] > end:  # what is to come wants to know
+            self.gradient.addmm_(self.hessian[:, start:end], direction * step, alpha=-1)
+        parameter.copy_(torch.where(better, wanted, parameter))

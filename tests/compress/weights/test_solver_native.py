@@ -120,7 +120,7 @@ def test_the_grid_search_finds_the_smallest_error(rows: int, width: int, scheme:
     cost = torch.rand(width, generator=generator) if weighted else None
     tried = grids.candidate_grids(groups, scheme, torch.bfloat16, "mse")
     scales, zeros = tried.scale, tried.zero
-    best = native.search_grid(groups.T.contiguous(), cost, scales, zeros, scheme.code_range, scheme.e2m1)
+    best = native.search_grid(groups.T.contiguous(), cost, scales, zeros, scheme.code_range, scheme.rounding)
     low, high = scheme.code_range
     errors = []
     for i, scale in enumerate(scales.double()):

@@ -11,9 +11,10 @@ from weight_cases import int_scheme, random_mask, random_weight
 from runtime import formats
 from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.formats.block_float import BlockFloat
+from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 
-SHAPES = [(7, 172), (16, 128), (5, 257), (1, 64)]
+SHAPES = [(7, 172), (16, 128), (5, 257), (1, 64), (16, 256)]
 GRIDS = [
     GridScheme(bits, "int", symmetric, strategy, group)
     for bits, symmetric, (strategy, group) in itertools.product(
@@ -21,7 +22,7 @@ GRIDS = [
     )
 ] + [
     GridScheme(8, "float", True, "channel"), GridScheme(8, "float", True, "tensor"),
-    BlockFloat(4), BlockFloat(8), BlockFloat(4, group_size=16, scales="e4m3"),
+    BlockFloat(4), BlockFloat(8), BlockFloat(4, group_size=16, scales="e4m3"), *map(KQuant, KINDS),
 ]  # fmt: skip
 PATTERNS = [None, "unstructured", "2:4", "1:4", "4:8", "3:16", "block:4x8"]
 
@@ -61,7 +62,7 @@ def test_unpack_is_the_exact_inverse_of_pack(name, sparsity):
             assert torch.equal(as_bytes(tensor), as_bytes(tensors[key])), key
         stored += 1
     some = {"sparse24": ("2:4", "1:4"), "bitmap": tuple(p for p in PATTERNS if p)}
-    some |= dict.fromkeys(("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"), (None,))
+    some |= dict.fromkeys(("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "k_quant"), (None,))
     assert (stored > 0) == (sparsity in some.get(name, tuple(PATTERNS)))
 
 
@@ -70,7 +71,8 @@ def test_select_rows_is_the_matrix_of_these_rows(name):
     storage, done = formats.get(name), 0
     index = torch.tensor([5, 0, 0, 6, 2])
     for grid, sparsity in itertools.product([*GRIDS, None], (None, "unstructured", "2:4")):
-        scheme, columns = Scheme(grid, None, sparsity), 160 if isinstance(grid, BlockFloat) else 172
+        wide = 256 if isinstance(grid, KQuant) else 160 if isinstance(grid, BlockFloat) else 172
+        scheme, columns = Scheme(grid, None, sparsity), wide
         if (grid is None and sparsity is None) or storage.why_not(scheme, (7, columns)):
             continue
         weight = random_weight(scheme, (7, columns), seed=done)
@@ -234,6 +236,7 @@ def case(name):
         "nvfp4-pack-quantized": Scheme(BlockFloat(4, group_size=16, scales="e4m3")),
         "mxfp4-pack-quantized": Scheme(BlockFloat(4)),
         "mxfp8-quantized": Scheme(BlockFloat(8)),
+        "k_quant": Scheme(KQuant("IQ4_NL")),
         "sparse24": int_scheme(4, True, 32, "2:4"),
         "bitmap": int_scheme(4, True, 32, "unstructured"),
     }[name]

@@ -164,6 +164,16 @@ def test_embedding_looks_rows_up(scheme, dtype):
             table(torch.tensor([wrong]))
 
 
+def test_an_embedding_looked_up_in_another_dtype_is_its_dense_table():
+    entry, tensors, _ = packed(Scheme(GridScheme(8, "int", True, "channel")), (37, 64), torch.bfloat16)
+    table = CompressedEmbedding(entry, (37, 64), torch.bfloat16)
+    table.take(tensors)
+    table.to(torch.float32)
+    ids = torch.arange(37)
+    assert torch.equal(table(ids), table.dense().weight)
+    assert not torch.equal(table(ids), table(ids).bfloat16().float())
+
+
 # ---------------------------------------------------------------- install
 class Conv1D(nn.Module):
     """As in transformers: a linear layer that keeps its matrix transposed."""

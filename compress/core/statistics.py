@@ -51,9 +51,9 @@ class Statistics:
     def scaled(self, s: torch.Tensor) -> Statistics:
         """Statistics of `x / s` for positive `s [in]`: what the layer sees after scales moved into its weights."""
         s = s.to(self.abs_mean)
-        moments = {"hessian": _scaled(self.hessian, s), "drift": _scaled(self.drift, s)}
-        ranges: dict[str, Any] = {name: getattr(self, name) / s for name in ("abs_mean", "minimum", "maximum")}
-        return replace(self, square_mean=self.square_mean / s.square(), **moments, **ranges)
+        found: dict[str, Any] = {name: getattr(self, name) / s for name in ("abs_mean", "minimum", "maximum")}
+        found |= {name: _scaled(getattr(self, name), s) for name in ("hessian", "drift")}
+        return replace(self, square_mean=self.square_mean / s.square(), **found)
 
     def to(self, device: torch.device | str) -> Statistics:
         """The same on a device."""
@@ -90,9 +90,7 @@ class StatisticsCollector:
         self._finite = True
 
     @torch.no_grad()
-    def add(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, original: torch.Tensor | None = None
-    ) -> None:
+    def add(self, x: torch.Tensor, mask: torch.Tensor | None = None, original: torch.Tensor | None = None) -> None:
         """Add inputs `x [..., in]` of any float type; `mask [...]` (bool) tells which tokens are real, not padding; `original`: what the
         layer reads in their place in the original model."""
         x, others = self._tokens_of(x, mask), None if original is None else self._tokens_of(original, mask)

@@ -207,7 +207,7 @@ class BlockJob:
             weights = [self._scaled[n] for n in place.consumers]
             wanted = lead.transform(weights, statistics[position], lead.scheme, lead.quantize)
             scale = self.team.broadcast(place.shared(wanted))
-            columns = [fold(block, place, scale, weights) for block, weights in versions][0]
+            columns, *_ = [fold(block, place, scale, weights) for block, weights in versions]
             statistics[position] = statistics[position].scaled(columns)
             self.result.scaled |= {place.producer, *place.consumers}
             folded.add(position)

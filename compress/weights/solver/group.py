@@ -43,7 +43,12 @@ def solve_group(problem: Problem) -> list[LayerResult]:
         if settled[0].grid is not None:
             return [_on_grid(weight, own, problem) for weight, own in zip(original, settled, strict=True)]
     statistics = problem.statistics
-    if quantize is not None and quantize.objective == "propagated" and statistics is not None and statistics.drift is not None:
+    if (
+        quantize is not None
+        and quantize.objective == "propagated"
+        and statistics is not None
+        and statistics.drift is not None
+    ):
         original = propagated(original, statistics, names[0])
         problem = replace(problem, weights=original)
     if prune is not None:

@@ -29,7 +29,7 @@ class Statistics:
         maximum: `[in]` float32, largest value of every channel.
         square_mean: `[in]` float32, mean of `x^2` (the diagonal of the Hessian, available without it).
         drift: `[in, in]` float32, mean of `x (o - x)^T`, where `o` is what the layer reads in the original model, at the same place as the
-            Hessian; None if not collected.
+            Hessian; None if not collected. `drifted`: mean of `|o - x|^2`.
         tokens: how many tokens were seen.
         finite: False when a NaN or Inf was among the inputs.
     """
@@ -42,6 +42,7 @@ class Statistics:
     tokens: int
     finite: bool = True
     drift: torch.Tensor | None = None
+    drifted: float = 0.0
 
     @property
     def columns(self) -> int:
@@ -81,6 +82,7 @@ class StatisticsCollector:
     ) -> None:
         self.in_features = in_features
         self._drift = file_matrix.zeros(in_features, in_features, device, directory) if drift else None
+        self._drifted = torch.zeros(in_features, device=device)
         self._hessian = file_matrix.zeros(in_features, in_features, device, directory) if hessian else None
         self._abs = torch.zeros(in_features, device=device)
         self._square = torch.zeros(in_features, device=device)
@@ -109,7 +111,8 @@ class StatisticsCollector:
     def _add_drift(self, x: torch.Tensor, original: torch.Tensor) -> None:
         assert self._drift is not None
         moved = original - x
-        self._finite = self._finite and bool(torch.isfinite(moved.abs().amax()))
+        self._drifted += moved.square().sum(0)
+        self._finite = self._finite and bool(torch.isfinite(self._drifted.sum()))
         for rows in file_matrix.panels(self.in_features, BLOCK):
             self._drift[rows].addmm_(x[:, rows].T, moved)
             file_matrix.let_go(self._drift)
@@ -150,9 +153,9 @@ class StatisticsCollector:
                 reduce(panel, "sum")
                 self._drift[rows] = panel
                 file_matrix.let_go(self._drift)
-        sums = torch.stack([self._abs, self._square])
+        sums = torch.stack([self._abs, self._square, self._drifted])
         reduce(sums, "sum")
-        self._abs, self._square = sums[0], sums[1]
+        self._abs, self._square, self._drifted = sums
         reduce(self._minimum, "min")
         reduce(self._maximum, "max")
         counts = torch.tensor([self._tokens, int(not self._finite)], device=self._abs.device)
@@ -185,6 +188,7 @@ class StatisticsCollector:
             tokens=self._tokens,
             finite=self._finite,
             drift=self._drift,
+            drifted=float(self._drifted.sum()) / tokens,
         )
 
 

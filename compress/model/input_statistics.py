@@ -123,8 +123,8 @@ def collect(
     """Statistics of each group's input over all `forwards` (a callable that runs one batch, and its token mask or None).
 
     Args:
-        original: the block as it is in the original model; the drift of inputs is collected, but of those of routed experts, since other tokens
-            may be routed there.
+        original: the block as it is in the original model; the drift of inputs is collected, but of those of routed experts, since
+            other tokens may be routed there.
         place: directory of the file that holds second moments of so many inputs; None: they are in memory.
         team: processes that read other batches and call this for the same groups.
         stop_early: leave each forward pass once the last group's input was seen; what comes after cannot change it.

@@ -54,6 +54,7 @@ def test_weights_are_the_damped_least_squares(
         pytest.skip("this system maps no matrices to files")
     monkeypatch.setattr(factor, "PANEL", panel)
     monkeypatch.setattr(propagate, "rows_at_a_time", lambda columns: 5)
+    monkeypatch.setattr(propagate, "_share", lambda *_: 1.0)
     x, original = streams(400, columns)
     weights = [torch.randn(13, columns), torch.randn(4, columns).bfloat16()]
     before = [weight.clone() for weight in weights]
@@ -66,6 +67,39 @@ def test_weights_are_the_damped_least_squares(
         expected = torch.linalg.lstsq(left, right).solution.T
         assert relative(moved, expected) < 1e-4
         assert relative(moved, weight) > 0.05, "nothing has moved"
+
+
+@pytest.mark.parametrize("tokens", [90, 150, 2000])
+def test_what_noise_explains_is_left_out(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """On other text the output is nearer to the original model's than without shrinkage, and than before, however few tokens there are."""
+    columns, weight, turn = 48, torch.randn(64, 48), torch.randn(48, 48) / 48**0.5
+
+    def drawn(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(count, columns)
+        return x, x + 0.1 * x @ turn + 0.3 * torch.randn(count, columns)
+
+    statistics, (x, original) = collected(*drawn(tokens)), drawn(4000)
+    share = propagate._share(
+        factor.factorize(statistics.hessian, torch.arange(columns), DAMPING), statistics.drift, statistics
+    )
+    ours = propagated([weight], statistics, "layer")[0]
+    monkeypatch.setattr(propagate, "_share", lambda *_: 1.0)
+    whole = propagated([weight], statistics, "layer")[0]
+    errors = [float((x @ w.T - original @ weight.T).square().sum()) for w in (ours, whole, weight)]
+    assert errors[0] < 1.01 * errors[2]
+    assert errors[0] < errors[1] if tokens < 1000 else share > 0.7
+    assert 0 <= share < 1
+
+
+def test_fewer_tokens_than_inputs_move_nothing() -> None:
+    x, weight = torch.randn(30, 40), torch.randn(7, 40)
+    assert torch.equal(propagated([weight], collected(x, 1.1 * x), "layer")[0], weight)
+
+
+def test_pure_noise_moves_little() -> None:
+    x, weight = torch.randn(200, 40), torch.randn(7, 40)
+    found = propagated([weight], collected(x, x + 0.3 * torch.randn(200, 40)), "layer")[0]
+    assert relative(found, weight) < 0.05
 
 
 def test_no_drift_leaves_the_weights() -> None:

@@ -13,7 +13,7 @@ from compress.core.statistics import Statistics
 from runtime.config.plugins import entries, merge
 from runtime.formats.scheme import CompressedWeight, Scheme
 
-Need = Literal["hessian", "ranges"]
+Need = Literal["hessian", "ranges", "drift"]
 
 
 @dataclass(frozen=True)

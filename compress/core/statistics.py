@@ -28,6 +28,8 @@ class Statistics:
         minimum: `[in]` float32, smallest value of every channel.
         maximum: `[in]` float32, largest value of every channel.
         square_mean: `[in]` float32, mean of `x^2` (the diagonal of the Hessian, available without it).
+        drift: `[in, in]` float32, mean of `x (o - x)^T`, where `o` is what the layer reads in the original model, at the same place as the
+            Hessian; None if not collected. `drifted`: mean of `|o - x|^2`.
         tokens: how many tokens were seen.
         finite: False when a NaN or Inf was among the inputs.
     """
@@ -39,6 +41,8 @@ class Statistics:
     square_mean: torch.Tensor
     tokens: int
     finite: bool = True
+    drift: torch.Tensor | None = None
+    drifted: float = 0.0
 
     @property
     def columns(self) -> int:
@@ -48,15 +52,9 @@ class Statistics:
     def scaled(self, s: torch.Tensor) -> Statistics:
         """Statistics of `x / s` for positive `s [in]`: what the layer sees after scales moved into its weights."""
         s = s.to(self.abs_mean)
-        hessian = None
-        if self.hessian is not None:
-            hessian = file_matrix.empty_like(self.hessian)
-            for rows in file_matrix.panels(self.columns, BLOCK):
-                torch.div(self.hessian[rows], s[rows, None], out=hessian[rows]).div_(s[None, :])
-                file_matrix.let_go(self.hessian)
-                file_matrix.let_go(hessian)
-        ranges: dict[str, Any] = {name: getattr(self, name) / s for name in ("abs_mean", "minimum", "maximum")}
-        return replace(self, hessian=hessian, square_mean=self.square_mean / s.square(), **ranges)
+        found: dict[str, Any] = {name: getattr(self, name) / s for name in ("abs_mean", "minimum", "maximum")}
+        found |= {name: _scaled(getattr(self, name), s) for name in ("hessian", "drift")}
+        return replace(self, square_mean=self.square_mean / s.square(), **found)
 
     def to(self, device: torch.device | str) -> Statistics:
         """The same on a device."""
@@ -71,6 +69,7 @@ class StatisticsCollector:
     Args:
         hessian: False skips the second moments (methods that only need ranges).
         directory: they are in a file there (CPU only); None: in memory.
+        drift: collect it too; every `add` is then given the original model's inputs.
     """
 
     def __init__(
@@ -79,8 +78,11 @@ class StatisticsCollector:
         hessian: bool = True,
         device: torch.device | str = "cpu",
         directory: Path | None = None,
+        drift: bool = False,
     ) -> None:
         self.in_features = in_features
+        self._drift = file_matrix.zeros(in_features, in_features, device, directory) if drift else None
+        self._drifted = torch.zeros(in_features, device=device)
         self._hessian = file_matrix.zeros(in_features, in_features, device, directory) if hessian else None
         self._abs = torch.zeros(in_features, device=device)
         self._square = torch.zeros(in_features, device=device)
@@ -90,14 +92,30 @@ class StatisticsCollector:
         self._finite = True
 
     @torch.no_grad()
-    def add(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        """Add inputs `x [..., in]` of any float type; `mask [...]` (bool) tells which tokens are real, not padding."""
+    def add(self, x: torch.Tensor, mask: torch.Tensor | None = None, original: torch.Tensor | None = None) -> None:
+        """Add inputs `x [..., in]` of any float type; `mask [...]` (bool) tells which tokens are real, not padding; `original`: what the
+        layer reads in their place in the original model."""
+        x, others = self._tokens_of(x, mask), None if original is None else self._tokens_of(original, mask)
+        step = max(1, ELEMENTS // self.in_features)
+        for start in range(0, x.shape[0], step):
+            part = x[start : start + step].to(self._abs)
+            self._add(part)
+            if self._drift is not None:
+                assert others is not None
+                self._add_drift(part, others[start : start + step].to(self._abs))
+
+    def _tokens_of(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         x = x.reshape(-1, self.in_features)
-        if mask is not None:
-            x = x[mask.reshape(-1).to(x.device)]
-        for part in x.split(max(1, ELEMENTS // self.in_features)):
-            if part.shape[0] > 0:
-                self._add(part.to(self._abs))
+        return x if mask is None else x[mask.reshape(-1).to(x.device)]
+
+    def _add_drift(self, x: torch.Tensor, original: torch.Tensor) -> None:
+        assert self._drift is not None
+        moved = original - x
+        self._drifted += moved.square().sum(0)
+        self._finite = self._finite and bool(torch.isfinite(self._drifted.sum()))
+        for rows in file_matrix.panels(self.in_features, BLOCK):
+            self._drift[rows].addmm_(x[:, rows].T, moved)
+            file_matrix.let_go(self._drift)
 
     def _add(self, x: torch.Tensor) -> None:
         """Inputs `[tokens, in]` in float32, where the sums are."""
@@ -129,9 +147,15 @@ class StatisticsCollector:
                 reduce(panel, "sum")
                 self._hessian[start:end, start:] = panel
                 file_matrix.let_go(self._hessian)
-        sums = torch.stack([self._abs, self._square])
+        if self._drift is not None:
+            for rows in file_matrix.panels(self.in_features, BLOCK):
+                panel = self._drift[rows].contiguous()
+                reduce(panel, "sum")
+                self._drift[rows] = panel
+                file_matrix.let_go(self._drift)
+        sums = torch.stack([self._abs, self._square, self._drifted])
         reduce(sums, "sum")
-        self._abs, self._square = sums[0], sums[1]
+        self._abs, self._square, self._drifted = sums
         reduce(self._minimum, "min")
         reduce(self._maximum, "max")
         counts = torch.tensor([self._tokens, int(not self._finite)], device=self._abs.device)
@@ -150,6 +174,10 @@ class StatisticsCollector:
                     others = slice(rows.stop + below.start, rows.stop + below.stop)
                     self._hessian[others, rows] = self._hessian[rows, others].T
                     file_matrix.let_go(self._hessian)
+        if self._drift is not None:
+            for rows in file_matrix.panels(self.in_features, BLOCK):
+                self._drift[rows] /= tokens
+                file_matrix.let_go(self._drift)
         none = self._tokens == 0
         return Statistics(
             hessian=self._hessian,
@@ -159,4 +187,18 @@ class StatisticsCollector:
             square_mean=self._square / tokens,
             tokens=self._tokens,
             finite=self._finite,
+            drift=self._drift,
+            drifted=float(self._drifted.sum()) / tokens,
         )
+
+
+def _scaled(moments: torch.Tensor | None, s: torch.Tensor) -> torch.Tensor | None:
+    """Second moments `[in, in]` of `x / s`."""
+    if moments is None:
+        return None
+    found = file_matrix.empty_like(moments)
+    for rows in file_matrix.panels(len(s), BLOCK):
+        torch.div(moments[rows], s[rows, None], out=found[rows]).div_(s[None, :])
+        file_matrix.let_go(moments)
+        file_matrix.let_go(found)
+    return found

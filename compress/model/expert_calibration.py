@@ -14,7 +14,7 @@ from compress.core.file_matrix import in_memory
 from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.statistics import Statistics
-from compress.model.input_statistics import Forwards, InputGroup, collect
+from compress.model.input_statistics import Forwards, InputGroup, Original, collect
 from compress.recipe.models import ExpertsConfig
 from runtime.errors import CompressError
 from runtime.modeling.experts import Experts, expert_of
@@ -87,10 +87,14 @@ class ExpertCalibration:
             found.setdefault(key, []).append(number)
         return [part for wave in found.values() for part in _parts(wave, groups)]
 
-    def collect(self, groups: list[InputGroup], forwards: Forwards, hessian: bool) -> list[Statistics]:
+    def collect(
+        self, groups: list[InputGroup], forwards: Forwards, hessian: bool, original: Original | None = None
+    ) -> list[Statistics]:
         """Statistics of groups, with what the recipe wants for experts that read too little."""
         alone = all(expert_of(self.block, group.members[0]) is None for group in groups)
-        collected = partial(collect, self.block, forwards=forwards, hessian=hessian, team=self.team, place=self.place)
+        collected = partial(
+            collect, self.block, forwards=forwards, hessian=hessian, team=self.team, place=self.place, original=original
+        )
         found = dict(enumerate(collected(groups, stop_early=alone)))
         starved = [
             number

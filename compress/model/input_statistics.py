@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,20 +43,35 @@ Forwards = Sequence[tuple[Callable[[], Any], torch.Tensor | None]]
 """Runs of a block: each computes one batch, whose token mask is beside it (None: all are valid)."""
 
 
+class Original(NamedTuple):
+    """A block of the original model, and its runs over the same batches."""
+
+    block: nn.Module
+    forwards: Forwards
+
+
 def forwards(
     streamed: StreamedModel,
     index: int,
     states: HiddenStates,
     batches: Sequence[Batch],
     numbers: Sequence[int] | None = None,
+    block: nn.Module | None = None,
+    first: int = 0,
 ) -> Forwards:
-    """Runs of block `index` over batches, whose hidden states enter it; `numbers` says which batches, None: all."""
+    """Runs of block `index` over batches, whose hidden states enter it.
+
+    Args:
+        numbers: which batches; None: all.
+        block: computes in its place.
+        first: of `states`: number of those of batch 0.
+    """
+
+    def run(number: int) -> torch.Tensor:
+        return streamed.run_block(index, states.get(first + number), batches[number], block=block)
+
     own = range(len(batches)) if numbers is None else numbers
-    return [(partial(_run, streamed, index, states, number, batches[number]), batches[number][1]) for number in own]
-
-
-def _run(streamed: StreamedModel, index: int, states: HiddenStates, number: int, batch: Batch) -> torch.Tensor:
-    return streamed.run_block(index, states.get(number), batch)
+    return [(partial(run, number), batches[number][1]) for number in own]
 
 
 def find_groups(block: nn.Module, run: Callable[[], Any], names: Iterable[str]) -> list[InputGroup]:
@@ -103,35 +118,60 @@ def collect(
     stop_early: bool = True,
     team: Team | None = None,
     place: Callable[[int], Path | None] = in_memory,
+    original: Original | None = None,
 ) -> list[Statistics]:
     """Statistics of each group's input over all `forwards` (a callable that runs one batch, and its token mask or None).
 
     Args:
+        original: the block as it is in the original model; the drift of inputs is collected, but of those of routed experts, since
+            other tokens may be routed there.
         place: directory of the file that holds second moments of so many inputs; None: they are in memory.
         team: processes that read other batches and call this for the same groups.
         stop_early: leave each forward pass once the last group's input was seen; what comes after cannot change it.
     """
     device = next(block.parameters()).device
+    experts = [_expert(block, group) for group in groups]
+    drifts = [original is not None and expert is None for expert in experts]
     collectors = [
-        StatisticsCollector(group.in_features, hessian=hessian, device=device, directory=place(group.in_features))
-        for group in groups
+        StatisticsCollector(group.in_features, hessian, device, place(group.in_features), drift)
+        for group, drift in zip(groups, drifts, strict=True)
     ]
     mask: torch.Tensor | None = None
+    before: dict[int, torch.Tensor] = {}
 
     def on_input(position: int, expert: Expert | None, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         routed = mask is not None and expert is not None and expert.tokens is not None
-        collectors[position].add(args[0], mask.reshape(-1)[expert.tokens] if routed else mask)  # type: ignore[union-attr, index]
+        known = mask.reshape(-1)[expert.tokens] if routed else mask  # type: ignore[union-attr, index]
+        collectors[position].add(args[0], known, before.get(position))
+        stop(position)
+
+    def on_original(position: int, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        before[position] = args[0]
+        stop(position)
+
+    def stop(position: int) -> None:
         if stop_early and position == len(groups) - 1:
             raise _CollectedError
 
+    firsts = [group.members[0] for group in groups]
     layers = {
-        block.get_submodule(group.members[0]): partial(on_input, position, _expert(block, group))
-        for position, group in enumerate(groups)
+        block.get_submodule(name): partial(on_input, position, experts[position])
+        for position, name in enumerate(firsts)
     }
-    with hooks(layers, before=True), torch.no_grad():
-        for run, mask in forwards:  # noqa: B007 - the hooks read `mask`
+    others: dict[nn.Module, Callable[..., Any]] = {}
+    runs: Forwards = []
+    if original is not None and any(drifts):
+        wanted = [position for position, drift in enumerate(drifts) if drift]
+        others = {original.block.get_submodule(firsts[p]): partial(on_original, p) for p in wanted}
+        runs = original.forwards
+    with hooks(layers, before=True), hooks(others, before=True), torch.no_grad():
+        for number, (run, mask) in enumerate(forwards):  # noqa: B007 - the hooks read `mask`
+            with suppress(_CollectedError):
+                if runs:
+                    runs[number][0]()
             with suppress(_CollectedError):
                 run()
+            before.clear()
     if team is not None:
         for collector in collectors:
             team.add_up(collector)

@@ -92,6 +92,10 @@ class ModuleOutputs:
             )
             self._modules[name] = _Module(length, next(tails, None))
 
+    def watch_as(self, other: ModuleOutputs) -> None:
+        """The modules that count are those of `other`, whose block this one's is a copy of."""
+        self._modules = {name: _Module(module.length, module.tail) for name, module in other._modules.items()}
+
     def settle(self, unsolved: Collection[str], stops: bool = True) -> None:
         """Modules without any of the layers `unsolved` (names inside the block) do not change any more.
 

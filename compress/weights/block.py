@@ -17,6 +17,7 @@ from compress.core.tensors import finite
 from compress.model.expert_calibration import ExpertCalibration
 from compress.model.input_statistics import Forwards, InputGroup, find_groups
 from compress.model.module_outputs import ModuleOutputs
+from compress.model.original_block import OriginalBlock
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.recipe import Recipe
 from compress.weights.layer_task import LayerTask
@@ -74,6 +75,7 @@ class BlockJob:
         team: processes that share the block: each has forwards of batches of its own, and layers are dealt out.
         place: directory of the file that holds second moments of so many inputs; None: they are in memory.
         outputs: of submodules that `forwards` need not compute again.
+        original: the block in the original model, where the errors of layers before count.
     """
 
     prefix: str
@@ -88,6 +90,7 @@ class BlockJob:
     constraints: Mapping[str, WeightConstraint] = field(default_factory=dict)
     team: Team = field(default_factory=Team)
     place: Callable[[int], Path | None] = in_memory
+    original: OriginalBlock | None = None
 
     def __post_init__(self) -> None:
         self.result = BlockResult()
@@ -104,6 +107,8 @@ class BlockJob:
         linears = [n for n, m in self.block.named_modules() if is_matrix(m)]
         with experts.shown(), self.outputs.watched():
             all_groups = find_groups(self.block, lambda: self.small_forward(self.dtype), linears)
+        if self.original is not None:
+            self.original.outputs.watch_as(self.outputs)
         groups = [InputGroup([n for n in g.members if n in tasks], g.in_features, g.source) for g in all_groups]
         groups = [g for g in groups if g.members]
         if team.size > 1:
@@ -120,6 +125,8 @@ class BlockJob:
         for wave in [list(range(len(groups)))] if blind else experts.waves(groups):
             alone = all(expert_of(self.block, groups[position].members[0]) is None for position in wave)
             self.outputs.settle(unsolved, stops=alone)
+            if self.original is not None:
+                self.original.outputs.settle(unsolved, stops=alone)
             statistics |= self._collect(groups, [i for i in wave if i not in statistics])
             ready: list[tuple[list[str], Statistics | None]] = []
             tokens: dict[str, int] = {}
@@ -163,8 +170,9 @@ class BlockJob:
         wanted = [i for i in positions if self._needs(groups[i])]
         if not wanted:
             return {}
-        hessian = any("hessian" in self._needs(groups[i]) for i in wanted)
-        found = self._experts.collect([groups[i] for i in wanted], self.forwards, hessian)
+        hessian, drift = (any(need in self._needs(groups[i]) for i in wanted) for need in ("hessian", "drift"))
+        original = self.original.runs if drift and self.original is not None else None
+        found = self._experts.collect([groups[i] for i in wanted], self.forwards, hessian, original)
         return dict(zip(wanted, found, strict=True))
 
     def _transform(self, groups: list[InputGroup], all_groups: list[InputGroup]) -> dict[int, Statistics]:
@@ -188,13 +196,18 @@ class BlockJob:
         for name, module in self.block.named_modules():
             if is_matrix(module):
                 self._scaled[name] = get_matrix(module).to(torch.float32, copy=True)
+        versions = [(self.block, self._scaled)]
+        if self.original is not None:  # its function stays, and its layers read what those of the block read
+            block = self.original.block
+            versions.append((block, {n: get_matrix(block.get_submodule(n)).float() for n in self._scaled}))
         folded = set()
         for place in places:
             position = next(i for i in transformed if groups[i].members[0] in place.consumers)
             lead = tasks[next(n for n in groups[position].members if tasks[n].transform is not None)]
             weights = [self._scaled[n] for n in place.consumers]
             wanted = lead.transform(weights, statistics[position], lead.scheme, lead.quantize)
-            columns = fold(self.block, place, self.team.broadcast(place.shared(wanted)), self._scaled)
+            scale = self.team.broadcast(place.shared(wanted))
+            columns, *_ = [fold(block, place, scale, weights) for block, weights in versions]
             statistics[position] = statistics[position].scaled(columns)
             self.result.scaled |= {place.producer, *place.consumers}
             folded.add(position)

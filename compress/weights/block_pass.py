@@ -25,9 +25,11 @@ from compress.model.checkpoint_writer import shard_name
 from compress.model.hidden_states import HiddenStates
 from compress.model.input_statistics import forwards
 from compress.model.module_outputs import ModuleOutputs
+from compress.model.original_block import OriginalBlock
 from compress.model.source import SourceCheckpoint
 from compress.model.streamed import Batch, StreamedModel
 from compress.weights.block import BlockJob, BlockResult
+from compress.weights.layer_task import LayerTask
 from compress.weights.packed_layer import SolvedLayer, solve_layers, weight_digest
 from compress.weights.plan import WeightPlan
 from runtime.errors import CompressError
@@ -135,6 +137,7 @@ class BlockPass:
     Attributes:
         directory: of the run; only the main process writes shards and records.
         done: blocks that are finished.
+        batches: of calibration text, and the probe.
     """
 
     plan: WeightPlan
@@ -165,6 +168,28 @@ class BlockPass:
         """Numbers of the batches that this process reads; the last one, the probe, is the main one's."""
         return [*self.calibrated, *([len(self.batches) - 1] if self.team.is_main else [])]
 
+    @property
+    def propagated(self) -> bool:
+        """Whether hidden states of the original model go through the blocks too."""
+        return "drift" in self.plan.needs
+
+    def new_states(self, scratch: Path | None) -> HiddenStates:
+        """Room for the hidden states of all batches; those of the original model follow, as `original_state` numbers them."""
+        return HiddenStates(self._states, scratch, self.team)
+
+    def load_states(self, scratch: Path | None) -> HiddenStates:
+        """The hidden states that enter the first block that is not done."""
+        own = [*self.own, *(map(self.original_state, self.calibrated) if self.propagated else ())]
+        return HiddenStates.load(self.directory.hidden_path(self.done), self._states, scratch, self.team, own)
+
+    def original_state(self, number: int) -> int:
+        """Number of the original model's hidden states of a calibration batch."""
+        return len(self.batches) + number
+
+    @property
+    def _states(self) -> int:
+        return 2 * len(self.batches) - 1 if self.propagated else len(self.batches)
+
     def commit(self, part: str, record: dict[str, Any], *files: Path) -> None:
         """Record a part with its shard and further files."""
         record |= {"processes": self.team.size} if self.team.size > 1 else {}
@@ -181,13 +206,15 @@ def run_pass(job: BlockPass) -> None:
     if job.done:
         reporter.info(f"resuming at block {job.done} of {count}")
     streamed.load_outside(head=outside)
-    embeddings = compress_embeddings(job)
     scratch = directory.work / "hidden-next" if job.spill else None
-    if job.done == 0:
-        states = HiddenStates(len(batches), scratch, job.team)
+    states = job.load_states(scratch) if job.done else job.new_states(scratch)
+    if job.propagated and not job.done:
+        streamed.prelude(batches, states, job.calibrated)
+        for number in job.calibrated:
+            states.put(job.original_state(number), states.get(number))
+    embeddings = compress_embeddings(job)
+    if not job.done:
         streamed.prelude(batches, states, job.own)
-    else:
-        states = HiddenStates.load(directory.hidden_path(job.done), len(batches), scratch, job.team, job.own)
     if not outside:
         if job.done:  # the prelude, which a resumed run skips, records how blocks are called
             for number in job.own:
@@ -255,14 +282,22 @@ def run_block(job: BlockPass, index: int, states: HiddenStates) -> dict[str, Any
     plan, batches, streamed = job.plan, job.batches, job.streamed
     context, prefix = plan.context, streamed.block_prefix(index)
     with streamed.loaded_block(index) as block, _modules_restored(block):
-        outputs = ModuleOutputs(block, len(batches), keep=not job.spill)
+        outputs, original = ModuleOutputs(block, len(batches), keep=not job.spill), None
+        if job.propagated:
+            original = OriginalBlock(
+                streamed, index, block, states, batches, job.calibrated, job.original_state(0), keep=not job.spill
+            )
         runs = forwards(streamed, index, states, batches, job.calibrated)
         result = BlockJob(
             prefix=prefix, block=block, tasks=plan.of_block(index),
             forwards=outputs.around(runs, job.calibrated), outputs=outputs,
             small_forward=_small_forward(job, index, states), dtype=streamed.dtype, recipe=context.recipe, reporter=job.reporter,
             constraints=plan.constraints, team=job.team, place=partial(context.bounds.place, job.directory.work),
+            original=original,
         ).run()  # fmt: skip
+        if original is not None:
+            original.advance()
+            original = None
         with torch.inference_mode():
             for number in job.own:
                 with outputs.reused(number):
@@ -323,7 +358,8 @@ def compress_outside(job: BlockPass, result: BlockResult, states: HiddenStates) 
     plan, context, streamed = job.plan, job.plan.context, job.streamed
     for name, module in _outside(job, result).items():
         if not isinstance(module, nn.Embedding):
-            statistics = _head_statistics(job, module, states) if plan.tasks[name].needs else None
+            task = plan.tasks[name]
+            statistics = _head_statistics(job, task, module, states) if task.needs else None
             if statistics is not None and not statistics.finite:
                 result.skip_nonfinite(name, "its calibration inputs hold", context.recipe)
             elif job.team.is_main:
@@ -359,12 +395,16 @@ def _solve_outside(
     job.reporter.detail(f"{name}  error {layer.record['error'] or 0.0:.3e}")
 
 
-def _head_statistics(job: BlockPass, module: nn.Module, states: HiddenStates) -> Statistics:
+def _head_statistics(job: BlockPass, task: LayerTask, module: nn.Module, states: HiddenStates) -> Statistics:
     columns, device = get_matrix(module).shape[1], job.streamed.device
     place = job.plan.context.bounds.place(job.directory.work, columns)
-    collector = StatisticsCollector(columns, hessian=True, device=device, directory=place)
+    collector = StatisticsCollector(columns, True, device, place, drift=task.propagated)
+
+    def read(number: int, ids: torch.Tensor) -> torch.Tensor:
+        return job.streamed.head_input(states.get(number).to(device), ids)
+
     for number in job.calibrated:
         ids, mask = job.batches[number]
-        collector.add(job.streamed.head_input(states.get(number).to(device), ids), mask)
+        collector.add(read(number, ids), mask, read(job.original_state(number), ids) if task.propagated else None)
     job.team.add_up(collector)
     return collector.finish()

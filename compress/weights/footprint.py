@@ -32,7 +32,7 @@ FACTORED = 5
 @dataclass(frozen=True)
 class _Layer:
     """A layer's task and sizes. `packed`: bytes on the disk. `reader`: its module. `home`: its module of experts, or "".
-    `hessian`: second moments of its inputs are collected."""
+    `moments`: matrices of second moments of its inputs that are collected."""
 
     task: LayerTask
     rows: int
@@ -40,7 +40,7 @@ class _Layer:
     packed: int
     reader: str
     home: str
-    hessian: bool
+    moments: int
 
     @property
     def numel(self) -> int:
@@ -71,6 +71,8 @@ class WeightsFootprint:
         ]
         self._sizes = [sum(p.numel() for p in block.parameters()) * self._item for block in streamed.blocks]
         names = streamed.outside_names()
+        #: Models whose hidden states go through the blocks: the original one too, where layers make up for errors before them.
+        self._streams = 2 if "drift" in plan.needs else 1
         self._outside = sum(context.checkpoint.held_bytes(n) for n in names)
         self._head = sum(context.checkpoint.held_bytes(n) for n in names if streamed.is_head(n))
 
@@ -82,11 +84,12 @@ class WeightsFootprint:
         phases = self.phases(rows, bounds)
         # As large are the outputs of a block's attention, which passes over the text for later layers take from memory.
         again = self._recipe.true_sequential and any(layer.task.compensates for layer in self._layers.values())
+        states = self._streams * model.states(rows)
         return Footprint(
             memory=max(phases.values()),
-            states=max((2 if again else 1) * model.states(rows), judged),
+            states=max((2 if again else 1) * states, judged),
             # What enters two blocks, in case one is damaged, and what enters the next.
-            disk=3 * model.states(rows) + self._files(bounds),
+            disk=3 * states + self._files(bounds),
             spilled=judged,
             seconds=self._seconds(tokens(rows), scored, speed),
             advice=self._advice(bounds, rows),
@@ -96,7 +99,7 @@ class WeightsFootprint:
     @property
     def widths(self) -> list[int]:
         """Inputs of the layers whose second moments are collected."""
-        return sorted({layer.columns for layer in self._layers.values() if layer.hessian})
+        return sorted({layer.columns for layer in self._layers.values() if layer.moments})
 
     def phases(self, rows: Rows, bounds: Bounds) -> dict[str, int]:
         """By name.
@@ -132,20 +135,19 @@ class WeightsFootprint:
         waiting = sum(self._moments(group, bounds) for group in early)
         most = forward + waiting
         if transformed:  # float32 copies of all weights, after the whole block was float32
-            most = max(most, waiting + 4 * size // self._item + max(2 * 4 * sum(x.numel for x in g) for g in groups))
+            wide = self._streams * 4 * size // self._item
+            most = max(most, waiting + wide + max(2 * 4 * sum(x.numel for x in g) for g in groups))
             waiting += 4 * size // self._item
         for group in groups:
             own = self._wave(group, late, bounds) if group in late else 0
             collected = own + forward + self._inputs(group, rows) if own or group in early else 0
             most = max(most, waiting + max(collected, own + self._solve(group, bounds)))
-        return size + kept + most
+        return self._streams * size + kept + most
 
     def _moments(self, group: list[_Layer], bounds: Bounds) -> int:
         """Second moments of the input of a group, where they are collected."""
-        columns = group[0].columns
-        if not any(layer.hessian for layer in group):
-            return 0
-        return 4 * columns * (min(columns, 2 * BLOCK) if bounds.filed(columns) else columns)
+        columns, matrices = group[0].columns, max(layer.moments for layer in group)
+        return matrices * 4 * columns * (min(columns, 2 * BLOCK) if bounds.filed(columns) else columns)
 
     def _wave(self, group: list[_Layer], late: list[list[_Layer]], bounds: Bounds) -> int:
         """Second moments collected together with a group's: those of experts, up to a bound."""
@@ -156,9 +158,10 @@ class WeightsFootprint:
         return min(alike * own, max(own, AT_ONCE))
 
     def _inputs(self, group: list[_Layer], rows: Rows) -> int:
-        """Inputs in float32, and as much again for what is reduced of them."""
+        """Inputs in float32, and as much again for what is reduced of them; those of the original model, first as they are."""
         batch = max((shape[0] * shape[1] for shape in rows), default=0)
-        return 2 * 4 * min(batch * group[0].columns, max(ELEMENTS, group[0].columns))
+        before = batch * group[0].columns * self._item if self._streams > 1 else 0
+        return self._streams * 2 * 4 * min(batch * group[0].columns, max(ELEMENTS, group[0].columns)) + before
 
     def _solve(self, group: list[_Layer], bounds: Bounds) -> int:
         """Solving and packing the layers that share an input, beside its second moments."""
@@ -189,12 +192,12 @@ class WeightsFootprint:
 
     def _files(self, bounds: Bounds) -> int:
         """Bytes of second moments and factors in files, at the most."""
-        filed = [layer for layer in self._layers.values() if layer.hessian and bounds.filed(layer.columns)]
+        filed = [layer for layer in self._layers.values() if layer.moments and bounds.filed(layer.columns)]
         early = (layer for layer in filed if not layer.task.compensates or layer.task.transform)
         inputs = {(layer.reader, layer.columns) for layer in early}
-        waiting = sum(4 * columns**2 for _, columns in inputs) // max(1, len(self._blocks))
+        waiting = self._streams * sum(4 * columns**2 for _, columns in inputs) // max(1, len(self._blocks))
         largest = max((4 * layer.columns**2 for layer in filed), default=0)
-        return waiting + max(2 * largest, AT_ONCE if any(layer.home for layer in filed) else 0)
+        return waiting + max((1 + self._streams) * largest, AT_ONCE if any(layer.home for layer in filed) else 0)
 
     # ------------------------------------------------------------ before and after
     def _outside_phase(self, layers: list[_Layer], rows: Rows, bounds: Bounds) -> int:
@@ -244,11 +247,12 @@ class WeightsFootprint:
     def _seconds(self, count: int, scored: int, speed: Speed) -> float:
         """A guess: forward passes over `count` tokens, Hessians, column loops, start-up; `scored`: tokens that the result is judged by."""
         # Collecting stops early in three of four passes of a sequential block, and its attention is computed once; then one to go on.
-        total = 2.0 * (self._model.inside * (1.6 * count + scored) + self._judge.inside * scored) / speed.own
+        passed = self._streams * 1.6 * count
+        total = 2.0 * (self._model.inside * (passed + scored) + self._judge.inside * scored) / speed.own
         for layer in self._layers.values():
             out, columns = layer.rows, layer.columns
-            if layer.hessian:
-                total += 1.0 * count * columns * columns / speed.single
+            if layer.moments:  # symmetric ones are computed by half
+                total += (2 * layer.moments - 1) * count * columns * columns / speed.single
                 # The column loop, the error it leaves and what it is measured by; two more for a refinement pass; then the factor.
                 times = 3 + 2 * int(getattr(layer.task.quantize, "sweeps", 0) or 0)
                 total += (times * out * columns * columns + columns**3 / 3) / speed.single
@@ -265,7 +269,8 @@ def _layer(plan: WeightPlan, name: str, task: LayerTask) -> _Layer:
     home = "" if place is None else place[0]
     size = packed.bytes_estimate(task.scheme, (rows, columns), streamed.dtype, density)
     # Layers of one module and one width are taken to read the same input (q/k/v, gate/up), which is never too little.
-    return _Layer(task, rows, columns, size, name.rpartition(".")[0], home, "hessian" in task.needs)
+    moments = len(task.needs & {"hessian", "drift"}) if not home else int("hessian" in task.needs)
+    return _Layer(task, rows, columns, size, name.rpartition(".")[0], home, moments)
 
 
 def _input(layer: _Layer) -> tuple[str, int]:

@@ -70,8 +70,10 @@ class LayerTask:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What calibration must collect for it ("hessian", "ranges"); empty for data-free methods."""
+        """What calibration must collect for it ("hessian", "ranges", "drift"); empty for data-free methods."""
         needs: set[str] = set().union(*(m.needs for m in self.methods))
+        if self.propagated:
+            needs |= {"hessian", "drift"}
         activations = self.scheme.activations
         if activations is not None and not activations.dynamic:
             needs.add("ranges")
@@ -81,11 +83,18 @@ class LayerTask:
 
     @property
     def compensates(self) -> bool:
-        """Whether what is lost in some weights is made up for in others, by the column loop or in a method's own way.
+        """Whether what is lost in some weights is made up for in others, by the column loop, in a method's own way, or by later layers.
 
         The solver then sees the layers before it as compressed.
         """
+        if self.propagated:
+            return True
         return any(config.column_loop() is not None or method.solve is not None for config, method in self._active)
+
+    @property
+    def propagated(self) -> bool:
+        """Whether it makes up for the errors of the layers before it."""
+        return any(config.objective == "propagated" for config, _ in self._active if isinstance(config, QuantizeConfig))
 
     @property
     def transform(self) -> Any:
@@ -120,5 +129,5 @@ class LayerTask:
 
 def _shared(config: Any, base: type[Any]) -> dict[str, Any]:
     """The given fields that every method's configuration has."""
-    names = (base.model_fields.keys() & config.model_fields_set) - {"method", "allocation"}
+    names = (base.model_fields.keys() & config.model_fields_set) - {"method", "allocation", "objective"}
     return {name: getattr(config, name) for name in names}

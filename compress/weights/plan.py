@@ -36,7 +36,7 @@ class WeightPlan:
 
     @property
     def needs(self) -> set[str]:
-        """What calibration must collect ("hessian", "ranges"); empty where the weights alone decide."""
+        """What calibration must collect ("hessian", "ranges", "drift"); empty where the weights alone decide."""
         return set().union(*(layer.needs for layer in self.tasks.values()))
 
     @property

@@ -71,3 +71,11 @@ def contents(directory: Path) -> dict[str, bytes]:
         for file in directory.rglob("*")
         if file.is_file() and file.name != "compress.log"
     }
+
+
+def same_bytes(a: Path, b: Path) -> None:
+    """Two artifacts are the same, but for how long they took."""
+    names = sorted(f.name for f in a.iterdir() if f.name not in TIMED)
+    assert names == sorted(f.name for f in b.iterdir() if f.name not in TIMED)
+    for name in names:
+        assert (a / name).read_bytes() == (b / name).read_bytes(), name

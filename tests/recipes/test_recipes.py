@@ -40,6 +40,9 @@ BITS = {
     "llama_fp8": 8.2,
     "llama_sparse50": 9.3,
     "llama_w3": 3.3,
+    "llama_w2_best": 2.3,
+    "llama_w3_best": 3.3,
+    "llama_w4_best": 4.2,
     "llama_phone": 4.6,
     "llama_gguf_q4_k": 4.6,
 }

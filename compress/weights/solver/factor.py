@@ -65,6 +65,20 @@ class Factor:
         file_matrix.let_go(self.reversed_upper)
         return found
 
+    def solve(self, right: torch.Tensor) -> torch.Tensor:
+        """`(H + added I)^-1 right`, both `[in, n]` in visiting order."""
+        upper, found = self.reversed_upper, right.flip(0)
+        parts = file_matrix.panels(self.columns, PANEL)
+        for here in parts:  # R^T z = right
+            found[here] -= upper[: here.start, here].T @ found[: here.start]
+            found[here] = torch.linalg.solve_triangular(upper[here, here].triu().T, found[here], upper=False)
+            file_matrix.let_go(upper)
+        for here in reversed(parts):  # R y = z
+            found[here] -= upper[here, here.stop :] @ found[here.stop :]
+            found[here] = torch.linalg.solve_triangular(upper[here, here].triu(), found[here], upper=True)
+            file_matrix.let_go(upper)
+        return found.flip(0)
+
     def sketch(self, rows: int) -> torch.Tensor:
         """`G T / sqrt(rows)` with G random normal (fixed seed), `[rows, in]` in visiting order: `|sketch e|^2` estimates `e^T H e`."""
         upper = self.reversed_upper

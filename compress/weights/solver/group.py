@@ -17,6 +17,7 @@ from compress.quantize.objective import row_errors
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.weights.solver.columns import nearest_rows, rows_at_a_time
 from compress.weights.solver.compensate import LayerResult, compensate, keep_float
+from compress.weights.solver.propagate import propagated
 from runtime.errors import CompressError
 from runtime.formats.scheme import CompressedWeight, GridScheme
 
@@ -41,11 +42,20 @@ def solve_group(problem: Problem) -> list[LayerResult]:
         settled = [own.to(weight.device) for own, weight in zip(problem.constraints, original, strict=True)]
         if settled[0].grid is not None:
             return [_on_grid(weight, own, problem) for weight, own in zip(original, settled, strict=True)]
+    statistics = problem.statistics
+    if (
+        quantize is not None
+        and quantize.objective == "propagated"
+        and statistics is not None
+        and statistics.drift is not None
+    ):
+        original = propagated(original, statistics, names[0])
+        problem = replace(problem, weights=original)
     if prune is not None:
         problem.sparsity = problem.sparsity or [prune.target_sparsity] * len(original)
         problem.masks = [own.mask for own in settled if own.mask is not None] or _ranked_masks(problem)
     pattern = prune.parsed if prune is not None and problem.masks is None else None
-    hessian = problem.statistics.hessian if problem.statistics is not None else None
+    hessian = None if statistics is None else statistics.hessian
 
     settings = None if quantize is None else quantize.column_loop()
     solve = None if quantize is None else QUANTIZE[quantize.method].solve

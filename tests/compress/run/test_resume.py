@@ -13,7 +13,7 @@ import time
 import pytest
 import yaml
 from random_models import UNLIMITED
-from runs import TIMED
+from runs import same_bytes
 
 import compress
 from runtime.errors import RequestError
@@ -53,13 +53,6 @@ def start(job, output):
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
-
-
-def same_bytes(a, b):
-    names = sorted(f.name for f in a.iterdir() if f.name not in TIMED)
-    assert names == sorted(f.name for f in b.iterdir() if f.name not in TIMED)
-    for name in names:
-        assert (a / name).read_bytes() == (b / name).read_bytes(), name
 
 
 @pytest.mark.slow

@@ -9,8 +9,6 @@ from runtime.kernels.base import Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import CKernel
 
-_UNIT = 256.0  # C widens a float8 to a float32 2^8 times smaller
-
 
 class Float8Cpu(CKernel):
     """`y = s_w (x q_w) + b`, products and sums in float32 in one order: a row does not depend on its neighbours, the threads or the CPU.
@@ -29,14 +27,12 @@ class Float8Cpu(CKernel):
             return "it computes with unquantized activations"
         if weights.strategy == "group":
             return "it wants one scale a row"
-        if layer.dtype not in library.TYPES:
-            return f"it computes in float32, bfloat16 and float16, not {str(layer.dtype).removeprefix('torch.')}"
         if library.load() is None:
             return "it is written in C, and there is no compiler (or COMPRESS_NATIVE=0)"
-        return None
+        return library.why_not_dtype(layer.dtype)
 
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
-        scale = tensors["weight_scale"].float().flatten().expand(layer.shape[0]) * _UNIT
+        scale = tensors["weight_scale"].float().flatten().expand(layer.shape[0]) * library.FLOAT8_UNIT
         nan = ((tensors["weight"].view(torch.uint8) & 0x7F) == 0x7F).any(1)
         return tensors | {"row_scale": scale.masked_fill(nan, float("nan"))}
 

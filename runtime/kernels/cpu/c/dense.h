@@ -36,7 +36,7 @@ INLINE void dense_step(const void *w, const int type, const int64_t *at, const i
 /* out [N, M] = rows at[0], ..., at[N - 1] of the weight, times M rows of x, `apart` numbers from each other; whole running sums. */
 INLINE void dense_tile(const void *w, const int type, const int64_t *at, const int N, const float *x, int64_t apart, const int M,
                        int64_t columns, int cold, float *out) {
-    const int size = type == TYPE_F8 ? 1 : type == TYPE_F32 ? 4 : 2, line = 2 * RUNNING; /* columns: 64 bytes of the smallest type */
+    const int size = type_bytes(type), line = 2 * RUNNING; /* columns: 64 bytes of the smallest type */
     F sum[2][DENSE_ROWS][RUNNING_VECTORS];
     int64_t k = 0;
     UNROLL for (int n = 0; n < N; n++)

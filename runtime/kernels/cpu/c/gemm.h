@@ -56,7 +56,7 @@ static void gemm_input(const void *x, int type, int64_t apart, int64_t rows, int
 
 /* Rows [n, n + GEMM_PANEL) of the weight, as far as there are; columns [k, k + size), whole running sums. */
 INLINE void transpose_weight(const Linear *l, const int type, int64_t n, int64_t k, int64_t size, float *out) {
-    const int64_t steps = size / RUNNING, bytes = type == TYPE_F8 ? 1 : type == TYPE_F32 ? 4 : 2;
+    const int64_t steps = size / RUNNING, bytes = type_bytes(type);
     for (int64_t j = 0; j < steps; j++, k += RUNNING)
         for (int v = 0; v < GEMM_VECTORS; v++) {
             int64_t at[LANES];

@@ -17,11 +17,11 @@
 #define DIRECT 0
 #endif
 #define MOST_ROWS 8 /* of x in a tile */
-#define BYTES 9     /* instead of bits: codes that are bytes, of any size; 8: of up to 4 bits */
+#define BYTES 9     /* instead of a kind: codes that are bytes, of any size; 8: of up to 4 bits */
 
 /* Bytes of so many groups of a panel. */
 static int64_t run_bytes(const Linear *l, int64_t groups) {
-    return groups * (l->kind == KIND_S24 ? l->group / 32 * 3 * PIECE : group_bytes(l->kind, l->group));
+    return groups * (l->kind == KIND_S24 ? l->group / 32 * 3 * PIECE : group_bytes(kind_bits(l->kind), l->group));
 }
 
 /* The groups of a panel that follow, as many as are next to each other, but at most so many; whether there are any. */
@@ -45,15 +45,15 @@ static int next_stretch(const Linear *l, Stretch *s, int64_t most) {
  * group by group: after a whole panel nothing would be left in the first cache, and nothing asked for meanwhile. */
 INLINE void tile(const Linear *l, const Stretch *run, const int kind, const int V, const Digits *x, int64_t row, const int M, const int D,
                  float *out) {
-    const int bits = kind == BYTES ? 8 : kind;
-    const int64_t step = V == VECTORS ? run->last - run->first : 1, size = kind == KIND_S24 ? run_bytes(l, 1) : group_bytes(bits, l->group);
+    const int codes = kind == BYTES ? 8 : kind;
+    const int64_t step = V == VECTORS ? run->last - run->first : 1, size = kind == KIND_S24 ? run_bytes(l, 1) : group_bytes(kind_bits(codes), l->group);
     Stretch part = *run;
     for (; part.first < run->last; part.first = part.last, part.w += step * size) {
         part.last = part.first + step;
         for (int h = 0; h < VECTORS; h += V) {
             part.cold = run->cold && h == 0;
             if (kind == KIND_S24) tile_s24(l, &part, h, V, x, row, M, D, out);
-            else tile_planes(l, &part, h, V, x, row, M, D, bits, kind == 8, out);
+            else tile_planes(l, &part, h, V, x, row, M, D, codes, kind == 8, out);
         }
     }
 }
@@ -81,15 +81,16 @@ typedef tile_t Tiles[3][MOST_ROWS]; /* [digits - 1][rows - 1] */
     {{tile_##B##_1_1, tile_##B##_1_2, tile_##B##_1_3, tile_##B##_1_4, tile_##B##_1_5, tile_##B##_1_6, tile_##B##_1_7, tile_##B##_1_8}, \
      {tile_##B##_2_1, tile_##B##_2_2, tile_##B##_2_3, tile_##B##_2_4},                                                          \
      {tile_##B##_3_1, tile_##B##_3_2, tile_##B##_3_3}}
-DECLARED const Tiles TILES_2, TILES_3, TILES_4, TILES_5, TILES_6, TILES_7, TILES_9;
+DECLARED const Tiles TILES_2, TILES_3, TILES_4, TILES_5, TILES_6, TILES_7, TILES_9, TILES_10;
 #if IN_PART(TILES)
 #if DIRECT
 FEW_TILES(2, DIRECT)
 FEW_TILES(3, DIRECT)
 FEW_TILES(4, DIRECT)
 FEW_TILES(5, DIRECT)
+FEW_TILES(10, DIRECT)
 #endif
-SHARED const Tiles TILES_2 = FEW(2), TILES_3 = FEW(3), TILES_4 = FEW(4), TILES_5 = FEW(5);
+SHARED const Tiles TILES_2 = FEW(2), TILES_3 = FEW(3), TILES_4 = FEW(4), TILES_5 = FEW(5), TILES_10 = FEW(10);
 #endif
 #if IN_PART(MORE_TILES)
 #if DIRECT
@@ -114,35 +115,35 @@ SHARED const Tiles TILES_8 = ALL(8);
 #if IN_PART(PRODUCTS)
 ALL_TILES(1, MOST_STREAMS)
 static const Tiles TILES_1 = ALL(1);
-static const Tiles *const TILES_OF[BYTES + 1] = {
-    NULL, &TILES_1, &TILES_2, &TILES_3, &TILES_4, &TILES_5, &TILES_6, &TILES_7, &TILES_8, &TILES_9}; /* [bits] */
+static const Tiles *const TILES_OF[] = {
+    NULL, &TILES_1, &TILES_2, &TILES_3, &TILES_4, &TILES_5, &TILES_6, &TILES_7, &TILES_8, &TILES_9, &TILES_10}; /* [kind] */
 #endif
 
 /* Codes of groups [first, last) of a panel as bytes, four columns a piece. */
-#define EXPAND(BITS)                                                                                                            \
-    static void expand_##BITS(const Linear *l, const uint8_t *w, int64_t groups, uint8_t *out) {                                \
+#define EXPAND(KIND)                                                                                                            \
+    static void expand_##KIND(const Linear *l, const uint8_t *w, int64_t groups, uint8_t *out) {                                \
         for (; groups; groups--)                                                                                                \
             for (int left = l->group; left > 0; left -= 32) {                                                                   \
                 const int eights = left >= 32 ? EIGHTS : EIGHTS / 2;                                                            \
-                fetch(w, unit_pieces(BITS, EIGHTS) * PIECE);                                                                    \
-                if (left >= 32) expand_unit(w, BITS, EIGHTS, out);                                                              \
-                else expand_unit(w, BITS, EIGHTS / 2, out);                                                                     \
-                w += unit_pieces(BITS, eights) * PIECE, out += 2 * eights * PIECE;                                              \
+                fetch(w, unit_pieces(kind_bits(KIND), EIGHTS) * PIECE);                                                         \
+                if (left >= 32) expand_unit(w, KIND, EIGHTS, out);                                                              \
+                else expand_unit(w, KIND, EIGHTS / 2, out);                                                                     \
+                w += unit_pieces(kind_bits(KIND), eights) * PIECE, out += 2 * eights * PIECE;                                   \
             }                                                                                                                   \
     }
-INLINE void expand_unit(const uint8_t *w, const int bits, const int eights, uint8_t *out) {
+INLINE void expand_unit(const uint8_t *w, const int kind, const int eights, uint8_t *out) {
     UNROLL for (int h = 0; h < VECTORS; h++) {
-        Small small = small_planes(w + h * LANES * 4, bits, eights);
+        Small small = small_planes(w + h * LANES * 4, kind_bits(kind), eights);
         UNROLL for (int k = 0; k < eights; k++) {
-            Eight codes = eight_columns(w + h * LANES * 4, &small, bits, k, 0);
+            Eight codes = eight_columns(w + h * LANES * 4, &small, kind, k, 0);
             w_store(out + 2 * k * PIECE + h * LANES * 4, codes.low);
             w_store(out + (2 * k + 1) * PIECE + h * LANES * 4, codes.high);
         }
     }
 }
-EXPAND(2) EXPAND(3) EXPAND(4) EXPAND(5) EXPAND(6) EXPAND(7)
-static void (*const EXPAND_OF[8])(const Linear *, const uint8_t *, int64_t, uint8_t *) = {
-    NULL, NULL, expand_2, expand_3, expand_4, expand_5, expand_6, expand_7};
+EXPAND(2) EXPAND(3) EXPAND(4) EXPAND(5) EXPAND(6) EXPAND(7) EXPAND(10)
+static void (*const EXPAND_OF[])(const Linear *, const uint8_t *, int64_t, uint8_t *) = {
+    NULL, NULL, expand_2, expand_3, expand_4, expand_5, expand_6, expand_7, NULL, NULL, expand_10}; /* [kind] */
 
 /* Codes of so many groups as bytes, in `out` if they are not; 2:4 as they are. */
 static const uint8_t *as_bytes(const Linear *l, const uint8_t *w, int64_t groups, uint8_t *out) {
@@ -200,6 +201,7 @@ SHARED void integer_part(const Linear *l, const Digits *x, void *y, int out_type
                 if (amx.rows) amx_run(l, &amx, &run, x, row, count, out);
                 else run_tiles(l, &run, bits == KIND_S24 ? KIND_S24 : bits <= 4 ? NARROW : BYTES, x, row, count, out);
             }
+            for (int64_t i = 0; i < count * PANEL && l->factor != 1; i++) out[i] = (float)(out[i] * l->factor);
             for (int64_t i = 0; i < count; i++)
                 put_row(y, out_type, (row + i) * out_stride + n, out + i * PANEL, l->bias ? l->bias + n : NULL, valid, add);
         }

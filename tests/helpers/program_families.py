@@ -11,6 +11,7 @@ from compressed_models import SCHEMES, nearest
 from torch import nn
 
 from runtime import formats
+from runtime.formats.block_float import BlockFloat
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import GridScheme, Scheme
 from runtime.layers.compressed_linear import CompressedLinear
@@ -94,12 +95,14 @@ def model_of(name: str, **changes: Any) -> Any:
 
 
 FLOAT8 = Scheme(GridScheme(8, "float", strategy="channel"))
+MXFP4, NVFP4 = Scheme(BlockFloat(4)), Scheme(BlockFloat(4, group_size=16, scales="e4m3"))
+OWN = {FLOAT8: "float-quantized", MXFP4: "mxfp4-pack-quantized", NVFP4: "nvfp4-pack-quantized"}
 
 
 def compressed(model: Any, scheme: Scheme = SCHEMES["pack-quantized"]) -> tuple[Any, Any]:
-    """The model with layers of the scheme (4 bits) in its blocks, and with the same weights dense."""
+    """The model with layers of the scheme (by default 4 bits) in its blocks, and with the same weights dense."""
     small, dense = copy.deepcopy(model), copy.deepcopy(model)
-    storage, blocks = "float-quantized" if scheme is FLOAT8 else "packed", find_blocks(model)[0]
+    storage, blocks = OWN.get(scheme, "packed"), find_blocks(model)[0]
     for name, module in model.named_modules():
         if not is_matrix(module) or not name.startswith(f"{blocks}."):
             continue

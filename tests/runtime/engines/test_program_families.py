@@ -10,7 +10,7 @@ import pytest
 import torch
 from llama_engines import native
 from mixture_models import apart
-from program_families import FAMILIES, FLOAT8, compressed, model_of
+from program_families import FAMILIES, FLOAT8, MXFP4, NVFP4, compressed, model_of
 
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import NativeEngine
@@ -19,6 +19,7 @@ from runtime.engines.native.take_over import disproof, kinds, take_over
 from runtime.engines.program.operations import UnknownError, decode, encode
 from runtime.engines.program.read import read
 from runtime.engines.torch.engine import TorchEngine
+from runtime.formats.scheme import Scheme
 from runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
@@ -67,6 +68,23 @@ def test_logits_of_float8_models(name: str) -> None:
     for start, end in ((0, 1), (1, 40), (40, 70)):
         row = lean.read(pool, [Chunk(TEXTS[0, start:end].tolist(), start, [1, 0])], every=True)
         assert torch.equal(row, found[0, start:end])
+
+
+@pytest.mark.parametrize("scheme", [MXFP4, NVFP4], ids=["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+def test_tokens_of_models_of_block_floats(name: str, scheme: Scheme) -> None:
+    """Dense layers and experts: logits, and the text that comes of them, as of modules with the same weights."""
+    small, twin = compressed(apart(model_of(name, hidden_size=96, head_dim=16, intermediate_size=128)), scheme)
+    lean, plain = native(small), TorchEngine(twin, CPU)
+    assert "fp4-c" in lean.explain().values()
+    assert "reference" not in lean.explain().values()
+    wanted = plain.logits(TEXTS)
+    assert error(lean.logits(TEXTS), wanted) < 1e-5
+    texts = [TEXTS[:1].clone(), TEXTS[:1].clone()]
+    for _ in range(12):
+        for number, engine in enumerate((lean, plain)):
+            texts[number] = torch.cat((texts[number], engine.logits(texts[number])[:, -1:].argmax(-1)), 1)
+    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

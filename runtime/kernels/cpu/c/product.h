@@ -61,7 +61,7 @@ INLINE void tile(const Linear *l, const Stretch *run, const int kind, const int 
 /* There are tiles of so many streams, and of one row. */
 #define TILE(BITS, D, M, MOST)                                                                                       \
     static void tile_##BITS##_##D##_##M(const Linear *l, const Stretch *run, const Digits *x, int64_t row, float *out) { \
-        const int V = VECTORS_OF(BITS == 8 ? 4 : BITS == BYTES ? 8 : BITS, D * M);                                   \
+        const int V = VECTORS_OF(BITS == 8 ? 4 : BITS == BYTES ? 8 : kind_bits(BITS), D * M);                        \
         if (M == 1 || D * M <= MOST) tile(l, run, BITS, V, x, row, M, D, out);                                       \
     }
 #define FEW_TILES(B, MOST)                                                                    \

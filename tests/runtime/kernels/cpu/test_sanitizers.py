@@ -14,7 +14,7 @@ import pytest
 import torch
 from llama_engines import model_of as llama
 from llama_engines import native as engine_of
-from program_families import FAMILIES, FLOAT8, compressed, model_of
+from program_families import FAMILIES, FLOAT8, NVFP4, compressed, model_of
 from recorded_calls import Recorder, recorded
 from weight_cases import int_scheme
 
@@ -76,6 +76,9 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
             )
             bias = torch.randn(rows)
             made.append((case.layout.linear(case.prepared, case.layer, bias), (case, bias)))
+        for scheme in products.FLOATS.values() if columns % 32 == 0 else ():
+            case = products.case("e2m1", scheme, (rows, columns), torch.bfloat16)
+            made.append((case.layout.linear(case.prepared, case.layer, None), case))
         case = products.case(
             "s24", int_scheme(4, True, "channel", "2:4"), (rows, columns), torch.float32, storage="sparse24"
         )
@@ -150,6 +153,8 @@ def record_engines(recorder: Recorder) -> None:
     for name in FAMILIES:
         model = model_of(name)
         kinds = {"dense": model} if "," in name else {"dense": model, "int4": compressed(model)[0]}
+        if name == "Llama":
+            kinds["nvfp4"] = compressed(model_of(name, hidden_size=96, intermediate_size=128), NVFP4)[0]
         if name in ("Llama", "GptOss"):
             kinds["fp8"] = compressed(model, FLOAT8)[0]
         for kind, small in kinds.items():

@@ -26,6 +26,8 @@ SCHEMES = {
     "packed": Scheme(GridScheme(3, symmetric=False, group_size=40)),
     "sparse24": Scheme(GridScheme(4, group_size=32), sparsity="2:4"),
     "bitmap": Scheme(None, sparsity="unstructured"),
+    "mxfp4-pack-quantized": Scheme(BlockFloat(4)),
+    "nvfp4-pack-quantized": Scheme(BlockFloat(4, group_size=16, scales="e4m3")),
 }
 
 

@@ -11,7 +11,6 @@ from compressed_models import SCHEMES, nearest
 from torch import nn
 
 from runtime import formats
-from runtime.formats.block_float import BlockFloat
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import GridScheme, Scheme
 from runtime.layers.compressed_linear import CompressedLinear
@@ -95,23 +94,22 @@ def model_of(name: str, **changes: Any) -> Any:
 
 
 FLOAT8 = Scheme(GridScheme(8, "float", strategy="channel"))
-MXFP4, NVFP4 = Scheme(BlockFloat(4)), Scheme(BlockFloat(4, group_size=16, scales="e4m3"))
-OWN = {FLOAT8: "float-quantized", MXFP4: "mxfp4-pack-quantized", NVFP4: "nvfp4-pack-quantized"}
 
 
 def compressed(model: Any, scheme: Scheme = SCHEMES["pack-quantized"]) -> tuple[Any, Any]:
     """The model with layers of the scheme (by default 4 bits) in its blocks, and with the same weights dense."""
     small, dense = copy.deepcopy(model), copy.deepcopy(model)
-    storage, blocks = OWN.get(scheme, "packed"), find_blocks(model)[0]
+    blocks, grid = find_blocks(model)[0], scheme.weights
+    assert isinstance(grid, GridScheme)
     for name, module in model.named_modules():
         if not is_matrix(module) or not name.startswith(f"{blocks}."):
             continue
         weight = nearest(get_matrix(module).detach().contiguous(), scheme)
-        entry = ModuleEntry(scheme, storage)
+        shape = (weight.values.shape[0], weight.values.shape[1])
+        form = formats.get("packed") if grid.type == "int" else formats.choose(scheme, shape)
+        entry = ModuleEntry(scheme, form.name)
         bias = None if module.bias is None else module.bias.detach()
-        layer = CompressedLinear.from_tensors(
-            entry, tuple(weight.values.shape), formats.get(storage).pack(weight), bias, torch.float32
-        )  # type: ignore[arg-type]
+        layer = CompressedLinear.from_tensors(entry, shape, form.pack(weight), bias, torch.float32)
         layer.prepare()
         small.set_submodule(name, layer)
         twin = dense.get_submodule(name)

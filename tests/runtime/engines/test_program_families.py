@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_models import SCHEMES
 from llama_engines import native
 from mixture_models import apart
-from program_families import FAMILIES, FLOAT8, MXFP4, NVFP4, compressed, model_of
+from program_families import FAMILIES, FLOAT8, compressed, model_of
 
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import NativeEngine
@@ -19,7 +20,6 @@ from runtime.engines.native.take_over import disproof, kinds, take_over
 from runtime.engines.program.operations import UnknownError, decode, encode
 from runtime.engines.program.read import read
 from runtime.engines.torch.engine import TorchEngine
-from runtime.formats.scheme import Scheme
 from runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
@@ -70,11 +70,13 @@ def test_logits_of_float8_models(name: str) -> None:
         assert torch.equal(row, found[0, start:end])
 
 
-@pytest.mark.parametrize("scheme", [MXFP4, NVFP4], ids=["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("storage", ["mxfp4-pack-quantized", "nvfp4-pack-quantized"])
 @pytest.mark.parametrize("name", ["Llama", "GptOss"])
-def test_tokens_of_models_of_block_floats(name: str, scheme: Scheme) -> None:
+def test_tokens_of_models_of_block_floats(name: str, storage: str) -> None:
     """Dense layers and experts: logits, and the text that comes of them, as of modules with the same weights."""
-    small, twin = compressed(apart(model_of(name, hidden_size=96, head_dim=16, intermediate_size=128)), scheme)
+    small, twin = compressed(
+        apart(model_of(name, hidden_size=96, head_dim=16, intermediate_size=128)), SCHEMES[storage]
+    )
     lean, plain = native(small), TorchEngine(twin, CPU)
     assert "fp4-c" in lean.explain().values()
     assert "reference" not in lean.explain().values()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from llama_engines import model_of as llama
 from llama_engines import native as engine_of
-from program_families import FAMILIES, FLOAT8, NVFP4, compressed, model_of
+from program_families import FAMILIES, FLOAT8, compressed, model_of
 from recorded_calls import Recorder, recorded
 from weight_cases import int_scheme
 
@@ -154,7 +154,9 @@ def record_engines(recorder: Recorder) -> None:
         model = model_of(name)
         kinds = {"dense": model} if "," in name else {"dense": model, "int4": compressed(model)[0]}
         if name == "Llama":
-            kinds["nvfp4"] = compressed(model_of(name, hidden_size=96, intermediate_size=128), NVFP4)[0]
+            kinds["nvfp4"] = compressed(
+                model_of(name, hidden_size=96, intermediate_size=128), products.FLOATS["nvfp4"]
+            )[0]
         if name in ("Llama", "GptOss"):
             kinds["fp8"] = compressed(model, FLOAT8)[0]
         for kind, small in kinds.items():

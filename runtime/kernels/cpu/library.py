@@ -66,7 +66,7 @@ def openmp() -> tuple[ctypes.c_void_p, ...] | None:
 
 
 SOURCE = Path(__file__).parent / "c" / "kernels.c"
-PARTS = (0, 3, 1, 2)  # of it (c/parts.h): seconds on Zen 4, AVX-512: 5.7, 4.6, 3.6, 2.9
+PARTS = (0, 3, 2, 1)  # of it (c/parts.h): seconds on Zen 4, AVX-512: 6.1, 4.4, 3.9, 3.5
 #: Of a `Linear`; integers of so many bits are that number.
 KINDS = {"dense": 0, "s24": 1, "e2m1": 10} | {f"w{bits}": bits for bits in range(2, 9)}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

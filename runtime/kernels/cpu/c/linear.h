@@ -91,9 +91,9 @@ INLINE void finish_group(const Linear *l, const Scales *scales, int h0, const in
 /* With few streams a sum would wait for itself: codes of the high nibbles have sums of their own, from S on. */
 #define APART(H, S) (WIDE_SUMS && (H) * (S) <= 8)
 
-/* Eights of columns of a unit, times S streams of x. `narrow`: codes that are bytes have no more than 4 bits. */
-INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t apart, const int H, const int S, const int kind, const int narrow,
-                     const int eights, P part[VECTORS][2 * STREAMS], I sum[VECTORS][2 * STREAMS]) {
+/* Eights of columns of a unit, times S streams of x. `narrow`: most bits of codes that are bytes; 0: 8. */
+INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t apart, const int H, const int S, const int kind,
+                     const int narrow, const int eights, P part[VECTORS][2 * STREAMS], I sum[VECTORS][2 * STREAMS]) {
     const int bits = kind_bits(kind), own = APART(H, S) ? S : 0, lines = unit_pieces(bits, eights) * PIECE / 64;
     Small small[VECTORS];
     UNROLL for (int h = 0; h < H; h++) small[h] = small_planes(w + h * LANES * 4, bits, eights);
@@ -111,7 +111,7 @@ INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t ap
     }
 #else
         UNROLL for (int half = 0; half < 2; half++) {
-            const int dots = 2 * k + half + 1, wide = bits == 8 && !narrow;
+            const int dots = 2 * k + half + 1, wide = bits == 8 && !narrow, reach = bits == 8 ? narrow : kind_reach(kind);
             UNROLL for (int s = 0; s < S; s++) {
                 X four = x_load(digit + s * apart + k * 8 + half * 4);
                 UNROLL for (int h = 0; h < H; h++) {
@@ -120,7 +120,7 @@ INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t ap
                     if (wide) part[h][S + s] = p_dot(part[h][S + s], w_and(w_shift(code, -4), 15), four);
                 }
             }
-            if (dots == 2 * eights || (!wide && kind > 4 && kind != 8 && dots % MOST_DOTS(kind_reach(kind)) == 0)) EACH_SUM(S) {
+            if (dots == 2 * eights || (!wide && reach > 4 && dots % MOST_DOTS(reach) == 0)) EACH_SUM(S) {
                 sum[h][s] = p_flush(sum[h][s], part[h][s], 1), part[h][s] = p_zero();
                 if (wide) sum[h][s] = p_flush(sum[h][s], part[h][S + s], 16), part[h][S + s] = p_zero();
             }
@@ -132,7 +132,8 @@ INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t ap
 /* H vectors of a panel from the h0-th on, M rows of x from `row` on, D digits: added to out [M, 32]. */
 INLINE void tile_planes(const Linear *l, const Stretch *run, int h0, const int H, const Digits *x, int64_t row, const int M, const int D,
                         const int kind, const int narrow, float *out) {
-    const int bits = kind_bits(kind), S = M * D, sums = APART(H, S) || (bits == 8 && !narrow && !WIDE_SUMS) ? 2 * S : S, unit = unit_pieces(bits, EIGHTS) * PIECE;
+    const int bits = kind_bits(kind), unit = unit_pieces(bits, EIGHTS) * PIECE;
+    const int S = M * D, sums = APART(H, S) || (bits == 8 && !narrow && !WIDE_SUMS) ? 2 * S : S;
     const int8_t *digit = x->digit + row * D * x->apart + run->first * l->group;
     const uint8_t *w = run->w + h0 * LANES * 4;
     const int base = kind_base(l->kind);

@@ -84,6 +84,18 @@ def test_extreme_scales(name, scales, common, size):
         check(made, x, digits)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_largest_sums(name):
+    """Codes and digits that are all as large as can be: sums of 16 bits, where there are such, hold them."""
+    weight = weight_of(name, (32, 64), torch.float32, torch.tensor([120]))
+    for code in (12, -12):
+        made = products.of("e2m1", replace(weight, values=torch.full_like(weight.values, code)))
+        sign = torch.tensor([1.0, -1.0]).repeat(9)[:, None]
+        for x in (sign.expand(18, 64), sign * (torch.rand(18, 64) * 0.02 + 0.98)):
+            for digits, rows in itertools.product((1, 2, 3), (1, 2, 18)):
+                check(made, x[:rows], digits)
+
+
 def test_a_scale_that_is_no_number_spoils_its_rows():
     for name, byte in (("mxfp4", 255), ("nvfp4", 127), ("nvfp4", 255)):
         weight = weight_of(name, (40, 64), torch.float32, torch.tensor([56]))

@@ -40,6 +40,7 @@ GROUP = 128
 DENSE = {
     "bf16": (library.TYPES[torch.bfloat16], 2),
     "fp8": (library.FLOAT8, 1),
+    "mxfp8": (library.MX8, 33 / 32),
     "f32": (library.TYPES[torch.float32], 4),
 }
 #: Block-sparse: so many of a hundred groups of 32 rows, spread at random, are zeros.
@@ -96,7 +97,7 @@ class Weight:
         dtype, group = FLOATS.get(kind, (torch.float32 if kind in DENSE else torch.bfloat16, GROUP))
         if kind in DENSE:
             linear.kind, (linear.weight_type, size) = library.KINDS["dense"], DENSE[kind]
-            codes, scales, runs = rows * columns * size, 4 * rows, {}
+            codes, scales, runs = int(rows * columns * size), 4 * rows, {}
         else:
             linear.kind = library.KINDS["e2m1" if kind in FLOATS else kind.split()[0]]
             linear.scale_type = library.SCALES[dtype]
@@ -110,7 +111,9 @@ class Weight:
         sums = torch.zeros(rows * (columns // GROUP), dtype=torch.int16)
         self._keep = (torch.randint(0, 120, (self.bytes + 64,), dtype=torch.uint8), sums, runs)
         linear.weight, linear.sums = self._keep[0].data_ptr(), sums.data_ptr()
-        if kind == "fp8" or kind not in DENSE:
+        if kind == "mxfp8":
+            self._keep[0][:codes].view(-1, 33)[:, 0] = torch.randint(126, 129, (codes // 33,), dtype=torch.uint8)
+        if "fp8" in kind or kind not in DENSE:
             linear.scale = linear.weight + codes
             # Around 1: most random bytes are so small that results are subnormal, over which some CPUs take a hundred times as long.
             around = torch.rand(scales // dtype.itemsize) + 0.5

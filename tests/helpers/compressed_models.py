@@ -27,6 +27,7 @@ SCHEMES = {
     "sparse24": Scheme(GridScheme(4, group_size=32), sparsity="2:4"),
     "bitmap": Scheme(None, sparsity="unstructured"),
     "mxfp4-pack-quantized": Scheme(BlockFloat(4)),
+    "mxfp8-quantized": Scheme(BlockFloat(8)),
     "nvfp4-pack-quantized": Scheme(BlockFloat(4, group_size=16, scales="e4m3")),
 }
 

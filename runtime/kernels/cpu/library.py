@@ -70,8 +70,9 @@ PARTS = (0, 3, 2, 1)  # of it (c/parts.h): seconds on Zen 4, AVX-512: 6.1, 4.4, 
 #: Of a `Linear`; integers of so many bits are that number.
 KINDS = {"dense": 0, "s24": 1, "e2m1": 10} | {f"w{bits}": bits for bits in range(2, 9)}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-#: Of a weight and of scales only. A float8 reads as one 2^8 times smaller; the other is a byte, the exponent of a power of two plus 127.
-FLOAT8, E8M0 = 3, 4
+#: Of weights and of scales only. A float8 reads as one 2^8 times smaller; MX8 is float8 in blocks, each behind its scale; E8M0 is a byte,
+#: the exponent of a power of two plus 127.
+FLOAT8, MX8, E8M0 = 3, 4, 5
 FLOAT8_UNIT = 256.0
 SCALES = TYPES | {torch.float8_e4m3fn: FLOAT8, torch.uint8: E8M0}
 

@@ -46,8 +46,8 @@ def test_weight_only_formats_compute_with_the_stored_weights(tmp_path: Path, sto
     assert set(model.explain()) - {"model"} == set(weights) | {"lm_head"}
     if kernels == "reference":
         assert {model.explain()[name] for name in weights} == {"reference"}
-    elif "fp4" in storage and library.load() is not None:
-        assert {model.explain()[name] for name in weights} == {"fp4-c"}
+    elif "fp" in storage and library.load() is not None:
+        assert {model.explain()[name] for name in weights} == {"fp4-c" if "fp4" in storage else "float8-c"}
         assert type(model.engine) is NativeEngine
     assert len(model.generate("cat", max_new_tokens=5)) > 0
 

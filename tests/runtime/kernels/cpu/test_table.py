@@ -70,7 +70,7 @@ needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler"
         (Scheme(BlockFloat(4)), torch.bfloat16, "fp4-c", "fp4-c-fast"),
         (Scheme(BlockFloat(4, group_size=16, scales="e4m3")), torch.float32, "fp4-c", "fp4-c-fast"),
         (Scheme(BlockFloat(4)), torch.float64, "reference", "reference"),
-        (Scheme(BlockFloat(8)), torch.bfloat16, "reference", "reference"),
+        (Scheme(BlockFloat(8)), torch.bfloat16, "float8-c", "float8-c"),
         (Scheme(None, None, "2:4"), torch.bfloat16, "reference", "reference"),
     ],
     ids=str,

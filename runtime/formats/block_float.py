@@ -16,7 +16,7 @@ from runtime.formats.representation import Shape, Tensors, TensorSpec
 
 _MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
 """Of e2m1 by its lower three bits, in halves."""
-HALVES = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.int8)
+HALVES = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.int8, device="cpu")
 """Of e2m1 by all four; minus zero is 0."""
 _SLICE = 1 << 18  # codes that are packed at once
 _SCALE_DTYPES = {"e8m0": torch.uint8, "e4m3": FLOAT8}

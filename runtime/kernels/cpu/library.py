@@ -95,11 +95,9 @@ class Linear(ctypes.Structure):
 
 def why_not_dtype(dtype: torch.dtype) -> str | None:
     """The reason C does not compute with activations of this dtype; None when it does."""
-    return (
-        None
-        if dtype in TYPES
-        else f"it computes in float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-    )
+    if dtype in TYPES:
+        return None
+    return f"it computes in float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
 
 
 def group_bytes(kind: int, group: int) -> int:

@@ -4,8 +4,8 @@ Prepared tensors, with `panels = ceil(out / 32)` and groups of the activations o
 
 - `weight`: uint8 `[panels, groups, bytes of a group of 32 rows]`, codes of b bits in b bits;
 - `scale`: `[panels, scale groups, 32]` in the dtype it is stored in (float32 if C has none like it: `stored_scale` keeps it);
-- `global_scale`: as stored, for block floats that have one;
 - `zero_point`: int8, the same shape, for asymmetric weights;
+- `global_scale`: as stored, for block floats that have one;
 - `runs`, `first_run`: where groups of zeros are left out of `weight`, `[stored groups, bytes]` then (`zero_groups.py`);
 - `sums`: int16 `[panels, groups, 32]`, sums of the kept codes (2:4 layout only);
 - `weight_bitmap`, `weight_metadata`: as stored, where zeros that were kept could not be told from zeros that were pruned.
@@ -290,8 +290,8 @@ class Dense(Panels):
                 codes = half if codes is None else torch.cat((codes, half), -1)
             assert codes is not None
             part = values[start * PANEL : end * PANEL]
-            part.copy_(codes.flatten(1)[: part.shape[0], :columns])
-        weight = weight_of(self.numbers(values, layer), layer.storage.mask(tensors, columns), tensors, layer)
+            part.copy_(self.numbers(codes, layer).flatten(1)[: part.shape[0], :columns])
+        weight = weight_of(values, layer.storage.mask(tensors, columns), tensors, layer)
         if kept is None:
             return weight
         there = kept.repeat_interleave(PANEL, 0)[:rows].repeat_interleave(group, 1)[:, :columns]

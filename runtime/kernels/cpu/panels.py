@@ -365,7 +365,7 @@ class Pairs(Panels):
 
 
 class BlockFloats(Dense):
-    """4-bit block floats: codes and scales are the stored bytes."""
+    """4-bit block floats: codes and scales are the stored bytes. Minus zero, which others' files may hold, comes back as zero."""
 
     def __init__(self) -> None:
         super().__init__("panels-e2m1", (4, 4), _BLOCK_FLOATS)

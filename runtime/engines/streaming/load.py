@@ -35,7 +35,8 @@ from runtime.engines.streaming.prepared_file import (
 from runtime.kernels import Kernel, Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import PanelKernel
-from runtime.kernels.cpu.panels import PANEL, S24, Panels
+from runtime.kernels.cpu.panels import PANEL, Panels
+from runtime.kernels.cpu.sparse24 import S24
 from runtime.layers.compressed_linear import Chosen, choose
 from runtime.layers.compressed_module import PREPARED, CompressedModule
 from runtime.modeling.skeleton import tied_names

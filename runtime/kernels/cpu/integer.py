@@ -22,7 +22,8 @@ from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.library import bytes_at, tensor_of
-from runtime.kernels.cpu.panels import FP4, PANEL, S24, W4, W8, Panels
+from runtime.kernels.cpu.panels import FP4, PANEL, W4, W8, Panels
+from runtime.kernels.cpu.sparse24 import S24
 from runtime.system import instruction_sets, processes
 
 _WORTH_A_THREAD = 1 << 17  # multiplications; fewer are done before another thread has begun

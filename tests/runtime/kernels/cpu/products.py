@@ -17,6 +17,7 @@ from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import CompressedWeight, Scheme
 from runtime.kernels import Layer
 from runtime.kernels.cpu import library, panels
+from runtime.kernels.cpu.sparse24 import S24
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.system import native
 
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 LAYOUTS = {
     "w4": panels.W4,
     "w8": panels.W8,
-    "s24": panels.S24,
+    "s24": S24,
     "e2m1": panels.FP4,
 }  # of codes up to 4 bits, up to 8, 2:4, 4-bit floats
 FLOATS = {"mxfp4": Scheme(BlockFloat(4)), "nvfp4": Scheme(BlockFloat(4, group_size=16, scales="e4m3"))}

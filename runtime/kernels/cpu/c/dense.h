@@ -37,14 +37,14 @@ INLINE void dense_step(const void *w, const int type, const int64_t *at, const i
 /* out [N, M] = rows at[0], ..., at[N - 1] of the weight, times M rows of x, `apart` numbers from each other; whole running sums. */
 INLINE void dense_tile(const void *w, const int type, const int64_t *at, const int N, const float *x, int64_t apart, const int M,
                        int64_t columns, int cold, float *out) {
-    const int size = type_bytes(type), line = 2 * RUNNING; /* columns: 64 bytes of the smallest type */
+    const int line = 2 * RUNNING; /* columns: 64 bytes of the smallest type */
     F sum[2][DENSE_ROWS][RUNNING_VECTORS];
     int64_t k = 0;
     UNROLL for (int n = 0; n < N; n++)
         UNROLL for (int m = 0; m < M; m++)
             UNROLL for (int v = 0; v < RUNNING_VECTORS; v++) sum[n][m][v] = f_zero();
     for (; k + line <= columns; k += line) {
-        if (cold) UNROLL for (int n = 0; n < N; n++) fetch((const uint8_t *)w + (at[n] + k) * size, line * size);
+        if (cold) UNROLL for (int n = 0; n < N; n++) fetch(address_of(w, type, at[n] + k), (int)(address_of(w, type, line) - (const uint8_t *)w));
         UNROLL for (int half = 0; half < line; half += RUNNING) dense_step(w, type, at, N, x, apart, M, k + half, sum);
     }
     if (k + RUNNING <= columns) dense_step(w, type, at, N, x, apart, M, k, sum);

@@ -56,14 +56,14 @@ static void gemm_input(const void *x, int type, int64_t apart, int64_t rows, int
 
 /* Rows [n, n + GEMM_PANEL) of the weight, as far as there are; columns [k, k + size), whole running sums. */
 INLINE void transpose_weight(const Linear *l, const int type, int64_t n, int64_t k, int64_t size, float *out) {
-    const int64_t steps = size / RUNNING, bytes = type_bytes(type);
+    const int64_t steps = size / RUNNING;
     for (int64_t j = 0; j < steps; j++, k += RUNNING)
         for (int v = 0; v < GEMM_VECTORS; v++) {
             int64_t at[LANES];
             for (int i = 0; i < LANES; i++) {
                 int64_t row = n + v * LANES + i;
                 at[i] = (row < l->rows ? row : l->rows - 1) * l->columns + k;
-                __builtin_prefetch(l->weight + (at[i] + 8 * RUNNING) * bytes);
+                __builtin_prefetch(address_of(l->weight, type, at[i] + 8 * RUNNING));
             }
             for (int c = 0; c < RUNNING; c += LANES) {
                 F block[LANES];

@@ -90,8 +90,12 @@ static inline float e8m0_to_float(uint8_t byte) {
 
 /* F8, MX8: of weights only; E8M0: of scales only, as F8 may be. MX8: float8 in blocks of 32, before each its scale, e8m0: 33 bytes. */
 enum { TYPE_F32 = 0, TYPE_BF16 = 1, TYPE_F16 = 2, TYPE_F8 = 3, TYPE_MX8 = 4, TYPE_E8M0 = 5 };
-INLINE const uint8_t *mx8_block(const void *p, int64_t index) { return (const uint8_t *)p + index + (index >> 5); } /* of a multiple of 32 */
 INLINE int type_bytes(const int type) { return type == TYPE_F32 ? 4 : type == TYPE_BF16 || type == TYPE_F16 ? 2 : 1; }
+
+/* Where a number is, or the block that begins with it: then index is a multiple of 32. */
+INLINE const uint8_t *address_of(const void *p, const int type, int64_t index) {
+    return (const uint8_t *)p + (type == TYPE_MX8 ? index + (index >> 5) : index * type_bytes(type));
+}
 
 INLINE F f_load_as(const void *p, int type, int64_t index) {
     if (type == TYPE_BF16) return f_load_bf16((const uint16_t *)p + index);
@@ -100,10 +104,10 @@ INLINE F f_load_as(const void *p, int type, int64_t index) {
     if (type == TYPE_E8M0) return f_load_e8m0((const uint8_t *)p + index);
     return f_load((const float *)p + index);
 }
-/* The same of numbers [index + more, ...), in blocks too: index is a multiple of 32, more is less. */
+/* The same of numbers [index + more, ...), in blocks too, of which `more` is a place. */
 INLINE F f_load_in(const void *p, int type, int64_t index, int more) {
     if (type != TYPE_MX8) return f_load_as(p, type, index + more);
-    const uint8_t *block = mx8_block(p, index);
+    const uint8_t *block = address_of(p, type, index);
     return f_mul(f_load_f8(block + 1 + more), f_set1(e8m0_to_float(*block)));
 }
 INLINE float load_as(const void *p, int type, int64_t index) {

@@ -1,8 +1,8 @@
 /* Weights back from panels: w = (number - zero) * scale, for products with many rows that a library's matrix product does.
  *
  * A tile is written transposed, [columns, rows of the tile]: the rows of a panel are neighbours in memory then, one vector a
- * column. A number times a scale of up to 16 bits is exact in float32, unless scales have a
- * factor that is no power of two; in a 16-bit type it is rounded once. */
+ * column. A number times a scale of up to 16 bits is exact in float32, unless scales have a factor that is no power of two; in a 16-bit
+ * type it is rounded once. */
 typedef struct {
     const Linear *linear;
     void *out;

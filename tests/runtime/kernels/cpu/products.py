@@ -30,6 +30,7 @@ LAYOUTS = {
     "e2m1": panels.FP4,
 }  # of codes up to 4 bits, up to 8, 2:4, 4-bit floats
 FLOATS = {"mxfp4": Scheme(BlockFloat(4)), "nvfp4": Scheme(BlockFloat(4, group_size=16, scales="e4m3"))}
+MXFP8 = Scheme(BlockFloat(8))
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of rounding, relative
 TINY = {
     torch.float32: 2.0**-149,

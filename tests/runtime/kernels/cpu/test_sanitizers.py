@@ -20,8 +20,6 @@ from weight_cases import int_scheme
 
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import NativeEngine
-from runtime.formats.block_float import BlockFloat
-from runtime.formats.scheme import Scheme
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import CKernel
 from runtime.kv_cache.policy.policy import Policy
@@ -90,7 +88,7 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
             weight, scale = torch.randn(rows, columns).to(dtype), torch.rand(rows) if dtype.itemsize == 1 else None
             made.append((products.dense(weight, scale=scale), (weight, scale)))
         if columns % 32 == 0:
-            layer, _ = products.linear(Scheme(BlockFloat(8)), (rows, columns))
+            layer, _ = products.linear(products.MXFP8, (rows, columns))
             kernel = layer.prepare("float8-c").decode
             assert isinstance(kernel, CKernel)
             made.append((kernel.linear(layer._tensors(), layer.layer, None), layer))

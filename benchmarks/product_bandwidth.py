@@ -40,11 +40,14 @@ GROUP = 128
 DENSE = {
     "bf16": (library.TYPES[torch.bfloat16], 2),
     "fp8": (library.FLOAT8, 1),
+    "mxfp8": (library.MX8, 33 / 32),
     "f32": (library.TYPES[torch.float32], 4),
 }
 #: Block-sparse: so many of a hundred groups of 32 rows, spread at random, are zeros.
 BLOCKS = {"w4 blocks 10": 10, "w4 blocks 50": 50}
-KINDS = ("w2", "w3", "w4", *BLOCKS, "w5", "w6", "w8", "s24", *DENSE)
+#: Block floats of 4 bits: dtype of the scales, and columns that share one.
+FLOATS = {"mxfp4": (torch.uint8, 32), "nvfp4": (torch.float8_e4m3fn, 16)}
+KINDS = ("w2", "w3", "w4", *FLOATS, *BLOCKS, "w5", "w6", "w8", "s24", *DENSE)
 READER = r"""
 #include <stdint.h>
 #include "POOL"
@@ -90,27 +93,32 @@ class Weight:
     """A random weight of a kind: its bytes, scales behind them, and what C is given."""
 
     def __init__(self, kind: str, rows: int, columns: int) -> None:
-        self.linear = linear = library.Linear(rows=rows, columns=columns)
+        self.linear = linear = library.Linear(rows=rows, columns=columns, factor=1.0)
+        dtype, group = FLOATS.get(kind, (torch.float32 if kind in DENSE else torch.bfloat16, GROUP))
         if kind in DENSE:
             linear.kind, (linear.weight_type, size) = library.KINDS["dense"], DENSE[kind]
-            codes, scales, runs = rows * columns * size, 4 * rows, {}
+            codes, scales, runs = int(rows * columns * size), 4 * rows, {}
         else:
-            linear.kind, linear.scale_type = library.KINDS[kind.split()[0]], library.TYPES[torch.bfloat16]
-            linear.group, linear.share, linear.groups = GROUP, 1, columns // GROUP
-            scales = 2 * rows * linear.groups
+            linear.kind = library.KINDS["e2m1" if kind in FLOATS else kind.split()[0]]
+            linear.scale_type = library.SCALES[dtype]
+            linear.group, linear.share, linear.groups = group, 1, columns // group
+            scales = dtype.itemsize * rows * linear.groups
             runs = runs_of(torch.rand(rows // PANEL, linear.groups) >= BLOCKS.get(kind, 0) / 100)
             if kind in BLOCKS:
                 linear.runs, linear.first_run = (runs[name].data_ptr() for name in ("runs", "first_run"))
-            codes = stored_groups(linear) * PANEL * library.group_bytes(linear.kind, GROUP)
+            codes = stored_groups(linear) * PANEL * library.group_bytes(linear.kind, group)
         self.bytes = codes + scales
         sums = torch.zeros(rows * (columns // GROUP), dtype=torch.int16)
         self._keep = (torch.randint(0, 120, (self.bytes + 64,), dtype=torch.uint8), sums, runs)
         linear.weight, linear.sums = self._keep[0].data_ptr(), sums.data_ptr()
-        if kind == "fp8" or kind not in DENSE:
+        if kind == "mxfp8":
+            self._keep[0][:codes].view(-1, 33)[:, 0] = torch.randint(126, 129, (codes // 33,), dtype=torch.uint8)
+        if "fp8" in kind or kind not in DENSE:
             linear.scale = linear.weight + codes
             # Around 1: most random bytes are so small that results are subnormal, over which some CPUs take a hundred times as long.
-            dtype = torch.float32 if kind in DENSE else torch.bfloat16
-            self._keep[0][codes : codes + scales].view(dtype).uniform_(0.5, 1.5)
+            around = torch.rand(scales // dtype.itemsize) + 0.5
+            around = around + 126 if dtype == torch.uint8 else around  # exponents
+            self._keep[0][codes : codes + scales].view(dtype).copy_(around)
 
 
 def measure(kind: str, shape: tuple[int, int], threads: int, rounds: int, read: Any, isa: str) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from runtime.formats.representation import Shape, Tensors, TensorSpec
 
 _MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
 """Of e2m1 by its lower three bits, in halves."""
+HALVES = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.int8, device="cpu")
+"""Of e2m1 by all four; minus zero is 0."""
 _SLICE = 1 << 18  # codes that are packed at once
 _SCALE_DTYPES = {"e8m0": torch.uint8, "e4m3": FLOAT8}
 
@@ -199,7 +201,7 @@ def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:
 
 def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """Inverse of `pack_e2m1`; minus zero is 0."""
-    halves = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.int8, device=packed.device)
+    halves = HALVES.to(packed.device)
     pairs = torch.stack([halves.repeat(16), halves.repeat_interleave(16)], dim=-1)  # of every byte
     rows, columns = packed.shape
     codes = torch.empty(rows, columns, 2, dtype=torch.int8, device=packed.device)

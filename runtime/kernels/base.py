@@ -37,9 +37,9 @@ class Layer:
 
     @property
     def grid(self) -> GridScheme:
-        """Grid of the weights, for kernels that read nothing else."""
-        assert self.entry.scheme.grid is not None
-        return self.entry.scheme.grid
+        """Grid of the weights, block floats too, for kernels that read nothing else."""
+        assert isinstance(self.entry.scheme.weights, GridScheme)
+        return self.entry.scheme.weights
 
     @property
     def activations(self) -> ActivationScheme:

@@ -12,6 +12,7 @@ from tiny_models import save
 from weight_cases import random_mask
 
 from runtime import formats
+from runtime.formats.block_float import BlockFloat
 from runtime.formats.quantization_config import ModuleEntry, build
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 from runtime.modeling.skeleton import linear_shapes
@@ -25,6 +26,9 @@ SCHEMES = {
     "packed": Scheme(GridScheme(3, symmetric=False, group_size=40)),
     "sparse24": Scheme(GridScheme(4, group_size=32), sparsity="2:4"),
     "bitmap": Scheme(None, sparsity="unstructured"),
+    "mxfp4-pack-quantized": Scheme(BlockFloat(4)),
+    "mxfp8-quantized": Scheme(BlockFloat(8)),
+    "nvfp4-pack-quantized": Scheme(BlockFloat(4, group_size=16, scales="e4m3")),
 }
 
 
@@ -43,6 +47,9 @@ def nearest(weight: torch.Tensor, scheme: Scheme) -> CompressedWeight:
     grid = scheme.weights
     if grid is None:
         return CompressedWeight(weight, None, None, mask, scheme, dtype)
+    if isinstance(grid, BlockFloat):
+        parameters = grid.fit(weight.float(), dtype)
+        return CompressedWeight.of(grid.round(weight.float(), parameters), parameters, mask, scheme, dtype)
     size = grid.group_size or weight.shape[1]
     chunks = weight.float().split(size, dim=1)
     low = torch.stack([c.amin(1).clamp(max=0) for c in chunks], 1)

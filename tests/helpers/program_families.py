@@ -97,18 +97,19 @@ FLOAT8 = Scheme(GridScheme(8, "float", strategy="channel"))
 
 
 def compressed(model: Any, scheme: Scheme = SCHEMES["pack-quantized"]) -> tuple[Any, Any]:
-    """The model with layers of the scheme (4 bits) in its blocks, and with the same weights dense."""
+    """The model with layers of the scheme (by default 4 bits) in its blocks, and with the same weights dense."""
     small, dense = copy.deepcopy(model), copy.deepcopy(model)
-    storage, blocks = "float-quantized" if scheme is FLOAT8 else "packed", find_blocks(model)[0]
+    blocks, grid = find_blocks(model)[0], scheme.weights
+    assert isinstance(grid, GridScheme)
     for name, module in model.named_modules():
         if not is_matrix(module) or not name.startswith(f"{blocks}."):
             continue
         weight = nearest(get_matrix(module).detach().contiguous(), scheme)
-        entry = ModuleEntry(scheme, storage)
+        shape = (weight.values.shape[0], weight.values.shape[1])
+        form = formats.get("packed") if grid.type == "int" else formats.choose(scheme, shape)
+        entry = ModuleEntry(scheme, form.name)
         bias = None if module.bias is None else module.bias.detach()
-        layer = CompressedLinear.from_tensors(
-            entry, tuple(weight.values.shape), formats.get(storage).pack(weight), bias, torch.float32
-        )  # type: ignore[arg-type]
+        layer = CompressedLinear.from_tensors(entry, shape, form.pack(weight), bias, torch.float32)
         layer.prepare()
         small.set_submodule(name, layer)
         twin = dense.get_submodule(name)

@@ -35,7 +35,8 @@ from runtime.engines.streaming.prepared_file import (
 from runtime.kernels import Kernel, Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import PanelKernel
-from runtime.kernels.cpu.panels import PANEL, S24, Panels
+from runtime.kernels.cpu.panels import PANEL, Panels
+from runtime.kernels.cpu.sparse24 import S24
 from runtime.layers.compressed_linear import Chosen, choose
 from runtime.layers.compressed_module import PREPARED, CompressedModule
 from runtime.modeling.skeleton import tied_names
@@ -144,12 +145,11 @@ def _of(module: CompressedModule, kernel: Kernel, layer: Layer) -> dict[str, Exp
 
 def _panels(panels: Panels, layer: Layer, stored: Mapping[str, Expected]) -> dict[str, Expected]:
     """What `runtime.kernels.cpu.panels` describes."""
-    weights, (rows, columns), group = layer.entry.scheme.grid, layer.shape, panels.group(layer)
-    assert weights is not None
+    weights, (rows, columns), group = layer.grid, layer.shape, panels.group(layer)
     high, groups = -(-rows // PANEL), -(-columns // group)
     grid = (high, weights.parameter_shape(layer.shape)[-1], PANEL)
     scale = stored["weight_scale"].dtypes[0]
-    floats = (scale if scale in library.TYPES else torch.float32, *library.TYPES)
+    floats = (scale if scale in library.SCALES else torch.float32, *library.TYPES)
     found = {
         # Of a sparse layer some groups may be left out.
         "weight": Expected(
@@ -161,6 +161,8 @@ def _panels(panels: Panels, layer: Layer, stored: Mapping[str, Expected]) -> dic
     }
     if not weights.symmetric:
         found["zero_point"] = Expected(grid, (torch.int8,))
+    if "weight_global_scale" in stored:
+        found["global_scale"] = stored["weight_global_scale"]
     if panels is S24:
         found["sums"] = Expected((high, groups, PANEL), (torch.int16,))
     mask = {"bitmap": "weight_bitmap", "sparse24": "weight_metadata"}.get(layer.entry.format)

@@ -1,4 +1,4 @@
-"""Integer weights on a CPU through this folder's C library: activations become integers of a few digits, sums are exact.
+"""Integer and 4-bit float weights on a CPU through this folder's C library: activations become integers of a few digits, sums are exact.
 
 The activations of a group of columns share one scale; each becomes `digits` signed bytes (`runtime/kernels/cpu/c/digits.h`):
 
@@ -22,7 +22,8 @@ from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.library import bytes_at, tensor_of
-from runtime.kernels.cpu.panels import PANEL, S24, W4, W8, Panels
+from runtime.kernels.cpu.panels import FP4, PANEL, W4, W8, Panels
+from runtime.kernels.cpu.sparse24 import S24
 from runtime.system import instruction_sets, processes
 
 _WORTH_A_THREAD = 1 << 17  # multiplications; fewer are done before another thread has begun
@@ -101,7 +102,7 @@ class PanelKernel(CKernel):
 
 
 class IntegerKernel(PanelKernel):
-    """Integer weights times activations in digits."""
+    """Weights of integers, or of what counts as such, times activations in digits."""
 
     def __init__(self, name: str, panels: Panels, fast: bool = False) -> None:
         super().__init__(panels)
@@ -179,5 +180,7 @@ def ordered(instruction_set: str) -> tuple[IntegerKernel, ...]:
 
 KERNELS: tuple[PanelKernel, ...] = (
     *ordered(instruction_sets.preferred()),
-    *(DenseTiles(panels) for panels in (S24, W4, W8)),
+    IntegerKernel("fp4-c", FP4),
+    IntegerKernel("fp4-c-fast", FP4, fast=True),
+    *(DenseTiles(panels) for panels in (S24, W4, W8, FP4)),
 )

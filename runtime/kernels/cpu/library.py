@@ -66,11 +66,15 @@ def openmp() -> tuple[ctypes.c_void_p, ...] | None:
 
 
 SOURCE = Path(__file__).parent / "c" / "kernels.c"
-PARTS = (0, 3, 1, 2)  # of it (c/parts.h): seconds on Zen 4, AVX-512: 5.7, 4.6, 3.6, 2.9
-#: Of a `Linear`; codes of so many bits are that number.
-KINDS = {"dense": 0, "s24": 1} | {f"w{bits}": bits for bits in range(2, 9)}
+PARTS = (0, 3, 2, 1)  # of it (c/parts.h): seconds on Zen 4, AVX-512: 6.1, 4.4, 3.9, 3.5
+#: Of a `Linear`; integers of so many bits are that number.
+KINDS = {"dense": 0, "s24": 1, "e2m1": 10} | {f"w{bits}": bits for bits in range(2, 9)}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-FLOAT8 = 3  # of a weight only
+#: Of weights and of scales only. A float8 reads as one 2^8 times smaller; MX8 is float8 in blocks, each behind its scale; E8M0 is a byte,
+#: the exponent of a power of two plus 127.
+FLOAT8, MX8, E8M0 = 3, 4, 5
+FLOAT8_UNIT = 256.0
+SCALES = TYPES | {torch.float8_e4m3fn: FLOAT8, torch.uint8: E8M0}
 
 
 def fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
@@ -84,16 +88,25 @@ class Linear(ctypes.Structure):
     _fields_ = (
         *fields(ctypes.c_int32, "kind", "weight_type", "scale_type", "group", "share"),
         *fields(ctypes.c_int64, "rows", "columns", "groups"),
+        ("factor", ctypes.c_double),
         *fields(ctypes.c_void_p, "weight", "scale", "zero", "sums", "bias", "runs", "first_run"),
     )
+
+
+def why_not_dtype(dtype: torch.dtype) -> str | None:
+    """The reason C does not compute with activations of this dtype; None when it does."""
+    if dtype in TYPES:
+        return None
+    return f"it computes in float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
 
 
 def group_bytes(kind: int, group: int) -> int:
     """Bytes that a group of so many columns takes a row in panels: `group_bytes` of planes.h, three words for 32 columns of 2:4."""
     if kind == KINDS["s24"]:
         return group // 32 * 12
-    half = sum(-(-width * 16 // 32) for width in (8, 4, 2, 1) if kind & width)
-    return 4 * (group // 32 * kind + (half if group % 32 else 0))
+    bits = 4 if kind == KINDS["e2m1"] else kind
+    half = sum(-(-width * 16 // 32) for width in (8, 4, 2, 1) if bits & width)
+    return 4 * (group // 32 * bits + (half if group % 32 else 0))
 
 
 class Pack(ctypes.Structure):

@@ -1,12 +1,13 @@
-"""Integer weights as the C kernels read them: panels of 32 rows, `runtime/kernels/cpu/c/planes.h` and `sparse.h`.
+"""Integer and 4-bit float weights as the C kernels read them: panels of 32 rows, `runtime/kernels/cpu/c/planes.h`.
 
 Prepared tensors, with `panels = ceil(out / 32)` and groups of the activations of `group` columns:
 
 - `weight`: uint8 `[panels, groups, bytes of a group of 32 rows]`, codes of b bits in b bits;
-- `scale`: `[panels, scale groups, 32]` in the dtype it is stored in (float32 if that is float64: `stored_scale` keeps it);
+- `scale`: `[panels, scale groups, 32]` in the dtype it is stored in (float32 if C has none like it: `stored_scale` keeps it);
 - `zero_point`: int8, the same shape, for asymmetric weights;
+- `global_scale`: as stored, for block floats that have one;
 - `runs`, `first_run`: where groups of zeros are left out of `weight`, `[stored groups, bytes]` then (`zero_groups.py`);
-- `sums`: int16 `[panels, groups, 32]`, sums of the kept codes (2:4 layout only);
+- `sums`: int16 `[panels, groups, 32]`, sums of the kept codes (2:4 layout only, `sparse24.py`);
 - `weight_bitmap`, `weight_metadata`: as stored, where zeros that were kept could not be told from zeros that were pruned.
 
 What fills up the last panel is never stored, what fills up the last group is multiplied with zeros. The stored weight comes back
@@ -18,16 +19,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import torch
 
-from runtime.formats.bitpack import row_slices, unpack_rows
+from runtime.formats.bitpack import row_slices
+from runtime.formats.block_float import HALVES
+from runtime.formats.float8 import FLOAT8
 from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight
-from runtime.formats.sparse24 import Sparse24
 from runtime.kernels.base import Layer
 from runtime.kernels.cpu import library
+from runtime.kernels.cpu.planes import from_stream, pack_planes, unpack_planes, words_of
 from runtime.kernels.cpu.zero_groups import kept_of, runs_of
 
 # Scales and zero points in panels of 32 rows, `[panels, groups, 32]`, there and back.
@@ -39,8 +41,10 @@ def to_panels(tensors: Tensors, layer: Layer) -> Tensors:
     """Scales and zero points of stored tensors as panels."""
     scale, rows = tensors["weight_scale"], layer.shape[0]
     out = {"scale": _panels(scale, rows)}
-    if scale.dtype not in library.TYPES:
+    if scale.dtype not in library.SCALES or (scale.dtype == FLOAT8 and bool(scale.isnan().any())):
         out |= {"scale": out["scale"].float(), "stored_scale": scale}
+    if "weight_global_scale" in tensors:
+        out["global_scale"] = tensors["weight_global_scale"]
     zero = layer.storage.zero_point(tensors, layer.grid)
     if zero is not None:
         out["zero_point"] = _panels(zero, rows)
@@ -58,110 +62,15 @@ def _panels(grid: torch.Tensor, rows: int) -> torch.Tensor:
 
 def weight_of(values: torch.Tensor, mask: torch.Tensor | None, tensors: Tensors, layer: Layer) -> CompressedWeight:
     """The weight whose codes were unpacked, with its grids."""
-    scheme, rows = layer.entry.scheme, layer.shape[0]
-
-    def grid(name: str) -> torch.Tensor | None:
-        panels = tensors.get(name)
-        if panels is None:
-            return None
-        flat = panels.transpose(1, 2).reshape(-1, panels.shape[1])[:rows]
-        return flat[:1, 0].clone() if layer.grid.strategy == "tensor" else flat.contiguous()
-
-    scale = tensors.get("stored_scale")
-    return CompressedWeight(
-        values, grid("scale") if scale is None else scale, grid("zero_point"), mask, scheme, layer.dtype
-    )
-
-
-# 2:4 positions: the nibbles `i0 | i1 << 2` of format `sparse24` as numbers of pairs (0 to 5), which is what kernels look up.
-#
-# Two quads a byte, the earlier one in the low nibble, both here and there.
-
-_PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))  # PAIR of sparse.h
-
-
-def from_metadata(metadata: torch.Tensor) -> torch.Tensor:
-    """uint8 position nibbles -> uint8 numbers of pairs; a nibble that fills up a row becomes pair 0."""
-    return _tables()[0][metadata.int()]
-
-
-def to_metadata(numbers: torch.Tensor) -> torch.Tensor:
-    """Inverse of `from_metadata` for nibbles that are pairs."""
-    return _tables()[1][numbers.int()]
-
-
-@cache
-def _tables() -> tuple[torch.Tensor, torch.Tensor]:
-    """For every byte: pair numbers of its nibbles, positions of its pair numbers."""
-    nibbles = [first | second << 2 for first, second in _PAIRS]
-    number = [nibbles.index(n) if n in nibbles else 0 for n in range(16)]
-    position = [nibbles[n] if n < len(nibbles) else 0 for n in range(16)]
-    every = range(256)
-    return (
-        torch.tensor([number[b & 15] | number[b >> 4] << 4 for b in every], dtype=torch.uint8),
-        torch.tensor([position[b & 15] | position[b >> 4] << 4 for b in every], dtype=torch.uint8),
-    )
-
-
-# Words of eight nibbles, in the order the C kernels take them apart: the first four are the low nibbles of bytes 0 to 3, the other four
-# the high ones. Codes of 4 bits are stored as code + 8.
-
-_LOW = 0x0F0F0F0F
-
-
-def pack_nibbles(values: torch.Tensor) -> torch.Tensor:
-    """int8 0..15 `[..., columns]`, contiguous, columns a multiple of 8 -> int32 `[..., columns / 8]`."""
-    fours = values.view(torch.int32)
-    return fours[..., 0::2] | fours[..., 1::2] << 4
-
-
-def unpack_nibbles(words: torch.Tensor) -> torch.Tensor:
-    """Inverse of `pack_nibbles`."""
-    fours = torch.empty(*words.shape, 2, dtype=torch.int32)
-    torch.bitwise_and(words, _LOW, out=fours[..., 0])
-    torch.bitwise_and(words >> 4, _LOW, out=fours[..., 1])
-    return fours.view(*words.shape[:-1], -1).view(torch.int8)
-
-
-def from_stream(packed: torch.Tensor) -> torch.Tensor:
-    """Rows of `bitpack.pack_rows` of 4 bits -> int32 `[rows, words]` of nibbles; what fills up the last word is any code."""
-    # Eight nibbles in order: swap the middle bytes, then the middle nibbles of each half.
-    words = packed.clone(memory_format=torch.contiguous_format)
-    for distance, where in ((8, 0x0000FF00), (4, 0x00F000F0)):
-        swapped = (words >> distance).bitwise_xor_(words).bitwise_and_(where)
-        words.bitwise_xor_(swapped).bitwise_xor_(swapped << distance)
-    return words
-
-
-# Planes: a code is cut into 4, 2 and 1 bits, those that its width is the sum of, low bits first; 8 bits stay whole. The words of 32
-# columns are those of the planes one after the other (`planes.h`).
-
-
-def pack_planes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes without a sign, int8 `[..., 32]` or `[..., 16]`, contiguous -> int32 `[..., words]`."""
-    if bits == 8:
-        return codes.view(torch.int32)
-    parts, place = [], 0
-    for width in (width for width in (4, 2, 1) if bits & width):
-        words = pack_nibbles(codes >> place & (1 << width) - 1)
-        together = 4 // width  # words whose nibbles leave room for each other
-        words = torch.nn.functional.pad(words, (0, -words.shape[-1] % together)).unflatten(-1, (-1, together))
-        parts.append((words << torch.arange(0, 4, width, dtype=torch.int32)).sum(-1, dtype=torch.int32))
-        place += width
-    return torch.cat(parts, -1)
-
-
-def unpack_planes(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """Inverse of `pack_planes` for so many columns."""
-    if bits == 8:
-        return words.contiguous().view(torch.int8)
-    codes, place, at = torch.zeros(*words.shape[:-1], columns, dtype=torch.int8), 0, 0
-    for width in (width for width in (4, 2, 1) if bits & width):
-        count = -(-columns * width // 32)
-        apart = words[..., at : at + count, None] >> torch.arange(0, 4, width, dtype=torch.int32)
-        codes |= (unpack_nibbles(apart.flatten(-2)[..., : columns // 8].contiguous()) & (1 << width) - 1) << place
-        place, at = place + width, at + count
-    return codes
+    parameters = {}
+    for name in ("scale", "zero_point"):
+        if (panels := tensors.get(name)) is not None:
+            flat = panels.transpose(1, 2).reshape(-1, panels.shape[1])[: layer.shape[0]]
+            parameters[name] = flat[:1, 0].clone() if layer.grid.strategy == "tensor" else flat.contiguous()
+    for name, stored in (("scale", "stored_scale"), ("global_scale", "global_scale")):
+        if stored in tensors:
+            parameters[name] = tensors[stored]
+    return CompressedWeight.of(values, parameters, mask, layer.entry.scheme, layer.dtype)
 
 
 def _unsigned(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -172,20 +81,13 @@ def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return codes - (1 << (bits - 1)) if bits < 8 else codes ^ -128
 
 
-def group_sums(words: torch.Tensor, groups: int) -> torch.Tensor:
-    """int32 `[rows, words]` -> int16 `[rows, groups]`: the sum of the codes of each group of words."""
-    both = (words & _LOW).add_((words >> 4).bitwise_and_(_LOW)).view(torch.uint8)
-    parts = both.view(words.shape[0], groups, -1)
-    return (parts.sum(-1, dtype=torch.int32) - 16 * parts.shape[-1]).to(torch.int16)
-
-
 _LARGEST, _PREFERRED = 256, 128  # columns of an activation group; integer sums have room for no more
-_STREAMS = ("pack-quantized", "packed")  # whose codes of 4 bits need no unpacking
-_SLICE = 1 << 20  # codes rearranged at once, so that they stay in the cache
+_BLOCK_FLOATS = frozenset({"nvfp4-pack-quantized", "mxfp4-pack-quantized"})
+_STREAMS = _BLOCK_FLOATS | {"pack-quantized", "packed"}  # whose codes of 4 bits need no unpacking
+SLICE = 1 << 20  # codes rearranged at once, so that they stay in the cache
 # Of the groups. Measured (one row, 11008 x 4096, group 128, one thread, zeros spread at random): with 5 % of zeros a product takes 0.95
 # to 1.04 of the time, with 10 % 0.87 to 0.93, with half 0.51 (AVX2) to 0.63 (AVX-512).
 _WORTH_SKIPPING = 0.1
-_ZEROS = -0x77777778  # 0x88888888: eight codes 0
 
 
 class Panels(ABC):
@@ -206,9 +108,7 @@ class Panels(ABC):
     # ---------------------------------------------------------------- what fits
     def why_not(self, layer: Layer) -> str | None:
         """The reason this layout cannot hold the layer, or None."""
-        if layer.dtype not in library.TYPES:
-            return f"it computes in float32, bfloat16 and float16, not {str(layer.dtype).removeprefix('torch.')}"
-        return layer.why_not_weight_only(*self.bits, self.multiple)
+        return library.why_not_dtype(layer.dtype) or layer.why_not_weight_only(*self.bits, self.multiple)
 
     def group(self, layer: Layer) -> int:
         """Columns of the activations that share a scale: they never cross a group of the weight."""
@@ -254,7 +154,7 @@ class Panels(ABC):
         """What the C library is given: addresses of the tensors, which must outlive it. `bias` is float32 `[out]`."""
         weight, scale, group = tensors["weight"], tensors["scale"], self.group(layer)
         groups = -(-layer.shape[1] // group)
-        found = library.Linear(library.KINDS[self.kind(layer)], scale_type=library.TYPES[scale.dtype])
+        found = library.Linear(library.KINDS[self.kind(layer)], scale_type=library.SCALES[scale.dtype], factor=1.0)
         found.group, found.share, found.groups = group, _share(layer, group, groups), groups
         found.rows, found.columns = layer.shape
         found.weight, found.scale = weight.data_ptr(), scale.data_ptr()
@@ -274,15 +174,18 @@ class Dense(Panels):
     def kind(self, layer: Layer) -> str:
         return f"w{layer.grid.bits}"
 
+    def numbers(self, codes: torch.Tensor, layer: Layer) -> torch.Tensor:
+        """What codes of the panels count, int8."""
+        return _signed(codes, layer.grid.bits)
+
     def pack(self, tensors: Tensors, layer: Layer) -> Tensors:
         (rows, columns), group = layer.shape, self.group(layer)
         panels, groups, size = -(-rows // PANEL), -(-columns // group), self.group_bytes(layer)
         width, (row_words, scales) = groups * size // (4 * PANEL), self._reader(tensors, layer)
-        whole = layer.grid.bits == 4 and layer.entry.format in _STREAMS
-        words = library.pack_stream(tensors["weight_packed"], panels, width) if whole else None
+        words = library.pack_stream(words_of(tensors["weight_packed"]), panels, width) if _streams(layer) else None
         if words is None:
             words = torch.empty(panels, width, PANEL, dtype=torch.int32)
-            for start, end in row_slices(panels, groups * group * PANEL, _SLICE):
+            for start, end in row_slices(panels, groups * group * PANEL, SLICE):
                 part = torch.zeros((end - start) * PANEL, width, dtype=torch.int32)
                 read = row_words(slice(start * PANEL, min(rows, end * PANEL)))
                 part[: read.shape[0], : read.shape[1]] = read
@@ -309,9 +212,9 @@ class Dense(Panels):
     def _reader(self, tensors: Tensors, layer: Layer) -> tuple[Callable[[slice], torch.Tensor], Tensors]:
         """A function that makes some rows' words `[rows, words]`, and the prepared scales and zero points."""
         columns, bits, group = layer.shape[1], layer.grid.bits, self.group(layer)
-        if bits == 4 and layer.entry.format in _STREAMS:
+        if _streams(layer):
             layer.storage.validate(tensors, layer.entry.scheme, layer.shape, layer.dtype)
-            packed = tensors["weight_packed"]
+            packed = words_of(tensors["weight_packed"])
             return lambda rows: from_stream(packed[rows]), to_panels(tensors, layer)
         values = layer.unpack(tensors).values
 
@@ -337,7 +240,7 @@ class Dense(Panels):
         panels = packed.shape[0]
         words = packed.view(panels, -1).view(torch.int32).view(panels, -1, PANEL)
         values = torch.empty(rows, columns, dtype=torch.int8)
-        for start, end in row_slices(panels, groups * group * PANEL, _SLICE):
+        for start, end in row_slices(panels, groups * group * PANEL, SLICE):
             row_words = words[start:end].transpose(1, 2).reshape((end - start) * PANEL, groups, -1)
             whole = row_words[..., : group // 32 * bits]
             codes = unpack_planes(whole.unflatten(-1, (-1, bits)), bits, 32).flatten(-2) if group >= 32 else None
@@ -346,8 +249,8 @@ class Dense(Panels):
                 codes = half if codes is None else torch.cat((codes, half), -1)
             assert codes is not None
             part = values[start * PANEL : end * PANEL]
-            part.copy_(codes.flatten(1)[: part.shape[0], :columns])
-        weight = weight_of(_signed(values, bits), layer.storage.mask(tensors, columns), tensors, layer)
+            part.copy_(self.numbers(codes, layer).flatten(1)[: part.shape[0], :columns])
+        weight = weight_of(values, layer.storage.mask(tensors, columns), tensors, layer)
         if kept is None:
             return weight
         there = kept.repeat_interleave(PANEL, 0)[:rows].repeat_interleave(group, 1)[:, :columns]
@@ -359,70 +262,41 @@ class Dense(Panels):
         return replace(weight, values=torch.where(there, weight.values, zero))
 
 
-class Pairs(Panels):
-    """2:4: of each quad of columns two codes and the pair of places they have, 3 bits a weight."""
+class BlockFloats(Dense):
+    """4-bit block floats: codes and scales are the stored bytes. Minus zero, which others' files may hold, comes back as zero."""
 
-    name, bits, multiple = "panels-s24", (2, 4), 32
-    formats = frozenset({"sparse24"})
+    def __init__(self) -> None:
+        super().__init__("panels-e2m1", (4, 4), _BLOCK_FLOATS)
 
     def kind(self, layer: Layer) -> str:
-        return "s24"
+        return "e2m1"
 
     def why_not(self, layer: Layer) -> str | None:
-        weights = layer.entry.scheme.grid
-        if weights is not None and not weights.symmetric:
-            return "it computes symmetric weights: a pruned weight is the code 0"
-        return super().why_not(layer)
+        return library.why_not_dtype(layer.dtype)
 
-    def pack(self, tensors: Tensors, layer: Layer) -> Tensors:
-        rows, columns = layer.shape
-        layer.storage.validate(tensors, layer.entry.scheme, layer.shape, layer.dtype)
-        group = self.group(layer)
-        panels, groups = -(-rows // PANEL), -(-columns // group)
-        wide = groups * group
-        words = torch.empty(panels, wide // 32, 3, PANEL, dtype=torch.int32)
-        sums = torch.empty(panels, groups, PANEL, dtype=torch.int16)
-        for start, end in row_slices(panels, wide * PANEL, _SLICE):
-            height, part = (end - start) * PANEL, slice(start * PANEL, min(rows, end * PANEL))
-            codes = torch.full((height, wide // 16), _ZEROS, dtype=torch.int32)
-            read = self._kept(tensors["weight_packed"][part], layer.grid.bits, columns // 2)
-            codes[: read.shape[0], : read.shape[1]] = read
-            pair = torch.zeros(height, wide // 8, dtype=torch.uint8)
-            places = from_metadata(tensors["weight_metadata"][part])
-            pair[: places.shape[0], : places.shape[1]] = places
-            words[start:end, :, :2] = codes.view(end - start, PANEL, wide // 32, 2).permute(0, 2, 3, 1)
-            words[start:end, :, 2] = pair.view(torch.int32).view(end - start, PANEL, wide // 32).transpose(1, 2)
-            sums[start:end] = group_sums(codes, groups).view(end - start, PANEL, groups).transpose(1, 2)
-        out = {"weight": words.view(torch.uint8).view(panels, groups, -1), "sums": sums}
-        return out | to_panels(tensors, layer)
+    def numbers(self, codes: torch.Tensor, layer: Layer) -> torch.Tensor:
+        return HALVES[codes.int()]
 
-    @staticmethod
-    def _kept(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-        """Words of the kept codes, whatever their width, as nibbles."""
-        if bits == 4:
-            return from_stream(packed)
-        codes = torch.full((packed.shape[0], -(-count // 8) * 8), 8, dtype=torch.int8)
-        codes[:, :count] += unpack_rows(packed, bits, count)
-        return pack_nibbles(codes)
+    def sample(self, layer: Layer) -> Tensors:
+        made = super().sample(layer)
+        scale = made["scale"].to(FLOAT8)  # of one byte, whatever it means
+        return made | {"scale": scale if layer.grid.group_size == 16 else scale.view(torch.uint8)}
 
-    def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
-        rows, columns = layer.shape
-        packed = tensors["weight"]
-        panels = packed.shape[0]
-        words = packed.view(panels, -1).view(torch.int32).view(panels, -1, 3, PANEL)
-        # Copies: a single column of panels may count as contiguous and still refuse to be seen as bytes.
-        whole = torch.contiguous_format
-        kept = words[:, :, :2].permute(0, 3, 1, 2).clone(memory_format=whole).view(panels * PANEL, -1)
-        halves = (unpack_nibbles(kept) - 8)[:rows, : columns // 2]
-        pair = words[:, :, 2].transpose(1, 2).clone(memory_format=whole).view(panels * PANEL, -1).view(torch.uint8)
-        metadata = to_metadata(pair[:rows, : -(-columns // 8)])
-        values, mask = Sparse24().place(halves, {"weight_metadata": metadata}, layer.entry.scheme, layer.shape, None)
-        return weight_of(values, mask, tensors, layer)
+    def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
+        found = super().linear(tensors, layer, bias)
+        found.factor = 0.5 * (library.FLOAT8_UNIT if found.scale_type == library.FLOAT8 else 1.0)  # codes are in halves
+        if "global_scale" in tensors:
+            found.factor = float(found.factor / tensors["global_scale"].double())
+        return found
 
 
 W4 = Dense("panels-w4", (2, 4), frozenset({"pack-quantized", "packed", "sparse24", "bitmap"}))
 W8 = Dense("panels-w8", (5, 8), frozenset({"pack-quantized", "packed", "int-quantized", "sparse24", "bitmap"}))
-S24 = Pairs()
+FP4 = BlockFloats()
+
+
+def _streams(layer: Layer) -> bool:
+    return layer.grid.bits == 4 and layer.entry.format in _STREAMS
 
 
 def _share(layer: Layer, group: int, groups: int) -> int:

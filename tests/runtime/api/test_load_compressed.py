@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import gpt2, llama, save
 
 import runtime
+from runtime.engines.native.engine import NativeEngine
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.scheme import CompressedWeight
+from runtime.kernels.cpu import library
 
 
 def dense_twin(model: Any, weights: dict[str, CompressedWeight], dtype: torch.dtype | None = None) -> Any:
@@ -30,7 +32,7 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     return float((a - b).norm() / b.norm()) <= tolerance
 
 
-@pytest.mark.parametrize("storage", ["pack-quantized", "packed", "sparse24", "bitmap"])
+@pytest.mark.parametrize("storage", [name for name, scheme in SCHEMES.items() if scheme.activations is None])
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @torch.inference_mode()
 def test_weight_only_formats_compute_with_the_stored_weights(tmp_path: Path, storage: str, kernels: str) -> None:
@@ -44,6 +46,9 @@ def test_weight_only_formats_compute_with_the_stored_weights(tmp_path: Path, sto
     assert set(model.explain()) - {"model"} == set(weights) | {"lm_head"}
     if kernels == "reference":
         assert {model.explain()[name] for name in weights} == {"reference"}
+    elif "fp" in storage and library.load() is not None:
+        assert {model.explain()[name] for name in weights} == {"fp4-c" if "fp4" in storage else "float8-c"}
+        assert type(model.engine) is NativeEngine
     assert len(model.generate("cat", max_new_tokens=5)) > 0
 
 

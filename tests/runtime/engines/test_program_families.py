@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_models import SCHEMES
 from llama_engines import native
 from mixture_models import apart
 from program_families import FAMILIES, FLOAT8, compressed, model_of
@@ -67,6 +68,25 @@ def test_logits_of_float8_models(name: str) -> None:
     for start, end in ((0, 1), (1, 40), (40, 70)):
         row = lean.read(pool, [Chunk(TEXTS[0, start:end].tolist(), start, [1, 0])], every=True)
         assert torch.equal(row, found[0, start:end])
+
+
+@pytest.mark.parametrize("storage", ["mxfp4-pack-quantized", "mxfp8-quantized", "nvfp4-pack-quantized"])
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+def test_tokens_of_models_of_block_floats(name: str, storage: str) -> None:
+    """Dense layers and experts: logits, and the text that comes of them, as of modules with the same weights."""
+    small, twin = compressed(
+        apart(model_of(name, hidden_size=96, head_dim=16, intermediate_size=128)), SCHEMES[storage]
+    )
+    lean, plain = native(small), TorchEngine(twin, CPU)
+    assert ("fp4-c" if "fp4" in storage else "float8-c") in lean.explain().values()
+    assert "reference" not in lean.explain().values()
+    wanted = plain.logits(TEXTS)
+    assert error(lean.logits(TEXTS), wanted) < 1e-5
+    texts = [TEXTS[:1].clone(), TEXTS[:1].clone()]
+    for _ in range(12):
+        for number, engine in enumerate((lean, plain)):
+            texts[number] = torch.cat((texts[number], engine.logits(texts[number])[:, -1:].argmax(-1)), 1)
+    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

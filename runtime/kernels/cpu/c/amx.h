@@ -82,7 +82,7 @@ INLINE void amx_group(const Amx *amx, const uint8_t *w, int cold, const int8_t *
 /* The sums of group g of M rows from `row` on, added to out [M, 32]. */
 INLINE void amx_finish(const Linear *l, const Scales *scales, const Digits *x, int64_t row, const int M, const int D, int64_t g,
                        const int32_t *sums, float *out) {
-    const int H = VECTORS, base = 1 << (l->kind - 1);
+    const int H = VECTORS, base = kind_base(l->kind);
     I sum[VECTORS][2 * STREAMS], offset[VECTORS];
     F result[VECTORS][STREAMS];
     EACH_SUM(M * D) sum[h][s] = i_load(sums + s * PANEL + h * LANES);

@@ -1,4 +1,5 @@
-/* Dense weights [rows, columns] in float32, bfloat16, float16 or float8 with a scale a row, as they lie in the file; float32 activations.
+/* Dense weights [rows, columns] in float32, bfloat16, float16 or float8 with a scale a row, as they lie in the file, or MX8; float32
+ * activations.
  *
  * Products of SECTION columns are added up in 32 running sums (column modulo 32), those by halves; sections one after another, then the
  * columns beyond the last 32: whatever the vectors, the tile and the number of rows (gemm.h has another way to the same sums). */
@@ -25,7 +26,7 @@ INLINE void dense_step(const void *w, const int type, const int64_t *at, const i
                        F sum[2][DENSE_ROWS][RUNNING_VECTORS]) {
     UNROLL for (int v = 0; v < RUNNING_VECTORS; v++) {
         F weight[2];
-        UNROLL for (int n = 0; n < N; n++) weight[n] = f_load_as(w, type, at[n] + k + v * LANES);
+        UNROLL for (int n = 0; n < N; n++) weight[n] = f_load_in(w, type, at[n] + k, v * LANES);
         UNROLL for (int m = 0; m < M; m++) {
             F value = f_load(x + m * apart + k + v * LANES);
             UNROLL for (int n = 0; n < N; n++) sum[n][m][v] = f_fma(weight[n], value, sum[n][m][v]);
@@ -36,14 +37,14 @@ INLINE void dense_step(const void *w, const int type, const int64_t *at, const i
 /* out [N, M] = rows at[0], ..., at[N - 1] of the weight, times M rows of x, `apart` numbers from each other; whole running sums. */
 INLINE void dense_tile(const void *w, const int type, const int64_t *at, const int N, const float *x, int64_t apart, const int M,
                        int64_t columns, int cold, float *out) {
-    const int size = type == TYPE_F8 ? 1 : type == TYPE_F32 ? 4 : 2, line = 2 * RUNNING; /* columns: 64 bytes of the smallest type */
+    const int line = 2 * RUNNING; /* columns: 64 bytes of the smallest type */
     F sum[2][DENSE_ROWS][RUNNING_VECTORS];
     int64_t k = 0;
     UNROLL for (int n = 0; n < N; n++)
         UNROLL for (int m = 0; m < M; m++)
             UNROLL for (int v = 0; v < RUNNING_VECTORS; v++) sum[n][m][v] = f_zero();
     for (; k + line <= columns; k += line) {
-        if (cold) UNROLL for (int n = 0; n < N; n++) fetch((const uint8_t *)w + (at[n] + k) * size, line * size);
+        if (cold) UNROLL for (int n = 0; n < N; n++) fetch(address_of(w, type, at[n] + k), (int)(address_of(w, type, line) - (const uint8_t *)w));
         UNROLL for (int half = 0; half < line; half += RUNNING) dense_step(w, type, at, N, x, apart, M, k + half, sum);
     }
     if (k + RUNNING <= columns) dense_step(w, type, at, N, x, apart, M, k, sum);
@@ -69,9 +70,10 @@ DENSES(TYPE_F32)
 DENSES(TYPE_BF16)
 DENSES(TYPE_F16)
 DENSES(TYPE_F8)
+DENSES(TYPE_MX8)
 #define DENSE_TABLE(TYPE) {dense_##TYPE##_1, dense_##TYPE##_2, dense_##TYPE##_3, dense_##TYPE##_4, dense_##TYPE##_5, dense_##TYPE##_6}
-static const dense_t DENSE_OF[4][6] = { /* [type][rows - 1] */
-    DENSE_TABLE(TYPE_F32), DENSE_TABLE(TYPE_BF16), DENSE_TABLE(TYPE_F16), DENSE_TABLE(TYPE_F8)};
+static const dense_t DENSE_OF[5][6] = { /* [type][rows - 1] */
+    DENSE_TABLE(TYPE_F32), DENSE_TABLE(TYPE_BF16), DENSE_TABLE(TYPE_F16), DENSE_TABLE(TYPE_F8), DENSE_TABLE(TYPE_MX8)};
 
 /* y (+)= x times this member's rows of the weight. */
 SHARED void dense_part(const Linear *l, const float *x, int64_t apart, int64_t rows, void *y, int out_type, int64_t out_stride,

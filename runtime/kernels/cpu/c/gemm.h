@@ -56,18 +56,18 @@ static void gemm_input(const void *x, int type, int64_t apart, int64_t rows, int
 
 /* Rows [n, n + GEMM_PANEL) of the weight, as far as there are; columns [k, k + size), whole running sums. */
 INLINE void transpose_weight(const Linear *l, const int type, int64_t n, int64_t k, int64_t size, float *out) {
-    const int64_t steps = size / RUNNING, bytes = type == TYPE_F8 ? 1 : type == TYPE_F32 ? 4 : 2;
+    const int64_t steps = size / RUNNING;
     for (int64_t j = 0; j < steps; j++, k += RUNNING)
         for (int v = 0; v < GEMM_VECTORS; v++) {
             int64_t at[LANES];
             for (int i = 0; i < LANES; i++) {
                 int64_t row = n + v * LANES + i;
                 at[i] = (row < l->rows ? row : l->rows - 1) * l->columns + k;
-                __builtin_prefetch(l->weight + (at[i] + 8 * RUNNING) * bytes);
+                __builtin_prefetch(address_of(l->weight, type, at[i] + 8 * RUNNING));
             }
             for (int c = 0; c < RUNNING; c += LANES) {
                 F block[LANES];
-                UNROLL for (int i = 0; i < LANES; i++) block[i] = f_load_as(l->weight, type, at[i] + c);
+                UNROLL for (int i = 0; i < LANES; i++) block[i] = f_load_in(l->weight, type, at[i], c);
                 f_transpose(block);
                 UNROLL for (int i = 0; i < LANES; i++)
                     f_store(out + REVERSED[c + i] * SUM_APART(steps) + j * GEMM_PANEL + v * LANES, block[i]);
@@ -133,6 +133,7 @@ SHARED void gemm_part(const Linear *l, const float *x, int64_t rows, void *y, in
                 if (type == TYPE_BF16) transpose_weight(l, TYPE_BF16, n, k, size, weight);
                 else if (type == TYPE_F16) transpose_weight(l, TYPE_F16, n, k, size, weight);
                 else if (type == TYPE_F8) transpose_weight(l, TYPE_F8, n, k, size, weight);
+                else if (type == TYPE_MX8) transpose_weight(l, TYPE_MX8, n, k, size, weight);
                 else transpose_weight(l, TYPE_F32, n, k, size, weight);
                 for (int64_t t = first; t < last; t++) {
                     const int64_t row = rows * t / tiles, M = tile_size(rows, tiles, t);

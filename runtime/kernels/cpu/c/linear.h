@@ -1,13 +1,12 @@
 /* y = x W^T + b with integer weights in panels of 32 rows, activations in digits (digits.h).
  *
- * Weights are panel after panel, group after group: planes of codes + 2^(bits - 1) (planes.h), or 2:4 (sparse.h). Scales are [panel,
- * scale groups, 32]. Every output is the same whatever tile, vector width or thread computed it. */
-enum { KIND_DENSE = 0, KIND_S24 = 1 }; /* others are the bits of a code, 2 to 8 */
-
+ * Weights are panel after panel, group after group: planes of codes (planes.h), integers as code + 2^(bits - 1), or 2:4 (sparse.h). Scales
+ * are [panel, scale groups, 32]. Every output is the same whatever tile, vector width or thread computed it. */
 typedef struct {
     int32_t kind, weight_type, scale_type; /* weight_type: of KIND_DENSE */
     int32_t group, share;                   /* `share` groups of the activations have one scale of the weight */
     int64_t rows, columns, groups;
+    double factor;         /* of all results: what scales have in common; KIND_DENSE: unused */
     const uint8_t *weight; /* KIND_DENSE: [rows, columns] of weight_type */
     const void *scale;     /* KIND_DENSE: NULL, or float32 [rows] */
     const int8_t *zero;   /* [panel, scale groups, 32] zero points, or NULL: symmetric */
@@ -58,7 +57,7 @@ INLINE void next_group(Scales *s) {
 #define GROUPS_AHEAD 8
 INLINE void fetch_scales(const Linear *l, const Scales *s) {
     const int64_t at = s->at + GROUPS_AHEAD * PANEL;
-    const int size = l->scale_type == TYPE_F32 ? 4 : 2;
+    const int size = type_bytes(l->scale_type);
     for (int i = 0; i < PANEL * size; i += 64) __builtin_prefetch((const uint8_t *)l->scale + at * size + i, 0, 3);
     if (l->zero) __builtin_prefetch(l->zero + at, 0, 3);
 }
@@ -92,17 +91,17 @@ INLINE void finish_group(const Linear *l, const Scales *scales, int h0, const in
 /* With few streams a sum would wait for itself: codes of the high nibbles have sums of their own, from S on. */
 #define APART(H, S) (WIDE_SUMS && (H) * (S) <= 8)
 
-/* Eights of columns of a unit, times S streams of x. `narrow`: codes that are bytes have no more than 4 bits. */
-INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t apart, const int H, const int S, const int bits, const int narrow,
-                     const int eights, P part[VECTORS][2 * STREAMS], I sum[VECTORS][2 * STREAMS]) {
-    const int own = APART(H, S) ? S : 0, lines = unit_pieces(bits, eights) * PIECE / 64;
+/* Eights of columns of a unit, times S streams of x. `narrow`: most bits of codes that are bytes; 0: 8. */
+INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t apart, const int H, const int S, const int kind,
+                     const int narrow, const int eights, P part[VECTORS][2 * STREAMS], I sum[VECTORS][2 * STREAMS]) {
+    const int bits = kind_bits(kind), own = APART(H, S) ? S : 0, lines = unit_pieces(bits, eights) * PIECE / 64;
     Small small[VECTORS];
     UNROLL for (int h = 0; h < H; h++) small[h] = small_planes(w + h * LANES * 4, bits, eights);
     UNROLL for (int k = 0; k < eights; k++) {
         Eight codes[VECTORS];
         const int line = lines * k / eights; /* asked for in turn with the dots: many at once would wait for each other */
         if (cold) fetch(w + 64 * line, 64 * (lines * (k + 1) / eights - line));
-        UNROLL for (int h = 0; h < H; h++) codes[h] = eight_columns(w + h * LANES * 4, &small[h], bits, k, own > 0);
+        UNROLL for (int h = 0; h < H; h++) codes[h] = eight_columns(w + h * LANES * 4, &small[h], kind, k, own > 0);
 #if WIDE_SUMS
         UNROLL for (int s = 0; s < S; s++) {
             X front = x_load(digit + s * apart + k * 8), back = x_load(digit + s * apart + k * 8 + 4);
@@ -112,7 +111,7 @@ INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t ap
     }
 #else
         UNROLL for (int half = 0; half < 2; half++) {
-            const int dots = 2 * k + half + 1, wide = bits == 8 && !narrow;
+            const int dots = 2 * k + half + 1, wide = bits == 8 && !narrow, reach = bits == 8 ? narrow : kind_reach(kind);
             UNROLL for (int s = 0; s < S; s++) {
                 X four = x_load(digit + s * apart + k * 8 + half * 4);
                 UNROLL for (int h = 0; h < H; h++) {
@@ -121,7 +120,7 @@ INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t ap
                     if (wide) part[h][S + s] = p_dot(part[h][S + s], w_and(w_shift(code, -4), 15), four);
                 }
             }
-            if (dots == 2 * eights || (!wide && bits > 4 && bits < 8 && dots % MOST_DOTS(bits) == 0)) EACH_SUM(S) {
+            if (dots == 2 * eights || (!wide && reach > 4 && dots % MOST_DOTS(reach) == 0)) EACH_SUM(S) {
                 sum[h][s] = p_flush(sum[h][s], part[h][s], 1), part[h][s] = p_zero();
                 if (wide) sum[h][s] = p_flush(sum[h][s], part[h][S + s], 16), part[h][S + s] = p_zero();
             }
@@ -132,11 +131,12 @@ INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t ap
 
 /* H vectors of a panel from the h0-th on, M rows of x from `row` on, D digits: added to out [M, 32]. */
 INLINE void tile_planes(const Linear *l, const Stretch *run, int h0, const int H, const Digits *x, int64_t row, const int M, const int D,
-                        const int bits, const int narrow, float *out) {
-    const int S = M * D, sums = APART(H, S) || (bits == 8 && !narrow && !WIDE_SUMS) ? 2 * S : S, unit = unit_pieces(bits, EIGHTS) * PIECE;
+                        const int kind, const int narrow, float *out) {
+    const int bits = kind_bits(kind), unit = unit_pieces(bits, EIGHTS) * PIECE;
+    const int S = M * D, sums = APART(H, S) || (bits == 8 && !narrow && !WIDE_SUMS) ? 2 * S : S;
     const int8_t *digit = x->digit + row * D * x->apart + run->first * l->group;
     const uint8_t *w = run->w + h0 * LANES * 4;
-    const int base = 1 << (l->kind - 1);
+    const int base = kind_base(l->kind);
     Scales scales = first_scales(l, run);
     F result[VECTORS][STREAMS];
     UNROLL for (int h = 0; h < H; h++) UNROLL for (int m = 0; m < M; m++) result[h][m] = f_load(out + m * PANEL + (h0 + h) * LANES);
@@ -147,13 +147,13 @@ INLINE void tile_planes(const Linear *l, const Stretch *run, int h0, const int H
         if (run->cold) fetch_scales(l, &scales);
         int left = l->group;
         for (; left >= 32; left -= 32, w += unit, digit += 32)
-            unit_run(w, run->cold, digit, x->apart, H, S, bits, narrow, EIGHTS, part, sum);
+            unit_run(w, run->cold, digit, x->apart, H, S, kind, narrow, EIGHTS, part, sum);
         if (left) {
-            unit_run(w, run->cold, digit, x->apart, H, S, bits, narrow, EIGHTS / 2, part, sum);
+            unit_run(w, run->cold, digit, x->apart, H, S, kind, narrow, EIGHTS / 2, part, sum);
             w += unit_pieces(bits, EIGHTS / 2) * PIECE, digit += 16;
         }
         if (WIDE_SUMS)
-            EACH_SUM(S) sum[h][s] = APART(H, S) ? i_add(part[h][s], i_shift(part[h][S + s], bits <= 4 ? -4 : 0)) : part[h][s];
+            EACH_SUM(S) sum[h][s] = APART(H, S) ? i_add(part[h][s], i_shift(part[h][S + s], kind <= 4 ? -4 : 0)) : part[h][s];
         UNROLL for (int h = 0; h < H; h++)
             if (l->zero) offset[h] = i_add(i_load_i8(l->zero + scales.at + (h0 + h) * LANES), i_set1(base));
         finish_group(l, &scales, h0, H, x, row, M, D, g, sum, offset, base, result);

@@ -17,11 +17,18 @@
 #define DIRECT 0
 #endif
 #define MOST_ROWS 8 /* of x in a tile */
-#define BYTES 9     /* instead of bits: codes that are bytes, of any size; 8: of up to 4 bits */
+#define BYTES 9     /* instead of a kind: codes that are bytes, of any size; NARROW, MIDDLE: of up to 4 bits, of up to 5 */
+#if WIDE_SUMS
+#define NARROW BYTES /* no difference */
+#define MIDDLE BYTES
+#else
+#define NARROW 8
+#define MIDDLE 11
+#endif
 
 /* Bytes of so many groups of a panel. */
 static int64_t run_bytes(const Linear *l, int64_t groups) {
-    return groups * (l->kind == KIND_S24 ? l->group / 32 * 3 * PIECE : group_bytes(l->kind, l->group));
+    return groups * (l->kind == KIND_S24 ? l->group / 32 * 3 * PIECE : group_bytes(kind_bits(l->kind), l->group));
 }
 
 /* The groups of a panel that follow, as many as are next to each other, but at most so many; whether there are any. */
@@ -45,15 +52,16 @@ static int next_stretch(const Linear *l, Stretch *s, int64_t most) {
  * group by group: after a whole panel nothing would be left in the first cache, and nothing asked for meanwhile. */
 INLINE void tile(const Linear *l, const Stretch *run, const int kind, const int V, const Digits *x, int64_t row, const int M, const int D,
                  float *out) {
-    const int bits = kind == BYTES ? 8 : kind;
-    const int64_t step = V == VECTORS ? run->last - run->first : 1, size = kind == KIND_S24 ? run_bytes(l, 1) : group_bytes(bits, l->group);
+    const int bytes = kind == NARROW || kind == MIDDLE || kind == BYTES, codes = bytes ? 8 : kind;
+    const int64_t step = V == VECTORS ? run->last - run->first : 1;
+    const int64_t size = kind == KIND_S24 ? run_bytes(l, 1) : group_bytes(kind_bits(codes), l->group);
     Stretch part = *run;
     for (; part.first < run->last; part.first = part.last, part.w += step * size) {
         part.last = part.first + step;
         for (int h = 0; h < VECTORS; h += V) {
             part.cold = run->cold && h == 0;
             if (kind == KIND_S24) tile_s24(l, &part, h, V, x, row, M, D, out);
-            else tile_planes(l, &part, h, V, x, row, M, D, bits, kind == 8, out);
+            else tile_planes(l, &part, h, V, x, row, M, D, codes, kind == BYTES ? 0 : kind == NARROW ? 4 : 5, out);
         }
     }
 }
@@ -61,7 +69,7 @@ INLINE void tile(const Linear *l, const Stretch *run, const int kind, const int 
 /* There are tiles of so many streams, and of one row. */
 #define TILE(BITS, D, M, MOST)                                                                                       \
     static void tile_##BITS##_##D##_##M(const Linear *l, const Stretch *run, const Digits *x, int64_t row, float *out) { \
-        const int V = VECTORS_OF(BITS == 8 ? 4 : BITS == BYTES ? 8 : BITS, D * M);                                   \
+        const int V = VECTORS_OF(BITS == BYTES ? 8 : BITS == NARROW || BITS == MIDDLE ? 4 : kind_bits(BITS), D * M); \
         if (M == 1 || D * M <= MOST) tile(l, run, BITS, V, x, row, M, D, out);                                       \
     }
 #define FEW_TILES(B, MOST)                                                                    \
@@ -81,15 +89,16 @@ typedef tile_t Tiles[3][MOST_ROWS]; /* [digits - 1][rows - 1] */
     {{tile_##B##_1_1, tile_##B##_1_2, tile_##B##_1_3, tile_##B##_1_4, tile_##B##_1_5, tile_##B##_1_6, tile_##B##_1_7, tile_##B##_1_8}, \
      {tile_##B##_2_1, tile_##B##_2_2, tile_##B##_2_3, tile_##B##_2_4},                                                          \
      {tile_##B##_3_1, tile_##B##_3_2, tile_##B##_3_3}}
-DECLARED const Tiles TILES_2, TILES_3, TILES_4, TILES_5, TILES_6, TILES_7, TILES_9;
+DECLARED const Tiles TILES_2, TILES_3, TILES_4, TILES_5, TILES_6, TILES_7, TILES_9, TILES_10;
 #if IN_PART(TILES)
 #if DIRECT
 FEW_TILES(2, DIRECT)
 FEW_TILES(3, DIRECT)
 FEW_TILES(4, DIRECT)
 FEW_TILES(5, DIRECT)
+FEW_TILES(10, DIRECT) /* KIND_E2M1 */
 #endif
-SHARED const Tiles TILES_2 = FEW(2), TILES_3 = FEW(3), TILES_4 = FEW(4), TILES_5 = FEW(5);
+SHARED const Tiles TILES_2 = FEW(2), TILES_3 = FEW(3), TILES_4 = FEW(4), TILES_5 = FEW(5), TILES_10 = FEW(10);
 #endif
 #if IN_PART(MORE_TILES)
 #if DIRECT
@@ -100,11 +109,14 @@ ALL_TILES(9, MOST_STREAMS)
 SHARED const Tiles TILES_6 = FEW(6), TILES_7 = FEW(7), TILES_9 = ALL(9);
 #endif
 #if WIDE_SUMS
-#define NARROW BYTES /* no difference */
 #define TILES_8 TILES_9
+#define TILES_11 TILES_9
 #else
-#define NARROW 8
-DECLARED const Tiles TILES_8;
+DECLARED const Tiles TILES_8, TILES_11;
+#if IN_PART(TILES)
+ALL_TILES(11, MOST_STREAMS) /* MIDDLE */
+SHARED const Tiles TILES_11 = ALL(11);
+#endif
 #if IN_PART(MORE_TILES)
 ALL_TILES(8, MOST_STREAMS)
 SHARED const Tiles TILES_8 = ALL(8);
@@ -114,35 +126,36 @@ SHARED const Tiles TILES_8 = ALL(8);
 #if IN_PART(PRODUCTS)
 ALL_TILES(1, MOST_STREAMS)
 static const Tiles TILES_1 = ALL(1);
-static const Tiles *const TILES_OF[BYTES + 1] = {
-    NULL, &TILES_1, &TILES_2, &TILES_3, &TILES_4, &TILES_5, &TILES_6, &TILES_7, &TILES_8, &TILES_9}; /* [bits] */
+static const Tiles *const TILES_OF[] = {
+    NULL, &TILES_1, &TILES_2, &TILES_3, &TILES_4, &TILES_5, &TILES_6, &TILES_7, &TILES_8, &TILES_9, &TILES_10,
+    &TILES_11}; /* [kind] */
 #endif
 
 /* Codes of groups [first, last) of a panel as bytes, four columns a piece. */
-#define EXPAND(BITS)                                                                                                            \
-    static void expand_##BITS(const Linear *l, const uint8_t *w, int64_t groups, uint8_t *out) {                                \
+#define EXPAND(KIND)                                                                                                            \
+    static void expand_##KIND(const Linear *l, const uint8_t *w, int64_t groups, uint8_t *out) {                                \
         for (; groups; groups--)                                                                                                \
             for (int left = l->group; left > 0; left -= 32) {                                                                   \
                 const int eights = left >= 32 ? EIGHTS : EIGHTS / 2;                                                            \
-                fetch(w, unit_pieces(BITS, EIGHTS) * PIECE);                                                                    \
-                if (left >= 32) expand_unit(w, BITS, EIGHTS, out);                                                              \
-                else expand_unit(w, BITS, EIGHTS / 2, out);                                                                     \
-                w += unit_pieces(BITS, eights) * PIECE, out += 2 * eights * PIECE;                                              \
+                fetch(w, unit_pieces(kind_bits(KIND), EIGHTS) * PIECE);                                                         \
+                if (left >= 32) expand_unit(w, KIND, EIGHTS, out);                                                              \
+                else expand_unit(w, KIND, EIGHTS / 2, out);                                                                     \
+                w += unit_pieces(kind_bits(KIND), eights) * PIECE, out += 2 * eights * PIECE;                                   \
             }                                                                                                                   \
     }
-INLINE void expand_unit(const uint8_t *w, const int bits, const int eights, uint8_t *out) {
+INLINE void expand_unit(const uint8_t *w, const int kind, const int eights, uint8_t *out) {
     UNROLL for (int h = 0; h < VECTORS; h++) {
-        Small small = small_planes(w + h * LANES * 4, bits, eights);
+        Small small = small_planes(w + h * LANES * 4, kind_bits(kind), eights);
         UNROLL for (int k = 0; k < eights; k++) {
-            Eight codes = eight_columns(w + h * LANES * 4, &small, bits, k, 0);
+            Eight codes = eight_columns(w + h * LANES * 4, &small, kind, k, 0);
             w_store(out + 2 * k * PIECE + h * LANES * 4, codes.low);
             w_store(out + (2 * k + 1) * PIECE + h * LANES * 4, codes.high);
         }
     }
 }
-EXPAND(2) EXPAND(3) EXPAND(4) EXPAND(5) EXPAND(6) EXPAND(7)
-static void (*const EXPAND_OF[8])(const Linear *, const uint8_t *, int64_t, uint8_t *) = {
-    NULL, NULL, expand_2, expand_3, expand_4, expand_5, expand_6, expand_7};
+EXPAND(2) EXPAND(3) EXPAND(4) EXPAND(5) EXPAND(6) EXPAND(7) EXPAND(10)
+static void (*const EXPAND_OF[])(const Linear *, const uint8_t *, int64_t, uint8_t *) = {
+    NULL, NULL, expand_2, expand_3, expand_4, expand_5, expand_6, expand_7, NULL, NULL, expand_10}; /* [kind] */
 
 /* Codes of so many groups as bytes, in `out` if they are not; 2:4 as they are. */
 static const uint8_t *as_bytes(const Linear *l, const uint8_t *w, int64_t groups, uint8_t *out) {
@@ -154,12 +167,12 @@ static const uint8_t *as_bytes(const Linear *l, const uint8_t *w, int64_t groups
 DECLARED void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, int add, const Team *team);
 #if IN_PART(PRODUCTS)
 /* All rows of x from `row` on, `count` of them, with groups of the run, in tiles. */
-static void run_tiles(const Linear *l, Stretch *run, int bits, const Digits *x, int64_t row, int64_t count, float *out) {
+static void run_tiles(const Linear *l, Stretch *run, int kind, const Digits *x, int64_t row, int64_t count, float *out) {
     int most = MOST_STREAMS / x->digits;
     int64_t tiles = tiles_of(count, most < 1 ? 1 : most > MOST_ROWS ? MOST_ROWS : most);
     for (int64_t t = 0, m, done = 0; t < tiles; t++, done += m, run->cold = 0) {
         m = tile_size(count, tiles, t);
-        (*TILES_OF[bits])[x->digits - 1][m - 1](l, run, x, row + done, out + done * PANEL);
+        (*TILES_OF[kind])[x->digits - 1][m - 1](l, run, x, row + done, out + done * PANEL);
     }
 }
 
@@ -178,12 +191,13 @@ static void begin_rows(const Linear *l, const Digits *x, int64_t row, int64_t co
 SHARED void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, int add, const Team *team) {
     _Alignas(64) uint8_t codes[BLOCK_COLUMNS * PANEL];
     _Alignas(64) float out[BLOCK_ROWS * PANEL];
-    const int bits = l->kind, direct = bits != KIND_S24 && bits != 8 && DIRECT && (x->rows == 1 || x->rows * x->digits <= DIRECT);
+    const int kind = l->kind, direct = kind != KIND_S24 && kind != 8 && DIRECT && (x->rows == 1 || x->rows * x->digits <= DIRECT);
+    const int bytes = kind == KIND_S24 ? KIND_S24 : kind <= 4 ? NARROW : kind_reach(kind) == 5 ? MIDDLE : BYTES;
     int64_t start, end;
     team_part(team, l->rows, PANEL, &start, &end);
     const Amx amx = start < end && !direct ? amx_begin(l, x) : (Amx){0};
     const int64_t columns = amx.rows ? AMX_COLUMNS : BLOCK_COLUMNS;
-    const int64_t block = direct || bits == KIND_S24 ? x->groups : columns / l->group;
+    const int64_t block = direct || kind == KIND_S24 ? x->groups : columns / l->group;
     for (int64_t n = start; n < end; n += PANEL) {
         int valid = (int)(l->rows - n < PANEL ? l->rows - n : PANEL);
         for (int64_t row = 0; row < x->rows; row += BLOCK_ROWS) {
@@ -192,14 +206,15 @@ SHARED void integer_part(const Linear *l, const Digits *x, void *y, int out_type
             for (Stretch run = before_panel(l, n / PANEL); next_stretch(l, &run, block);) {
                 run.cold = 1;
                 if (direct) {
-                    (*TILES_OF[bits])[x->digits - 1][x->rows - 1](l, &run, x, 0, out);
+                    (*TILES_OF[kind])[x->digits - 1][x->rows - 1](l, &run, x, 0, out);
                     continue;
                 }
                 const uint8_t *w = as_bytes(l, run.w, run.last - run.first, codes);
                 run.cold = w == run.w, run.w = w;
                 if (amx.rows) amx_run(l, &amx, &run, x, row, count, out);
-                else run_tiles(l, &run, bits == KIND_S24 ? KIND_S24 : bits <= 4 ? NARROW : BYTES, x, row, count, out);
+                else run_tiles(l, &run, bytes, x, row, count, out);
             }
+            for (int64_t i = 0; i < count * PANEL && l->factor != 1; i++) out[i] = (float)(out[i] * l->factor);
             for (int64_t i = 0; i < count; i++)
                 put_row(y, out_type, (row + i) * out_stride + n, out + i * PANEL, l->bias ? l->bias + n : NULL, valid, add);
         }

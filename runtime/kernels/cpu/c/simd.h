@@ -62,6 +62,15 @@ static inline uint16_t float_to_f16(float value) { /* to nearest, ties to even *
 /* float8 e4m3, 2^8 times smaller: shifted by seven bits its exponent and mantissa are those of a float16. (NaN has no such neighbour.) */
 static inline float f8_to_float(uint8_t byte) { return f16_to_float((uint16_t)((byte & 0x80) << 8 | (byte & 0x7f) << 7)); }
 
+/* e8m0, 2^(byte - 127); 255, which is no number, as infinity. */
+#define E8M0_LEAST 0x00400000 /* the bits of 2^-127, which is subnormal */
+static inline float e8m0_to_float(uint8_t byte) {
+    uint32_t bits = byte ? (uint32_t)byte << 23 : E8M0_LEAST;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
 #if defined(COMPRESS_EMULATED) || defined(__AVX512VNNI__)
 #include "simd_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -79,18 +88,33 @@ static inline float f8_to_float(uint8_t byte) { return f16_to_float((uint16_t)((
 #define UNROLL /* each step is many instructions already */
 #endif
 
-enum { TYPE_F32 = 0, TYPE_BF16 = 1, TYPE_F16 = 2, TYPE_F8 = 3 };
+/* F8, MX8: of weights only; E8M0: of scales only, as F8 may be. MX8: float8 in blocks of 32, before each its scale, e8m0: 33 bytes. */
+enum { TYPE_F32 = 0, TYPE_BF16 = 1, TYPE_F16 = 2, TYPE_F8 = 3, TYPE_MX8 = 4, TYPE_E8M0 = 5 };
+INLINE int type_bytes(const int type) { return type == TYPE_F32 ? 4 : type == TYPE_BF16 || type == TYPE_F16 ? 2 : 1; }
+
+/* Where a number is, or the block that begins with it: then index is a multiple of 32. */
+INLINE const uint8_t *address_of(const void *p, const int type, int64_t index) {
+    return (const uint8_t *)p + (type == TYPE_MX8 ? index + (index >> 5) : index * type_bytes(type));
+}
 
 INLINE F f_load_as(const void *p, int type, int64_t index) {
     if (type == TYPE_BF16) return f_load_bf16((const uint16_t *)p + index);
     if (type == TYPE_F16) return f_load_f16((const uint16_t *)p + index);
     if (type == TYPE_F8) return f_load_f8((const uint8_t *)p + index);
+    if (type == TYPE_E8M0) return f_load_e8m0((const uint8_t *)p + index);
     return f_load((const float *)p + index);
+}
+/* The same of numbers [index + more, ...), in blocks too, of which `more` is a place. */
+INLINE F f_load_in(const void *p, int type, int64_t index, int more) {
+    if (type != TYPE_MX8) return f_load_as(p, type, index + more);
+    const uint8_t *block = address_of(p, type, index);
+    return f_mul(f_load_f8(block + 1 + more), f_set1(e8m0_to_float(*block)));
 }
 INLINE float load_as(const void *p, int type, int64_t index) {
     if (type == TYPE_BF16) return bf16_to_float(((const uint16_t *)p)[index]);
     if (type == TYPE_F16) return f16_to_float(((const uint16_t *)p)[index]);
     if (type == TYPE_F8) return f8_to_float(((const uint8_t *)p)[index]);
+    if (type == TYPE_E8M0) return e8m0_to_float(((const uint8_t *)p)[index]);
     return ((const float *)p)[index];
 }
 INLINE void store_as(void *p, int type, int64_t index, float value) {

@@ -1,6 +1,6 @@
 /* Vectors of AVX2: 8 lanes of 32 bits.
  *
- * Products of bytes are added in 16 bits: a code of b bits times a digit (-128..127), two a lane, is at most 2^(b + 8) in size, so
+ * Products of bytes are added in 16 bits: a number of b bits times a digit (-128..127), two a lane, is at most 2^(b + 8) in size, so
  * MOST_DOTS(b) of them fit before they must be widened. Codes of 8 bits go as two halves of 4. */
 #include <immintrin.h>
 #define STAY(VECTOR) __asm__("" : "+x"(VECTOR)) /* compilers add in an order that needs more registers than there are */
@@ -21,6 +21,10 @@ static inline void w_store(uint8_t *p, W w) { _mm256_storeu_si256((__m256i *)p, 
 static inline W w_and(W w, int mask) { return _mm256_and_si256(w, _mm256_set1_epi8((char)mask)); }
 static inline W w_shift(W w, int left) { return left < 0 ? _mm256_srli_epi16(w, -left) : _mm256_slli_epi16(w, left); }
 static inline W w_select(int mask, W a, W b) { return _mm256_or_si256(w_and(a, mask), w_and(b, ~mask)); }
+/* Bytes of a table, by numbers below 16. */
+static inline W w_lookup(const uint8_t table[16], W w) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), w);
+}
 static inline X x_load(const int8_t *p) {
     int32_t four;
     memcpy(&four, p, 4);
@@ -65,6 +69,10 @@ static inline F f_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu
 static inline F f_load_f8(const uint8_t *p) {
     __m128i half = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p)), 7);
     return _mm256_cvtph_ps(_mm_and_si128(half, _mm_set1_epi16((short)0xbfff)));
+}
+static inline F f_load_e8m0(const uint8_t *p) {
+    __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)), 23);
+    return _mm256_castsi256_ps(_mm256_max_epu32(bits, _mm256_set1_epi32(E8M0_LEAST)));
 }
 static inline float f_sum(F v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

@@ -29,6 +29,10 @@ static inline void w_store(uint8_t *p, W w) { _mm512_storeu_si512((void *)p, w);
 static inline W w_and(W w, int mask) { return _mm512_and_si512(w, _mm512_set1_epi8((char)mask)); }
 static inline W w_shift(W w, int left) { return left < 0 ? _mm512_srli_epi16(w, (unsigned)-left) : _mm512_slli_epi16(w, (unsigned)left); }
 static inline W w_select(int mask, W a, W b) { return _mm512_ternarylogic_epi32(_mm512_set1_epi8((char)mask), a, b, 0xca); }
+/* Bytes of a table, by numbers below 16. */
+static inline W w_lookup(const uint8_t table[16], W w) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), w);
+}
 static inline X x_load(const int8_t *p) {
     int32_t four;
     memcpy(&four, p, 4);
@@ -70,6 +74,10 @@ static inline F f_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_lo
 static inline F f_load_f8(const uint8_t *p) {
     __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
     return _mm512_cvtph_ps(_mm256_and_si256(half, _mm256_set1_epi16((short)0xbfff)));
+}
+static inline F f_load_e8m0(const uint8_t *p) {
+    __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)), 23);
+    return _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(E8M0_LEAST)));
 }
 static inline float f_sum(F v) { return _mm512_reduce_add_ps(v); }
 /* 16 vectors as the rows of a matrix, transposed. */

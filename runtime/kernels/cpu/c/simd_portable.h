@@ -15,6 +15,13 @@ static inline void w_store(uint8_t *p, W w) { memcpy(p, &w, 64); }
 static inline W w_and(W w, int mask) { return w & (uint32_t)mask * 0x01010101u; }
 static inline W w_shift(W w, int left) { return left < 0 ? w >> -left : w << left; }
 static inline W w_select(int mask, W a, W b) { return w_and(a, mask) | w_and(b, ~mask & 255); }
+/* Bytes of a table, by numbers below 16. */
+static inline W w_lookup(const uint8_t table[16], W w) {
+    uint8_t bytes[64];
+    memcpy(bytes, &w, 64);
+    for (int i = 0; i < 64; i++) bytes[i] = table[bytes[i]];
+    return w_load(bytes);
+}
 static inline X x_load(const int8_t *p) { return (X){{p[0], p[1], p[2], p[3]}}; }
 static inline I i_set1(int32_t v) { return v - (I){0}; }
 static inline I i_zero(void) { return (I){0}; }
@@ -47,6 +54,7 @@ static inline float f_reduce_max(F v) {
 static inline F f_load_bf16(const uint16_t *p) { F r; EACH r[i] = bf16_to_float(p[i]); return r; }
 static inline F f_load_f16(const uint16_t *p) { F r; EACH r[i] = f16_to_float(p[i]); return r; }
 static inline F f_load_f8(const uint8_t *p) { F r; EACH r[i] = f8_to_float(p[i]); return r; }
+static inline F f_load_e8m0(const uint8_t *p) { F r; EACH r[i] = e8m0_to_float(p[i]); return r; }
 static inline float f_sum(F v) {
     for (int step = 8; step; step >>= 1)
         for (int i = 0; i < step; i++) v[i] += v[i + step];

@@ -1,7 +1,8 @@
-/* Weights back from panels: w = (code - zero) * scale, for products with many rows that a library's matrix product does.
+/* Weights back from panels: w = (number - zero) * scale, for products with many rows that a library's matrix product does.
  *
  * A tile is written transposed, [columns, rows of the tile]: the rows of a panel are neighbours in memory then, one vector a
- * column. A code times a 16-bit scale is exact in float32; in a 16-bit type it is rounded once. */
+ * column. A number times a scale of up to 16 bits is exact in float32, unless scales have a factor that is no power of two; in a 16-bit
+ * type it is rounded once. */
 typedef struct {
     const Linear *linear;
     void *out;
@@ -30,7 +31,7 @@ static void tile_job(void *p, const Team *team) {
     uint32_t firsts = 0, seconds = 0; /* PAIR as two words of 2-bit places: lanes shift, no table */
     for (int i = 0; i < 8; i++) firsts |= (uint32_t)PAIR[i][0] << (2 * i), seconds |= (uint32_t)PAIR[i][1] << (2 * i);
     uint8_t bytes[MOST_GROUP * PANEL];
-    const int base = l->kind == KIND_S24 ? 8 : 1 << (l->kind - 1);
+    const int base = kind_base(l->kind);
     team_part(team, t->last - t->first, 1, &start, &end);
     for (int64_t panel = t->first + start; panel < t->first + end; panel++) {
         Stretch run = before_panel(l, panel);
@@ -42,7 +43,7 @@ static void tile_job(void *p, const Team *team) {
             int32_t zero[PANEL], code[PANEL];
             int64_t set = (panel * sets + g / l->share) * PANEL;
             for (int i = 0; i < PANEL; i++) {
-                scale[i] = load_as(l->scale, l->scale_type, set + i);
+                scale[i] = (float)(load_as(l->scale, l->scale_type, set + i) * l->factor);
                 zero[i] = base + (l->zero ? l->zero[set + i] : 0);
             }
             const int stored = more && run.first == g;

@@ -22,9 +22,10 @@ BLOCKS = 5
 
 @pytest.fixture(scope="session")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A compressed Llama (lean engine) and a compressed GPT-2 (transformers' modules). Read only."""
+    """Compressed Llamas, of integers and of floats (lean engine), and a compressed GPT-2 (transformers' modules). Read only."""
     home = tmp_path_factory.mktemp("streaming")
     compress(llama(num_hidden_layers=BLOCKS), home / "llama", inside_blocks("pack-quantized"))
+    compress(llama(num_hidden_layers=BLOCKS), home / "floats", inside_blocks("nvfp4-pack-quantized"))
     scheme = ("packed", SCHEMES["packed"])
     compress(gpt2(n_layer=BLOCKS), home / "gpt2", lambda n: scheme if n.rpartition(".")[2].startswith("c_") else None)
     return {path.name: path for path in home.iterdir()}

@@ -24,6 +24,7 @@ BINARY(_mm512_xor_si512, a.u32[i] ^ b.u32[i])
 BINARY(_mm512_add_epi32, a.u32[i] + b.u32[i])
 BINARY(_mm512_sub_epi32, a.u32[i] - b.u32[i])
 BINARY(_mm512_mullo_epi32, a.u32[i] * b.u32[i])
+BINARY(_mm512_max_epu32, a.u32[i] > b.u32[i] ? a.u32[i] : b.u32[i])
 BINARY(_mm512_permutexvar_epi32, b.u32[a.u32[i] & 15])
 
 #define FLOATS(NAME, EXPRESSION)               \
@@ -77,6 +78,7 @@ MAKE __m512i _mm512_shuffle_epi8(__m512i a, __m512i b) {
 }
 MAKE __m512i _mm512_broadcast_i32x4(__m128i a) { __m512i r; BYTE r.u8[i] = a.u8[i % 16]; return r; }
 MAKE __m512i _mm512_cvtepi8_epi32(__m128i a) { __m512i r; LANE r.i32[i] = a.i8[i]; return r; }
+MAKE __m512i _mm512_cvtepu8_epi32(__m128i a) { __m512i r; LANE r.i32[i] = a.u8[i]; return r; }
 MAKE __m512i _mm512_cvtepi16_epi32(__m256i a) { __m512i r; LANE r.i32[i] = a.i16[i]; return r; }
 MAKE __m512i _mm512_cvtepu16_epi32(__m256i a) { __m512i r; LANE r.i32[i] = a.u16[i]; return r; }
 MAKE __m512 _mm512_cvtepi32_ps(__m512i a) { __m512 r; LANE r.f[i] = (float)a.i32[i]; return r; }

@@ -14,6 +14,7 @@ import torch
 from weight_cases import int_scheme
 
 from runtime.kernels.cpu import library
+from runtime.kernels.cpu.float8 import Float8Cpu
 from runtime.kernels.cpu.panels import PANEL
 from runtime.system import instruction_sets
 
@@ -39,7 +40,7 @@ def guarded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check(native: ctypes.CDLL, kind: str, scheme: object, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    storage = {None: "packed", "2:4": "sparse24"}.get(scheme.sparsity, "bitmap")
+    storage = None if kind == "e2m1" else {None: "packed", "2:4": "sparse24"}.get(scheme.sparsity, "bitmap")
     made = products.case(kind, scheme, shape, dtype, storage=storage)
     x = torch.randn(21, shape[1]).to(dtype)
     for digits in (1, 2, 3):
@@ -62,9 +63,22 @@ def check(native: ctypes.CDLL, kind: str, scheme: object, shape: tuple[int, int]
 
 def check_dense(native: ctypes.CDLL, shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight, bias, x = guarded(torch.randn(shape).to(dtype)), guarded(torch.randn(shape[0])), torch.randn(41, shape[1])
-    linear = products.dense(weight, bias)
+    check_rows(native, products.dense(weight, bias), x, dtype)
+
+
+def check_blocks(native: ctypes.CDLL, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    layer, _ = products.linear(products.MXFP8, shape, dtype)
+    kernel = layer.prepare("float8-c").decode
+    assert isinstance(kernel, Float8Cpu)
+    tensors = {name: guarded(tensor) for name, tensor in layer._tensors().items()}
+    check_rows(
+        native, kernel.linear(tensors, layer.layer, guarded(torch.randn(shape[0]))), torch.randn(41, shape[1]), dtype
+    )
+
+
+def check_rows(native: ctypes.CDLL, linear: library.Linear, x: torch.Tensor, dtype: torch.dtype) -> None:
     for rows in (1, 2, 3, 9, 13, 25, 41):
-        own, y = guarded(x[:rows].to(dtype)), guarded(torch.zeros(rows, shape[0], dtype=dtype))
+        own, y = guarded(x[:rows].to(dtype)), guarded(torch.zeros(rows, linear.rows, dtype=dtype))
         memory = guarded(torch.zeros(native.linear_memory(ctypes.byref(linear), rows, 1), dtype=torch.uint8))
         kind = library.TYPES[dtype]
         native.linear_run(ctypes.byref(linear), own.data_ptr(), kind, rows, y.data_ptr(), kind, 1, memory.data_ptr(), 1)
@@ -79,14 +93,16 @@ def main() -> None:
         library.declare(libraries[-1])
     done = 0
     for native in libraries:
-        for shape in ((1, 1), (16, 32), (17, 257), (33, 100)):
+        for shape in ((1, 1), (16, 32), (17, 257), (33, 100), (33, 96)):
             for kind, scheme in (
                 ("w4", int_scheme(4, False, 16)), ("w4", int_scheme(4, True, "channel")), ("w8", int_scheme(8, False, 16)),
                 ("w8", int_scheme(8, True, "tensor")), ("w4", int_scheme(3, True, 16)), ("w8", int_scheme(7, False, 16)),
                 ("s24", int_scheme(4, True, "channel", "2:4")),
                 ("s24", int_scheme(4, True, 32, "2:4")), ("w4", int_scheme(4, False, 16, "block:32x16")),
-                ("w8", int_scheme(5, True, 32, "block:32x32")),
+                ("w8", int_scheme(5, True, 32, "block:32x32")), *(("e2m1", scheme) for scheme in products.FLOATS.values()),
             ):  # fmt: skip
+                if kind == "e2m1" and shape[1] % 32:
+                    continue
                 if (scheme.weights.group_size or 1) > shape[1] or (scheme.sparsity and shape[1] % 4):
                     continue
                 for dtype in (torch.bfloat16, torch.float32):
@@ -95,6 +111,8 @@ def main() -> None:
                 _kept.clear()
             for dtype in (torch.bfloat16, torch.float32):
                 check_dense(native, shape, dtype)
+                if shape[1] % 32 == 0:
+                    check_blocks(native, shape, dtype)
                 done += 1
             _kept.clear()
     print(done, "cases")

@@ -12,16 +12,25 @@ import torch
 from weight_cases import random_weight
 
 from runtime import formats
+from runtime.formats.block_float import BlockFloat
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import CompressedWeight, Scheme
 from runtime.kernels import Layer
 from runtime.kernels.cpu import library, panels
+from runtime.kernels.cpu.sparse24 import S24
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.system import native
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
-LAYOUTS = {"w4": panels.W4, "w8": panels.W8, "s24": panels.S24}  # of codes up to 4 bits, up to 8, 2:4
+LAYOUTS = {
+    "w4": panels.W4,
+    "w8": panels.W8,
+    "s24": S24,
+    "e2m1": panels.FP4,
+}  # of codes up to 4 bits, up to 8, 2:4, 4-bit floats
+FLOATS = {"mxfp4": Scheme(BlockFloat(4)), "nvfp4": Scheme(BlockFloat(4, group_size=16, scales="e4m3"))}
+MXFP8 = Scheme(BlockFloat(8))
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of rounding, relative
 TINY = {
     torch.float32: 2.0**-149,
@@ -106,6 +115,14 @@ def multiply(
 def exact_weight(weight: CompressedWeight) -> torch.Tensor:
     """`(code - zero) * scale` in float64."""
     scheme, columns = weight.scheme.weights, weight.values.shape[1]
+    if isinstance(scheme, BlockFloat):
+        own = weight.parameters
+        scale = (
+            own["scale"].double() / own["global_scale"].double()
+            if "global_scale" in own
+            else 2.0 ** (own["scale"].double() - 127)
+        )
+        return weight.values.double() / 2 * scheme.spread(scale, columns)
     assert weight.scale is not None
     codes = weight.values.double()
     if weight.zero_point is not None:

@@ -70,6 +70,14 @@ def test_every_width_and_group(bits, group, tiles):
             compare(tiles, made, x[:rows], digits, 1 + rows % 2)
 
 
+@pytest.mark.parametrize("name", products.FLOATS)
+def test_block_floats(name, tiles):
+    made = products.case("e2m1", products.FLOATS[name], (70, 544), torch.float32)
+    for digits in (1, 2, 3):
+        for rows in (1, 16, 37):
+            compare(tiles, made, torch.randn(rows, 544) * 3, digits, 2)
+
+
 @pytest.mark.parametrize("group", [512, "channel", "tensor"])
 @pytest.mark.parametrize("columns", [1040, 1023])
 def test_groups_that_share_a_scale(group, columns, tiles):

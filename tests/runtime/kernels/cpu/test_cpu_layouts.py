@@ -14,7 +14,7 @@ from products import case, linear
 from weight_cases import int_scheme, random_weight
 
 from runtime import formats
-from runtime.kernels.cpu import library, panels
+from runtime.kernels.cpu import library, planes
 from runtime.system import instruction_sets
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
@@ -70,9 +70,9 @@ def test_float64_scales_come_back():
 def test_planes(bits, columns):
     """Each bit of a unit is where planes.h says, and takes no more room than its half of a word needs."""
     codes = torch.randint(0, 1 << bits, (5, 3, columns)).to(torch.int8)
-    words = panels.pack_planes(codes, bits)
+    words = planes.pack_planes(codes, bits)
     assert words.shape[-1] * 4 == library.group_bytes(bits, columns)
-    assert torch.equal(panels.unpack_planes(words, bits, columns), codes)
+    assert torch.equal(planes.unpack_planes(words, bits, columns), codes)
     expected, first, place = torch.zeros(5, 3, words.shape[-1], dtype=torch.int64), 0, 0
     for width in (width for width in (8, 4, 2, 1) if bits & width):
         for column in range(columns):
@@ -88,10 +88,10 @@ def test_planes(bits, columns):
 
 def test_words():
     codes = torch.randint(-8, 8, (5, 40), dtype=torch.int8)
-    packed = panels.pack_nibbles(codes + 8)
-    assert torch.equal(panels.unpack_nibbles(packed) - 8, codes)
-    assert torch.equal(panels.from_stream(formats.bitpack.pack_rows(codes, 4)), packed)
-    assert torch.equal(panels.group_sums(packed, 5), codes.view(5, 5, 8).sum(-1).to(torch.int16))
+    packed = planes.pack_nibbles(codes + 8)
+    assert torch.equal(planes.unpack_nibbles(packed) - 8, codes)
+    assert torch.equal(planes.from_stream(formats.bitpack.pack_rows(codes, 4)), packed)
+    assert torch.equal(planes.group_sums(packed, 5), codes.view(5, 5, 8).sum(-1).to(torch.int16))
 
 
 @pytest.mark.parametrize("shape", [(64, 512), (37, 216), (1, 40), (33, 1000), (96, 32), (70, 72)])

@@ -18,6 +18,7 @@ KINDS = {
     "w4": int_scheme(4, True, 32),
     "w8": int_scheme(8, False, 16),
     "s24": int_scheme(4, True, 32, "2:4"),
+    **products.FLOATS,
     "dense": None,
 }
 
@@ -76,8 +77,10 @@ def layer(
                 own[name] = products.dense(value, offset)
                 keep.append(value)
             else:
-                storage = "sparse24" if scheme.sparsity else "packed"
-                made = products.case(kind, scheme, shape, torch.float32, 3 * number + place, storage)
+                storage = {"s24": "sparse24", "w4": "packed", "w8": "packed"}.get(kind)
+                made = products.case(
+                    "e2m1" if storage is None else kind, scheme, shape, torch.float32, 3 * number + place, storage
+                )
                 value = made.weight.dequantize()
                 own[name] = made.layout.linear(made.prepared, made.layer, offset)
                 keep.append(made)

@@ -25,12 +25,14 @@ GRIDS = [
     ("w4", int_scheme(2, True, 16)), ("w8", int_scheme(6, True, 48)), ("w8", int_scheme(7, False, 64)),
     ("w8", int_scheme(5, True, 16)), ("s24", int_scheme(4, True, 64, "2:4")),
     ("s24", int_scheme(3, True, "channel", "2:4")), ("s24", int_scheme(4, True, 160, "2:4")),
+    *(("e2m1", scheme) for scheme in products.FLOATS.values()),
 ]  # fmt: skip
 TILED = [
     ("w4", int_scheme(4, True, 32)), ("w4", int_scheme(4, False, 48)), ("w8", int_scheme(8, True, 32)),
     ("w8", int_scheme(8, False, 16)), ("w4", int_scheme(3, False, 32)), ("w8", int_scheme(7, True, 80)),
-    ("s24", int_scheme(4, True, 32, "2:4")),
+    ("s24", int_scheme(4, True, 32, "2:4")), *(("e2m1", scheme) for scheme in products.FLOATS.values()),
 ]  # fmt: skip
+STORAGE = {"s24": "sparse24", "w4": "packed", "w8": "packed"}
 ROWS = 13
 
 
@@ -59,13 +61,13 @@ def test_every_instruction_set_gives_the_same(kind, scheme, emulated):
     assert "portable" in libraries
     columns = (
         544
-        if scheme.sparsity
+        if kind in ("s24", "e2m1")
         else 537
         if scheme.weights.strategy != "group" or scheme.weights.group_size < 512
         else 640
     )
     for dtype, digits in ((torch.bfloat16, 1), (torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 3)):
-        made = products.case(kind, scheme, (37, columns), dtype, storage="sparse24" if scheme.sparsity else "packed")
+        made = products.case(kind, scheme, (37, columns), dtype, storage=STORAGE.get(kind))
         x, bias = inputs((ROWS, columns), dtype), torch.randn(37)
         results = {name: products.run(lib, made, x, digits, bias=bias) for name, lib in libraries.items()}
         first = results["portable"]
@@ -95,7 +97,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(kind, scheme):
 @pytest.mark.parametrize(("kind", "scheme"), TILED, ids=str)
 def test_every_tile_of_every_instruction_set_gives_the_same(kind, scheme, digits, emulated):
     """Each number of rows has tiles of its own."""
-    made = products.case(kind, scheme, (69, 160), torch.float32, storage="sparse24" if scheme.sparsity else "packed")
+    made = products.case(kind, scheme, (69, 160), torch.float32, storage=STORAGE.get(kind))
     x, bias = torch.randn(17, 160, generator=torch.Generator().manual_seed(5)), torch.randn(69)
     alone = torch.cat([products.run(library.load("portable"), made, row[None], digits, bias=bias) for row in x])
     for name, lib in (*emulated.items(), *((name, library.load(name)) for name in instruction_sets.available())):
@@ -169,10 +171,12 @@ def test_dequantized_tiles_are_the_weight(kind, scheme, emulated):
         (69, 544 if (scheme.weights.group_size or 0) < 512 else 1024),
         torch.bfloat16,
         3,
-        "sparse24" if scheme.sparsity else "packed",
+        STORAGE.get(kind),
     )
     linear = ctypes.byref(made.layout.linear(made.prepared, made.layer, None))
     exact = products.exact_weight(made.weight)
+    if kind == "e2m1":  # the steps are float32
+        exact = scheme.weights.dequantize(made.weight.values, made.weight.parameters, torch.float32)
     for lib in [*emulated.values(), *map(library.load, instruction_sets.available())]:
         for first, last, dtype in ((0, 3, torch.float32), (1, 2, torch.bfloat16), (2, 3, torch.float16)):
             rows = slice(first * panels.PANEL, min(69, last * panels.PANEL))

@@ -21,6 +21,7 @@ from weight_cases import int_scheme
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import NativeEngine
 from runtime.kernels.cpu import library
+from runtime.kernels.cpu.integer import CKernel
 from runtime.kv_cache.policy.policy import Policy
 from runtime.system import instruction_sets, native
 
@@ -76,6 +77,9 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
             )
             bias = torch.randn(rows)
             made.append((case.layout.linear(case.prepared, case.layer, bias), (case, bias)))
+        for scheme in products.FLOATS.values() if columns % 32 == 0 else ():
+            case = products.case("e2m1", scheme, (rows, columns), torch.bfloat16)
+            made.append((case.layout.linear(case.prepared, case.layer, None), case))
         case = products.case(
             "s24", int_scheme(4, True, "channel", "2:4"), (rows, columns), torch.float32, storage="sparse24"
         )
@@ -83,6 +87,11 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
         for dtype in (*FLOATS, torch.float8_e4m3fn):
             weight, scale = torch.randn(rows, columns).to(dtype), torch.rand(rows) if dtype.itemsize == 1 else None
             made.append((products.dense(weight, scale=scale), (weight, scale)))
+        if columns % 32 == 0:
+            layer, _ = products.linear(products.MXFP8, (rows, columns))
+            kernel = layer.prepare("float8-c").decode
+            assert isinstance(kernel, CKernel)
+            made.append((kernel.linear(layer._tensors(), layer.layer, None), layer))
         for linear, _ in made:
             for digits, batch in itertools.product((1, 2, 3), (1, 5, 9, 29) if linear.kind == 0 else (1, 5, 9)):
                 if linear.kind == 0 and digits > 1:
@@ -150,6 +159,10 @@ def record_engines(recorder: Recorder) -> None:
     for name in FAMILIES:
         model = model_of(name)
         kinds = {"dense": model} if "," in name else {"dense": model, "int4": compressed(model)[0]}
+        if name == "Llama":
+            kinds["nvfp4"] = compressed(
+                model_of(name, hidden_size=96, intermediate_size=128), products.FLOATS["nvfp4"]
+            )[0]
         if name in ("Llama", "GptOss"):
             kinds["fp8"] = compressed(model, FLOAT8)[0]
         for kind, small in kinds.items():

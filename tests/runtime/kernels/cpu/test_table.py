@@ -12,6 +12,7 @@ from weight_cases import int_scheme
 
 from runtime import formats, kernels
 from runtime.errors import RequestError
+from runtime.formats.block_float import BlockFloat
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels import tuning
 from runtime.kernels.cpu import integer, library
@@ -66,6 +67,10 @@ needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler"
             "reference",
         ),
         (Scheme(GridScheme(8, "float", True, "channel")), torch.bfloat16, "float8-c", "float8-c"),
+        (Scheme(BlockFloat(4)), torch.bfloat16, "fp4-c", "fp4-c-fast"),
+        (Scheme(BlockFloat(4, group_size=16, scales="e4m3")), torch.float32, "fp4-c", "fp4-c-fast"),
+        (Scheme(BlockFloat(4)), torch.float64, "reference", "reference"),
+        (Scheme(BlockFloat(8)), torch.bfloat16, "float8-c", "float8-c"),
         (Scheme(None, None, "2:4"), torch.bfloat16, "reference", "reference"),
     ],
     ids=str,

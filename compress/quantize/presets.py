@@ -10,6 +10,7 @@ from runtime.config.messages import did_you_mean
 from runtime.errors import RequestError
 from runtime.formats import representation
 from runtime.formats.block_float import BlockFloat
+from runtime.formats.checks import why_not_activations
 from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Representation
 from runtime.formats.scheme import ActivationScheme, Scheme
@@ -30,6 +31,7 @@ PRESETS: dict[str, Scheme] = {
     "W4A16_ASYM": Scheme(_group(4, symmetric=False)),
     "W8A8-INT8": Scheme(GridScheme(8, "int", True, "channel"), _inputs("int")),
     "W4A8": Scheme(_group(4), _inputs("int")),
+    "W4AFP8": Scheme(_group(4), _inputs("float")),
     "FP8": Scheme(GridScheme(8, "float", True, "tensor"), _inputs("float", static=True)),
     "FP8_DYNAMIC": Scheme(GridScheme(8, "float", True, "channel"), _inputs("float")),
     "NVFP4A16": Scheme(BlockFloat(4, group_size=16, scales="e4m3")),
@@ -112,11 +114,8 @@ def _activations(
 ) -> ActivationScheme | None:
     if config.activations is not None:
         activations = _inputs("int" if config.activations == "int8" else "float")
-        if weights is not None and (activations.type == "float") != (weights.type == "float"):
-            other = "FP8 or FP8_DYNAMIC" if activations.type == "float" else "W8A8-INT8 or W4A8"
-            raise RequestError(
-                f"activations '{config.activations}' do not go with {weights.type} weights: use scheme {other}"
-            )
+        if weights is not None and activations.type == "int" and weights.type == "float":
+            raise RequestError("activations 'int8' do not go with float weights: use scheme W8A8-INT8 or W4A8")
     if config.activation_mode is not None:
         if activations is None:
             raise RequestError(
@@ -146,5 +145,6 @@ def check_fits(scheme: Scheme, shape: tuple[int, int], name: str = "weight") -> 
         text += "" if scheme.grid is None else f"; give at most {shape[1]} or 'channel'"
         raise RequestError(f"{name}: {text}")
     reason = None if scheme.weights is None else scheme.weights.why_not(shape)
+    reason = reason or why_not_activations(scheme, shape)
     if reason is not None:
         raise RequestError(f"{name}: {reason}")

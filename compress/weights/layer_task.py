@@ -73,7 +73,7 @@ class LayerTask:
         """What calibration must collect for it ("hessian", "ranges"); empty for data-free methods."""
         needs: set[str] = set().union(*(m.needs for m in self.methods))
         activations = self.scheme.activations
-        if activations is not None and not activations.dynamic:
+        if activations is not None and activations.calibrated:
             needs.add("ranges")
         if self.prune is not None and not self.pruned and self.prune.allocation != "uniform":
             needs.add("ranges")
@@ -113,7 +113,7 @@ class LayerTask:
             assert self.scheme.weights is not None
             text = f"{self.quantize.method} {self.scheme.weights.describe()}"
             if self.scheme.activations is not None:
-                text += f" a{self.scheme.activations.bits} {'dynamic' if self.scheme.activations.dynamic else 'static'}"
+                text += f" {self.scheme.activations.describe()}"
             parts.append(text)
         return " + ".join(parts)
 

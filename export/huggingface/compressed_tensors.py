@@ -1,7 +1,8 @@
 """The compressed-tensors layout: formats that package knows are copied, ours become the nearest of them.
 
 What vLLM takes is read off its `CompressedTensorsConfig._get_scheme_from_parts` and `CompressedTensorsWNA16` (2026): weight-only
-integers of 4 and 8 bits in groups or rows; int8 activations with symmetric weights a row or a tensor; float8 likewise.
+integers of 4 and 8 bits in groups or rows; int8 activations with symmetric weights a row or a tensor; float8 likewise, and with int4 in
+groups of 128.
 """
 
 from __future__ import annotations
@@ -106,6 +107,10 @@ def refusal(entry: ModuleEntry) -> str | None:
     if activations is None and weights.type == "int":
         if weights.bits not in (4, 8):
             return f"vLLM reads pack-quantized of 4 and 8 bits: int{weights.bits} loads in transformers only"
+        return None
+    if activations is not None and (weights.type, activations.type) == ("int", "float"):
+        if weights != GridScheme(4, group_size=128) or activations.strategy != "token":
+            return f"vLLM takes float8 activations with int4 in groups of 128, not {words(entry)}: this loads in transformers only"
         return None
     if weights.strategy == "group" and not (weights.bits == 4 and activations is not None and activations.dynamic):
         return f"vLLM has no kernel for {words(entry)}: it loads in transformers only"

@@ -30,15 +30,19 @@ class Packed(GridFormat):
 
 
 class PackQuantized(Packed):
-    """`pack-quantized`: the tensors of `packed`, weight only, groups that divide the row (read by vLLM and SGLang)."""
+    """`pack-quantized`: the tensors of `packed`, groups that divide the row (read by vLLM and SGLang); weight only, or symmetric beside
+    float activations (W4AFP8).
+    """
 
     name = "pack-quantized"
     own = False
 
     def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
-        reason = super().why_not(scheme, shape)
-        if reason is None and scheme.activations is not None:
-            reason = "it stores weight-only schemes; quantized activations go to int-quantized"
+        reason, activations = super().why_not(scheme, shape), scheme.activations
+        if reason is None and activations is not None and activations.type == "int":
+            reason = "integer activations go to int-quantized"
+        if reason is None and activations is not None and scheme.grid is not None and not scheme.grid.symmetric:
+            reason = "transformers cannot load packed zero points beside quantized activations"
         return reason or _why_not_groups(scheme, shape)
 
 

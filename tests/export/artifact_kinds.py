@@ -32,6 +32,7 @@ STAGES: dict[str, list[dict[str, Any]]] = {
     "w8a8_static": [{"quantize": {"method": "rtn", "scheme": "W8A8-INT8", "activation_mode": "static"}}],
     "fp8_static": [{"quantize": {"method": "rtn", "scheme": "FP8"}}],
     "w4a8": [{"quantize": {"method": "rtn", "scheme": "W4A8"}}],
+    "w4afp8": [{"quantize": {"method": "rtn", "scheme": "W4AFP8"}}],
     "bitmap": [{"prune": {"method": "magnitude", "pattern": "unstructured", "sparsity": 0.6}}],
 }
 MATRIX = ("dense", "w4_g128", "w4_g32_asymmetric", "w8a8", "fp8", "sparse_w4")

@@ -52,7 +52,9 @@ def mixed(tiny_llama: Make, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", ["dense", *WEIGHT_ONLY, "w8a8", "w8a8_static", "w4a8", "fp8", "fp8_static", "bitmap"])
+@pytest.mark.parametrize(
+    "kind", ["dense", *WEIGHT_ONLY, "w8a8", "w8a8_static", "w4a8", "w4afp8", "fp8", "fp8_static", "bitmap"]
+)
 def test_compressed_tensors_loads_in_transformers_and_here(made: Make, tmp_path: Path, kind: str) -> None:
     result = _export(made(kind), tmp_path)
     folder = result.path

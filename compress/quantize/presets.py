@@ -21,9 +21,15 @@ def _inputs(kind: Literal["int", "float"], static: bool = False) -> ActivationSc
     return ActivationScheme(8, kind, True, not static, "tensor" if static else "token")
 
 
+def _microscaled(bits: int) -> ActivationScheme:
+    return ActivationScheme(bits, "float", strategy="group", group_size=32, scales="e8m0")
+
+
 def _group(bits: int, symmetric: bool = True) -> GridScheme:
     return GridScheme(bits, "int", symmetric, "group", 128)
 
+
+_NVFP4 = BlockFloat(4, group_size=16, scales="e4m3")
 
 PRESETS: dict[str, Scheme] = {
     **{f"W{bits}A16": Scheme(_group(bits)) for bits in range(2, 8)},
@@ -34,8 +40,11 @@ PRESETS: dict[str, Scheme] = {
     "W4AFP8": Scheme(_group(4), _inputs("float")),
     "FP8": Scheme(GridScheme(8, "float", True, "tensor"), _inputs("float", static=True)),
     "FP8_DYNAMIC": Scheme(GridScheme(8, "float", True, "channel"), _inputs("float")),
-    "NVFP4A16": Scheme(BlockFloat(4, group_size=16, scales="e4m3")),
+    "NVFP4": Scheme(_NVFP4, ActivationScheme(4, "float", True, "local", "tensor_group", 16, "e4m3")),
+    "NVFP4A16": Scheme(_NVFP4),
+    "MXFP4": Scheme(BlockFloat(4), _microscaled(4)),
     "MXFP4A16": Scheme(BlockFloat(4)),
+    "MXFP8": Scheme(BlockFloat(8), _microscaled(8)),
     "MXFP8A16": Scheme(BlockFloat(8)),
 }
 ALIASES = {"W8A8": "W8A8-INT8", "INT8": "W8A8-INT8", "W8A8_INT8": "W8A8-INT8", "W4": "W4A16", "W8": "W8A16"}
@@ -79,8 +88,9 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
             if getattr(config, key) is not None:
                 raise RequestError(f"scheme '{config.scheme}' has a fixed {key}: leave it out")
         if config.activations is not None or config.activation_mode is not None:
-            raise RequestError(f"scheme '{config.scheme}' is weight-only: leave activations and activation_mode out")
-        return Scheme(scheme.weights, None, sparsity)
+            what = "is weight-only" if scheme.activations is None else "has fixed activations"
+            raise RequestError(f"scheme '{config.scheme}' {what}: leave activations and activation_mode out")
+        return replace(scheme, sparsity=sparsity)
     if config.bits is not None:
         if weights.type == "float" and config.bits != 8:
             raise RequestError(f"scheme '{config.scheme}' stores weights as fp8: bits must be 8, not {config.bits}")

@@ -101,7 +101,7 @@ def refusal(entry: ModuleEntry) -> str | None:
     weights, activations = entry.scheme.grid, entry.scheme.activations
     if weights is None:
         block = entry.scheme.weights
-        if isinstance(block, BlockFloat) and block.bits == 8:
+        if isinstance(block, BlockFloat) and block.bits == 8 and activations is None:
             return f"vLLM has no scheme for {words(entry)} without quantized activations: it loads in transformers only"
         return None
     if activations is None and weights.type == "int":

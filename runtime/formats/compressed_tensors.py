@@ -6,7 +6,7 @@ import torch
 
 from runtime.formats.base import GridFormat, OwnFormat, rows_of
 from runtime.formats.block_float import BlockFloat
-from runtime.formats.checks import check_weight, why_not_weights
+from runtime.formats.checks import check_weight, why_not_activations, why_not_weights
 from runtime.formats.representation import Shape, Tensors
 from runtime.formats.scheme import CompressedWeight, Scheme
 
@@ -71,7 +71,7 @@ class Naive(OwnFormat):
 
 
 class BlockFloats(OwnFormat):
-    """`nvfp4-pack-quantized`, `mxfp4-pack-quantized` and `mxfp8-quantized`: the tensors of `BlockFloat`, weight only."""
+    """`nvfp4-pack-quantized`, `mxfp4-pack-quantized` and `mxfp8-quantized`: the tensors of `BlockFloat`, whatever the activations."""
 
     own = False
 
@@ -82,11 +82,9 @@ class BlockFloats(OwnFormat):
         weights = scheme.weights
         if not isinstance(weights, BlockFloat) or (weights.bits, weights.scales) != (self.bits, self.scales):
             return f"it stores block floats of {self.bits} bits with {self.scales} scales"
-        if scheme.activations is not None:
-            return "it stores weight-only schemes"
         if scheme.sparsity is not None:
             return "it stores no pruned weights"
-        return weights.why_not(shape)
+        return weights.why_not(shape) or why_not_activations(scheme, shape)
 
     def select_rows(self, tensors: Tensors, scheme: Scheme, shape: Shape, rows: torch.Tensor) -> Tensors:
         common = "weight_global_scale"

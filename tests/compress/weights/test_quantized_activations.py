@@ -22,6 +22,9 @@ from runtime.layers.compressed_linear import CompressedLinear
 #: Preset: its format, and who serves the artifact as it is.
 KINDS = {
     "W4AFP8": ("pack-quantized", {"this runtime", "transformers", "vLLM"}),
+    "MXFP4": ("mxfp4-pack-quantized", {"this runtime", "transformers", "vLLM"}),
+    "MXFP8": ("mxfp8-quantized", {"this runtime", "transformers", "vLLM"}),
+    "NVFP4": ("nvfp4-pack-quantized", {"this runtime", "transformers", "vLLM"}),
 }
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 

@@ -33,6 +33,13 @@ STAGES: dict[str, list[dict[str, Any]]] = {
     "fp8_static": [{"quantize": {"method": "rtn", "scheme": "FP8"}}],
     "w4a8": [{"quantize": {"method": "rtn", "scheme": "W4A8"}}],
     "w4afp8": [{"quantize": {"method": "rtn", "scheme": "W4AFP8"}}],
+    "nvfp4_weights": [{"quantize": {"method": "rtn", "scheme": "NVFP4A16"}}],
+    "mxfp4_weights": [{"quantize": {"method": "rtn", "scheme": "MXFP4A16"}}],
+    "nvfp4": [{"quantize": {"method": "rtn", "scheme": "NVFP4"}}],
+    "mxfp4": [{"quantize": {"method": "rtn", "scheme": "MXFP4"}}],
+    "mxfp8": [{"quantize": {"method": "rtn", "scheme": "MXFP8"}}],
     "bitmap": [{"prune": {"method": "magnitude", "pattern": "unstructured", "sparsity": 0.6}}],
 }
 MATRIX = ("dense", "w4_g128", "w4_g32_asymmetric", "w8a8", "fp8", "sparse_w4")
+# What only the layout of compressed-tensors has words for.
+BLOCK_FLOATS = ("nvfp4_weights", "mxfp4_weights", "nvfp4", "mxfp4", "mxfp8")

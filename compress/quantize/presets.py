@@ -11,6 +11,7 @@ from runtime.errors import RequestError
 from runtime.formats import representation
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.checks import why_not_activations
+from runtime.formats.float8_block import Float8Block
 from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Representation
 from runtime.formats.scheme import ActivationScheme, Scheme
@@ -40,6 +41,7 @@ PRESETS: dict[str, Scheme] = {
     "W4AFP8": Scheme(_group(4), _inputs("float")),
     "FP8": Scheme(GridScheme(8, "float", True, "tensor"), _inputs("float", static=True)),
     "FP8_DYNAMIC": Scheme(GridScheme(8, "float", True, "channel"), _inputs("float")),
+    "FP8_BLOCK": Scheme(Float8Block(), ActivationScheme(8, "float", strategy="group", group_size=128)),
     "NVFP4": Scheme(_NVFP4, ActivationScheme(4, "float", True, "local", "tensor_group", 16, "e4m3")),
     "NVFP4A16": Scheme(_NVFP4),
     "MXFP4": Scheme(BlockFloat(4), _microscaled(4)),

@@ -7,6 +7,7 @@ import torch
 from runtime.formats.base import GridFormat, OwnFormat, rows_of
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.checks import check_weight, why_not_activations, why_not_weights
+from runtime.formats.float8_block import Float8Block
 from runtime.formats.representation import Shape, Tensors
 from runtime.formats.scheme import CompressedWeight, Scheme
 
@@ -47,16 +48,18 @@ class PackQuantized(Packed):
 
 
 class Naive(OwnFormat):
-    """`int-quantized` and `float-quantized`: `GridScheme.tensors` as they are, one int8 or float8 code a weight, mostly for layers whose
-    activations are of the same kind (W8A8). Static activations add `input_scale` [1].
+    """`int-quantized` and `float-quantized`: the tensors of `GridScheme` or `Float8Block` as they are, one int8 or float8 code a weight,
+    mostly for layers whose activations are of the same kind (W8A8). Static activations add `input_scale` [1].
     """
 
     own = False
 
     def __init__(self, number: str) -> None:
-        self.number, self.name = number, f"{number}-quantized"
+        self.kind, self.number, self.name = Float8Block, number, f"{number}-quantized"
 
     def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
+        if self.number == "float" and isinstance(scheme.weights, self.kind):
+            return super().why_not(scheme, shape)
         reason = why_not_weights(scheme, shape)
         words = {"int": "integer", "float": "float8"}[self.number]
         if reason is None and (scheme.grid is None or scheme.grid.type != self.number):
@@ -66,7 +69,8 @@ class Naive(OwnFormat):
         return reason or _why_not_groups(scheme, shape)
 
     def pack_weight(self, weight: CompressedWeight) -> Tensors:
-        check_weight(weight)
+        if weight.scheme.grid is not None:
+            check_weight(weight)
         return super().pack_weight(weight)
 
 

@@ -15,8 +15,15 @@ import torch
 from runtime.formats import representation
 from runtime.formats.activation_scheme import ActivationScheme
 from runtime.formats.block_float import BlockFloat
+from runtime.formats.float8_block import Float8Block
 from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Representation, Tensors
+
+
+def own_kind(arguments: Mapping[str, Any]) -> Representation | None:
+    """The representation other than a grid that the `QuantizationArgs` of compressed-tensors mean for weights; ValueError where they
+    contradict themselves."""
+    return BlockFloat.from_arguments(arguments) or Float8Block.from_arguments(arguments)
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class Scheme:
         w, a = config.get("weights"), config.get("input_activations")
         if w and "representation" in w:
             weights = representation.find(w["representation"]).from_config(w)
-        elif w and (found := BlockFloat.from_arguments(w)) is not None:
+        elif w and (found := own_kind(w)) is not None:
             weights = found
         elif w:
             group = w.get("group_size") if w["strategy"] == "group" else None

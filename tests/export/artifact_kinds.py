@@ -38,8 +38,9 @@ STAGES: dict[str, list[dict[str, Any]]] = {
     "nvfp4": [{"quantize": {"method": "rtn", "scheme": "NVFP4"}}],
     "mxfp4": [{"quantize": {"method": "rtn", "scheme": "MXFP4"}}],
     "mxfp8": [{"quantize": {"method": "rtn", "scheme": "MXFP8"}}],
+    "fp8_block": [{"quantize": {"method": "rtn", "scheme": "FP8_BLOCK"}}],
     "bitmap": [{"prune": {"method": "magnitude", "pattern": "unstructured", "sparsity": 0.6}}],
 }
 MATRIX = ("dense", "w4_g128", "w4_g32_asymmetric", "w8a8", "fp8", "sparse_w4")
 # What only the layout of compressed-tensors has words for.
-BLOCK_FLOATS = ("nvfp4_weights", "mxfp4_weights", "nvfp4", "mxfp4", "mxfp8")
+BLOCK_FLOATS = ("nvfp4_weights", "mxfp4_weights", "nvfp4", "mxfp4", "mxfp8", "fp8_block")

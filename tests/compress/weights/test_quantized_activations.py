@@ -22,6 +22,7 @@ from runtime.layers.compressed_linear import CompressedLinear
 #: Preset: its format, and who serves the artifact as it is.
 KINDS = {
     "W4AFP8": ("pack-quantized", {"this runtime", "transformers", "vLLM"}),
+    "FP8_BLOCK": ("float-quantized", {"this runtime", "transformers", "vLLM"}),
     "MXFP4": ("mxfp4-pack-quantized", {"this runtime", "transformers", "vLLM"}),
     "MXFP8": ("mxfp8-quantized", {"this runtime", "transformers", "vLLM"}),
     "NVFP4": ("nvfp4-pack-quantized", {"this runtime", "transformers", "vLLM"}),

@@ -164,6 +164,8 @@ class Bench:
         options = ["--model", str(model), "--ids", str(self.ids)]
         if cell is not None and cell.quantize is not None and "group_size" in cell.quantize:
             options += ["--group-size", str(cell.quantize["group_size"])]
+        if cell is not None and cell.quantize is not None and "scheme" in cell.quantize:
+            options += ["--scheme", cell.quantize["scheme"], "--compressed", str(self.work / "output")]
         result: dict[str, Any] = json.loads(self.ours("evaluate_dense.py", *options))
         return result
 

@@ -128,8 +128,10 @@ def refusal(entry: ModuleEntry) -> str | None:
 
 
 def slower(entry: ModuleEntry, shape: tuple[int, int]) -> Iterator[str]:
-    """Sentences on what keeps vLLM's fast kernel of weight-only integers from a layer."""
-    weights = entry.scheme.grid
+    """Sentences on what keeps vLLM's fast kernel of weight-only integers from a layer, and on what its kernels round on loading."""
+    weights, activations = entry.scheme.grid, entry.scheme.activations
+    if weights is not None and activations is not None and (weights.type, activations.type) == ("int", "float"):
+        yield "vLLM rounds the scales of these groups to float8 as it loads them"
     if entry.scheme.activations is not None or weights is None or weights.type != "int":
         return
     if weights.strategy == "group" and weights.group_size not in KERNEL_GROUPS:

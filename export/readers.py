@@ -77,9 +77,8 @@ def _transformers(source: Source) -> tuple[str, str]:
     if expert is not None and source.entries[expert].format == "int-quantized":
         return NO, "it cannot load 8-bit integer experts"
     note = "with the compressed-tensors package" if source.entries else ""
-    if source.dtype != torch.bfloat16 and any(
-        isinstance(e.scheme.weights, BlockFloat) for e in source.entries.values()
-    ):
+    blocks = any(isinstance(entry.scheme.weights, BlockFloat) for entry in source.entries.values())
+    if blocks and source.dtype != torch.bfloat16:
         note += ", dtype=torch.bfloat16 (it unpacks block floats to nothing else)"
     return YES, note
 

@@ -33,9 +33,8 @@ class CompressedTensors(Layout):
 
     def goal(self, entry: ModuleEntry, shape: tuple[int, int], keep_bits: bool) -> ModuleEntry | None:
         weights, activations = entry.scheme.grid, entry.scheme.activations
-        if (
-            weights is None
-        ):  # a format of that package as it is, or dense with zeros in it, for which it has none any more
+        if weights is None:
+            # A format of that package as it is, or dense with zeros in it, for which it has none any more.
             return None if formats.get(entry.format).own else entry
         grid: GridScheme | None = weights
         if activations is None and weights.type == "int":

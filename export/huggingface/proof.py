@@ -38,15 +38,11 @@ _ENGINES = "vLLM and SGLang were not run; what their kernels take was checked ag
 def verify_compressed(job: Job, plan: Plan) -> Verification:
     """The folder through `AutoModelForCausalLM.from_pretrained`, in float32; with block floats, which compressed-tensors (0.20) unpacks to
     bfloat16 whatever the model has, in that."""
-    dtype = (
-        torch.bfloat16
-        if any(isinstance(e.scheme.weights, BlockFloat) for e in plan.entries.values())
-        else torch.float32
-    )
+    schemes = [entry.scheme for entry in plan.entries.values()]
+    blocks = any(isinstance(scheme.weights, BlockFloat) for scheme in schemes)
+    dtype = torch.bfloat16 if blocks else torch.float32
     model = load_transformers(job.folder, job.source.trust_remote_code, dtype)
-    exact = (
-        dtype == torch.float32 and not job.losses and all(e.scheme.activations is None for e in plan.entries.values())
-    )
+    exact = not blocks and not job.losses and all(scheme.activations is None for scheme in schemes)
     metrics = compare_model(probe(job, dtype=dtype_name(dtype)), model, exact)
     metrics = _check_unpacked(job, plan, model) | metrics  # compressed-tensors unpacks at the first forward
     loader = f"transformers {version('transformers')}"
@@ -149,12 +145,10 @@ def _check_unpacked(job: Job, plan: Plan, model: PreTrainedModel) -> dict[str, A
     for name in plan.entries:
         weight = job.source.weight(name)
         found: Any = model.get_submodule(name).weight.detach()  # type: ignore[union-attr, operator]
-        exact = in_float32(weight)
+        exact, narrow = in_float32(weight), weight.dtype if found.dtype == torch.float32 else found.dtype
         if torch.equal(found.float(), exact):
             continue
-        if not torch.equal(
-            found.float(), exact.to(weight.dtype if found.dtype == torch.float32 else found.dtype).float()
-        ):
+        if not torch.equal(found.float(), exact.to(narrow).float()):
             raise CompressError(f"{name} as transformers unpacks it is not the artifact's matrix")
         rounded += 1
     return {"matrices": len(plan.entries), "rounded_by_transformers": rounded}

@@ -49,16 +49,18 @@ class ActivationScheme:
 
     def why_not(self, columns: int) -> str | None:
         """The reason inputs of so many features cannot be rounded so; None when they can."""
-        kind, groups = f"{self.type}{self.bits}", self.strategy in ("group", "tensor_group")
+        kind, groups, local = (
+            f"{self.type}{self.bits}",
+            self.strategy in ("group", "tensor_group"),
+            self.dynamic == "local",
+        )
         if not (2 <= self.bits <= 8 if self.type == "int" else self.bits in (4, 8)):
             return f"activations are integers of 2 to 8 bits, float8 or float4, not {kind}"
         if groups != (self.group_size is not None):
             return "activations have a group_size exactly when their strategy is 'group' or 'tensor_group'"
         if self.type == "float" and not self.symmetric and (groups or self.bits == 4):
             return f"{kind} activations in groups are symmetric"
-        if (self.strategy == "tensor_group") != (self.dynamic == "local") or (self.scales == "e4m3") != (
-            self.dynamic == "local"
-        ):
+        if (self.strategy == "tensor_group") != local or (self.scales == "e4m3") != local:
             return "activations with a global scale have strategy 'tensor_group', dynamic 'local' and scales of e4m3, all three or none"
         if self.dynamic is False and self.strategy != "tensor":
             return f"static activation scales are those of a tensor, not of a {self.strategy}"
@@ -93,10 +95,8 @@ class ActivationScheme:
         """In the words of compressed-tensors."""
         fields = asdict(self)
         scales = fields.pop("scales")
-        config = {"num_bits": fields.pop("bits"), **fields}
-        return (
-            config if scales is None else config | dict.fromkeys(("scale_dtype", "zp_dtype"), str(SCALE_DTYPES[scales]))
-        )
+        dtypes = {} if scales is None else dict.fromkeys(("scale_dtype", "zp_dtype"), str(SCALE_DTYPES[scales]))
+        return {"num_bits": fields.pop("bits"), **fields, **dtypes}
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> ActivationScheme:

@@ -120,6 +120,7 @@ class Bench:
             "seconds_all": [run.seconds for run in runs],
             "cpu_seconds": statistics.median(run.cpu_seconds for run in runs),
             "load_before": round(load, 1),
+            "threads": self.arguments.threads,
             "cpu": machine(self.arguments.threads)["cpu"],
             **({"dtype": "float32"} if self.float32(variant) else {}),
             "peak_mb": max(run.peak_mb for run in runs),

@@ -61,7 +61,7 @@ CELLS: tuple[Cell, ...] = (
     *(
         Cell(f"{method}-{scheme.lower()}", {"method": method, "scheme": scheme})
         for method in ("rtn", "gptq")
-        for scheme in ("NVFP4A16", "MXFP4A16")
+        for scheme in ("NVFP4A16", "MXFP4A16", "NVFP4", "MXFP4", "W4AFP8", "FP8_BLOCK")
     ),
     Cell("sparsegpt-2:4+gptq-w4-g128", _quantize("gptq", "w4-g128"), _prune("sparsegpt", "2:4")),
 )

@@ -120,6 +120,7 @@ class Bench:
             "seconds_all": [run.seconds for run in runs],
             "cpu_seconds": statistics.median(run.cpu_seconds for run in runs),
             "load_before": round(load, 1),
+            "threads": self.arguments.threads,
             "cpu": machine(self.arguments.threads)["cpu"],
             **({"dtype": "float32"} if self.float32(variant) else {}),
             "peak_mb": max(run.peak_mb for run in runs),
@@ -164,6 +165,8 @@ class Bench:
         options = ["--model", str(model), "--ids", str(self.ids)]
         if cell is not None and cell.quantize is not None and "group_size" in cell.quantize:
             options += ["--group-size", str(cell.quantize["group_size"])]
+        if cell is not None and cell.quantize is not None and "scheme" in cell.quantize:
+            options += ["--scheme", cell.quantize["scheme"], "--compressed", str(self.work / "output")]
         result: dict[str, Any] = json.loads(self.ours("evaluate_dense.py", *options))
         return result
 

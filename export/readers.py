@@ -20,12 +20,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from export import targets
-from export.huggingface.compressed_tensors import refusal, slower
+from export.huggingface.compressed_tensors import CompressedTensors, refusal, slower
 from export.huggingface.fused_layers import disagreement, fused_sets
+from export.huggingface.plan import make_plan
 from export.source import Source
 from export.target import WORTH_SAYING, missing_packages, needs
 from runtime.errors import CompressError, RequestError
+from runtime.formats.block_float import BlockFloat
 from runtime.formats.quantization_config import OWN_METHOD
 from runtime.modeling.layer_sizes import differing, is_ours
 from runtime.modeling.skeleton import model_kind
@@ -72,7 +76,11 @@ def _transformers(source: Source) -> tuple[str, str]:
     expert = source.compressed_expert
     if expert is not None and source.entries[expert].format == "int-quantized":
         return NO, "it cannot load 8-bit integer experts"
-    return YES, "with the compressed-tensors package" if source.entries else ""
+    note = "with the compressed-tensors package" if source.entries else ""
+    blocks = any(isinstance(entry.scheme.weights, BlockFloat) for entry in source.entries.values())
+    if blocks and source.dtype != torch.bfloat16:
+        note += ", dtype=torch.bfloat16 (it unpacks block floats to nothing else)"
+    return YES, note
 
 
 def _server(source: Source, name: str) -> tuple[str, str]:
@@ -88,7 +96,9 @@ def _server(source: Source, name: str) -> tuple[str, str]:
     how, note = _exported(source, "huggingface")
     if how == NO:
         return NO, why
-    checked = name == "vLLM" or all(_sglang(entry) is None for entry in source.entries.values())
+    stored = make_plan(CompressedTensors(), source, targets.get("huggingface").options()).entries
+    checked = all(refusal(entry) is None for entry in stored.values())
+    checked = checked and (name == "vLLM" or all(_sglang(entry) is None for entry in source.entries.values()))
     return (EXPORT, note) if checked else (NO, why)
 
 

@@ -34,7 +34,7 @@ TIE = 0.02  # logits; distance of two tokens that rounding in another order of s
 
 @dataclass(frozen=True)
 class Probe:
-    """What the artifact says, in float32 and exact mode.
+    """What the artifact says in exact mode, computed in float32 unless a target's reader cannot.
 
     Attributes:
         prompts: token ids, of different lengths.
@@ -66,9 +66,9 @@ def generate(model: Any, prompts: list[list[int]], count: int) -> list[list[int]
     return model.generate(prompts, max_new_tokens=count, ignore_eos=True)
 
 
-def probe(job: Job, prompts: int = PROMPTS, new_tokens: int = NEW_TOKENS) -> Probe:
+def probe(job: Job, prompts: int = PROMPTS, new_tokens: int = NEW_TOKENS, dtype: str = "float32") -> Probe:
     """Run the artifact (a decoder) through `runtime.load` and let it go again."""
-    found = probe_model(load_artifact(job.source), prompts, new_tokens)
+    found = probe_model(load_artifact(job.source, dtype=dtype), prompts, new_tokens)
     gc.collect()
     return found
 

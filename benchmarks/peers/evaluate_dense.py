@@ -1,9 +1,10 @@
 """The one evaluator: held-out perplexity of a dense checkpoint, and what its weights really are. Prints one JSON object.
 
-    python evaluate_dense.py --model DENSE --ids ids.json [--group-size 128]
+    python evaluate_dense.py --model DENSE --ids ids.json [--group-size 128] [--scheme NVFP4 --compressed OUTPUT]
 
 Weights are loaded as they are stored (bfloat16) and computed with in float32, so that nothing but the weights differs
-between two checkpoints. Every token of a window but the first is scored.
+between two checkpoints. Inputs of layers are rounded by compressed-tensors where the scheme says so, with the global scales
+that the tool has calibrated and stored in OUTPUT. Every token of a window but the first is scored.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 BATCH = 16
@@ -29,6 +32,35 @@ def perplexity(model: torch.nn.Module, windows: torch.Tensor) -> tuple[float, in
         total += float(loss)
         count += rows[:, 1:].numel()
     return math.exp(total / count), count
+
+
+def round_inputs(model: torch.nn.Module, scheme: str, compressed: Path) -> None:
+    """Let compressed-tensors round what every linear layer of the decoder reads, if the preset scheme says so."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    arguments = preset_name_to_scheme(scheme, ["Linear"]).input_activations
+    if arguments is None:
+        return
+    calibrated: dict[str, torch.Tensor] = {}
+    for file in compressed.glob("*.safetensors"):
+        with safe_open(file, "pt") as handle:
+            names = [name for name in handle.keys() if name.endswith(".input_global_scale")]  # noqa: SIM118
+            calibrated |= {name.rpartition(".")[0]: handle.get_tensor(name) for name in names}
+
+    def hook(name: str) -> Callable[[torch.nn.Module, tuple[torch.Tensor]], tuple[torch.Tensor]]:
+        common = calibrated[name] if arguments.dynamic == "local" else None
+
+        def rounded(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+            scale, zero = compute_dynamic_scales_and_zp(inputs[0], arguments, module, common)
+            return (fake_quantize(inputs[0], scale, zero, arguments, common),)
+
+        return rounded
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and not name.endswith("lm_head"):
+            module.register_forward_pre_hook(hook(name))
 
 
 def weight_facts(model: torch.nn.Module, group_size: int | None) -> dict[str, float | int | bool]:
@@ -62,9 +94,13 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--ids", type=Path, required=True)
     parser.add_argument("--group-size", type=int)
+    parser.add_argument("--scheme", help="preset of compressed-tensors that the model was compressed with")
+    parser.add_argument("--compressed", type=Path, help="what the tool wrote")
     arguments = parser.parse_args()
     windows = torch.tensor(json.loads(arguments.ids.read_text())["heldout"])
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    if arguments.scheme:
+        round_inputs(model, arguments.scheme, arguments.compressed)
     value, count = perplexity(model, windows)
     print(json.dumps({"perplexity": value, "scored_tokens": count, **weight_facts(model, arguments.group_size)}))
 

@@ -29,8 +29,11 @@ def modifiers(config: dict[str, Any], settings: dict[str, Any]) -> list[Any]:
         pattern = {} if prune["pattern"] == "unstructured" else {"mask_structure": prune["pattern"]}
         result.append(kind(sparsity=prune["sparsity"], ignore=["re:.*lm_head"], **pattern))
     if quantize := config.get("quantize"):
+        group: dict[str, Any] = {"targets": ["Linear"]}
         if "scheme" in quantize:
-            weights = preset_name_to_scheme(quantize["scheme"], ["Linear"]).weights.model_dump()
+            preset = preset_name_to_scheme(quantize["scheme"], ["Linear"])
+            weights = preset.weights.model_dump()
+            group |= {} if preset.input_activations is None else {"input_activations": preset.input_activations}
         else:
             size = quantize["group_size"]
             weights = {
@@ -41,7 +44,7 @@ def modifiers(config: dict[str, Any], settings: dict[str, Any]) -> list[Any]:
                 **({} if size == -1 else {"group_size": size}),
             }
         weights |= {"observer": settings["observer"]} if "observer" in settings else {}
-        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        groups = {"group_0": group | {"weights": weights}}
         method = settings.get("quantize_method", quantize["method"])
         if method == "gptq":
             result.append(GPTQModifier(config_groups=groups, ignore=["lm_head"]))

@@ -17,7 +17,7 @@ class QuantizeConfig(BaseModel):
     method: str = Field(description="Name of the method, see `compress methods`.")
     scheme: str | dict[str, Any] | None = Field(
         None,
-        description="Preset such as W4A16, W8A8-INT8, FP8_DYNAMIC, parts of which the other fields override; or another representation "
+        description="Preset such as W4A16, W8A8-INT8, NVFP4, parts of which the other fields override; or another representation "
         "than a grid, {representation: NAME} and its fields.",
     )
     bits: int | None = Field(

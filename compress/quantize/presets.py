@@ -9,6 +9,8 @@ from compress.quantize.config import QuantizeConfig
 from runtime.config.messages import did_you_mean
 from runtime.errors import RequestError
 from runtime.formats.block_float import BlockFloat
+from runtime.formats.checks import why_not_activations
+from runtime.formats.float8_block import Float8Block
 from runtime.formats.grid import GridScheme
 from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.representation import Representation
@@ -20,9 +22,15 @@ def _inputs(kind: Literal["int", "float"], static: bool = False) -> ActivationSc
     return ActivationScheme(8, kind, True, not static, "tensor" if static else "token")
 
 
+def _microscaled(bits: int) -> ActivationScheme:
+    return ActivationScheme(bits, "float", strategy="group", group_size=32, scales="e8m0")
+
+
 def _group(bits: int, symmetric: bool = True) -> GridScheme:
     return GridScheme(bits, "int", symmetric, "group", 128)
 
+
+_NVFP4 = BlockFloat(4, group_size=16, scales="e4m3")
 
 PRESETS: dict[str, Scheme] = {
     **{f"W{bits}A16": Scheme(_group(bits)) for bits in range(2, 8)},
@@ -30,10 +38,15 @@ PRESETS: dict[str, Scheme] = {
     "W4A16_ASYM": Scheme(_group(4, symmetric=False)),
     "W8A8-INT8": Scheme(GridScheme(8, "int", True, "channel"), _inputs("int")),
     "W4A8": Scheme(_group(4), _inputs("int")),
+    "W4AFP8": Scheme(_group(4), _inputs("float")),
     "FP8": Scheme(GridScheme(8, "float", True, "tensor"), _inputs("float", static=True)),
     "FP8_DYNAMIC": Scheme(GridScheme(8, "float", True, "channel"), _inputs("float")),
-    "NVFP4A16": Scheme(BlockFloat(4, group_size=16, scales="e4m3")),
+    "FP8_BLOCK": Scheme(Float8Block(), ActivationScheme(8, "float", strategy="group", group_size=128)),
+    "NVFP4": Scheme(_NVFP4, ActivationScheme(4, "float", True, "local", "tensor_group", 16, "e4m3")),
+    "NVFP4A16": Scheme(_NVFP4),
+    "MXFP4": Scheme(BlockFloat(4), _microscaled(4)),
     "MXFP4A16": Scheme(BlockFloat(4)),
+    "MXFP8": Scheme(BlockFloat(8), _microscaled(8)),
     "MXFP8A16": Scheme(BlockFloat(8)),
     **{kind: Scheme(KQuant(kind)) for kind in KINDS},
 }
@@ -78,8 +91,9 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
             if getattr(config, key) is not None:
                 raise RequestError(f"scheme '{config.scheme}' has a fixed {key}: leave it out")
         if config.activations is not None or config.activation_mode is not None:
-            raise RequestError(f"scheme '{config.scheme}' is weight-only: leave activations and activation_mode out")
-        return Scheme(scheme.weights, None, sparsity)
+            what = "is weight-only" if scheme.activations is None else "has fixed activations"
+            raise RequestError(f"scheme '{config.scheme}' {what}: leave activations and activation_mode out")
+        return replace(scheme, sparsity=sparsity)
     if config.bits is not None:
         if weights.type == "float" and config.bits != 8:
             raise RequestError(f"scheme '{config.scheme}' stores weights as fp8: bits must be 8, not {config.bits}")
@@ -113,11 +127,8 @@ def _activations(
 ) -> ActivationScheme | None:
     if config.activations is not None:
         activations = _inputs("int" if config.activations == "int8" else "float")
-        if weights is not None and (activations.type == "float") != (weights.type == "float"):
-            other = "FP8 or FP8_DYNAMIC" if activations.type == "float" else "W8A8-INT8 or W4A8"
-            raise RequestError(
-                f"activations '{config.activations}' do not go with {weights.type} weights: use scheme {other}"
-            )
+        if weights is not None and activations.type == "int" and weights.type == "float":
+            raise RequestError("activations 'int8' do not go with float weights: use scheme W8A8-INT8 or W4A8")
     if config.activation_mode is not None:
         if activations is None:
             raise RequestError(
@@ -147,5 +158,6 @@ def check_fits(scheme: Scheme, shape: tuple[int, int], name: str = "weight") -> 
         text += "" if scheme.grid is None else f"; give at most {shape[1]} or 'channel'"
         raise RequestError(f"{name}: {text}")
     reason = None if scheme.weights is None else scheme.weights.why_not(shape)
+    reason = reason or why_not_activations(scheme, shape)
     if reason is not None:
         raise RequestError(f"{name}: {reason}")

@@ -20,6 +20,7 @@ from compress.weights.plan import WeightPlan
 from compress.weights.solver import columns as chunks
 from compress.weights.solver import factor
 from runtime import formats
+from runtime.formats.grid import GridScheme
 from runtime.modeling.experts import expert_of
 from runtime.modeling.linear_modules import get_matrix
 
@@ -181,7 +182,8 @@ class WeightsFootprint:
                 needed += LOOP * 4 * (chunk if apart else layer.numel)
             else:
                 needed = NEAREST * 4 * min(layer.numel, chunks.nearest_rows(columns) * columns)
-                if task.scheme.grid is not None and task.scheme.grid.strategy == "tensor":
+                weights = task.scheme.weights
+                if weights is not None and not (isinstance(weights, GridScheme) and weights.strategy != "tensor"):
                     needed += 2 * 4 * layer.numel
             if pattern is not None and not task.pruned:  # masks, and values fitted to them, or scores and their order
                 needed += 6 * numel if task.compensates else numel + 20 * layer.numel

@@ -75,7 +75,7 @@ class LayerTask:
         if self.propagated:
             needs |= {"hessian", "drift"}
         activations = self.scheme.activations
-        if activations is not None and not activations.dynamic:
+        if activations is not None and activations.calibrated:
             needs.add("ranges")
         if self.prune is not None and not self.pruned and self.prune.allocation != "uniform":
             needs.add("ranges")
@@ -122,7 +122,7 @@ class LayerTask:
             assert self.scheme.weights is not None
             text = f"{self.quantize.method} {self.scheme.weights.describe()}"
             if self.scheme.activations is not None:
-                text += f" a{self.scheme.activations.bits} {'dynamic' if self.scheme.activations.dynamic else 'static'}"
+                text += f" {self.scheme.activations.describe()}"
             parts.append(text)
         return " + ".join(parts)
 

@@ -131,13 +131,18 @@ def _pack(
 
 
 def _activation_tensors(scheme: Scheme, statistics: Statistics | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """`input_scale` `[1]` in `dtype` (and `input_zero_point`) of a static per-tensor activation grid, from the calibrated range."""
+    """What the calibrated range of the inputs says of a static grid: `input_scale` `[1]` in `dtype` (and `input_zero_point`), or
+    `input_global_scale`, with which the largest value becomes 6 at the largest scale."""
     activations = scheme.activations
-    if activations is None or activations.dynamic:
+    if activations is None or not activations.calibrated:
         return {}
     assert statistics is not None
     low = torch.clamp(statistics.minimum.min(), max=0.0)
     high = torch.clamp(statistics.maximum.max(), min=0.0)
+    if activations.dynamic == "local":
+        largest = torch.maximum(-low, high)
+        found = FLOAT8_MAXIMUM * 6 / torch.where(largest > 0, largest, FLOAT8_MAXIMUM * 6).float()
+        return {"input_global_scale": found.clamp(max=torch.finfo(torch.float32).max).reshape(1).cpu()}
     if activations.type == "float":
         scale = torch.maximum(-low, high) / FLOAT8_MAXIMUM
         return {"input_scale": _positive(scale, dtype)}

@@ -1,7 +1,8 @@
 """The compressed-tensors layout: formats that package knows are copied, ours become the nearest of them.
 
 What vLLM takes is read off its `CompressedTensorsConfig._get_scheme_from_parts` and `CompressedTensorsWNA16` (2026): weight-only
-integers of 4 and 8 bits in groups or rows; int8 activations with symmetric weights a row or a tensor; float8 likewise.
+integers of 4 and 8 bits in groups or rows; int8 activations with symmetric weights a row or a tensor; float8 likewise, and with int4 in
+groups of 128.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class CompressedTensors(Layout):
     def goal(self, entry: ModuleEntry, shape: tuple[int, int], keep_bits: bool) -> ModuleEntry | None:
         weights, activations = entry.scheme.grid, entry.scheme.activations
         if weights is None:
-            return None  # dense with zeros in it: there is no format for that any more
+            # A format of that package as it is, or dense with zeros in it, for which it has none any more.
+            return None if formats.get(entry.format).own else entry
         grid: GridScheme | None = weights
         if activations is None and weights.type == "int":
             grid = integer_goal(weights, shape[1], keep_bits)
@@ -100,12 +102,16 @@ def refusal(entry: ModuleEntry) -> str | None:
     weights, activations = entry.scheme.grid, entry.scheme.activations
     if weights is None:
         block = entry.scheme.weights
-        if isinstance(block, BlockFloat) and block.bits == 8:
+        if isinstance(block, BlockFloat) and block.bits == 8 and activations is None:
             return f"vLLM has no scheme for {words(entry)} without quantized activations: it loads in transformers only"
         return None
     if activations is None and weights.type == "int":
         if weights.bits not in (4, 8):
             return f"vLLM reads pack-quantized of 4 and 8 bits: int{weights.bits} loads in transformers only"
+        return None
+    if activations is not None and (weights.type, activations.type) == ("int", "float"):
+        if weights != GridScheme(4, group_size=128) or activations.strategy != "token":
+            return f"vLLM takes float8 activations with int4 in groups of 128, not {words(entry)}: this loads in transformers only"
         return None
     if weights.strategy == "group" and not (weights.bits == 4 and activations is not None and activations.dynamic):
         return f"vLLM has no kernel for {words(entry)}: it loads in transformers only"
@@ -121,8 +127,10 @@ def refusal(entry: ModuleEntry) -> str | None:
 
 
 def slower(entry: ModuleEntry, shape: tuple[int, int]) -> Iterator[str]:
-    """Sentences on what keeps vLLM's fast kernel of weight-only integers from a layer."""
-    weights = entry.scheme.grid
+    """Sentences on what keeps vLLM's fast kernel of weight-only integers from a layer, and on what its kernels round on loading."""
+    weights, activations = entry.scheme.grid, entry.scheme.activations
+    if weights is not None and activations is not None and (weights.type, activations.type) == ("int", "float"):
+        yield "vLLM rounds the scales of these groups to float8 as it loads them"
     if entry.scheme.activations is not None or weights is None or weights.type != "int":
         return
     if weights.strategy == "group" and weights.group_size not in KERNEL_GROUPS:

@@ -59,12 +59,12 @@ def words(entry: ModuleEntry | None) -> str:
     if entry is None or entry.scheme.weights is None:
         return "dense"
     weights, activations = entry.scheme.grid, entry.scheme.activations
-    if weights is None:
-        return entry.scheme.weights.describe()
-    spread = {"group": f"in groups of {weights.group_size}", "channel": "a scale a row", "tensor": "one scale"}
-    text = f"{weights.type}{weights.bits} {spread[weights.strategy]}"
-    if weights.type == "int":
-        text += ", symmetric" if weights.symmetric else ", asymmetric"
+    text = entry.scheme.weights.describe()
+    if weights is not None:
+        spread = {"group": f"in groups of {weights.group_size}", "channel": "a scale a row", "tensor": "one scale"}
+        text = f"{weights.type}{weights.bits} {spread[weights.strategy]}"
+        if weights.type == "int":
+            text += ", symmetric" if weights.symmetric else ", asymmetric"
     if activations is not None:
         text += f", activations {activations.type}{activations.bits}"
     return text

@@ -48,6 +48,10 @@ class Gptq(Layout):
 
     def goal(self, entry: ModuleEntry, shape: tuple[int, int], keep_bits: bool) -> ModuleEntry | None:
         weights, activations = entry.scheme.grid, entry.scheme.activations
+        if weights is None and entry.scheme.weights is not None:
+            raise UnfitError(
+                f"is {entry.scheme.weights.describe()}, and the gptq layout stores integers; layout compressed-tensors holds it"
+            )
         if weights is None:
             return None
         if weights.type != "int":

@@ -128,9 +128,9 @@ def _unify(
     for shards in sets:
         found = [entries[name] for name in shards if name in entries]
         schemes = [entry.scheme.grid for entry in found]
-        if len(found) < len(shards) or len(set(found)) == 1 or any(e.scheme.activations for e in found):
-            continue
         grids = [grid for grid in schemes if grid is not None]
+        if len(grids) < len(shards) or len(set(found)) == 1 or any(e.scheme.activations for e in found):
+            continue
         widths = [source.shapes[name][1] for name in shards]
         # a scale a row, whatever its length, or groups that divide every row
         columns = math.gcd(*widths) if any(grid.strategy == "group" for grid in grids) else max(widths)

@@ -18,10 +18,11 @@ import torch
 
 from export.huggingface import load_gptqmodel
 from export.huggingface.plan import Plan
-from export.source import distance, in_float32
+from export.source import distance, dtype_name, in_float32
 from export.target import Job, Verification
 from export.verify import Probe, compare, compare_logits, probe
 from runtime.errors import CompressError, first_line
+from runtime.formats.block_float import BlockFloat
 from runtime.system.processes import how_it_ended
 
 if TYPE_CHECKING:
@@ -35,15 +36,19 @@ _ENGINES = "vLLM and SGLang were not run; what their kernels take was checked ag
 
 
 def verify_compressed(job: Job, plan: Plan) -> Verification:
-    """The folder through `AutoModelForCausalLM.from_pretrained`, in float32."""
-    model = load_transformers(job.folder, job.source.trust_remote_code)
-    exact = not job.losses and all(entry.scheme.activations is None for entry in plan.entries.values())
-    metrics = compare_model(probe(job), model, exact)
+    """The folder through `AutoModelForCausalLM.from_pretrained`, in float32; with block floats, which compressed-tensors (0.20) unpacks to
+    bfloat16 whatever the model has, in that."""
+    schemes = [entry.scheme for entry in plan.entries.values()]
+    blocks = any(isinstance(scheme.weights, BlockFloat) for scheme in schemes)
+    dtype = torch.bfloat16 if blocks else torch.float32
+    model = load_transformers(job.folder, job.source.trust_remote_code, dtype)
+    exact = not blocks and not job.losses and all(scheme.activations is None for scheme in schemes)
+    metrics = compare_model(probe(job, dtype=dtype_name(dtype)), model, exact)
     metrics = _check_unpacked(job, plan, model) | metrics  # compressed-tensors unpacks at the first forward
     loader = f"transformers {version('transformers')}"
     if plan.entries:
         loader += f" and compressed-tensors {version('compressed-tensors')}"
-    checked = "every matrix, logits and greedy tokens, float32 on the CPU"
+    checked = f"every matrix, logits and greedy tokens, {dtype_name(dtype)} on the CPU"
     return Verification(loader, checked, metrics, [_ENGINES])
 
 
@@ -140,9 +145,10 @@ def _check_unpacked(job: Job, plan: Plan, model: PreTrainedModel) -> dict[str, A
     for name in plan.entries:
         weight = job.source.weight(name)
         found: Any = model.get_submodule(name).weight.detach()  # type: ignore[union-attr, operator]
-        if torch.equal(found, in_float32(weight)):
+        exact, narrow = in_float32(weight), weight.dtype if found.dtype == torch.float32 else found.dtype
+        if torch.equal(found.float(), exact):
             continue
-        if not torch.equal(found, weight.dequantize().float()):
+        if not torch.equal(found.float(), exact.to(narrow).float()):
             raise CompressError(f"{name} as transformers unpacks it is not the artifact's matrix")
         rounded += 1
     return {"matrices": len(plan.entries), "rounded_by_transformers": rounded}

@@ -16,6 +16,9 @@ from export.source import Source, distance, in_float32
 from export.target import Conversion, Job, Options, Target, Verification, merged
 from runtime.checkpoint.companions import companions, left_behind
 from runtime.formats import TensorSpec
+from runtime.formats.block_float import BlockFloat
+from runtime.formats.float8_block import Float8Block
+from runtime.formats.grid import GridScheme
 from runtime.modeling.layer_sizes import differing, is_ours
 from runtime.modeling.skeleton import model_kind
 
@@ -43,6 +46,7 @@ class HuggingFaceTarget(Target):
     summary: ClassVar[str] = "A checkpoint for vLLM, SGLang and transformers (compressed-tensors or GPTQ layout)."
     packages: ClassVar[tuple[str, ...]] = ("compressed_tensors",)
     options: ClassVar[type[Options]] = HuggingFaceOptions
+    representations: ClassVar[frozenset[str]] = frozenset({GridScheme.name, BlockFloat.name, Float8Block.name})
 
     def why_not(self, source: Source, options: HuggingFaceOptions) -> str | None:
         kind = model_kind(source.config)

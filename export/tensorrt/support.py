@@ -103,7 +103,7 @@ def _linear(source: Source) -> list[tuple[str, ModuleEntry]]:
 
 def _is_dropped(entry: ModuleEntry) -> bool:
     """Whether the layer's inputs are rounded as they come, which TensorRT does not do."""
-    return entry.scheme.activations is not None and entry.scheme.activations.dynamic
+    return entry.scheme.activations is not None and entry.scheme.activations.dynamic is not False
 
 
 def dropped_activations(source: Source) -> list[str]:

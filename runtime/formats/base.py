@@ -21,7 +21,7 @@ from runtime.formats.bitpack import (
     unpack_rows,
     unpack_stream,
 )  # fmt: skip
-from runtime.formats.checks import check_tensor, check_weight, join, why_not_weights
+from runtime.formats.checks import check_tensor, check_weight, join, why_not_activations, why_not_weights
 from runtime.formats.float8 import FLOAT8, indexable
 from runtime.formats.grid import GridScheme, scale_dtype
 from runtime.formats.representation import Representation, Shape, Tensors, TensorSpec
@@ -77,7 +77,7 @@ class Format(ABC):
         """Every tensor of a module on disk, by its name inside the module.
 
         `dtype` is the dtype of the model (scales have it); `count` the number of stored values, for `bitmap` only.
-        Static activation schemes add `input_scale` (and `input_zero_point`), which `pack` writes when it is given them.
+        Calibrated activation schemes add tensors of their own (`input_scale`, ...), which `pack` writes when it is given them.
 
         Raises:
             RequestError: the format cannot store this scheme at this shape.
@@ -90,6 +90,7 @@ class Format(ABC):
         weight: CompressedWeight,
         input_scale: torch.Tensor | None = None,
         input_zero_point: torch.Tensor | None = None,
+        input_global_scale: torch.Tensor | None = None,
     ) -> Tensors:
         """Tensors of `tensors(...)` for this weight. Bit-exact: `unpack` gives back the same dequantized matrix.
 
@@ -100,11 +101,12 @@ class Format(ABC):
         weight = _on_cpu(weight)  # where files are written from
         self._require(weight.scheme, weight.shape)
         out = {name: tensor.contiguous() for name, tensor in self.pack_weight(weight).items()}
-        if input_scale is not None:
-            out["input_scale"] = input_scale.cpu().reshape(1)
-        if input_zero_point is not None:
-            out["input_zero_point"] = input_zero_point.cpu().reshape(1)
-        return out
+        inputs = {
+            "input_scale": input_scale,
+            "input_zero_point": input_zero_point,
+            "input_global_scale": input_global_scale,
+        }
+        return out | {name: tensor.cpu().reshape(1) for name, tensor in inputs.items() if tensor is not None}
 
     def unpack(
         self,
@@ -285,7 +287,7 @@ class OwnFormat(Format):
             return f"it stores weights of representation {self.name}"
         if scheme.sparsity is not None:
             return f"representation {self.name} stores dense weights only"
-        return scheme.weights.why_not(shape)
+        return scheme.weights.why_not(shape) or why_not_activations(scheme, shape)
 
     def weight_tensors(
         self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
@@ -312,14 +314,8 @@ class OwnFormat(Format):
 
 
 def input_tensors(scheme: Scheme, dtype: torch.dtype) -> dict[str, TensorSpec]:
-    """`input_scale` [1] and `input_zero_point` [1] of a static activation scheme."""
-    activations = scheme.activations
-    if activations is None or activations.dynamic:
-        return {}
-    specs = {"input_scale": TensorSpec((1,), scale_dtype(dtype))}
-    if not activations.symmetric:
-        specs["input_zero_point"] = TensorSpec((1,), torch.int8 if activations.type == "int" else FLOAT8)
-    return specs
+    """What calibration of the inputs has left: `ActivationScheme.tensors`."""
+    return {} if scheme.activations is None else scheme.activations.tensors(scale_dtype(dtype))
 
 
 def _packs_zero_point(grid: GridScheme) -> bool:

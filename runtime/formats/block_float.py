@@ -75,9 +75,7 @@ class BlockFloat(GridScheme):
         return -_MAGNITUDES[-1], _MAGNITUDES[-1]
 
     def round_(self, steps: torch.Tensor) -> torch.Tensor:
-        size = steps.abs()
-        unit = torch.where(size > 8, 4.0, torch.where(size > 4, 2.0, 1.0))
-        return steps.div_(unit).round_().mul_(unit)
+        return round_e2m1_(steps)
 
     # ---------------------------------------------------------------- scales: a step is what one code counts
     def with_global_scale(self, weights: Sequence[torch.Tensor]) -> GridScheme:
@@ -178,6 +176,13 @@ class BlockFloat(GridScheme):
             raise ValueError(f"scale_dtype of its block floats is {dtype}, this runtime reads {_SCALE_DTYPES[scales]}")
         strategy: Any = "group" if two_scales else arguments["strategy"]
         return cls(arguments["num_bits"], "float", arguments["symmetric"], strategy, arguments["group_size"], scales)
+
+
+def round_e2m1_(halves: torch.Tensor) -> torch.Tensor:
+    """Nearest values of e2m1, all in halves, ties to an even mantissa, in place; not clamped."""
+    size = halves.abs()
+    unit = torch.where(size > 8, 4.0, torch.where(size > 4, 2.0, 1.0))
+    return halves.div_(unit).round_().mul_(unit)
 
 
 def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:

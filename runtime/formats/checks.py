@@ -76,7 +76,12 @@ def why_not_weights(scheme: Scheme, shape: Shape) -> str | None:
         return "activations are quantized but weights are not" if scheme.activations is not None else None
     if scheme.grid is None:
         return f"it stores integers and float8, not {scheme.weights.describe()}"
-    return scheme.grid.why_not(shape)
+    return scheme.grid.why_not(shape) or why_not_activations(scheme, shape)
+
+
+def why_not_activations(scheme: Scheme, shape: Shape) -> str | None:
+    """The reason the inputs of a layer of this shape cannot be rounded as the scheme says; None when they can."""
+    return None if scheme.activations is None else scheme.activations.why_not(shape[1])
 
 
 def _check_range(codes: torch.Tensor, scheme: GridScheme, what: str) -> None:

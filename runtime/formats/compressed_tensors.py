@@ -6,7 +6,8 @@ import torch
 
 from runtime.formats.base import GridFormat, OwnFormat, rows_of
 from runtime.formats.block_float import BlockFloat
-from runtime.formats.checks import check_weight, why_not_weights
+from runtime.formats.checks import check_weight, why_not_activations, why_not_weights
+from runtime.formats.float8_block import Float8Block
 from runtime.formats.representation import Shape, Tensors
 from runtime.formats.scheme import CompressedWeight, Scheme
 
@@ -30,29 +31,35 @@ class Packed(GridFormat):
 
 
 class PackQuantized(Packed):
-    """`pack-quantized`: the tensors of `packed`, weight only, groups that divide the row (read by vLLM and SGLang)."""
+    """`pack-quantized`: the tensors of `packed`, groups that divide the row (read by vLLM and SGLang); weight only, or symmetric beside
+    float activations (W4AFP8).
+    """
 
     name = "pack-quantized"
     own = False
 
     def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
-        reason = super().why_not(scheme, shape)
-        if reason is None and scheme.activations is not None:
-            reason = "it stores weight-only schemes; quantized activations go to int-quantized"
+        reason, activations = super().why_not(scheme, shape), scheme.activations
+        if reason is None and activations is not None and activations.type == "int":
+            reason = "integer activations go to int-quantized"
+        if reason is None and activations is not None and scheme.grid is not None and not scheme.grid.symmetric:
+            reason = "transformers cannot load packed zero points beside quantized activations"
         return reason or _why_not_groups(scheme, shape)
 
 
 class Naive(OwnFormat):
-    """`int-quantized` and `float-quantized`: `GridScheme.tensors` as they are, one int8 or float8 code a weight, mostly for layers whose
-    activations are of the same kind (W8A8). Static activations add `input_scale` [1].
+    """`int-quantized` and `float-quantized`: the tensors of `GridScheme` or `Float8Block` as they are, one int8 or float8 code a weight,
+    mostly for layers whose activations are of the same kind (W8A8). Static activations add `input_scale` [1].
     """
 
     own = False
 
     def __init__(self, number: str) -> None:
-        self.number, self.name = number, f"{number}-quantized"
+        self.kind, self.number, self.name = Float8Block, number, f"{number}-quantized"
 
     def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
+        if self.number == "float" and isinstance(scheme.weights, self.kind):
+            return super().why_not(scheme, shape)
         reason = why_not_weights(scheme, shape)
         words = {"int": "integer", "float": "float8"}[self.number]
         if reason is None and (scheme.grid is None or scheme.grid.type != self.number):
@@ -62,12 +69,13 @@ class Naive(OwnFormat):
         return reason or _why_not_groups(scheme, shape)
 
     def pack_weight(self, weight: CompressedWeight) -> Tensors:
-        check_weight(weight)
+        if weight.scheme.grid is not None:
+            check_weight(weight)
         return super().pack_weight(weight)
 
 
 class BlockFloats(OwnFormat):
-    """`nvfp4-pack-quantized`, `mxfp4-pack-quantized` and `mxfp8-quantized`: the tensors of `BlockFloat`, weight only."""
+    """`nvfp4-pack-quantized`, `mxfp4-pack-quantized` and `mxfp8-quantized`: the tensors of `BlockFloat`, whatever the activations."""
 
     own = False
 
@@ -78,11 +86,9 @@ class BlockFloats(OwnFormat):
         weights = scheme.weights
         if not isinstance(weights, BlockFloat) or (weights.bits, weights.scales) != (self.bits, self.scales):
             return f"it stores block floats of {self.bits} bits with {self.scales} scales"
-        if scheme.activations is not None:
-            return "it stores weight-only schemes"
         if scheme.sparsity is not None:
             return "it stores no pruned weights"
-        return weights.why_not(shape)
+        return weights.why_not(shape) or why_not_activations(scheme, shape)
 
     def select_rows(self, tensors: Tensors, scheme: Scheme, shape: Shape, rows: torch.Tensor) -> Tensors:
         common = "weight_global_scale"

@@ -16,8 +16,8 @@ from typing import Any
 from runtime import formats
 from runtime.config.messages import did_you_mean
 from runtime.errors import ArtifactError, CompressError
-from runtime.formats.block_float import BlockFloat
-from runtime.formats.scheme import Scheme
+from runtime.formats.activation_scheme import ActivationScheme
+from runtime.formats.scheme import Scheme, own_kind
 
 OWN_METHOD = "compress"
 SHARED_METHOD = "compressed-tensors"
@@ -176,7 +176,7 @@ def _entry(key: str, group: Any, default_format: Any) -> ModuleEntry:
         raise ArtifactError(f"{where}.weights: {error}") from None
     name = group.get("format") or default_format
     if name == "naive-quantized":  # what compressed-tensors calls the same layout without activations
-        name = "float-quantized" if scheme.grid and scheme.grid.type == "float" else "int-quantized"
+        name = "int-quantized" if scheme.grid and scheme.grid.type == "int" else "float-quantized"
     if name not in formats.names():
         hint = did_you_mean(name, formats.names())
         raise ArtifactError(f"{where} has format {name!r}, this runtime reads {', '.join(formats.names())}{hint}")
@@ -192,7 +192,8 @@ def _arguments(given: Any, where: str, weights: bool) -> dict[str, Any]:
     size = args["group_size"]
     if args["strategy"] is None:
         args["strategy"] = "tensor" if size is None else "channel" if size == -1 else "group"
-    allowed = ("tensor", "channel", "group", "tensor_group") if weights else ("tensor", "token")
+    groups = ("group", "tensor_group")
+    allowed = ("tensor", "channel", *groups, "block") if weights else ("tensor", "token", *groups)
     if args["strategy"] not in allowed:
         raise ArtifactError(f"{where} has strategy {args['strategy']!r}, this runtime runs {', '.join(allowed)}")
     if args["type"] not in ("int", "float") or not isinstance(args["num_bits"], int):
@@ -203,16 +204,18 @@ def _arguments(given: Any, where: str, weights: bool) -> dict[str, Any]:
         raise ArtifactError(
             f"{where} has actorder {args['actorder']!r} (permuted groups); write it with 'weight' instead"
         )
-    if args["dynamic"] not in (True, False) or (weights and args["dynamic"]):
+    if args["dynamic"] not in ((False,) if weights else (True, False, "local")):
         raise ArtifactError(f"{where} has dynamic {args['dynamic']!r}, which this runtime does not run")
     try:
-        block = BlockFloat.from_arguments(args) if weights else None
-        reason = None if block is None else block.why_not((1, block.group_size or 1))
+        kind = own_kind(args) if weights else None
+        activations = None if weights else ActivationScheme.from_arguments(args)
+        reason = None if kind is None else kind.why_not((1, size if isinstance(size, int) and size else 1))
+        reason = reason if activations is None else activations.why_not(activations.group_size or 1)
     except ValueError as error:
         reason = str(error)
     if reason is not None:
         raise ArtifactError(f"{where}: {reason}")
-    if block is not None:
+    if kind is not None or activations is not None:
         return args
     if (args["type"] == "float" and args["num_bits"] != 8) or not 2 <= args["num_bits"] <= 8:
         raise ArtifactError(
@@ -222,8 +225,6 @@ def _arguments(given: Any, where: str, weights: bool) -> dict[str, Any]:
         raise ArtifactError(f"{where} has strategy 'tensor_group', which this runtime runs for float4 only")
     if args["strategy"] == "group" and not (isinstance(size, int) and size > 0):
         raise ArtifactError(f"{where} has strategy 'group' and group_size {size!r}, expected a positive integer")
-    if not weights and args["strategy"] == "token" and not args["dynamic"]:
-        raise ArtifactError(f"{where} asks for static scales a token, which do not exist")
     return args
 
 

@@ -7,29 +7,24 @@ ours reads the same in `config.json`; `sparsity`, and `representation` inside `w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from runtime.formats import representation
+from runtime.formats.activation_scheme import ActivationScheme
 from runtime.formats.block_float import BlockFloat
+from runtime.formats.float8_block import Float8Block
 from runtime.formats.grid import GridScheme
 from runtime.formats.k_quant import KQuant
 from runtime.formats.representation import Representation, Tensors
 
 
-@dataclass(frozen=True)
-class ActivationScheme:
-    """Grid of the input of a linear layer: `token` = one scale a token, made at run time; `tensor` = one scale,
-    dynamic or static.
-    """
-
-    bits: int = 8
-    type: Literal["int", "float"] = "int"
-    symmetric: bool = True
-    dynamic: bool = True
-    strategy: Literal["token", "tensor"] = "token"
+def own_kind(arguments: Mapping[str, Any]) -> Representation | None:
+    """The representation other than a grid that the `QuantizationArgs` of compressed-tensors mean for weights; ValueError where they
+    contradict themselves."""
+    return BlockFloat.from_arguments(arguments) or Float8Block.from_arguments(arguments)
 
 
 def representation_of(config: Mapping[str, Any]) -> Representation:
@@ -65,8 +60,7 @@ class Scheme:
         if self.weights is not None:
             config["weights"] = self.weights.to_config()
         if self.activations is not None:
-            fields = asdict(self.activations)
-            config["input_activations"] = {"num_bits": fields.pop("bits"), **fields, "group_size": None}
+            config["input_activations"] = self.activations.to_config()
         if self.sparsity is not None:
             config["sparsity"] = self.sparsity
         return config
@@ -76,21 +70,18 @@ class Scheme:
         """Read one `config_groups` entry (ours or one that compressed-tensors wrote, with what it lets out filled in).
 
         Raises:
-            ValueError: a representation that no installed package has, or fields that it does not take.
+            ValueError: a representation that no installed package has, or fields that it does not take; scales of an unknown dtype.
         """
         weights: Representation | None = None
-        activations = None
         w, a = config.get("weights"), config.get("input_activations")
         if w and "representation" in w:
             weights = representation_of(w)
-        elif w and (found := BlockFloat.from_arguments(w)) is not None:
+        elif w and (found := own_kind(w)) is not None:
             weights = found
         elif w:
             group = w.get("group_size") if w["strategy"] == "group" else None
             weights = GridScheme(w["num_bits"], w["type"], w["symmetric"], w["strategy"], group)
-        if a:
-            activations = ActivationScheme(a["num_bits"], a["type"], a["symmetric"], bool(a["dynamic"]), a["strategy"])
-        return cls(weights, activations, config.get("sparsity"))
+        return cls(weights, ActivationScheme.from_arguments(a) if a else None, config.get("sparsity"))
 
 
 @dataclass

@@ -82,7 +82,7 @@ class Layer:
         weights, activations = self.entry.scheme.grid, self.entry.scheme.activations
         if weights is None or activations is None or weights.type != activations.type or activations.bits > 8:
             return "it computes integer weights with integer activations, or float8 with float8"
-        if weights.strategy == "group":
+        if weights.strategy == "group" or activations.group_size is not None:
             return "a sum of codes cannot run across groups of different scale"
         if weights.type == "float" and not activations.symmetric:
             return "it computes with symmetric float8 activations"

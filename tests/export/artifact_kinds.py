@@ -32,6 +32,13 @@ STAGES: dict[str, list[dict[str, Any]]] = {
     "w8a8_static": [{"quantize": {"method": "rtn", "scheme": "W8A8-INT8", "activation_mode": "static"}}],
     "fp8_static": [{"quantize": {"method": "rtn", "scheme": "FP8"}}],
     "w4a8": [{"quantize": {"method": "rtn", "scheme": "W4A8"}}],
+    "w4afp8": [{"quantize": {"method": "rtn", "scheme": "W4AFP8"}}],
+    "nvfp4_weights": [{"quantize": {"method": "rtn", "scheme": "NVFP4A16"}}],
+    "mxfp4_weights": [{"quantize": {"method": "rtn", "scheme": "MXFP4A16"}}],
+    "nvfp4": [{"quantize": {"method": "rtn", "scheme": "NVFP4"}}],
+    "mxfp4": [{"quantize": {"method": "rtn", "scheme": "MXFP4"}}],
+    "mxfp8": [{"quantize": {"method": "rtn", "scheme": "MXFP8"}}],
+    "fp8_block": [{"quantize": {"method": "rtn", "scheme": "FP8_BLOCK"}}],
     "bitmap": [{"prune": {"method": "magnitude", "pattern": "unstructured", "sparsity": 0.6}}],
 }
 MATRIX = ("dense", "w4_g128", "w4_g32_asymmetric", "w8a8", "fp8", "sparse_w4")
@@ -48,3 +55,5 @@ K_QUANTS: dict[str, list[dict[str, Any]]] = {
         {"quantize": {"method": "rtn", "scheme": "Q4_K", "targets": ["*o_proj"]}},
     ],
 }
+# What only the layout of compressed-tensors has words for.
+BLOCK_FLOATS = ("nvfp4_weights", "mxfp4_weights", "nvfp4", "mxfp4", "mxfp8", "fp8_block")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from artifact_kinds import BLOCK_FLOATS
 from weight_cases import int_scheme, write_checkpoint
 
 import export
@@ -52,7 +53,10 @@ def mixed(tiny_llama: Make, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", ["dense", *WEIGHT_ONLY, "w8a8", "w8a8_static", "w4a8", "fp8", "fp8_static", "bitmap"])
+@pytest.mark.parametrize(
+    "kind",
+    ["dense", *WEIGHT_ONLY, "w8a8", "w8a8_static", "w4a8", "w4afp8", "fp8", "fp8_static", "bitmap", *BLOCK_FLOATS],
+)
 def test_compressed_tensors_loads_in_transformers_and_here(made: Make, tmp_path: Path, kind: str) -> None:
     result = _export(made(kind), tmp_path)
     folder = result.path
@@ -71,11 +75,12 @@ def test_compressed_tensors_loads_in_transformers_and_here(made: Make, tmp_path:
     assert ours.generate(prompts, max_new_tokens=8) == theirs.generate(prompts, max_new_tokens=8)
 
 
-def test_what_needs_no_change_is_copied_tensor_by_tensor(made: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["w4_g128", "nvfp4"])
+def test_what_needs_no_change_is_copied_tensor_by_tensor(made: Make, tmp_path: Path, kind: str) -> None:
     from runtime.checkpoint.checkpoint import Checkpoint
 
-    result = _export(made("w4_g128"), tmp_path)
-    before, after = Checkpoint(made("w4_g128")), Checkpoint(result.path)
+    result = _export(made(kind), tmp_path)
+    before, after = Checkpoint(made(kind)), Checkpoint(result.path)
     assert before.names() == after.names()
     assert all(torch.equal(before.get(n).view(torch.uint8), after.get(n).view(torch.uint8)) for n in before.names())
     assert not [c for c in result.conversions if c.bytes]
@@ -107,6 +112,7 @@ def test_gptq_holds_the_same_matrices(made: Make, tmp_path: Path, kind: str) -> 
         ("dense", "nothing in it is compressed"),
         ("w8a8", "quantizes activations"),
         ("fp8", "is float8"),
+        ("mxfp4", "is mxfp4"),
         ("bitmap", "stored in integers"),
     ],
 )

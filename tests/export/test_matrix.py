@@ -29,7 +29,9 @@ REFUSED = {
     ("w8a8", "tensorrt bundle"): "scales must be positive",
     ("sparse_w4", "tensorrt bundle"): "scales must be positive",
 }
+REFUSED |= {("nvfp4", target): "block_float" for target in TARGETS if target != "huggingface"}
 CELLS = [(kind, target) for kind in MATRIX for target in TARGETS]
+CELLS += [("nvfp4", target) for target in TARGETS]
 CELLS += [(kind, "tensorrt bundle") for kind in ("w4_g128_positive", "w8a8_positive", "sparse_w4_positive")]
 
 

@@ -35,6 +35,7 @@ def test_every_preset_survives_config_json(name: str) -> None:
             Scheme(GridScheme(8, "float", True, "tensor"), PRESETS["FP8_DYNAMIC"].activations),
         ),
         ({"bits": 4, "activations": "int8"}, PRESETS["W4A8"]),
+        ({"activations": "fp8"}, PRESETS["W4AFP8"]),
     ],
 )
 def test_fields_override_the_preset(fields: dict, expected: Scheme) -> None:
@@ -48,7 +49,7 @@ def test_fields_override_the_preset(fields: dict, expected: Scheme) -> None:
         ({"scheme": "FP8", "bits": 4}, "bits must be 8"),
         ({"scheme": "FP8", "group_size": 64}, "group_size must be 'channel' or 'tensor'"),
         ({"scheme": "FP8", "symmetric": False}, "no zero point"),
-        ({"activations": "fp8"}, "do not go with int weights"),
+        ({"scheme": "FP8", "activations": "int8"}, "do not go with float weights"),
         ({"activation_mode": "static"}, "activations are not quantized"),
         ({"group_size": 0}, "group_size 0 is not possible"),
     ],

@@ -154,7 +154,7 @@ MISTAKES = {
     "fp8 with 4 bits": ("scheme: W4A16\n      group_size: 64", "scheme: FP8\n      bits: 4", 13, "bits must be 8, not 4"),
     "group size 0": ("group_size: 64", "group_size: 0", 14, "group_size 0 is not possible"),
     "activation mode alone": ("group_size: 64", "activation_mode: static", 14, "the activations are not quantized"),
-    "float activations on int weights": ("group_size: 64", "activations: fp8", 14, "activations 'fp8' do not go with int weights"),
+    "int activations on float weights": ("scheme: W4A16\n      group_size: 64", "scheme: FP8\n      activations: int8", 14, "activations 'int8' do not go with float weights"),
     "bare percentage": ("10%", "10", 18, "expected a percentage such as 10% or a fraction such as 0.1, got 10; did you mean 10%?"),
     "text percentage": ("10%", "ten", 18, "expected a percentage such as 10% or a fraction such as 0.1, got 'ten'"),
     "negative limit": ("max_perplexity_increase: 10%", "max_kl: -1", 18, "evaluate.max_kl: expected a number at least 0 or one of auto, none, got -1"),

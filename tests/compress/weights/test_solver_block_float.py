@@ -114,21 +114,22 @@ def test_large_weights_are_rounded_by_rows(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_layers_that_engines_fuse_share_the_global_scale(
+def test_layers_that_engines_fuse_share_the_global_scales(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block, "SOLVED_AT_ONCE", 1)  # every layer by itself
-    request = recipe(make_checkpoint(), {"quantize": {"method": method, "scheme": "NVFP4A16"}})
+    request = recipe(make_checkpoint(), {"quantize": {"method": method, "scheme": "NVFP4"}})
     path = compress.apply(request, output=tmp_path / "out", quiet=True).path
     found = {name: tensor for file in path.glob("model-*.safetensors") for name, tensor in load_file(file).items()}
     layer = "model.layers.1"
-    scale = {
-        name: float(found[f"{layer}.{name}_proj.weight_global_scale"])
-        for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up", "mlp.down")
-    }
-    assert scale["self_attn.q"] == scale["self_attn.k"] == scale["self_attn.v"]
-    assert scale["mlp.gate"] == scale["mlp.up"]
-    assert len(set(scale.values())) == 3
+    for kind in ("weight", "input"):
+        scale = {
+            name: float(found[f"{layer}.{name}_proj.{kind}_global_scale"])
+            for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up", "mlp.down")
+        }
+        assert scale["self_attn.q"] == scale["self_attn.k"] == scale["self_attn.v"]
+        assert scale["mlp.gate"] == scale["mlp.up"]
+        assert len(set(scale.values())) == 3
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])

@@ -122,5 +122,5 @@ def test_what_is_refused() -> None:
         formats.choose(Scheme(BlockFloat(4, group_size=32, scales="e4m3")), (8, 64))
     with pytest.raises(RequestError, match="not whole groups of 32"):
         formats.choose(Scheme(BlockFloat(4)), (8, 48))
-    with pytest.raises(RequestError, match="weight-only"):
-        formats.choose(Scheme(BlockFloat(4), PRESETS["FP8_DYNAMIC"].activations), (8, 64))
+    with pytest.raises(RequestError, match="has fixed activations"):
+        resolve_scheme(config(scheme="NVFP4", activation_mode="static"))

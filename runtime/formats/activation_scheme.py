@@ -1,0 +1,121 @@
+"""Scheme of a layer's input: the numbers it is rounded to, what shares a scale, and when scales are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from runtime.formats.float8 import FLOAT8
+from runtime.formats.representation import TensorSpec
+
+#: Dtypes of scales that are not in the dtype of the model.
+SCALE_DTYPES = {"e8m0": torch.uint8, "e4m3": FLOAT8}
+
+
+@dataclass(frozen=True)
+class ActivationScheme:
+    """Grid of the input `[..., in]` of a linear layer.
+
+    Attributes:
+        bits, type: integers of so many bits, float8 e4m3 (8) or float4 e2m1 (4).
+        dynamic: scales are made at run time (True) or calibrated (False); "local": those of groups at run time, and a calibrated one that
+            all share.
+        strategy: what shares a scale: a `token`, the whole `tensor`, or a `group` of features of a token; a `tensor_group` is one whose
+            scale is divided by `input_global_scale` float32 `[1]`.
+        group_size: features of a group.
+        scales: numbers that scales of groups are rounded to: powers of two (`e8m0`) or float8 (`e4m3`); None: the dtype of the input.
+    """
+
+    bits: int = 8
+    type: Literal["int", "float"] = "int"
+    symmetric: bool = True
+    dynamic: bool | Literal["local"] = True
+    strategy: Literal["token", "tensor", "group", "tensor_group"] = "token"
+    group_size: int | None = None
+    scales: Literal["e8m0", "e4m3"] | None = None
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the range of the inputs must be known before they are rounded."""
+        return self.dynamic is not True
+
+    @property
+    def e2m1(self) -> bool:
+        """Whether the numbers are float4."""
+        return self.type == "float" and self.bits == 4
+
+    def why_not(self, columns: int) -> str | None:
+        """The reason inputs of so many features cannot be rounded so; None when they can."""
+        kind, groups, local = (
+            f"{self.type}{self.bits}",
+            self.strategy in ("group", "tensor_group"),
+            self.dynamic == "local",
+        )
+        if not (2 <= self.bits <= 8 if self.type == "int" else self.bits in (4, 8)):
+            return f"activations are integers of 2 to 8 bits, float8 or float4, not {kind}"
+        if groups != (self.group_size is not None):
+            return "activations have a group_size exactly when their strategy is 'group' or 'tensor_group'"
+        if self.type == "float" and not self.symmetric and (groups or self.bits == 4):
+            return f"{kind} activations in groups are symmetric"
+        if (self.strategy == "tensor_group") != local or (self.scales == "e4m3") != local:
+            return "activations with a global scale have strategy 'tensor_group', dynamic 'local' and scales of e4m3, all three or none"
+        if self.dynamic is False and self.strategy != "tensor":
+            return f"static activation scales are those of a tensor, not of a {self.strategy}"
+        if self.scales is not None and (not groups or self.type != "float"):
+            return f"{self.scales} scales are for groups of float activations"
+        if self.scales == "e8m0" and self.group_size != 32:
+            return f"activations with e8m0 scales have groups of 32, not {self.group_size}"
+        if self.bits == 4 and self.type == "float" and self.scales is None:
+            return "float4 activations have scales of e8m0 or e4m3"
+        if self.group_size is not None and (self.group_size < 1 or columns % self.group_size):
+            return f"inputs of {columns} features are not whole groups of {self.group_size}"
+        return None
+
+    def describe(self) -> str:
+        """In two words, for plans and reports: "a8 dynamic"."""
+        when = self.dynamic if isinstance(self.dynamic, str) else "dynamic" if self.dynamic else "static"
+        return f"a{self.bits} {when}"
+
+    def tensors(self, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """What calibration leaves on disk, `[1]` each, for scales of `dtype`: `input_scale` (and `input_zero_point`), or
+        `input_global_scale`."""
+        if self.dynamic == "local":
+            return {"input_global_scale": TensorSpec((1,), torch.float32)}
+        if self.dynamic:
+            return {}
+        specs = {"input_scale": TensorSpec((1,), dtype)}
+        if not self.symmetric:
+            specs["input_zero_point"] = TensorSpec((1,), torch.int8 if self.type == "int" else FLOAT8)
+        return specs
+
+    def to_config(self) -> dict[str, Any]:
+        """In the words of compressed-tensors."""
+        fields = asdict(self)
+        scales = fields.pop("scales")
+        dtypes = {} if scales is None else dict.fromkeys(("scale_dtype", "zp_dtype"), str(SCALE_DTYPES[scales]))
+        return {"num_bits": fields.pop("bits"), **fields, **dtypes}
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> ActivationScheme:
+        """What the `QuantizationArgs` of compressed-tensors mean.
+
+        Raises:
+            ValueError: scales of a dtype that this runtime does not have.
+        """
+        dtype = arguments.get("scale_dtype")
+        found = [name for name, known in SCALE_DTYPES.items() if str(dtype) == str(known)]
+        if dtype is not None and not found:
+            raise ValueError(f"scale_dtype is {dtype}, this runtime makes {', '.join(map(str, SCALE_DTYPES.values()))}")
+        dynamic = arguments["dynamic"]
+        return cls(
+            arguments["num_bits"],
+            arguments["type"],
+            arguments["symmetric"],
+            dynamic if dynamic == "local" else bool(dynamic),
+            arguments["strategy"],
+            arguments.get("group_size"),
+            found[0] if found else None,  # type: ignore[arg-type]
+        )

@@ -71,11 +71,15 @@ class Layer:
         weights = self.entry.scheme.grid
         if weights is None or weights.type != "int" or not fewest <= weights.bits <= most:
             return f"it computes integer weights of {fewest} to {most} bits"
-        if self.entry.scheme.activations is not None:
-            return "it computes with unquantized activations"
+        if reason := self.why_not_as_given():
+            return reason
         if weights.strategy == "group" and (weights.group_size or 1) % multiple:
             return f"it wants groups of a multiple of {multiple}, not {weights.group_size}"
         return None
+
+    def why_not_as_given(self) -> str | None:
+        """The reason its activations are not multiplied as they are given; None when they are."""
+        return None if self.entry.scheme.activations is None else "it computes with unquantized activations"
 
     def why_not_sum_of_codes(self) -> str | None:
         """The reason its product is no scaled sum of 8-bit codes, integers or float8, of weights times activations; None when it is."""

@@ -6,6 +6,7 @@ import torch
 
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.float8 import FLOAT8
+from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Layer
@@ -24,10 +25,11 @@ class Float8Cpu(CKernel):
     formats = frozenset({"float-quantized", "mxfp8-quantized"})
 
     def why_not(self, layer: Layer) -> str | None:
-        if layer.entry.scheme.activations is not None:
-            return "it computes with unquantized activations"
-        if layer.grid.strategy == "group" and not _in_blocks(layer):
-            return "it wants one scale a row"
+        weights = layer.entry.scheme.weights
+        if reason := layer.why_not_as_given():
+            return reason
+        if not isinstance(weights, GridScheme) or (weights.strategy == "group" and not _in_blocks(layer)):
+            return "it wants one scale a row, or those of MXFP8"
         if library.load() is None:
             return "it is written in C, and there is no compiler (or COMPRESS_NATIVE=0)"
         return library.why_not_dtype(layer.dtype)

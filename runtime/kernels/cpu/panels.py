@@ -272,7 +272,7 @@ class BlockFloats(Dense):
         return "e2m1"
 
     def why_not(self, layer: Layer) -> str | None:
-        return library.why_not_dtype(layer.dtype)
+        return library.why_not_dtype(layer.dtype) or layer.why_not_as_given()
 
     def numbers(self, codes: torch.Tensor, layer: Layer) -> torch.Tensor:
         return HALVES[codes.int()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from weight_cases import int_scheme
 from runtime import formats, kernels
 from runtime.errors import RequestError
 from runtime.formats.block_float import BlockFloat
+from runtime.formats.float8_block import Float8Block
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels import tuning
 from runtime.kernels.cpu import integer, library
@@ -37,6 +39,7 @@ def test_table():
     assert listed("int-quantized", "cpu", "batch", "exact") == ["int8-c", "int8-cpu", "w8a8-cpu", "reference"]
 
 
+MICROSCALED = ActivationScheme(4, "float", strategy="group", group_size=32, scales="e8m0")
 BEST_2_4 = "int4-c" if instruction_sets.chosen() == "avx2" else "sparse24-c"
 needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
 
@@ -71,6 +74,9 @@ needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler"
         (Scheme(BlockFloat(4, group_size=16, scales="e4m3")), torch.float32, "fp4-c", "fp4-c-fast"),
         (Scheme(BlockFloat(4)), torch.float64, "reference", "reference"),
         (Scheme(BlockFloat(8)), torch.bfloat16, "float8-c", "float8-c"),
+        (Scheme(BlockFloat(4), MICROSCALED), torch.bfloat16, "reference", "reference"),
+        (Scheme(BlockFloat(8), replace(MICROSCALED, bits=8)), torch.bfloat16, "reference", "reference"),
+        (Scheme(Float8Block()), torch.bfloat16, "reference", "reference"),
         (Scheme(None, None, "2:4"), torch.bfloat16, "reference", "reference"),
     ],
     ids=str,

@@ -8,8 +8,6 @@ from pathlib import Path
 import torch
 
 from runtime import formats
-from runtime.formats.block_float import BlockFloat
-from runtime.formats.k_quant import KQuant
 from runtime.formats.quantization_config import ModuleEntry, build
 from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
 
@@ -52,7 +50,7 @@ def random_weight(
     if weights is None:
         values = torch.randn(shape, generator=generator).to(dtype)
         return CompressedWeight(values if mask is None else values * mask, None, None, mask, scheme, dtype)
-    if isinstance(weights, (BlockFloat, KQuant)):
+    if type(weights) is not GridScheme:
         dense = torch.randn(shape, generator=generator) * (1 if mask is None else mask)
         parameters = weights.fit(dense, dtype)
         return CompressedWeight.of(weights.round(dense, parameters), parameters, mask, scheme, dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from compress.core import file_matrix
 from compress.core.method import Problem
+from compress.core.statistics import Statistics
 from compress.prune import METHODS as PRUNE
 from compress.quantize import METHODS as QUANTIZE
 from compress.quantize.grid import Grid, make_grid
@@ -17,9 +18,14 @@ from compress.quantize.objective import row_errors
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.weights.solver.columns import nearest_rows, rows_at_a_time
 from compress.weights.solver.compensate import LayerResult, compensate, keep_float
-from compress.weights.solver.propagate import propagated
+from compress.weights.solver.factor import Factor, factorize
 from runtime.errors import CompressError
 from runtime.formats.scheme import CompressedWeight, GridScheme
+
+#: `d` of `propagated`, as a fraction of the mean of the Hessian's diagonal.
+DAMPING = 0.05
+#: Random directions that tell how much of the drift inputs explain.
+DIRECTIONS = 64
 
 
 @torch.no_grad()
@@ -154,3 +160,48 @@ def _result(weight: torch.Tensor, solved: LayerResult, hessian: torch.Tensor | N
     if solved.weight.mask is not None:
         notes = notes | {"sparsity": 1 - float(solved.weight.mask.float().mean())}
     return replace(solved, lost=lost, error=lost / total if total > 0 else 0.0, notes=notes)
+
+
+def propagated(weights: Sequence[torch.Tensor], statistics: Statistics, name: str) -> list[torch.Tensor]:
+    """The weights `[out_i, in]` of layers with one input, float32, moved towards what they give in the original model.
+
+    With `x` the input and `o` what is read in its place in the original model, `W' = W + W E[(o - x) x^T] (H + d I)^-1` minimizes
+    `E |W' x - W o|^2 + d |W' - W|^2`. Every solver that then keeps the output of `W'` keeps that of the original model: the asymmetric
+    calibration of GPTAQ (Li et al., 2025, arXiv 2504.02692) in closed form.
+
+    Args:
+        weights: any float dtype; not changed.
+        statistics: of the input, with Hessian and drift.
+        name: of the first layer, for messages.
+    """
+    hessian, drift = statistics.hessian, statistics.drift
+    assert hessian is not None
+    assert drift is not None
+    factor = factorize(hessian, torch.arange(hessian.shape[0], device=hessian.device), DAMPING, name)
+    share = _share(factor, drift, statistics)
+    found = []
+    for weight in weights:
+        moved = weight.to(torch.float32, copy=True)
+        for rows in file_matrix.panels(weight.shape[0], rows_at_a_time(weight.shape[1])):
+            moved[rows] += share * factor.solve(file_matrix.product(drift, moved[rows].T)).T
+        found.append(moved)
+    return found
+
+
+def _share(factor: Factor, drift: torch.Tensor, statistics: Statistics) -> float:
+    """Of the drift that inputs explain on the calibration text, the share that they explain on other text too.
+
+    Least squares with p inputs explain p / n of any noise in n tokens and leave the rest, so what is explained, `F = tr(D^T H^-1 D)`, has
+    `p / (n - p)` times the rest in it. F is estimated from random directions (Hutchinson, 1990).
+    """
+    columns, tokens = drift.shape[0], statistics.tokens
+    if tokens <= columns:
+        return 0.0
+    generator = torch.Generator(drift.device).manual_seed(0)
+    directions = torch.randn(columns, DIRECTIONS, generator=generator, device=drift.device)
+    along = file_matrix.product(drift, directions)
+    explained = float((along * factor.solve(along)).sum()) / DIRECTIONS
+    if explained <= 0:
+        return 0.0
+    rest = max(0.0, statistics.drifted - explained)
+    return max(0.0, 1 - columns / (tokens - columns) * rest / explained)

@@ -17,8 +17,8 @@ from compress.core import file_matrix
 from compress.core.statistics import Statistics, StatisticsCollector
 from compress.core.tensors import relative
 from compress.weights import block, block_pass
-from compress.weights.solver import factor, propagate
-from compress.weights.solver.propagate import DAMPING, propagated
+from compress.weights.solver import factor, group
+from compress.weights.solver.group import DAMPING, propagated
 from runtime.errors import CompressError
 
 ROWS = {"samples": 24, "sequence_length": 32, "batch_size": 4}
@@ -53,8 +53,8 @@ def test_weights_are_the_damped_least_squares(
     if filed and not file_matrix.AVAILABLE:
         pytest.skip("this system maps no matrices to files")
     monkeypatch.setattr(factor, "PANEL", panel)
-    monkeypatch.setattr(propagate, "rows_at_a_time", lambda columns: 5)
-    monkeypatch.setattr(propagate, "_share", lambda *_: 1.0)
+    monkeypatch.setattr(group, "rows_at_a_time", lambda columns: 5)
+    monkeypatch.setattr(group, "_share", lambda *_: 1.0)
     x, original = streams(400, columns)
     weights = [torch.randn(13, columns), torch.randn(4, columns).bfloat16()]
     before = [weight.clone() for weight in weights]
@@ -79,11 +79,11 @@ def test_what_noise_explains_is_left_out(monkeypatch: pytest.MonkeyPatch, tokens
         return x, x + 0.1 * x @ turn + 0.3 * torch.randn(count, columns)
 
     statistics, (x, original) = collected(*drawn(tokens)), drawn(4000)
-    share = propagate._share(
+    share = group._share(
         factor.factorize(statistics.hessian, torch.arange(columns), DAMPING), statistics.drift, statistics
     )
     ours = propagated([weight], statistics, "layer")[0]
-    monkeypatch.setattr(propagate, "_share", lambda *_: 1.0)
+    monkeypatch.setattr(group, "_share", lambda *_: 1.0)
     whole = propagated([weight], statistics, "layer")[0]
     errors = [float((x @ w.T - original @ weight.T).square().sum()) for w in (ours, whole, weight)]
     assert errors[0] < 1.01 * errors[2]

@@ -29,7 +29,7 @@ class Statistics:
         maximum: `[in]` float32, largest value of every channel.
         square_mean: `[in]` float32, mean of `x^2` (the diagonal of the Hessian, available without it).
         drift: `[in, in]` float32, mean of `x (o - x)^T`, where `o` is what the layer reads in the original model, at the same place as the
-            Hessian; None if not collected. `drifted`: mean of `|o - x|^2`.
+            Hessian; None if not collected. `drifted`: `[in]` float32, mean of `(o - x)^2`.
         tokens: how many tokens were seen.
         finite: False when a NaN or Inf was among the inputs.
     """
@@ -42,7 +42,7 @@ class Statistics:
     tokens: int
     finite: bool = True
     drift: torch.Tensor | None = None
-    drifted: float = 0.0
+    drifted: torch.Tensor | None = None
 
     @property
     def columns(self) -> int:
@@ -54,7 +54,8 @@ class Statistics:
         s = s.to(self.abs_mean)
         found: dict[str, Any] = {name: getattr(self, name) / s for name in ("abs_mean", "minimum", "maximum")}
         found |= {name: _scaled(getattr(self, name), s) for name in ("hessian", "drift")}
-        return replace(self, square_mean=self.square_mean / s.square(), **found)
+        drifted = None if self.drifted is None else self.drifted / s.square()
+        return replace(self, square_mean=self.square_mean / s.square(), drifted=drifted, **found)
 
     def to(self, device: torch.device | str) -> Statistics:
         """The same on a device."""
@@ -188,7 +189,7 @@ class StatisticsCollector:
             tokens=self._tokens,
             finite=self._finite,
             drift=self._drift,
-            drifted=float(self._drifted.sum()) / tokens,
+            drifted=None if self._drift is None else self._drifted / tokens,
         )
 
 

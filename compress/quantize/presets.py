@@ -93,6 +93,8 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
         if config.activations is not None or config.activation_mode is not None:
             what = "is weight-only" if scheme.activations is None else "has fixed activations"
             raise RequestError(f"scheme '{config.scheme}' {what}: leave activations and activation_mode out")
+        if config.scales == "positive" and isinstance(scheme.weights, KQuant):
+            raise RequestError(f"scheme '{config.scheme}' has scales of both signs: scales must not be positive")
         return replace(scheme, sparsity=sparsity)
     if config.bits is not None:
         if weights.type == "float" and config.bits != 8:

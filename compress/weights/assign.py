@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -20,7 +20,8 @@ from runtime import formats
 from runtime.config.messages import listing
 from runtime.errors import RequestError
 from runtime.formats.grid import GridScheme
-from runtime.modeling.linear_modules import is_matrix
+from runtime.modeling.experts import expert_of
+from runtime.modeling.linear_modules import get_matrix, is_matrix
 from runtime.system.sizes import size
 
 #: Largest share of the targeted weights in layers narrower than a group, which then stay as they are; above it, the group size is refused.
@@ -112,7 +113,8 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
         sparsity = str(prune.config.parsed)
     last = quantize or prune
     assert last is not None
-    with recipe.origin.located((*last.path, "group_size" if quantize else "pattern")):
+    of_quantize = "group_size" if "group_size" in last.config.model_fields_set else "scheme"
+    with recipe.origin.located((*last.path, of_quantize if quantize else "pattern")):
         scheme = resolve_scheme(quantize.config if quantize else None, sparsity)
         try:
             check_fits(scheme, module.shape, module.name)
@@ -164,6 +166,26 @@ def unreached(model: PartialModel) -> list[str]:
             f"weights): its module {type(part).__name__} {why}"
         )
     return sentences
+
+
+def not_propagated(model: PartialModel, tasks: Mapping[str, LayerTask], tokens: int) -> list[str]:
+    """Sentences about layers of the objective `propagated` that are fitted to their own outputs all the same."""
+    names = [name for name, task in tasks.items() if task.propagated]
+    asked = {name: get_matrix(model.model.get_submodule(name)).shape[1] for name in names}
+    routed = [name for name in asked if expert_of(model.model, name) is not None]
+    widest = max((columns for name, columns in asked.items() if name not in routed), default=0)
+    found = []
+    if routed:
+        found.append(
+            f"objective propagated: {len(routed)} layers of routed experts are fitted to their own outputs, since other tokens may be "
+            "routed to them in the original model"
+        )
+    if tokens <= widest:
+        found.append(
+            f"objective propagated: {tokens} tokens of calibration text tell nothing of layers with as many inputs ({widest} the widest), "
+            "which are fitted to their own outputs; give more text (calibration.samples)"
+        )
+    return found
 
 
 def left_alone(left: Sequence[Uncompressed]) -> list[str]:

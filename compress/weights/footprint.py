@@ -189,6 +189,8 @@ class WeightsFootprint:
                 needed += 6 * numel if task.compensates else numel + 20 * layer.numel
             solved = max(solved, needed)
             pack = max(pack, layer.packed + 2 * self._item * layer.numel + layer.numel)
+        if any(layer.task.propagated for layer in group):  # float32 weights that make up for the drift
+            solved += 4 * numel
         codes = numel * (1 if group[0].task.scheme.weights is not None else self._item)
         return codes + max(solved, pack, 2 * self._item * largest)
 

@@ -91,6 +91,8 @@ def _check_reached(streamed: StreamedModel, tasks: dict[str, LayerTask], left: l
         embedding = isinstance(module, nn.Embedding)
         if embedding and (task.needs or task.scheme.activations is not None):
             methods = ", ".join(m.name for m in task.methods)
+            if task.propagated:
+                raise RequestError(f"{name} is an embedding, which reads no hidden states: its objective must be layer")
             raise RequestError(
                 f"{name} is an embedding, which {methods} cannot compress; use method rtn with a weight-only scheme for it"
             )

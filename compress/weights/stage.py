@@ -86,9 +86,11 @@ class CheckedWeights(LayersJob):
 
     def warnings(self, context: Context, size: int) -> list[str]:
         """A shared tensor that is split, layers that calibration text does not reach, and layers that stay as they are."""
-        from compress.weights.assign import left_alone, unreached
+        from compress.weights.assign import left_alone, not_propagated, unreached
 
         found = [*unreached(context.streamed), *left_alone(self.weights.left)]
+        if "drift" in self.needs:
+            found += not_propagated(context.streamed, self.weights.tasks, context.calibration.tokens)
         if self.weights.untie:
             more = count(sum(tensor.bytes_after for tensor in self.tensors() if tensor.bytes_before == 0))
             split = f"the embedding and the head share one tensor; compressing one of them stores both ({more} more)"

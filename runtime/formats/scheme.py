@@ -30,6 +30,8 @@ def own_kind(arguments: Mapping[str, Any]) -> Representation | None:
 def representation_of(config: Mapping[str, Any]) -> Representation:
     """The representation that `config["representation"]` names, with its fields; ValueError for a name or fields that mean nothing."""
     name = config["representation"]
+    if not isinstance(name, str):
+        raise ValueError(f"representation is {name!r}, expected a name")
     return (KQuant if name == KQuant.name else representation.find(name)).from_config(config)
 
 

@@ -43,8 +43,10 @@ class LayerResult:
     Attributes:
         weight: what is stored.
         lost: output error `tr(E H E^T)`; None: not known.
-        notes: what a report should know: damping, retries, dead columns, rows where rounding to nearest was kept, sparsity.
-        error: `lost / tr(W H W^T)`, without a Hessian `|E|^2 / |W|^2`; NaN until the group is solved.
+        notes: what a report should know: damping, retries, dead columns, rows where rounding to nearest was kept, sparsity; with the
+            objective `propagated` the share of the drift that was made up for.
+        error: `lost / tr(W H W^T)`, without a Hessian `|E|^2 / |W|^2`; NaN until the group is solved. With `propagated`, W are the weights
+            that make up for the drift.
     """
 
     weight: CompressedWeight

@@ -48,15 +48,15 @@ def solve_group(problem: Problem) -> list[LayerResult]:
         settled = [own.to(weight.device) for own, weight in zip(problem.constraints, original, strict=True)]
         if settled[0].grid is not None:
             return [_on_grid(weight, own, problem) for weight, own in zip(original, settled, strict=True)]
-    statistics = problem.statistics
+    statistics, noted = problem.statistics, dict[str, Any]()
     if (
         quantize is not None
         and quantize.objective == "propagated"
         and statistics is not None
         and statistics.drift is not None
     ):
-        original = propagated(original, statistics, names[0])
-        problem = replace(problem, weights=original)
+        original, share = propagated(original, statistics, names[0])
+        problem, noted = replace(problem, weights=original), {"propagated": round(share, 4)}
     if prune is not None:
         problem.sparsity = problem.sparsity or [prune.target_sparsity] * len(original)
         problem.masks = [own.mask for own in settled if own.mask is not None] or _ranked_masks(problem)
@@ -84,6 +84,7 @@ def solve_group(problem: Problem) -> list[LayerResult]:
         solved = [LayerResult(nearest(problem, i), None, note) for i, note in enumerate(notes)]
     if apart:  # what rounding lost of weights that were pruned before says nothing of the original ones
         solved = [replace(one, lost=None) for one in solved]
+    solved = [replace(one, notes=one.notes | noted) for one in solved]
     return [_result(weight, one, hessian) for weight, one in zip(original, solved, strict=True)]
 
 
@@ -162,7 +163,7 @@ def _result(weight: torch.Tensor, solved: LayerResult, hessian: torch.Tensor | N
     return replace(solved, lost=lost, error=lost / total if total > 0 else 0.0, notes=notes)
 
 
-def propagated(weights: Sequence[torch.Tensor], statistics: Statistics, name: str) -> list[torch.Tensor]:
+def propagated(weights: Sequence[torch.Tensor], statistics: Statistics, name: str) -> tuple[list[torch.Tensor], float]:
     """The weights `[out_i, in]` of layers with one input, float32, moved towards what they give in the original model.
 
     With `x` the input and `o` what is read in its place in the original model, `W' = W + W E[(o - x) x^T] (H + d I)^-1` minimizes
@@ -173,6 +174,9 @@ def propagated(weights: Sequence[torch.Tensor], statistics: Statistics, name: st
         weights: any float dtype; not changed.
         statistics: of the input, with Hessian and drift.
         name: of the first layer, for messages.
+
+    Returns:
+        The weights, and the share of the move that was made (`_share`).
     """
     hessian, drift = statistics.hessian, statistics.drift
     assert hessian is not None
@@ -185,7 +189,7 @@ def propagated(weights: Sequence[torch.Tensor], statistics: Statistics, name: st
         for rows in file_matrix.panels(weight.shape[0], rows_at_a_time(weight.shape[1])):
             moved[rows] += share * factor.solve(file_matrix.product(drift, moved[rows].T)).T
         found.append(moved)
-    return found
+    return found, share
 
 
 def _share(factor: Factor, drift: torch.Tensor, statistics: Statistics) -> float:
@@ -203,5 +207,6 @@ def _share(factor: Factor, drift: torch.Tensor, statistics: Statistics) -> float
     explained = float((along * factor.solve(along)).sum()) / DIRECTIONS
     if explained <= 0:
         return 0.0
-    rest = max(0.0, statistics.drifted - explained)
+    assert statistics.drifted is not None
+    rest = max(0.0, float(statistics.drifted.sum()) - explained)
     return max(0.0, 1 - columns / (tokens - columns) * rest / explained)

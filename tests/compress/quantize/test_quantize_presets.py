@@ -52,6 +52,9 @@ def test_fields_override_the_preset(fields: dict, expected: Scheme) -> None:
         ({"scheme": "FP8", "activations": "int8"}, "do not go with float weights"),
         ({"activation_mode": "static"}, "activations are not quantized"),
         ({"group_size": 0}, "group_size 0 is not possible"),
+        ({"scheme": "Q6_K", "scales": "positive"}, "scales of both signs"),
+        ({"scheme": "MXFP4", "activations": "int8"}, "fixed activations"),
+        ({"scheme": {"representation": ["k_quant"]}}, "expected a name"),
     ],
 )
 def test_contradictions_are_refused(fields: dict, message: str) -> None:

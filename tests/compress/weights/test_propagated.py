@@ -19,7 +19,7 @@ from compress.core.tensors import relative
 from compress.weights import block, block_pass
 from compress.weights.solver import factor, group
 from compress.weights.solver.group import DAMPING, propagated
-from runtime.errors import CompressError
+from runtime.errors import CompressError, RequestError
 
 ROWS = {"samples": 24, "sequence_length": 32, "batch_size": 4}
 
@@ -58,7 +58,7 @@ def test_weights_are_the_damped_least_squares(
     x, original = streams(400, columns)
     weights = [torch.randn(13, columns), torch.randn(4, columns).bfloat16()]
     before = [weight.clone() for weight in weights]
-    found = propagated(weights, collected(x, original, tmp_path if filed else None), "layer")
+    found, _ = propagated(weights, collected(x, original, tmp_path if filed else None), "layer")
     added = DAMPING * float(x.square().mean(0).mean()) * len(x)
     for weight, kept, moved in zip(weights, before, found, strict=True):
         assert torch.equal(weight, kept)
@@ -82,9 +82,9 @@ def test_what_noise_explains_is_left_out(monkeypatch: pytest.MonkeyPatch, tokens
     share = group._share(
         factor.factorize(statistics.hessian, torch.arange(columns), DAMPING), statistics.drift, statistics
     )
-    ours = propagated([weight], statistics, "layer")[0]
+    (ours,), _ = propagated([weight], statistics, "layer")
     monkeypatch.setattr(group, "_share", lambda *_: 1.0)
-    whole = propagated([weight], statistics, "layer")[0]
+    (whole,), _ = propagated([weight], statistics, "layer")
     errors = [float((x @ w.T - original @ weight.T).square().sum()) for w in (ours, whole, weight)]
     assert errors[0] < 1.01 * errors[2]
     assert errors[0] < errors[1] if tokens < 1000 else share > 0.7
@@ -93,18 +93,20 @@ def test_what_noise_explains_is_left_out(monkeypatch: pytest.MonkeyPatch, tokens
 
 def test_fewer_tokens_than_inputs_move_nothing() -> None:
     x, weight = torch.randn(30, 40), torch.randn(7, 40)
-    assert torch.equal(propagated([weight], collected(x, 1.1 * x), "layer")[0], weight)
+    found, share = propagated([weight], collected(x, 1.1 * x), "layer")
+    assert share == 0
+    assert torch.equal(found[0], weight)
 
 
 def test_pure_noise_moves_little() -> None:
     x, weight = torch.randn(200, 40), torch.randn(7, 40)
-    found = propagated([weight], collected(x, x + 0.3 * torch.randn(200, 40)), "layer")[0]
-    assert relative(found, weight) < 0.05
+    found, _ = propagated([weight], collected(x, x + 0.3 * torch.randn(200, 40)), "layer")
+    assert relative(found[0], weight) < 0.05
 
 
 def test_no_drift_leaves_the_weights() -> None:
     x, weight = torch.randn(100, 12), torch.randn(5, 12)
-    assert torch.equal(propagated([weight], collected(x, x.clone()), "layer")[0], weight)
+    assert torch.equal(propagated([weight], collected(x, x.clone()), "layer")[0][0], weight)
 
 
 def test_drift_counts_real_tokens_only_is_pooled_and_scaled() -> None:
@@ -114,7 +116,9 @@ def test_drift_counts_real_tokens_only_is_pooled_and_scaled() -> None:
     real, others = x[mask].double(), original[mask].double()
     assert relative(found.drift, real.T @ (others - real) / len(real)) < 1e-5
     s = torch.rand(20) + 0.5
-    assert relative(found.scaled(s).drift, collected(x / s, original / s, mask=mask).drift) < 1e-5
+    scaled, again = found.scaled(s), collected(x / s, original / s, mask=mask)
+    assert relative(scaled.drift, again.drift) < 1e-5
+    assert relative(scaled.drifted, again.drifted) < 1e-5
     halves = [StatisticsCollector(20, drift=True) for _ in range(2)]
     for half, part in zip(halves, (slice(0, 50), slice(50, 120)), strict=True):
         half.add(x[part], mask[part], original[part])
@@ -128,7 +132,9 @@ def test_drift_counts_real_tokens_only_is_pooled_and_scaled() -> None:
         combine[how](tensor, other, out=tensor)
 
     halves[0].pool(reduce)
-    assert relative(halves[0].finish().drift, found.drift) < 1e-5
+    pooled = halves[0].finish()
+    assert relative(pooled.drift, found.drift) < 1e-5
+    assert relative(pooled.drifted, found.drifted) < 1e-5
 
 
 @pytest.fixture
@@ -237,8 +243,13 @@ def test_outputs_are_nearer_to_the_original_model(
 def test_head_and_mixture(make_checkpoint: Any, recipe: Any, tmp_path: Path, watched: Any) -> None:
     """The head's weights are moved too; those of routed experts are not: other tokens may be routed to them."""
     source = make_checkpoint("mixtral", dtype=torch.float32)
-    compress.apply(recipe(source, quantize(ignore=[])), output=tmp_path / "out", quiet=True)
+    artifact = compress.apply(recipe(source, quantize(ignore=[])), output=tmp_path / "out", quiet=True)
     known, _ = watched
+    assert (
+        sum("layers of routed experts are fitted to their own outputs" in warning for warning in artifact.warnings) == 1
+    )
+    noted = {layer["name"] for layer in artifact.manifest["layers"] if "propagated" in layer["notes"]}
+    assert noted == {layer["name"] for layer in artifact.manifest["layers"] if ".experts." not in layer["name"]}
     experts = {name: statistics for name, statistics in known.items() if ".experts." in name}
     assert experts
     assert all(statistics.drift is None for statistics in experts.values())
@@ -278,6 +289,15 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
     same_bytes(tmp_path / "straight", tmp_path / "resumed")
 
 
+def test_too_little_text_is_said(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
+    source = make_checkpoint()
+    calibration = recipe(source)["calibration"] | {"samples": 2, "sequence_length": 16}
+    plan = compress.plan(recipe(source, quantize(), calibration=calibration), output=tmp_path / "out")
+    assert any("32 tokens of calibration text tell nothing of layers" in warning for warning in plan.warnings)
+    with pytest.raises(RequestError, match="reads no hidden states: its objective must be layer"):
+        compress.plan(recipe(source, quantize("rtn", targets=["model.embed_tokens"])), output=tmp_path / "out")
+
+
 def test_the_plan_counts_the_second_model(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
     source = make_checkpoint()
     alone, both = (
@@ -285,5 +305,5 @@ def test_the_plan_counts_the_second_model(make_checkpoint: Any, recipe: Any, tmp
         for objective in ("layer", "propagated")
     )
     assert both.memory["blocks"] > alone.memory["blocks"]
-    assert both.memory["hidden states"] >= alone.memory["hidden states"]
+    assert both.memory["hidden states"] == 2 * alone.memory["hidden states"]
     assert both.seconds > alone.seconds

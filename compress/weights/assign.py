@@ -113,8 +113,10 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
         sparsity = str(prune.config.parsed)
     last = quantize or prune
     assert last is not None
-    of_quantize = "group_size" if "group_size" in last.config.model_fields_set else "scheme"
-    with recipe.origin.located((*last.path, of_quantize if quantize else "pattern")):
+    key = "pattern" if quantize is None else "group_size"
+    if {"scheme", "group_size"} & last.config.model_fields_set == {"scheme"}:
+        key = "scheme"
+    with recipe.origin.located((*last.path, key)):
         scheme = resolve_scheme(quantize.config if quantize else None, sparsity)
         try:
             check_fits(scheme, module.shape, module.name)

@@ -82,8 +82,10 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
     if config is None:
         return Scheme(sparsity=sparsity)
     if isinstance(config.scheme, dict):
-        activations = _activations(config, None, None)
-        return Scheme(_represented(config, config.scheme), activations, sparsity)
+        represented = _represented(config, config.scheme)
+        if isinstance(represented, KQuant):
+            return resolve_scheme(config.model_copy(update={"scheme": represented.kind}), sparsity)
+        return Scheme(represented, _activations(config, None, None), sparsity)
     scheme = preset(config.scheme) if config.scheme is not None else PRESETS["W4A16"]
     weights = scheme.grid
     if weights is None:

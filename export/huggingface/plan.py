@@ -151,7 +151,7 @@ def changes(layout: Layout, source: Source, plan: Plan) -> Iterator[Conversion]:
         was, exact = f"{words(before)} ({before.format}{pattern})", after is not None
         if after is not None:
             what = f"{was} becomes {words(after)} ({after.format}{', zeros stored' if before.scheme.sparsity else ''})"
-        elif before.scheme.grid is None:
+        elif before.scheme.weights is None:
             what, exact = f"{before.scheme.sparsity} sparse floats ({before.format}) become dense, zeros stored", True
         else:
             dtype = dtype_name(source.dtype)

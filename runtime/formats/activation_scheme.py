@@ -100,22 +100,29 @@ class ActivationScheme:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> ActivationScheme:
-        """What the `QuantizationArgs` of compressed-tensors mean.
+        """What the `QuantizationArgs` of compressed-tensors mean. `group_size` and `scale_dtype` say nothing of a token or a tensor; float4
+        without `scale_dtype` has the scales of its strategy.
 
         Raises:
-            ValueError: scales of a dtype that this runtime does not have.
+            ValueError: scales of a dtype that this runtime does not have, a `group_size` that is no integer.
         """
-        dtype = arguments.get("scale_dtype")
+        dynamic, strategy = arguments["dynamic"], arguments["strategy"]
+        size, dtype = arguments.get("group_size"), arguments.get("scale_dtype")
+        if strategy not in ("group", "tensor_group"):
+            size = dtype = None
+        elif not isinstance(size, int):
+            raise ValueError(f"group_size is {size!r}, expected a positive integer")
+        elif dtype is None and arguments["type"] == "float" and arguments["num_bits"] == 4:
+            dtype = SCALE_DTYPES["e4m3" if strategy == "tensor_group" else "e8m0"]
         found = [name for name, known in SCALE_DTYPES.items() if str(dtype) == str(known)]
         if dtype is not None and not found:
             raise ValueError(f"scale_dtype is {dtype}, this runtime makes {', '.join(map(str, SCALE_DTYPES.values()))}")
-        dynamic = arguments["dynamic"]
         return cls(
             arguments["num_bits"],
             arguments["type"],
             arguments["symmetric"],
             dynamic if dynamic == "local" else bool(dynamic),
-            arguments["strategy"],
-            arguments.get("group_size"),
+            strategy,
+            size,
             found[0] if found else None,  # type: ignore[arg-type]
         )

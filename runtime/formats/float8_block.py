@@ -38,8 +38,9 @@ class Float8Block(Representation):
         """Scales that cover every block; `importance` has no say."""
         padding = (0, -weight.shape[1] % self.width)
         largest = [torch.nn.functional.pad(rows.abs().amax(0), padding) for rows in weight.split(self.height)]
-        scale = (torch.stack(largest).view(len(largest), -1, self.width).amax(-1) / FLOAT8_MAXIMUM).to(dtype)
-        return {"scale": torch.where(scale > 0, scale, torch.ones_like(scale))}
+        wanted = torch.stack(largest).view(len(largest), -1, self.width).amax(-1) / FLOAT8_MAXIMUM
+        least = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # above zero
+        return {"scale": torch.where(wanted > 0, wanted.clamp(min=least), 1.0).to(dtype)}
 
     def nearest(self, columns: torch.Tensor, parameters: Tensors, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         scale = parameters["scale"][:, first // self.width].float()

@@ -95,11 +95,11 @@ def fake_quantize(x: torch.Tensor, scheme: ActivationScheme, tensors: Tensors) -
 
 def _power_of_two(extreme: torch.Tensor, largest: float) -> torch.Tensor:
     """Scales for groups of these largest values, in their dtype: the power of two that maps them between 7/8 and 7/4 of that in `largest`,
-    the largest code, so that what lies above saturates."""
+    the largest code, so that what lies above saturates. NaN where the largest is no number, as for compressed-tensors."""
     mantissa, exponent = torch.frexp(extreme.float())
     exponent = exponent + (mantissa >= _UP) - math.frexp(largest)[1]
     scale = torch.ldexp(torch.ones_like(mantissa), exponent.clamp_(-127, 127)).to(extreme.dtype)
-    return torch.where(scale == 0, 1.0, scale)
+    return torch.where(scale == 0, 1.0, scale).masked_fill(~extreme.isfinite(), torch.nan)
 
 
 def _positive(scale: torch.Tensor) -> torch.Tensor:

@@ -105,7 +105,7 @@ class CompressedModule(nn.Module):
         formats.get(self.entry.format).validate(tensors, self.entry.scheme, self.shape, self.stored_dtype, where)
         for name, spec in input_tensors(self.entry.scheme, self.stored_dtype).items():
             check_tensor(tensors, name, spec, where)
-        for name in ("input_scale", "input_global_scale"):
+        for name in ("input_scale", "input_global_scale", "weight_global_scale"):
             scale = tensors.get(name)
             if scale is not None and not bool((scale > 0) & scale.isfinite()):
                 raise ArtifactError(f"tensor {join(where, name)} is {float(scale)}, expected a positive number")

@@ -55,6 +55,7 @@ def test_fields_override_the_preset(fields: dict, expected: Scheme) -> None:
         ({"scheme": "Q6_K", "scales": "positive"}, "scales of both signs"),
         ({"scheme": "MXFP4", "activations": "int8"}, "fixed activations"),
         ({"scheme": {"representation": ["k_quant"]}}, "expected a name"),
+        ({"scheme": {"representation": "k_quant", "kind": "Q4_K"}, "activations": "fp8"}, "is weight-only"),
     ],
 )
 def test_contradictions_are_refused(fields: dict, message: str) -> None:

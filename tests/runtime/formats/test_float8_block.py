@@ -11,6 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 
 from compress.core.method import Problem
+from compress.core.tensors import relative
 from compress.model.input_statistics import StatisticsCollector
 from compress.quantize import METHODS, resolve_scheme
 from compress.quantize.objective import row_errors
@@ -113,3 +114,14 @@ def test_what_is_refused() -> None:
         kind.rows(kind.fit(torch.randn(4, 4), torch.float32), torch.tensor([1]))
     with pytest.raises(ValueError, match="block_structure"):
         Float8Block.from_arguments({"strategy": "block", "block_structure": "128x128"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_small_blocks_are_not_wiped(dtype: torch.dtype) -> None:
+    weight = torch.randn(128, 128).clamp(-2, 2) * 6e-6
+    scheme = Float8Block()
+    parameters = scheme.fit(weight, dtype)
+    assert bool((parameters["scale"] > 0).all())
+    found = scheme.dequantize(scheme.round(weight, parameters), parameters, torch.float32)
+    assert relative(found, weight) < 0.1
+    assert torch.equal(scheme.fit(torch.zeros(128, 128), dtype)["scale"], torch.ones(1, 1, dtype=dtype))

@@ -175,7 +175,7 @@ G = "config_groups/group_0"
         (f"{G}/weights", 4, "is not an object"),
         (f"{G}/input_activations", {"num_bits": 8, "dynamic": "local", "strategy": "tensor"}, "'local'"),
         (f"{G}/input_activations", {"num_bits": 8, "strategy": "channel", "dynamic": True}, "'channel'"),
-        (f"{G}/input_activations", {"num_bits": 4, "type": "float", "group_size": 32, "dynamic": True}, "e8m0 or e4m3"),
+        (f"{G}/input_activations", {"num_bits": 4, "type": "float", "group_size": 64, "dynamic": True}, "groups of 32"),
         (f"{G}/input_activations", {"num_bits": 8, "type": "float", "group_size": 32, "dynamic": True, "scale_dtype": "int8"}, "int8"),
         (f"{G}/input_activations", {"num_bits": 8, "strategy": "token", "dynamic": False}, "not of a token"),
         (f"{G}/output_activations", {"num_bits": 8}, "output activations"),

@@ -73,6 +73,17 @@ def test_subnormal_groups_are_kept(name: str) -> None:
     assert torch.equal(fake_quantize(tiny, SCHEMES[name], {}), tiny)
 
 
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+def test_what_is_no_number_spoils_its_group_and_no_other(name: str, value: float) -> None:
+    x = torch.randn(3, 64)
+    x[1, 5] = value
+    found, expected = fake_quantize(x, SCHEMES[name], {}), theirs(x, SCHEMES[name], None)
+    assert bool(found[1, :32].isnan().all())
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_no_value_could_be_nearer(name: str) -> None:
     """By brute force over all codes at the scales that were found, in float64."""
@@ -125,3 +136,26 @@ def test_the_words_of_compressed_tensors_say_all_of_it(name: str) -> None:
     written = QuantizationArgs(**scheme.to_config())
     assert ActivationScheme.from_arguments(scheme.to_config()) == scheme
     assert ActivationScheme.from_arguments(written.model_dump()) == scheme
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}, "nvfp4"),
+        ({"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True}, "mxfp4"),
+        ({"num_bits": 8, "type": "int", "strategy": "token", "group_size": -1, "dynamic": True}, "token int8"),
+        (
+            {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "scale_dtype": "torch.bfloat16"},
+            "token fp8",
+        ),
+    ],
+)
+def test_what_others_leave_out_or_add(arguments: dict[str, object], name: str) -> None:
+    assert ActivationScheme.from_arguments({"symmetric": True, **arguments}) == SCHEMES[name]
+
+
+def test_a_group_size_that_is_no_integer() -> None:
+    arguments = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "dynamic": True}
+    for size in ("128", None, [128]):
+        with pytest.raises(ValueError, match="expected a positive integer"):
+            ActivationScheme.from_arguments({**arguments, "group_size": size})

@@ -121,6 +121,7 @@ class LayerTask:
         if self.quantize is not None:
             assert self.scheme.weights is not None
             text = f"{self.quantize.method} {self.scheme.weights.describe()}"
+            text += " propagated" if self.quantize.objective == "propagated" else ""
             if self.scheme.activations is not None:
                 text += f" {self.scheme.activations.describe()}"
             parts.append(text)

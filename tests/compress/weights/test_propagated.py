@@ -249,6 +249,7 @@ def test_head_and_mixture(make_checkpoint: Any, recipe: Any, tmp_path: Path, wat
         sum("layers of routed experts are fitted to their own outputs" in warning for warning in artifact.warnings) == 1
     )
     noted = {layer["name"] for layer in artifact.manifest["layers"] if "propagated" in layer["notes"]}
+    assert {layer["method"] for layer in artifact.manifest["layers"]} == {"gptq int3 g32 propagated"}
     assert noted == {layer["name"] for layer in artifact.manifest["layers"] if ".experts." not in layer["name"]}
     experts = {name: statistics for name, statistics in known.items() if ".experts." in name}
     assert experts

@@ -49,11 +49,8 @@ class ActivationScheme:
 
     def why_not(self, columns: int) -> str | None:
         """The reason inputs of so many features cannot be rounded so; None when they can."""
-        kind, groups, local = (
-            f"{self.type}{self.bits}",
-            self.strategy in ("group", "tensor_group"),
-            self.dynamic == "local",
-        )
+        kind, local = f"{self.type}{self.bits}", self.dynamic == "local"
+        groups = self.strategy in ("group", "tensor_group")
         if not (2 <= self.bits <= 8 if self.type == "int" else self.bits in (4, 8)):
             return f"activations are integers of 2 to 8 bits, float8 or float4, not {kind}"
         if groups != (self.group_size is not None):
@@ -68,7 +65,7 @@ class ActivationScheme:
             return f"{self.scales} scales are for groups of float activations"
         if self.scales == "e8m0" and self.group_size != 32:
             return f"activations with e8m0 scales have groups of 32, not {self.group_size}"
-        if self.bits == 4 and self.type == "float" and self.scales is None:
+        if self.e2m1 and self.scales is None:
             return "float4 activations have scales of e8m0 or e4m3"
         if self.group_size is not None and (self.group_size < 1 or columns % self.group_size):
             return f"inputs of {columns} features are not whole groups of {self.group_size}"

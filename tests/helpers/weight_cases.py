@@ -71,6 +71,18 @@ def random_weight(
     return CompressedWeight(values, scale, zero, mask, scheme, dtype)
 
 
+def hostile_weights(rows: int, columns: int) -> torch.Tensor:
+    """Rows of very different size, of zeros, with a group of zeros, one outlier, numbers that underflow, and of one sign."""
+    weight = torch.randn(rows, columns) * torch.logspace(-4, 1, rows)[:, None]
+    weight[1] = 0
+    weight[2, :32] = 0
+    weight[3, 5] = 300.0
+    weight[4] = 1e-39
+    weight[5] = weight[5].abs()
+    weight[6] = -weight[6].abs()
+    return weight
+
+
 def int_scheme(bits: int, symmetric: bool = True, group: int | str = "channel", sparsity: str | None = None) -> Scheme:
     """Weight-only integer scheme; `group` is a size, "channel" or "tensor"."""
     if isinstance(group, str):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from weight_cases import hostile_weights
 
 from compress.quantize import METHODS, resolve_scheme
 from compress.quantize.presets import PRESETS
@@ -25,20 +26,10 @@ KINDS = {
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
-def hostile(rows: int, columns: int) -> torch.Tensor:
-    """Rows of very different size, with blocks of zeros, one outlier, and numbers that underflow."""
-    weight = torch.randn(rows, columns) * torch.logspace(-3, 1, rows)[:, None]
-    weight[1] = 0
-    weight[2, :32] = 0
-    weight[3, 5] = 300.0
-    weight[4] = 1e-39
-    return weight
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_compressed_tensors_decodes_the_same_weights(name: str) -> None:
     kind, storage = KINDS[name]
-    weight = hostile(40, 96)
+    weight = hostile_weights(40, 96)
     parameters = kind.fit(weight, torch.bfloat16)
     codes = kind.round(weight, parameters)
     ours = CompressedWeight.of(codes, parameters, None, Scheme(kind), torch.bfloat16)
@@ -60,7 +51,7 @@ def test_compressed_tensors_decodes_the_same_weights(name: str) -> None:
 @pytest.mark.parametrize("name", ["NVFP4A16", "MXFP4A16"])
 def test_codes_are_the_nearest_of_all_values(name: str) -> None:
     kind, _ = KINDS[name]
-    weight = hostile(24, 64)
+    weight = hostile_weights(24, 64)
     parameters = kind.fit(weight, torch.bfloat16)
     found = kind.dequantize(kind.round(weight, parameters), parameters, torch.float32)
     scale = 2 * kind.steps(parameters).repeat_interleave(kind.width(64), 1)[..., None]
@@ -79,7 +70,7 @@ def test_every_code_survives_packing() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_scales_cover_their_blocks_and_are_storable(name: str) -> None:
     kind, _ = KINDS[name]
-    weight = hostile(24, 64)[5:]
+    weight = hostile_weights(24, 64)[5:]
     own = kind.with_global_scale([weight])
     assert isinstance(own, BlockFloat)
     parameters = kind.fit(weight, torch.bfloat16)

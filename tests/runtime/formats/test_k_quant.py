@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
+from weight_cases import hostile_weights
 
 from compress.quantize import METHODS, resolve_scheme
 from compress.quantize.presets import PRESETS
@@ -15,18 +16,6 @@ from runtime.formats.quantization_config import ModuleEntry, build, parse
 from runtime.formats.scheme import CompressedWeight, Scheme
 
 BITS = {"Q2_K": 2.625, "Q3_K": 3.4375, "Q4_K": 4.5, "Q5_K": 5.5, "Q6_K": 6.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.25}
-
-
-def hostile(rows: int, columns: int) -> torch.Tensor:
-    """Rows of very different size, of zeros, with a group of zeros, one outlier, numbers that underflow, and of one sign."""
-    weight = torch.randn(rows, columns) * torch.logspace(-4, 1, rows)[:, None]
-    weight[1] = 0
-    weight[2, :32] = 0
-    weight[3, 5] = 300.0
-    weight[4] = 1e-39
-    weight[5] = weight[5].abs()
-    weight[6] = -weight[6].abs()
-    return weight
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,7 +37,7 @@ def test_the_gguf_package_reads_the_same_weights(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_stored_weights_come_back(kind: str) -> None:
     form = KQuant(kind)
-    weight = hostile(20, 512)
+    weight = hostile_weights(20, 512)
     parameters = form.fit(weight, torch.bfloat16)
     ours = CompressedWeight.of(form.round(weight, parameters), parameters, None, Scheme(form), torch.bfloat16)
     storage = formats.choose(Scheme(form), (20, 512))
@@ -70,7 +59,7 @@ def test_stored_weights_come_back(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_are_the_nearest_of_all_values(kind: str) -> None:
     form = KQuant(kind)
-    weight = hostile(24, 256)
+    weight = hostile_weights(24, 256)
     parameters = form.fit(weight, torch.bfloat16)
     found = form.dequantize(form.round(weight, parameters), parameters, torch.float32)
     every = torch.tensor(IQ4_VALUES) if form.table else torch.arange(form.code_range[0], form.code_range[1] + 1)

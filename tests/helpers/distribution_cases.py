@@ -77,7 +77,9 @@ def expected(target: torch.Tensor, options: GenerationOptions, length: int) -> d
 
 
 def misfit(found: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], float]) -> float:
-    """Pearson's statistic over cells of at least 5 expected counts (the rest is one cell), in standard deviations above its mean."""
+    """Pearson's statistic over cells of at least 5 expected counts (the rest is one cell): the normal quantile as unlikely as it is. Its own
+    tail is longer than a normal one: among 40 cells it is 4.5 standard deviations above its mean in one of 5,000 tests of what is right.
+    """
     draws = sum(found.values())
     rest_found, rest_expected, statistic, cells = 0.0, 0.0, 0.0, 0
     for key, chance in chances.items():
@@ -90,7 +92,8 @@ def misfit(found: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], float
     if rest_expected > 5:
         statistic += (rest_found - rest_expected) ** 2 / rest_expected
         cells += 1
-    return (statistic - (cells - 1)) / (2 * (cells - 1)) ** 0.5
+    half = torch.tensor([(cells - 1) / 2, statistic / 2], dtype=torch.float64)
+    return -float(torch.special.ndtri(torch.special.gammaincc(*half)))
 
 
 def accepted_in_drawn_texts(plain: Any, drafting: Any, prompt: list[int], count: int) -> int:

@@ -40,10 +40,11 @@ class QuantizeConfig(BaseModel):
         description="How scales are found: least output error of a group, least weighted squared error, covering the range, or mse "
         "without negative scales, which TensorRT does not take.",
     )
-    objective: Literal["layer", "propagated"] = Field(
+    objective: Literal["layer", "propagated", "output"] = Field(
         "layer",
-        description="Outputs that are kept: those that the layer gives for its own inputs, or (propagated) those that it gives in the "
-        "original model, so that it makes up for the errors of the layers before it.",
+        description="What is kept: outputs that the layer gives for its own inputs; (propagated) those that it gives in the original model, "
+        "so that it makes up for the errors of the layers before it; or (output) what the model says, so that errors also go where it "
+        "minds them least.",
     )
     targets: list[str] = Field(
         ["Linear"], description="Modules to quantize: a class, a glob or 're:' and a regular expression."

@@ -76,6 +76,7 @@ class BlockJob:
         place: directory of the file that holds second moments of so many inputs; None: they are in memory.
         outputs: of submodules that `forwards` need not compute again.
         original: the block in the original model, where the errors of layers before count.
+        output_hessian: of a layer, by its name in the block.
     """
 
     prefix: str
@@ -91,6 +92,7 @@ class BlockJob:
     team: Team = field(default_factory=Team)
     place: Callable[[int], Path | None] = in_memory
     original: OriginalBlock | None = None
+    output_hessian: Callable[[str], torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.result = BlockResult()
@@ -298,7 +300,14 @@ class BlockJob:
         tasks = {self.prefix + name: self._tasks[name] for name in unit.names}
         modules = [self.block.get_submodule(name) for name in unit.names]
         weights = [self._weight(name) for name in unit.names]
-        return solve_layers(tasks, modules, weights, unit.statistics, self.dtype, self.constraints)
+        hessians = None
+        if self._output_aware(unit.names[0]):
+            assert self.output_hessian is not None
+            hessians = [self.output_hessian(name).to(weights[0].device) for name in unit.names]
+        return solve_layers(tasks, modules, weights, unit.statistics, self.dtype, self.constraints, hessians)
+
+    def _output_aware(self, name: str) -> bool:
+        return self._tasks[name].output_aware and expert_of(self.block, name) is None
 
     def _put(self, names: list[str], solved: list[SolvedLayer]) -> None:
         for name, layer in zip(names, solved, strict=True):

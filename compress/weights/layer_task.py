@@ -70,10 +70,12 @@ class LayerTask:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What calibration must collect for it ("hessian", "ranges", "drift"); empty for data-free methods."""
+        """What calibration must collect for it ("hessian", "ranges", "drift", "gradients"); empty for data-free methods."""
         needs: set[str] = set().union(*(m.needs for m in self.methods))
         if self.propagated:
             needs |= {"hessian", "drift"}
+        if self.output_aware:
+            needs.add("gradients")
         activations = self.scheme.activations
         if activations is not None and activations.calibrated:
             needs.add("ranges")
@@ -94,7 +96,12 @@ class LayerTask:
     @property
     def propagated(self) -> bool:
         """Whether it makes up for the errors of the layers before it."""
-        return any(config.objective == "propagated" for config, _ in self._active if isinstance(config, QuantizeConfig))
+        return any(config.objective != "layer" for config, _ in self._active if isinstance(config, QuantizeConfig))
+
+    @property
+    def output_aware(self) -> bool:
+        """Whether errors go where the loss of the model minds them least."""
+        return any(config.objective == "output" for config, _ in self._active if isinstance(config, QuantizeConfig))
 
     @property
     def transform(self) -> Any:
@@ -121,7 +128,7 @@ class LayerTask:
         if self.quantize is not None:
             assert self.scheme.weights is not None
             text = f"{self.quantize.method} {self.scheme.weights.describe()}"
-            text += " propagated" if self.quantize.objective == "propagated" else ""
+            text += "" if self.quantize.objective == "layer" else f" {self.quantize.objective}"
             if self.scheme.activations is not None:
                 text += f" {self.scheme.activations.describe()}"
             parts.append(text)

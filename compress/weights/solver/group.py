@@ -51,7 +51,7 @@ def solve_group(problem: Problem) -> list[LayerResult]:
     statistics, noted = problem.statistics, dict[str, Any]()
     if (
         quantize is not None
-        and quantize.objective == "propagated"
+        and quantize.objective != "layer"
         and statistics is not None
         and statistics.drift is not None
     ):

@@ -58,7 +58,7 @@ def find_sums(block: nn.Module, run: Callable[[], Any], names: Iterable[str]) ->
     """The layers of `names` whose output is added to the residual stream as it is, each with the name of a module that reads the stream
     before ("": the block itself). `run` runs the block once.
 
-    They are observed: what a layer gives, and what a module read before it, add up to what a module reads later, or to what the block gives.
+    They are observed: what a layer gives, and what a module read before it, add up to what a module reads later, or the block gives.
     """
     wanted, read, given = set(names), list[tuple[str, torch.Tensor]](), dict[str, tuple[int, torch.Tensor]]()
 

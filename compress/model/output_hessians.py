@@ -23,11 +23,12 @@ from torch.nn.functional import cross_entropy
 
 from compress.core.processes import Team
 from compress.core.statistics import StatisticsCollector
+from compress.core.tensors import finite
 from compress.model.hidden_states import HiddenStates
 from compress.model.module_hooks import hooks
 from compress.model.streamed import Batch, StreamedModel
+from runtime.errors import CompressError
 from runtime.modeling.linear_modules import get_matrix
-
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,11 @@ class BackwardPass:
                     with torch.enable_grad():
                         logits = self.streamed.tail(leaf)[0].float()
                         logits = logits if mask is None else logits[mask[row].to(device)]
-                        labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+                        if not finite(logits):
+                            raise CompressError(
+                                "objective output needs what the model says of text, which is NaN or Inf; use propagated"
+                            )
+                        labels = drawn(logits.detach(), generator)
                         loss = cross_entropy(logits, labels, reduction="sum")
                     rows += torch.autograd.grad(loss, leaf)
                 self.states.put(place, torch.cat(rows))
@@ -139,3 +144,8 @@ class BackwardPass:
                 self.team.add_up(collector)
         found = {name: collector.finish().hessian for name, collector in collectors.items()}
         return {name: hessian for name, hessian in found.items() if hessian is not None}
+
+
+def drawn(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A label for each token, `[tokens]`, from logits `[tokens, vocab]`."""
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]

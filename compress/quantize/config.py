@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from compress.core.method import DEFAULTS, ColumnLoop
 
@@ -13,6 +14,8 @@ class QuantizeConfig(BaseModel):
     """Store weights as few-bit codes: a preset scheme by name, or bits, group size and symmetry; given fields win over the preset."""
 
     model_config = ConfigDict(extra="forbid")
+    best: ClassVar[Mapping[str, Any]] = {"objective": "propagated"}
+    """Fields that `quality: best` sets."""
 
     method: str = Field(description="Name of the method, see `compress methods`.")
     scheme: str | dict[str, Any] | None = Field(
@@ -42,14 +45,32 @@ class QuantizeConfig(BaseModel):
     )
     objective: Literal["layer", "propagated", "output"] = Field(
         "layer",
-        description="What is kept: outputs that the layer gives for its own inputs; (propagated) those that it gives in the original model, "
-        "so that it makes up for the errors of the layers before it; or (output) what the model says, so that errors also go where it "
+        description="What is kept: outputs that the layer gives for its own inputs; (propagated) those that it gives in the original "
+        "model, so that it makes up for the errors of the layers before it; or (output) those too, with errors where what the model says "
         "minds them least.",
+    )
+    quality: Literal["fast", "best"] = Field(
+        "fast",
+        description="best: the objective and the sweeps that lose least, for three to five times the time; fields that are given win.",
     )
     targets: list[str] = Field(
         ["Linear"], description="Modules to quantize: a class, a glob or 're:' and a regular expression."
     )
     ignore: list[str] = Field(["lm_head"], description="Modules to leave alone; same language as targets.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _best(cls, given: Any) -> Any:
+        best = isinstance(given, Mapping) and given.get("quality") == "best"
+        return {**cls.best, **given} if best else given
+
+    @model_validator(mode="after")
+    def _compensates(self) -> Self:
+        if self.objective == "output" and self.column_loop() is None:
+            raise ValueError(
+                "objective output needs the column loop (method gptq, or awq with solver gptq); other methods have layer and propagated"
+            )
+        return self
 
     def column_loop(self, base: ColumnLoop = DEFAULTS) -> ColumnLoop | None:
         """Settings of the column loop that makes up for the method's error in the weights that remain: `base` (defaults, or those of a

@@ -128,6 +128,12 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
         if later is not None:
             text = f"recovery trains weights on a grid, and stage {quantize.index} stores {module.name} as {scheme.weights.describe()}"
             raise RequestError(_at(recipe, later, (), f"{text}; put the recover stage before it"))
+    if quantize is not None and quantize.config.objective == "output":
+        form = scheme.weights
+        if not isinstance(form, GridScheme) or form.strategy == "tensor":
+            kind = "one scale for all rows" if isinstance(form, GridScheme) else scheme.weights.describe()  # type: ignore[union-attr]
+            text = f"objective output solves row after row, and {module.name} has {kind}; use propagated, or a scale for each row"
+            raise RequestError(_at(recipe, quantize, ("objective",), text))
     return LayerTask(
         prune.config if prune else None, quantize.config if quantize else None, scheme, prune.index if prune else None,
         quantize.index if quantize else None, _by_default(stages),
@@ -171,20 +177,26 @@ def unreached(model: PartialModel) -> list[str]:
 
 
 def not_propagated(model: PartialModel, tasks: Mapping[str, LayerTask], tokens: int) -> list[str]:
-    """Sentences about layers of the objective `propagated` that are fitted to their own outputs all the same."""
+    """Sentences about layers that are not fitted to what their objective, `propagated` or `output`, says."""
     names = [name for name, task in tasks.items() if task.propagated]
+    objective = f"objective {', '.join(sorted({tasks[name].quantize.objective for name in names}))}"
     asked = {name: get_matrix(model.model.get_submodule(name)).shape[1] for name in names}
     routed = [name for name in asked if expert_of(model.model, name) is not None]
     widest = max((columns for name, columns in asked.items() if name not in routed), default=0)
     found = []
     if routed:
         found.append(
-            f"objective propagated: {len(routed)} layers of routed experts are fitted to their own outputs, since other tokens may be "
+            f"{objective}: {len(routed)} layers of routed experts are fitted to their own outputs, since other tokens may be "
             "routed to them in the original model"
+        )
+    outside = [name for name in asked if tasks[name].output_aware and not model.is_inside(name)]
+    if outside:
+        found.append(
+            f"objective output: {listing(outside)} is fitted to what it gives in the original model (propagated): no block holds it"
         )
     if tokens <= widest:
         found.append(
-            f"objective propagated: {tokens} tokens of calibration text tell nothing of layers with as many inputs ({widest} the widest), "
+            f"{objective}: {tokens} tokens of calibration text tell nothing of layers with as many inputs ({widest} the widest), "
             "which are fitted to their own outputs; give more text (calibration.samples)"
         )
     return found

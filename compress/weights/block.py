@@ -98,6 +98,7 @@ class BlockJob:
         self.result = BlockResult()
         self._tasks = {name.removeprefix(self.prefix): self.tasks[name] for name in self._finite_layers()}
         self._scaled: dict[str, torch.Tensor] = {}  # float32 weights of layers that took a scale
+        self._divided: dict[str, torch.Tensor] = {}  # what outputs of layers were divided by
 
     def run(self) -> BlockResult:
         """Solve every assigned layer and leave the compressed weights in place, so that the block runs as the artifact will."""
@@ -211,6 +212,7 @@ class BlockJob:
             wanted = lead.transform(weights, statistics[position], lead.scheme, lead.quantize)
             scale = self.team.broadcast(place.shared(wanted))
             columns, *_ = [fold(block, place, scale, weights) for block, weights in versions]
+            self._divided[place.producer] = self._divided.get(place.producer, 1.0) * scale
             statistics[position] = statistics[position].scaled(columns)
             self.result.scaled |= {place.producer, *place.consumers}
             folded.add(position)
@@ -303,12 +305,18 @@ class BlockJob:
         weights = [self._weight(name) for name in unit.names]
         hessians = None
         if self._output_aware(unit.names[0]):
-            assert self.output_hessian is not None
-            hessians = [self.output_hessian(name).to(weights[0].device) for name in unit.names]
+            hessians = [self._output_hessian(name, weight) for name, weight in zip(unit.names, weights, strict=True)]
         return solve_layers(tasks, modules, weights, unit.statistics, self.dtype, self.constraints, hessians)
 
     def _output_aware(self, name: str) -> bool:
+        """Whether a layer's output Hessian counts: not that of a routed expert (none is collected)."""
         return self._tasks[name].output_aware and expert_of(self.block, name) is None
+
+    def _output_hessian(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        assert self.output_hessian is not None
+        found = self.output_hessian(name).to(weight.device)
+        by = self._divided.get(name)
+        return found if by is None else found * by[:, None] * by
 
     def _put(self, names: list[str], solved: list[SolvedLayer]) -> None:
         for name, layer in zip(names, solved, strict=True):

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 OUTPUT_HESSIANS = "output-hessians"
 
+
 def write_part(
     path: Path, source: SourceCheckpoint, names: list[str], changed: dict[str, torch.Tensor], result: BlockResult
 ) -> dict[str, Any]:
@@ -250,7 +251,9 @@ def run_pass(job: BlockPass) -> None:
 def collect_output_hessians(job: BlockPass) -> None:
     """Write the output Hessians of the layers that ask for them, unless a run before has."""
     directory, streamed, found, team = job.directory, job.streamed, job.output_hessians, job.team
-    known = team.broadcast(team.is_main and directory.record(OUTPUT_HESSIANS) is not None and directory.whole(OUTPUT_HESSIANS))
+    known = team.broadcast(
+        team.is_main and directory.record(OUTPUT_HESSIANS) is not None and directory.whole(OUTPUT_HESSIANS)
+    )
     if known:
         return
     if team.is_main:

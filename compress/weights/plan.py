@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from compress.data.layout import TextRows
 from compress.model.check_model import check_fits_model, check_shared, module_infos, reads_beside
 from compress.model.context import Context
 from compress.model.dry_run import check_runs
@@ -73,12 +74,28 @@ def prepare(context: Context) -> WeightPlan:
     check_fits_model(recipe, streamed)
     assigned, left = assign(recipe, module_infos(streamed))
     tasks = {name: replace(task, settled=context.settled) for name, task in assigned.items()}
+    _check_output_aware(context, tasks)
     _check_reached(streamed, tasks, left)
     check_shared(streamed, tasks)
     if context.source is None:  # else asked of the source: which layers stay may not be known yet
         check_runs(streamed, tasks)
     constraints = load_constraints(context.path) if context.settled >= 0 else {}
     return WeightPlan(context, tasks, constraints, tuple(left))
+
+
+def _check_output_aware(context: Context, tasks: dict[str, LayerTask]) -> None:
+    """RequestError where a stage asks for the loss of a model that says no next token of text."""
+    task = next((task for task in tasks.values() if task.output_aware), None)
+    streamed = context.streamed
+    if task is None or (streamed.kind == "decoder" and type(streamed.rows) is TextRows):
+        return
+    recipe = context.recipe
+    stage = next(stage for stage in recipe.stages if stage.index == task.quantize_stage)
+    name = type(streamed.model).__name__
+    text = (
+        f"objective output is for models that continue text and read nothing else, which {name} is not; use propagated"
+    )
+    raise RequestError(recipe.origin.at((*stage.path, "objective"), text))
 
 
 def _check_reached(streamed: StreamedModel, tasks: dict[str, LayerTask], left: list[Uncompressed]) -> None:

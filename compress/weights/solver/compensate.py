@@ -95,10 +95,13 @@ def compensate(problem: Problem, options: ColumnLoop, pattern: Pattern | None = 
     factor = factorize(hessian, order, options.damping, problem.names[0])
     notes |= {"damping": factor.damping, "retries": factor.retries}
     if isinstance(scheme, GridScheme):
+        rows = None
+        if problem.output_hessians is not None:
+            rows = RowLoop.of(weights, problem.output_hessians, problem.names)
+            parts, weights = rows.chunks(), rows.visited(weights)
+            goals, masks = (None if given is None else rows.visited(given) for given in (goals, masks))
         solver = _GridSolver(scheme, problem, options, pattern, order, factor)
-        if problem.output_hessians is None:
-            return solver.solve(weights, goals, masks, parts, notes)
-        return solver.solve_by_rows(weights, goals, masks, notes)
+        return solver.solve(weights, goals, masks, parts, notes, rows)
     return [_represent(weight, scheme, factor, order, problem, options.block_size, notes) for weight in weights]
 
 
@@ -204,7 +207,8 @@ class _GridSolver:
     ) -> list[LayerResult]:
         """Round `goals` (None: the weights) so that the output of the weights is kept; masks may move if the loop chose them.
 
-        `rows`: weights, goals, masks and parts are in its order, the results in that of the problem.
+        `rows`: weights, goals, masks and parts are in its order. The results are not, and what they lose is not known: the row loop makes
+        something else small.
         """
         hessian, options = self.hessian, self.options
         found: list[list[Rounded]] = [[] for _ in weights]
@@ -227,23 +231,10 @@ class _GridSolver:
                 rows.note(chunk, own - stored_values(rounded.codes, rounded.grid, rounded.mask, self.dtype))
             for (index, _, _), part in zip(chunk.parts, rounded.split(chunk.heights), strict=True):
                 found[index].append(part)
-        orders = [None] * len(weights) if rows is None else rows.orders
-        return [self._join(parts_, order, notes) for parts_, order in zip(found, orders, strict=True)]
-
-    def solve_by_rows(
-        self,
-        weights: list[torch.Tensor],
-        goals: list[torch.Tensor] | None,
-        masks: list[torch.Tensor] | None,
-        notes: dict[str, Any],
-    ) -> list[LayerResult]:
-        """`solve` in a row loop; what is left as error is not what the loop makes small, and so is not known."""
-        hessians = self.problem.output_hessians
-        assert hessians is not None
-        rows = RowLoop.of(weights, hessians, self.problem.names)
-        visited = [None if given is None else rows.visited(given) for given in (weights, goals, masks)]
-        assert visited[0] is not None
-        return [replace(one, lost=None) for one in self.solve(*visited, rows.chunks(), notes, rows)]
+        if rows is None:
+            return [self._join(own, None, notes) for own in found]
+        solved = [self._join(own, order, notes) for own, order in zip(found, rows.orders, strict=True)]
+        return [replace(one, lost=None) for one in solved]
 
     def _join(self, parts: list[Rounded], order: torch.Tensor | None, notes: dict[str, Any]) -> LayerResult:
         """A weight of its parts, whose rows are in `order`."""

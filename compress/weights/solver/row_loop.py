@@ -1,10 +1,10 @@
 """Row loop: what rows that are solved lose at the model's output is made up for in the rows to come.
 
-With `H` the output Hessian of a layer (`compress.model.output_hessians`) and `G` the second moments of its inputs, an error `E [out, in]` of
-its weight raises the KL divergence to the original model by about `tr(H E G E^T) / 2`. With the rows in visiting order and `H = T^T T`
-(`compress.weights.solver.factor`) that is a sum over rows, whose term j is least where row j's error is
-`-sum_{k<j} T_jk / T_jj e_k`, whatever G is: the column loop again, over rows. So a stretch of rows is solved for its weights less what the
-errors before it ask for, by any solver that keeps outputs.
+With `H` the output Hessian of a layer (`compress.model.output_hessians`) and `G` the second moments of its inputs, an error
+`E [out, in]` of its weight raises the KL divergence to the original by about `tr(H E G E^T) / 2`. With the rows in visiting order and
+`H = T^T T` (`compress.weights.solver.factor`) that is a sum over rows, whose term j is least where row j's error is
+`-sum_{k<j} T_jk / T_jj e_k`, whatever G is: the column loop again, over rows. So a stretch of rows is solved for its weights and what
+makes up for the errors before it, by any solver that keeps outputs.
 
 Source: Tseng et al., Model-Preserving Adaptive Rounding (YAQA), 2025, arXiv 2505.22988 (feedback on both sides); whole stretches of rows
 are solved at a time here, so that a solver works on many rows together.
@@ -48,7 +48,10 @@ class RowLoop:
         Raises:
             CompressError: an output Hessian that cannot be factored.
         """
-        orders = [file_matrix.diagonal(h).argsort(descending=True, stable=True).to(w.device) for w, h in zip(weights, hessians, strict=True)]
+        orders = [
+            file_matrix.diagonal(h).argsort(descending=True, stable=True).to(w.device)
+            for w, h in zip(weights, hessians, strict=True)
+        ]
         found = zip(hessians, orders, names, strict=True)
         factors = [factorize(hessian, order, DAMPING, name) for hessian, order, name in found]
         return cls(orders, factors, [torch.zeros(w.shape, device=w.device) for w in weights])

@@ -25,7 +25,7 @@ from runtime.formats.scheme import CompressedWeight, GridScheme
 #: `d` of `propagated`, as a fraction of the mean of the Hessian's diagonal.
 DAMPING = 0.05
 #: Of the drift of what a layer's output is added to, the part that the layer makes up for.
-STREAM = 0.5
+STREAM = 0.7
 #: Random directions that tell how much of the drift inputs explain.
 DIRECTIONS = 64
 

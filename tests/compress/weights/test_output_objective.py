@@ -426,8 +426,8 @@ def test_what_it_cannot_be_for_is_refused(make_checkpoint: Any, recipe: Any, tmp
     source = make_checkpoint()
     with pytest.raises(RequestError, match=r"objective.*has one scale for all rows; use propagated"):
         compress.plan(recipe(source, quantize(group_size="tensor")), output=tmp_path / "out")
+    wide = make_checkpoint(name="wide", hidden_size=128, intermediate_size=128)
     with pytest.raises(RequestError, match=r"solves row after row, and .* has .*fp8"):
-        wide = make_checkpoint(name="wide", hidden_size=128, intermediate_size=128)
         compress.plan(recipe(wide, quantize(scheme="FP8_BLOCK", bits=None, group_size=None)), output=tmp_path / "out")
     with pytest.raises(RequestError, match=r"is for models that continue text and read nothing else, which T5"):
         compress.plan(recipe(save(t5(), tmp_path / "t5"), quantize(group_size=16)), output=tmp_path / "out")

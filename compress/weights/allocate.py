@@ -1,88 +1,416 @@
-"""Sparsity of each layer where a recipe does not want the same for all: one pass over the uncompressed blocks, before the real one."""
+"""Allocation of sparsity and of bits where a recipe does not want the same for all layers: passes over the uncompressed blocks, before the
+real one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
+from compress.core.knapsack import choose
 from compress.core.progress import Reporter
 from compress.core.run_directory import RunDirectory
 from compress.core.statistics import Statistics
+from compress.core.tensors import finite, wide_products
+from compress.evaluate.metrics import TokenMetrics
+from compress.evaluate.streamed import LOGIT_ROWS
+from compress.model.expert_calibration import ExpertCalibration
 from compress.model.hidden_states import HiddenStates
-from compress.model.input_statistics import collect, find_groups, forwards
+from compress.model.input_statistics import InputGroup, collect, find_groups, forwards
 from compress.model.streamed import Batch, StreamedModel
+from compress.weights.artifact import budget_bytes, candidate_bytes
 from compress.weights.layer_task import LayerTask
-from compress.weights.plan import WeightPlan
+from compress.weights.packed_layer import solve_layers
+from compress.weights.plan import Budget, WeightPlan
 from runtime.errors import CompressError
-from runtime.modeling.linear_modules import get_matrix
+from runtime.formats.scheme import Scheme
+from runtime.modeling.experts import expert_of
+from runtime.modeling.linear_modules import get_matrix, set_matrix
 
 PART = "allocation"
 #: How far a layer may lie from the target (the lambda of the OWL paper).
 SPREAD = 0.08
 #: A weight whose importance is this many times the layer's mean is an outlier (the M of the OWL paper).
 OUTLIER = 5.0
+#: Tokens of calibration text on which the KL divergence of a unit is measured, at least (one batch).
+MEASURED = 2048
+
+Visit = Callable[[int, nn.Module, HiddenStates], None]
+"""Called with the number of a block, the block, and the hidden states that enter it."""
 
 
-def allocate_sparsity(plan: WeightPlan, directory: RunDirectory, reporter: Reporter, spill: bool) -> None:
-    """Set `LayerTask.sparsity` where a prune stage asks for an allocation; recorded for a resume."""
-    wanted = {
+def allocate(plan: WeightPlan, directory: RunDirectory, reporter: Reporter, spill: bool) -> dict[str, Any]:
+    """Settle `LayerTask.sparsity` and `LayerTask.scheme` where stages ask for an allocation; recorded for a resume.
+
+    Returns:
+        What the manifest says of it: empty where no stage has a budget, else as `_chosen` has it.
+    """
+    record = directory.record(PART)
+    if record is None:
+        record = measure(plan, directory.work, reporter, spill)
+        if record:
+            directory.commit(PART, record)
+    settle(plan, record)
+    return record.get("budget", {}) if record else {}
+
+
+def measure(plan: WeightPlan, work: Path, reporter: Reporter, spill: bool) -> dict[str, Any]:
+    """The record of an allocation, JSON-able: {"sparsity": {layer: share}, "budget": see `_chosen`}; what no stage asks for is left out.
+
+    Args:
+        work: directory of hidden states that spill, and of second moments in files.
+    """
+    found: dict[str, Any] = {}
+    pruned = {
         name: task
         for name, task in plan.tasks.items()
         if task.prune is not None and not task.pruned and task.prune.allocation != "uniform"
     }
-    if not wanted:
-        return
-    record = directory.record(PART)
-    if record is None:
-        scores = _scores(plan, directory, wanted, reporter, spill)
-        stages: dict[int | None, list[str]] = {}  # the layers of one meet its target together
-        for name, task in wanted.items():
-            stages.setdefault(task.prune_stage, []).append(name)
-        found: dict[str, float] = {}
-        for names in stages.values():
-            sizes = [get_matrix(plan.context.streamed.model.get_submodule(name)).numel() for name in names]
-            target = wanted[names[0]].prune.target_sparsity
-            found |= dict(zip(names, allocate([scores[name] for name in names], sizes, target), strict=True))
-        record = {"sparsity": found}
-        directory.commit(PART, record)
-    for name, task in wanted.items():
-        task.sparsity = record["sparsity"][name]
+    if pruned:
+        found["sparsity"] = _sparsities(plan, pruned, work if spill else None, reporter)
+        settle(plan, found)
+    if plan.budget is not None:
+        found["budget"] = _bits(plan, plan.budget, work, reporter, spill)
+    return found
 
 
-def _scores(
-    plan: WeightPlan, directory: RunDirectory, wanted: dict[str, LayerTask], reporter: Reporter, spill: bool
-) -> dict[str, float]:
-    """Importance of each layer, in one pass over the blocks."""
+def settle(plan: WeightPlan, record: dict[str, Any]) -> None:
+    """Give the layers of a plan what was found for them."""
+    for name, share in record.get("sparsity", {}).items():
+        plan.tasks[name].sparsity = share
+    for unit in record.get("budget", {}).get("units", []):
+        for name in unit["layers"]:
+            task = plan.tasks[name]
+            task.scheme, task.candidates = task.candidates[unit["candidate"]], ()
+    if "budget" in record:  # what the pass will skip
+        for task in plan.tasks.values():
+            task.candidates = ()
+
+
+@wide_products()
+def _walk(plan: WeightPlan, title: str, spill: Path | None, reporter: Reporter, visit: Visit) -> HiddenStates:
+    """Go through the blocks of the uncompressed model, one in memory at a time; the hidden states after the last."""
     streamed, batches = plan.context.streamed, plan.context.batches
+    states = HiddenStates(len(batches), spill)
+    # The output of an encoder goes through what is in no block on its way to the decoder.
+    with streamed.outside() if len(streamed.stacks) > 1 else nullcontext():
+        with streamed.outside(head=False):
+            streamed.prelude(batches, states)
+        reporter.phase("allocate", len(streamed.blocks))
+        for index in range(len(streamed.blocks)):
+            with streamed.loaded_block(index) as block:
+                visit(index, block, states)
+                with torch.inference_mode():
+                    for number, batch in enumerate(batches):
+                        states.put(number, streamed.advance(index, states.get(number), batch))
+            reporter.step(f"block {index} {title}")
+    return states
+
+
+# ------------------------------------------------------------ bits
+@dataclass
+class _Unit:
+    """Layers that get one scheme, since engines fuse what reads one input, and the experts of a layer.
+
+    Attributes:
+        layers: qualified names. weights: of all of them.
+        sizes: stored bytes by candidate.
+        errors: output error by candidate, each relative to what it is at the others.
+        losses: KL divergence in nats per token by candidate, of those that were measured.
+    """
+
+    candidates: tuple[Scheme, ...]
+    layers: list[str] = field(default_factory=list)
+    weights: int = 0
+    sizes: list[int] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sizes, self.errors = [0] * len(self.candidates), [0.0] * len(self.candidates)
+
+    def predicted(self) -> list[float]:
+        """KL divergence by candidate: it grows with the output error, as both are quadratic in a small change of the weights."""
+        found = []
+        for candidate, error in enumerate(self.errors):
+            nearest = min(self.losses, key=lambda measured: abs(measured - candidate))
+            known = self.errors[nearest]
+            found.append(self.losses[nearest] * (error / known if known > 0 else 1.0))
+        return found
+
+
+def _bits(plan: WeightPlan, budget: Budget, work: Path, reporter: Reporter, spill: bool) -> dict[str, Any]:
+    """Measure the units and choose."""
+    measurement = _Measurement(plan, _measured(plan, budget), work, spill)
+    states = _walk(plan, "measured", work / "hidden-allocation" if spill else None, reporter, measurement.visit)
+    measurement.finish(states)
+    states.drop()
+    return _chosen(budget, plan, measurement.units)
+
+
+def _measured(plan: WeightPlan, budget: Budget) -> list[int]:
+    """Numbers of the two candidates at which KL is measured: next to what the budget is on average, or in the middle of all."""
+    sizes = candidate_bytes(plan)
+    allowed = budget_bytes(plan, budget, [name for name, task in plan.tasks.items() if task.candidates])
+    if allowed is None:
+        middle = max(1, len(sizes) // 2 - 1)
+        return [middle - 1, middle]
+    below = max((number for number, size in enumerate(sizes) if size <= allowed), key=lambda n: sizes[n])
+    above = min((number for number, size in enumerate(sizes) if size > allowed), key=lambda n: sizes[n], default=below)
+    return sorted({below, above})
+
+
+def _chosen(budget: Budget, plan: WeightPlan, units: list[_Unit]) -> dict[str, Any]:
+    """The schemes of the units that keep to a budget, and lose or take the least.
+
+    Returns:
+        {"key", "amount": of the budget; "bits": per weight, as stored; "bytes": of the layers; "kl": predicted;
+        "units": [{"layers", "candidate": its number, "scheme", "bits", "weights", "kl"}]}.
+    """
+    sizes, losses = [unit.sizes for unit in units], [unit.predicted() for unit in units]
+    weights = sum(unit.weights for unit in units)
+    allowed = budget_bytes(plan, budget, [name for unit in units for name in unit.layers])
+    if allowed is None:
+        picks = _smallest(sizes, losses, budget.amount)
+    else:
+        picks = choose(sizes, losses, allowed)
+    found = [
+        {
+            "layers": unit.layers, "candidate": pick, "scheme": _describe(unit.candidates[pick]),
+            "bits": 8 * unit.sizes[pick] / unit.weights, "weights": unit.weights, "kl": lost[pick],
+        }
+        for unit, pick, lost in zip(units, picks, losses, strict=True)
+    ]  # fmt: skip
+    total = sum(own[pick] for own, pick in zip(sizes, picks, strict=True))
+    return {
+        "key": budget.key, "amount": budget.amount, "bits": 8 * total / weights, "bytes": total,
+        "kl": sum(unit["kl"] for unit in found), "units": found,
+    }  # fmt: skip
+
+
+def _smallest(sizes: list[list[int]], losses: list[list[float]], most: float) -> list[int]:
+    """The options of the least total size whose losses add up to at most `most`, by bisection; CompressError where there are none."""
+    low, high = sum(map(min, sizes)), sum(map(max, sizes))
+
+    def lost(picks: list[int]) -> float:
+        return sum(own[pick] for own, pick in zip(losses, picks, strict=True))
+
+    best = choose(sizes, losses, high)
+    if lost(best) > most:
+        raise CompressError(
+            f"max_kl {most:g} is less than the {lost(best):.2g} that is predicted with the most bits of all; allow more, or add candidates"
+        )
+    while high - low > max(1, high // 10**4):
+        middle = (low + high) // 2
+        picks = choose(sizes, losses, middle)
+        if lost(picks) <= most:
+            best, high = picks, middle
+        else:
+            low = middle
+    return best
+
+
+def _describe(scheme: Scheme) -> str:
+    assert scheme.weights is not None
+    return scheme.weights.describe()
+
+
+class _Measurement:
+    """The units of a model: their stored sizes and output errors at every candidate, by the stage's own method, and the KL divergence of
+    the model in which one unit alone is compressed, at some.
+
+    Args:
+        measured: numbers of the candidates at which KL is measured.
+    """
+
+    def __init__(self, plan: WeightPlan, measured: Sequence[int], work: Path, spill: bool) -> None:
+        self.units: list[_Unit] = []
+        self._plan, self._measured, self._work = plan, measured, work
+        self._streamed = plan.context.streamed
+        self._batches: list[Batch] = []
+        tokens = 0
+        for batch in plan.context.batches:  # those on which KL is measured
+            if tokens < MEASURED:
+                self._batches.append(batch)
+                tokens += batch[0].numel()
+        # For each unit and measured candidate the hidden states of these batches.
+        self._states = HiddenStates(0, work / "hidden-allocation-units" if spill else None)
+        self._keys: list[tuple[_Unit, int]] = []
+
+    def visit(self, index: int, block: nn.Module, states: HiddenStates) -> None:
+        """Measure the units of a block, and go on with those before it."""
+        with torch.inference_mode():
+            for number in range(len(self._keys) * len(self._batches)):
+                batch = self._batches[number % len(self._batches)]
+                self._states.put(number, self._streamed.advance(index, self._states.get(number), batch))
+        prefix = self._streamed.block_prefix(index)
+        tasks = {
+            name.removeprefix(prefix): task
+            for name, task in self._plan.of_block(index).items()
+            if task.candidates and finite(get_matrix(block.get_submodule(name.removeprefix(prefix))))
+        }
+        if not tasks:
+            return
+        runs = forwards(self._streamed, index, states, self._plan.context.batches)
+        place = partial(self._plan.context.bounds.place, self._work)
+        experts = ExpertCalibration(block, prefix, self._plan.context.recipe.calibration.experts, place=place)
+        with experts.shown():
+            groups = find_groups(block, runs[0][0], list(tasks))
+        waves: dict[object, list[list[int]]] = {}
+        for wave in experts.waves(groups):
+            home = expert_of(block, groups[wave[0]].members[0])
+            waves.setdefault(wave[0] if home is None else home[0], []).append(wave)
+        for own in waves.values():
+            names = [name for wave in own for position in wave for name in groups[position].members]
+            unit = _Unit(tasks[names[0]].candidates, [prefix + name for name in names])
+            self.units.append(unit)
+            dense: dict[int, dict[str, torch.Tensor]] = {candidate: {} for candidate in self._measured}
+            for wave in own:
+                found = experts.collect([groups[position] for position in wave], runs, hessian=True)
+                for position, statistics in zip(wave, found, strict=True):
+                    self._solve(unit, block, groups[position], tasks, prefix, statistics, dense)
+            for candidate, weights in dense.items():
+                self._enter(unit, candidate, index, block, weights, states)
+
+    def _solve(
+        self,
+        unit: _Unit,
+        block: nn.Module,
+        group: InputGroup,
+        tasks: dict[str, LayerTask],
+        prefix: str,
+        statistics: Statistics,
+        dense: dict[int, dict[str, torch.Tensor]],
+    ) -> None:
+        """Compress the layers of one input at every candidate; dense weights of those that are measured go to `dense`."""
+        modules = [block.get_submodule(name) for name in group.members]
+        weights = [get_matrix(module).detach() for module in modules]
+        unit.weights += sum(weight.numel() for weight in weights)
+        for candidate, scheme in enumerate(unit.candidates):
+            own = {prefix + name: _settled(tasks[name], scheme, statistics.tokens) for name in group.members}
+            seen = statistics if statistics.tokens and next(iter(own.values())).needs else None
+            solved = solve_layers(own, modules, weights, seen, self._streamed.dtype, self._plan.constraints)
+            for name, layer in zip(group.members, solved, strict=True):
+                unit.sizes[candidate] += layer.record["bytes_after"]
+                unit.errors[candidate] += layer.record["error"] * statistics.tokens * layer.shape[0]
+                if candidate in dense:
+                    dense[candidate][name] = layer.dense
+
+    @torch.inference_mode()
+    def _enter(
+        self,
+        unit: _Unit,
+        candidate: int,
+        index: int,
+        block: nn.Module,
+        weights: dict[str, torch.Tensor],
+        states: HiddenStates,
+    ) -> None:
+        """The hidden states after a block in which one unit alone is compressed."""
+        modules = {name: block.get_submodule(name) for name in weights}
+        before = {name: get_matrix(module).clone() for name, module in modules.items()}
+        for name, module in modules.items():
+            set_matrix(module, weights[name].to(before[name].device))
+        for number, batch in enumerate(self._batches):
+            place = len(self._keys) * len(self._batches) + number
+            self._states.put(place, self._streamed.advance(index, states.get(number), batch))
+        for name, module in modules.items():
+            set_matrix(module, before[name])
+        self._keys.append((unit, candidate))
+
+    @torch.inference_mode()
+    def finish(self, states: HiddenStates) -> None:
+        """Compare what the model says with what it says with each unit compressed."""
+        streamed, count = self._streamed, len(self._batches)
+        found = [_Divergence(streamed) for _ in self._keys]
+        with streamed.outside():
+            for number, (ids, mask) in enumerate(self._batches):
+                step = max(1, LOGIT_ROWS // ids.shape[1])
+                for start in range(0, len(ids), step):
+                    part = slice(start, start + step)
+                    kept = None if mask is None else mask[part].to(streamed.device)
+
+                    def said(held: HiddenStates, place: int, part: slice = part, rows: torch.Tensor = ids) -> Any:
+                        return streamed.outputs(held.get(place)[part].to(streamed.device), rows[part])
+
+                    reference = said(states, number)
+                    for key, divergence in enumerate(found):
+                        divergence.add(said(self._states, key * count + number), reference, kept)
+        for (unit, candidate), divergence in zip(self._keys, found, strict=True):
+            unit.losses[candidate] = divergence.mean
+        self._states.drop()
+
+
+class _Divergence:
+    """Mean KL divergence in nats per token; of encoders, which predict no tokens, the squared change of their outputs relative to these."""
+
+    def __init__(self, streamed: StreamedModel) -> None:
+        self._metrics = None if streamed.kind == "encoder" else TokenMetrics()
+        self._changed = self._size = 0.0
+
+    def add(self, outputs: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Outputs `[b, s, n]` beside those of the original model; `mask` bool `[b, s]`: the tokens that count."""
+        ours, theirs = (value.flatten(0, 1) if mask is None else value[mask] for value in (outputs, reference))
+        if self._metrics is not None:
+            self._metrics.add(ours, theirs.argmax(-1), theirs)
+            return
+        self._changed += float((ours.float() - theirs.float()).square().sum())
+        self._size += float(theirs.float().square().sum())
+
+    @property
+    def mean(self) -> float:
+        """Of what was added."""
+        return self._changed / (self._size or 1.0) if self._metrics is None else float(self._metrics.result()["kl"])
+
+
+def _settled(task: LayerTask, scheme: Scheme, tokens: int) -> LayerTask:
+    """The task with one of its candidates, fitted to the layer's own outputs; without data where no token reached the layer."""
+    quantize = task.quantize.model_copy(update={"objective": "layer"})
+    found = replace(task, scheme=scheme, candidates=(), quantize=quantize)
+    return found if tokens else found.without_data()
+
+
+# ------------------------------------------------------------ sparsity
+def _sparsities(
+    plan: WeightPlan, wanted: dict[str, LayerTask], spill: Path | None, reporter: Reporter
+) -> dict[str, float]:
+    """Sparsity of each layer; those of one stage meet its target together."""
+    streamed = plan.context.streamed
     outside = sorted(name for name in wanted if not streamed.is_inside(name))
     if outside:
         raise CompressError(f"{outside[0]} is in no block: give it a prune stage of its own with allocation: uniform")
-    states = HiddenStates(len(batches), directory.work / "hidden-allocation" if spill else None)
-    with streamed.outside(head=False):
-        streamed.prelude(batches, states)
-    reporter.phase("allocate", len(streamed.blocks))
     scores: dict[str, float] = {}
-    for index in range(len(streamed.blocks)):
+
+    def visit(index: int, block: nn.Module, states: HiddenStates) -> None:
         prefix = streamed.block_prefix(index)
         here = {name: task for name, task in wanted.items() if name.startswith(prefix)}
-        with streamed.loaded_block(index) as block:
-            if here:
-                seen = _seen(streamed, index, states, batches, list(here))
-                weights = {name: get_matrix(block.get_submodule(name.removeprefix(prefix))) for name in here}
-                owl = [name for name, task in here.items() if task.prune.allocation == "owl"]
-                # All layers of a block share its score of outliers, as in the paper.
-                scores |= dict.fromkeys(owl, outlier_score([weights[n] for n in owl], [seen[n] for n in owl]))
-                others = [name for name in here if name not in owl]
-                for name in others:
-                    target = here[others[0]].prune.target_sparsity
-                    scores[name] = error_score(weights[name], seen[name], target)
-            with torch.inference_mode():
-                for number, batch in enumerate(batches):
-                    states.put(number, streamed.advance(index, states.get(number), batch))
-        reporter.step(f"block {index} scored")
-    states.drop()
-    return scores
+        if not here:
+            return
+        seen = _seen(streamed, index, states, plan.context.batches, list(here))
+        weights = {name: get_matrix(block.get_submodule(name.removeprefix(prefix))) for name in here}
+        owl = [name for name, task in here.items() if task.prune.allocation == "owl"]
+        # All layers of a block share its score of outliers, as in the paper.
+        scores.update(dict.fromkeys(owl, outlier_score([weights[n] for n in owl], [seen[n] for n in owl])))
+        others = [name for name in here if name not in owl]
+        for name in others:
+            scores[name] = error_score(weights[name], seen[name], here[others[0]].prune.target_sparsity)
+
+    _walk(plan, "scored", spill and spill / "hidden-allocation", reporter, visit).drop()
+    stages: dict[int | None, list[str]] = {}
+    for name, task in wanted.items():
+        stages.setdefault(task.prune_stage, []).append(name)
+    found: dict[str, float] = {}
+    for names in stages.values():
+        sizes = [get_matrix(streamed.model.get_submodule(name)).numel() for name in names]
+        target = wanted[names[0]].prune.target_sparsity
+        found |= dict(zip(names, spread([scores[name] for name in names], sizes, target), strict=True))
+    return found
 
 
 def _seen(
@@ -100,7 +428,7 @@ def _seen(
     return seen
 
 
-def allocate(scores: Sequence[float], sizes: Sequence[int], target: float) -> list[float]:
+def spread(scores: Sequence[float], sizes: Sequence[int], target: float) -> list[float]:
     """Sparsity of every layer: the higher its score, the fewer weights are removed.
 
     Args:

@@ -101,17 +101,17 @@ class CheckedWeights(LayersJob):
         """Compress the blocks that are not done, all processes together; every part has a record of its own in the run directory.
 
         Returns:
-            "peak_memory": the most that a process has taken until then, in bytes.
+            "peak_memory": the most that a process has taken until then, in bytes; "budget": see `compress.weights.allocate`.
         """
-        from compress.weights.allocate import allocate_sparsity
+        from compress.weights.allocate import allocate
         from compress.weights.block_pass import BlockPass, first_block, run_pass
         from runtime.system.memory import peak_bytes
 
         directory, plan = store.directory, self.weights
-        allocate_sparsity(plan, directory, reporter, store.spill)
+        budget = allocate(plan, directory, reporter, store.spill)
         done = first_block(directory, len(context.streamed.blocks))
         if directory.record("outside") is not None:
-            return {"peak_memory": peak_bytes()}
+            return {"peak_memory": peak_bytes(), "budget": budget}
         store.ask(
             QUANTIZE.name,
             {
@@ -127,7 +127,11 @@ class CheckedWeights(LayersJob):
         run_pass(BlockPass(plan, directory, reporter, store.spill, done, store.team))
         peak = _highest_peak(store.team)
         store.team.done()
-        return {"peak_memory": peak}
+        return {"peak_memory": peak, "budget": budget}
+
+    def manifest(self, context: Context, record: Mapping[str, Any]) -> dict[str, Any]:
+        """What was chosen for each layer under a budget."""
+        return {"budget": record["budget"]} if record.get("budget") else {}
 
 
 class WeightsRoom(StageRoom):
@@ -148,9 +152,12 @@ class WeightsRoom(StageRoom):
 
     def check(self, context: Context, stage: Stage) -> CheckedWeights:
         """All stages of `context.recipe` that compress layers; routed experts of `context` are apart."""
+        from compress.weights.artifact import check_budget
         from compress.weights.plan import prepare
 
-        return CheckedWeights(stage, prepare(context))
+        weights = prepare(context)
+        check_budget(weights)
+        return CheckedWeights(stage, weights)
 
     def assist(self, recipe: Recipe, task: Mapping[str, Any], device: str, team: Team) -> None:
         """The share of another process in `CheckedWeights.run`."""

@@ -11,7 +11,7 @@ import numpy as np
 SUMS = 200_000
 
 
-def choose(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], budget: int) -> list[int]:
+def choose(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], budget: int, near: int = 0) -> list[int]:
     """The number of an option for each item, by dynamic programming over the sums of costs.
 
     The least sum of losses there is, where the costs' common step goes into the room above the cheapest options at most `SUMS` times; else
@@ -21,6 +21,7 @@ def choose(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], bu
         costs: of each item's options.
         losses: likewise.
         budget: most that the options may cost together.
+        near: they shall cost as much at least, if they can.
 
     Raises:
         ValueError: the cheapest options cost more.
@@ -34,7 +35,8 @@ def choose(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], bu
     step = math.gcd(*(cost for own in above for cost in own)) or 1
     step *= -(-room // (SUMS * step)) or 1
     sums = room // step
-    best, chosen = np.zeros(sums + 1), []
+    best, chosen = np.full(sums + 1, np.inf), []
+    best[0] = 0.0
     for own, lost in zip(above, losses, strict=True):
         options = np.full((len(own), sums + 1), np.inf)
         for place, cost in enumerate(own):
@@ -43,9 +45,11 @@ def choose(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], bu
                 options[place, steps:] = best[: sums + 1 - steps] + lost[place]
         chosen.append(options.argmin(0).astype(np.uint16))
         best = options.min(0)
-    # Costs that were rounded may add up to more than the room: then the next smaller sum.
-    for left in range(int(best.argmin()), -1, -1):
-        found = _followed(above, chosen, step, left)
+    first = min(sums, max(0, -(-(near - sum(cheapest)) // step)))
+    near_ones = first + np.flatnonzero(np.isfinite(best[first:]))
+    # Costs that were rounded may add up to more than the room: then those of the next larger loss.
+    for left in (*near_ones[np.argsort(best[near_ones], kind="stable")], *np.argsort(best, kind="stable")):
+        found = _followed(above, chosen, step, int(left))
         if sum(own[place] for own, place in zip(above, found, strict=True)) <= room:
             return found
     raise AssertionError("the cheapest options are within the budget")

@@ -38,6 +38,8 @@ PART = "allocation"
 SPREAD = 0.08
 #: A weight whose importance is this many times the layer's mean is an outlier (the M of the OWL paper).
 OUTLIER = 5.0
+#: Bits per weight that a budget is met within, if the layers can be combined so.
+NEAR = 0.02
 #: Tokens of calibration text on which the KL divergence of a unit is measured, at least (one batch).
 MEASURED = 2048
 
@@ -179,7 +181,7 @@ def _chosen(budget: Budget, plan: WeightPlan, units: list[_Unit]) -> dict[str, A
     if allowed is None:
         picks = _smallest(sizes, losses, budget.amount)
     else:
-        picks = choose(sizes, losses, allowed)
+        picks = choose(sizes, losses, allowed, allowed - int(NEAR * weights / 8))
     found = [
         {
             "layers": unit.layers, "candidate": pick, "scheme": _describe(unit.candidates[pick]),

@@ -15,9 +15,9 @@ from compress.core.statistics import BLOCK, ELEMENTS
 from compress.evaluate.streamed import LOGIT_ROWS
 from compress.model.expert_calibration import AT_ONCE
 from compress.model.footprint import WHOLE_BYTES, Footprint, ModelSize, Rows, Speed, one_row_at_a_time, tokens
-from compress.weights.allocate import MEASURED
 from compress.weights.layer_task import LayerTask
 from compress.weights.plan import WeightPlan
+from compress.weights.sensitivity import MEASURED
 from compress.weights.solver import columns as chunks
 from compress.weights.solver import factor
 from runtime import formats
@@ -297,6 +297,7 @@ class WeightsFootprint:
             count, MEASURED
         )  # on average through half of the blocks, at two candidates
         total = 2.0 * self._model.inside * passes / speed.own
+        total += 4.0 * self._units() * min(count, MEASURED) * self._model.outside / speed.own  # the head
         for layer in self._layers.values():
             if layer.task.candidates:
                 loop = 3 * layer.rows * layer.columns**2 / speed.single + layer.numel * 8e-8

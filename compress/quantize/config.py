@@ -8,6 +8,12 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from compress.core.method import DEFAULTS, ColumnLoop
+from runtime.errors import RequestError
+from runtime.system.sizes import byte_count
+
+CANDIDATES = (2, 3, 4, 5, 6, 8)
+"""Bits that layers may get under a budget."""
+_BUDGETS = ("bits", "size", "max_kl")
 
 
 class QuantizeConfig(BaseModel):
@@ -23,8 +29,26 @@ class QuantizeConfig(BaseModel):
         description="Preset such as W4A16, W8A8-INT8, NVFP4, parts of which the other fields override; or another representation "
         "than a grid, {representation: NAME} and its fields.",
     )
-    bits: int | None = Field(
-        None, ge=2, le=8, description="Bits of a weight code, 2 to 8 (4 when neither bits nor scheme is given)."
+    bits: int | float | None = Field(
+        None,
+        ge=2,
+        le=8,
+        description="Bits of a weight code, 2 to 8 (4 when neither bits nor scheme is given). With a point (3.5, also 3.0) a budget: bits "
+        "that a weight takes on average, scales and zero points included; layers that matter more get more.",
+    )
+    size: int | str | None = Field(
+        None, description="Budget in the place of bits: bytes of all tensors of the artifact, such as 2.1GB."
+    )
+    max_kl: float | None = Field(
+        None,
+        gt=0,
+        description="Budget in the place of bits: KL divergence from the original, in nats per token, that is predicted at most.",
+    )
+    candidates: list[int | str | dict[str, Any]] | None = Field(
+        None,
+        min_length=2,
+        description="What layers may get under a budget: bits of a code, presets, or {bits: 2, group_size: 32}; by default 2, 3, 4, 5, 6 "
+        "and 8 bits.",
     )
     group_size: int | Literal["channel", "tensor"] | None = Field(
         None,
@@ -71,6 +95,29 @@ class QuantizeConfig(BaseModel):
                 "objective output needs the column loop (method gptq, or awq with solver gptq); other methods have layer and propagated"
             )
         return self
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> QuantizeConfig:
+        given = [name for name in _BUDGETS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given, and a stage has one of {', '.join(_BUDGETS)}")
+        if self.candidates is not None and self.budget is None:
+            raise ValueError("candidates are for a budget: bits with a point (3.5), size, or max_kl")
+        if self.size is not None:
+            try:
+                byte_count("size", self.size)
+            except RequestError as error:
+                raise ValueError(str(error)) from None
+        return self
+
+    @property
+    def budget(self) -> tuple[str, float] | None:
+        """Key and amount (bits, bytes or nats) of what the layers may take or lose together; None: all are stored alike."""
+        if isinstance(self.bits, float):
+            return "bits", self.bits
+        if self.size is not None:
+            return "size", byte_count("size", self.size)
+        return None if self.max_kl is None else ("max_kl", self.max_kl)
 
     def column_loop(self, base: ColumnLoop = DEFAULTS) -> ColumnLoop | None:
         """Settings of the column loop that makes up for the method's error in the weights that remain: `base` (defaults, or those of a

@@ -17,6 +17,7 @@ from compress.model.expert_calibration import AT_ONCE
 from compress.model.footprint import WHOLE_BYTES, Footprint, ModelSize, Rows, Speed, one_row_at_a_time, tokens
 from compress.weights.layer_task import LayerTask
 from compress.weights.plan import WeightPlan
+from compress.weights.sensitivity import MEASURED
 from compress.weights.solver import columns as chunks
 from compress.weights.solver import factor
 from runtime import formats
@@ -90,11 +91,12 @@ class WeightsFootprint:
         states = self._streams * model.states(rows)
         # What enters each block is kept for the pass back.
         back = (len(self._blocks) + 1) * model.states(rows) if self._output_aware else 0
+        moments = sum(map(self._output_moments, self._output_aware))
         return Footprint(
             memory=max(phases.values()),
-            states=max((2 if again else 1) * states, judged, back),
+            states=max((2 if again else 1) * states, judged, back, model.states(rows) + self._measured(rows)),
             # What enters two blocks, in case one is damaged, and what enters the next.
-            disk=3 * states + self._files(bounds) + sum(map(self._output_moments, self._output_aware)),
+            disk=max(3 * states, model.states(rows) + self._measured(rows)) + self._files(bounds) + moments,
             spilled=max(judged, back),
             seconds=self._seconds(tokens(rows), scored, speed),
             advice=self._advice(bounds, rows),
@@ -125,6 +127,8 @@ class WeightsFootprint:
         }
         if self._output_aware:
             found["output Hessians"] = self._backward(rows, bounds, forward)
+        if self._plan.budget is not None:
+            found["allocation"] = self._allocation(rows, bounds, forward)
         if self._windows is not None:
             found["evaluation"] = self._judged(front, block)
         return found
@@ -149,6 +153,29 @@ class WeightsFootprint:
             own = [layer for layer in layers if layer in aware]
             most = max(most, size + sum(self._output_moments(layer, bounds) for layer in own))
         return max(self._outside + logits, most + (1 + BACKWARD) * forward)
+
+    # ------------------------------------------------------------ a budget
+    def _units(self) -> int:
+        """Layers that get one scheme, as one: those of one input, and all experts of a module."""
+        layers = ((name, layer) for name, layer in self._layers.items() if layer.task.candidates)
+        return len({layer.home or (layer.reader, layer.columns) for _, layer in layers})
+
+    def _measured(self, rows: Rows) -> int:
+        """Bytes of the hidden states by which the units are measured, at two candidates each."""
+        count, measured = 0, list[tuple[int, ...]]()
+        for batch in rows:
+            if count < MEASURED:
+                measured.append(batch)
+                count += math.prod(batch)
+        return 2 * self._units() * self._model.states(measured)
+
+    def _allocation(self, rows: Rows, bounds: Bounds, forward: int) -> int:
+        """A block, solved as later, beside the weights of one unit as they were and at two candidates; then the head."""
+        blocks = zip(self._sizes, self._blocks, strict=True)
+        solved = max(self._block(size, layers, rows, bounds, forward) + 3 * size for size, layers in blocks)
+        longest = max((batch[1] for batch in rows), default=1)
+        logits = 6 * 4 * max(LOGIT_ROWS, longest) * self._plan.context.vocabulary
+        return max(solved, self._outside + (0 if self._model.encoder else logits))
 
     # ------------------------------------------------------------ blocks
     def _block(self, size: int, layers: list[_Layer], rows: Rows, bounds: Bounds, forward: int) -> int:
@@ -298,7 +325,22 @@ class WeightsFootprint:
             total += (count * out * out + out**3 / 3 + out * out * layer.columns) / speed.single
         if self._output_aware:  # there, and back with each block run again
             total += 2.0 * 4 * count * self._model.inside / speed.own
+        if self._plan.budget is not None:
+            total += self._measuring(count, speed)
         return 2.0 + total
+
+    def _measuring(self, count: int, speed: Speed) -> float:
+        """Seconds to measure what a budget chooses by: statistics of `count` tokens, each candidate solved, a model for each unit."""
+        passes = count * 2.5 + self._units() * min(
+            count, MEASURED
+        )  # on average through half of the blocks, at two candidates
+        total = 2.0 * self._model.inside * passes / speed.own
+        total += 4.0 * self._units() * min(count, MEASURED) * self._model.outside / speed.own  # the head
+        for layer in self._layers.values():
+            if layer.task.candidates:
+                loop = 3 * layer.rows * layer.columns**2 / speed.single + layer.numel * 8e-8
+                total += len(layer.task.candidates) * loop + count * layer.columns**2 / speed.single
+        return total
 
 
 def _layer(plan: WeightPlan, name: str, task: LayerTask) -> _Layer:

@@ -135,6 +135,21 @@ def test_two_processes_write_what_one_writes(make_checkpoint: Any, recipe: Any, 
 
 
 @pytest.mark.slow
+def test_a_budget_is_spent_by_the_main_process_for_all(
+    make_checkpoint: Any, recipe: Any, together: Any, alone: Any
+) -> None:
+    budget = {"quantize": {"method": "rtn", "bits": 4.0, "group_size": 32}}
+    request = recipe(make_checkpoint(), budget)
+    one = alone(request)
+    code, said = together(request)
+    assert (code, said) == (0, ["done", "done"])
+    both = one.with_name("both")
+    assert shards(both) == shards(one)
+    mine, theirs = (json.loads((path / "compress.json").read_text()) for path in (one, both))
+    assert theirs["budget"] == mine["budget"]
+
+
+@pytest.mark.slow
 def test_every_process_keeps_to_the_memory_limit_or_it_is_said(
     make_checkpoint: Any, recipe: Any, together: Any
 ) -> None:

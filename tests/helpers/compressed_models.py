@@ -47,7 +47,7 @@ def nearest(weight: torch.Tensor, scheme: Scheme) -> CompressedWeight:
     grid = scheme.weights
     if grid is None:
         return CompressedWeight(weight, None, None, mask, scheme, dtype)
-    if isinstance(grid, BlockFloat):
+    if type(grid) is not GridScheme:
         parameters = grid.fit(weight.float(), dtype)
         return CompressedWeight.of(grid.round(weight.float(), parameters), parameters, mask, scheme, dtype)
     size = grid.group_size or weight.shape[1]

@@ -90,31 +90,38 @@ INLINE void finish_group(const Linear *l, const Scales *scales, int h0, const in
         }
 }
 
-/* The same for sums that levels were multiplied into. `extra`: levels times sums of the activations, of minima, or else of scales, which is
- * what sums have too much of for each of `base`. Digits have sums of their own, which together would be too large for an integer. */
-INLINE void finish_levels(const Linear *l, const Scales *scales, int h0, const int H, const Digits *x, int64_t row, const int M, const int D,
-                          int64_t g, I sum[VECTORS][2 * STREAMS], I extra[VECTORS][STREAMS], int base, F result[VECTORS][STREAMS]) {
-    const int parts = PARTS(D);
-    F ws[VECTORS], least[VECTORS];
+/* The same for sums that levels were multiplied into, of a group whose units, `unit` bytes each, are at w. Levels times sums of the
+ * activations are what minima take off, or else what is too much for each of `base`. Digits have sums of their own, which together would be
+ * too large for an integer. */
+INLINE void finish_levels(const Linear *l, const Scales *scales, const uint8_t *w, int64_t unit, int h0, const int H, const Digits *x,
+                          int64_t row, const int M, const int D, int64_t g, const int kind, I sum[VECTORS][2 * STREAMS],
+                          F result[VECTORS][STREAMS]) {
+    const int parts = PARTS(D), base = KIND[kind].base, minimum = KIND[kind].minimum;
+    const int16_t *half = x->half + row * D * x->halves + g * l->group / 16;
+    const F radix = f_set1(256.0f);
     UNROLL for (int h = 0; h < H; h++) {
-        ws[h] = f_load_as(l->scale, l->scale_type, scales->at + (h0 + h) * LANES);
-        if (l->least) least[h] = f_load_as(l->least, l->scale_type, scales->at + (h0 + h) * LANES);
-    }
-    UNROLL for (int m = 0; m < M; m++)
-        UNROLL for (int part = 0; part < parts; part++) {
-            const int digits = D == 3 ? part + 1 : D, s = m * D + (D == 3 ? part : 0);
-            const float unit = x->scale[((row + m) * parts + part) * x->groups + g];
-            F scale = f_set1(unit), minus = f_set1(-unit), radix = f_set1(256.0f);
-            UNROLL for (int h = 0; h < H; h++) {
-                F value = f_from_i(i_sub(sum[h][s], i_mul(extra[h][s], i_set1(base))));
-                if (digits == 2) value = f_fma(value, radix, f_from_i(i_sub(sum[h][s + 1], i_mul(extra[h][s + 1], i_set1(base)))));
-                result[h][m] = f_fma(value, f_mul(ws[h], scale), result[h][m]);
-                if (!l->least) continue;
-                value = f_from_i(extra[h][s]);
-                if (digits == 2) value = f_fma(value, radix, f_from_i(extra[h][s + 1]));
-                result[h][m] = f_fma(value, f_mul(least[h], minus), result[h][m]);
-            }
+        const int64_t at = scales->at + (h0 + h) * LANES;
+        F ws = f_load_as(l->scale, l->scale_type, at), least = minimum ? f_load_as(l->least, l->scale_type, at) : f_zero();
+        I extra[STREAMS];
+        UNROLL for (int s = 0; s < M * D; s++) extra[s] = i_zero();
+        for (int u = 0; u < l->group / 32; u++) {
+            const Levels level = levels_of(w + u * unit, kind, h0 + h);
+            UNROLL for (int s = 0; s < M * D; s++)
+                extra[s] = i_pair_dot(extra[s], minimum ? level.minimum : level.scale, half + s * x->halves + 2 * u);
         }
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int part = 0; part < parts; part++) {
+                const int digits = D == 3 ? part + 1 : D, s = m * D + (D == 3 ? part : 0);
+                const float of = x->scale[((row + m) * parts + part) * x->groups + g];
+                F value[2];
+                UNROLL for (int d = 0; d < digits; d++)
+                    value[d] = f_from_i(minimum ? sum[h][s + d] : i_sub(sum[h][s + d], i_mul(extra[s + d], i_set1(base))));
+                result[h][m] = f_fma(digits == 2 ? f_fma(value[0], radix, value[1]) : value[0], f_mul(ws, f_set1(of)), result[h][m]);
+                if (!minimum) continue;
+                UNROLL for (int d = 0; d < digits; d++) value[d] = f_from_i(extra[s + d]);
+                result[h][m] = f_fma(digits == 2 ? f_fma(value[0], radix, value[1]) : value[0], f_mul(least, f_set1(-of)), result[h][m]);
+            }
+    }
 }
 
 /* With few streams a sum would wait for itself: codes of the high nibbles have sums of their own, from S on. */
@@ -182,17 +189,16 @@ INLINE void tile_planes(const Linear *l, const Stretch *run, int h0, const int H
     const int bits = KIND[kind].bits, unit = unit_pieces(bits, EIGHTS) * PIECE, given = kind == 8 ? l->kind : kind;
     const int S = M * D, sums = APART(H, S) || (reach == 8 && !WIDE_SUMS) ? 2 * S : S, levels = width ? level_bytes(given) : 0;
     const int8_t *digit = x->digit + row * D * x->apart + run->first * l->group;
-    const int16_t *half = x->half + row * D * x->halves + run->first * l->group / 16;
     const uint8_t *w = run->w;
     const int base = KIND[l->kind].base;
     Scales scales = first_scales(l, run);
     F result[VECTORS][STREAMS];
     UNROLL for (int h = 0; h < H; h++) UNROLL for (int m = 0; m < M; m++) result[h][m] = f_load(out + m * PANEL + (h0 + h) * LANES);
     for (int64_t g = run->first; g < run->last; g++) {
-        I sum[VECTORS][2 * STREAMS], extra[VECTORS][STREAMS], offset[VECTORS];
+        I sum[VECTORS][2 * STREAMS], offset[VECTORS];
         P part[VECTORS][2 * STREAMS];
+        const uint8_t *const group = w;
         EACH_SUM(sums) sum[h][s] = i_zero(), part[h][s] = p_zero();
-        if (width) EACH_SUM(S) extra[h][s] = i_zero();
         if (run->cold) fetch_scales(l, &scales);
         int left = l->group;
         for (; left >= 32; left -= 32, w += unit, digit += 32) {
@@ -200,8 +206,7 @@ INLINE void tile_planes(const Linear *l, const Stretch *run, int h0, const int H
             if (width) {
                 if (run->cold) fetch(w, levels);
                 UNROLL for (int h = 0; h < H; h++) level[h] = levels_of(w, given, h0 + h);
-                EACH_SUM(S) extra[h][s] = i_pair_dot(extra[h][s], KIND[given].minimum ? level[h].minimum : level[h].scale, half + s * x->halves);
-                w += levels, half += 2;
+                w += levels;
             }
             unit_run(w + h0 * LANES * 4, run->cold, digit, x->apart, H, S, kind, reach, width, level, EIGHTS, part, sum);
         }
@@ -214,7 +219,7 @@ INLINE void tile_planes(const Linear *l, const Stretch *run, int h0, const int H
 #endif
         UNROLL for (int h = 0; h < H; h++)
             if (l->zero) offset[h] = i_add(i_load_i8(l->zero + scales.at + (h0 + h) * LANES), i_set1(base));
-        if (width) finish_levels(l, &scales, h0, H, x, row, M, D, g, sum, extra, base, result);
+        if (width) finish_levels(l, &scales, group, levels + unit, h0, H, x, row, M, D, g, given, sum, result);
         else finish_group(l, &scales, h0, H, x, row, M, D, g, sum, offset, base, result);
         next_group(&scales);
     }

@@ -37,6 +37,11 @@ INLINE int reach_of(const int kind) {
     return kind == BYTES || kind == WIDE_32 ? 8 : kind == NARROW ? 4 : kind == BYTES_16 ? 6 : 5;
 }
 INLINE int width_of(const int kind) { return !are_bytes(kind) ? KIND[kind].width : kind == BYTES_16 ? 16 : kind > BYTES_16 ? 32 : 0; }
+/* As many bits as codes would have that need as many registers. */
+INLINE int room_of(const int kind) {
+    if (are_bytes(kind)) return kind == BYTES || kind == WIDE_32 ? 8 : 4;
+    return KIND[kind].width == 16 || KIND[kind].reach == 8 ? 8 : KIND[kind].bits;
+}
 /* Which of them a kind becomes. */
 static int bytes_kind(int kind) {
     if (kind == KIND_S24) return kind;
@@ -87,7 +92,7 @@ INLINE void tile(const Linear *l, const Stretch *run, const int kind, const int 
 /* There are tiles of so many streams, and of one row. */
 #define TILE(BITS, D, M, MOST)                                                                                       \
     static void tile_##BITS##_##D##_##M(const Linear *l, const Stretch *run, const Digits *x, int64_t row, float *out) { \
-        const int V = VECTORS_OF(!are_bytes(BITS) ? KIND[BITS].bits : BITS == NARROW || BITS == MIDDLE ? 4 : 8, D * M); \
+        const int V = VECTORS_OF(room_of(BITS), D * M);                                                                \
         if (M == 1 || D * M <= MOST) tile(l, run, BITS, V, x, row, M, D, out);                                       \
     }
 #define FEW_TILES(B, MOST)                                                                    \

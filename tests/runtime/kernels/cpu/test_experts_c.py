@@ -19,6 +19,7 @@ KINDS = {
     "w8": int_scheme(8, False, 16),
     "s24": int_scheme(4, True, 32, "2:4"),
     **products.FLOATS,
+    **{kind: products.K_QUANTS[kind] for kind in ("Q2_K", "Q4_K", "IQ4_NL")},
     "dense": None,
 }
 
@@ -78,9 +79,8 @@ def layer(
                 keep.append(value)
             else:
                 storage = {"s24": "sparse24", "w4": "packed", "w8": "packed"}.get(kind)
-                made = products.case(
-                    "e2m1" if storage is None else kind, scheme, shape, torch.float32, 3 * number + place, storage
-                )
+                layout = kind if storage else "e2m1" if kind in products.FLOATS else "k"
+                made = products.case(layout, scheme, shape, torch.float32, 3 * number + place, storage)
                 value = made.weight.dequantize()
                 own[name] = made.layout.linear(made.prepared, made.layer, offset)
                 keep.append(made)

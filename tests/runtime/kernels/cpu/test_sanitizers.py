@@ -80,6 +80,10 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
         for scheme in products.FLOATS.values() if columns % 32 == 0 else ():
             case = products.case("e2m1", scheme, (rows, columns), torch.bfloat16)
             made.append((case.layout.linear(case.prepared, case.layer, None), case))
+        for kind, scheme in products.K_QUANTS.items():
+            wide = 32 if kind == "IQ4_NL" and columns == 32 else 256 * (1 + rows % 2)
+            case = products.case("k", scheme, (rows, wide), torch.bfloat16)
+            made.append((case.layout.linear(case.prepared, case.layer, None), case))
         case = products.case(
             "s24", int_scheme(4, True, "channel", "2:4"), (rows, columns), torch.float32, storage="sparse24"
         )
@@ -97,8 +101,8 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
                 if linear.kind == 0 and digits > 1:
                     continue
                 number += 1
-                recorder.label = f"kind {linear.kind} {rows} x {columns}, {digits} digits"
-                x = torch.randn(batch, columns).to(FLOATS[number % 3])
+                recorder.label = f"kind {linear.kind} {rows} x {linear.columns}, {digits} digits"
+                x = torch.randn(batch, linear.columns).to(FLOATS[number % 3])
                 y = torch.full((batch, rows), float("nan"), dtype=x.dtype)
                 memory = recorder.scratch(found.linear_memory(ctypes.byref(linear), batch, digits)).data_ptr()
                 kind = library.TYPES[x.dtype]

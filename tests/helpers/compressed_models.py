@@ -13,6 +13,7 @@ from weight_cases import random_mask
 
 from runtime import formats
 from runtime.formats.block_float import BlockFloat
+from runtime.formats.k_quant import KQuant
 from runtime.formats.quantization_config import ModuleEntry, build
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 from runtime.modeling.skeleton import linear_shapes
@@ -29,6 +30,7 @@ SCHEMES = {
     "mxfp4-pack-quantized": Scheme(BlockFloat(4)),
     "mxfp8-quantized": Scheme(BlockFloat(8)),
     "nvfp4-pack-quantized": Scheme(BlockFloat(4, group_size=16, scales="e4m3")),
+    "k_quant": Scheme(KQuant("IQ4_NL")),
 }
 
 

@@ -32,6 +32,14 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     return float((a - b).norm() / b.norm()) <= tolerance
 
 
+OWN_KERNELS = {
+    "mxfp4-pack-quantized": "fp4-c",
+    "nvfp4-pack-quantized": "fp4-c",
+    "mxfp8-quantized": "float8-c",
+    "k_quant": "k-quant-c",
+}
+
+
 @pytest.mark.parametrize("storage", [name for name, scheme in SCHEMES.items() if scheme.activations is None])
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @torch.inference_mode()
@@ -46,8 +54,8 @@ def test_weight_only_formats_compute_with_the_stored_weights(tmp_path: Path, sto
     assert set(model.explain()) - {"model"} == set(weights) | {"lm_head"}
     if kernels == "reference":
         assert {model.explain()[name] for name in weights} == {"reference"}
-    elif "fp" in storage and library.load() is not None:
-        assert {model.explain()[name] for name in weights} == {"fp4-c" if "fp4" in storage else "float8-c"}
+    elif storage in OWN_KERNELS and library.load() is not None:
+        assert {model.explain()[name] for name in weights} == {OWN_KERNELS[storage]}
         assert type(model.engine) is NativeEngine
     assert len(model.generate("cat", max_new_tokens=5)) > 0
 

@@ -69,8 +69,8 @@ SOURCE = Path(__file__).parent / "c" / "kernels.c"
 PARTS = (0, 3, 2, 1, 4, 5)  # of it (c/parts.h): seconds on Zen 4, AVX-512: 6.1, 4.4, 3.9, 3.5
 #: Of a `Linear`; integers of so many bits are that number.
 KINDS = {"dense": 0, "s24": 1, "e2m1": 10} | {f"w{bits}": bits for bits in range(2, 9)}
-KINDS |= {"IQ4_NL": 12, "Q2_K": 13, "Q3_K": 14, "Q4_K": 15, "Q5_K": 16, "Q6_K": 17, "IQ4_XS": 18}  # `runtime/formats/k_quant.py`
-#: Of kinds that are not the bits of their codes: those, and bytes of levels that a row has for 32 columns.
+KINDS |= {"IQ4_NL": 12, "Q2_K": 13, "Q3_K": 14, "Q4_K": 15, "Q5_K": 16, "Q6_K": 17, "IQ4_XS": 18}  # of GGUF
+# Of kinds that are not the bits of their codes: those, and bytes of levels that a row has for 32 columns.
 _BYTES = {10: (4, 0), 12: (4, 0), 13: (2, 2), 14: (3, 2), 15: (4, 2), 16: (5, 2), 17: (6, 2), 18: (4, 1)}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Of weights and of scales only. A float8 reads as one 2^8 times smaller; MX8 is float8 in blocks, each behind its scale; E8M0 is a byte,

@@ -140,14 +140,13 @@ INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t ap
                      const int reach, const int width, const Levels *level, const int eights, P part[VECTORS][2 * STREAMS],
                      I sum[VECTORS][2 * STREAMS]) {
     const int bits = KIND[kind].bits, own = APART(H, S) ? S : 0, lines = unit_pieces(bits, eights) * PIECE / 64;
-    (void)reach; /* of no matter where sums are wide */
     Small small[VECTORS];
     UNROLL for (int h = 0; h < H; h++) small[h] = small_planes(w + h * LANES * 4, bits, eights);
     UNROLL for (int k = 0; k < eights; k++) {
         Eight codes[VECTORS];
         const int line = lines * k / eights; /* asked for in turn with the dots: many at once would wait for each other */
         if (cold) fetch(w + 64 * line, 64 * (lines * (k + 1) / eights - line));
-        UNROLL for (int h = 0; h < H; h++) codes[h] = eight_columns(w + h * LANES * 4, &small[h], kind, k, own > 0);
+        UNROLL for (int h = 0; h < H; h++) codes[h] = eight_columns(w + h * LANES * 4, &small[h], kind, k, own > 0, reach == 8 && !WIDE_SUMS);
 #if WIDE_SUMS
         UNROLL for (int s = 0; s < S; s++) {
             X front = x_load(digit + s * apart + k * 8), back = x_load(digit + s * apart + k * 8 + 4);
@@ -166,8 +165,8 @@ INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t ap
                 X four = x_load(digit + s * apart + k * 8 + half * 4);
                 UNROLL for (int h = 0; h < H; h++) {
                     W code = half ? codes[h].high : codes[h].low;
-                    part[h][s] = p_dot(part[h][s], wide ? w_and(code, 15) : code, four);
-                    if (wide) part[h][S + s] = p_dot(part[h][S + s], w_and(w_shift(code, -4), 15), four);
+                    part[h][s] = p_dot(part[h][s], wide ? nibbles_of(code, kind, 0) : code, four);
+                    if (wide) part[h][S + s] = p_dot(part[h][S + s], nibbles_of(code, kind, 1), four);
                 }
             }
             if (dots == 2 * eights || (width == 16 && dots == eights) || (!wide && reach > 4 && dots % MOST_DOTS(reach) == 0)) EACH_SUM(S) {

@@ -9,6 +9,8 @@ enum {
 /* Sign, two bits of exponent and one of mantissa: 0, 1, 2, 3, 4, 6, 8, 12 halves, and their negatives. */
 static const uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 static const uint8_t IQ4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+static const uint8_t IQ4_LOW[16] = {1, 8, 13, 15, 15, 13, 10, 6, 1, 13, 9, 6, 5, 5, 9, 1}; /* nibbles of IQ4 */
+static const uint8_t IQ4_HIGH[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 11, 12, 13, 15};
 enum { NO_TABLE, TABLE_E2M1, TABLE_IQ4 };
 enum { NO_MINIMUM, MINIMUM, NIBBLES }; /* a byte of its own; scale and minimum in one, the scale in the low nibble */
 typedef struct {
@@ -82,9 +84,9 @@ INLINE Small small_planes(const uint8_t *w, const int bits, const int eights) {
 }
 
 /* Codes of the k-th eight columns of the unit at w: four in `low`, four in `high`. `apart`: integers of up to 4 bits stay 4 bits up in
- * `high`. Shifts bring bits of neighbours along, which masks take away. */
+ * `high`. `raw`: what would be looked up is not yet. Shifts bring bits of neighbours along, which masks take away. */
 typedef struct { W low, high; } Eight;
-INLINE Eight eight_columns(const uint8_t *w, const Small *small, const int kind, const int k, const int apart) {
+INLINE Eight eight_columns(const uint8_t *w, const Small *small, const int kind, const int k, const int apart, const int raw) {
     const int bits = KIND[kind].bits, table = KIND[kind].table, mask = (1 << bits) - 1, place = 2 * (k % 2);
     W v;
     if (bits == 8) return (Eight){w_load(w + 2 * k * PIECE), w_load(w + (2 * k + 1) * PIECE)};
@@ -92,7 +94,7 @@ INLINE Eight eight_columns(const uint8_t *w, const Small *small, const int kind,
     else v = place ? w_shift(small->two[k / 2], -place) : small->two[k / 2];
     if (bits <= 4) {
         if (bits == 3) v = w_select(0x33, v, w_shift(small->one, 2 - k));
-        if (table) {
+        if (table && !raw) {
             const uint8_t *numbers = table == TABLE_IQ4 ? IQ4 : E2M1;
             return (Eight){w_lookup(numbers, w_and(v, mask)), w_lookup(numbers, w_and(w_shift(v, -4), mask))};
         }
@@ -106,4 +108,10 @@ INLINE Eight eight_columns(const uint8_t *w, const Small *small, const int kind,
     if (bits == 5) low = w_select(15, low, w_shift(small->one, 4 - k)), high = w_select(15, high, w_shift(small->one, -k));
     if (bits == 7) low = w_select(63, low, w_shift(small->one, 6 - k)), high = w_select(63, high, w_shift(small->one, 2 - k));
     return (Eight){w_and(low, mask), w_and(high, mask)};
+}
+
+/* The low or the high nibbles of codes of up to 8 bits, which are `raw` still. */
+INLINE W nibbles_of(W code, const int kind, const int high) {
+    if (KIND[kind].table == TABLE_IQ4) return w_lookup(high ? IQ4_HIGH : IQ4_LOW, code);
+    return w_and(high ? w_shift(code, -4) : code, 15);
 }

@@ -196,7 +196,7 @@ INLINE void expand_unit(const uint8_t *w, const int kind, const int eights, uint
     UNROLL for (int h = 0; h < VECTORS; h++) {
         Small small = small_planes(w + h * LANES * 4, KIND[kind].bits, eights);
         UNROLL for (int k = 0; k < eights; k++) {
-            Eight codes = eight_columns(w + h * LANES * 4, &small, kind, k, 0);
+            Eight codes = eight_columns(w + h * LANES * 4, &small, kind, k, 0, 0);
             w_store(out + 2 * k * PIECE + h * LANES * 4, codes.low);
             w_store(out + (2 * k + 1) * PIECE + h * LANES * 4, codes.high);
         }

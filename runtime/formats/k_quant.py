@@ -274,7 +274,8 @@ class KQuant(GridScheme):
     def unsigned(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes as they are stored, uint8."""
         if self.table:
-            return _index(codes.float()).to(torch.uint8)
+            every = torch.arange(-128.0, 128.0, device=codes.device)
+            return _index(every).to(torch.uint8)[codes.int() + 128]
         return (codes + 2 ** (self.bits - 1) if self.symmetric else codes).view(torch.uint8)
 
     def signed(self, codes: torch.Tensor) -> torch.Tensor:

@@ -90,37 +90,40 @@ INLINE void finish_group(const Linear *l, const Scales *scales, int h0, const in
         }
 }
 
+/* Of part `part` of row m: its integers, of which there are one or two for D digits, as floats. */
+INLINE F part_value(const I *sum, int m, int part, const int D) {
+    const int s = m * D + (D == 3 ? part : 0);
+    return D == 1 || (D == 3 && part == 0) ? f_from_i(sum[s]) : f_fma(f_from_i(sum[s]), f_set1(256.0f), f_from_i(sum[s + 1]));
+}
+
 /* The same for sums that levels were multiplied into, of a group whose units, `unit` bytes each, are at w. Levels times sums of the
  * activations are what minima take off, or else what is too much for each of `base`. Digits have sums of their own, which together would be
  * too large for an integer. */
 INLINE void finish_levels(const Linear *l, const Scales *scales, const uint8_t *w, int64_t unit, int h0, const int H, const Digits *x,
                           int64_t row, const int M, const int D, int64_t g, const int kind, I sum[VECTORS][2 * STREAMS],
                           F result[VECTORS][STREAMS]) {
-    const int parts = PARTS(D), base = KIND[kind].base, minimum = KIND[kind].minimum;
+    const int parts = PARTS(D);
     const int16_t *half = x->half + row * D * x->halves + g * l->group / 16;
-    const F radix = f_set1(256.0f);
+    const float *units = x->scale + row * parts * x->groups + g; /* of row m and part p at (m * parts + p) * x->groups */
     UNROLL for (int h = 0; h < H; h++) {
         const int64_t at = scales->at + (h0 + h) * LANES;
-        F ws = f_load_as(l->scale, l->scale_type, at), least = minimum ? f_load_as(l->least, l->scale_type, at) : f_zero();
+        const F ws = f_load_as(l->scale, l->scale_type, at);
+        const I base = i_set1(KIND[kind].base);
         I extra[STREAMS];
         UNROLL for (int s = 0; s < M * D; s++) extra[s] = i_zero();
         for (int u = 0; u < l->group / 32; u++) {
-            const Levels level = levels_of(w + u * unit, kind, h0 + h);
-            UNROLL for (int s = 0; s < M * D; s++)
-                extra[s] = i_pair_dot(extra[s], minimum ? level.minimum : level.scale, half + s * x->halves + 2 * u);
+            const Pair level = levels_of(w + u * unit, kind, h0 + h).other;
+            UNROLL for (int s = 0; s < M * D; s++) extra[s] = i_pair_dot(extra[s], level, half + s * x->halves + 2 * u);
         }
+        UNROLL for (int s = 0; s < M * D; s++) sum[h][s] = i_sub(sum[h][s], i_mul(extra[s], base));
         UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int part = 0; part < parts; part++) {
-                const int digits = D == 3 ? part + 1 : D, s = m * D + (D == 3 ? part : 0);
-                const float of = x->scale[((row + m) * parts + part) * x->groups + g];
-                F value[2];
-                UNROLL for (int d = 0; d < digits; d++)
-                    value[d] = f_from_i(minimum ? sum[h][s + d] : i_sub(sum[h][s + d], i_mul(extra[s + d], i_set1(base))));
-                result[h][m] = f_fma(digits == 2 ? f_fma(value[0], radix, value[1]) : value[0], f_mul(ws, f_set1(of)), result[h][m]);
-                if (!minimum) continue;
-                UNROLL for (int d = 0; d < digits; d++) value[d] = f_from_i(extra[s + d]);
-                result[h][m] = f_fma(digits == 2 ? f_fma(value[0], radix, value[1]) : value[0], f_mul(least, f_set1(-of)), result[h][m]);
-            }
+            UNROLL for (int part = 0; part < parts; part++)
+                result[h][m] = f_fma(part_value(sum[h], m, part, D), f_mul(ws, f_set1(units[(m * parts + part) * x->groups])), result[h][m]);
+        if (!KIND[kind].minimum) continue;
+        const F least = f_load_as(l->least, l->scale_type, at);
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int part = 0; part < parts; part++)
+                result[h][m] = f_fma(part_value(extra, m, part, D), f_mul(least, f_set1(-units[(m * parts + part) * x->groups])), result[h][m]);
     }
 }
 

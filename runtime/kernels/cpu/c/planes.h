@@ -53,17 +53,15 @@ INLINE int64_t group_bytes(int kind, int bits, int group) {
     return group / 32 * (level_bytes(kind) + (int64_t)PIECE * unit_pieces(bits, EIGHTS)) + (group % 32 ? PIECE * unit_pieces(bits, EIGHTS / 2) : 0);
 }
 
-/* Levels of the rows of a vector, the h-th of a panel, in the unit whose levels are at w. */
-typedef struct { Pair scale, minimum; } Levels;
+/* Levels of the rows of a vector, the h-th of a panel, in the unit whose levels are at w. `other`: minima, or else the scales again. */
+typedef struct { Pair scale, other; } Levels;
 INLINE Levels levels_of(const uint8_t *w, const int kind, const int h) {
     if (KIND[kind].minimum == NIBBLES) {
         Pair both = pair_load(w + h * LANES * 2);
         return (Levels){pair_low(both), pair_high(both)};
     }
-    if (KIND[kind].width == 16) return (Levels){.scale = pair_load(w + h * LANES * 2)};
-    Levels found = {.scale = pair_same(w + h * LANES)};
-    if (KIND[kind].minimum) found.minimum = pair_same(w + PANEL + h * LANES);
-    return found;
+    Pair scale = KIND[kind].width == 16 ? pair_load(w + h * LANES * 2) : pair_same(w + h * LANES);
+    return (Levels){scale, KIND[kind].minimum ? pair_same(w + PANEL + h * LANES) : scale};
 }
 /* Of a row, in a half of the unit. */
 static int level_of_row(const uint8_t *w, int kind, int row, int half, int minimum) {

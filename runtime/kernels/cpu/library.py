@@ -66,7 +66,7 @@ def openmp() -> tuple[ctypes.c_void_p, ...] | None:
 
 
 SOURCE = Path(__file__).parent / "c" / "kernels.c"
-PARTS = (0, 3, 2, 1, 4, 5)  # of it (c/parts.h): seconds on Zen 4, AVX-512: 6.1, 4.4, 3.9, 3.5
+PARTS = (5, 4, 0, 2, 1, 3)  # of it (c/parts.h): seconds on a busy Zen 3, AVX-512: 16, 13, 12, 10, 9, 8
 #: Of a `Linear`; integers of so many bits are that number.
 KINDS = {"dense": 0, "s24": 1, "e2m1": 10} | {f"w{bits}": bits for bits in range(2, 9)}
 KINDS |= {"IQ4_NL": 12, "Q2_K": 13, "Q3_K": 14, "Q4_K": 15, "Q5_K": 16, "Q6_K": 17, "IQ4_XS": 18}  # of GGUF

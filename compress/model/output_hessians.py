@@ -53,7 +53,7 @@ class BackwardPass:
 
     Attributes:
         numbers: of the batches that this process reads.
-        states: room for `count` tensors.
+        states: room for `kept` tensors of each batch.
         place: directory of the file that holds second moments of so many outputs; None: they are in memory.
     """
 
@@ -63,11 +63,6 @@ class BackwardPass:
     states: HiddenStates
     team: Team
     place: Callable[[int], Path | None]
-
-    @staticmethod
-    def count(streamed: StreamedModel, batches: Sequence[Batch]) -> int:
-        """Hidden states that are kept: those that enter each block, and those after the last."""
-        return len(batches) * (len(streamed.blocks) + 1)
 
     def _at(self, index: int, number: int) -> int:
         return index * len(self.batches) + number
@@ -144,6 +139,11 @@ class BackwardPass:
                 self.team.add_up(collector)
         found = {name: collector.finish().hessian for name, collector in collectors.items()}
         return {name: hessian for name, hessian in found.items() if hessian is not None}
+
+
+def kept(blocks: int) -> int:
+    """Hidden states of a token that the pass back needs: what enters each of so many blocks, and what the last one gives."""
+    return blocks + 1
 
 
 def drawn(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

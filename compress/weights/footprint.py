@@ -15,6 +15,7 @@ from compress.core.statistics import BLOCK, ELEMENTS
 from compress.evaluate.streamed import LOGIT_ROWS
 from compress.model.expert_calibration import AT_ONCE
 from compress.model.footprint import WHOLE_BYTES, Footprint, ModelSize, Rows, Speed, one_row_at_a_time, tokens
+from compress.model.output_hessians import kept
 from compress.weights.layer_task import LayerTask
 from compress.weights.plan import WeightPlan
 from compress.weights.sensitivity import MEASURED
@@ -89,8 +90,7 @@ class WeightsFootprint:
         # As large are the outputs of a block's attention, which passes over the text for later layers take from memory.
         again = self._recipe.true_sequential and any(layer.task.compensates for layer in self._layers.values())
         states = self._streams * model.states(rows)
-        # What enters each block is kept for the pass back.
-        back = (len(self._blocks) + 1) * model.states(rows) if self._output_aware else 0
+        back = kept(len(self._blocks)) * model.states(rows) if self._output_aware else 0
         moments = sum(map(self._output_moments, self._output_aware))
         return Footprint(
             memory=max(phases.values()),

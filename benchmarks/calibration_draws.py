@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Two ways to compress the bundled model, over several draws of the calibration text.
+"""Ways to compress the bundled model, over several draws of the calibration text.
 
-    python benchmarks/calibration_draws.py joint_vs_sequential|objectives [--seeds 1 2 3] [--table]
+    python benchmarks/calibration_draws.py joint_vs_sequential|objectives|budget [--seeds 1 2 3] [--table]
 
 One draw is not enough: perplexity of the bundled model moves by about 0.3 % with the order of float32 sums alone. Perplexity is
 taken on the first 128 held-out windows, so it differs from that of the methods table.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from compress.core.resources import recipes_directory
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def gptq(bits: int, group: int = 128, **fields: Any) -> dict[str, Any]:
+def gptq(bits: float, group: int = 128, **fields: Any) -> dict[str, Any]:
     return {"quantize": {"method": "gptq", "bits": bits, "group_size": group, **fields}}
 
 
@@ -36,16 +37,26 @@ COMPARISONS: dict[str, dict[str, dict[str, list[dict[str, Any]]]]] = {
         } for bits in (4, 3)
     },
     "objectives": {
-        name: {objective: [*before, gptq(bits, group, objective=objective)] for objective in ("layer", "propagated")}
+        name: {
+            "layer": [*before, gptq(bits, group)],
+            "propagated": [*before, gptq(bits, group, objective="propagated")],
+            "best": [*before, gptq(bits, group, quality="best")],
+        }
         for name, before, bits, group in (
             ("W4", [], 4, 128), ("W3", [], 3, 128), ("W2 g64", [], 2, 64), ("2:4 + W4", [SPARSE], 4, 128),
         )
+    },
+    "budget": {  # of as many bits as are stored with equal ones in smaller groups
+        f"{budget} bits (equal: W{bits} g{group})": {"equal": [gptq(bits, group)], "budget": [gptq(budget)]}
+        for budget, bits, group in ((2.5, 2, 32), (3.0, 2, 16), (3.5, 3, 32), (4.5, 4, 32))
     },
 }  # fmt: skip
 
 
 def measure(stages: list[dict[str, Any]], seed: int, work: Path) -> dict[str, Any]:
-    """One run: perplexity, KL, mean relative output error of the layers."""
+    """One run: perplexity, KL, mean relative output error of the layers, stored bits per weight, the KL that a budget foresees, and seconds
+    of processor time (evaluation too)."""
+    start = time.process_time()
     recipe = {
         "name": "row",
         "model": str(recipes_directory() / "checkpoints" / "stdlib-4m"),
@@ -54,11 +65,16 @@ def measure(stages: list[dict[str, Any]], seed: int, work: Path) -> dict[str, An
         "evaluate": {"data": "bundled", "sequence_length": 256, "samples": 128},
     }
     artifact = compress.apply(recipe, output=work / "out", overwrite=True, quiet=True)
-    errors = [layer["error"] for layer in artifact.manifest["layers"]]
+    layers, budget = artifact.manifest["layers"], artifact.manifest.get("budget")
+    errors = [layer["error"] for layer in layers]
+    weights = sum(layer["shape"][0] * layer["shape"][1] for layer in layers)
     return {
         "perplexity": round(artifact.metrics["after"]["perplexity"], 4),
         "kl": round(artifact.metrics["kl"], 5),
         "error": round(sum(errors) / len(errors), 6),
+        "cpu_seconds": round(time.process_time() - start, 1),
+        "bits": round(8 * sum(layer["bytes_after"] for layer in layers) / weights, 4),
+        **({} if budget is None else {"predicted_kl": round(budget["kl"], 5)}),
     }
 
 

@@ -29,6 +29,7 @@ import torch
 from decode_cpu import last_level_cache
 from where import commit, cpu_name
 
+from runtime.formats import k_quant
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.library import openmp
 from runtime.kernels.cpu.panels import PANEL
@@ -47,7 +48,9 @@ DENSE = {
 BLOCKS = {"w4 blocks 10": 10, "w4 blocks 50": 50}
 #: Block floats of 4 bits: dtype of the scales, and columns that share one.
 FLOATS = {"mxfp4": (torch.uint8, 32), "nvfp4": (torch.float8_e4m3fn, 16)}
-KINDS = ("w2", "w3", "w4", *FLOATS, *BLOCKS, "w5", "w6", "w8", "s24", *DENSE)
+#: k-quants of GGUF.
+BLOCK_TYPES = {kind.lower(): kind for kind in k_quant.KINDS}
+KINDS = ("w2", "w3", "w4", *FLOATS, *BLOCKS, "w5", "w6", "w8", *BLOCK_TYPES, "s24", *DENSE)
 READER = r"""
 #include <stdint.h>
 #include "POOL"
@@ -95,14 +98,19 @@ class Weight:
     def __init__(self, kind: str, rows: int, columns: int) -> None:
         self.linear = linear = library.Linear(rows=rows, columns=columns, factor=1.0)
         dtype, group = FLOATS.get(kind, (torch.float32 if kind in DENSE else torch.bfloat16, GROUP))
+        facts = k_quant.KINDS.get(BLOCK_TYPES.get(kind, ""))
+        share, sets = 1, columns // group
+        if facts is not None:
+            dtype, group = torch.float16, min(GROUP, facts.block)
+            share, sets = facts.block // group, columns // facts.block * (1 + facts.minimum)
         if kind in DENSE:
             linear.kind, (linear.weight_type, size) = library.KINDS["dense"], DENSE[kind]
             codes, scales, runs = int(rows * columns * size), 4 * rows, {}
         else:
-            linear.kind = library.KINDS["e2m1" if kind in FLOATS else kind.split()[0]]
+            linear.kind = library.KINDS["e2m1" if kind in FLOATS else BLOCK_TYPES.get(kind, kind.split()[0])]
             linear.scale_type = library.SCALES[dtype]
-            linear.group, linear.share, linear.groups = group, 1, columns // group
-            scales = dtype.itemsize * rows * linear.groups
+            linear.group, linear.share, linear.groups = group, share, columns // group
+            scales = dtype.itemsize * rows * sets
             runs = runs_of(torch.rand(rows // PANEL, linear.groups) >= BLOCKS.get(kind, 0) / 100)
             if kind in BLOCKS:
                 linear.runs, linear.first_run = (runs[name].data_ptr() for name in ("runs", "first_run"))
@@ -115,6 +123,8 @@ class Weight:
             self._keep[0][:codes].view(-1, 33)[:, 0] = torch.randint(126, 129, (codes // 33,), dtype=torch.uint8)
         if "fp8" in kind or kind not in DENSE:
             linear.scale = linear.weight + codes
+            if facts is not None and facts.minimum:
+                linear.least = linear.scale + scales // 2
             # Around 1: most random bytes are so small that results are subnormal, over which some CPUs take a hundred times as long.
             around = torch.rand(scales // dtype.itemsize) + 0.5
             around = around + 126 if dtype == torch.uint8 else around  # exponents

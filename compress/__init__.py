@@ -123,15 +123,20 @@ def plan(
     output: str | Path | None = None,
     set: Iterable[str] | Mapping[str, Any] = (),
     max_memory: int | str | None = None,
+    allocate: bool = False,
 ) -> Plan:
-    """Tensors, sizes, memory, disk and time of `apply` with the same arguments. Nothing is compressed or written."""
+    """Tensors, sizes, memory, disk and time of `apply` with the same arguments. Nothing is compressed or written.
+
+    With `allocate` the model is measured, and the plan says what each layer gets under a budget (`plan.stages["budget"]`).
+    """
     from compress.recipe import load
     from compress.run.plan import make_plan
     from export.readers import readable_by
     from runtime.system.sizes import byte_count
 
     limit = None if max_memory is None else byte_count("max_memory", max_memory)
-    return make_plan(load(recipe, model=model, output=output, set=set), max_memory=limit, readers=readable_by)
+    loaded = load(recipe, model=model, output=output, set=set)
+    return make_plan(loaded, max_memory=limit, readers=readable_by, allocate=allocate)
 
 
 def sweep(

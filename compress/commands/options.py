@@ -40,6 +40,12 @@ MAX_MEMORY = typer.Option(
     None, "--max-memory", metavar="SIZE", help='Memory limit of the process, such as "6GB"; larger runs are refused.'
 )
 
+ALLOCATE = typer.Option(
+    False,
+    "--allocate",
+    help="Measure the model and show what each layer gets under a budget, which takes as long as in the run.",
+)
+
 
 def memory_limit(written: str | None) -> int | None:
     """Bytes of a --max-memory; None: none was given."""

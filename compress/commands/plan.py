@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from compress.commands.options import DEVICE, JSON, MAX_MEMORY, MODEL, OUTPUT, RECIPE, SET, memory_limit
+from compress.commands.options import ALLOCATE, DEVICE, JSON, MAX_MEMORY, MODEL, OUTPUT, RECIPE, SET, memory_limit
 from compress.commands.output import finish, print_table, show_cache, show_readers, stdout_reserved
 from compress.core.units import duration, size
 from runtime.errors import RequestError
@@ -18,6 +18,7 @@ def plan(
     set_: list[str] = SET,
     device: str = DEVICE,
     max_memory: str | None = MAX_MEMORY,
+    allocate: bool = ALLOCATE,
     as_json: bool = JSON,
 ) -> None:
     """Show what `apply` would do: tensors, sizes, memory, disk and time.
@@ -28,6 +29,7 @@ def plan(
     Examples:
       compress plan llama_w4_sparse
       compress plan recipes/llama_w4.yaml --model ~/models/my-llama --json
+      compress plan llama_3.5bit --allocate
     """
     from compress.recipe import load
 
@@ -37,7 +39,7 @@ def plan(
         from compress.run.plan import make_plan
         from export.readers import readable_by
 
-        made = make_plan(loaded, device=device, max_memory=limit, readers=readable_by)
+        made = make_plan(loaded, device=device, max_memory=limit, readers=readable_by, allocate=allocate, quiet=as_json)
     failure = RequestError("; ".join(made.problems)) if made.problems else None
     finish(made.to_dict(), as_json, _show, failure)
 
@@ -59,6 +61,8 @@ def _show(result: dict[str, Any]) -> None:
     parts = [f"{name} {size(count)}" for name, count in result["memory"].items() if count]
     fixed = sum(result["memory"][name] > 0 for name in ("process", "workspace", "hidden states"))
     print(f"  {' + '.join(parts[:fixed])} + the largest of: {', '.join(parts[fixed:])}")
+    if result["budget"] is not None:
+        _show_budget(result["budget"])
     if result["bounds"]:
         print(f"  to stay within the limit: {result['bounds']}")
     if result["device_memory"]:
@@ -76,3 +80,23 @@ def _show(result: dict[str, Any]) -> None:
     print(f"Calibration: {result['calibration_tokens']:,} tokens    Time: about {duration(result['seconds'])}{more}")
     for text in result["warnings"]:
         print(f"Warning: {text}")
+
+
+def _show_budget(budget: dict[str, Any]) -> None:
+    """What shall be chosen, or what was."""
+    amount = size(budget["amount"]) if budget["key"] == "size" else f"{budget['amount']:g}"
+    if "units" not in budget:
+        among = ", ".join(f"{name} ({size(count)})" for name, count in budget["candidates"].items())
+        print(f"Budget: {budget['key']} {amount} for {budget['layers']} layers, of {among} for all of them")
+        print("  the run measures them first and chooses; --allocate does it now, and shows the choice")
+        return
+    rows = [
+        (unit["layers"][0], len(unit["layers"]), unit["scheme"], f"{unit['bits']:.3f}", f"{unit['kl']:.2e}")
+        for unit in budget["units"]
+    ]
+    print_table(
+        ("first layer of those with one scheme", "layers", "scheme", "bits", "predicted KL"), rows, right=(1, 3, 4)
+    )
+    print(
+        f"Budget: {budget['key']} {amount}: {budget['bits']:.4g} bits per weight, {size(budget['bytes'])}, predicted KL {budget['kl']:.4g}"
+    )

@@ -13,7 +13,7 @@ from compress.core.statistics import Statistics
 from runtime.config.plugins import entries, merge
 from runtime.formats.scheme import CompressedWeight, Scheme
 
-Need = Literal["hessian", "ranges", "drift"]
+Need = Literal["hessian", "ranges", "drift", "gradients"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class Problem:
         constraints: of each weight, settled masks and grids (`compress.quantize.weight_constraint.WeightConstraint`); weights are zero
             there, and on the grids, already.
         masks: of each weight, bool `[out, in]`, True = kept, as the pruning method chose them before; None: dense.
+        output_hessians: of each weight, float32 `[out_i, out_i]` (`compress.model.output_hessians`), where the loss of the model counts and
+            not the error of the output.
     """
 
     weights: list[torch.Tensor]
@@ -63,6 +65,7 @@ class Problem:
     sparsity: list[float] | None = None
     constraints: list[Any] | None = None
     masks: list[torch.Tensor] | None = None
+    output_hessians: list[torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,12 @@ class ExpertCalibration:
             for name, experts in self._homes.items():
                 experts.everyone, experts.separate = before[name], False
 
-    def finish(self, reporter: Reporter) -> None:
-        """Back to how the layers run; a warning where experts were starved."""
+    def finish(self, reporter: Reporter | None = None) -> None:
+        """Back to how the layers run; `reporter` is warned where experts were starved."""
         for experts in self._homes.values():
             experts.everyone = set()
+        if reporter is None:
+            return
         for found, what in (
             (self.shared, "calibrated on all tokens of their layer"),
             (self.nearest, "rounded to nearest"),

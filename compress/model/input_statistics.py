@@ -6,7 +6,7 @@ are those that were given the very same tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from compress.core.processes import Team
 from compress.core.statistics import Statistics, StatisticsCollector
 from compress.model.module_hooks import hooks
 from runtime.modeling.experts import Expert, expert_of
+from runtime.modeling.linear_modules import get_matrix
 
 if TYPE_CHECKING:
     from compress.model.hidden_states import HiddenStates
@@ -44,10 +45,12 @@ Forwards = Sequence[tuple[Callable[[], Any], torch.Tensor | None]]
 
 
 class Original(NamedTuple):
-    """A block of the original model, and its runs over the same batches."""
+    """A block of the original model, and its runs over the same batches; `sums`: layers that add to the residual stream, each with a module
+    that reads it before ("": the block)."""
 
     block: nn.Module
     forwards: Forwards
+    sums: Mapping[str, str]
 
 
 def forwards(
@@ -132,17 +135,30 @@ def collect(
     device = next(block.parameters()).device
     experts = [_expert(block, group) for group in groups]
     drifts = [original is not None and expert is None for expert in experts]
+    firsts = [group.members[0] for group in groups]
+    sums = {} if original is None else {
+        position: original.sums[name]
+        for position, (name, group) in enumerate(zip(firsts, groups, strict=True))
+        if drifts[position] and name in original.sums and len(group.members) == 1
+    }  # fmt: skip
     collectors = [
-        StatisticsCollector(group.in_features, hessian, device, place(group.in_features), drift)
-        for group, drift in zip(groups, drifts, strict=True)
-    ]
+        StatisticsCollector(
+            group.in_features, hessian, device, place(group.in_features), drift,
+            get_matrix(block.get_submodule(group.members[0])).shape[0] if position in sums else 0,
+        )
+        for position, (group, drift) in enumerate(zip(groups, drifts, strict=True))
+    ]  # fmt: skip
     mask: torch.Tensor | None = None
     before: dict[int, torch.Tensor] = {}
+    streams: dict[tuple[bool, str], torch.Tensor] = {}  # of the block, or of the original one
 
     def on_input(position: int, expert: Expert | None, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         routed = mask is not None and expert is not None and expert.tokens is not None
         known = mask.reshape(-1)[expert.tokens] if routed else mask  # type: ignore[union-attr, index]
-        collectors[position].add(args[0], known, before.get(position))
+        stream = None
+        if position in sums:
+            stream = streams[True, sums[position]] - streams[False, sums[position]]
+        collectors[position].add(args[0], known, before.get(position), stream)
         stop(position)
 
     def on_original(position: int, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -153,7 +169,14 @@ def collect(
         if stop_early and position == len(groups) - 1:
             raise _CollectedError
 
-    firsts = [group.members[0] for group in groups]
+    def on_stream(which: tuple[bool, str], _module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        streams[which] = args[0]
+
+    readers = {
+        one.get_submodule(name): partial(on_stream, (theirs, name))
+        for theirs, one in ((False, block), (True, original.block if original is not None else block))
+        for name in sums.values()
+    }
     layers = {
         block.get_submodule(name): partial(on_input, position, experts[position])
         for position, name in enumerate(firsts)
@@ -164,7 +187,7 @@ def collect(
         wanted = [position for position, drift in enumerate(drifts) if drift]
         others = {original.block.get_submodule(firsts[p]): partial(on_original, p) for p in wanted}
         runs = original.forwards
-    with hooks(layers, before=True), hooks(others, before=True), torch.no_grad():
+    with hooks(readers, before=True), hooks(layers, before=True), hooks(others, before=True), torch.no_grad():
         for number, (run, mask) in enumerate(forwards):  # noqa: B007 - the hooks read `mask`
             with suppress(_CollectedError):
                 if runs:
@@ -172,6 +195,7 @@ def collect(
             with suppress(_CollectedError):
                 run()
             before.clear()
+            streams.clear()
     if team is not None:
         for collector in collectors:
             team.add_up(collector)

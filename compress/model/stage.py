@@ -235,6 +235,14 @@ class LayersJob(Job):
         """RequestError where `stage`, which works on the compressed layers, cannot leave them as they are stored."""
         raise NotImplementedError
 
+    def allocate(self, work: Path, spill: bool, reporter: Reporter) -> dict[str, Any]:
+        """Settle now what `run` measures and settles first; what `plan` says of it; empty where there is nothing to settle.
+
+        Args:
+            work: directory for what spills.
+        """
+        raise NotImplementedError
+
     def tensors(self) -> list[TensorPlan]:
         """What becomes of every tensor of the source, by name."""
         raise NotImplementedError

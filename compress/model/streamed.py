@@ -184,6 +184,8 @@ class StreamedModel(PartialModel):
         """
         number, _ = self._place(index)
         kwargs = self.block_kwargs(batch, index)
+        if torch.is_grad_enabled():  # what was recorded in inference mode cannot be kept for a pass back
+            kwargs = _mapped(kwargs, lambda value: value.clone() if value.is_inference() else value)
         state = state.to(self.device)
         hidden, memory = state, None
         if number > 0:
@@ -280,6 +282,10 @@ class StreamedModel(PartialModel):
 
         All that comes after the blocks runs, with blocks that only hand on hidden states in their place.
         """
+        return self.tail(state, rows)
+
+    def tail(self, state: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """`outputs`, which gradients may go back through."""
         if self.kind == "encoder-decoder":
             assert rows is not None
             length = self.rows.target(rows).shape[1]
@@ -343,10 +349,15 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return _mapped(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Nested arguments of blocks with every tensor changed."""
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return change(value)
     if isinstance(value, dict):
-        return {k: _cast(v, dtype) for k, v in value.items()}
+        return {k: _mapped(v, change) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_cast(v, dtype) for v in value)
+        return type(value)(_mapped(v, change) for v in value)
     return value

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from compress.core.method import DEFAULTS, ColumnLoop
+from runtime.errors import RequestError
+from runtime.system.sizes import byte_count
+
+CANDIDATES = (2, 3, 4, 5, 6, 8)
+"""Bits that layers may get under a budget."""
+_BUDGETS = ("bits", "size", "max_kl")
 
 
 class QuantizeConfig(BaseModel):
     """Store weights as few-bit codes: a preset scheme by name, or bits, group size and symmetry; given fields win over the preset."""
 
     model_config = ConfigDict(extra="forbid")
+    best: ClassVar[Mapping[str, Any]] = {"objective": "propagated"}
+    """Fields that `quality: best` sets."""
 
     method: str = Field(description="Name of the method, see `compress methods`.")
     scheme: str | dict[str, Any] | None = Field(
@@ -20,8 +29,26 @@ class QuantizeConfig(BaseModel):
         description="Preset such as W4A16, W8A8-INT8, NVFP4, parts of which the other fields override; or another representation "
         "than a grid, {representation: NAME} and its fields.",
     )
-    bits: int | None = Field(
-        None, ge=2, le=8, description="Bits of a weight code, 2 to 8 (4 when neither bits nor scheme is given)."
+    bits: int | float | None = Field(
+        None,
+        ge=2,
+        le=8,
+        description="Bits of a weight code, 2 to 8 (4 when neither bits nor scheme is given). With a point (3.5, also 3.0) a budget: bits "
+        "that a weight takes on average, scales and zero points included; layers that matter more get more.",
+    )
+    size: int | str | None = Field(
+        None, description="Budget in the place of bits: bytes of all tensors of the artifact, such as 2.1GB."
+    )
+    max_kl: float | None = Field(
+        None,
+        gt=0,
+        description="Budget in the place of bits: KL divergence from the original, in nats per token, that is predicted at most.",
+    )
+    candidates: list[int | str | dict[str, Any]] | None = Field(
+        None,
+        min_length=2,
+        description="What layers may get under a budget: bits of a code, presets, or {bits: 2, group_size: 32}; by default 2, 3, 4, 5, 6 "
+        "and 8 bits.",
     )
     group_size: int | Literal["channel", "tensor"] | None = Field(
         None,
@@ -40,15 +67,57 @@ class QuantizeConfig(BaseModel):
         description="How scales are found: least output error of a group, least weighted squared error, covering the range, or mse "
         "without negative scales, which TensorRT does not take.",
     )
-    objective: Literal["layer", "propagated"] = Field(
+    objective: Literal["layer", "propagated", "output"] = Field(
         "layer",
-        description="Outputs that are kept: those that the layer gives for its own inputs, or (propagated) those that it gives in the "
-        "original model, so that it makes up for the errors of the layers before it.",
+        description="What is kept: outputs that the layer gives for its own inputs; (propagated) those that it gives in the original "
+        "model, so that it makes up for the errors of the layers before it; or (output) those too, with errors where what the model says "
+        "minds them least.",
+    )
+    quality: Literal["fast", "best"] = Field(
+        "fast",
+        description="best: the objective and the sweeps that lose least, for three to five times the time; fields that are given win.",
     )
     targets: list[str] = Field(
         ["Linear"], description="Modules to quantize: a class, a glob or 're:' and a regular expression."
     )
     ignore: list[str] = Field(["lm_head"], description="Modules to leave alone; same language as targets.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _best(cls, given: Any) -> Any:
+        best = isinstance(given, Mapping) and given.get("quality") == "best"
+        return {**cls.best, **given} if best else given
+
+    @model_validator(mode="after")
+    def _compensates(self) -> Self:
+        if self.objective == "output" and self.column_loop() is None:
+            raise ValueError(
+                "objective output needs the column loop (method gptq, or awq with solver gptq); other methods have layer and propagated"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> QuantizeConfig:
+        given = [name for name in _BUDGETS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given, and a stage has one of {', '.join(_BUDGETS)}")
+        if self.candidates is not None and self.budget is None:
+            raise ValueError("candidates are for a budget: bits with a point (3.5), size, or max_kl")
+        if self.size is not None:
+            try:
+                byte_count("size", self.size)
+            except RequestError as error:
+                raise ValueError(str(error)) from None
+        return self
+
+    @property
+    def budget(self) -> tuple[str, float] | None:
+        """Key and amount (bits, bytes or nats) of what the layers may take or lose together; None: all are stored alike."""
+        if isinstance(self.bits, float):
+            return "bits", self.bits
+        if self.size is not None:
+            return "size", byte_count("size", self.size)
+        return None if self.max_kl is None else ("max_kl", self.max_kl)
 
     def column_loop(self, base: ColumnLoop = DEFAULTS) -> ColumnLoop | None:
         """Settings of the column loop that makes up for the method's error in the weights that remain: `base` (defaults, or those of a

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from compress.quantize.config import QuantizeConfig
+from pydantic import ValidationError
+
+from compress.quantize.config import CANDIDATES, QuantizeConfig
 from runtime.config.messages import did_you_mean
 from runtime.errors import RequestError
 from runtime.formats.block_float import BlockFloat
@@ -73,7 +75,7 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
     """The scheme that a recipe's fields mean.
 
     Args:
-        config: quantization fields; None keeps float values.
+        config: quantization fields; None keeps float values. Of a budget the candidate of most bits is meant.
         sparsity: pattern as `runtime.formats.scheme.Scheme.sparsity` spells it.
 
     Raises:
@@ -81,6 +83,8 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
     """
     if config is None:
         return Scheme(sparsity=sparsity)
+    if config.budget is not None:
+        return candidate_schemes(config, sparsity)[-1]
     if isinstance(config.scheme, dict):
         represented = _represented(config, config.scheme)
         if isinstance(represented, KQuant):
@@ -99,6 +103,7 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
             raise RequestError(f"scheme '{config.scheme}' has scales of both signs: scales must not be positive")
         return replace(scheme, sparsity=sparsity)
     if config.bits is not None:
+        assert isinstance(config.bits, int)
         if weights.type == "float" and config.bits != 8:
             raise RequestError(f"scheme '{config.scheme}' stores weights as fp8: bits must be 8, not {config.bits}")
         weights = replace(weights, bits=config.bits)
@@ -111,6 +116,61 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
             )
         weights = replace(weights, symmetric=config.symmetric)
     return Scheme(weights, _activations(config, scheme.activations, weights), sparsity)
+
+
+def candidate_schemes(config: QuantizeConfig, sparsity: str | None = None) -> tuple[Scheme, ...]:
+    """The schemes among which a budget chooses, by ascending bits of a code; none without one.
+
+    Raises:
+        RequestError: a candidate that is no scheme, or two that quantize activations differently.
+    """
+    if config.budget is None:
+        return ()
+    found = list[Scheme]()
+    for candidate in config.candidates or CANDIDATES:
+        changes = _changes(candidate)
+        given = preset(changes["scheme"]) if isinstance(changes.get("scheme"), str) else None
+        if given is not None and given.grid is None:  # fields of grids mean nothing to it
+            changes = {**dict.fromkeys(_GRID_FIELDS), **changes}
+        bare = {"bits": None, "size": None, "max_kl": None, "candidates": None}
+        try:
+            found.append(resolve_scheme(config.model_copy(update={**bare, **changes}), sparsity))
+        except RequestError as error:
+            raise RequestError(f"candidates: {candidate}: {error}") from None
+    if len({scheme.activations for scheme in found}) > 1:
+        raise RequestError("candidates: some quantize activations and some do not, or not alike")
+    if len(set(found)) < len(found):
+        raise RequestError("candidates: two of them are the same")
+    return tuple(sorted(found, key=_fineness))
+
+
+def _fineness(scheme: Scheme) -> tuple[float, float]:
+    """Grows with the bits of a code, then with the scales that a row has."""
+    weights = scheme.weights
+    assert weights is not None
+    group = weights.group_size if isinstance(weights, GridScheme) else None
+    return weights.bits, 1 / group if group else 0.0
+
+
+def _changes(candidate: Any) -> dict[str, Any]:
+    """The fields of a stage that a candidate sets."""
+    if isinstance(candidate, int):
+        if not 2 <= candidate <= 8:
+            raise RequestError(f"candidates: bits are 2 to 8, not {candidate}")
+        return {"bits": candidate}
+    if isinstance(candidate, str):
+        return {"scheme": candidate}
+    allowed = ("scheme", *_GRID_FIELDS)
+    unknown = next((key for key in candidate if key not in allowed), None)
+    if unknown is not None:
+        raise RequestError(f"candidates: '{unknown}' is no field of a candidate; allowed are {', '.join(allowed)}")
+    try:
+        QuantizeConfig.model_validate({"method": "", **candidate}, strict=True)
+    except ValidationError as error:
+        raise RequestError(f"candidates: {candidate}: {error.errors()[0]['msg']}") from None
+    if isinstance(candidate.get("bits"), float):
+        raise RequestError(f"candidates: bits of a candidate are a whole number, not {candidate['bits']}")
+    return dict(candidate)
 
 
 def _represented(config: QuantizeConfig, fields: dict[str, Any]) -> Representation:

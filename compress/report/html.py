@@ -64,12 +64,13 @@ def render(facts: Facts) -> str:
     # The recipe's name, not the directory's: the same run into two directories is the same artifact.
     title = _recipe_name(facts) or "compressed model"
     stages = {kind.name: kind.report(facts.manifest) for kind in KINDS.values()}
-    model, made_last = (
-        [stages[kind.name] for kind in KINDS.values() if kind.phase == phase] for phase in ("model", "artifact")
+    model, layers, made_last = (
+        [stages[kind.name] for kind in KINDS.values() if kind.phase == phase]
+        for phase in ("model", "layers", "artifact")
     )
     sections = [
         _headline(facts), _warnings(facts), _quality(facts), _samples(facts.record), _readable_by(facts.manifest), *model,
-        _other_stages(facts, stages), _layers_chart(facts), _bytes(facts), *made_last, _layers_table(facts), _kept(facts),
+        _other_stages(facts, stages), *layers, _layers_chart(facts), _bytes(facts), *made_last, _layers_table(facts), _kept(facts),
         _runs(facts.record), _recipe(facts), _origin(facts),
     ]  # fmt: skip
     footer = (

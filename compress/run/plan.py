@@ -15,7 +15,7 @@ import psutil
 
 from compress.core.memory_bounds import MEMORY_SHARE, Bounds, choose, cut, ways
 from compress.core.processes import on_this_machine
-from compress.core.progress import memory_bytes
+from compress.core.progress import Reporter, memory_bytes
 from compress.core.units import duration, size
 from compress.evaluate import texts
 from compress.evaluate.limits import cutting, limits
@@ -28,6 +28,7 @@ from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.companions import left_behind
 from runtime.engines.blueprint import Blueprint
 from runtime.engines.choose import describe_choice
+from runtime.errors import RequestError
 from runtime.kv_cache.policy.policy import Policy
 from runtime.modeling.layer_sizes import differing, is_ours
 from runtime.modeling.weights import first_name
@@ -96,7 +97,7 @@ class Plan:
         """All fields by name, as `plan --json` prints them; those of `stages` as fields of the plan."""
         found: dict[str, Any] = {}
         for name, value in asdict(self).items():
-            found |= {"kv_cache": None, "draft": None, **value} if name == "stages" else {name: value}
+            found |= {"budget": None, "kv_cache": None, "draft": None, **value} if name == "stages" else {name: value}
         return found
 
     def headline(self) -> str:
@@ -118,14 +119,25 @@ def make_plan(
     device: str = "auto",
     max_memory: int | None = None,
     readers: Readers | None = None,
+    allocate: bool = False,
+    quiet: bool = True,
 ) -> Plan:
     """Plan a recipe. Reads headers and text, times one small matrix product, and runs a model of at most `SMALL` bytes on some text, to see
     whether it reads such; changes nothing.
 
-    `max_memory`: bytes that the run may take. `readers`: says who will be able to read the artifact.
+    `max_memory`: bytes that the run may take. `readers`: says who will be able to read the artifact. `allocate`: measure the model and
+    choose what each layer gets under a budget, as the run will; `quiet`: without progress.
+
+    Raises:
+        RequestError: `allocate` where there is nothing to choose, or stages before make the model that would be measured.
     """
     session = Session.open(recipe, device)  # holds the checkpoints that the plan looks at
-    plan = plan_session(session, Path(output) if output is not None else recipe.output_directory, max_memory)
+    output = Path(output) if output is not None else recipe.output_directory
+    plan = plan_session(session, output, max_memory)
+    if allocate and not plan.problems:
+        chosen = _allocated(session, plan.spill, quiet)
+        plan = plan_session(session, output, max_memory)
+        plan.stages |= {"budget": chosen["budget"]} if "budget" in chosen else {}
     if session.context.original.total_bytes <= SMALL:
         plan.warnings += texts.doubt(session.context)
     if readers is not None:
@@ -136,6 +148,21 @@ def make_plan(
             policy = None if plan.kv_cache is None else Policy.parse(plan.kv_cache["policy"])
             plan.engine = describe_choice(blueprint, policy, plan.draft is not None)
     return plan
+
+
+def _allocated(session: Session, spill: bool, quiet: bool) -> dict[str, Any]:
+    """What a run would choose for layers first."""
+    if session.before:
+        before = session.before[0].stage
+        text = f"plan measures the model as it is, which stage {before.index} ({before.kind}) changes first; leave out --allocate"
+        raise RequestError(session.recipe.origin.at(before.path, text))
+    with tempfile.TemporaryDirectory(prefix="compress-plan-") as room, Reporter(None, quiet) as reporter:
+        found = session.layers.allocate(Path(room), spill, reporter)
+    if not found:
+        raise RequestError(
+            "--allocate: no stage has a budget (bits: 3.5, size or max_kl) or an allocation to choose by"
+        )
+    return found
 
 
 def plan_session(session: Session, output: Path, max_memory: int | None = None, settled: Bounds | None = None) -> Plan:
@@ -160,7 +187,7 @@ def plan_session(session: Session, output: Path, max_memory: int | None = None, 
         max_memory=max_memory, texts=texts.of_context(context), limits=limits(context.recipe, tensors, context.streamed.kind == "encoder"),
         passes=[job.describe() for job in session.before],
         device_memory=takes.device, available_device_memory=takes.available_device,
-        stages={name: value for job in session.after for name, value in job.plan(context).items()},
+        stages={name: value for job in (session.layers, *session.after) for name, value in job.plan(context).items()},
     )  # fmt: skip
     for tensor in tensors:
         if tensor.action == "compressed" and 0 < tensor.bytes_before <= tensor.bytes_after:

@@ -323,7 +323,7 @@ class _Run:
         spill = directory.work if self.store.spill else None
         metrics = evaluate_artifact(context, artifact, self.limits, spill, reporter)
         clock.lap("evaluate")
-        entries: dict[str, Any] = {}
+        entries: dict[str, Any] = layers.manifest(context, made)
         files: list[Path] = []
         for job in self.session.after:
             metrics = self._finish(job, metrics, entries)

@@ -13,12 +13,14 @@ from torch import nn
 
 from compress.model.checkpoint_writer import write_zeros
 from compress.model.stage import TensorPlan
-from compress.weights.plan import WeightPlan
+from compress.weights.plan import Budget, WeightPlan
 from runtime import formats
+from runtime.errors import RequestError
 from runtime.formats.quantization_config import ModuleEntry, build, entry_from_dict, entry_to_dict, needs_dense_loading
 from runtime.modeling.experts import Experts, expert_of
 from runtime.modeling.linear_modules import get_matrix, is_linear, sides
 from runtime.modeling.unstored_buffers import initialiser
+from runtime.system.sizes import size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,7 +48,7 @@ def tensors(weights: WeightPlan) -> list[TensorPlan]:
         storage = formats.choose(task.scheme, (rows, columns), density=density)
         size_after = storage.bytes_estimate(task.scheme, (rows, columns), dtype, density)
         size_before = whole.nbytes(weight) if checkpoint.has(weight) else 0
-        values = task.scheme.weights
+        values = task.candidates[0].weights if task.candidates else task.scheme.weights
         bits = 8.0 * dtype.itemsize if values is None else values.bits
         how = (task.describe(), storage.name, bits, task.share)
         plans.append(TensorPlan(weight, "compressed", size_before, size_after, *how))
@@ -54,7 +56,91 @@ def tensors(weights: WeightPlan) -> list[TensorPlan]:
         for tied, source in context.streamed.ties.items():
             if not checkpoint.has(tied) and tied.rpartition(".")[0] not in weights.tasks and checkpoint.has(source):
                 plans.append(TensorPlan(tied, "copied", 0, checkpoint.held_bytes(source)))
+    if weights.budget is not None:
+        _expect(weights, weights.budget, plans)
     return sorted(plans, key=lambda plan: plan.name)
+
+
+# Before a budget is spent, its layers are taken to share it evenly.
+
+
+def _expect(weights: WeightPlan, budget: Budget, plans: list[TensorPlan]) -> None:
+    """Give tensors of layers that share a budget their part of it; by `max_kl` they may take all that the candidate of most bits does."""
+    open_ = {f"{name}.weight" for name, task in weights.tasks.items() if task.candidates}
+    own = [plan for plan in plans if plan.name in open_]
+    counts = _counts(weights)
+    rest = sum(plan.bytes_after for plan in plans) - sum(plan.bytes_after for plan in own)
+    allowed = _allowed(budget, sum(counts.values()), rest)
+    if allowed is None:
+        return
+    share = allowed / sum(plan.bytes_after for plan in own)
+    for plan in own:
+        plan.bytes_after = int(share * plan.bytes_after)
+        plan.bits = max(plan.bits or 0.0, 8.0 * allowed / sum(counts.values()))
+
+
+def _allowed(budget: Budget, count: int, rest: int) -> int | None:
+    """Bytes that `count` weights may take beside tensors of `rest` bytes; None: as many as it takes."""
+    if budget.key == "max_kl":
+        return None
+    return int(budget.amount * count / 8) if budget.key == "bits" else int(budget.amount) - rest
+
+
+def _counts(weights: WeightPlan) -> dict[str, int]:
+    """Weights of each layer that shares the budget."""
+    found = {
+        name: weights.context.streamed.model.get_submodule(name)
+        for name, task in weights.tasks.items()
+        if task.candidates
+    }
+    return {name: get_matrix(module).numel() for name, module in found.items()}
+
+
+def budget_bytes(weights: WeightPlan, budget: Budget, names: Collection[str]) -> int | None:
+    """Bytes that layers `names` may take, of all that share the budget: the others stay as they are; None: as many as it takes."""
+    counts = _counts(weights)
+    chosen = sum(counts[name] for name in names)
+    if budget.key != "size":
+        return _allowed(budget, chosen, 0)
+    open_ = {f"{name}.weight" for name in counts}
+    unplanned = replace(weights, tasks={name: task for name, task in weights.tasks.items() if name not in counts})
+    rest = sum(plan.bytes_after for plan in tensors(unplanned) if plan.name not in open_)
+    itemsize = weights.context.streamed.dtype.itemsize
+    return _allowed(budget, chosen, rest + itemsize * (sum(counts.values()) - chosen))
+
+
+def candidate_bytes(weights: WeightPlan) -> list[int]:
+    """Bytes of all layers that share the budget, by candidate; of pruned layers about."""
+    context, found = weights.context, list[int]()
+    for name, task in weights.tasks.items():
+        rows, columns = get_matrix(context.streamed.model.get_submodule(name)).shape
+        for number, scheme in enumerate(task.candidates):
+            density = 1.0 - task.share
+            storage = formats.choose(scheme, (rows, columns), density=density)
+            found += [0] if number == len(found) else []
+            found[number] += storage.bytes_estimate(scheme, (rows, columns), context.streamed.dtype, density)
+    return found
+
+
+def check_budget(weights: WeightPlan) -> None:
+    """RequestError where the budget is less than the smallest candidate takes, or more than the largest does."""
+    budget = weights.budget
+    if budget is None or budget.key == "max_kl":
+        return
+    counts, sizes = _counts(weights), candidate_bytes(weights)
+    allowed = budget_bytes(weights, budget, counts)
+    assert allowed is not None
+    least, most = min(sizes), max(sizes)
+    if least <= allowed <= most:
+        return
+    total, rest = sum(counts.values()), budget.amount - allowed
+    if budget.key == "bits":
+        given, ends = f"bits {budget.amount:g}", [f"{8 * end / total:.2f}" for end in (least, most)]
+    else:
+        given, ends = f"size {size(budget.amount)}", [size(end + rest) for end in (least, most)]
+    end, which, instead = (ends[0], "less", "smallest") if allowed < least else (ends[1], "more", "largest")
+    text = f"{given} is {which} than the {end} that the {instead} of the candidates takes, with scales; give {ends[0]} to {ends[1]}"
+    raise RequestError(weights.context.recipe.origin.at(budget.path, f"{text}, or other candidates or group sizes"))
 
 
 def foresee(weights: WeightPlan, directory: Path) -> None:
@@ -63,9 +149,14 @@ def foresee(weights: WeightPlan, directory: Path) -> None:
     source, dtype = context.checkpoint, context.streamed.dtype
     entries: dict[str, Any] = {}
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    homes: dict[str, int] = {}
     for name, task in weights.tasks.items():
         rows, columns = get_matrix(context.streamed.model.get_submodule(name)).shape
         shape = (rows, columns)
+        if task.candidates:  # any of them may come; those of one module alike, as engines fuse layers
+            place = expert_of(context.streamed.model, name)
+            number = homes.setdefault(name.rpartition(".")[0] if place is None else place[0], len(homes))
+            task = replace(task, scheme=task.candidates[number % len(task.candidates)])
         density = 1.0 - task.share
         storage, count = formats.choose(task.scheme, shape, density=density), round(rows * columns * density)
         specs, home = storage.tensors(task.scheme, shape, dtype, count), source.published_module(name)

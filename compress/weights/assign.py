@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from compress.model.partial import PartialModel
-from compress.quantize import check_fits, resolve_scheme
+from compress.quantize import candidate_schemes, check_fits, resolve_scheme
 from compress.recipe.models import Recipe
 from compress.recipe.stages import Stage
 from compress.recipe.targets import DEFAULT_IGNORE, ModuleInfo, matches, select, unmatched_message
@@ -118,19 +118,29 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
         key = "scheme"
     with recipe.origin.located((*last.path, key)):
         scheme = resolve_scheme(quantize.config if quantize else None, sparsity)
-        try:
-            check_fits(scheme, module.shape, module.name)
-        except RequestError as error:
-            raise RequestError(f"{error}, or name it in ignore") from None
-        formats.choose(scheme, module.shape)
+        candidates = candidate_schemes(quantize.config, sparsity) if quantize else ()
+        for possible in candidates or (scheme,):
+            try:
+                check_fits(possible, module.shape, module.name)
+            except RequestError as error:
+                raise RequestError(f"{error}, or name it in ignore") from None
+            formats.choose(possible, module.shape)
+    scheme = next((one for one in candidates if one.grid is None), scheme)
     if scheme.weights is not None and quantize is not None and scheme.grid is None:
         later = next((s for s in recipe.stages if s.kind == "recover" and s.index > quantize.index), None)
         if later is not None:
             text = f"recovery trains weights on a grid, and stage {quantize.index} stores {module.name} as {scheme.weights.describe()}"
             raise RequestError(_at(recipe, later, (), f"{text}; put the recover stage before it"))
+    if quantize is not None and quantize.config.objective == "output":
+        forms = [one.weights for one in candidates or (scheme,) if one.weights is not None]
+        form = next((f for f in forms if not isinstance(f, GridScheme) or f.strategy == "tensor"), None)
+        if form is not None:
+            kind = "one scale for all rows" if isinstance(form, GridScheme) else form.describe()
+            text = f"objective output solves row after row, and {module.name} has {kind}; use propagated, or a scale for each row"
+            raise RequestError(_at(recipe, quantize, ("objective",), text))
     return LayerTask(
-        prune.config if prune else None, quantize.config if quantize else None, scheme, prune.index if prune else None,
-        quantize.index if quantize else None, _by_default(stages),
+        prune.config if prune else None, quantize.config if quantize else None, candidates[-1] if candidates else scheme,
+        prune.index if prune else None, quantize.index if quantize else None, _by_default(stages), candidates=candidates,
     )  # fmt: skip
 
 
@@ -171,20 +181,26 @@ def unreached(model: PartialModel) -> list[str]:
 
 
 def not_propagated(model: PartialModel, tasks: Mapping[str, LayerTask], tokens: int) -> list[str]:
-    """Sentences about layers of the objective `propagated` that are fitted to their own outputs all the same."""
+    """Sentences about layers that are not fitted to what their objective, `propagated` or `output`, says."""
     names = [name for name, task in tasks.items() if task.propagated]
+    objective = f"objective {', '.join(sorted({tasks[name].quantize.objective for name in names}))}"
     asked = {name: get_matrix(model.model.get_submodule(name)).shape[1] for name in names}
     routed = [name for name in asked if expert_of(model.model, name) is not None]
     widest = max((columns for name, columns in asked.items() if name not in routed), default=0)
     found = []
     if routed:
         found.append(
-            f"objective propagated: {len(routed)} layers of routed experts are fitted to their own outputs, since other tokens may be "
+            f"{objective}: {len(routed)} layers of routed experts are fitted to their own outputs, since other tokens may be "
             "routed to them in the original model"
+        )
+    outside = [name for name in asked if tasks[name].output_aware and not model.is_inside(name)]
+    if outside:
+        found.append(
+            f"objective output: {listing(outside)} is fitted to what it gives in the original model (propagated): no block holds it"
         )
     if tokens <= widest:
         found.append(
-            f"objective propagated: {tokens} tokens of calibration text tell nothing of layers with as many inputs ({widest} the widest), "
+            f"{objective}: {tokens} tokens of calibration text tell nothing of layers with as many inputs ({widest} the widest), "
             "which are fitted to their own outputs; give more text (calibration.samples)"
         )
     return found

@@ -17,7 +17,7 @@ from compress.core.tensors import finite
 from compress.model.expert_calibration import ExpertCalibration
 from compress.model.input_statistics import Forwards, InputGroup, find_groups
 from compress.model.module_outputs import ModuleOutputs
-from compress.model.original_block import OriginalBlock
+from compress.model.original_block import OriginalBlock, find_sums
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.recipe import Recipe
 from compress.weights.layer_task import LayerTask
@@ -76,6 +76,7 @@ class BlockJob:
         place: directory of the file that holds second moments of so many inputs; None: they are in memory.
         outputs: of submodules that `forwards` need not compute again.
         original: the block in the original model, where the errors of layers before count.
+        output_hessian: of a layer, by its name in the block.
     """
 
     prefix: str
@@ -91,11 +92,13 @@ class BlockJob:
     team: Team = field(default_factory=Team)
     place: Callable[[int], Path | None] = in_memory
     original: OriginalBlock | None = None
+    output_hessian: Callable[[str], torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.result = BlockResult()
         self._tasks = {name.removeprefix(self.prefix): self.tasks[name] for name in self._finite_layers()}
         self._scaled: dict[str, torch.Tensor] = {}  # float32 weights of layers that took a scale
+        self._divided: dict[str, torch.Tensor] = {}  # what outputs of layers were divided by
 
     def run(self) -> BlockResult:
         """Solve every assigned layer and leave the compressed weights in place, so that the block runs as the artifact will."""
@@ -109,6 +112,7 @@ class BlockJob:
             all_groups = find_groups(self.block, lambda: self.small_forward(self.dtype), linears)
         if self.original is not None:
             self.original.outputs.watch_as(self.outputs)
+            self.original.sums = find_sums(self.block, lambda: self.small_forward(self.dtype), tasks)
         groups = [InputGroup([n for n in g.members if n in tasks], g.in_features, g.source) for g in all_groups]
         groups = [g for g in groups if g.members]
         if team.size > 1:
@@ -208,6 +212,7 @@ class BlockJob:
             wanted = lead.transform(weights, statistics[position], lead.scheme, lead.quantize)
             scale = self.team.broadcast(place.shared(wanted))
             columns, *_ = [fold(block, place, scale, weights) for block, weights in versions]
+            self._divided[place.producer] = self._divided.get(place.producer, 1.0) * scale
             statistics[position] = statistics[position].scaled(columns)
             self.result.scaled |= {place.producer, *place.consumers}
             folded.add(position)
@@ -298,7 +303,20 @@ class BlockJob:
         tasks = {self.prefix + name: self._tasks[name] for name in unit.names}
         modules = [self.block.get_submodule(name) for name in unit.names]
         weights = [self._weight(name) for name in unit.names]
-        return solve_layers(tasks, modules, weights, unit.statistics, self.dtype, self.constraints)
+        hessians = None
+        if self._output_aware(unit.names[0]):
+            hessians = [self._output_hessian(name, weight) for name, weight in zip(unit.names, weights, strict=True)]
+        return solve_layers(tasks, modules, weights, unit.statistics, self.dtype, self.constraints, hessians)
+
+    def _output_aware(self, name: str) -> bool:
+        """Whether a layer's output Hessian counts: not that of a routed expert (none is collected)."""
+        return self._tasks[name].output_aware and expert_of(self.block, name) is None
+
+    def _output_hessian(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        assert self.output_hessian is not None
+        found = self.output_hessian(name).to(weight.device)
+        by = self._divided.get(name)
+        return found if by is None else found * by[:, None] * by
 
     def _put(self, names: list[str], solved: list[SolvedLayer]) -> None:
         for name, layer in zip(names, solved, strict=True):

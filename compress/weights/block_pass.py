@@ -26,6 +26,7 @@ from compress.model.hidden_states import HiddenStates
 from compress.model.input_statistics import forwards
 from compress.model.module_outputs import ModuleOutputs
 from compress.model.original_block import OriginalBlock
+from compress.model.output_hessians import BackwardPass, OutputHessians, kept
 from compress.model.source import SourceCheckpoint
 from compress.model.streamed import Batch, StreamedModel
 from compress.weights.block import BlockJob, BlockResult
@@ -34,11 +35,14 @@ from compress.weights.packed_layer import SolvedLayer, solve_layers, weight_dige
 from compress.weights.plan import WeightPlan
 from runtime.errors import CompressError
 from runtime.formats.quantization_config import entry_to_dict
+from runtime.modeling.experts import expert_of
 from runtime.modeling.linear_modules import get_matrix, is_matrix
 from runtime.system.memory import return_memory
 
 if TYPE_CHECKING:
     from compress.weights.block import BlockResult
+
+OUTPUT_HESSIANS = "output-hessians"
 
 
 def write_part(
@@ -190,6 +194,11 @@ class BlockPass:
     def _states(self) -> int:
         return 2 * len(self.batches) - 1 if self.propagated else len(self.batches)
 
+    @property
+    def output_hessians(self) -> OutputHessians:
+        """Of the original model, where the loss counts."""
+        return OutputHessians(self.directory.work / OUTPUT_HESSIANS)
+
     def commit(self, part: str, record: dict[str, Any], *files: Path) -> None:
         """Record a part with its shard and further files."""
         record |= {"processes": self.team.size} if self.team.size > 1 else {}
@@ -201,6 +210,8 @@ class BlockPass:
 def run_pass(job: BlockPass) -> None:
     """Compress the remaining blocks, then what is in none; the records of all parts are in the directory's work."""
     directory, reporter, batches, streamed = job.directory, job.reporter, job.batches, job.streamed
+    if "gradients" in job.plan.needs:
+        collect_output_hessians(job)
     outside, count = bool(job.plan.outside), len(streamed.blocks)
     reporter.phase("compress", count + 1, job.done)
     if job.done:
@@ -235,6 +246,34 @@ def run_pass(job: BlockPass) -> None:
     if last is not None:
         job.commit("outside", last)
         reporter.step("embeddings, final norm and head")
+
+
+def collect_output_hessians(job: BlockPass) -> None:
+    """Write the output Hessians of the layers that ask for them, unless a run before has."""
+    directory, streamed, found, team = job.directory, job.streamed, job.output_hessians, job.team
+    known = team.broadcast(
+        team.is_main and directory.record(OUTPUT_HESSIANS) is not None and directory.whole(OUTPUT_HESSIANS)
+    )
+    if known:
+        return
+    if team.is_main:
+        shutil.rmtree(found.directory, ignore_errors=True)
+        found.directory.mkdir()
+    wanted: dict[int, list[str]] = {}
+    for index in range(len(streamed.blocks)):
+        prefix = streamed.block_prefix(index)
+        names = [name for name, task in job.plan.of_block(index).items() if task.output_aware]
+        wanted[index] = [n.removeprefix(prefix) for n in names if expert_of(streamed.model, n) is None]
+    job.reporter.phase("output Hessians", len(streamed.blocks))
+    batches, scratch = job.batches[:-1], directory.work / "hidden-backward" if job.spill else None
+    states = HiddenStates(kept(len(streamed.blocks)) * len(batches), scratch, team)
+    place = partial(job.plan.context.bounds.place, directory.work)
+    back = BackwardPass(streamed, batches, job.calibrated, states, team, place)
+    for index in back.run(wanted, found):
+        job.reporter.step(f"block {index}")
+    team.meet()
+    if team.is_main:
+        directory.commit(OUTPUT_HESSIANS, {"tokens": job.plan.context.calibration.tokens}, (found.directory,))
 
 
 def first_block(directory: RunDirectory, count: int) -> int:
@@ -293,7 +332,7 @@ def run_block(job: BlockPass, index: int, states: HiddenStates) -> dict[str, Any
             forwards=outputs.around(runs, job.calibrated), outputs=outputs,
             small_forward=_small_forward(job, index, states), dtype=streamed.dtype, recipe=context.recipe, reporter=job.reporter,
             constraints=plan.constraints, team=job.team, place=partial(context.bounds.place, job.directory.work),
-            original=original,
+            original=original, output_hessian=partial(job.output_hessians.get, index),
         ).run()  # fmt: skip
         if original is not None:
             original.advance()

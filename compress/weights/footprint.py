@@ -15,8 +15,10 @@ from compress.core.statistics import BLOCK, ELEMENTS
 from compress.evaluate.streamed import LOGIT_ROWS
 from compress.model.expert_calibration import AT_ONCE
 from compress.model.footprint import WHOLE_BYTES, Footprint, ModelSize, Rows, Speed, one_row_at_a_time, tokens
+from compress.model.output_hessians import kept
 from compress.weights.layer_task import LayerTask
 from compress.weights.plan import WeightPlan
+from compress.weights.sensitivity import MEASURED
 from compress.weights.solver import columns as chunks
 from compress.weights.solver import factor
 from runtime import formats
@@ -26,6 +28,8 @@ from runtime.modeling.linear_modules import get_matrix
 
 #: Float32 matrices as large as the chunk of a column loop that are there at its peak; and of rounding to nearest, whose is smaller.
 LOOP, NEAREST = 9, 6
+#: What gradients go back through in a block, beside what a pass over it takes.
+BACKWARD = 4
 #: Panels of a matrix in a file that are in memory at once: of the factor, those it looks back at, and copies.
 FACTORED = 5
 
@@ -86,12 +90,14 @@ class WeightsFootprint:
         # As large are the outputs of a block's attention, which passes over the text for later layers take from memory.
         again = self._recipe.true_sequential and any(layer.task.compensates for layer in self._layers.values())
         states = self._streams * model.states(rows)
+        back = kept(len(self._blocks)) * model.states(rows) if self._output_aware else 0
+        moments = sum(map(self._output_moments, self._output_aware))
         return Footprint(
             memory=max(phases.values()),
-            states=max((2 if again else 1) * states, judged),
+            states=max((2 if again else 1) * states, judged, back, model.states(rows) + self._measured(rows)),
             # What enters two blocks, in case one is damaged, and what enters the next.
-            disk=3 * states + self._files(bounds),
-            spilled=judged,
+            disk=max(3 * states, model.states(rows) + self._measured(rows)) + self._files(bounds) + moments,
+            spilled=max(judged, back),
             seconds=self._seconds(tokens(rows), scored, speed),
             advice=self._advice(bounds, rows),
             parts=phases,
@@ -100,7 +106,8 @@ class WeightsFootprint:
     @property
     def widths(self) -> list[int]:
         """Inputs of the layers whose second moments are collected."""
-        return sorted({layer.columns for layer in self._layers.values() if layer.moments})
+        found = {layer.columns for layer in self._layers.values() if layer.moments}
+        return sorted(found | {layer.rows for layer in self._output_aware})
 
     def phases(self, rows: Rows, bounds: Bounds) -> dict[str, int]:
         """By name.
@@ -118,9 +125,57 @@ class WeightsFootprint:
             "outside": self._outside_phase(outside, rows, bounds),
             "load back": front + self._read_back() + self._whole(),
         }
+        if self._output_aware:
+            found["output Hessians"] = self._backward(rows, bounds, forward)
+        if self._plan.budget is not None:
+            found["allocation"] = self._allocation(rows, bounds, forward)
         if self._windows is not None:
             found["evaluation"] = self._judged(front, block)
         return found
+
+    # ------------------------------------------------------------ the pass back
+    @property
+    def _output_aware(self) -> list[_Layer]:
+        """Layers whose output Hessians are collected."""
+        return [layer for block in self._blocks for layer in block if layer.task.output_aware and not layer.home]
+
+    def _output_moments(self, layer: _Layer, bounds: Bounds | None = None) -> int:
+        """Bytes of an output Hessian; with `bounds` of what is in memory while it is collected."""
+        filed = bounds is not None and bounds.filed(layer.rows)
+        return 4 * layer.rows * (min(layer.rows, 2 * BLOCK) if filed else layer.rows)
+
+    def _backward(self, rows: Rows, bounds: Bounds, forward: int) -> int:
+        """The head, row by row; or a block, the gradients in it, and the output Hessians of its layers."""
+        logits = 4 * 4 * max((shape[1] for shape in rows), default=0) * self._plan.context.vocabulary
+        aware = self._output_aware
+        most = 0
+        for size, layers in zip(self._sizes, self._blocks, strict=True):
+            own = [layer for layer in layers if layer in aware]
+            most = max(most, size + sum(self._output_moments(layer, bounds) for layer in own))
+        return max(self._outside + logits, most + (1 + BACKWARD) * forward)
+
+    # ------------------------------------------------------------ a budget
+    def _units(self) -> int:
+        """Layers that get one scheme, as one: those of one input, and all experts of a module."""
+        layers = ((name, layer) for name, layer in self._layers.items() if layer.task.candidates)
+        return len({layer.home or (layer.reader, layer.columns) for _, layer in layers})
+
+    def _measured(self, rows: Rows) -> int:
+        """Bytes of the hidden states by which the units are measured, at two candidates each."""
+        count, measured = 0, list[tuple[int, ...]]()
+        for batch in rows:
+            if count < MEASURED:
+                measured.append(batch)
+                count += math.prod(batch)
+        return 2 * self._units() * self._model.states(measured)
+
+    def _allocation(self, rows: Rows, bounds: Bounds, forward: int) -> int:
+        """A block, solved as later, beside the weights of one unit as they were and at two candidates; then the head."""
+        blocks = zip(self._sizes, self._blocks, strict=True)
+        solved = max(self._block(size, layers, rows, bounds, forward) + 3 * size for size, layers in blocks)
+        longest = max((batch[1] for batch in rows), default=1)
+        logits = 6 * 4 * max(LOGIT_ROWS, longest) * self._plan.context.vocabulary
+        return max(solved, self._outside + (0 if self._model.encoder else logits))
 
     # ------------------------------------------------------------ blocks
     def _block(self, size: int, layers: list[_Layer], rows: Rows, bounds: Bounds, forward: int) -> int:
@@ -191,6 +246,10 @@ class WeightsFootprint:
             pack = max(pack, layer.packed + 2 * self._item * layer.numel + layer.numel)
         if any(layer.task.propagated for layer in group):  # float32 weights that make up for the drift
             solved += 4 * numel
+        if any(
+            layer.task.output_aware for layer in group
+        ):  # output Hessians, their factors, weights in another order, their errors
+            solved += sum(2 * self._output_moments(layer) for layer in group) + 2 * 4 * numel
         codes = numel * (1 if group[0].task.scheme.weights is not None else self._item)
         return codes + max(solved, pack, 2 * self._item * largest)
 
@@ -261,7 +320,27 @@ class WeightsFootprint:
                 times = 3 + 2 * int(getattr(layer.task.quantize, "sweeps", 0) or 0)
                 total += (times * out * columns * columns + columns**3 / 3) / speed.single
             total += out * columns * 8e-8
+        for layer in self._output_aware:
+            out = layer.rows
+            total += (count * out * out + out**3 / 3 + out * out * layer.columns) / speed.single
+        if self._output_aware:  # there, and back with each block run again
+            total += 2.0 * 4 * count * self._model.inside / speed.own
+        if self._plan.budget is not None:
+            total += self._measuring(count, speed)
         return 2.0 + total
+
+    def _measuring(self, count: int, speed: Speed) -> float:
+        """Seconds to measure what a budget chooses by: statistics of `count` tokens, each candidate solved, a model for each unit."""
+        passes = count * 2.5 + self._units() * min(
+            count, MEASURED
+        )  # on average through half of the blocks, at two candidates
+        total = 2.0 * self._model.inside * passes / speed.own
+        total += 4.0 * self._units() * min(count, MEASURED) * self._model.outside / speed.own  # the head
+        for layer in self._layers.values():
+            if layer.task.candidates:
+                loop = 3 * layer.rows * layer.columns**2 / speed.single + layer.numel * 8e-8
+                total += len(layer.task.candidates) * loop + count * layer.columns**2 / speed.single
+        return total
 
 
 def _layer(plan: WeightPlan, name: str, task: LayerTask) -> _Layer:

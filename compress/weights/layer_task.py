@@ -20,7 +20,8 @@ class LayerTask:
 
     Attributes:
         prune, quantize: config of the stage that prunes and of the one that quantizes it; None where no stage does.
-        scheme: of its compressed weight.
+        scheme: of its compressed weight; as long as there are candidates, the one of most bits.
+        candidates: schemes of ascending bits, one of which a budget will choose; empty: `scheme` is settled.
         prune_stage, quantize_stage: index of the one that prunes it, and of the one that quantizes it.
         by_default: no stage names it; it is one of all linear layers.
         sparsity: its own share when the recipe spreads sparsity over layers, else None.
@@ -35,6 +36,7 @@ class LayerTask:
     by_default: bool = False
     sparsity: float | None = None
     settled: int = -1
+    candidates: tuple[Scheme, ...] = ()
 
     @property
     def pruned(self) -> bool:
@@ -70,12 +72,16 @@ class LayerTask:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What calibration must collect for it ("hessian", "ranges", "drift"); empty for data-free methods."""
+        """What calibration must collect for it ("hessian", "ranges", "drift", "gradients"); empty for data-free methods."""
         needs: set[str] = set().union(*(m.needs for m in self.methods))
         if self.propagated:
             needs |= {"hessian", "drift"}
+        if self.output_aware:
+            needs.add("gradients")
         activations = self.scheme.activations
         if activations is not None and activations.calibrated:
+            needs.add("ranges")
+        if self.candidates and not self.quantized:
             needs.add("ranges")
         if self.prune is not None and not self.pruned and self.prune.allocation != "uniform":
             needs.add("ranges")
@@ -94,7 +100,12 @@ class LayerTask:
     @property
     def propagated(self) -> bool:
         """Whether it makes up for the errors of the layers before it."""
-        return any(config.objective == "propagated" for config, _ in self._active if isinstance(config, QuantizeConfig))
+        return any(config.objective != "layer" for config, _ in self._active if isinstance(config, QuantizeConfig))
+
+    @property
+    def output_aware(self) -> bool:
+        """Whether errors go where the loss of the model minds them least."""
+        return any(config.objective == "output" for config, _ in self._active if isinstance(config, QuantizeConfig))
 
     @property
     def transform(self) -> Any:
@@ -120,8 +131,10 @@ class LayerTask:
             parts.append(f"{self.prune.method} {pattern if ':' in pattern else format(self.share, '.0%')}")
         if self.quantize is not None:
             assert self.scheme.weights is not None
-            text = f"{self.quantize.method} {self.scheme.weights.describe()}"
-            text += " propagated" if self.quantize.objective == "propagated" else ""
+            least = self.candidates[0].weights if self.candidates else None
+            span = "" if least is None else f"{least.describe()} to "
+            text = f"{self.quantize.method} {span}{self.scheme.weights.describe()}"
+            text += "" if self.quantize.objective == "layer" else f" {self.quantize.objective}"
             if self.scheme.activations is not None:
                 text += f" {self.scheme.activations.describe()}"
             parts.append(text)
@@ -130,5 +143,5 @@ class LayerTask:
 
 def _shared(config: Any, base: type[Any]) -> dict[str, Any]:
     """The given fields that every method's configuration has."""
-    names = (base.model_fields.keys() & config.model_fields_set) - {"method", "allocation", "objective"}
+    names = (base.model_fields.keys() & config.model_fields_set) - {"method", "allocation", "objective", "quality"}
     return {name: getattr(config, name) for name in names}

@@ -78,6 +78,7 @@ def solve_layers(
     statistics: Statistics | None,
     dtype: torch.dtype,
     constraints: Mapping[str, WeightConstraint],
+    output_hessians: list[torch.Tensor] | None = None,
 ) -> list[SolvedLayer]:
     """Solve and pack layers that share an input.
 
@@ -87,6 +88,7 @@ def solve_layers(
         statistics: of the input; None where no method needs any.
         dtype: of the model.
         constraints: masks and grids of layers, by name.
+        output_hessians: of each, where the loss of the model counts.
     """
     names, task = list(tasks), next(iter(tasks.values()))
     sparsity = None if task.prune is None else [own.share for own in tasks.values()]
@@ -95,8 +97,9 @@ def solve_layers(
         found = [constraints[name] for name in names if name in constraints]
         settled = [one.restricted(mask=task.pruned, grid=task.quantized) for one in found]
     problem = Problem(
-        list(weights), statistics, task.prune, task.quantize, task.scheme, dtype, names, sparsity, settled
-    )
+        list(weights), statistics, task.prune, task.quantize, task.scheme, dtype, names, sparsity, settled,
+        output_hessians=output_hessians,
+    )  # fmt: skip
     return [
         _pack(name, own, layer, _activation_tensors(own.scheme, statistics, dtype), module)
         for (name, own), layer, module in zip(tasks.items(), solve_group(problem), modules, strict=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from compress.data.layout import TextRows
 from compress.model.check_model import check_fits_model, check_shared, module_infos, reads_beside
 from compress.model.context import Context
 from compress.model.dry_run import check_runs
@@ -16,6 +17,22 @@ from compress.recipe import Stage
 from compress.weights.assign import Uncompressed, assign
 from compress.weights.layer_task import LayerTask
 from runtime.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the layers of a stage may take, or lose, together.
+
+    Attributes:
+        key: "bits" (per weight of these layers, with scales, zero points and indices), "size" (bytes of all tensors of the artifact) or
+            "max_kl" (predicted, nats per token).
+        amount: of it.
+        path: of the key in the recipe.
+    """
+
+    key: str
+    amount: float
+    path: tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -38,6 +55,16 @@ class WeightPlan:
     def needs(self) -> set[str]:
         """What calibration must collect ("hessian", "ranges", "drift"); empty where the weights alone decide."""
         return set().union(*(layer.needs for layer in self.tasks.values()))
+
+    @property
+    def budget(self) -> Budget | None:
+        """What a stage's layers may take or lose together, as long as nothing was chosen for them; None: there is none."""
+        task = next((task for task in self.tasks.values() if task.candidates), None)
+        if task is None:
+            return None
+        key, amount = task.quantize.budget
+        assert task.quantize_stage is not None
+        return Budget(key, amount, ("stages", task.quantize_stage, "quantize", key))
 
     @property
     def outside(self) -> dict[str, LayerTask]:
@@ -73,12 +100,32 @@ def prepare(context: Context) -> WeightPlan:
     check_fits_model(recipe, streamed)
     assigned, left = assign(recipe, module_infos(streamed))
     tasks = {name: replace(task, settled=context.settled) for name, task in assigned.items()}
+    _check_output_aware(context, tasks)
     _check_reached(streamed, tasks, left)
+    _check_budget(context, tasks)
     check_shared(streamed, tasks)
     if context.source is None:  # else asked of the source: which layers stay may not be known yet
         check_runs(streamed, tasks)
     constraints = load_constraints(context.path) if context.settled >= 0 else {}
+    for name, own in constraints.items():  # a budget was spent before they were trained
+        if name in tasks and tasks[name].quantized and tasks[name].candidates:
+            tasks[name] = replace(tasks[name], scheme=own.scheme, candidates=())
     return WeightPlan(context, tasks, constraints, tuple(left))
+
+
+def _check_output_aware(context: Context, tasks: dict[str, LayerTask]) -> None:
+    """RequestError where a stage asks for the loss of a model that says no next token of text."""
+    task = next((task for task in tasks.values() if task.output_aware), None)
+    streamed = context.streamed
+    if task is None or (streamed.kind == "decoder" and type(streamed.rows) is TextRows):
+        return
+    recipe = context.recipe
+    stage = next(stage for stage in recipe.stages if stage.index == task.quantize_stage)
+    name = type(streamed.model).__name__
+    text = (
+        f"objective output is for models that continue text and read nothing else, which {name} is not; use propagated"
+    )
+    raise RequestError(recipe.origin.at((*stage.path, "objective"), text))
 
 
 def _check_reached(streamed: StreamedModel, tasks: dict[str, LayerTask], left: list[Uncompressed]) -> None:
@@ -110,6 +157,30 @@ def _check_reached(streamed: StreamedModel, tasks: dict[str, LayerTask], left: l
             continue
         left.append(Uncompressed(name, f"it {why}"))
         del tasks[name]
+
+
+def _check_budget(context: Context, tasks: Mapping[str, LayerTask]) -> None:
+    """RequestError where two stages have a budget, or one that cannot be measured or met by choosing for layers of blocks."""
+    recipe, streamed = context.recipe, context.streamed
+    budgets = [s for s in recipe.stages if s.kind == "quantize" and s.config.budget is not None]
+    if not budgets:
+        return
+
+    def refused(stage: Stage, text: str) -> RequestError:
+        return RequestError(recipe.origin.at((*stage.path, stage.config.budget[0]), text))
+
+    first, *more = budgets
+    if more:
+        raise refused(more[0], f"stage {first.index} has a budget, and a recipe has one; give whole bits here")
+    key = first.config.budget[0]
+    outside = next((name for name, task in tasks.items() if task.candidates and not streamed.is_inside(name)), None)
+    if outside is not None:
+        text = f"{outside} is in no block, and a budget is for layers of blocks: name it in ignore, or in a stage after this one"
+        raise refused(first, text)
+    if key == "max_kl" and streamed.kind == "encoder":
+        raise refused(first, "an encoder predicts no tokens, so that there is no KL divergence; give bits or size")
+    if key == "size" and any(stage.kind == "recover" and stage.index > first.index for stage in recipe.stages):
+        raise refused(first, "what a later stage recover stores is not known yet; give bits or max_kl")
 
 
 def check_settled(plan: WeightPlan, stage: Stage) -> None:

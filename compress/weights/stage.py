@@ -65,6 +65,26 @@ class CheckedWeights(LayersJob):
 
         check_settled(self.weights, stage)
 
+    def plan(self, context: Context) -> dict[str, Any]:
+        """The budget, as long as it is not spent."""
+        from compress.weights.artifact import candidate_bytes
+
+        budget = self.weights.budget
+        if budget is None:
+            return {}
+        tasks = [task for task in self.weights.tasks.values() if task.candidates]
+        named = [scheme.weights.describe() for scheme in tasks[0].candidates if scheme.weights is not None]
+        open_ = {"layers": len(tasks), "candidates": dict(zip(named, candidate_bytes(self.weights), strict=True))}
+        return {"budget": {"key": budget.key, "amount": budget.amount, **open_}}
+
+    def allocate(self, work: Path, spill: bool, reporter: Reporter) -> dict[str, Any]:
+        from compress.weights.allocate import measure, settle
+
+        found = measure(self.weights, work, reporter, spill)
+        settle(self.weights, found)
+        self.__dict__.pop("_shapes", None)
+        return found
+
     def tensors(self) -> list[TensorPlan]:
         from compress.weights.artifact import tensors
 
@@ -101,17 +121,17 @@ class CheckedWeights(LayersJob):
         """Compress the blocks that are not done, all processes together; every part has a record of its own in the run directory.
 
         Returns:
-            "peak_memory": the most that a process has taken until then, in bytes.
+            "peak_memory": the most that a process has taken until then, in bytes; "budget": see `compress.weights.allocate`.
         """
-        from compress.weights.allocate import allocate_sparsity
+        from compress.weights.allocate import allocate
         from compress.weights.block_pass import BlockPass, first_block, run_pass
         from runtime.system.memory import peak_bytes
 
         directory, plan = store.directory, self.weights
-        allocate_sparsity(plan, directory, reporter, store.spill)
+        budget = allocate(plan, directory, reporter, store.spill)
         done = first_block(directory, len(context.streamed.blocks))
         if directory.record("outside") is not None:
-            return {"peak_memory": peak_bytes()}
+            return {"peak_memory": peak_bytes(), "budget": budget}
         store.ask(
             QUANTIZE.name,
             {
@@ -127,7 +147,11 @@ class CheckedWeights(LayersJob):
         run_pass(BlockPass(plan, directory, reporter, store.spill, done, store.team))
         peak = _highest_peak(store.team)
         store.team.done()
-        return {"peak_memory": peak}
+        return {"peak_memory": peak, "budget": budget}
+
+    def manifest(self, context: Context, record: Mapping[str, Any]) -> dict[str, Any]:
+        """What was chosen for each layer under a budget."""
+        return {"budget": record["budget"]} if record.get("budget") else {}
 
 
 class WeightsRoom(StageRoom):
@@ -148,9 +172,12 @@ class WeightsRoom(StageRoom):
 
     def check(self, context: Context, stage: Stage) -> CheckedWeights:
         """All stages of `context.recipe` that compress layers; routed experts of `context` are apart."""
+        from compress.weights.artifact import check_budget
         from compress.weights.plan import prepare
 
-        return CheckedWeights(stage, prepare(context))
+        weights = prepare(context)
+        check_budget(weights)
+        return CheckedWeights(stage, weights)
 
     def assist(self, recipe: Recipe, task: Mapping[str, Any], device: str, team: Team) -> None:
         """The share of another process in `CheckedWeights.run`."""
@@ -204,6 +231,33 @@ class Quantize(WeightsRoom):
 
         super().validate(config)
         resolve_scheme(config, None)
+
+    def report(self, manifest: Mapping[str, Any]) -> str:
+        """What was chosen under a budget."""
+        from compress.report.elements import note, section, table
+
+        budget = manifest.get("budget")
+        if not budget:
+            return ""
+        rows = [
+            [
+                (unit["layers"][0], "name"), str(len(unit["layers"])), unit["scheme"], (f"{unit['bits']:.3f}", "", unit["bits"]),
+                (f"{unit['kl']:.2e}", "", unit["kl"]), f"{unit['kl'] / max(budget['kl'], 1e-30):.1%}",
+            ]
+            for unit in budget["units"]
+        ]  # fmt: skip
+        measured = (manifest.get("metrics") or {}).get("kl")
+        text = f"{describe_budget(budget)}; predicted KL divergence {budget['kl']:.4g} nats per token"
+        text += "" if measured is None else f", {measured:.4g} on held-out text"
+        columns = ("first layer", "layers>", "scheme", "bits>", "predicted KL>", "of it>")
+        why = "Layers in one line have one scheme: they read the same input, or are experts of one layer, and engines fuse them."
+        return section("Budget", note(f"{text}. {why}") + table(columns, rows, sorts=True))
+
+
+def describe_budget(budget: Mapping[str, Any]) -> str:
+    """ "bits 3.5: 3.498 bits per weight"."""
+    amount = count(budget["amount"]) if budget["key"] == "size" else f"{budget['amount']:g}"
+    return f"{budget['key']} {amount}: {budget['bits']:.4g} bits per weight, {count(budget['bytes'])}"
 
 
 def _highest_peak(team: Team) -> int:

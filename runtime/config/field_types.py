@@ -22,7 +22,8 @@ def describe_type(kind: Any, metadata: Iterable[Any] = ()) -> str:
     """What an annotated type accepts: "an integer between 2 and 8", "one of token, channel"."""
     metadata, origin = list(metadata), get_origin(kind)
     if origin in (Union, types.UnionType):
-        parts = [describe_type(part, metadata) for part in get_args(kind) if part is not type(None)]
+        left_out = (type(None), int) if float in get_args(kind) else (type(None),)  # an integer is a number
+        parts = [describe_type(part, metadata) for part in get_args(kind) if part not in left_out]
         return " or ".join(dict.fromkeys(parts))
     if origin is Literal:
         words = ", ".join(choice if isinstance(choice, str) else show(choice) for choice in get_args(kind))

@@ -231,7 +231,7 @@ class KQuant(GridScheme):
     def _encoded(self, codes: torch.Tensor, parameters: Tensors) -> torch.Tensor:
         kind, rows = self.facts, codes.shape[0]
         numbers = {name: p.unflatten(1, (-1, p.shape[1] // parameters["d"].shape[1])) for name, p in parameters.items()}
-        numbers["code"] = self._unsigned(codes).unflatten(1, (-1, kind.block))
+        numbers["code"] = self.unsigned(codes).unflatten(1, (-1, kind.block))
         numbers["scale"] = (numbers["scale"] + kind.offset).view(torch.uint8)
         found = []
         for part in kind.layout:
@@ -258,7 +258,7 @@ class KQuant(GridScheme):
             else:
                 planes.setdefault(part[0], []).append(_unpack(piece, *part[1:]))
         numbers |= {name: sum(found[1:], start=found[0]) for name, found in planes.items()}
-        codes = self._signed(numbers.pop("code").flatten(1))
+        codes = self.signed(numbers.pop("code").flatten(1))
         numbers["scale"] = numbers["scale"].view(torch.int8) - kind.offset
         return codes, {
             name: (n.view(torch.int8) if n.dtype == torch.uint8 else n).flatten(1) for name, n in numbers.items()
@@ -271,12 +271,15 @@ class KQuant(GridScheme):
             return {"scales": 12 if kind.width == 32 else 16}.get(part, 2)
         return (kind.block if part[0] == "code" else kind.block // kind.width) * part[2] // 8
 
-    def _unsigned(self, codes: torch.Tensor) -> torch.Tensor:
+    def unsigned(self, codes: torch.Tensor) -> torch.Tensor:
+        """Codes as they are stored, uint8."""
         if self.table:
-            return _index(codes.float()).to(torch.uint8)
+            every = torch.arange(-128.0, 128.0, device=codes.device)
+            return _index(every).to(torch.uint8)[codes.int() + 128]
         return (codes + 2 ** (self.bits - 1) if self.symmetric else codes).view(torch.uint8)
 
-    def _signed(self, codes: torch.Tensor) -> torch.Tensor:
+    def signed(self, codes: torch.Tensor) -> torch.Tensor:
+        """Inverse of `unsigned`, int8."""
         if self.table:
             return _table(codes.view(torch.int8))[codes.int()]
         return codes.view(torch.int8) - (2 ** (self.bits - 1) if self.symmetric else 0)

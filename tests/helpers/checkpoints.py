@@ -31,6 +31,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 16,
     },
+    "gpt2": {"n_embd": 64, "n_inner": 96, "n_layer": 2, "n_head": 4},
     "gemma2": {
         "hidden_size": 64,
         "intermediate_size": 96,

@@ -13,6 +13,7 @@ from weight_cases import random_mask
 
 from runtime import formats
 from runtime.formats.block_float import BlockFloat
+from runtime.formats.k_quant import KQuant
 from runtime.formats.quantization_config import ModuleEntry, build
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 from runtime.modeling.skeleton import linear_shapes
@@ -29,6 +30,7 @@ SCHEMES = {
     "mxfp4-pack-quantized": Scheme(BlockFloat(4)),
     "mxfp8-quantized": Scheme(BlockFloat(8)),
     "nvfp4-pack-quantized": Scheme(BlockFloat(4, group_size=16, scales="e4m3")),
+    "k_quant": Scheme(KQuant("IQ4_NL")),
 }
 
 
@@ -47,7 +49,7 @@ def nearest(weight: torch.Tensor, scheme: Scheme) -> CompressedWeight:
     grid = scheme.weights
     if grid is None:
         return CompressedWeight(weight, None, None, mask, scheme, dtype)
-    if isinstance(grid, BlockFloat):
+    if type(grid) is not GridScheme:
         parameters = grid.fit(weight.float(), dtype)
         return CompressedWeight.of(grid.round(weight.float(), parameters), parameters, mask, scheme, dtype)
     size = grid.group_size or weight.shape[1]

@@ -106,7 +106,8 @@ def compressed(model: Any, scheme: Scheme = SCHEMES["pack-quantized"]) -> tuple[
             continue
         weight = nearest(get_matrix(module).detach().contiguous(), scheme)
         shape = (weight.values.shape[0], weight.values.shape[1])
-        form = formats.get("packed") if grid.type == "int" else formats.choose(scheme, shape)
+        plain = type(grid) is GridScheme and grid.type == "int"
+        form = formats.get("packed") if plain else formats.choose(scheme, shape)
         entry = ModuleEntry(scheme, form.name)
         bias = None if module.bias is None else module.bias.detach()
         layer = CompressedLinear.from_tensors(entry, shape, form.pack(weight), bias, torch.float32)

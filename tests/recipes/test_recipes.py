@@ -43,6 +43,7 @@ BITS = {
     "llama_fp8": 8.2,
     "llama_sparse50": 9.3,
     "llama_w3": 3.3,
+    "llama_3.5bit": 3.5,
     "llama_w2_best": 2.3,
     "llama_w3_best": 3.3,
     "llama_w4_best": 4.2,

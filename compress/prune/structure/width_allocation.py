@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from compress.core.knapsack import choose
+
 MOST = 9
 """Widths at which the error of a layer is measured."""
 
@@ -18,32 +20,14 @@ def candidates(choices: Sequence[int], count: int, most: int = MOST) -> list[int
 
 
 def spread(errors: Sequence[Mapping[int, float]], choices: Sequence[int], total: int) -> list[int]:
-    """One of `choices` for each layer, of a sum of at most `total`: exact, by dynamic programming over the sums.
+    """One of `choices` for each layer, of a sum of at most `total`: those of the least sum of errors (`compress.core.knapsack`).
 
     Args:
         errors: of each layer by width, for the least of the choices, the largest, and some between; between two it is on a line.
         choices: ascending, of one distance (the last may be nearer).
         total: at least as many as all layers take at the least width.
     """
-    widths = np.asarray(choices)
-    step = int(np.gcd.reduce(np.concatenate([np.diff(widths), widths[:1]]))) if len(widths) > 1 else int(widths[0])
-    cost = (widths - widths[0]) // step
-    room = (total - len(errors) * int(widths[0])) // step
-    if room < 0:
-        raise ValueError(f"{len(errors)} layers of {widths[0]} are more than {total}")
-    best, chosen = np.zeros(room + 1), []
-    for own in errors:
-        points = sorted(own)
-        lost = np.interp(widths, points, [own[point] for point in points])
-        options = np.full((len(widths), room + 1), np.inf)
-        for place, more in enumerate(cost):
-            if more <= room:
-                options[place, more:] = best[: room + 1 - more] + lost[place]
-        chosen.append(options.argmin(0))
-        best = options.min(0)
-    left, found = int(best.argmin()), list[int]()
-    for picks in reversed(chosen):
-        place = int(picks[left])
-        found.append(int(widths[place]))
-        left -= int(cost[place])
-    return found[::-1]
+    if total < len(errors) * choices[0]:
+        raise ValueError(f"{len(errors)} layers of {choices[0]} are more than {total}")
+    losses = [list(np.interp(choices, sorted(own), [own[point] for point in sorted(own)])) for own in errors]
+    return [choices[place] for place in choose([choices] * len(errors), losses, total)]

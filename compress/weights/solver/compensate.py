@@ -23,6 +23,7 @@ from compress.weights.solver.columns import Chunk, chunks, column_order, rows_ar
 from compress.weights.solver.factor import Factor, factorize
 from compress.weights.solver.masks import exact_mask_chooser, mask_chooser, reconstruct, scale_chooser, searchable, swap
 from compress.weights.solver.refine import refine
+from compress.weights.solver.row_loop import RowLoop
 from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Representation
 from runtime.formats.scheme import CompressedWeight, Scheme
@@ -94,7 +95,13 @@ def compensate(problem: Problem, options: ColumnLoop, pattern: Pattern | None = 
     factor = factorize(hessian, order, options.damping, problem.names[0])
     notes |= {"damping": factor.damping, "retries": factor.retries}
     if isinstance(scheme, GridScheme):
-        return _GridSolver(scheme, problem, options, pattern, order, factor).solve(goals, masks, parts, notes)
+        rows = None
+        if problem.output_hessians is not None:
+            rows = RowLoop.of(weights, problem.output_hessians, problem.names)
+            parts, weights = rows.chunks(), rows.visited(weights)
+            goals, masks = (None if given is None else rows.visited(given) for given in (goals, masks))
+        solver = _GridSolver(scheme, problem, options, pattern, order, factor)
+        return solver.solve(weights, goals, masks, parts, notes, rows)
     return [_represent(weight, scheme, factor, order, problem, options.block_size, notes) for weight in weights]
 
 
@@ -191,36 +198,55 @@ class _GridSolver:
 
     def solve(
         self,
+        weights: list[torch.Tensor],
         goals: list[torch.Tensor] | None,
         masks: list[torch.Tensor] | None,
         parts: list[Chunk],
         notes: dict[str, Any],
+        rows: RowLoop | None = None,
     ) -> list[LayerResult]:
-        """Round `goals` (None: the weights) so that the output of the weights is kept; masks may move if the loop chose them."""
-        hessian, options, weights = self.hessian, self.options, self.problem.weights
+        """Round `goals` (None: the weights) so that the output of the weights is kept; masks may move if the loop chose them.
+
+        `rows`: weights, goals, masks and parts are in its order. The results are not, and what they lose is not known: the row loop makes
+        something else small.
+        """
+        hessian, options = self.hessian, self.options
         found: list[list[Rounded]] = [[] for _ in weights]
         for chunk in parts:
-            target = chunk.stack(weights).float()
+            own = chunk.stack(weights).float()
             mask = None if masks is None else chunk.stack(masks)
+            shift = None if rows is None else rows.wanted(chunk)
+            target = own if shift is None else own + shift
             if goals is not None:
                 goal = chunk.stack(goals)
+                if shift is not None:
+                    assert mask is not None
+                    goal += reconstruct(shift, shift * mask, mask, hessian, options.damping, options.reconstruction)
             elif mask is not None:
                 goal = reconstruct(target, target * mask, mask, hessian, options.damping, options.reconstruction)
             else:
                 goal = target
             rounded = self._round(target, goal, mask, chunk.heights)
+            if rows is not None:
+                rows.note(chunk, own - stored_values(rounded.codes, rounded.grid, rounded.mask, self.dtype))
             for (index, _, _), part in zip(chunk.parts, rounded.split(chunk.heights), strict=True):
                 found[index].append(part)
-        return [self._join(rows, notes) for rows in found]
+        if rows is None:
+            return [self._join(own, None, notes) for own in found]
+        solved = [self._join(own, order, notes) for own, order in zip(found, rows.orders, strict=True)]
+        return [replace(one, lost=None) for one in solved]
 
-    def _join(self, parts: list[Rounded], notes: dict[str, Any]) -> LayerResult:
-        """A weight of its parts."""
+    def _join(self, parts: list[Rounded], order: torch.Tensor | None, notes: dict[str, Any]) -> LayerResult:
+        """A weight of its parts, whose rows are in `order`."""
         codes = torch.cat([part.codes.T for part in parts])
         masks = [part.mask.T for part in parts if part.mask is not None]
         grid = Grid.joined([part.grid.map(torch.t) for part in parts], torch.cat)
         if self.scheme.strategy == "tensor":
             grid = grid[:1]
         mask = torch.cat(masks) if masks else None
+        if order is not None:
+            place = order.argsort()
+            codes, grid, mask = codes[place], grid[place], None if mask is None else mask[place]
         weight = replace(grid, dim=1).weight(codes, mask, self.problem.scheme, self.dtype)
         replaced = sum(int(part.nearest.sum()) for part in parts)
         return LayerResult(weight, sum(float(part.lost.sum()) for part in parts), notes | {"rows_replaced": replaced})

@@ -24,6 +24,8 @@ from runtime.formats.scheme import CompressedWeight, GridScheme
 
 #: `d` of `propagated`, as a fraction of the mean of the Hessian's diagonal.
 DAMPING = 0.05
+#: Of the drift of what a layer's output is added to, the part that the layer makes up for.
+STREAM = 0.7
 #: Random directions that tell how much of the drift inputs explain.
 DIRECTIONS = 64
 
@@ -51,7 +53,7 @@ def solve_group(problem: Problem) -> list[LayerResult]:
     statistics, noted = problem.statistics, dict[str, Any]()
     if (
         quantize is not None
-        and quantize.objective == "propagated"
+        and quantize.objective != "layer"
         and statistics is not None
         and statistics.drift is not None
     ):
@@ -182,31 +184,37 @@ def propagated(weights: Sequence[torch.Tensor], statistics: Statistics, name: st
     assert hessian is not None
     assert drift is not None
     factor = factorize(hessian, torch.arange(hessian.shape[0], device=hessian.device), DAMPING, name)
-    share = _share(factor, drift, statistics)
+    share = _share(factor, drift, statistics.drifted, statistics.tokens)
+    stream_share = 0.0
+    if statistics.stream is not None:
+        stream_share = _share(factor, statistics.stream.T, statistics.streamed, statistics.tokens)
     found = []
     for weight in weights:
         moved = weight.to(torch.float32, copy=True)
         for rows in file_matrix.panels(weight.shape[0], rows_at_a_time(weight.shape[1])):
-            moved[rows] += share * factor.solve(file_matrix.product(drift, moved[rows].T)).T
+            wanted = share * file_matrix.product(drift, moved[rows].T)
+            if statistics.stream is not None:
+                wanted += stream_share * STREAM * statistics.stream[rows].T
+            moved[rows] += factor.solve(wanted).T
         found.append(moved)
     return found, share
 
 
-def _share(factor: Factor, drift: torch.Tensor, statistics: Statistics) -> float:
+def _share(factor: Factor, drift: torch.Tensor, drifted: torch.Tensor | None, count: int) -> float:
     """Of the drift that inputs explain on the calibration text, the share that they explain on other text too.
 
     Least squares with p inputs explain p / n of any noise in n tokens and leave the rest, so what is explained, `F = tr(D^T H^-1 D)`, has
     `p / (n - p)` times the rest in it. F is estimated from random directions (Hutchinson, 1990).
     """
-    columns, tokens = drift.shape[0], statistics.tokens
+    columns, tokens = drift.shape[0], count
     if tokens <= columns:
         return 0.0
     generator = torch.Generator(drift.device).manual_seed(0)
-    directions = torch.randn(columns, DIRECTIONS, generator=generator, device=drift.device)
+    directions = torch.randn(drift.shape[1], DIRECTIONS, generator=generator, device=drift.device)
     along = file_matrix.product(drift, directions)
     explained = float((along * factor.solve(along)).sum()) / DIRECTIONS
     if explained <= 0:
         return 0.0
-    assert statistics.drifted is not None
-    rest = max(0.0, float(statistics.drifted.sum()) - explained)
+    assert drifted is not None
+    rest = max(0.0, float(drifted.sum()) - explained)
     return max(0.0, 1 - columns / (tokens - columns) * rest / explained)

@@ -35,7 +35,7 @@ from runtime.engines.streaming.prepared_file import (
 from runtime.kernels import Kernel, Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import PanelKernel
-from runtime.kernels.cpu.panels import PANEL, Panels
+from runtime.kernels.cpu.panels import K_QUANTS, PANEL, Panels
 from runtime.kernels.cpu.sparse24 import S24
 from runtime.layers.compressed_linear import Chosen, choose
 from runtime.layers.compressed_module import PREPARED, CompressedModule
@@ -147,8 +147,8 @@ def _panels(panels: Panels, layer: Layer, stored: Mapping[str, Expected]) -> dic
     """What `runtime.kernels.cpu.panels` describes."""
     weights, (rows, columns), group = layer.grid, layer.shape, panels.group(layer)
     high, groups = -(-rows // PANEL), -(-columns // group)
-    grid = (high, weights.parameter_shape(layer.shape)[-1], PANEL)
-    scale = stored["weight_scale"].dtypes[0]
+    grid = (high, -(-groups // panels.share(layer)), PANEL)
+    scale = torch.float16 if panels is K_QUANTS else stored["weight_scale"].dtypes[0]
     floats = (scale if scale in library.SCALES else torch.float32, *library.TYPES)
     found = {
         # Of a sparse layer some groups may be left out.
@@ -160,7 +160,7 @@ def _panels(panels: Panels, layer: Layer, stored: Mapping[str, Expected]) -> dic
         "scale": Expected(grid, floats),
     }
     if not weights.symmetric:
-        found["zero_point"] = Expected(grid, (torch.int8,))
+        found |= {"least": found["scale"]} if panels is K_QUANTS else {"zero_point": Expected(grid, (torch.int8,))}
     if "weight_global_scale" in stored:
         found["global_scale"] = stored["weight_global_scale"]
     if panels is S24:

@@ -1,4 +1,4 @@
-"""Integer and 4-bit float weights on a CPU through this folder's C library: activations become integers of a few digits, sums are exact.
+"""Integer weights, 4-bit floats and k-quants on a CPU through this folder's C library: activations become integers of a few digits.
 
 The activations of a group of columns share one scale; each becomes `digits` signed bytes (`runtime/kernels/cpu/c/digits.h`):
 
@@ -22,7 +22,7 @@ from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.library import bytes_at, tensor_of
-from runtime.kernels.cpu.panels import FP4, PANEL, W4, W8, Panels
+from runtime.kernels.cpu.panels import FP4, K_QUANTS, PANEL, W4, W8, Panels
 from runtime.kernels.cpu.sparse24 import S24
 from runtime.system import instruction_sets, processes
 
@@ -182,5 +182,7 @@ KERNELS: tuple[PanelKernel, ...] = (
     *ordered(instruction_sets.preferred()),
     IntegerKernel("fp4-c", FP4),
     IntegerKernel("fp4-c-fast", FP4, fast=True),
-    *(DenseTiles(panels) for panels in (S24, W4, W8, FP4)),
+    IntegerKernel("k-quant-c", K_QUANTS),
+    IntegerKernel("k-quant-c-fast", K_QUANTS, fast=True),
+    *(DenseTiles(panels) for panels in (S24, W4, W8, FP4, K_QUANTS)),
 )

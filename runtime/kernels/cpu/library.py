@@ -66,9 +66,12 @@ def openmp() -> tuple[ctypes.c_void_p, ...] | None:
 
 
 SOURCE = Path(__file__).parent / "c" / "kernels.c"
-PARTS = (0, 3, 2, 1)  # of it (c/parts.h): seconds on Zen 4, AVX-512: 6.1, 4.4, 3.9, 3.5
+PARTS = (5, 4, 0, 2, 1, 3)  # of it (c/parts.h): seconds on a busy Zen 3, AVX-512: 16, 13, 12, 10, 9, 8
 #: Of a `Linear`; integers of so many bits are that number.
 KINDS = {"dense": 0, "s24": 1, "e2m1": 10} | {f"w{bits}": bits for bits in range(2, 9)}
+KINDS |= {"IQ4_NL": 12, "Q2_K": 13, "Q3_K": 14, "Q4_K": 15, "Q5_K": 16, "Q6_K": 17, "IQ4_XS": 18}  # of GGUF
+# Of kinds that are not the bits of their codes: those, and bytes of levels that a row has for 32 columns.
+_BYTES = {10: (4, 0), 12: (4, 0), 13: (2, 2), 14: (3, 2), 15: (4, 2), 16: (5, 2), 17: (6, 2), 18: (4, 1)}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Of weights and of scales only. A float8 reads as one 2^8 times smaller; MX8 is float8 in blocks, each behind its scale; E8M0 is a byte,
 #: the exponent of a power of two plus 127.
@@ -89,7 +92,7 @@ class Linear(ctypes.Structure):
         *fields(ctypes.c_int32, "kind", "weight_type", "scale_type", "group", "share"),
         *fields(ctypes.c_int64, "rows", "columns", "groups"),
         ("factor", ctypes.c_double),
-        *fields(ctypes.c_void_p, "weight", "scale", "zero", "sums", "bias", "runs", "first_run"),
+        *fields(ctypes.c_void_p, "weight", "scale", "least", "zero", "sums", "bias", "runs", "first_run"),
     )
 
 
@@ -104,9 +107,9 @@ def group_bytes(kind: int, group: int) -> int:
     """Bytes that a group of so many columns takes a row in panels: `group_bytes` of planes.h, three words for 32 columns of 2:4."""
     if kind == KINDS["s24"]:
         return group // 32 * 12
-    bits = 4 if kind == KINDS["e2m1"] else kind
+    bits, levels = _BYTES.get(kind, (kind, 0))
     half = sum(-(-width * 16 // 32) for width in (8, 4, 2, 1) if bits & width)
-    return 4 * (group // 32 * bits + (half if group % 32 else 0))
+    return group // 32 * (4 * bits + levels) + (4 * half if group % 32 else 0)
 
 
 class Pack(ctypes.Structure):

@@ -5,6 +5,7 @@ Prepared tensors, with `panels = ceil(out / 32)` and groups of the activations o
 - `weight`: uint8 `[panels, groups, bytes of a group of 32 rows]`, codes of b bits in b bits;
 - `scale`: `[panels, scale groups, 32]` in the dtype it is stored in (float32 if C has none like it: `stored_scale` keeps it);
 - `zero_point`: int8, the same shape, for asymmetric weights;
+- `least`: as `scale`, what integer minima between the codes are multiplied by, for k-quants that have them;
 - `global_scale`: as stored, for block floats that have one;
 - `runs`, `first_run`: where groups of zeros are left out of `weight`, `[stored groups, bytes]` then (`zero_groups.py`);
 - `sums`: int16 `[panels, groups, 32]`, sums of the kept codes (2:4 layout only, `sparse24.py`);
@@ -25,6 +26,7 @@ import torch
 from runtime.formats.bitpack import row_slices
 from runtime.formats.block_float import HALVES
 from runtime.formats.float8 import FLOAT8
+from runtime.formats.k_quant import KQuant
 from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Layer
@@ -125,6 +127,11 @@ class Panels(ABC):
     def kind(self, layer: Layer) -> str:
         """One of `library.KINDS`."""
 
+    def share(self, layer: Layer) -> int:
+        """Groups of the activations that have one scale of the weight."""
+        group = self.group(layer)
+        return layer.group // group if layer.group else max(1, -(-layer.shape[1] // group))
+
     def group_bytes(self, layer: Layer) -> int:
         """Bytes of a group of activations' columns in a panel."""
         return library.group_bytes(library.KINDS[self.kind(layer)], self.group(layer)) * PANEL
@@ -143,7 +150,7 @@ class Panels(ABC):
         panels, group = -(-layer.shape[0] // PANEL), self.group(layer)
         groups = -(-layer.shape[1] // group)
         weight = torch.randint(0, 256, (panels, groups, self.group_bytes(layer)), dtype=torch.uint8)
-        sets = -(-groups // _share(layer, group, groups))
+        sets = -(-groups // self.share(layer))
         return {
             "weight": weight,
             "scale": torch.ones(panels, sets, PANEL, dtype=torch.bfloat16),
@@ -155,11 +162,11 @@ class Panels(ABC):
         weight, scale, group = tensors["weight"], tensors["scale"], self.group(layer)
         groups = -(-layer.shape[1] // group)
         found = library.Linear(library.KINDS[self.kind(layer)], scale_type=library.SCALES[scale.dtype], factor=1.0)
-        found.group, found.share, found.groups = group, _share(layer, group, groups), groups
+        found.group, found.share, found.groups = group, self.share(layer), groups
         found.rows, found.columns = layer.shape
         found.weight, found.scale = weight.data_ptr(), scale.data_ptr()
-        also = (*(tensors.get(name) for name in ("zero_point", "sums", "runs", "first_run")), bias)
-        found.zero, found.sums, found.runs, found.first_run, found.bias = (
+        also = (*(tensors.get(name) for name in ("least", "zero_point", "sums", "runs", "first_run")), bias)
+        found.least, found.zero, found.sums, found.runs, found.first_run, found.bias = (
             x if x is None else x.data_ptr() for x in also
         )
         return found
@@ -178,9 +185,21 @@ class Dense(Panels):
         """What codes of the panels count, int8."""
         return _signed(codes, layer.grid.bits)
 
+    def codes(self, numbers: torch.Tensor, layer: Layer) -> torch.Tensor:
+        """Inverse of `numbers`."""
+        return _unsigned(numbers, layer.grid.bits)
+
+    def code_bytes(self, layer: Layer) -> int:
+        """Those of `group_bytes` that are codes."""
+        return self.group_bytes(layer)
+
+    def scales(self, tensors: Tensors, weight: CompressedWeight, layer: Layer) -> Tensors:
+        """Prepared scales, and what belongs to them."""
+        return to_panels(tensors, layer)
+
     def pack(self, tensors: Tensors, layer: Layer) -> Tensors:
         (rows, columns), group = layer.shape, self.group(layer)
-        panels, groups, size = -(-rows // PANEL), -(-columns // group), self.group_bytes(layer)
+        panels, groups, size = -(-rows // PANEL), -(-columns // group), self.code_bytes(layer)
         width, (row_words, scales) = groups * size // (4 * PANEL), self._reader(tensors, layer)
         words = library.pack_stream(words_of(tensors["weight_packed"]), panels, width) if _streams(layer) else None
         if words is None:
@@ -204,7 +223,7 @@ class Dense(Panels):
         panels, groups, weight = -(-rows // PANEL), -(-columns // group), layer.unpack(tensors)
         zero = 0 if weight.zero_point is None else layer.grid.spread(weight.zero_point, columns)
         other = torch.nn.functional.pad(weight.values != zero, (0, groups * group - columns, 0, panels * PANEL - rows))
-        sets = ~scale.isfinite().all(-1).repeat_interleave(_share(layer, group, groups), 1)[:, :groups]
+        sets = ~scale.isfinite().all(-1).repeat_interleave(self.share(layer), 1)[:, :groups]
         kept = other.view(panels, PANEL, groups, group).any(-1).any(1) | sets
         kept.view(-1)[:1] = True  # so that there is a group
         return kept
@@ -216,11 +235,11 @@ class Dense(Panels):
             layer.storage.validate(tensors, layer.entry.scheme, layer.shape, layer.dtype)
             packed = words_of(tensors["weight_packed"])
             return lambda rows: from_stream(packed[rows]), to_panels(tensors, layer)
-        values = layer.unpack(tensors).values
+        weight = layer.unpack(tensors)
 
         def row_words(rows: slice) -> torch.Tensor:
             codes = torch.zeros(rows.stop - rows.start, -(-columns // group) * group, dtype=torch.int8)
-            codes[:, :columns] = _unsigned(values[rows], bits)
+            codes[:, :columns] = self.codes(weight.values[rows], layer)
             units, half = codes.view(codes.shape[0], -1, group).split((group // 32 * 32, group % 32), -1)
             whole = pack_planes(units.unflatten(-1, (-1, 32)).contiguous(), bits).flatten(-2)
             return (
@@ -229,7 +248,7 @@ class Dense(Panels):
                 else whole.flatten(1)
             )
 
-        return row_words, to_panels(tensors, layer)
+        return row_words, self.scales(tensors, weight, layer)
 
     def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         (rows, columns), bits, group = layer.shape, layer.grid.bits, self.group(layer)
@@ -290,15 +309,100 @@ class BlockFloats(Dense):
         return found
 
 
+class KQuants(Dense):
+    """Block types of GGUF: codes as integers of their width, and before those of every 32 columns the integer scales (planes.h).
+
+    Bits a weight beyond those of llama.cpp: 1/8 with minima of 6 bits or scales of 6 bits for 16 columns, 1/16 for IQ4_XS; none for others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("panels-k", (2, 6), frozenset({KQuant.name}))
+
+    def kind(self, layer: Layer) -> str:
+        return self._grid(layer).kind
+
+    def why_not(self, layer: Layer) -> str | None:
+        return library.why_not_dtype(layer.dtype) or layer.why_not_as_given()
+
+    def group(self, layer: Layer) -> int:
+        return min(_PREFERRED, self._grid(layer).facts.block)
+
+    def share(self, layer: Layer) -> int:
+        return self._grid(layer).facts.block // self.group(layer)
+
+    def code_bytes(self, layer: Layer) -> int:
+        return library.group_bytes(layer.grid.bits, self.group(layer)) * PANEL
+
+    def numbers(self, codes: torch.Tensor, layer: Layer) -> torch.Tensor:
+        return self._grid(layer).signed(codes)
+
+    def codes(self, numbers: torch.Tensor, layer: Layer) -> torch.Tensor:
+        return self._grid(layer).unsigned(numbers).view(torch.int8)
+
+    def scales(self, tensors: Tensors, weight: CompressedWeight, layer: Layer) -> Tensors:
+        panels = {name: _panels(p, layer.shape[0]) for name, p in weight.parameters.items()}
+        found = {new: panels[name] for new, name in (("scale", "d"), ("least", "dmin")) if name in panels}
+        if not self._levels(layer):
+            return found
+        levels, minimum = (panels[name].view(torch.uint8) if name in panels else None for name in ("scale", "minimum"))
+        assert levels is not None
+        if layer.group == 16:
+            levels = levels if minimum is None else levels | minimum << 4
+            levels = levels.unflatten(1, (-1, 2)).transpose(2, 3).flatten(2)
+        elif minimum is not None:
+            levels = torch.cat((levels, minimum), 2)
+        return found | {"levels": levels}
+
+    def sample(self, layer: Layer) -> Tensors:
+        made = super().sample(layer)
+        scale = made.pop("scale").to(torch.float16)
+        return made | {"scale": scale} | ({} if layer.grid.symmetric else {"least": scale})
+
+    def pack(self, tensors: Tensors, layer: Layer) -> Tensors:
+        out = super().pack(tensors, layer)
+        if (levels := out.pop("levels", None)) is None:
+            return out
+        codes = out["weight"]
+        units = torch.cat((levels, codes.view(*levels.shape[:2], -1)), 2)
+        return out | {"weight": units.view(*codes.shape[:2], -1)}
+
+    def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
+        weight, width, (rows, columns) = tensors["weight"], self._levels(layer) * PANEL, layer.shape
+        units = weight.view(weight.shape[0], columns // 32, -1)
+        levels, codes = units.split((width, units.shape[2] - width), 2)
+        codes = codes.reshape(*weight.shape[:2], -1)
+        found = super().unpack(tensors | {"weight": codes}, layer)
+
+        def rows_of(panels: torch.Tensor) -> torch.Tensor:
+            return panels.transpose(1, 2).reshape(-1, panels.shape[1])[:rows].contiguous()
+
+        own = {name: rows_of(tensors[new]) for new, name in (("scale", "d"), ("least", "dmin")) if new in tensors}
+        if not width:
+            return replace(found, own=own | {"scale": torch.ones_like(own["d"], dtype=torch.int8)})
+        parts = [levels]
+        if layer.group == 16:
+            levels = levels.unflatten(2, (PANEL, 2)).transpose(2, 3).flatten(1, 2)
+            parts = [levels] if layer.grid.symmetric else [levels & 15, levels >> 4]
+        elif not layer.grid.symmetric:
+            parts = list(levels.split(PANEL, 2))
+        names = ("scale", "minimum")[: len(parts)]
+        own |= {name: rows_of(part).view(torch.int8) for name, part in zip(names, parts, strict=True)}
+        return replace(found, own=own)
+
+    def _levels(self, layer: Layer) -> int:
+        """Bytes of levels that a row has for 32 columns."""
+        return (self.group_bytes(layer) - self.code_bytes(layer)) // PANEL // max(1, self.group(layer) // 32)
+
+    def _grid(self, layer: Layer) -> KQuant:
+        assert isinstance(layer.grid, KQuant)
+        return layer.grid
+
+
 W4 = Dense("panels-w4", (2, 4), frozenset({"pack-quantized", "packed", "sparse24", "bitmap"}))
 W8 = Dense("panels-w8", (5, 8), frozenset({"pack-quantized", "packed", "int-quantized", "sparse24", "bitmap"}))
 FP4 = BlockFloats()
+K_QUANTS = KQuants()
 
 
 def _streams(layer: Layer) -> bool:
     return layer.grid.bits == 4 and layer.entry.format in _STREAMS
-
-
-def _share(layer: Layer, group: int, groups: int) -> int:
-    """Activation groups that have one scale of the weight."""
-    return layer.group // group if layer.group else max(1, groups)

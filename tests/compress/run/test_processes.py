@@ -135,6 +135,21 @@ def test_two_processes_write_what_one_writes(make_checkpoint: Any, recipe: Any, 
 
 
 @pytest.mark.slow
+def test_a_budget_is_spent_by_the_main_process_for_all(
+    make_checkpoint: Any, recipe: Any, together: Any, alone: Any
+) -> None:
+    budget = {"quantize": {"method": "rtn", "bits": 4.0, "group_size": 32}}
+    request = recipe(make_checkpoint(), budget)
+    one = alone(request)
+    code, said = together(request)
+    assert (code, said) == (0, ["done", "done"])
+    both = one.with_name("both")
+    assert shards(both) == shards(one)
+    mine, theirs = (json.loads((path / "compress.json").read_text()) for path in (one, both))
+    assert theirs["budget"] == mine["budget"]
+
+
+@pytest.mark.slow
 def test_every_process_keeps_to_the_memory_limit_or_it_is_said(
     make_checkpoint: Any, recipe: Any, together: Any
 ) -> None:
@@ -151,9 +166,10 @@ def test_every_process_keeps_to_the_memory_limit_or_it_is_said(
         ("llama", {}, (SPARSE, GPTQ), "own spill", 2),
         ("mixtral", {}, (GPTQ,), "own", 3),
         ("llama", {}, ({"quantize": {**GPTQ["quantize"], "objective": "propagated"}},), "own spill", 2),
+        ("llama", {}, ({"quantize": {**GPTQ["quantize"], "objective": "output"}},), "own", 2),
         ("llama", {"tie_word_embeddings": False}, (AWQ, {"quantize": {**GPTQ["quantize"], "targets": ["lm_head"]}}), "own", 2),
     ],
-    ids=["sparse-spilled", "mixture", "propagated-spilled", "awq-and-head"],
+    ids=["sparse-spilled", "mixture", "propagated-spilled", "output", "awq-and-head"],
 )  # fmt: skip
 def test_calibration_is_shared(
     make_checkpoint: Any, recipe: Any, together: Any, alone: Any, family: str, changes: Any, stages: Any, what: str, processes: int

@@ -80,7 +80,10 @@ def test_what_noise_explains_is_left_out(monkeypatch: pytest.MonkeyPatch, tokens
 
     statistics, (x, original) = collected(*drawn(tokens)), drawn(4000)
     share = group._share(
-        factor.factorize(statistics.hessian, torch.arange(columns), DAMPING), statistics.drift, statistics
+        factor.factorize(statistics.hessian, torch.arange(columns), DAMPING),
+        statistics.drift,
+        statistics.drifted,
+        tokens,
     )
     (ours,), _ = propagated([weight], statistics, "layer")
     monkeypatch.setattr(group, "_share", lambda *_: 1.0)

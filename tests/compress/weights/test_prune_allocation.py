@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from compress.core.statistics import StatisticsCollector
-from compress.weights.allocate import allocate, error_score, outlier_score
+from compress.weights.allocate import error_score, outlier_score, spread
 
 layers = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 10**6)), min_size=1, max_size=20)
 
@@ -22,7 +22,7 @@ def test_the_weighted_mean_is_the_target_and_order_follows_the_scores(
     pairs: list[tuple[int, int]], target: float
 ) -> None:
     scores, sizes = [p[0] for p in pairs], [p[1] for p in pairs]
-    shares = allocate(scores, sizes, target)
+    shares = spread(scores, sizes, target)
     mean = sum(s * n for s, n in zip(shares, sizes, strict=True)) / sum(sizes)
     assert mean == pytest.approx(target, abs=1e-9)
     assert all(0 <= s < 1 and abs(s - target) <= 0.08 + 1e-9 for s in shares)
@@ -31,7 +31,7 @@ def test_the_weighted_mean_is_the_target_and_order_follows_the_scores(
 
 
 def test_equal_scores_give_the_target() -> None:
-    assert allocate([2.0, 2.0], [10, 1000], 0.5) == [0.5, 0.5]
+    assert spread([2.0, 2.0], [10, 1000], 0.5) == [0.5, 0.5]
 
 
 def test_scores_see_outliers_and_energy() -> None:

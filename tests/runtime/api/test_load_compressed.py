@@ -11,12 +11,16 @@ import torch
 from compressed_models import BATCH, SCHEMES, compress, inside_blocks
 from safetensors.torch import load_file, save_file
 from tiny_models import gpt2, llama, save
+from transformers import LlamaForCausalLM
 
 import runtime
 from runtime.engines.native.engine import NativeEngine
 from runtime.errors import ArtifactError, RequestError
-from runtime.formats.scheme import CompressedWeight
+from runtime.formats.k_quant import KQuant
+from runtime.formats.scheme import CompressedWeight, Scheme
 from runtime.kernels.cpu import library
+
+BUNDLED = Path(__file__).parents[3] / "recipes" / "checkpoints" / "stdlib-4m"
 
 
 def dense_twin(model: Any, weights: dict[str, CompressedWeight], dtype: torch.dtype | None = None) -> Any:
@@ -30,6 +34,14 @@ def dense_twin(model: Any, weights: dict[str, CompressedWeight], dtype: torch.dt
 
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     return float((a - b).norm() / b.norm()) <= tolerance
+
+
+OWN_KERNELS = {
+    "mxfp4-pack-quantized": "fp4-c",
+    "nvfp4-pack-quantized": "fp4-c",
+    "mxfp8-quantized": "float8-c",
+    "k_quant": "k-quant-c",
+}
 
 
 @pytest.mark.parametrize("storage", [name for name, scheme in SCHEMES.items() if scheme.activations is None])
@@ -46,10 +58,25 @@ def test_weight_only_formats_compute_with_the_stored_weights(tmp_path: Path, sto
     assert set(model.explain()) - {"model"} == set(weights) | {"lm_head"}
     if kernels == "reference":
         assert {model.explain()[name] for name in weights} == {"reference"}
-    elif "fp" in storage and library.load() is not None:
-        assert {model.explain()[name] for name in weights} == {"fp4-c" if "fp4" in storage else "float8-c"}
+    elif storage in OWN_KERNELS and library.load() is not None:
+        assert {model.explain()[name] for name in weights} == {OWN_KERNELS[storage]}
         assert type(model.engine) is NativeEngine
     assert len(model.generate("cat", max_new_tokens=5)) > 0
+
+
+@pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("kind", ["Q2_K", "Q4_K", "Q6_K"])
+@torch.inference_mode()
+def test_the_bundled_checkpoint_in_k_quants(tmp_path: Path, kind: str) -> None:
+    bundled = LlamaForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+    scheme = Scheme(KQuant(kind))
+    compress(bundled, tmp_path / "m", lambda name: ("k_quant", scheme) if name.endswith("_proj") else None)
+    model, plain = (runtime.load(tmp_path / "m", kernels=kernels) for kernels in ("auto", "reference"))
+    assert type(model.engine) is NativeEngine
+    assert set(model.explain().values()) >= {"k-quant-c"}
+    assert "reference" not in model.explain().values()
+    assert close(model.logits(BATCH), plain.logits(BATCH), 1e-5)
+    assert not close(bundled(BATCH).logits, plain.logits(BATCH), 1e-3)
 
 
 @pytest.mark.parametrize("storage", ["int-quantized", "float-quantized"])

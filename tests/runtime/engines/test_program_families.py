@@ -20,6 +20,8 @@ from runtime.engines.native.take_over import disproof, kinds, take_over
 from runtime.engines.program.operations import UnknownError, decode, encode
 from runtime.engines.program.read import read
 from runtime.engines.torch.engine import TorchEngine
+from runtime.formats.k_quant import KINDS, KQuant
+from runtime.formats.scheme import Scheme
 from runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
@@ -70,15 +72,22 @@ def test_logits_of_float8_models(name: str) -> None:
         assert torch.equal(row, found[0, start:end])
 
 
-@pytest.mark.parametrize("storage", ["mxfp4-pack-quantized", "mxfp8-quantized", "nvfp4-pack-quantized"])
+OWN_KERNELS = {
+    **dict.fromkeys(("mxfp4-pack-quantized", "nvfp4-pack-quantized"), "fp4-c"),
+    "mxfp8-quantized": "float8-c",
+    **dict.fromkeys(KINDS, "k-quant-c"),
+}
+
+
+@pytest.mark.parametrize("storage", OWN_KERNELS)
 @pytest.mark.parametrize("name", ["Llama", "GptOss"])
-def test_tokens_of_models_of_block_floats(name: str, storage: str) -> None:
+def test_tokens_of_models_of_block_floats_and_k_quants(name: str, storage: str) -> None:
     """Dense layers and experts: logits, and the text that comes of them, as of modules with the same weights."""
-    small, twin = compressed(
-        apart(model_of(name, hidden_size=96, head_dim=16, intermediate_size=128)), SCHEMES[storage]
-    )
+    hidden, heads, inner, count = (256, 32, 256, 8) if storage in KINDS else (96, 16, 128, 6)
+    made = model_of(name, hidden_size=hidden, head_dim=heads, intermediate_size=inner, num_attention_heads=count)
+    small, twin = compressed(apart(made), Scheme(KQuant(storage)) if storage in KINDS else SCHEMES[storage])
     lean, plain = native(small), TorchEngine(twin, CPU)
-    assert ("fp4-c" if "fp4" in storage else "float8-c") in lean.explain().values()
+    assert OWN_KERNELS[storage] in lean.explain().values()
     assert "reference" not in lean.explain().values()
     wanted = plain.logits(TEXTS)
     assert error(lean.logits(TEXTS), wanted) < 1e-5

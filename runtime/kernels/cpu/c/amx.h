@@ -2,7 +2,7 @@
  *
  * The streams of x, a row's digits one after the other, are rows of A (signed). Of codes that are bytes, half a piece (planes.h: four
  * columns of 16 rows of the weight) is a row of B (unsigned): nothing is repacked. The sums of a group leave the tiles as exact integers,
- * and finish_group adds them to the result: the same bits as with vectors. 2:4 weights and few streams stay with those. */
+ * and finish_group adds them to the result: the same bits as with vectors. 2:4 weights, those with levels and few streams stay with those. */
 #ifdef __AMX_INT8__
 /* Taken from so many streams on. There was no such CPU to measure with: this is a guess from counts of instructions. For 16 streams, 64
  * columns of a panel are two products of 16 cycles, or 512 dot products of vectors, two a cycle. By that count fewer streams would pay;
@@ -27,7 +27,7 @@ typedef struct {
 
 /* Configures this thread's tiles for all rows of x, in blocks as even as can be. amx_end releases them. */
 static Amx amx_begin(const Linear *l, const Digits *x) {
-    if (l->kind == KIND_S24 || x->rows * x->digits < AMX_STREAMS) return (Amx){0};
+    if (l->kind == KIND_S24 || KIND[l->kind].width || x->rows * x->digits < AMX_STREAMS) return (Amx){0};
     const int64_t block = TILE_ROWS / x->digits, rows = x->rows < BLOCK_ROWS ? x->rows : BLOCK_ROWS, pairs = tiles_of(rows, 2 * block);
     Amx amx = {.rows = (rows + pairs - 1) / pairs};
     amx.first = amx.rows > block ? (amx.rows + 1) / 2 : amx.rows;
@@ -82,7 +82,7 @@ INLINE void amx_group(const Amx *amx, const uint8_t *w, int cold, const int8_t *
 /* The sums of group g of M rows from `row` on, added to out [M, 32]. */
 INLINE void amx_finish(const Linear *l, const Scales *scales, const Digits *x, int64_t row, const int M, const int D, int64_t g,
                        const int32_t *sums, float *out) {
-    const int H = VECTORS, base = kind_base(l->kind);
+    const int H = VECTORS, base = KIND[l->kind].base;
     I sum[VECTORS][2 * STREAMS], offset[VECTORS];
     F result[VECTORS][STREAMS];
     EACH_SUM(M * D) sum[h][s] = i_load(sums + s * PANEL + h * LANES);

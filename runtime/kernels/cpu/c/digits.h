@@ -11,8 +11,11 @@ typedef struct {
     int8_t *digit;                     /* [rows, digits, apart], most significant digit first */
     float *scale;                      /* [rows, parts, groups]: of that part */
     int32_t *sum;                      /* [rows, parts, groups]: of the activations themselves, in units of that scale */
+    int16_t *half;                     /* [rows, digits, halves]: sums of the digits of 16 columns, half a unit of planes.h */
+    int64_t halves;
 } Digits;
 #define PARTS(DIGITS) (((DIGITS) + 1) / 2)
+#define HALVES_OF(WIDE) (((WIDE) / 16 + 1) / 2 * 2) /* whole pairs */
 
 static inline float power_of_two(int exponent) { /* exact; clamped to normal numbers */
     if (exponent < -126) exponent = -126;
@@ -57,12 +60,11 @@ static void quantize_group(const float *restrict x, int count, const Digits *out
             unit = power_of_two(exponent), inverse = power_of_two(-exponent);
         }
     }
-    int32_t total[2] = {0, 0}; /* of the first part, of the second */
     if (digits == 1) {
         for (int i = 0; i < count; i++) {
             int32_t v = (int32_t)rintf(x[i] * inverse);
             v = v > 127 ? 127 : v < -127 ? -127 : v;
-            q[i] = (int8_t)v, total[0] += v;
+            q[i] = (int8_t)v;
         }
     } else if (digits == 2) {
         int8_t *restrict second = q + out->apart;
@@ -70,7 +72,6 @@ static void quantize_group(const float *restrict x, int count, const Digits *out
             int32_t v = (int32_t)rintf(x[i] * inverse);
             int32_t low = (int8_t)v, high = (v - low) >> 8;
             q[i] = (int8_t)high, second[i] = (int8_t)low;
-            total[0] += v;
         }
     } else {
         int8_t *restrict second = q + out->apart, *restrict third = second + out->apart;
@@ -78,10 +79,22 @@ static void quantize_group(const float *restrict x, int count, const Digits *out
             int32_t v = (int32_t)rintf(x[i] * inverse);
             int32_t low = (int8_t)v, rest = (v - low) >> 8, middle = (int8_t)rest, high = (rest - middle) >> 8;
             q[i] = (int8_t)high, second[i] = (int8_t)middle, third[i] = (int8_t)low;
-            total[0] += high, total[1] += middle * 256 + low;
         }
     }
-    for (int d = 0; d < digits; d++) memset(q + d * out->apart + count, 0, (size_t)(group - count));
+    int32_t total[2] = {0, 0}; /* of the first part, of the second */
+    for (int d = 0; d < digits; d++) {
+        int8_t *restrict own = q + d * out->apart;
+        int16_t *restrict half = out->half + (row * digits + d) * out->halves + g * group / 16;
+        int32_t all = 0;
+        memset(own + count, 0, (size_t)(group - count));
+        for (int i = 0; i < group / 16; i++) {
+            int16_t sum = 0;
+            for (int j = 0; j < 16; j++) sum = (int16_t)(sum + own[16 * i + j]);
+            half[i] = sum, all += sum;
+        }
+        const int part = digits == 3 && d > 0;
+        total[part] = total[part] * 256 + all;
+    }
     for (int part = parts - 1; part >= 0; part--) {
         scale[part * out->groups] = unit;
         sum[part * out->groups] = total[part];
@@ -108,14 +121,15 @@ static void quantize_rows(const void *x, int type, int64_t stride, int64_t colum
 }
 
 static int64_t digits_bytes(int64_t rows, int digits, int64_t wide, int64_t groups) {
-    return rows * (digits * (wide + 64) + PARTS(digits) * 8 * groups) + 64;
+    return rows * (digits * (wide + 64 + 2 * HALVES_OF(wide)) + PARTS(digits) * 8 * groups) + 64;
 }
 /* Lay the arrays out in `memory` of digits_bytes(...). */
 static Digits digits_in(void *memory, int64_t rows, int digits, int group, int64_t groups) {
-    Digits d = {digits, group, group * groups + 64, groups, rows, NULL, NULL, NULL};
+    Digits d = {.digits = digits, .group = group, .apart = group * groups + 64, .groups = groups, .rows = rows, .halves = HALVES_OF(group * groups)};
     char *p = memory;
     d.scale = (float *)p, p += rows * PARTS(digits) * groups * 4;
     d.sum = (int32_t *)p, p += rows * PARTS(digits) * groups * 4;
+    d.half = (int16_t *)p, p += rows * digits * d.halves * 2;
     d.digit = (int8_t *)p;
     return d;
 }

@@ -1,7 +1,7 @@
 /* y = x W^T + b with integer weights in panels of 32 rows, activations in digits (digits.h).
  *
  * Weights are panel after panel, group after group: planes of codes (planes.h), integers as code + 2^(bits - 1), or 2:4 (sparse.h). Scales
- * are [panel, scale groups, 32]. Every output is the same whatever tile, vector width or thread computed it. */
+ * are [panel, scale groups, 32]; levels, which some kinds have, lie between the codes. Every output is the same whatever tile, vector width or thread computed it. */
 typedef struct {
     int32_t kind, weight_type, scale_type; /* weight_type: of KIND_DENSE */
     int32_t group, share;                   /* `share` groups of the activations have one scale of the weight */
@@ -9,6 +9,7 @@ typedef struct {
     double factor;         /* of all results: what scales have in common; KIND_DENSE: unused */
     const uint8_t *weight; /* KIND_DENSE: [rows, columns] of weight_type */
     const void *scale;     /* KIND_DENSE: NULL, or float32 [rows] */
+    const void *least;     /* as scale, of minima; NULL: the kind has none */
     const int8_t *zero;   /* [panel, scale groups, 32] zero points, or NULL: symmetric */
     const int16_t *sums;  /* S24: [panel, groups, 32], sum of the kept codes */
     const float *bias;    /* [rows] or NULL */
@@ -59,6 +60,7 @@ INLINE void fetch_scales(const Linear *l, const Scales *s) {
     const int64_t at = s->at + GROUPS_AHEAD * PANEL;
     const int size = type_bytes(l->scale_type);
     for (int i = 0; i < PANEL * size; i += 64) __builtin_prefetch((const uint8_t *)l->scale + at * size + i, 0, 3);
+    for (int i = 0; i < PANEL * size && l->least; i += 64) __builtin_prefetch((const uint8_t *)l->least + at * size + i, 0, 3);
     if (l->zero) __builtin_prefetch(l->zero + at, 0, 3);
 }
 
@@ -88,41 +90,95 @@ INLINE void finish_group(const Linear *l, const Scales *scales, int h0, const in
         }
 }
 
+/* Of part `part` of row m: its integers, of which there are one or two for D digits, as floats. */
+INLINE F part_value(const I *sum, int m, int part, const int D) {
+    const int s = m * D + (D == 3 ? part : 0);
+    return D == 1 || (D == 3 && part == 0) ? f_from_i(sum[s]) : f_fma(f_from_i(sum[s]), f_set1(256.0f), f_from_i(sum[s + 1]));
+}
+
+/* The same for sums that levels were multiplied into, of a group whose units, `unit` bytes each, are at w. Levels times sums of the
+ * activations are what minima take off, or else what is too much for each of `base`. Digits have sums of their own, which together would be
+ * too large for an integer. */
+INLINE void finish_levels(const Linear *l, const Scales *scales, const uint8_t *w, int64_t unit, int h0, const int H, const Digits *x,
+                          int64_t row, const int M, const int D, int64_t g, const int kind, I sum[VECTORS][2 * STREAMS],
+                          F result[VECTORS][STREAMS]) {
+    const int parts = PARTS(D);
+    const int16_t *half = x->half + row * D * x->halves + g * l->group / 16;
+    const float *units = x->scale + row * parts * x->groups + g; /* of row m and part p at (m * parts + p) * x->groups */
+    UNROLL for (int h = 0; h < H; h++) {
+        const int64_t at = scales->at + (h0 + h) * LANES;
+        const F ws = f_load_as(l->scale, l->scale_type, at);
+        const I base = i_set1(KIND[kind].base);
+        I extra[STREAMS];
+        UNROLL for (int s = 0; s < M * D; s++) extra[s] = i_zero();
+        for (int u = 0; u < l->group / 32; u++) {
+            const Pair level = levels_of(w + u * unit, kind, h0 + h).other;
+            UNROLL for (int s = 0; s < M * D; s++) extra[s] = i_pair_dot(extra[s], level, half + s * x->halves + 2 * u);
+        }
+        UNROLL for (int s = 0; s < M * D; s++) sum[h][s] = i_sub(sum[h][s], i_mul(extra[s], base));
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int part = 0; part < parts; part++)
+                result[h][m] = f_fma(part_value(sum[h], m, part, D), f_mul(ws, f_set1(units[(m * parts + part) * x->groups])), result[h][m]);
+        if (!KIND[kind].minimum) continue;
+        const F least = f_load_as(l->least, l->scale_type, at);
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int part = 0; part < parts; part++)
+                result[h][m] = f_fma(part_value(extra, m, part, D), f_mul(least, f_set1(-units[(m * parts + part) * x->groups])), result[h][m]);
+    }
+}
+
 /* With few streams a sum would wait for itself: codes of the high nibbles have sums of their own, from S on. */
 #define APART(H, S) (WIDE_SUMS && (H) * (S) <= 8)
 
-/* Eights of columns of a unit, times S streams of x. `narrow`: most bits of codes that are bytes; 0: 8. */
+#if WIDE_SUMS
+/* The sum of stream s, with that of its high nibbles, which integers of up to 4 bits have 4 bits up. */
+INLINE I whole_sum(P part[2 * STREAMS], int s, const int own, const int kind) {
+    return own ? i_add(part[s], i_shift(part[own + s], KIND[kind].bits <= 4 && !KIND[kind].table ? -4 : 0)) : part[s];
+}
+#endif
+
+/* Eights of columns of a unit, times S streams of x, of codes of `reach` bits. With levels, which half the unit has (`width` 16) or all of it
+ * has (32), sums are complete at its end; without, those that are 16 bits wide. */
 INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t apart, const int H, const int S, const int kind,
-                     const int narrow, const int eights, P part[VECTORS][2 * STREAMS], I sum[VECTORS][2 * STREAMS]) {
-    const int bits = kind_bits(kind), own = APART(H, S) ? S : 0, lines = unit_pieces(bits, eights) * PIECE / 64;
+                     const int reach, const int width, const Levels *level, const int eights, P part[VECTORS][2 * STREAMS],
+                     I sum[VECTORS][2 * STREAMS]) {
+    const int bits = KIND[kind].bits, own = APART(H, S) ? S : 0, lines = unit_pieces(bits, eights) * PIECE / 64;
     Small small[VECTORS];
     UNROLL for (int h = 0; h < H; h++) small[h] = small_planes(w + h * LANES * 4, bits, eights);
     UNROLL for (int k = 0; k < eights; k++) {
         Eight codes[VECTORS];
         const int line = lines * k / eights; /* asked for in turn with the dots: many at once would wait for each other */
         if (cold) fetch(w + 64 * line, 64 * (lines * (k + 1) / eights - line));
-        UNROLL for (int h = 0; h < H; h++) codes[h] = eight_columns(w + h * LANES * 4, &small[h], kind, k, own > 0);
+        UNROLL for (int h = 0; h < H; h++) codes[h] = eight_columns(w + h * LANES * 4, &small[h], kind, k, own > 0, reach == 8 && !WIDE_SUMS);
 #if WIDE_SUMS
         UNROLL for (int s = 0; s < S; s++) {
             X front = x_load(digit + s * apart + k * 8), back = x_load(digit + s * apart + k * 8 + 4);
             UNROLL for (int h = 0; h < H; h++) part[h][s] = p_dot(part[h][s], codes[h].low, front);
             UNROLL for (int h = 0; h < H; h++) part[h][own + s] = p_dot(part[h][own + s], codes[h].high, back);
         }
+        if (width && (k == eights - 1 || (width == 16 && k == eights / 2 - 1))) EACH_SUM(S) {
+            sum[h][s] = p_scaled(sum[h][s], whole_sum(part[h], s, own, kind), level[h].scale, width == 32 ? ALIKE : k == eights - 1);
+            part[h][s] = part[h][own + s] = p_zero();
+        }
     }
 #else
         UNROLL for (int half = 0; half < 2; half++) {
-            const int dots = 2 * k + half + 1, wide = bits == 8 && !narrow, reach = bits == 8 ? narrow : kind_reach(kind);
+            const int dots = 2 * k + half + 1, wide = reach == 8, which = width == 32 ? ALIKE : dots > eights;
             UNROLL for (int s = 0; s < S; s++) {
                 X four = x_load(digit + s * apart + k * 8 + half * 4);
                 UNROLL for (int h = 0; h < H; h++) {
                     W code = half ? codes[h].high : codes[h].low;
-                    part[h][s] = p_dot(part[h][s], wide ? w_and(code, 15) : code, four);
-                    if (wide) part[h][S + s] = p_dot(part[h][S + s], w_and(w_shift(code, -4), 15), four);
+                    part[h][s] = p_dot(part[h][s], wide ? nibbles_of(code, kind, 0) : code, four);
+                    if (wide) part[h][S + s] = p_dot(part[h][S + s], nibbles_of(code, kind, 1), four);
                 }
             }
-            if (dots == 2 * eights || (!wide && reach > 4 && dots % MOST_DOTS(reach) == 0)) EACH_SUM(S) {
-                sum[h][s] = p_flush(sum[h][s], part[h][s], 1), part[h][s] = p_zero();
-                if (wide) sum[h][s] = p_flush(sum[h][s], part[h][S + s], 16), part[h][S + s] = p_zero();
+            if (dots == 2 * eights || (width == 16 && dots == eights) || (!wide && reach > 4 && dots % MOST_DOTS(reach) == 0)) EACH_SUM(S) {
+                sum[h][s] = width ? p_scaled(sum[h][s], part[h][s], level[h].scale, which) : p_flush(sum[h][s], part[h][s], 1);
+                part[h][s] = p_zero();
+                if (!wide) continue;
+                sum[h][s] = width ? p_scaled(sum[h][s], part[h][S + s], pair_times_16(level[h].scale), which)
+                                  : p_flush(sum[h][s], part[h][S + s], 16);
+                part[h][S + s] = p_zero();
             }
         }
     }
@@ -131,32 +187,42 @@ INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t ap
 
 /* H vectors of a panel from the h0-th on, M rows of x from `row` on, D digits: added to out [M, 32]. */
 INLINE void tile_planes(const Linear *l, const Stretch *run, int h0, const int H, const Digits *x, int64_t row, const int M, const int D,
-                        const int kind, const int narrow, float *out) {
-    const int bits = kind_bits(kind), unit = unit_pieces(bits, EIGHTS) * PIECE;
-    const int S = M * D, sums = APART(H, S) || (bits == 8 && !narrow && !WIDE_SUMS) ? 2 * S : S;
+                        const int kind, const int reach, const int width, float *out) {
+    const int bits = KIND[kind].bits, unit = unit_pieces(bits, EIGHTS) * PIECE, given = kind == 8 ? l->kind : kind;
+    const int S = M * D, sums = APART(H, S) || (reach == 8 && !WIDE_SUMS) ? 2 * S : S, levels = width ? level_bytes(given) : 0;
     const int8_t *digit = x->digit + row * D * x->apart + run->first * l->group;
-    const uint8_t *w = run->w + h0 * LANES * 4;
-    const int base = kind_base(l->kind);
+    const uint8_t *w = run->w;
+    const int base = KIND[l->kind].base;
     Scales scales = first_scales(l, run);
     F result[VECTORS][STREAMS];
     UNROLL for (int h = 0; h < H; h++) UNROLL for (int m = 0; m < M; m++) result[h][m] = f_load(out + m * PANEL + (h0 + h) * LANES);
     for (int64_t g = run->first; g < run->last; g++) {
         I sum[VECTORS][2 * STREAMS], offset[VECTORS];
         P part[VECTORS][2 * STREAMS];
+        const uint8_t *const group = w;
         EACH_SUM(sums) sum[h][s] = i_zero(), part[h][s] = p_zero();
         if (run->cold) fetch_scales(l, &scales);
         int left = l->group;
-        for (; left >= 32; left -= 32, w += unit, digit += 32)
-            unit_run(w, run->cold, digit, x->apart, H, S, kind, narrow, EIGHTS, part, sum);
+        for (; left >= 32; left -= 32, w += unit, digit += 32) {
+            Levels level[VECTORS];
+            if (width) {
+                if (run->cold) fetch(w, levels);
+                UNROLL for (int h = 0; h < H; h++) level[h] = levels_of(w, given, h0 + h);
+                w += levels;
+            }
+            unit_run(w + h0 * LANES * 4, run->cold, digit, x->apart, H, S, kind, reach, width, level, EIGHTS, part, sum);
+        }
         if (left) {
-            unit_run(w, run->cold, digit, x->apart, H, S, kind, narrow, EIGHTS / 2, part, sum);
+            unit_run(w + h0 * LANES * 4, run->cold, digit, x->apart, H, S, kind, reach, 0, NULL, EIGHTS / 2, part, sum);
             w += unit_pieces(bits, EIGHTS / 2) * PIECE, digit += 16;
         }
-        if (WIDE_SUMS)
-            EACH_SUM(S) sum[h][s] = APART(H, S) ? i_add(part[h][s], i_shift(part[h][S + s], kind <= 4 ? -4 : 0)) : part[h][s];
+#if WIDE_SUMS
+        if (!width) EACH_SUM(S) sum[h][s] = whole_sum(part[h], s, APART(H, S) ? S : 0, kind);
+#endif
         UNROLL for (int h = 0; h < H; h++)
             if (l->zero) offset[h] = i_add(i_load_i8(l->zero + scales.at + (h0 + h) * LANES), i_set1(base));
-        finish_group(l, &scales, h0, H, x, row, M, D, g, sum, offset, base, result);
+        if (width) finish_levels(l, &scales, group, levels + unit, h0, H, x, row, M, D, g, given, sum, result);
+        else finish_group(l, &scales, h0, H, x, row, M, D, g, sum, offset, base, result);
         next_group(&scales);
     }
     UNROLL for (int h = 0; h < H; h++) UNROLL for (int m = 0; m < M; m++) f_store(out + m * PANEL + (h0 + h) * LANES, result[h][m]);

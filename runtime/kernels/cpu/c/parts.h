@@ -4,6 +4,8 @@
 #define PRODUCTS 1
 #define TILES 2
 #define MORE_TILES 3
+#define LEVEL_TILES 4
+#define LEVEL_BYTES 5
 #ifdef PART
 #define IN_PART(NAME) (PART == NAME)
 #define SHARED __attribute__((visibility("hidden"))) /* by the parts of this library */

@@ -1,13 +1,34 @@
 /* Codes of 2 to 8 bits at their own width.
  *
- * A kind of weights is the bits of its integers, or another representation: KIND_E2M1, floats of 4 bits, which are looked up as numbers
- * of halves. What is multiplied has no sign: a number plus `kind_base`, of `kind_reach` bits. */
-enum { KIND_DENSE = 0, KIND_S24 = 1, KIND_E2M1 = 10 };
-INLINE int kind_bits(const int kind) { return kind == KIND_E2M1 ? 4 : kind; }
-INLINE int kind_reach(const int kind) { return kind == KIND_E2M1 ? 5 : kind; }
-INLINE int kind_base(const int kind) { return kind == KIND_E2M1 ? 12 : kind == KIND_S24 ? 8 : 1 << (kind - 1); }
+ * A kind of weights is the bits of its integers, or another representation. Floats of 4 bits (KIND_E2M1, as numbers of halves) and IQ4 are
+ * looked up in a table. Of the block types of GGUF, a group has a float scale, and every `width` columns of it an integer that the scale is
+ * multiplied by, its level; some have a minimum as well, a level of a second scale, which is taken off. */
+enum {
+    KIND_DENSE = 0, KIND_S24 = 1, KIND_E2M1 = 10, KIND_IQ4_NL = 12, KIND_Q2_K, KIND_Q3_K, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K, KIND_IQ4_XS
+};
 /* Sign, two bits of exponent and one of mantissa: 0, 1, 2, 3, 4, 6, 8, 12 halves, and their negatives. */
 static const uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+static const uint8_t IQ4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+static const uint8_t IQ4_LOW[16] = {1, 8, 13, 15, 15, 13, 10, 6, 1, 13, 9, 6, 5, 5, 9, 1}; /* nibbles of IQ4 */
+static const uint8_t IQ4_HIGH[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 11, 12, 13, 15};
+enum { NO_TABLE, TABLE_E2M1, TABLE_IQ4 };
+enum { NO_MINIMUM, MINIMUM, NIBBLES }; /* a byte of its own; scale and minimum in one, the scale in the low nibble */
+typedef struct {
+    uint8_t bits;        /* of a code */
+    uint8_t reach, base; /* what is multiplied has no sign: it is `base` too much, and has `reach` bits */
+    uint8_t table, width, minimum;
+} Kind;
+static const Kind KIND[] = {
+    [KIND_S24] = {.base = 8}, {2, 2, 2}, {3, 3, 4}, {4, 4, 8}, {5, 5, 16}, {6, 6, 32}, {7, 7, 64}, {8, 8, 128},
+    [KIND_E2M1] = {4, 5, 12, TABLE_E2M1},
+    [KIND_IQ4_NL] = {4, 8, 128, TABLE_IQ4},
+    [KIND_Q2_K] = {2, 2, 0, NO_TABLE, 16, NIBBLES},
+    [KIND_Q3_K] = {3, 3, 4, NO_TABLE, 16},
+    [KIND_Q4_K] = {4, 4, 0, NO_TABLE, 32, MINIMUM},
+    [KIND_Q5_K] = {5, 5, 0, NO_TABLE, 32, MINIMUM},
+    [KIND_Q6_K] = {6, 6, 32, NO_TABLE, 16},
+    [KIND_IQ4_XS] = {4, 8, 128, TABLE_IQ4, 32},
+};
 
 /*
  * A code of b bits is cut into planes of 4, 2 and 1 bits, those that b is the sum of, low bits first; one of 8 is a plane of its own. 32
@@ -22,8 +43,32 @@ static const uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 
 INLINE int unit_pieces(const int bits, int eights) {
     return (bits >> 3) * 2 * eights + (bits >> 2 & 1) * eights + (bits >> 1 & 1) * eights / 2 + (bits & 1);
 }
-INLINE int64_t group_bytes(int bits, int group) {
-    return (int64_t)PIECE * (group / 32 * unit_pieces(bits, EIGHTS) + (group % 32 ? unit_pieces(bits, EIGHTS / 2) : 0));
+/* Before the pieces of a unit are its levels, bytes: of each row for both halves of the unit, or one for all of it, then minima likewise. */
+#define MOST_LEVELS (2 * PANEL) /* bytes */
+INLINE int level_bytes(int kind) {
+    return KIND[kind].width ? 32 / KIND[kind].width * PANEL * (KIND[kind].minimum == MINIMUM ? 2 : 1) : 0;
+}
+/* Of a group whose codes have so many bits, with levels of the kind. */
+INLINE int64_t group_bytes(int kind, int bits, int group) {
+    return group / 32 * (level_bytes(kind) + (int64_t)PIECE * unit_pieces(bits, EIGHTS)) + (group % 32 ? PIECE * unit_pieces(bits, EIGHTS / 2) : 0);
+}
+
+/* Levels of the rows of a vector, the h-th of a panel, in the unit whose levels are at w. `other`: minima, or else the scales again. */
+typedef struct { Pair scale, other; } Levels;
+INLINE Levels levels_of(const uint8_t *w, const int kind, const int h) {
+    if (KIND[kind].minimum == NIBBLES) {
+        Pair both = pair_load(w + h * LANES * 2);
+        return (Levels){pair_low(both), pair_high(both)};
+    }
+    Pair scale = KIND[kind].width == 16 ? pair_load(w + h * LANES * 2) : pair_same(w + h * LANES);
+    return (Levels){scale, KIND[kind].minimum ? pair_same(w + PANEL + h * LANES) : scale};
+}
+/* Of a row, in a half of the unit. */
+static int level_of_row(const uint8_t *w, int kind, int row, int half, int minimum) {
+    const Kind *k = &KIND[kind];
+    const int at = k->width == 16 ? 2 * row + half : row;
+    if (k->minimum == NIBBLES) return minimum ? w[at] >> 4 : w[at] & 15;
+    return minimum ? !k->minimum ? 0 : (int8_t)w[PANEL + at] : (int8_t)w[at];
 }
 
 /* Planes of 2 bits and of one, where the codes have them. */
@@ -37,17 +82,20 @@ INLINE Small small_planes(const uint8_t *w, const int bits, const int eights) {
 }
 
 /* Codes of the k-th eight columns of the unit at w: four in `low`, four in `high`. `apart`: integers of up to 4 bits stay 4 bits up in
- * `high`. Shifts bring bits of neighbours along, which masks take away. */
+ * `high`. `raw`: what would be looked up is not yet. Shifts bring bits of neighbours along, which masks take away. */
 typedef struct { W low, high; } Eight;
-INLINE Eight eight_columns(const uint8_t *w, const Small *small, const int kind, const int k, const int apart) {
-    const int bits = kind_bits(kind), mask = (1 << bits) - 1, place = 2 * (k % 2);
+INLINE Eight eight_columns(const uint8_t *w, const Small *small, const int kind, const int k, const int apart, const int raw) {
+    const int bits = KIND[kind].bits, table = KIND[kind].table, mask = (1 << bits) - 1, place = 2 * (k % 2);
     W v;
     if (bits == 8) return (Eight){w_load(w + 2 * k * PIECE), w_load(w + (2 * k + 1) * PIECE)};
     if (bits & 4) v = w_load(w + k * PIECE);
     else v = place ? w_shift(small->two[k / 2], -place) : small->two[k / 2];
     if (bits <= 4) {
         if (bits == 3) v = w_select(0x33, v, w_shift(small->one, 2 - k));
-        if (kind == KIND_E2M1) return (Eight){w_lookup(E2M1, w_and(v, mask)), w_lookup(E2M1, w_and(w_shift(v, -4), mask))};
+        if (table && !raw) {
+            const uint8_t *numbers = table == TABLE_IQ4 ? IQ4 : E2M1;
+            return (Eight){w_lookup(numbers, w_and(v, mask)), w_lookup(numbers, w_and(w_shift(v, -4), mask))};
+        }
         return (Eight){w_and(v, mask), apart ? w_and(v, mask << 4) : w_and(w_shift(v, -4), mask)};
     }
     W low = v, high = w_shift(v, -4);
@@ -58,4 +106,10 @@ INLINE Eight eight_columns(const uint8_t *w, const Small *small, const int kind,
     if (bits == 5) low = w_select(15, low, w_shift(small->one, 4 - k)), high = w_select(15, high, w_shift(small->one, -k));
     if (bits == 7) low = w_select(63, low, w_shift(small->one, 6 - k)), high = w_select(63, high, w_shift(small->one, 2 - k));
     return (Eight){w_and(low, mask), w_and(high, mask)};
+}
+
+/* The low or the high nibbles of codes of up to 8 bits, which are `raw` still. */
+INLINE W nibbles_of(W code, const int kind, const int high) {
+    if (KIND[kind].table == TABLE_IQ4) return w_lookup(high ? IQ4_HIGH : IQ4_LOW, code);
+    return w_and(high ? w_shift(code, -4) : code, 15);
 }

@@ -17,18 +17,41 @@
 #define DIRECT 0
 #endif
 #define MOST_ROWS 8 /* of x in a tile */
-#define BYTES 9     /* instead of a kind: codes that are bytes, of any size; NARROW, MIDDLE: of up to 4 bits, of up to 5 */
+/* Instead of a kind: codes that are bytes, of any size; NARROW, MIDDLE: of up to 4 bits, of up to 5; BYTES_16, BYTES_32: with levels, of up to
+ * 6 bits and of up to 5; WIDE_32: with levels, of any size. */
+#define BYTES 9
+#define BYTES_16 19
+#define BYTES_32 20
 #if WIDE_SUMS
 #define NARROW BYTES /* no difference */
 #define MIDDLE BYTES
+#define WIDE_32 BYTES_32
 #else
 #define NARROW 8
 #define MIDDLE 11
+#define WIDE_32 21
 #endif
+INLINE int are_bytes(const int kind) { return kind == NARROW || kind == MIDDLE || kind == BYTES || kind >= BYTES_16; }
+INLINE int reach_of(const int kind) {
+    if (!are_bytes(kind)) return KIND[kind].reach;
+    return kind == BYTES || kind == WIDE_32 ? 8 : kind == NARROW ? 4 : kind == BYTES_16 ? 6 : 5;
+}
+INLINE int width_of(const int kind) { return !are_bytes(kind) ? KIND[kind].width : kind == BYTES_16 ? 16 : kind > BYTES_16 ? 32 : 0; }
+/* As many bits as codes would have that need as many registers. */
+INLINE int room_of(const int kind) {
+    if (are_bytes(kind)) return kind == BYTES || kind == WIDE_32 ? 8 : 4;
+    return KIND[kind].width == 16 || KIND[kind].reach == 8 ? 8 : KIND[kind].bits;
+}
+/* Which of them a kind becomes. */
+static int bytes_kind(int kind) {
+    if (kind == KIND_S24) return kind;
+    if (KIND[kind].width) return KIND[kind].width == 16 ? BYTES_16 : KIND[kind].reach > 5 ? WIDE_32 : BYTES_32;
+    return KIND[kind].reach <= 4 ? NARROW : KIND[kind].reach == 5 ? MIDDLE : BYTES;
+}
 
 /* Bytes of so many groups of a panel. */
 static int64_t run_bytes(const Linear *l, int64_t groups) {
-    return groups * (l->kind == KIND_S24 ? l->group / 32 * 3 * PIECE : group_bytes(kind_bits(l->kind), l->group));
+    return groups * (l->kind == KIND_S24 ? l->group / 32 * 3 * PIECE : group_bytes(l->kind, KIND[l->kind].bits, l->group));
 }
 
 /* The groups of a panel that follow, as many as are next to each other, but at most so many; whether there are any. */
@@ -52,16 +75,16 @@ static int next_stretch(const Linear *l, Stretch *s, int64_t most) {
  * group by group: after a whole panel nothing would be left in the first cache, and nothing asked for meanwhile. */
 INLINE void tile(const Linear *l, const Stretch *run, const int kind, const int V, const Digits *x, int64_t row, const int M, const int D,
                  float *out) {
-    const int bytes = kind == NARROW || kind == MIDDLE || kind == BYTES, codes = bytes ? 8 : kind;
+    const int codes = are_bytes(kind) ? 8 : kind;
     const int64_t step = V == VECTORS ? run->last - run->first : 1;
-    const int64_t size = kind == KIND_S24 ? run_bytes(l, 1) : group_bytes(kind_bits(codes), l->group);
+    const int64_t size = kind == KIND_S24 ? run_bytes(l, 1) : group_bytes(width_of(kind) ? l->kind : 0, KIND[codes].bits, l->group);
     Stretch part = *run;
     for (; part.first < run->last; part.first = part.last, part.w += step * size) {
         part.last = part.first + step;
         for (int h = 0; h < VECTORS; h += V) {
             part.cold = run->cold && h == 0;
             if (kind == KIND_S24) tile_s24(l, &part, h, V, x, row, M, D, out);
-            else tile_planes(l, &part, h, V, x, row, M, D, codes, kind == BYTES ? 0 : kind == NARROW ? 4 : 5, out);
+            else tile_planes(l, &part, h, V, x, row, M, D, codes, reach_of(kind), width_of(kind), out);
         }
     }
 }
@@ -69,7 +92,7 @@ INLINE void tile(const Linear *l, const Stretch *run, const int kind, const int 
 /* There are tiles of so many streams, and of one row. */
 #define TILE(BITS, D, M, MOST)                                                                                       \
     static void tile_##BITS##_##D##_##M(const Linear *l, const Stretch *run, const Digits *x, int64_t row, float *out) { \
-        const int V = VECTORS_OF(BITS == BYTES ? 8 : BITS == NARROW || BITS == MIDDLE ? 4 : kind_bits(BITS), D * M); \
+        const int V = VECTORS_OF(room_of(BITS), D * M);                                                                \
         if (M == 1 || D * M <= MOST) tile(l, run, BITS, V, x, row, M, D, out);                                       \
     }
 #define FEW_TILES(B, MOST)                                                                    \
@@ -90,6 +113,7 @@ typedef tile_t Tiles[3][MOST_ROWS]; /* [digits - 1][rows - 1] */
      {tile_##B##_2_1, tile_##B##_2_2, tile_##B##_2_3, tile_##B##_2_4},                                                          \
      {tile_##B##_3_1, tile_##B##_3_2, tile_##B##_3_3}}
 DECLARED const Tiles TILES_2, TILES_3, TILES_4, TILES_5, TILES_6, TILES_7, TILES_9, TILES_10;
+DECLARED const Tiles TILES_12, TILES_13, TILES_14, TILES_15, TILES_16, TILES_17, TILES_18, TILES_19, TILES_20;
 #if IN_PART(TILES)
 #if DIRECT
 FEW_TILES(2, DIRECT)
@@ -97,8 +121,9 @@ FEW_TILES(3, DIRECT)
 FEW_TILES(4, DIRECT)
 FEW_TILES(5, DIRECT)
 FEW_TILES(10, DIRECT) /* KIND_E2M1 */
+FEW_TILES(12, DIRECT) /* KIND_IQ4_NL */
 #endif
-SHARED const Tiles TILES_2 = FEW(2), TILES_3 = FEW(3), TILES_4 = FEW(4), TILES_5 = FEW(5), TILES_10 = FEW(10);
+SHARED const Tiles TILES_2 = FEW(2), TILES_3 = FEW(3), TILES_4 = FEW(4), TILES_5 = FEW(5), TILES_10 = FEW(10), TILES_12 = FEW(12);
 #endif
 #if IN_PART(MORE_TILES)
 #if DIRECT
@@ -108,11 +133,28 @@ FEW_TILES(7, DIRECT)
 ALL_TILES(9, MOST_STREAMS)
 SHARED const Tiles TILES_6 = FEW(6), TILES_7 = FEW(7), TILES_9 = ALL(9);
 #endif
+#if IN_PART(LEVEL_TILES)
+#if DIRECT
+FEW_TILES(13, DIRECT) /* KIND_Q2_K, ... */
+FEW_TILES(14, DIRECT)
+FEW_TILES(15, DIRECT)
+FEW_TILES(16, DIRECT)
+FEW_TILES(17, DIRECT)
+FEW_TILES(18, DIRECT)
+#endif
+SHARED const Tiles TILES_13 = FEW(13), TILES_14 = FEW(14), TILES_15 = FEW(15), TILES_16 = FEW(16), TILES_17 = FEW(17), TILES_18 = FEW(18);
+#endif
+#if IN_PART(LEVEL_BYTES)
+ALL_TILES(19, MOST_STREAMS) /* BYTES_16, BYTES_32 */
+ALL_TILES(20, MOST_STREAMS)
+SHARED const Tiles TILES_19 = ALL(19), TILES_20 = ALL(20);
+#endif
 #if WIDE_SUMS
 #define TILES_8 TILES_9
 #define TILES_11 TILES_9
+#define TILES_21 TILES_20
 #else
-DECLARED const Tiles TILES_8, TILES_11;
+DECLARED const Tiles TILES_8, TILES_11, TILES_21;
 #if IN_PART(TILES)
 ALL_TILES(11, MOST_STREAMS) /* MIDDLE */
 SHARED const Tiles TILES_11 = ALL(11);
@@ -121,41 +163,50 @@ SHARED const Tiles TILES_11 = ALL(11);
 ALL_TILES(8, MOST_STREAMS)
 SHARED const Tiles TILES_8 = ALL(8);
 #endif
+#if IN_PART(LEVEL_BYTES)
+ALL_TILES(21, MOST_STREAMS) /* WIDE_32 */
+SHARED const Tiles TILES_21 = ALL(21);
+#endif
 #endif
 
 #if IN_PART(PRODUCTS)
 ALL_TILES(1, MOST_STREAMS)
 static const Tiles TILES_1 = ALL(1);
 static const Tiles *const TILES_OF[] = {
-    NULL, &TILES_1, &TILES_2, &TILES_3, &TILES_4, &TILES_5, &TILES_6, &TILES_7, &TILES_8, &TILES_9, &TILES_10,
-    &TILES_11}; /* [kind] */
+    NULL,      &TILES_1,  &TILES_2,  &TILES_3,  &TILES_4,  &TILES_5,  &TILES_6,  &TILES_7,  &TILES_8,  &TILES_9,  &TILES_10,
+    &TILES_11, &TILES_12, &TILES_13, &TILES_14, &TILES_15, &TILES_16, &TILES_17, &TILES_18, &TILES_19, &TILES_20, &TILES_21}; /* [kind] */
 #endif
 
-/* Codes of groups [first, last) of a panel as bytes, four columns a piece. */
-#define EXPAND(KIND)                                                                                                            \
-    static void expand_##KIND(const Linear *l, const uint8_t *w, int64_t groups, uint8_t *out) {                                \
+/* Codes of groups [first, last) of a panel as bytes, four columns a piece; levels as they are. */
+#define EXPAND(KIND_)                                                                                                            \
+    static void expand_##KIND_(const Linear *l, const uint8_t *w, int64_t groups, uint8_t *out) {                                \
+        const int bits = KIND[KIND_].bits, levels = level_bytes(KIND_);                                                          \
         for (; groups; groups--)                                                                                                \
             for (int left = l->group; left > 0; left -= 32) {                                                                   \
                 const int eights = left >= 32 ? EIGHTS : EIGHTS / 2;                                                            \
-                fetch(w, unit_pieces(kind_bits(KIND), EIGHTS) * PIECE);                                                         \
-                if (left >= 32) expand_unit(w, KIND, EIGHTS, out);                                                              \
-                else expand_unit(w, KIND, EIGHTS / 2, out);                                                                     \
-                w += unit_pieces(kind_bits(KIND), eights) * PIECE, out += 2 * eights * PIECE;                                   \
+                fetch(w, levels + unit_pieces(bits, EIGHTS) * PIECE);                                                           \
+                memcpy(out, w, (size_t)levels);                                                                                 \
+                w += levels, out += levels;                                                                                     \
+                if (left >= 32) expand_unit(w, KIND_, EIGHTS, out);                                                              \
+                else expand_unit(w, KIND_, EIGHTS / 2, out);                                                                     \
+                w += unit_pieces(bits, eights) * PIECE, out += 2 * eights * PIECE;                                              \
             }                                                                                                                   \
     }
 INLINE void expand_unit(const uint8_t *w, const int kind, const int eights, uint8_t *out) {
     UNROLL for (int h = 0; h < VECTORS; h++) {
-        Small small = small_planes(w + h * LANES * 4, kind_bits(kind), eights);
+        Small small = small_planes(w + h * LANES * 4, KIND[kind].bits, eights);
         UNROLL for (int k = 0; k < eights; k++) {
-            Eight codes = eight_columns(w + h * LANES * 4, &small, kind, k, 0);
+            Eight codes = eight_columns(w + h * LANES * 4, &small, kind, k, 0, 0);
             w_store(out + 2 * k * PIECE + h * LANES * 4, codes.low);
             w_store(out + (2 * k + 1) * PIECE + h * LANES * 4, codes.high);
         }
     }
 }
 EXPAND(2) EXPAND(3) EXPAND(4) EXPAND(5) EXPAND(6) EXPAND(7) EXPAND(10)
+EXPAND(12) EXPAND(13) EXPAND(14) EXPAND(15) EXPAND(16) EXPAND(17) EXPAND(18)
 static void (*const EXPAND_OF[])(const Linear *, const uint8_t *, int64_t, uint8_t *) = {
-    NULL, NULL, expand_2, expand_3, expand_4, expand_5, expand_6, expand_7, NULL, NULL, expand_10}; /* [kind] */
+    NULL,     NULL,      expand_2,  expand_3,  expand_4,  expand_5,  expand_6,  expand_7,  NULL,     NULL,
+    expand_10, NULL, expand_12, expand_13, expand_14, expand_15, expand_16, expand_17, expand_18}; /* [kind] */
 
 /* Codes of so many groups as bytes, in `out` if they are not; 2:4 as they are. */
 static const uint8_t *as_bytes(const Linear *l, const uint8_t *w, int64_t groups, uint8_t *out) {
@@ -163,6 +214,7 @@ static const uint8_t *as_bytes(const Linear *l, const uint8_t *w, int64_t groups
     EXPAND_OF[l->kind](l, w, groups, out);
     return out;
 }
+#define BYTES_ROOM(COLUMNS) ((COLUMNS) * PANEL + (COLUMNS) / 32 * MOST_LEVELS)
 
 DECLARED void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, int add, const Team *team);
 #if IN_PART(PRODUCTS)
@@ -189,10 +241,10 @@ static void begin_rows(const Linear *l, const Digits *x, int64_t row, int64_t co
 
 /* This member's rows of the weight, all rows of x. */
 SHARED void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, int add, const Team *team) {
-    _Alignas(64) uint8_t codes[BLOCK_COLUMNS * PANEL];
+    _Alignas(64) uint8_t codes[BYTES_ROOM(BLOCK_COLUMNS)];
     _Alignas(64) float out[BLOCK_ROWS * PANEL];
     const int kind = l->kind, direct = kind != KIND_S24 && kind != 8 && DIRECT && (x->rows == 1 || x->rows * x->digits <= DIRECT);
-    const int bytes = kind == KIND_S24 ? KIND_S24 : kind <= 4 ? NARROW : kind_reach(kind) == 5 ? MIDDLE : BYTES;
+    const int bytes = bytes_kind(kind);
     int64_t start, end;
     team_part(team, l->rows, PANEL, &start, &end);
     const Amx amx = start < end && !direct ? amx_begin(l, x) : (Amx){0};

@@ -71,6 +71,7 @@ static inline float e8m0_to_float(uint8_t byte) {
     return value;
 }
 
+enum { ALIKE = 2 };
 #if defined(COMPRESS_EMULATED) || defined(__AVX512VNNI__)
 #include "simd_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)

@@ -47,6 +47,29 @@ static inline I i_mul(I a, I b) { return _mm256_mullo_epi32(a, b); }
 static inline I i_load_i8(const int8_t *p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 static inline I i_load_i16(const int16_t *p) { return _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)p)); }
 
+/* Two numbers of 16 bits a lane. */
+typedef __m256i Pair;
+static inline Pair pair_load(const uint8_t *p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)); }
+static inline Pair pair_same(const uint8_t *p) { /* a byte a lane, twice */
+    __m128i bytes = _mm_loadl_epi64((const __m128i *)p);
+    return _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(bytes, bytes));
+}
+static inline Pair pair_low(Pair v) { return _mm256_and_si256(v, _mm256_set1_epi16(15)); } /* nibbles of the bytes */
+static inline Pair pair_high(Pair v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi16(15)); }
+static inline Pair pair_times_16(Pair v) { return _mm256_slli_epi16(v, 4); }
+/* Sums times one of a pair (0, 1; ALIKE: they are); pairs times two numbers. */
+static inline I p_scaled(I sum, P p, Pair v, const int which) {
+    const int low = which ? 0x03020302 : 0x01000100;
+    const __m128i one = _mm_setr_epi32(low, low + 0x04040404, low + 0x08080808, low + 0x0c0c0c0c);
+    if (which != ALIKE) v = _mm256_shuffle_epi8(v, _mm256_broadcastsi128_si256(one));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(p, v));
+}
+static inline I i_pair_dot(I sum, Pair v, const int16_t *two) {
+    int32_t both;
+    memcpy(&both, two, 4);
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(v, _mm256_set1_epi32(both)));
+}
+
 static inline F f_zero(void) { return _mm256_setzero_ps(); }
 static inline F f_set1(float v) { return _mm256_set1_ps(v); }
 static inline F f_load(const float *p) { return _mm256_loadu_ps(p); }

@@ -56,6 +56,25 @@ static inline I i_load(const int32_t *p) { return _mm512_loadu_si512((const void
 static inline I i_load_i8(const int8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 static inline I i_load_i16(const int16_t *p) { return _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
 
+/* Two numbers a lane. */
+typedef struct { I first, second; } Pair;
+static inline Pair pair_load(const uint8_t *p) {
+    I both = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return (Pair){_mm512_srai_epi32(_mm512_slli_epi32(both, 24), 24), _mm512_srai_epi32(both, 8)};
+}
+static inline Pair pair_same(const uint8_t *p) { /* a byte a lane, twice */
+    I one = i_load_i8((const int8_t *)p);
+    return (Pair){one, one};
+}
+static inline I i_nibble(I v) { return _mm512_and_si512(v, i_set1(15)); }
+static inline Pair pair_low(Pair v) { return (Pair){i_nibble(v.first), i_nibble(v.second)}; } /* nibbles of the bytes */
+static inline Pair pair_high(Pair v) { return (Pair){i_nibble(i_shift(v.first, -4)), i_nibble(i_shift(v.second, -4))}; }
+/* Sums times one of a pair (0, 1; ALIKE: they are); pairs times two numbers. */
+static inline I p_scaled(I sum, P p, Pair v, const int which) { return i_add(sum, i_mul(p, which == 1 ? v.second : v.first)); }
+static inline I i_pair_dot(I sum, Pair v, const int16_t *two) {
+    return i_add(sum, i_add(i_mul(v.first, i_set1(two[0])), i_mul(v.second, i_set1(two[1]))));
+}
+
 static inline F f_zero(void) { return _mm512_setzero_ps(); }
 static inline F f_set1(float v) { return _mm512_set1_ps(v); }
 static inline F f_load(const float *p) { return _mm512_loadu_ps(p); }

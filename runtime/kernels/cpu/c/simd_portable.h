@@ -37,6 +37,23 @@ static inline I p_flush(I sum, P p, int times) { return (void)times, sum + p; }
 static inline I i_load_i8(const int8_t *p) { I r; EACH r[i] = p[i]; return r; }
 static inline I i_load_i16(const int16_t *p) { I r; EACH r[i] = p[i]; return r; }
 
+/* Two numbers a lane. */
+typedef struct { I first, second; } Pair;
+static inline Pair pair_load(const uint8_t *p) {
+    Pair r;
+    EACH r.first[i] = (int8_t)p[2 * i], r.second[i] = (int8_t)p[2 * i + 1];
+    return r;
+}
+static inline Pair pair_same(const uint8_t *p) { /* a byte a lane, twice */
+    I one = i_load_i8((const int8_t *)p);
+    return (Pair){one, one};
+}
+static inline Pair pair_low(Pair v) { return (Pair){v.first & 15, v.second & 15}; } /* nibbles of the bytes */
+static inline Pair pair_high(Pair v) { return (Pair){v.first >> 4 & 15, v.second >> 4 & 15}; }
+/* Sums times one of a pair (0, 1; ALIKE: they are); pairs times two numbers. */
+static inline I p_scaled(I sum, P p, Pair v, const int which) { return sum + p * (which == 1 ? v.second : v.first); }
+static inline I i_pair_dot(I sum, Pair v, const int16_t *two) { return sum + v.first * two[0] + v.second * two[1]; }
+
 static inline F f_set1(float v) { return v - (F){0}; }
 static inline F f_zero(void) { return (F){0}; }
 static inline F f_load(const float *p) { F r; memcpy(&r, p, 64); return r; }

@@ -1,4 +1,4 @@
-/* Weights back from panels: w = (number - zero) * scale, for products with many rows that a library's matrix product does.
+/* Weights back from panels: w = (number - zero) * scale - minimum, for products with many rows that a library's matrix product does.
  *
  * A tile is written transposed, [columns, rows of the tile]: the rows of a panel are neighbours in memory then, one vector a
  * column. A number times a scale of up to 16 bits is exact in float32, unless scales have a factor that is no power of two; in a 16-bit
@@ -12,9 +12,9 @@ typedef struct {
 
 /* Weights of a panel, of one column, from `row` of the tile on, of which `valid` exist. */
 INLINE void tile_put(const Tile *t, int64_t stride, int64_t column, int64_t row, const int32_t *code, const int32_t *zero,
-                     const float *scale, int valid) {
+                     const float *scale, const float *least, int valid) {
     float value[PANEL];
-    for (int i = 0; i < PANEL; i++) value[i] = (float)(code[i] - zero[i]) * scale[i];
+    for (int i = 0; i < PANEL; i++) value[i] = (float)(code[i] - zero[i]) * scale[i] - least[i];
     int64_t at = column * stride + row;
     if (t->type == TYPE_F32 && valid == PANEL) memcpy((float *)t->out + at, value, sizeof value);
     else if (t->type == TYPE_BF16 && valid == PANEL)
@@ -30,8 +30,8 @@ static void tile_job(void *p, const Team *team) {
     int64_t total = (t->last * PANEL < l->rows ? t->last * PANEL : l->rows) - t->first * PANEL; /* rows of the tile */
     uint32_t firsts = 0, seconds = 0; /* PAIR as two words of 2-bit places: lanes shift, no table */
     for (int i = 0; i < 8; i++) firsts |= (uint32_t)PAIR[i][0] << (2 * i), seconds |= (uint32_t)PAIR[i][1] << (2 * i);
-    uint8_t bytes[MOST_GROUP * PANEL];
-    const int base = kind_base(l->kind);
+    uint8_t bytes[BYTES_ROOM(MOST_GROUP)];
+    const int base = KIND[l->kind].base, levels = level_bytes(l->kind);
     team_part(team, t->last - t->first, 1, &start, &end);
     for (int64_t panel = t->first + start; panel < t->first + end; panel++) {
         Stretch run = before_panel(l, panel);
@@ -39,11 +39,12 @@ static void tile_job(void *p, const Team *team) {
         int64_t row = (panel - t->first) * PANEL;
         int valid = (int)(total - row < PANEL ? total - row : PANEL);
         for (int64_t g = 0; g < l->groups; g++) {
-            float scale[PANEL];
+            float scale[PANEL], least[PANEL] = {0}, own[PANEL], minimum[PANEL] = {0};
             int32_t zero[PANEL], code[PANEL];
             int64_t set = (panel * sets + g / l->share) * PANEL;
             for (int i = 0; i < PANEL; i++) {
                 scale[i] = (float)(load_as(l->scale, l->scale_type, set + i) * l->factor);
+                if (l->least) minimum[i] = load_as(l->least, l->scale_type, set + i);
                 zero[i] = base + (l->zero ? l->zero[set + i] : 0);
             }
             const int stored = more && run.first == g;
@@ -51,8 +52,14 @@ static void tile_job(void *p, const Team *team) {
             if (stored) more = next_stretch(l, &run, 1);
             if (l->kind != KIND_S24) {
                 for (int64_t k = g * l->group, c = 0; c < l->group && k + c < l->columns; c++) {
-                    for (int i = 0; i < PANEL; i++) code[i] = stored ? codes[c / 4 * PIECE + 4 * i + c % 4] : zero[i];
-                    tile_put(t, total, k + c, row, code, zero, scale, valid);
+                    const int half = c % 32 / 16;
+                    for (int i = 0; i < PANEL && c % 16 == 0; i++) {
+                        own[i] = levels ? scale[i] * (float)level_of_row(codes, l->kind, i, half, 0) : scale[i];
+                        if (l->least) least[i] = minimum[i] * (float)level_of_row(codes, l->kind, i, half, 1);
+                    }
+                    for (int i = 0; i < PANEL; i++) code[i] = stored ? codes[levels + c % 32 / 4 * PIECE + 4 * i + c % 4] : zero[i];
+                    tile_put(t, total, k + c, row, code, zero, own, least, valid);
+                    if (c % 32 == 31 && stored) codes += levels + 8 * PIECE;
                 }
                 continue;
             }
@@ -67,7 +74,7 @@ static void tile_job(void *p, const Team *team) {
                         uint32_t first = firsts >> (2 * pair) & 3, second = seconds >> (2 * pair) & 3;
                         code[i] = first == place ? (int32_t)(two & 15) : second == place ? (int32_t)(two >> 8 & 15) : zero[i];
                     }
-                    tile_put(t, total, k + c, row, code, zero, scale, valid);
+                    tile_put(t, total, k + c, row, code, zero, scale, least, valid);
                 }
             }
         }

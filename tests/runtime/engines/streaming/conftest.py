@@ -15,6 +15,8 @@ from runtime.engines import choose
 from runtime.engines.streaming import engine as streaming
 from runtime.engines.streaming import load as loading
 from runtime.engines.streaming.plan import plan
+from runtime.formats.k_quant import KQuant
+from runtime.formats.scheme import Scheme
 from runtime.system.directories import cache_directory
 
 BLOCKS = 5
@@ -22,10 +24,12 @@ BLOCKS = 5
 
 @pytest.fixture(scope="session")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Compressed Llamas, of integers and of floats (lean engine), and a compressed GPT-2 (transformers' modules). Read only."""
+    """Compressed Llamas, of integers, floats and k-quants (lean engine), and a compressed GPT-2 (transformers' modules). Read only."""
     home = tmp_path_factory.mktemp("streaming")
     compress(llama(num_hidden_layers=BLOCKS), home / "llama", inside_blocks("pack-quantized"))
     compress(llama(num_hidden_layers=BLOCKS), home / "floats", inside_blocks("nvfp4-pack-quantized"))
+    wide, minima = llama(num_hidden_layers=2, hidden_size=256, intermediate_size=256), Scheme(KQuant("Q4_K"))
+    compress(wide, home / "k_quants", lambda n: ("k_quant", minima) if n.endswith("_proj") else None)
     scheme = ("packed", SCHEMES["packed"])
     compress(gpt2(n_layer=BLOCKS), home / "gpt2", lambda n: scheme if n.rpartition(".")[2].startswith("c_") else None)
     return {path.name: path for path in home.iterdir()}

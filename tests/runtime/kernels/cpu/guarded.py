@@ -40,7 +40,7 @@ def guarded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check(native: ctypes.CDLL, kind: str, scheme: object, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    storage = None if kind == "e2m1" else {None: "packed", "2:4": "sparse24"}.get(scheme.sparsity, "bitmap")
+    storage = None if kind in ("e2m1", "k") else {None: "packed", "2:4": "sparse24"}.get(scheme.sparsity, "bitmap")
     made = products.case(kind, scheme, shape, dtype, storage=storage)
     x = torch.randn(21, shape[1]).to(dtype)
     for digits in (1, 2, 3):
@@ -93,15 +93,16 @@ def main() -> None:
         library.declare(libraries[-1])
     done = 0
     for native in libraries:
-        for shape in ((1, 1), (16, 32), (17, 257), (33, 100), (33, 96)):
+        for shape in ((1, 1), (16, 32), (17, 257), (33, 100), (33, 96), (33, 256)):
             for kind, scheme in (
                 ("w4", int_scheme(4, False, 16)), ("w4", int_scheme(4, True, "channel")), ("w8", int_scheme(8, False, 16)),
                 ("w8", int_scheme(8, True, "tensor")), ("w4", int_scheme(3, True, 16)), ("w8", int_scheme(7, False, 16)),
                 ("s24", int_scheme(4, True, "channel", "2:4")),
                 ("s24", int_scheme(4, True, 32, "2:4")), ("w4", int_scheme(4, False, 16, "block:32x16")),
                 ("w8", int_scheme(5, True, 32, "block:32x32")), *(("e2m1", scheme) for scheme in products.FLOATS.values()),
+                *(("k", scheme) for scheme in products.K_QUANTS.values()),
             ):  # fmt: skip
-                if kind == "e2m1" and shape[1] % 32:
+                if shape[1] % {"e2m1": 32, "k": 256}.get(kind, 1):
                     continue
                 if (scheme.weights.group_size or 1) > shape[1] or (scheme.sparsity and shape[1] % 4):
                     continue

@@ -13,6 +13,7 @@ from weight_cases import random_weight
 
 from runtime import formats
 from runtime.formats.block_float import BlockFloat
+from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import CompressedWeight, Scheme
 from runtime.kernels import Layer
@@ -28,8 +29,10 @@ LAYOUTS = {
     "w8": panels.W8,
     "s24": S24,
     "e2m1": panels.FP4,
-}  # of codes up to 4 bits, up to 8, 2:4, 4-bit floats
+    "k": panels.K_QUANTS,
+}  # of codes up to 4 bits, up to 8, 2:4, 4-bit floats, block types of GGUF
 FLOATS = {"mxfp4": Scheme(BlockFloat(4)), "nvfp4": Scheme(BlockFloat(4, group_size=16, scales="e4m3"))}
+K_QUANTS = {kind: Scheme(KQuant(kind)) for kind in KINDS}
 MXFP8 = Scheme(BlockFloat(8))
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of rounding, relative
 TINY = {
@@ -115,6 +118,9 @@ def multiply(
 def exact_weight(weight: CompressedWeight) -> torch.Tensor:
     """`(code - zero) * scale` in float64."""
     scheme, columns = weight.scheme.weights, weight.values.shape[1]
+    if isinstance(scheme, KQuant):
+        terms = k_terms(weight)
+        return terms[0] - terms[1]
     if isinstance(scheme, BlockFloat):
         own = weight.parameters
         scale = (
@@ -130,6 +136,14 @@ def exact_weight(weight: CompressedWeight) -> torch.Tensor:
     return codes * scheme.spread(weight.scale, columns).double()
 
 
+def k_terms(weight: CompressedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a weight of k-quants is the difference of, scaled codes and minima, in float64."""
+    grid, columns = weight.scheme.weights, weight.values.shape[1]
+    assert isinstance(grid, KQuant)
+    own = {name: grid.spread(p.double(), columns) for name, p in grid.products(weight.parameters).items()}
+    return weight.values.double() * own["scale"], own.get("zero_point", torch.zeros(()).double()).expand(weight.shape)
+
+
 def error_bound(made: Case, x: torch.Tensor, digits: int, exact: torch.Tensor) -> torch.Tensor:
     """What a result may be off by, for each number of it.
 
@@ -140,13 +154,17 @@ def error_bound(made: Case, x: torch.Tensor, digits: int, exact: torch.Tensor) -
     share = {1: 1 / 254, 2: 2.0**-15, 3: 2.0**-22.9}[digits]
     wide = -(-x.shape[1] // group) * group
     inputs = torch.nn.functional.pad(x.double().abs(), (0, wide - x.shape[1])).view(x.shape[0], wide // group, group)
-    weights = torch.nn.functional.pad(exact_weight(made.weight).abs(), (0, wide - x.shape[1]))
-    weights = weights.view(weights.shape[0], wide // group, group).sum(-1)
+    weight = exact_weight(made.weight)
+    terms = (weight, *(k_terms(made.weight) if isinstance(made.weight.scheme.weights, KQuant) else (weight,)))
+    weights, *parts = (
+        torch.nn.functional.pad(term.abs(), (0, wide - x.shape[1])).unflatten(1, (-1, group)).sum(-1) for term in terms
+    )
+    added = torch.stack(parts).sum(0)  # in float32, one after the other
     largest = inputs.amax(-1)
     rounding = (largest * share * (1 + 2.0**-20)).clamp(min=2.0**-126) * (largest > 0) @ weights.t()
     groups = inputs.shape[1]
     # A step of the smallest float times a sum of up to 2^24, for every group and digit: products of tiny scales.
-    sums = (2 * groups * digits + 4) * 2.0**-24 * (largest @ weights.t()) + groups * digits * 2.0**-126
+    sums = (2 * groups * digits + 4) * 2.0**-24 * (largest @ added.t()) + groups * digits * 2.0**-126
     total = rounding + sums
     return total + UNIT[x.dtype] * (exact.abs() + total) + TINY[x.dtype]
 

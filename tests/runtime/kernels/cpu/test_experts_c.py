@@ -19,6 +19,7 @@ KINDS = {
     "w8": int_scheme(8, False, 16),
     "s24": int_scheme(4, True, 32, "2:4"),
     **products.FLOATS,
+    **{kind: products.K_QUANTS[kind] for kind in ("Q2_K", "Q4_K", "IQ4_NL")},
     "dense": None,
 }
 
@@ -64,6 +65,7 @@ def layer(
     digits: int = 3,
 ) -> Layer:
     generator = torch.Generator().manual_seed(count)
+    hidden, inner = (512, 256) if kind in ("Q2_K", "Q4_K") else (hidden, inner)
     linear, weights, keep = [], [], []
     for number in range(count):
         own, held = {}, {}
@@ -78,9 +80,8 @@ def layer(
                 keep.append(value)
             else:
                 storage = {"s24": "sparse24", "w4": "packed", "w8": "packed"}.get(kind)
-                made = products.case(
-                    "e2m1" if storage is None else kind, scheme, shape, torch.float32, 3 * number + place, storage
-                )
+                layout = kind if storage else "e2m1" if kind in products.FLOATS else "k"
+                made = products.case(layout, scheme, shape, torch.float32, 3 * number + place, storage)
                 value = made.weight.dequantize()
                 own[name] = made.layout.linear(made.prepared, made.layer, offset)
                 keep.append(made)
@@ -108,7 +109,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_experts_give_what_torch_gives(kind: str, gate: str, bias: bool) -> None:
     made = layer(kind, gate=gate, bias=bias)
     for rows, chosen in ((1, 2), (7, 3), (40, 2)):
-        x, (index, weights) = torch.randn(rows, 96), choice(rows, chosen, 5)
+        x, (index, weights) = torch.randn(rows, made.experts.hidden), choice(rows, chosen, 5)
         close(c_experts.run(made.experts, x, index, weights), made.expected(x, index, weights))
 
 
@@ -142,7 +143,7 @@ def test_numbers_that_are_no_experts_are_left_out_and_repeated_ones_count_twice(
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_do_not_depend_on_neighbours_or_threads(kind: str) -> None:
     made = layer(kind, 8, 160, 128)
-    x, (index, weights) = torch.randn(37, 160), choice(37, 3, 8)
+    x, (index, weights) = torch.randn(37, made.experts.hidden), choice(37, 3, 8)
     alone = torch.cat(
         [c_experts.run(made.experts, x[i : i + 1], index[i : i + 1], weights[i : i + 1]) for i in range(37)]
     )
@@ -169,7 +170,7 @@ def test_sixteen_bit_rows_are_rounded_once(dtype: torch.dtype) -> None:
 def test_a_nan_stays_with_its_token() -> None:
     for kind in ("w4", "dense"):
         made = layer(kind)
-        x, (index, weights) = torch.randn(6, 96), choice(6, 2, 5)
+        x, (index, weights) = torch.randn(6, made.experts.hidden), choice(6, 2, 5)
         x[2, 5], weights[4, 0] = float("nan"), float("nan")
         found = c_experts.run(made.experts, x, index, weights)
         assert found.isnan().all(1).tolist() == [False, False, True, False, True, False]

@@ -25,12 +25,13 @@ GRIDS = [
     ("w4", int_scheme(2, True, 16)), ("w8", int_scheme(6, True, 48)), ("w8", int_scheme(7, False, 64)),
     ("w8", int_scheme(5, True, 16)), ("s24", int_scheme(4, True, 64, "2:4")),
     ("s24", int_scheme(3, True, "channel", "2:4")), ("s24", int_scheme(4, True, 160, "2:4")),
-    *(("e2m1", scheme) for scheme in products.FLOATS.values()),
+    *(("e2m1", scheme) for scheme in products.FLOATS.values()), *(("k", scheme) for scheme in products.K_QUANTS.values()),
 ]  # fmt: skip
 TILED = [
     ("w4", int_scheme(4, True, 32)), ("w4", int_scheme(4, False, 48)), ("w8", int_scheme(8, True, 32)),
     ("w8", int_scheme(8, False, 16)), ("w4", int_scheme(3, False, 32)), ("w8", int_scheme(7, True, 80)),
     ("s24", int_scheme(4, True, 32, "2:4")), *(("e2m1", scheme) for scheme in products.FLOATS.values()),
+    *(("k", scheme) for scheme in products.K_QUANTS.values()),
 ]  # fmt: skip
 STORAGE = {"s24": "sparse24", "w4": "packed", "w8": "packed"}
 ROWS = 13
@@ -60,7 +61,9 @@ def test_every_instruction_set_gives_the_same(kind, scheme, emulated):
     libraries = {name: library.load(name) for name in instruction_sets.available()} | emulated
     assert "portable" in libraries
     columns = (
-        544
+        768
+        if kind == "k"
+        else 544
         if kind in ("s24", "e2m1")
         else 537
         if scheme.weights.strategy != "group" or scheme.weights.group_size < 512
@@ -80,7 +83,7 @@ def test_every_instruction_set_gives_the_same(kind, scheme, emulated):
 
 @pytest.mark.parametrize(("kind", "scheme"), GRIDS, ids=str)
 def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(kind, scheme):
-    columns = 640
+    columns = 768 if kind == "k" else 640
     made = products.case(kind, scheme, (83, columns), torch.bfloat16)
     x = torch.randn(70, columns).to(torch.bfloat16)
     for name, digits in itertools.product(instruction_sets.available(), (1, 2, 3)):
@@ -97,8 +100,9 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(kind, scheme):
 @pytest.mark.parametrize(("kind", "scheme"), TILED, ids=str)
 def test_every_tile_of_every_instruction_set_gives_the_same(kind, scheme, digits, emulated):
     """Each number of rows has tiles of its own."""
-    made = products.case(kind, scheme, (69, 160), torch.float32, storage=STORAGE.get(kind))
-    x, bias = torch.randn(17, 160, generator=torch.Generator().manual_seed(5)), torch.randn(69)
+    columns = 512 if kind == "k" else 160
+    made = products.case(kind, scheme, (69, columns), torch.float32, storage=STORAGE.get(kind))
+    x, bias = torch.randn(17, columns, generator=torch.Generator().manual_seed(5)), torch.randn(69)
     alone = torch.cat([products.run(library.load("portable"), made, row[None], digits, bias=bias) for row in x])
     for name, lib in (*emulated.items(), *((name, library.load(name)) for name in instruction_sets.available())):
         for rows in range(1, 18):
@@ -168,14 +172,14 @@ def test_dequantized_tiles_are_the_weight(kind, scheme, emulated):
     made = products.case(
         kind,
         scheme,
-        (69, 544 if (scheme.weights.group_size or 0) < 512 else 1024),
+        (69, 768 if kind == "k" else 544 if (scheme.weights.group_size or 0) < 512 else 1024),
         torch.bfloat16,
         3,
         STORAGE.get(kind),
     )
     linear = ctypes.byref(made.layout.linear(made.prepared, made.layer, None))
     exact = products.exact_weight(made.weight)
-    if kind == "e2m1":  # the steps are float32
+    if kind in ("e2m1", "k"):  # the steps are float32
         exact = scheme.weights.dequantize(made.weight.values, made.weight.parameters, torch.float32)
     for lib in [*emulated.values(), *map(library.load, instruction_sets.available())]:
         for first, last, dtype in ((0, 3, torch.float32), (1, 2, torch.bfloat16), (2, 3, torch.float16)):

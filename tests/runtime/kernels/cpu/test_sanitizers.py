@@ -40,7 +40,11 @@ POLICIES = (
     {"keys": "int4", "values": "fp8", "recent": 64, "select": {"method": "quest", "ratio": 0.3, "skip_layers": 0}},
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),  # compilers take minutes over every tile with checks in it
+    pytest.mark.skipif(COMPILER is None, reason="needs a C compiler"),
+]
 
 
 def build(folder: Path, source: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -56,7 +60,7 @@ def build(folder: Path, source: Path, *flags: str) -> subprocess.CompletedProces
         "-lm",
         "-pthread",
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=1000, check=False)
 
 
 def run(folder: Path, *arguments: Path) -> subprocess.CompletedProcess[str]:
@@ -68,7 +72,7 @@ def run(folder: Path, *arguments: Path) -> subprocess.CompletedProcess[str]:
 # ---------------------------------------------------------------- what is recorded
 def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
     number = 0
-    for rows, columns in ((1, 32), (16, 64), (37, 216), (83, 96)):
+    for at, (rows, columns) in enumerate(((1, 32), (16, 64), (37, 216), (83, 96))):
         made: list[tuple[library.Linear, object]] = []
         for bits in range(2, 9):
             number += 1
@@ -79,6 +83,9 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
             made.append((case.layout.linear(case.prepared, case.layer, bias), (case, bias)))
         for scheme in products.FLOATS.values() if columns % 32 == 0 else ():
             case = products.case("e2m1", scheme, (rows, columns), torch.bfloat16)
+            made.append((case.layout.linear(case.prepared, case.layer, None), case))
+        for kind in list(products.K_QUANTS)[at::4]:
+            case = products.case("k", products.K_QUANTS[kind], (rows, 256), torch.bfloat16)
             made.append((case.layout.linear(case.prepared, case.layer, None), case))
         case = products.case(
             "s24", int_scheme(4, True, "channel", "2:4"), (rows, columns), torch.float32, storage="sparse24"
@@ -97,8 +104,8 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
                 if linear.kind == 0 and digits > 1:
                     continue
                 number += 1
-                recorder.label = f"kind {linear.kind} {rows} x {columns}, {digits} digits"
-                x = torch.randn(batch, columns).to(FLOATS[number % 3])
+                recorder.label = f"kind {linear.kind} {rows} x {linear.columns}, {digits} digits"
+                x = torch.randn(batch, linear.columns).to(FLOATS[number % 3])
                 y = torch.full((batch, rows), float("nan"), dtype=x.dtype)
                 memory = recorder.scratch(found.linear_memory(ctypes.byref(linear), batch, digits)).data_ptr()
                 kind = library.TYPES[x.dtype]

@@ -15,6 +15,7 @@ from runtime import formats, kernels
 from runtime.errors import RequestError
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.float8_block import Float8Block
+from runtime.formats.k_quant import KQuant
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels import tuning
 from runtime.kernels.cpu import integer, library
@@ -77,6 +78,8 @@ needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler"
         (Scheme(BlockFloat(4), MICROSCALED), torch.bfloat16, "reference", "reference"),
         (Scheme(BlockFloat(8), replace(MICROSCALED, bits=8)), torch.bfloat16, "reference", "reference"),
         (Scheme(Float8Block()), torch.bfloat16, "reference", "reference"),
+        (Scheme(KQuant("IQ4_NL")), torch.bfloat16, "k-quant-c", "k-quant-c-fast"),
+        (Scheme(KQuant("IQ4_NL")), torch.float64, "reference", "reference"),
         (Scheme(None, None, "2:4"), torch.bfloat16, "reference", "reference"),
     ],
     ids=str,

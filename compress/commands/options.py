@@ -43,7 +43,7 @@ MAX_MEMORY = typer.Option(
 ALLOCATE = typer.Option(
     False,
     "--allocate",
-    help="Measure the model and show what each layer gets under a budget, which takes as long as in the run.",
+    help="Measure the model now and show which scheme each layer gets under a budget; takes as long as that part of apply.",
 )
 
 

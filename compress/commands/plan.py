@@ -84,19 +84,19 @@ def _show(result: dict[str, Any]) -> None:
 
 def _show_budget(budget: dict[str, Any]) -> None:
     """What shall be chosen, or what was."""
-    amount = size(budget["amount"]) if budget["key"] == "size" else f"{budget['amount']:g}"
+    amount = size(budget["amount"]) if budget["key"] == "size" else f"{budget['amount']}"
     if "units" not in budget:
         among = ", ".join(f"{name} ({size(count)})" for name, count in budget["candidates"].items())
-        print(f"Budget: {budget['key']} {amount} for {budget['layers']} layers, of {among} for all of them")
-        print("  the run measures them first and chooses; --allocate does it now, and shows the choice")
+        print(
+            f"Budget: {budget['key']} {amount}, shared by {budget['layers']} layers. Size if all got one candidate: {among}"
+        )
+        print("  apply measures the layers and chooses; plan --allocate does it now and shows the choice")
         return
     rows = [
         (unit["layers"][0], len(unit["layers"]), unit["scheme"], f"{unit['bits']:.3f}", f"{unit['kl']:.2e}")
         for unit in budget["units"]
     ]
-    print_table(
-        ("first layer of those with one scheme", "layers", "scheme", "bits", "predicted KL"), rows, right=(1, 3, 4)
-    )
+    print_table(("first layer of unit", "layers", "scheme", "bits", "predicted KL"), rows, right=(1, 3, 4))
     print(
         f"Budget: {budget['key']} {amount}: {budget['bits']:.4g} bits per weight, {size(budget['bytes'])}, predicted KL {budget['kl']:.4g}"
     )

@@ -30,8 +30,8 @@ class Statistics:
         square_mean: `[in]` float32, mean of `x^2` (the diagonal of the Hessian, available without it).
         drift: `[in, in]` float32, mean of `x (o - x)^T`, where `o` is what the layer reads in the original model, at the same place as the
             Hessian; None if not collected. `drifted`: `[in]` float32, mean of `(o - x)^2`.
-        stream: `[out, in]` float32, mean of `(p - r) x^T`, where the layer's output is added to `r`, and to `p` in the original model; None
-            if not collected. `streamed`: `[out]` float32, mean of `(p - r)^2`.
+        residual: `[out, in]` float32, mean of `(p - r) x^T`, where the layer's output is added to `r`, and to `p` in the original model;
+            None if not collected. `residual_square`: `[out]` float32, mean of `(p - r)^2`.
         tokens: how many tokens were seen.
         finite: False when a NaN or Inf was among the inputs.
     """
@@ -45,8 +45,8 @@ class Statistics:
     finite: bool = True
     drift: torch.Tensor | None = None
     drifted: torch.Tensor | None = None
-    stream: torch.Tensor | None = None
-    streamed: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    residual_square: torch.Tensor | None = None
 
     @property
     def columns(self) -> int:
@@ -59,8 +59,8 @@ class Statistics:
         found: dict[str, Any] = {name: getattr(self, name) / s for name in ("abs_mean", "minimum", "maximum")}
         found |= {name: _scaled(getattr(self, name), s) for name in ("hessian", "drift")}
         drifted = None if self.drifted is None else self.drifted / s.square()
-        stream = None if self.stream is None else self.stream / s
-        return replace(self, square_mean=self.square_mean / s.square(), drifted=drifted, stream=stream, **found)
+        residual = None if self.residual is None else self.residual / s
+        return replace(self, square_mean=self.square_mean / s.square(), drifted=drifted, residual=residual, **found)
 
     def to(self, device: torch.device | str) -> Statistics:
         """The same on a device."""
@@ -91,8 +91,8 @@ class StatisticsCollector:
         self.in_features = in_features
         self._drift = file_matrix.zeros(in_features, in_features, device, directory) if drift else None
         self._drifted = torch.zeros(in_features, device=device)
-        self._stream = file_matrix.zeros(outputs, in_features, device, directory) if outputs else None
-        self._streamed = torch.zeros(outputs, device=device)
+        self._residual = file_matrix.zeros(outputs, in_features, device, directory) if outputs else None
+        self._residual_square = torch.zeros(outputs, device=device)
         self._hessian = file_matrix.zeros(in_features, in_features, device, directory) if hessian else None
         self._abs = torch.zeros(in_features, device=device)
         self._square = torch.zeros(in_features, device=device)
@@ -107,13 +107,13 @@ class StatisticsCollector:
         x: torch.Tensor,
         mask: torch.Tensor | None = None,
         original: torch.Tensor | None = None,
-        stream: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> None:
         """Add inputs `x [..., in]` of any float type; `mask [...]` (bool) tells which tokens are real, not padding; `original`: what the
-        layer reads in their place in the original model; `stream [..., out]`: how far what its output is added to is from that there.
+        layer reads in their place in the original model; `residual [..., out]`: how far what its output is added to is from that there.
         """
         x, others = self._tokens_of(x, mask), None if original is None else self._tokens_of(original, mask)
-        sums = None if stream is None else self._tokens_of(stream, mask)
+        sums = None if residual is None else self._tokens_of(residual, mask)
         step = max(1, ELEMENTS // self.in_features)
         for start in range(0, x.shape[0], step):
             part = x[start : start + step].to(self._abs)
@@ -121,9 +121,9 @@ class StatisticsCollector:
             if self._drift is not None:
                 assert others is not None
                 self._add_drift(part, others[start : start + step].to(self._abs))
-            if self._stream is not None:
+            if self._residual is not None:
                 assert sums is not None
-                self._add_stream(part, sums[start : start + step].to(self._abs))
+                self._add_residual(part, sums[start : start + step].to(self._abs))
 
     def _tokens_of(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         x = x.reshape(-1, x.shape[-1])
@@ -138,13 +138,13 @@ class StatisticsCollector:
             self._drift[rows].addmm_(x[:, rows].T, moved)
             file_matrix.let_go(self._drift)
 
-    def _add_stream(self, x: torch.Tensor, moved: torch.Tensor) -> None:
-        assert self._stream is not None
-        self._streamed += moved.square().sum(0)
-        self._finite = self._finite and bool(torch.isfinite(self._streamed.sum()))
+    def _add_residual(self, x: torch.Tensor, moved: torch.Tensor) -> None:
+        assert self._residual is not None
+        self._residual_square += moved.square().sum(0)
+        self._finite = self._finite and bool(torch.isfinite(self._residual_square.sum()))
         for rows in file_matrix.panels(moved.shape[1], BLOCK):
-            self._stream[rows].addmm_(moved[:, rows].T, x)
-            file_matrix.let_go(self._stream)
+            self._residual[rows].addmm_(moved[:, rows].T, x)
+            file_matrix.let_go(self._residual)
 
     def _add(self, x: torch.Tensor) -> None:
         """Inputs `[tokens, in]` in float32, where the sums are."""
@@ -176,7 +176,7 @@ class StatisticsCollector:
                 reduce(panel, "sum")
                 self._hessian[start:end, start:] = panel
                 file_matrix.let_go(self._hessian)
-        for moments in (self._drift, self._stream):
+        for moments in (self._drift, self._residual):
             if moments is None:
                 continue
             for rows in file_matrix.panels(moments.shape[0], BLOCK):
@@ -184,7 +184,7 @@ class StatisticsCollector:
                 reduce(panel, "sum")
                 moments[rows] = panel
                 file_matrix.let_go(moments)
-        reduce(self._streamed, "sum")
+        reduce(self._residual_square, "sum")
         sums = torch.stack([self._abs, self._square, self._drifted])
         reduce(sums, "sum")
         self._abs, self._square, self._drifted = sums
@@ -206,7 +206,7 @@ class StatisticsCollector:
                     others = slice(rows.stop + below.start, rows.stop + below.stop)
                     self._hessian[others, rows] = self._hessian[rows, others].T
                     file_matrix.let_go(self._hessian)
-        for moments in (self._drift, self._stream):
+        for moments in (self._drift, self._residual):
             for rows in file_matrix.panels(0 if moments is None else moments.shape[0], BLOCK):
                 assert moments is not None
                 moments[rows] /= tokens
@@ -222,8 +222,8 @@ class StatisticsCollector:
             finite=self._finite,
             drift=self._drift,
             drifted=None if self._drift is None else self._drifted / tokens,
-            stream=self._stream,
-            streamed=None if self._stream is None else self._streamed / tokens,
+            residual=self._residual,
+            residual_square=None if self._residual is None else self._residual_square / tokens,
         )
 
 

@@ -45,12 +45,14 @@ Forwards = Sequence[tuple[Callable[[], Any], torch.Tensor | None]]
 
 
 class Original(NamedTuple):
-    """A block of the original model, and its runs over the same batches; `sums`: layers that add to the residual stream, each with a module
-    that reads it before ("": the block)."""
+    """A block of the original model, and its runs over the same batches.
+
+    `residual_layers`: those that add to the residual stream, each with a module that reads it before ("": the block).
+    """
 
     block: nn.Module
     forwards: Forwards
-    sums: Mapping[str, str]
+    residual_layers: Mapping[str, str]
 
 
 def forwards(
@@ -137,9 +139,9 @@ def collect(
     drifts = [original is not None and expert is None for expert in experts]
     firsts = [group.members[0] for group in groups]
     sums = {} if original is None else {
-        position: original.sums[name]
+        position: original.residual_layers[name]
         for position, (name, group) in enumerate(zip(firsts, groups, strict=True))
-        if drifts[position] and name in original.sums and len(group.members) == 1
+        if drifts[position] and name in original.residual_layers and len(group.members) == 1
     }  # fmt: skip
     collectors = [
         StatisticsCollector(

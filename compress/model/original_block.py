@@ -35,14 +35,14 @@ class OriginalBlock:
         self._numbers, self._first = list(numbers), first
         self.block = deepcopy(block)
         self.outputs = ModuleOutputs(self.block, len(batches), keep)
-        self.sums: dict[str, str] = {}  # see `find_sums`
+        self.residual_layers: dict[str, str] = {}  # see `find_residual_layers`
 
     @property
     def runs(self) -> Original:
         """The block and one run a batch."""
         states, first = self._states, self._first
         every = forwards(self._streamed, self._index, states, self._batches, self._numbers, self.block, first)
-        return Original(self.block, self.outputs.around(every, self._numbers), self.sums)
+        return Original(self.block, self.outputs.around(every, self._numbers), self.residual_layers)
 
     @torch.inference_mode()
     def advance(self) -> None:
@@ -54,7 +54,7 @@ class OriginalBlock:
             self._states.put(place, self._streamed.hand_over(self._index, state, batch))
 
 
-def find_sums(block: nn.Module, run: Callable[[], Any], names: Iterable[str]) -> dict[str, str]:
+def find_residual_layers(block: nn.Module, run: Callable[[], Any], names: Iterable[str]) -> dict[str, str]:
     """The layers of `names` whose output is added to the residual stream as it is, each with the name of a module that reads the stream
     before ("": the block itself). `run` runs the block once.
 

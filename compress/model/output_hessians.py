@@ -53,7 +53,7 @@ class BackwardPass:
 
     Attributes:
         numbers: of the batches that this process reads.
-        states: room for `kept` tensors of each batch.
+        states: room for `states_per_token` tensors of each batch.
         place: directory of the file that holds second moments of so many outputs; None: they are in memory.
     """
 
@@ -105,7 +105,7 @@ class BackwardPass:
                             raise CompressError(
                                 "objective output needs what the model says of text, which is NaN or Inf; use propagated"
                             )
-                        labels = drawn(logits.detach(), generator)
+                        labels = sample_labels(logits.detach(), generator)
                         loss = cross_entropy(logits, labels, reduction="sum")
                     rows += torch.autograd.grad(loss, leaf)
                 self.states.put(place, torch.cat(rows))
@@ -141,11 +141,11 @@ class BackwardPass:
         return {name: hessian for name, hessian in found.items() if hessian is not None}
 
 
-def kept(blocks: int) -> int:
+def states_per_token(blocks: int) -> int:
     """Hidden states of a token that the pass back needs: what enters each of so many blocks, and what the last one gives."""
     return blocks + 1
 
 
-def drawn(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def sample_labels(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """A label for each token, `[tokens]`, from logits `[tokens, vocab]`."""
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]

@@ -20,7 +20,7 @@ class QuantizeConfig(BaseModel):
     """Store weights as few-bit codes: a preset scheme by name, or bits, group size and symmetry; given fields win over the preset."""
 
     model_config = ConfigDict(extra="forbid")
-    best: ClassVar[Mapping[str, Any]] = {"objective": "propagated"}
+    best_fields: ClassVar[Mapping[str, Any]] = {"objective": "propagated"}
     """Fields that `quality: best` sets."""
 
     method: str = Field(description="Name of the method, see `compress methods`.")
@@ -33,22 +33,22 @@ class QuantizeConfig(BaseModel):
         None,
         ge=2,
         le=8,
-        description="Bits of a weight code, 2 to 8 (4 when neither bits nor scheme is given). With a point (3.5, also 3.0) a budget: bits "
-        "that a weight takes on average, scales and zero points included; layers that matter more get more.",
+        description="Bits of a weight code: a whole number, 2 to 8 (4 when neither bits nor scheme is given). With a decimal point (3.5, "
+        "also 3.0) it is a budget: average stored bits per weight, scales and zero points included. Layers that matter more get more.",
     )
     size: int | str | None = Field(
-        None, description="Budget in the place of bits: bytes of all tensors of the artifact, such as 2.1GB."
+        None, description="Budget instead of bits: most bytes of all tensors of the artifact, such as 2.1GB."
     )
     max_kl: float | None = Field(
         None,
         gt=0,
-        description="Budget in the place of bits: KL divergence from the original, in nats per token, that is predicted at most.",
+        description="Budget instead of bits: most predicted KL divergence from the original, in nats per token.",
     )
     candidates: list[int | str | dict[str, Any]] | None = Field(
         None,
         min_length=2,
-        description="What layers may get under a budget: bits of a code, presets, or {bits: 2, group_size: 32}; by default 2, 3, 4, 5, 6 "
-        "and 8 bits.",
+        description="Schemes that a budget chooses from: bits, presets, or fields such as {bits: 2, group_size: 32}. By default 2, 3, 4, "
+        "5, 6 and 8 bits.",
     )
     group_size: int | Literal["channel", "tensor"] | None = Field(
         None,
@@ -69,13 +69,14 @@ class QuantizeConfig(BaseModel):
     )
     objective: Literal["layer", "propagated", "output"] = Field(
         "layer",
-        description="What is kept: outputs that the layer gives for its own inputs; (propagated) those that it gives in the original "
-        "model, so that it makes up for the errors of the layers before it; or (output) those too, with errors where what the model says "
-        "minds them least.",
+        description="What rounding keeps. layer: the outputs of the layer for its own inputs. propagated: its outputs in the original "
+        "model, so that it makes up for the errors of the layers before it. output: the same, with errors moved to where they change the "
+        "model's predictions least (gptq, or awq with solver gptq; decoders that read only text).",
     )
     quality: Literal["fast", "best"] = Field(
         "fast",
-        description="best: the objective and the sweeps that lose least, for three to five times the time; fields that are given win.",
+        description="best: lowest KL divergence, for about three times the time. With gptq it sets objective: output and sweeps: 4, with "
+        "other methods objective: propagated. Fields that are given win.",
     )
     targets: list[str] = Field(
         ["Linear"], description="Modules to quantize: a class, a glob or 're:' and a regular expression."
@@ -84,9 +85,9 @@ class QuantizeConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _best(cls, given: Any) -> Any:
+    def _set_best_fields(cls, given: Any) -> Any:
         best = isinstance(given, Mapping) and given.get("quality") == "best"
-        return {**cls.best, **given} if best else given
+        return {**cls.best_fields, **given} if best else given
 
     @model_validator(mode="after")
     def _compensates(self) -> Self:
@@ -100,9 +101,11 @@ class QuantizeConfig(BaseModel):
     def _one_budget(self) -> QuantizeConfig:
         given = [name for name in _BUDGETS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are given, and a stage has one of {', '.join(_BUDGETS)}")
+            raise ValueError(f"{' and '.join(given)} exclude each other: a stage has one of {', '.join(_BUDGETS)}")
         if self.candidates is not None and self.budget is None:
-            raise ValueError("candidates are for a budget: bits with a point (3.5), size, or max_kl")
+            raise ValueError(
+                "candidates need a budget in the same stage: bits with a decimal point (3.5), size or max_kl"
+            )
         if self.size is not None:
             try:
                 byte_count("size", self.size)

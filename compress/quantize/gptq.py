@@ -20,7 +20,7 @@ class GPTQConfig(QuantizeConfig):
     The output error of a row is never above that of rounding to nearest: where it would be, the nearest values are kept.
     """
 
-    best: ClassVar[Mapping[str, Any]] = {"objective": "output", "sweeps": 4}
+    best_fields: ClassVar[Mapping[str, Any]] = {"objective": "output", "sweeps": 4}
 
     method: Literal["gptq"] = Field("gptq", description="Name of the method.")
     damping: float = Field(0.01, gt=0, le=1, description="Added to the Hessian's diagonal, as a fraction of its mean.")

@@ -138,9 +138,11 @@ def candidate_schemes(config: QuantizeConfig, sparsity: str | None = None) -> tu
         except RequestError as error:
             raise RequestError(f"candidates: {candidate}: {error}") from None
     if len({scheme.activations for scheme in found}) > 1:
-        raise RequestError("candidates: some quantize activations and some do not, or not alike")
+        raise RequestError("candidates: all must quantize activations alike, or none")
     if len(set(found)) < len(found):
-        raise RequestError("candidates: two of them are the same")
+        twice = next(scheme for scheme in found if found.count(scheme) > 1)
+        assert twice.weights is not None
+        raise RequestError(f"candidates: {twice.weights.describe()} is there twice")
     return tuple(sorted(found, key=_fineness))
 
 

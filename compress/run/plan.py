@@ -160,7 +160,7 @@ def _allocated(session: Session, spill: bool, quiet: bool) -> dict[str, Any]:
         found = session.layers.allocate(Path(room), spill, reporter)
     if not found:
         raise RequestError(
-            "--allocate: no stage has a budget (bits: 3.5, size or max_kl) or an allocation to choose by"
+            "--allocate: no quantize stage has a budget (bits: 3.5, size or max_kl), and no prune stage an allocation other than uniform"
         )
     return found
 

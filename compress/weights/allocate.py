@@ -23,7 +23,7 @@ from compress.weights.artifact import budget_bytes
 from compress.weights.layer_task import LayerTask
 from compress.weights.plan import Budget, WeightPlan
 from compress.weights.sensitivity import Measurement, Unit
-from runtime.errors import CompressError
+from runtime.errors import CompressError, RequestError
 from runtime.formats.scheme import Scheme
 from runtime.modeling.linear_modules import get_matrix
 
@@ -33,7 +33,7 @@ SPREAD = 0.08
 #: A weight whose importance is this many times the layer's mean is an outlier (the M of the OWL paper).
 OUTLIER = 5.0
 #: Bits per weight that a budget is met within, if the layers can be combined so.
-NEAR = 0.02
+BITS_TOLERANCE = 0.02
 
 Visit = Callable[[int, nn.Module, HiddenStates], None]
 """Called with the number of a block, the block, and the hidden states that enter it."""
@@ -128,9 +128,10 @@ def _chosen(budget: Budget, plan: WeightPlan, units: list[Unit]) -> dict[str, An
     weights = sum(unit.weights for unit in units)
     allowed = budget_bytes(plan, budget, [name for unit in units for name in unit.layers])
     if allowed is None:
-        picks = _smallest(sizes, losses, budget.amount)
+        with plan.context.recipe.origin.located(budget.path):
+            picks = _smallest(sizes, losses, budget.amount)
     else:
-        picks = choose(sizes, losses, allowed, allowed - int(NEAR * weights / 8))
+        picks = choose(sizes, losses, allowed, allowed - int(BITS_TOLERANCE * weights / 8))
     found = [
         {
             "layers": unit.layers, "candidate": pick, "scheme": _describe(unit.candidates[pick]),
@@ -146,7 +147,7 @@ def _chosen(budget: Budget, plan: WeightPlan, units: list[Unit]) -> dict[str, An
 
 
 def _smallest(sizes: list[list[int]], losses: list[list[float]], most: float) -> list[int]:
-    """The options of the least total size whose losses add up to at most `most`, by bisection; CompressError where there are none."""
+    """The options of the least total size whose losses add up to at most `most`, by bisection; RequestError where there are none."""
     low, high = sum(map(min, sizes)), sum(map(max, sizes))
 
     def lost(picks: list[int]) -> float:
@@ -154,8 +155,9 @@ def _smallest(sizes: list[list[int]], losses: list[list[float]], most: float) ->
 
     best = choose(sizes, losses, high)
     if lost(best) > most:
-        raise CompressError(
-            f"max_kl {most:g} is less than the {lost(best):.2g} that is predicted with the most bits of all; allow more, or add candidates"
+        raise RequestError(
+            f"{most:g} cannot be met: {lost(best):.3g} is predicted with the largest candidate everywhere; allow more, or "
+            "give candidates of more bits"
         )
     while high - low > max(1, high // 10**4):
         middle = (low + high) // 2

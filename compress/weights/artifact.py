@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -135,11 +136,12 @@ def check_budget(weights: WeightPlan) -> None:
         return
     total, rest = sum(counts.values()), budget.amount - allowed
     if budget.key == "bits":
-        given, ends = f"bits {budget.amount:g}", [f"{8 * end / total:.2f}" for end in (least, most)]
+        span = math.ceil(800 * least / total) / 100, min(8.0, math.floor(800 * most / total) / 100)
+        given, ends = f"bits {budget.amount}", [f"{end:.2f}" for end in span]
     else:
         given, ends = f"size {size(budget.amount)}", [size(end + rest) for end in (least, most)]
     end, which, instead = (ends[0], "less", "smallest") if allowed < least else (ends[1], "more", "largest")
-    text = f"{given} is {which} than the {end} that the {instead} of the candidates takes, with scales; give {ends[0]} to {ends[1]}"
+    text = f"{given} is {which} than the {end} that all layers take with the {instead} candidate, with scales; give {ends[0]} to {ends[1]}"
     raise RequestError(weights.context.recipe.origin.at(budget.path, f"{text}, or other candidates or group sizes"))
 
 

@@ -136,7 +136,8 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
         form = next((f for f in forms if not isinstance(f, GridScheme) or f.strategy == "tensor"), None)
         if form is not None:
             kind = "one scale for all rows" if isinstance(form, GridScheme) else form.describe()
-            text = f"objective output solves row after row, and {module.name} has {kind}; use propagated, or a scale for each row"
+            name = "quality best (objective output)" if quantize.config.quality == "best" else "objective output"
+            text = f"{name} solves row after row, and {module.name} has {kind}; give objective: propagated, or a scale for each row"
             raise RequestError(_at(recipe, quantize, ("objective",), text))
     return LayerTask(
         prune.config if prune else None, quantize.config if quantize else None, candidates[-1] if candidates else scheme,

@@ -17,7 +17,7 @@ from compress.core.tensors import finite
 from compress.model.expert_calibration import ExpertCalibration
 from compress.model.input_statistics import Forwards, InputGroup, find_groups
 from compress.model.module_outputs import ModuleOutputs
-from compress.model.original_block import OriginalBlock, find_sums
+from compress.model.original_block import OriginalBlock, find_residual_layers
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.recipe import Recipe
 from compress.weights.layer_task import LayerTask
@@ -112,7 +112,9 @@ class BlockJob:
             all_groups = find_groups(self.block, lambda: self.small_forward(self.dtype), linears)
         if self.original is not None:
             self.original.outputs.watch_as(self.outputs)
-            self.original.sums = find_sums(self.block, lambda: self.small_forward(self.dtype), tasks)
+            self.original.residual_layers = find_residual_layers(
+                self.block, lambda: self.small_forward(self.dtype), tasks
+            )
         groups = [InputGroup([n for n in g.members if n in tasks], g.in_features, g.source) for g in all_groups]
         groups = [g for g in groups if g.members]
         if team.size > 1:

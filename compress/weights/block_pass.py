@@ -26,7 +26,7 @@ from compress.model.hidden_states import HiddenStates
 from compress.model.input_statistics import forwards
 from compress.model.module_outputs import ModuleOutputs
 from compress.model.original_block import OriginalBlock
-from compress.model.output_hessians import BackwardPass, OutputHessians, kept
+from compress.model.output_hessians import BackwardPass, OutputHessians, states_per_token
 from compress.model.source import SourceCheckpoint
 from compress.model.streamed import Batch, StreamedModel
 from compress.weights.block import BlockJob, BlockResult
@@ -266,7 +266,7 @@ def collect_output_hessians(job: BlockPass) -> None:
         wanted[index] = [n.removeprefix(prefix) for n in names if expert_of(streamed.model, n) is None]
     job.reporter.phase("output Hessians", len(streamed.blocks))
     batches, scratch = job.batches[:-1], directory.work / "hidden-backward" if job.spill else None
-    states = HiddenStates(kept(len(streamed.blocks)) * len(batches), scratch, team)
+    states = HiddenStates(states_per_token(len(streamed.blocks)) * len(batches), scratch, team)
     place = partial(job.plan.context.bounds.place, directory.work)
     back = BackwardPass(streamed, batches, job.calibrated, states, team, place)
     for index in back.run(wanted, found):

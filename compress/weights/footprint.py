@@ -15,10 +15,10 @@ from compress.core.statistics import BLOCK, ELEMENTS
 from compress.evaluate.streamed import LOGIT_ROWS
 from compress.model.expert_calibration import AT_ONCE
 from compress.model.footprint import WHOLE_BYTES, Footprint, ModelSize, Rows, Speed, one_row_at_a_time, tokens
-from compress.model.output_hessians import kept
+from compress.model.output_hessians import states_per_token
 from compress.weights.layer_task import LayerTask
 from compress.weights.plan import WeightPlan
-from compress.weights.sensitivity import MEASURED
+from compress.weights.sensitivity import MEASURED_TOKENS
 from compress.weights.solver import columns as chunks
 from compress.weights.solver import factor
 from runtime import formats
@@ -90,7 +90,7 @@ class WeightsFootprint:
         # As large are the outputs of a block's attention, which passes over the text for later layers take from memory.
         again = self._recipe.true_sequential and any(layer.task.compensates for layer in self._layers.values())
         states = self._streams * model.states(rows)
-        back = kept(len(self._blocks)) * model.states(rows) if self._output_aware else 0
+        back = states_per_token(len(self._blocks)) * model.states(rows) if self._output_aware else 0
         moments = sum(map(self._output_moments, self._output_aware))
         return Footprint(
             memory=max(phases.values()),
@@ -164,7 +164,7 @@ class WeightsFootprint:
         """Bytes of the hidden states by which the units are measured, at two candidates each."""
         count, measured = 0, list[tuple[int, ...]]()
         for batch in rows:
-            if count < MEASURED:
+            if count < MEASURED_TOKENS:
                 measured.append(batch)
                 count += math.prod(batch)
         return 2 * self._units() * self._model.states(measured)
@@ -332,10 +332,10 @@ class WeightsFootprint:
     def _measuring(self, count: int, speed: Speed) -> float:
         """Seconds to measure what a budget chooses by: statistics of `count` tokens, each candidate solved, a model for each unit."""
         passes = count * 2.5 + self._units() * min(
-            count, MEASURED
+            count, MEASURED_TOKENS
         )  # on average through half of the blocks, at two candidates
         total = 2.0 * self._model.inside * passes / speed.own
-        total += 4.0 * self._units() * min(count, MEASURED) * self._model.outside / speed.own  # the head
+        total += 4.0 * self._units() * min(count, MEASURED_TOKENS) * self._model.outside / speed.own  # the head
         for layer in self._layers.values():
             if layer.task.candidates:
                 loop = 3 * layer.rows * layer.columns**2 / speed.single + layer.numel * 8e-8

@@ -53,7 +53,7 @@ class WeightPlan:
 
     @property
     def needs(self) -> set[str]:
-        """What calibration must collect ("hessian", "ranges", "drift"); empty where the weights alone decide."""
+        """What calibration must collect ("hessian", "ranges", "drift", "gradients"); empty where the weights alone decide."""
         return set().union(*(layer.needs for layer in self.tasks.values()))
 
     @property
@@ -114,7 +114,7 @@ def prepare(context: Context) -> WeightPlan:
 
 
 def _check_output_aware(context: Context, tasks: dict[str, LayerTask]) -> None:
-    """RequestError where a stage asks for the loss of a model that says no next token of text."""
+    """RequestError where a stage asks for the loss of a model that is no decoder of text alone."""
     task = next((task for task in tasks.values() if task.output_aware), None)
     streamed = context.streamed
     if task is None or (streamed.kind == "decoder" and type(streamed.rows) is TextRows):
@@ -122,9 +122,7 @@ def _check_output_aware(context: Context, tasks: dict[str, LayerTask]) -> None:
     recipe = context.recipe
     stage = next(stage for stage in recipe.stages if stage.index == task.quantize_stage)
     name = type(streamed.model).__name__
-    text = (
-        f"objective output is for models that continue text and read nothing else, which {name} is not; use propagated"
-    )
+    text = f"objective output (which quality: best sets) needs a decoder that reads only text, which {name} is not; give propagated"
     raise RequestError(recipe.origin.at((*stage.path, "objective"), text))
 
 

@@ -27,7 +27,7 @@ from runtime.modeling.experts import expert_of
 from runtime.modeling.linear_modules import get_matrix, set_matrix
 
 #: Tokens of calibration text on which the KL divergence of a unit is measured, at least (one batch).
-MEASURED = 2048
+MEASURED_TOKENS = 2048
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Unit:
     Attributes:
         layers: qualified names. weights: of all of them.
         sizes: stored bytes by candidate.
-        errors: output error by candidate, each relative to what it is at the others.
+        errors: output error by candidate, summed over layers; only ratios between candidates count.
         losses: KL divergence in nats per token by candidate, of those that were measured.
     """
 
@@ -91,7 +91,7 @@ class Measurement:
         self._batches: list[Batch] = []
         tokens = 0
         for batch in plan.context.batches:  # those on which KL is measured
-            if tokens < MEASURED:
+            if tokens < MEASURED_TOKENS:
                 self._batches.append(batch)
                 tokens += batch[0].numel()
         # For each unit and measured candidate the hidden states of these batches.

@@ -256,7 +256,7 @@ class Quantize(WeightsRoom):
 
 def describe_budget(budget: Mapping[str, Any]) -> str:
     """ "bits 3.5: 3.498 bits per weight"."""
-    amount = count(budget["amount"]) if budget["key"] == "size" else f"{budget['amount']:g}"
+    amount = count(budget["amount"]) if budget["key"] == "size" else f"{budget['amount']}"
     return f"{budget['key']} {amount}: {budget['bits']:.4g} bits per weight, {count(budget['bytes'])}"
 
 

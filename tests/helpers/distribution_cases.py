@@ -77,8 +77,9 @@ def expected(target: torch.Tensor, options: GenerationOptions, length: int) -> d
 
 
 def misfit(found: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], float]) -> float:
-    """Pearson's statistic over cells of at least 5 expected counts (the rest is one cell): the normal quantile as unlikely as it is. Its own
-    tail is longer than a normal one: among 40 cells it is 4.5 standard deviations above its mean in one of 5,000 tests of what is right.
+    """Pearson's statistic over cells of at least 5 expected counts (the rest is one cell): the normal quantile that is as unlikely.
+
+    Its own tail is longer than a normal one: with 40 cells it is 4.5 standard deviations above its mean in one of 5,000 right tests.
     """
     draws = sum(found.values())
     rest_found, rest_expected, statistic, cells = 0.0, 0.0, 0.0, 0

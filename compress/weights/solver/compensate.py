@@ -215,7 +215,7 @@ class _GridSolver:
         for chunk in parts:
             own = chunk.stack(weights).float()
             mask = None if masks is None else chunk.stack(masks)
-            shift = None if rows is None else rows.wanted(chunk)
+            shift = None if rows is None else rows.compensation(chunk)
             target = own if shift is None else own + shift
             if goals is not None:
                 goal = chunk.stack(goals)
@@ -228,7 +228,7 @@ class _GridSolver:
                 goal = target
             rounded = self._round(target, goal, mask, chunk.heights)
             if rows is not None:
-                rows.note(chunk, own - stored_values(rounded.codes, rounded.grid, rounded.mask, self.dtype))
+                rows.record_error(chunk, own - stored_values(rounded.codes, rounded.grid, rounded.mask, self.dtype))
             for (index, _, _), part in zip(chunk.parts, rounded.split(chunk.heights), strict=True):
                 found[index].append(part)
         if rows is None:

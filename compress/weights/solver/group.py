@@ -25,7 +25,7 @@ from runtime.formats.scheme import CompressedWeight, GridScheme
 #: `d` of `propagated`, as a fraction of the mean of the Hessian's diagonal.
 DAMPING = 0.05
 #: Of the drift of what a layer's output is added to, the part that the layer makes up for.
-STREAM = 0.7
+RESIDUAL_SHARE = 0.7
 #: Random directions that tell how much of the drift inputs explain.
 DIRECTIONS = 64
 
@@ -185,16 +185,16 @@ def propagated(weights: Sequence[torch.Tensor], statistics: Statistics, name: st
     assert drift is not None
     factor = factorize(hessian, torch.arange(hessian.shape[0], device=hessian.device), DAMPING, name)
     share = _share(factor, drift, statistics.drifted, statistics.tokens)
-    stream_share = 0.0
-    if statistics.stream is not None:
-        stream_share = _share(factor, statistics.stream.T, statistics.streamed, statistics.tokens)
+    residual_share = 0.0
+    if statistics.residual is not None:
+        residual_share = _share(factor, statistics.residual.T, statistics.residual_square, statistics.tokens)
     found = []
     for weight in weights:
         moved = weight.to(torch.float32, copy=True)
         for rows in file_matrix.panels(weight.shape[0], rows_at_a_time(weight.shape[1])):
             wanted = share * file_matrix.product(drift, moved[rows].T)
-            if statistics.stream is not None:
-                wanted += stream_share * STREAM * statistics.stream[rows].T
+            if statistics.residual is not None:
+                wanted += residual_share * RESIDUAL_SHARE * statistics.residual[rows].T
             moved[rows] += factor.solve(wanted).T
         found.append(moved)
     return found, share

@@ -77,7 +77,7 @@ class RowLoop:
             found.append(Chunk(tuple(parts)))
         return found
 
-    def wanted(self, chunk: Chunk) -> torch.Tensor:
+    def compensation(self, chunk: Chunk) -> torch.Tensor:
         """What is to be added to the weights of a stretch, `[in, rows]`, so that they make up for the rows before."""
         parts = [self._shift(index, start, end) for index, start, end in chunk.parts]
         return torch.cat(parts).T.contiguous()
@@ -89,6 +89,6 @@ class RowLoop:
         before = factor.panel(start, end) @ errors[:start]
         return torch.linalg.solve_triangular(factor.corner(start, end), before, upper=False)
 
-    def note(self, chunk: Chunk, error: torch.Tensor) -> None:
+    def record_error(self, chunk: Chunk, error: torch.Tensor) -> None:
         """What a stretch lost: weights less what is stored, `[in, rows]`."""
         chunk.unstack(error, self.errors)

@@ -1,4 +1,4 @@
-"""Integer weights, 4-bit floats and k-quants on a CPU through this folder's C library: activations become integers of a few digits.
+"""Integer, 4-bit float and k-quant weights on a CPU through this folder's C library: activations become integers, sums are exact.
 
 The activations of a group of columns share one scale; each becomes `digits` signed bytes (`runtime/kernels/cpu/c/digits.h`):
 

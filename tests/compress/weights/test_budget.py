@@ -141,7 +141,10 @@ def test_max_kl_takes_the_least_that_is_predicted_to_suffice(make_checkpoint: An
         found[most] = out.manifest["budget"]
         assert 0.5 * most < found[most]["kl"] <= most
     assert found[0.5]["bits"] < found[0.05]["bits"]
-    with pytest.raises(CompressError, match=r"max_kl 1e-09 is less than the .* predicted with the most bits"):
+    with pytest.raises(
+        CompressError,
+        match=r"stages\.0\.quantize\.max_kl: 1e-09 cannot be met: .* is predicted with the largest candidate everywhere",
+    ):
         compress.apply(recipe(source, stage(max_kl=1e-9)), output=tmp_path / "no", quiet=True)
 
 
@@ -228,24 +231,24 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
 
 
 REFUSED = {
-    "two budgets": ([stage(bits=3.5, max_kl=0.1)], r"bits: bits and max_kl are given, and a stage has one of"),
+    "two budgets": ([stage(bits=3.5, max_kl=0.1)], r"bits: bits and max_kl exclude each other: a stage has one of"),
     "bits and size": ([stage(bits=4, size="1MB")], r"bits: bits and size are given"),
     "too many": ([stage(bits=8.5)], r"stages\.0\.quantize\.bits: "),
     "too few": ([stage(bits=1.5)], r"stages\.0\.quantize\.bits: "),
     "no size": ([stage(size="much")], r"size must be a number of bytes or a text"),
-    "candidates without a budget": ([stage(bits=4, candidates=[2, 3])], r"candidates are for a budget"),
+    "candidates without a budget": ([stage(bits=4, candidates=[2, 3])], r"candidates need a budget in the same stage"),
     "one candidate": ([stage(bits=3.5, candidates=[4])], r"candidates: "),
-    "a candidate twice": ([stage(bits=3.5, candidates=[3, 4, {"bits": 4}])], r"candidates: two of them are the same"),
+    "a candidate twice": ([stage(bits=3.5, candidates=[3, 4, {"bits": 4}])], r"candidates: int4 g\d+ is there twice"),
     "a candidate of half a bit": ([stage(bits=3.5, candidates=[3, {"bits": 3.5}])], r"whole number, not 3\.5"),
     "an unknown candidate": ([stage(bits=3.5, candidates=[3, "W4A17"])], r"W4A17.*did you mean"),
     "an unknown field": ([stage(bits=3.5, candidates=[3, {"bit": 3}])], r"'bit' is no field of a candidate"),
-    "candidates with activations": ([stage(bits=3.5, candidates=[3, "W4A8"])], r"some quantize activations and some"),
+    "candidates with activations": ([stage(bits=3.5, candidates=[3, "W4A8"])], r"all must quantize activations alike, or none"),
     "a fixed scheme": ([stage(bits=3.5, group_size=None, scheme="NVFP4A16")], r"'NVFP4A16' has a fixed bits"),
 }  # fmt: skip
 UNFIT = {
-    "below the smallest": ([stage(bits=2.2)], r"bits 2\.2 is less than the 2\.5\d that the smallest of the candidates takes"),
-    "above the largest": ([stage(bits=4.0, candidates=[2, 3])], r"bits 4 is more than the 3\.5\d that the largest"),
-    "a tiny size": ([stage(size="1kB")], r"size 1\.00 kB is less than the .* that the smallest"),
+    "below the smallest": ([stage(bits=2.2)], r"bits 2\.2 is less than the 2\.5\d that all layers take with the smallest candidate"),
+    "above the largest": ([stage(bits=4.0, candidates=[2, 3])], r"bits 4\.0 is more than the 3\.5\d that all layers take with the largest"),
+    "a tiny size": ([stage(size="1kB")], r"size 1\.00 kB is less than the .* that all layers take with the smallest"),
     "two stages": ([stage(bits=3.5), stage(bits=4.5, targets=["down_proj"])], r"stages\.1\.quantize\.bits: stage 0 has a budget"),
     "a head": ([stage(bits=3.5, ignore=[])], r"lm_head is in no block, and a budget is for layers of blocks"),
 }  # fmt: skip

@@ -19,7 +19,7 @@ from compress.core.resources import recipes_directory
 from compress.core.statistics import StatisticsCollector
 from compress.core.tensors import relative
 from compress.model import output_hessians
-from compress.model.original_block import find_sums
+from compress.model.original_block import find_residual_layers
 from compress.model.output_hessians import OutputHessians
 from compress.prune import METHODS as PRUNE
 from compress.quantize import METHODS, resolve_scheme
@@ -59,8 +59,8 @@ def test_rows_make_up_best_for_those_before_them() -> None:
         assert len(order.unique()) == len(order)
     errors = [torch.randn(size, columns) for size in sizes]
     chunk = Chunk(((0, 6, 11), (1, 2, 9)))
-    rows.note(Chunk(((0, 0, 6), (1, 0, 2))), torch.cat([errors[0][:6], errors[1][:2]]).T)
-    found = rows.wanted(chunk).T.split(chunk.heights)
+    rows.record_error(Chunk(((0, 0, 6), (1, 0, 2))), torch.cat([errors[0][:6], errors[1][:2]]).T)
+    found = rows.compensation(chunk).T.split(chunk.heights)
     for (index, start, end), wanted in zip(chunk.parts, found, strict=True):
         hessian = hessians[index][rows.orders[index]][:, rows.orders[index]].double()
         hessian += row_loop.DAMPING * hessian.diagonal().mean() * torch.eye(len(hessian))
@@ -155,7 +155,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(block_pass, "collect_output_hessians", noted)
     monkeypatch.setattr(block_pass, "run_block", write)
-    monkeypatch.setattr(output_hessians, "drawn", lambda logits, _generator: logits.argmin(-1))
+    monkeypatch.setattr(output_hessians, "sample_labels", lambda logits, _generator: logits.argmin(-1))
     return found
 
 
@@ -205,7 +205,7 @@ def test_labels_are_drawn_from_what_the_model_says() -> None:
     """The mean of `(p - y) (p - y)^T` is the Hessian of the loss by the logits, `diag(p) - p p^T`."""
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -9.0]).repeat(200_000, 1)
     p = logits[0].double().softmax(-1)
-    labels = output_hessians.drawn(logits, torch.Generator().manual_seed(1))
+    labels = output_hessians.sample_labels(logits, torch.Generator().manual_seed(1))
     gradient = p - torch.nn.functional.one_hot(labels, 5)
     assert (gradient.T @ gradient / len(labels) - (p.diag() - p.outer(p))).abs().max() < 3e-3
 
@@ -266,7 +266,7 @@ def test_layers_that_add_to_the_residual_stream_are_found(make_checkpoint: Any, 
     args, kwargs = calls[0]
     kwargs = {key: value for key, value in kwargs.items() if "cache" not in key and "past" not in key}
     names = [name for name, module in stack[0].named_modules() if is_matrix(module)]
-    found = find_sums(stack[0], lambda: stack[0](*args, **kwargs), names)
+    found = find_residual_layers(stack[0], lambda: stack[0](*args, **kwargs), names)
     assert found.keys() == expected.keys()
     for name, reader in expected.items():
         assert found[name] in (reader, "", "input_layernorm", "ln_1"), found
@@ -306,11 +306,11 @@ def test_drift_of_the_stream_is_that_of_the_finished_model(
             for ids in rows:
                 model(ids)
     p, r, x = (torch.cat(seen[key]).double() for key in ("p", "r", "rx"))
-    assert relative(known[place].stream, (p - r).T @ x / len(x)) < 1e-3
-    assert relative(known[place].streamed, (p - r).square().mean(0)) < 1e-3
-    assert known["model.layers.2.self_attn.q_proj"].stream is None
+    assert relative(known[place].residual, (p - r).T @ x / len(x)) < 1e-3
+    assert relative(known[place].residual_square, (p - r).square().mean(0)) < 1e-3
+    assert known["model.layers.2.self_attn.q_proj"].residual is None
     halves = known[place].scaled(torch.full((x.shape[1],), 2.0))
-    assert relative(halves.stream, known[place].stream / 2) < 1e-6
+    assert relative(halves.residual, known[place].residual / 2) < 1e-6
 
 
 # ------------------------------------------------------------ runs
@@ -424,12 +424,12 @@ def test_methods_without_a_column_loop_refuse_it(config: Any) -> None:
 
 def test_what_it_cannot_be_for_is_refused(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
     source = make_checkpoint()
-    with pytest.raises(RequestError, match=r"objective.*has one scale for all rows; use propagated"):
+    with pytest.raises(RequestError, match=r"objective.*has one scale for all rows; give objective: propagated"):
         compress.plan(recipe(source, quantize(group_size="tensor")), output=tmp_path / "out")
     wide = make_checkpoint(name="wide", hidden_size=128, intermediate_size=128)
     with pytest.raises(RequestError, match=r"solves row after row, and .* has .*fp8"):
         compress.plan(recipe(wide, quantize(scheme="FP8_BLOCK", bits=None, group_size=None)), output=tmp_path / "out")
-    with pytest.raises(RequestError, match=r"is for models that continue text and read nothing else, which T5"):
+    with pytest.raises(RequestError, match=r"is for models that needs a decoder that reads only text, which T5"):
         compress.plan(recipe(save(t5(), tmp_path / "t5"), quantize(group_size=16)), output=tmp_path / "out")
 
 

@@ -159,7 +159,10 @@ def collect(
         known = mask.reshape(-1)[expert.tokens] if routed else mask  # type: ignore[union-attr, index]
         stream = None
         if position in sums:
-            stream = streams[True, sums[position]] - streams[False, sums[position]]
+            theirs, ours = (streams.get((which, sums[position])) for which in (True, False))
+            assert theirs is not None, "modules that read the residual stream run before what is added to it"
+            assert ours is not None
+            stream = theirs - ours
         collectors[position].add(args[0], known, before.get(position), stream)
         stop(position)
 

@@ -64,11 +64,11 @@ def find_residual_layers(block: nn.Module, run: Callable[[], Any], names: Iterab
 
     def on_input(name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
-            read.append((name, args[0]))
+            read.append((name, args[0].clone()))  # a model may add in place
 
     def on_output(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         if name in wanted and isinstance(output, torch.Tensor):
-            given[name] = (len(read), output)
+            given[name] = (len(read), output.clone())
 
     modules = dict(block.named_modules())
     inputs = {module: partial(on_input, name) for name, module in modules.items()}

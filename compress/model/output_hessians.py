@@ -41,10 +41,12 @@ class OutputHessians:
         """File of a block."""
         return self.directory / f"block-{index:05d}.safetensors"
 
-    def get(self, index: int, name: str) -> torch.Tensor:
-        """Of a layer of a block, by its name in it: float32 `[out, out]`."""
+    def get(self, index: int, name: str) -> torch.Tensor | None:
+        """Of a layer of a block, by its name in it: float32 `[out, out]`; None: what it gives does not reach the loss."""
+        if not self.path(index).is_file():
+            return None
         with safe_open(self.path(index), framework="pt") as file:
-            return file.get_tensor(name)
+            return file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118 - a handle is no mapping
 
 
 @dataclass
@@ -103,7 +105,7 @@ class BackwardPass:
                         logits = logits if mask is None else logits[mask[row].to(device)]
                         if not finite(logits):
                             raise CompressError(
-                                "objective output needs what the model says of text, which is NaN or Inf; use propagated"
+                                "objective output: the original model's logits are NaN or Inf on the calibration text; give propagated"
                             )
                         labels = sample_labels(logits.detach(), generator)
                         loss = cross_entropy(logits, labels, reduction="sum")
@@ -111,12 +113,13 @@ class BackwardPass:
                 self.states.put(place, torch.cat(rows))
 
     def _block(self, index: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Output Hessians of layers of a block, which the gradients by its output go back through."""
+        """Output Hessians of layers of a block, which the gradients by its output go back through; of those that they reach."""
         streamed, states, device = self.streamed, self.states, self.streamed.device
-        outputs: dict[str, torch.Tensor] = {}
+        outputs: list[tuple[str, torch.Tensor]] = []
 
         def keep(name: str, _module: Any, _args: Any, output: torch.Tensor) -> None:
-            outputs[name] = output
+            if output.requires_grad:
+                outputs.append((name, output))
 
         with streamed.loaded_block(index) as block:
             layers = {name: block.get_submodule(name) for name in names}
@@ -130,15 +133,24 @@ class BackwardPass:
                     with torch.enable_grad():
                         output = streamed.run_block(index, state, batch)
                     after = states.get(self._at(index + 1, number)).to(output)
-                    before, *own = torch.autograd.grad(output, [state, *outputs.values()], after)
-                    for name, gradient in zip(outputs, own, strict=True):
-                        collectors[name].add(gradient, batch[1])
+                    inputs = [state, *(each for _, each in outputs)]
+                    before, *own = torch.autograd.grad(output, inputs, after, allow_unused=True)
+                    for (name, _), gradient in zip(outputs, own, strict=True):
+                        if gradient is not None:
+                            collectors[name].add(gradient, batch[1])
                     states.put(self._at(index, number), before)
         if self.team.size > 1:
             for collector in collectors.values():
                 self.team.add_up(collector)
-        found = {name: collector.finish().hessian for name, collector in collectors.items()}
-        return {name: hessian for name, hessian in found.items() if hessian is not None}
+        found: dict[str, torch.Tensor] = {}
+        for name, collector in collectors.items():
+            statistics = collector.finish()
+            if not statistics.finite:
+                name = streamed.block_prefix(index) + name
+                raise CompressError(f"objective output: gradients of {name} are NaN or Inf; give objective: propagated")
+            if statistics.tokens and statistics.hessian is not None:
+                found[name] = statistics.hessian
+        return found
 
 
 def states_per_token(blocks: int) -> int:

@@ -124,6 +124,10 @@ def _chosen(budget: Budget, plan: WeightPlan, units: list[Unit]) -> dict[str, An
         {"key", "amount": of the budget; "bits": per weight, as stored; "bytes": of the layers; "kl": predicted;
         "units": [{"layers", "candidate": its number, "scheme", "bits", "weights", "kl"}]}.
     """
+    if not units:
+        raise CompressError(
+            f"{budget.key}: no layer that shares the budget can be measured: its weights or inputs hold NaN or Inf"
+        )
     sizes, losses = [unit.sizes for unit in units], [unit.predicted() for unit in units]
     weights = sum(unit.weights for unit in units)
     allowed = budget_bytes(plan, budget, [name for unit in units for name in unit.layers])
@@ -131,7 +135,11 @@ def _chosen(budget: Budget, plan: WeightPlan, units: list[Unit]) -> dict[str, An
         with plan.context.recipe.origin.located(budget.path):
             picks = _smallest(sizes, losses, budget.amount)
     else:
-        picks = choose(sizes, losses, allowed, allowed - int(BITS_TOLERANCE * weights / 8))
+        try:
+            picks = choose(sizes, losses, allowed, allowed - int(BITS_TOLERANCE * weights / 8))
+        except ValueError as error:
+            text = plan.context.recipe.origin.at(budget.path, f"{error} bytes, as the layers are stored; allow more")
+            raise CompressError(text) from None
     found = [
         {
             "layers": unit.layers, "candidate": pick, "scheme": _describe(unit.candidates[pick]),

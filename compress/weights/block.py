@@ -92,7 +92,7 @@ class BlockJob:
     team: Team = field(default_factory=Team)
     place: Callable[[int], Path | None] = in_memory
     original: OriginalBlock | None = None
-    output_hessian: Callable[[str], torch.Tensor] | None = None
+    output_hessian: Callable[[str], torch.Tensor | None] | None = None
 
     def __post_init__(self) -> None:
         self.result = BlockResult()
@@ -307,17 +307,24 @@ class BlockJob:
         weights = [self._weight(name) for name in unit.names]
         hessians = None
         if self._output_aware(unit.names[0]):
-            hessians = [self._output_hessian(name, weight) for name, weight in zip(unit.names, weights, strict=True)]
+            found = [self._output_hessian(name, weight) for name, weight in zip(unit.names, weights, strict=True)]
+            hessians = [each for each in found if each is not None]
+            if len(hessians) < len(found):
+                name = self.prefix + unit.names[0]
+                self.reporter.warn(f"{name}: the loss does not depend on what it gives; fitted to that (propagated)")
+                hessians = None
         return solve_layers(tasks, modules, weights, unit.statistics, self.dtype, self.constraints, hessians)
 
     def _output_aware(self, name: str) -> bool:
         """Whether a layer's output Hessian counts: not that of a routed expert (none is collected)."""
         return self._tasks[name].output_aware and expert_of(self.block, name) is None
 
-    def _output_hessian(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+    def _output_hessian(self, name: str, weight: torch.Tensor) -> torch.Tensor | None:
         assert self.output_hessian is not None
-        found = self.output_hessian(name).to(weight.device)
-        by = self._divided.get(name)
+        found, by = self.output_hessian(name), self._divided.get(name)
+        if found is None:
+            return None
+        found = found.to(weight.device)
         return found if by is None else found * by[:, None] * by
 
     def _put(self, names: list[str], solved: list[SolvedLayer]) -> None:

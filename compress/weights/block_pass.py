@@ -264,6 +264,8 @@ def collect_output_hessians(job: BlockPass) -> None:
         prefix = streamed.block_prefix(index)
         names = [name for name, task in job.plan.of_block(index).items() if task.output_aware]
         wanted[index] = [n.removeprefix(prefix) for n in names if expert_of(streamed.model, n) is None]
+    if not any(wanted.values()):
+        return
     job.reporter.phase("output Hessians", len(streamed.blocks))
     batches, scratch = job.batches[:-1], directory.work / "hidden-backward" if job.spill else None
     states = HiddenStates(states_per_token(len(streamed.blocks)) * len(batches), scratch, team)

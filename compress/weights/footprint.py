@@ -202,8 +202,15 @@ class WeightsFootprint:
 
     def _moments(self, group: list[_Layer], bounds: Bounds) -> int:
         """Second moments of the input of a group, where they are collected."""
-        columns, matrices = group[0].columns, max(layer.moments for layer in group)
-        return matrices * 4 * columns * (min(columns, 2 * BLOCK) if bounds.filed(columns) else columns)
+        columns, matrices, filed = (
+            group[0].columns,
+            max(layer.moments for layer in group),
+            bounds.filed(group[0].columns),
+        )
+        # Of what the layer adds to, where it is alone: taken to be so.
+        rows = max((layer.rows for layer in group if layer.task.propagated and not layer.home), default=0)
+        panels = [min(side, 2 * BLOCK) if filed else side for side in (columns, rows)]
+        return 4 * columns * (matrices * panels[0] + panels[1])
 
     def _wave(self, group: list[_Layer], late: list[list[_Layer]], bounds: Bounds) -> int:
         """Second moments collected together with a group's: those of experts, up to a bound."""
@@ -260,7 +267,8 @@ class WeightsFootprint:
         inputs = {(layer.reader, layer.columns) for layer in early}
         waiting = self._streams * sum(4 * columns**2 for _, columns in inputs) // max(1, len(self._blocks))
         largest = max((4 * layer.columns**2 for layer in filed), default=0)
-        return waiting + max((1 + self._streams) * largest, AT_ONCE if any(layer.home for layer in filed) else 0)
+        sums = max((4 * layer.rows * layer.columns for layer in filed if layer.task.propagated), default=0)
+        return waiting + sums + max((1 + self._streams) * largest, AT_ONCE if any(layer.home for layer in filed) else 0)
 
     # ------------------------------------------------------------ before and after
     def _outside_phase(self, layers: list[_Layer], rows: Rows, bounds: Bounds) -> int:

@@ -107,9 +107,10 @@ def prepare(context: Context) -> WeightPlan:
     if context.source is None:  # else asked of the source: which layers stay may not be known yet
         check_runs(streamed, tasks)
     constraints = load_constraints(context.path) if context.settled >= 0 else {}
-    for name, own in constraints.items():  # a budget was spent before they were trained
-        if name in tasks and tasks[name].quantized and tasks[name].candidates:
-            tasks[name] = replace(tasks[name], scheme=own.scheme, candidates=())
+    for name, task in tasks.items():  # a budget was spent before they were trained
+        if task.quantized and task.candidates:
+            settled = constraints.get(name)
+            tasks[name] = replace(task, scheme=task.scheme if settled is None else settled.scheme, candidates=())
     return WeightPlan(context, tasks, constraints, tuple(left))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,8 @@ class Measurement:
             unit = Unit(tasks[groups[own[0][0]].members[0]].candidates)
             dense: dict[int, dict[str, torch.Tensor]] = {candidate: {} for candidate in self._measured}
             for wave in own:
-                found = experts.collect([groups[position] for position in wave], runs, hessian=True)
+                needs = {need for position in wave for name in groups[position].members for need in tasks[name].needs}
+                found = experts.collect([groups[position] for position in wave], runs, hessian="hessian" in needs)
                 for position, statistics in zip(wave, found, strict=True):
                     if statistics.finite:  # else the pass says so
                         self._solve(unit, block, groups[position], tasks, prefix, statistics, dense)
@@ -147,15 +149,21 @@ class Measurement:
         dense: dict[int, dict[str, torch.Tensor]],
     ) -> None:
         """Compress the layers of one input at every candidate; dense weights of those that are measured go to `dense`."""
-        modules = [block.get_submodule(name) for name in group.members]
-        weights = [get_matrix(module).detach() for module in modules]
+        alike: list[list[str]] = []  # one of a group may be pruned and another not
+        for name in group.members:
+            together = next((names for names in alike if tasks[names[0]].same_settings(tasks[name])), None)
+            if together is None:
+                alike.append(together := [])
+            together.append(name)
         unit.layers += [prefix + name for name in group.members]
-        unit.weights += sum(weight.numel() for weight in weights)
-        for candidate, scheme in enumerate(unit.candidates):
-            own = {prefix + name: _settled(tasks[name], scheme, statistics.tokens) for name in group.members}
+        for candidate, names in product(range(len(unit.candidates)), alike):
+            modules = [block.get_submodule(name) for name in names]
+            weights = [get_matrix(module).detach() for module in modules]
+            unit.weights += sum(weight.numel() for weight in weights) if candidate == 0 else 0
+            own = {prefix + n: _settled(tasks[n], tasks[n].candidates[candidate], statistics.tokens) for n in names}
             seen = statistics if statistics.tokens and next(iter(own.values())).needs else None
             solved = solve_layers(own, modules, weights, seen, self._streamed.dtype, self._plan.constraints)
-            for name, layer in zip(group.members, solved, strict=True):
+            for name, layer in zip(names, solved, strict=True):
                 unit.sizes[candidate] += layer.record["bytes_after"]
                 unit.errors[candidate] += layer.record["error"] * statistics.tokens * layer.shape[0]
                 if candidate in dense:

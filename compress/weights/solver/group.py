@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -184,10 +185,12 @@ def propagated(weights: Sequence[torch.Tensor], statistics: Statistics, name: st
     assert hessian is not None
     assert drift is not None
     factor = factorize(hessian, torch.arange(hessian.shape[0], device=hessian.device), DAMPING, name)
-    share = _share(factor, drift, statistics.drifted, statistics.tokens)
+    along = partial(file_matrix.product, drift)
+    share = _share(factor, along, statistics.drifted, statistics.tokens)
     residual_share = 0.0
     if statistics.residual is not None:
-        residual_share = _share(factor, statistics.residual.T, statistics.residual_square, statistics.tokens)
+        along = partial(_transposed_product, statistics.residual)
+        residual_share = _share(factor, along, statistics.residual_square, statistics.tokens)
     found = []
     for weight in weights:
         moved = weight.to(torch.float32, copy=True)
@@ -195,26 +198,37 @@ def propagated(weights: Sequence[torch.Tensor], statistics: Statistics, name: st
             wanted = share * file_matrix.product(drift, moved[rows].T)
             if statistics.residual is not None:
                 wanted += residual_share * RESIDUAL_SHARE * statistics.residual[rows].T
+                file_matrix.let_go(statistics.residual)
             moved[rows] += factor.solve(wanted).T
         found.append(moved)
     return found, share
 
 
-def _share(factor: Factor, drift: torch.Tensor, drifted: torch.Tensor | None, count: int) -> float:
+def _transposed_product(matrix: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`matrix^T other`, panel by panel."""
+    out = torch.zeros(matrix.shape[1], other.shape[1], device=other.device)
+    for rows in file_matrix.panels(matrix.shape[0]):
+        out.addmm_(matrix[rows].T, other[rows])
+        file_matrix.let_go(matrix)
+    return out
+
+
+def _share(
+    factor: Factor, product: Callable[[torch.Tensor], torch.Tensor], drifted: torch.Tensor | None, tokens: int
+) -> float:
     """Of the drift that inputs explain on the calibration text, the share that they explain on other text too.
 
     Least squares with p inputs explain p / n of any noise in n tokens and leave the rest, so what is explained, `F = tr(D^T H^-1 D)`, has
     `p / (n - p)` times the rest in it. F is estimated from random directions (Hutchinson, 1990).
     """
-    columns, tokens = drift.shape[0], count
+    columns = factor.columns
     if tokens <= columns:
         return 0.0
-    generator = torch.Generator(drift.device).manual_seed(0)
-    directions = torch.randn(drift.shape[1], DIRECTIONS, generator=generator, device=drift.device)
-    along = file_matrix.product(drift, directions)
+    assert drifted is not None
+    generator = torch.Generator(drifted.device).manual_seed(0)
+    along = product(torch.randn(len(drifted), DIRECTIONS, generator=generator, device=drifted.device))
     explained = float((along * factor.solve(along)).sum()) / DIRECTIONS
     if explained <= 0:
         return 0.0
-    assert drifted is not None
     rest = max(0.0, float(drifted.sum()) - explained)
     return max(0.0, 1 - columns / (tokens - columns) * rest / explained)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from encoder_models import bert, byte_tokenizer, t5
 from runs import same_bytes
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import compress
@@ -54,6 +55,26 @@ def test_bits_are_met_from_below(make_checkpoint: Any, recipe: Any, tmp_path: Pa
         home, _, leaf = name.rpartition(".")
         shards = next(shards for shards in FUSED if leaf in shards)
         assert len({made[f"{home}.{shard}"].split(" + ")[-1] for shard in shards}) == 1
+
+
+@pytest.mark.parametrize("pruned", [["*.q_proj", "*.gate_proj"], ["*.k_proj", "*.up_proj"]], ids=["first", "second"])
+def test_part_of_a_unit_may_be_pruned(make_checkpoint: Any, recipe: Any, tmp_path: Path, pruned: list[str]) -> None:
+    prune = {"prune": {"method": "sparsegpt", "pattern": "2:4", "targets": pruned}}
+    request = recipe(make_checkpoint(), prune, stage(bits=4.0, candidates=[3, 4, 6]))
+    found = compress.apply(request, output=tmp_path / "out", quiet=True).manifest
+    assert stored_bits(found) == pytest.approx(found["budget"]["bits"])
+    assert found["budget"]["bits"] <= 4.0
+
+
+def test_nothing_that_can_be_measured_is_said(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
+    source = make_checkpoint()
+    file = next(source.glob("*.safetensors"))
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][:] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    request = recipe(source, stage(bits=3.5)) | {"on_nonfinite": "skip"}
+    with pytest.raises(CompressError, match=r"NaN or Inf|NaN or infinite"):
+        compress.apply(request, output=tmp_path / "out", quiet=True)
 
 
 def test_what_matters_more_gets_more(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
@@ -232,7 +253,7 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
 
 REFUSED = {
     "two budgets": ([stage(bits=3.5, max_kl=0.1)], r"bits: bits and max_kl exclude each other: a stage has one of"),
-    "bits and size": ([stage(bits=4, size="1MB")], r"bits: bits and size are given"),
+    "bits and size": ([stage(bits=4, size="1MB")], r"bits: bits and size exclude each other"),
     "too many": ([stage(bits=8.5)], r"stages\.0\.quantize\.bits: "),
     "too few": ([stage(bits=1.5)], r"stages\.0\.quantize\.bits: "),
     "no size": ([stage(size="much")], r"size must be a number of bytes or a text"),
@@ -271,7 +292,7 @@ def test_what_the_model_cannot_meet_is_refused(make_checkpoint: Any, recipe: Any
 
 
 def test_nothing_to_allocate_is_said(make_checkpoint: Any, recipe: Any) -> None:
-    with pytest.raises(RequestError, match="no stage has a budget"):
+    with pytest.raises(RequestError, match="no quantize stage has a budget"):
         compress.plan(recipe(make_checkpoint(), stage(bits=4)), allocate=True)
     cut = {"structure": {"remove": "ffn", "method": "magnitude", "ratio": 0.5, "multiple": 8}}
     with pytest.raises(RequestError, match=r"stage 0 \(structure\) changes first"):

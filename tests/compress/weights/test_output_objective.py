@@ -394,6 +394,43 @@ def test_experts_and_the_head_are_said_to_be_left_out(make_checkpoint: Any, reci
     assert any(w.startswith("objective output: lm_head is fitted to what it gives") for w in artifact.warnings)
 
 
+def test_only_experts_need_no_pass_back(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_pass.BackwardPass, "run", lambda *_: pytest.fail("a pass for nothing"))
+    request = recipe(make_checkpoint("mixtral"), quantize(targets=["*.experts.*"]))
+    compress.apply(request, output=tmp_path / "out", quiet=True)
+
+
+def test_layers_that_gradients_do_not_reach_are_said(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the indexer of DeepSeek V3.2, which computes without gradients."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            gate = self.act_fn(self.gate_proj(x))
+        return self.down_proj(gate * self.up_proj(x))
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    artifact = compress.apply(recipe(make_checkpoint(), quantize()), output=tmp_path / "out", quiet=True)
+    said = [w for w in artifact.warnings if "the loss does not depend on what it gives" in w]
+    assert said
+    assert all(".mlp.gate_proj" in warning for warning in said)
+
+
+def test_gradients_that_are_not_finite_are_named(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = StatisticsCollector.add
+    monkeypatch.setattr(
+        output_hessians.StatisticsCollector, "add", lambda self, x, mask=None: add(self, x * float("inf"), mask)
+    )
+    with pytest.raises(CompressError, match=r"gradients of model\.layers\.2\..* are NaN or Inf"):
+        compress.apply(recipe(make_checkpoint(), quantize()), output=tmp_path / "out", quiet=True)
+
+
 def test_outputs_that_were_divided_have_gradients_that_are_multiplied() -> None:
     hessian, s = moments(6), torch.rand(6) + 0.5
     job = block.BlockJob.__new__(block.BlockJob)
@@ -429,7 +466,7 @@ def test_what_it_cannot_be_for_is_refused(make_checkpoint: Any, recipe: Any, tmp
     wide = make_checkpoint(name="wide", hidden_size=128, intermediate_size=128)
     with pytest.raises(RequestError, match=r"solves row after row, and .* has .*fp8"):
         compress.plan(recipe(wide, quantize(scheme="FP8_BLOCK", bits=None, group_size=None)), output=tmp_path / "out")
-    with pytest.raises(RequestError, match=r"is for models that needs a decoder that reads only text, which T5"):
+    with pytest.raises(RequestError, match=r"needs a decoder that reads only text, which T5"):
         compress.plan(recipe(save(t5(), tmp_path / "t5"), quantize(group_size=16)), output=tmp_path / "out")
 
 
@@ -442,7 +479,7 @@ def test_a_model_that_says_nothing_is_refused(make_checkpoint: Any, recipe: Any,
     tensors["model.norm.weight"][0] = float("inf")
     save_file(tensors, file, metadata={"format": "pt"})
     request = recipe(source, quantize()) | {"on_nonfinite": "skip"}
-    with pytest.raises(CompressError, match="which is NaN or Inf; use propagated"):
+    with pytest.raises(CompressError, match="logits are NaN or Inf on the calibration text"):
         compress.apply(request, output=tmp_path / "out", quiet=True)
 
 

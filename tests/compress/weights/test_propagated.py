@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,35 @@ def test_weights_are_the_damped_least_squares(
         assert relative(moved, weight) > 0.05, "nothing has moved"
 
 
+@pytest.mark.parametrize("filed", [False, True])
+def test_what_is_missing_in_the_residual_stream_is_part_of_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filed: bool
+) -> None:
+    """Against `lstsq` in float64; in a file no page stays resident."""
+    if filed and not file_matrix.AVAILABLE:
+        pytest.skip("this system maps no matrices to files")
+    columns, rows = 40, 23
+    monkeypatch.setattr(group, "rows_at_a_time", lambda columns: 5)
+    shares: list[float] = []
+    share = group._share
+    monkeypatch.setattr(group, "_share", lambda *given: (shares.append(share(*given)), 1.0)[1])
+    x, original = streams(400, columns)
+    missing, weight = x @ torch.randn(columns, rows) / 6 + 0.1 * torch.randn(400, rows), torch.randn(rows, columns)
+    collector = StatisticsCollector(columns, directory=tmp_path if filed else None, drift=True, outputs=rows)
+    collector.add(x, None, original, missing)
+    statistics = collector.finish()
+    if filed:
+        assert file_matrix.is_mapped(statistics.residual)
+    (moved,), _ = propagated([weight], statistics, "layer")
+    added = DAMPING * float(x.square().mean(0).mean()) * len(x)
+    left = torch.cat([x.double(), added**0.5 * torch.eye(columns, dtype=torch.float64)])
+    target = original.double() @ weight.double().T + group.RESIDUAL_SHARE * missing.double()
+    right = torch.cat([target, added**0.5 * weight.double().T])
+    assert relative(moved, torch.linalg.lstsq(left, right).solution.T) < 1e-4
+    assert len(shares) == 2
+    assert shares[1] > 0.9, "inputs explain nearly all that is missing"
+
+
 @pytest.mark.parametrize("tokens", [90, 150, 2000])
 def test_what_noise_explains_is_left_out(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """On other text the output is nearer to the original model's than without shrinkage, and than before, however few tokens there are."""
@@ -81,7 +111,7 @@ def test_what_noise_explains_is_left_out(monkeypatch: pytest.MonkeyPatch, tokens
     statistics, (x, original) = collected(*drawn(tokens)), drawn(4000)
     share = group._share(
         factor.factorize(statistics.hessian, torch.arange(columns), DAMPING),
-        statistics.drift,
+        partial(file_matrix.product, statistics.drift),
         statistics.drifted,
         tokens,
     )

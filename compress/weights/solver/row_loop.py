@@ -22,7 +22,7 @@ from compress.weights.solver.columns import Chunk, rows_at_a_time
 from compress.weights.solver.factor import Factor, factorize
 
 #: Stretches that the rows of a weight are solved in.
-STRETCHES = 16
+STRETCHES = 32
 #: Added to the diagonal of output Hessians, as a fraction of its mean.
 DAMPING = 0.05
 

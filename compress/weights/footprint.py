@@ -151,8 +151,12 @@ class WeightsFootprint:
         most = 0
         for size, layers in zip(self._sizes, self._blocks, strict=True):
             own = [layer for layer in layers if layer in aware]
-            most = max(most, size + sum(self._output_moments(layer, bounds) for layer in own))
-        return max(self._outside + logits, most + (1 + BACKWARD) * forward)
+            most = max(most, size + self._widened(size) + sum(self._output_moments(layer, bounds) for layer in own))
+        return max(self._outside + self._widened(self._head) + logits, most + (1 + BACKWARD) * forward)
+
+    def _widened(self, size: int) -> int:
+        """Float32 copies of weights of `size` bytes, which gradients need until they are through; none where the CPU has the dtype."""
+        return 4 * size // self._item if self._model.widened else 0
 
     # ------------------------------------------------------------ a budget
     def _units(self) -> int:

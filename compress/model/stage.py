@@ -43,10 +43,12 @@ class Compressed:
     Attributes:
         path: artifact without a manifest.
         layers: a line for each layer, as in a manifest's `layers`.
+        entries: further ones of the manifest, of how they were compressed.
     """
 
     path: Path
     layers: Sequence[Mapping[str, Any]]
+    entries: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

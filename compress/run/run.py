@@ -376,9 +376,10 @@ class _Run:
         own.inspect(identity(context))
         own.warn = self.reporter.warn
         own.claim()
-        layers.run(context, replace(store, output=before, work=own.work, directory=own), self.reporter)
+        made = layers.run(context, replace(store, output=before, work=own.work, directory=own), self.reporter)
         write_metadata(layers, own)
-        return Compressed(before, [layer for record in records(context, own) for layer in record["layers"]])
+        lines = [layer for record in records(context, own) for layer in record["layers"]]
+        return Compressed(before, lines, layers.manifest(context, made))
 
     def _forget_damaged(self) -> None:
         """Forget the passes whose checkpoint is damaged, and those before them, whose checkpoints are gone."""

@@ -151,7 +151,9 @@ class CheckedWeights(LayersJob):
 
     def manifest(self, context: Context, record: Mapping[str, Any]) -> dict[str, Any]:
         """What was chosen for each layer under a budget."""
-        return {"budget": record["budget"]} if record.get("budget") else {}
+        # It was spent before a recovery.
+        budget = next((made["budget"] for made in (record, *context.records) if made.get("budget")), None)
+        return {"budget": budget} if budget else {}
 
 
 class WeightsRoom(StageRoom):

@@ -95,6 +95,7 @@ class RecoverJob(Job):
             names = ("name", "method", "error")
             layers = [layer for layer in store.compressed.layers if layer["error"] is not None]
             found["compressed"] = [{name: layer[name] for name in names} for layer in layers]
+            found |= store.compressed.entries
         return found
 
 

@@ -219,6 +219,8 @@ def test_recovery_trains_on_what_was_chosen(make_checkpoint: Any, recipe: Any, t
     trained = compress.apply(request, output=tmp_path / "out", quiet=True)
     plain = compress.apply(recipe(make_checkpoint(), stage("rtn", bits=4.0)), output=tmp_path / "plain", quiet=True)
     assert schemes(trained.manifest) == schemes(plain.manifest)
+    assert trained.manifest["budget"] == plain.manifest["budget"]
+    assert "predicted KL divergence" in (tmp_path / "out" / "report.html").read_text()
     assert len(set(schemes(plain.manifest).values())) > 1
 
 

@@ -212,7 +212,10 @@ def test_labels_are_drawn_from_what_the_model_says() -> None:
 
 @pytest.mark.slow
 def test_they_foretell_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KL that random errors in single layers of the bundled model make, against `tr(H E G E^T) / 2`: nearer than a factor of 2.5."""
+    """KL that random errors in single layers of the bundled model make, against `tr(H E G E^T) / 2`: nearer than a factor of 2.
+
+    Keys and values are left out: attention adds up their errors over tokens, which the product of both moments takes to be independent.
+    """
     source = recipes_directory() / "checkpoints" / "stdlib-4m"
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     solve = block.solve_layers
@@ -237,14 +240,17 @@ def test_they_foretell_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     with torch.no_grad():
         before = model(rows[0]).logits.log_softmax(-1)
-        for name, (inputs, outputs) in list(found.items())[::5]:
+        for name, (inputs, outputs) in found.items():
+            if name.endswith(("k_proj", "v_proj")):
+                continue
             weight = model.get_submodule(name).weight
             error = 0.03 * weight.std() * torch.randn_like(weight)
             weight += error
             after = model(rows[0]).logits.log_softmax(-1)
             weight -= error
             kl = float((before.exp() * (before - after)).sum(-1).mean())
-            assert 0.4 < float((outputs * (error @ inputs @ error.T)).sum()) / 2 / kl < 2.5, name
+            foretold = float((outputs * (error @ inputs @ error.T)).sum()) / 2
+            assert 0.5 < foretold / kl < 2, name
 
 
 # ------------------------------------------------------------ what layers add to

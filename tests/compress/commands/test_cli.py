@@ -367,7 +367,8 @@ def test_a_method_says_its_fields(capsys):
     _, out, _ = run(capsys, "methods", "show", "gptq", "--json")
     shown = json.loads(out)
     fields = {field["name"]: field for field in shown["fields"]}
-    assert fields["bits"]["type"] == "an integer between 2 and 8"
+    assert fields["bits"]["type"] == "a number between 2 and 8"
+    assert fields["sweeps"]["type"] == "an integer between 0 and 100"
     assert fields["damping"]["default"] == "0.01"
     assert "2210.17323" in shown["paper"]
     assert all(field["description"] for field in shown["fields"])
@@ -528,10 +529,13 @@ def test_python_apply_and_plan_hand_on_too(pipeline, recipe, monkeypatch):
     assert options["resume"] is True
     monkeypatch.setattr(
         "compress.run.plan.make_plan",
-        lambda recipe, max_memory, readers: SimpleNamespace(name=recipe.name, limit=max_memory),
+        lambda recipe, max_memory, readers, allocate: SimpleNamespace(
+            name=recipe.name, limit=max_memory, allocate=allocate
+        ),
     )
     assert compress.plan(recipe("fine")).name == "fine"
     assert compress.plan(recipe("fine"), max_memory="2GB").limit == 2_000_000_000
+    assert [compress.plan(recipe("fine"), allocate=wanted).allocate for wanted in (False, True)] == [False, True]
 
 
 def test_import_compress_is_light():

@@ -92,7 +92,7 @@ def test_a_point_that_the_recipe_refuses_is_found_before_anything_runs(run, sett
     executor = Here()
     with pytest.raises(RequestError) as raised:
         run(settings(vary={BITS: [98, 99]}), executor)
-    assert f"{BITS}: expected an integer between" in str(raised.value)
+    assert f"{BITS}: expected a number between" in str(raised.value)
     assert f"(in the trial with {BITS}=98)" in str(raised.value)
     assert f"(in the trial with {BITS}=99)" in str(raised.value)
     with pytest.raises(RequestError, match="'group_size'"):
@@ -138,7 +138,7 @@ def test_points_that_do_not_fit_are_skipped_and_said(run, settings, tmp_path, ca
     assert done.summary["counts"] == {"finished": 1, "failed": 0, "refused": 3, "proposed": 0}
     assert [trial["status"] for trial in done.trials] == ["refused", "refused", "refused", "finished"]
     assert "nothing_called_so" in done.trials[1]["error"]
-    assert "expected an integer between" in done.trials[2]["error"]
+    assert "expected a number between" in done.trials[2]["error"]
     assert json.loads((tmp_path / "out" / "sweep.json").read_text())["trials"][1]["error"] == done.trials[1]["error"]
     assert "refused: " in (tmp_path / "out" / "table.csv").read_text()
     err = " ".join(capsys.readouterr().err.split())
@@ -418,7 +418,7 @@ def test_a_search_records_what_the_recipe_refuses(run, settings):
     assert len(done.trials) == 2, "there are no more values"
     refused = next(trial for trial in done.trials if trial["values"][BITS] == 99)
     assert refused["status"] == "refused"
-    assert "expected an integer between" in refused["error"]
+    assert "expected a number between" in refused["error"]
     assert refused["number"] not in executor.started
     assert done.summary["counts"]["finished"] == 1
 

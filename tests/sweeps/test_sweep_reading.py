@@ -49,7 +49,7 @@ def file(recipe_file):
         (GOOD + "ray: {cpu: 3}\n", 5, "ray.cpu: unknown key; did you mean 'cpus'?"),
         (GOOD + "ray: {}\njobs: 2\n", 6, "ray.at_once"),
         (GOOD + "keep: some\n", 5, "keep: expected one of best, pareto, all, none, got 'some'"),
-        (GOOD + "jobs: two\n", 5, "jobs: expected a number between 1 and 1024, got 'two'"),
+        (GOOD + "jobs: two\n", 5, "jobs: expected an integer between 1 and 1024, got 'two'"),
         (GOOD.replace("tiny.yaml", "tony.yaml"), 2, "recipe: no recipe 'tony.yaml'"),
         (GOOD.replace("[3, 4]", "[3, 3]"), 4, "vary.stages.0.quantize.bits: 3 is given twice"),
         (GOOD.replace("stages.0.quantize.bits", "evaluate.samples"), 4, "'evaluate' cannot be varied"),

@@ -1,4 +1,4 @@
-"""Output Hessians: how much the loss of a model minds errors in the outputs of each linear layer.
+"""Output Hessians: how sensitive the loss of a model is to errors in the outputs of each linear layer.
 
 That of a layer is `E[g g^T]`, `[out, out]`, over the tokens of the calibration text, where `g` is the gradient by its output of what the
 original model loses on labels that are drawn from its own distribution. With the second moments `G` of its inputs, an error `E` of the

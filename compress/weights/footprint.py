@@ -257,9 +257,8 @@ class WeightsFootprint:
             pack = max(pack, layer.packed + 2 * self._item * layer.numel + layer.numel)
         if any(layer.task.propagated for layer in group):  # float32 weights that make up for the drift
             solved += 4 * numel
-        if any(
-            layer.task.output_aware for layer in group
-        ):  # output Hessians, their factors, weights in another order, their errors
+        # Output Hessians, their factors, weights in another order, and their errors.
+        if any(layer.task.output_aware for layer in group):
             solved += sum(2 * self._output_moments(layer) for layer in group) + 2 * 4 * numel
         codes = numel * (1 if group[0].task.scheme.weights is not None else self._item)
         return codes + max(solved, pack, 2 * self._item * largest)
@@ -343,9 +342,8 @@ class WeightsFootprint:
 
     def _measuring(self, count: int, speed: Speed) -> float:
         """Seconds to measure what a budget chooses by: statistics of `count` tokens, each candidate solved, a model for each unit."""
-        passes = count * 2.5 + self._units() * min(
-            count, MEASURED_TOKENS
-        )  # on average through half of the blocks, at two candidates
+        # On average through half of the blocks, at two candidates.
+        passes = count * 2.5 + self._units() * min(count, MEASURED_TOKENS)
         total = 2.0 * self._model.inside * passes / speed.own
         total += 4.0 * self._units() * min(count, MEASURED_TOKENS) * self._model.outside / speed.own  # the head
         for layer in self._layers.values():

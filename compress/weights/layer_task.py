@@ -104,7 +104,7 @@ class LayerTask:
 
     @property
     def output_aware(self) -> bool:
-        """Whether errors go where the loss of the model minds them least."""
+        """Whether errors are moved to where they change the predictions of the model least."""
         return any(config.objective == "output" for config, _ in self._active if isinstance(config, QuantizeConfig))
 
     @property

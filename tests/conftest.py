@@ -82,16 +82,32 @@ def bundled() -> Path:
     return recipes_directory() / "checkpoints" / "stdlib-4m"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`@pytest.mark.sampled(n)`: n cases of a large matrix, spread evenly, run always; the others are slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`@pytest.mark.sampled(n)`: n cases of a large matrix, spread evenly, run always, the others are slow. `sampled(n, m)`: m of them
+    are slow; those left are exhaustive and run only where `-m` names that marker."""
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled"):
             cases.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
+    left_out: set[pytest.Item] = set()
     for found in cases.values():
         marker = found[0].get_closest_marker("sampled")
         assert marker is not None
-        quick = {index * len(found) // marker.args[0] for index in range(marker.args[0])}
-        for index, item in enumerate(found):
-            if index not in quick:
+        quick = spread(found, marker.args[0])
+        slow = [item for item in found if item not in quick]
+        if len(marker.args) > 1:
+            slow = spread(slow, marker.args[1])
+        for item in found:
+            if item in slow:
                 item.add_marker(pytest.mark.slow)
+            elif item not in quick:
+                item.add_marker(pytest.mark.exhaustive)
+                left_out.add(item)
+    if "exhaustive" not in config.getoption("markexpr"):
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """So many of them, at even distances; all where there are no more."""
+    return [items[index * len(items) // count] for index in range(count)] if count < len(items) else items

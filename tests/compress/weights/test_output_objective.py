@@ -229,7 +229,7 @@ def test_they_foretell_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(block, "solve_layers", noted)
     request = {
         "name": "row", "model": str(source), "stages": [quantize(bits=8, group_size=128)],
-        "calibration": {"data": "bundled", "samples": 64, "sequence_length": 256}, "evaluate": {"data": "bundled", **UNLIMITED},
+        "calibration": {"data": "bundled", "samples": 16, "sequence_length": 256},
     }  # fmt: skip
     rows: list[torch.Tensor] = []
     begin = block_pass.run_block
@@ -324,13 +324,10 @@ def test_drift_of_the_stream_is_that_of_the_finished_model(
 @pytest.mark.parametrize(
     ("stages", "gain"),
     [
-        ([quantize(bits=3, group_size=128)], 0.75),
         ([{"prune": {"method": "sparsegpt", "pattern": "2:4"}}, quantize(bits=4, group_size=128)], 0.85),
         ([quantize("awq", solver="gptq", bits=3, group_size=128)], 0.8),
-        ([quantize(scheme="NVFP4A16", bits=None, group_size=None)], 0.85),
-        ([quantize(scheme="Q3_K", bits=None, group_size=None)], 0.8),
     ],
-    ids=["gptq", "joint", "awq", "nvfp4", "k-quant"],
+    ids=["joint", "awq"],
 )
 def test_the_model_says_more_of_what_the_original_says(tmp_path: Path, stages: Any, gain: float) -> None:
     """KL on held-out text against the objective `layer` with the same text."""
@@ -338,13 +335,13 @@ def test_the_model_says_more_of_what_the_original_says(tmp_path: Path, stages: A
     kl = {}
     for objective in ("layer", "output"):
         own = [
-            {kind: {k: v for k, v in fields.items() if v is not None} for kind, fields in one.items()} for one in stages
+            {kind: {**fields, "objective": objective} if kind == "quantize" else fields for kind, fields in one.items()}
+            for one in stages
         ]
-        own[-1]["quantize"]["objective"] = objective
         request = {
             "name": "row", "model": str(source), "stages": own,
-            "calibration": {"data": "bundled", "samples": 64, "sequence_length": 256},
-            "evaluate": {"data": "bundled", "samples": 32, "sequence_length": 256, **UNLIMITED},
+            "calibration": {"data": "bundled", "samples": 48, "sequence_length": 128},
+            "evaluate": {"data": "bundled", "samples": 16, "sequence_length": 128, **UNLIMITED},
         }  # fmt: skip
         artifact = compress.apply(request, output=tmp_path / objective, quiet=True)
         kl[objective] = artifact.metrics["kl"]

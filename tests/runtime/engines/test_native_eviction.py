@@ -101,7 +101,7 @@ def test_what_is_written_is_what_modules_write(module: Any, policy: str) -> None
     )
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(20, 20)
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "duo"])
 @pytest.mark.parametrize("name", ["grouped", "every head its own keys", "odd heads, biases"])
 def test_what_is_kept_is_what_modules_keep(name: str, policy: str) -> None:
@@ -240,7 +240,7 @@ def test_sums_over_stored_pages_are_near_those_over_plain_ones() -> None:
     assert float((plain - stored).norm() / plain.norm()) < 0.02
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(13, 8)
 # ---------------------------------------------------------------- bits
 @pytest.mark.parametrize("policy", ALL)
 def test_bits_depend_on_no_cut_and_no_threads(module: Any, policy: str) -> None:
@@ -255,7 +255,7 @@ def test_bits_depend_on_no_cut_and_no_threads(module: Any, policy: str) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(8, 8)
 @pytest.mark.parametrize("policy", ALL)
 def test_a_batch_gives_what_each_prompt_gives_alone(module: Any, policy: str) -> None:
     prompts = texts(300, 20, 129, 64, 700, seed=2)
@@ -271,14 +271,14 @@ def test_a_batch_gives_what_each_prompt_gives_alone(module: Any, policy: str) ->
             assert shares == (not every and len(prompt) > 128), "some scores want every query of a prompt"
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(10, 10)
 @pytest.mark.parametrize("policy", ALL)
 @pytest.mark.parametrize("spare", [0, 6])
 def test_within_any_memory_the_same(module: Any, policy: str, spare: int) -> None:
     memory_changes_nothing(lambda: held(module, policy), NEW, spare)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(8, 8)
 @pytest.mark.parametrize("policy", ALL)
 def test_what_is_computed_again_is_the_same(module: Any, policy: str) -> None:
     (prompt,) = texts(100)
@@ -336,7 +336,7 @@ def test_pages_that_others_hold_are_not_written() -> None:
     assert [content.page for content in pages.find(list(range(8)))] == [0]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(8, 8)
 # ---------------------------------------------------------------- drafts
 @pytest.mark.parametrize("policy", ALL)
 def test_drafts_change_nothing(module: Any, policy: str) -> None:

@@ -101,7 +101,7 @@ def assert_alike(found: Any, expected: Any) -> None:
             torch.testing.assert_close(states, right, atol=bound, rtol=bound)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, 8)
 @pytest.mark.parametrize("by", ["lookup", "assistant"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_rejected_drafts_leave_no_trace(llama: Any, assistant: Any, name: str, by: str) -> None:
@@ -132,7 +132,7 @@ def test_rejected_drafts_leave_no_trace(llama: Any, assistant: Any, name: str, b
     assert_alike(cache, clean)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, 8)
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("name", POLICIES)
 def test_where_no_draft_is_right_it_is_as_without(llama: Any, name: str, recorded: bool) -> None:

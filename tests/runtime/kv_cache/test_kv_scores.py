@@ -154,7 +154,7 @@ def places(layer: CompressedLayer, head: int) -> list[int]:
 TIERS = {"floats": (), "pages": (Tier(Plain(), Plain()),)}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(6, 12)
 @pytest.mark.parametrize("heads", [EqualHeads(), AdaptiveHeads()], ids=lambda s: s.name)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("inner", [None, SnapKV(8)], ids=["all", "snapkv"])
@@ -278,7 +278,7 @@ def run(
 ALL = [SnapKV(4), H2O(4), Tova(), Keyformer(4), Defensive(4), Streaming(2), Normalized(4), ReasoningPath(4)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(6, 12)
 @pytest.mark.parametrize("tiers", [(), (Tier(Plain(), Plain()),)], ids=["floats", "pages"])
 @pytest.mark.parametrize("heads", [EqualHeads(), AdaptiveHeads()], ids=lambda s: s.name)
 @pytest.mark.parametrize("score", ALL, ids=lambda s: s.name)

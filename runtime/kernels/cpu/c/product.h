@@ -16,6 +16,12 @@
 #define VECTORS_OF(BITS, S) 1
 #define DIRECT 0
 #endif
+#if defined(SANITIZED) && DIRECT /* compilers take minutes over every tile with checks in it */
+#undef MOST_STREAMS
+#undef DIRECT
+#define MOST_STREAMS 2
+#define DIRECT 2
+#endif
 #define MOST_ROWS 8 /* of x in a tile */
 /* Instead of a kind: codes that are bytes, of any size; NARROW, MIDDLE: of up to 4 bits, of up to 5; BYTES_16, BYTES_32: with levels, of up to
  * 6 bits and of up to 5; WIDE_32: with levels, of any size. */

@@ -14,7 +14,7 @@ KERNELS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(6, 9)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_without_spills(name, capability, tmp_path, monkeypatch):

@@ -30,7 +30,9 @@ class DFloat11(Representation):
     On disk, with `n = code_bits`:
 
     - `weight_mantissas`: uint8 `[out, in]`, the mantissa in the upper 7 bits, the sign in the lowest;
-    - `weight_codes`: uint8 `[out, n, ceil(in / 8)]`, bit planes of the codes (bit `i` of byte `j` is column `8j + i`, beyond the last 0);
+    - `weight_codes`: uint8 `[out, n, ceil(in / 8)]`, bit planes of the codes, 32 bytes for every 256 columns: bit `i` of byte `j` is column
+      `32 i + j` of these, so that shifts make codes of neighbours neighbours. The rest of a row has `w <= 32` bytes, and columns `w i + j`;
+      beyond the last column bits are 0;
     - `weight_exponents`: uint8 `[2^n - 1]`, what code is which exponent; the code `2^n - 1` stands for any other;
     - `weight_escapes`: uint8 `[count]`, those others in row-major order;
     - `weight_row_offsets`: int64 `[out + 1]`, where in them each row begins.
@@ -119,7 +121,7 @@ class DFloat11(Representation):
             exponent = (part >> 7).astype(np.uint8)
             code = code_of[exponent]
             for bit in range(self.code_bits):
-                planes[start:stop, bit] = np.packbits(code >> bit & 1, axis=1, bitorder="little")
+                planes[start:stop, bit] = _pack(code >> bit & 1)
             others = code == last
             offsets[start + 1 : stop + 1] = others.sum(1)
             listed.append(exponent[others])
@@ -140,7 +142,7 @@ class DFloat11(Representation):
             code = unpack_bits(planes[start:stop, 0])
             for bit in range(1, self.code_bits):
                 code |= unpack_bits(planes[start:stop, bit]) << bit
-            code = code[:, : shape[1]]
+            code = _in_order(code)[:, : shape[1]]
             exponent = table.index_select(0, code.flatten().int()).view(code.shape)
             listed = tensors["weight_escapes"][int(offsets[start]) : int(offsets[stop])]
             exponent.masked_scatter_(code == last, listed)
@@ -163,13 +165,13 @@ class DFloat11(Representation):
         exponents = tensors["weight_exponents"].long()
         if len(exponents.unique()) < len(exponents):
             return "weight_exponents", "has an exponent twice"
-        if shape[1] % 8 and bool((planes[..., -1] >> shape[1] % 8).any()):
-            return "weight_codes", "has codes beyond the last column"
         counts = torch.zeros(shape[0], dtype=torch.int64, device=planes.device)
         for start, stop in row_slices(*shape, _SLICE):
-            others = planes[start:stop, 0]
+            others = some = planes[start:stop, 0]
             for bit in range(1, self.code_bits):
-                others = others & planes[start:stop, bit]
+                others, some = others & planes[start:stop, bit], some | planes[start:stop, bit]
+            if shape[1] % 8 and bool(_in_order(unpack_bits(some))[:, shape[1] :].any()):
+                return "weight_codes", "has codes beyond the last column"
             counts[start:stop] = unpack_bits(others).sum(1)
         whole = int(offsets[0]) == 0 and int(offsets[-1]) == len(escapes)
         if not whole or not torch.equal(offsets.diff(), counts):
@@ -179,6 +181,22 @@ class DFloat11(Representation):
         if bool(coded[escapes.int()].any()):
             return "weight_escapes", "lists an exponent that has a code"
         return None
+
+
+def _pack(bits: np.ndarray) -> np.ndarray:
+    """A plane `[rows, ceil(columns / 8)]` of bits `[rows, columns]`, a byte each."""
+    rows, columns = bits.shape
+    whole, width = columns // 256 * 256, -(-(columns % 256) // 8)
+    rest = np.pad(bits[:, whole:], ((0, 0), (0, 8 * width - columns % 256)))
+    parts = (bits[:, :whole].reshape(rows, -1, 8, 32), rest.reshape(rows, -1, 8, max(1, width)))
+    return np.concatenate([np.packbits(part, axis=2, bitorder="little").reshape(rows, -1) for part in parts], axis=1)
+
+
+def _in_order(bits: torch.Tensor) -> torch.Tensor:
+    """Bits `[rows, 8 n]` of a plane, or codes in their order, as columns are."""
+    whole = bits.shape[1] // 256 * 256
+    parts = (bits[:, :whole].unflatten(1, (-1, 32, 8)), bits[:, whole:].unflatten(1, (1, -1, 8)))
+    return torch.cat([part.transpose(2, 3).flatten(1) for part in parts], dim=1)
 
 
 def _bits(weight: torch.Tensor) -> torch.Tensor:

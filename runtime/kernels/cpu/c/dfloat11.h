@@ -50,12 +50,15 @@ INLINE const uint8_t *put_escapes(uint64_t others, const uint8_t *mantissas, con
 INLINE const uint8_t *expand_row(const Linear *l, const int bits, int64_t row, int64_t k, int64_t count, const uint8_t *escape, uint16_t *out) {
     const int64_t apart = (l->columns + 7) / 8;
     const uint8_t *mantissas = l->weight + row * l->columns + k, *codes = l->codes + row * bits * apart + k / 8, *plane[4];
+    const uint8_t *ahead = l->codes + row * bits * apart + (AHEAD + k) / 8 * bits; /* planes are short: other rows' are asked for in turn */
     uint8_t table[16] = {0};
     memcpy(table, l->exponents, (size_t)(1 << bits) - 1);
     for (; count >= UNIT_COLUMNS; count -= UNIT_COLUMNS, mantissas += UNIT_COLUMNS, codes += UNIT_COLUMNS / 8, out += UNIT_COLUMNS) {
         uint64_t others[8];
         UNROLL for (int b = 0; b < bits; b++) plane[b] = codes + b * apart;
         for (int i = 0; i < UNIT_COLUMNS; i += 64) __builtin_prefetch(mantissas + AHEAD + i, 0, 2);
+        for (int i = 0; i < bits * UNIT_COLUMNS / 8; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+        ahead += bits * UNIT_COLUMNS / 8;
         UNROLL for (int i = 0; i < 8; i++) others[i] = expand_32(mantissas + 32 * i, plane, bits, i, table, out + 32 * i);
         UNROLL for (int i = 0; i < 8; i += 2) escape = put_escapes(others[i] | others[i + 1] << 32, mantissas + 32 * i, escape, out + 32 * i);
     }

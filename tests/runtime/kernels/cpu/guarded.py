@@ -29,6 +29,8 @@ _kept: list[mmap.mmap] = []
 def guarded(tensor: torch.Tensor) -> torch.Tensor:
     """A copy between two pages that may not be touched, its end at the second."""
     size, page = tensor.numel() * tensor.element_size(), mmap.PAGESIZE
+    if not size:
+        return tensor
     room = -(-size // page) * page
     region = mmap.mmap(-1, room + 2 * page)
     _kept.append(region)

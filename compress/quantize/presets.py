@@ -12,6 +12,7 @@ from runtime.config.messages import did_you_mean
 from runtime.errors import RequestError
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.checks import why_not_activations
+from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.float8_block import Float8Block
 from runtime.formats.grid import GridScheme
 from runtime.formats.k_quant import KINDS, KQuant
@@ -51,6 +52,7 @@ PRESETS: dict[str, Scheme] = {
     "MXFP8": Scheme(BlockFloat(8), _microscaled(8)),
     "MXFP8A16": Scheme(BlockFloat(8)),
     **{kind: Scheme(KQuant(kind)) for kind in KINDS},
+    "DF11": Scheme(DFloat11()),
 }
 ALIASES = {"W8A8": "W8A8-INT8", "INT8": "W8A8-INT8", "W8A8_INT8": "W8A8-INT8", "W4": "W4A16", "W8": "W8A16"}
 
@@ -71,6 +73,27 @@ def preset(name: str) -> Scheme:
     raise RequestError(f"scheme '{name}' is unknown (known: {', '.join(PRESETS)}){did_you_mean(name, names)}")
 
 
+def _check_exact(config: QuantizeConfig, scheme: Scheme) -> Scheme:
+    """The scheme; RequestError where it stores weights as they are, and the recipe has them changed or rounded."""
+    weights = scheme.weights
+    if weights is None or not weights.exact:
+        return scheme
+    name = f"scheme '{config.scheme}'" if isinstance(config.scheme, str) else f"scheme {weights.describe()}"
+    for key, only in (("method", "rtn"), ("objective", "layer"), ("scales", "mse")):
+        if (given := getattr(config, key)) != only:
+            given = "best (objective propagated)" if key == "objective" and config.quality == "best" else given
+            raise RequestError(
+                f"{name} stores weights without loss and rounds nothing: {key} must be {only}, not {given}"
+            )
+    if scheme.activations is not None:
+        raise RequestError(f"{name} is weight-only: leave activations and activation_mode out")
+    if scheme.sparsity is not None:
+        raise RequestError(
+            f"{name} stores dense weights as they are, and a stage before it prunes them: leave one of them out"
+        )
+    return scheme
+
+
 def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -> Scheme:
     """The scheme that a recipe's fields mean.
 
@@ -89,7 +112,7 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
         represented = _represented(config, config.scheme)
         if isinstance(represented, KQuant):
             return resolve_scheme(config.model_copy(update={"scheme": represented.kind}), sparsity)
-        return Scheme(represented, _activations(config, None, None), sparsity)
+        return _check_exact(config, Scheme(represented, _activations(config, None, None), sparsity))
     scheme = preset(config.scheme) if config.scheme is not None else PRESETS["W4A16"]
     weights = scheme.grid
     if weights is None:
@@ -101,7 +124,7 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
             raise RequestError(f"scheme '{config.scheme}' {what}: leave activations and activation_mode out")
         if config.scales == "positive" and isinstance(scheme.weights, KQuant):
             raise RequestError(f"scheme '{config.scheme}' has scales of both signs: scales must not be positive")
-        return replace(scheme, sparsity=sparsity)
+        return _check_exact(config, replace(scheme, sparsity=sparsity))
     if config.bits is not None:
         assert isinstance(config.bits, int)
         if weights.type == "float" and config.bits != 8:
@@ -137,6 +160,11 @@ def candidate_schemes(config: QuantizeConfig, sparsity: str | None = None) -> tu
             found.append(resolve_scheme(config.model_copy(update={**bare, **changes}), sparsity))
         except RequestError as error:
             raise RequestError(f"candidates: {candidate}: {error}") from None
+    unknown = next((scheme.weights for scheme in found if scheme.weights is not None and scheme.weights.counted), None)
+    if unknown is not None:
+        raise RequestError(
+            f"candidates: what {unknown.describe()} takes depends on the weights, and a budget must know it"
+        )
     if len({scheme.activations for scheme in found}) > 1:
         raise RequestError("candidates: all must quantize activations alike, or none")
     if len(set(found)) < len(found):

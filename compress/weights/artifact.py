@@ -160,11 +160,11 @@ def foresee(weights: WeightPlan, directory: Path) -> None:
             number = homes.setdefault(name.rpartition(".")[0] if place is None else place[0], len(homes))
             task = replace(task, scheme=task.candidates[number % len(task.candidates)])
         density = 1.0 - task.share
-        storage, count = formats.choose(task.scheme, shape, density=density), round(rows * columns * density)
+        storage = formats.choose(task.scheme, shape, density=density)
+        count = storage.expected_count(task.scheme, shape, density)
         specs, home = storage.tensors(task.scheme, shape, dtype, count), source.published_module(name)
         found |= {f"{home}.{key}": (spec.shape, spec.dtype) for key, spec in specs.items()}
-        entry = ModuleEntry(task.scheme, storage.name, count if storage.name == "bitmap" else None)
-        entries[name] = entry_to_dict(entry)
+        entries[name] = entry_to_dict(ModuleEntry(task.scheme, storage.name, count))
     untied = {tied: of for tied, of in context.streamed.ties.items() if weights.untie and not source.has(tied)}
     copied = {name: name for name in source.names()} | {tied: of for tied, of in untied.items() if source.has(of)}
     touched = {

@@ -390,7 +390,8 @@ def compress_embeddings(job: BlockPass) -> BlockResult:
     for name, module in _outside(job, result).items():
         if isinstance(module, nn.Embedding):
             _solve_outside(job, name, module, None, result)
-            module.weight.data = result.layers[name].dense.to(module.weight.device)
+            if name in result.layers:
+                module.weight.data = result.layers[name].dense.to(module.weight.device)
     return result
 
 
@@ -432,8 +433,7 @@ def _solve_outside(
 ) -> None:
     tasks, weights = {name: job.plan.tasks[name]}, [get_matrix(module)]
     (layer,) = solve_layers(tasks, [module], weights, statistics, job.streamed.dtype, job.plan.constraints)
-    result.layers[name] = layer
-    job.reporter.detail(f"{name}  error {layer.record['error'] or 0.0:.3e}")
+    result.take(name, layer, job.reporter)
 
 
 def _head_statistics(job: BlockPass, task: LayerTask, module: nn.Module, states: HiddenStates) -> Statistics:

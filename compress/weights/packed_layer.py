@@ -119,6 +119,8 @@ def _pack(
     dense = weight.dequantize().contiguous()
     if not finite(dense):
         raise CompressError(f"{name}: the compressed weight holds NaN or Inf")
+    if weight.scheme.weights is not None and weight.scheme.weights.exact and solved.error:
+        raise CompressError(f"{name}: {weight.scheme.weights.describe()} did not give the weight back")
     count = storage.stored_count(tensors)
     before = rows * columns * module.weight.element_size()  # type: ignore[union-attr, operator]
     after = sum(t.numel() * t.element_size() for t in tensors.values())

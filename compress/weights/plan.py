@@ -100,6 +100,7 @@ def prepare(context: Context) -> WeightPlan:
     check_fits_model(recipe, streamed)
     assigned, left = assign(recipe, module_infos(streamed))
     tasks = {name: replace(task, settled=context.settled) for name, task in assigned.items()}
+    _check_dtype(context, tasks)
     _check_output_aware(context, tasks)
     _check_reached(streamed, tasks, left)
     _check_budget(context, tasks)
@@ -112,6 +113,16 @@ def prepare(context: Context) -> WeightPlan:
             settled = constraints.get(name)
             tasks[name] = replace(task, scheme=task.scheme if settled is None else settled.scheme, candidates=())
     return WeightPlan(context, tasks, constraints, tuple(left))
+
+
+def _check_dtype(context: Context, tasks: dict[str, LayerTask]) -> None:
+    """RequestError where a representation cannot have weights of the model's dtype."""
+    recipe, dtype = context.recipe, context.streamed.dtype
+    for name, task in tasks.items():
+        reason = None if task.scheme.weights is None else task.scheme.weights.why_not_dtype(dtype)
+        if reason is not None:
+            stage = next(stage for stage in recipe.stages if stage.index == task.quantize_stage)
+            raise RequestError(recipe.origin.at((*stage.path, "scheme"), f"{name}: {reason}"))
 
 
 def _check_output_aware(context: Context, tasks: dict[str, LayerTask]) -> None:

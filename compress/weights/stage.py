@@ -111,6 +111,18 @@ class CheckedWeights(LayersJob):
         found = [*unreached(context.streamed), *left_alone(self.weights.left)]
         if "drift" in self.needs:
             found += not_propagated(context.streamed, self.weights.tasks, context.calibration.tokens)
+        counted = [
+            task
+            for task in self.weights.tasks.values()
+            if task.scheme.weights is not None and task.scheme.weights.counted
+        ]
+        if counted:
+            form = counted[0].scheme.weights
+            assert form is not None
+            found.append(
+                f"the sizes of {len(counted)} tensors are estimates: what {form.describe()} takes depends on the weights; the manifest has "
+                "the bytes"
+            )
         if self.weights.untie:
             more = count(sum(tensor.bytes_after for tensor in self.tensors() if tensor.bytes_before == 0))
             split = f"the embedding and the head share one tensor; compressing one of them stores both ({more} more)"

@@ -17,6 +17,7 @@ from runtime.formats import representation
 from runtime.formats.base import Format, OwnFormat
 from runtime.formats.bitmap import Bitmap
 from runtime.formats.compressed_tensors import BlockFloats, Naive, Packed, PackQuantized
+from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.k_quant import KQuant
 from runtime.formats.representation import Shape, TensorSpec
 from runtime.formats.scheme import Scheme
@@ -33,6 +34,7 @@ _BUILT_IN: tuple[Format, ...] = (
     BlockFloats("mxfp4-pack-quantized", 4, "e8m0"),
     BlockFloats("mxfp8-quantized", 8, "e8m0"),
     OwnFormat(KQuant),
+    OwnFormat(DFloat11),
     Packed(),
     Sparse24(),
     Bitmap(),

@@ -22,9 +22,9 @@ from runtime.formats.bitpack import (
     unpack_stream,
 )  # fmt: skip
 from runtime.formats.checks import check_tensor, check_weight, join, why_not_activations, why_not_weights
-from runtime.formats.float8 import FLOAT8, indexable
+from runtime.formats.float8 import FLOAT8
 from runtime.formats.grid import GridScheme, scale_dtype
-from runtime.formats.representation import Representation, Shape, Tensors, TensorSpec
+from runtime.formats.representation import Representation, Shape, Tensors, TensorSpec, rows_of
 from runtime.formats.scheme import CompressedWeight, Scheme
 
 
@@ -35,11 +35,13 @@ class Format(ABC):
         name: what `config.json` calls it.
         own: False when compressed-tensors knows the format, True when only this runtime reads it.
         positions: the tensor that says which weights are kept; None when no tensor does.
+        counted: its size depends on the weights, by one number that `config.json` has too (`stored_count`).
     """
 
     name: str
     own: bool = True
     positions: str | None = None
+    counted: bool = False
 
     @abstractmethod
     def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
@@ -76,7 +78,7 @@ class Format(ABC):
     ) -> dict[str, TensorSpec]:
         """Every tensor of a module on disk, by its name inside the module.
 
-        `dtype` is the dtype of the model (scales have it); `count` the number of stored values, for `bitmap` only.
+        `dtype` is the dtype of the model (scales have it); `count` the number of stored values, for formats whose size depends on it.
         Calibrated activation schemes add tensors of their own (`input_scale`, ...), which `pack` writes when it is given them.
 
         Raises:
@@ -139,18 +141,22 @@ class Format(ABC):
             raise ArtifactError(
                 f"tensor {join(where, 'weight_shape')} says {declared.tolist()} but the model has {list(shape)} there"
             )
-        self.validate_content(tensors, shape, where)
+        self.validate_content(tensors, scheme, shape, where)
 
-    def validate_content(self, tensors: Tensors, shape: Shape, where: str) -> None:  # noqa: B027
+    def validate_content(self, tensors: Tensors, scheme: Scheme, shape: Shape, where: str) -> None:  # noqa: B027
         """Raise ArtifactError when numbers that steer the unpacking (positions, counts) contradict each other."""
 
     def stored_count(self, tensors: Tensors, where: str = "") -> int | None:
-        """How many values the tensors hold, for formats whose size depends on it (`bitmap`); None for the others."""
+        """How many values the tensors hold, for formats whose size depends on it; None for the others."""
+        return None
+
+    def expected_count(self, scheme: Scheme, shape: Shape, density: float) -> int | None:
+        """About what `stored_count` will be for a matrix of which the fraction `density` is kept; None where that is None."""
         return None
 
     def bytes_estimate(self, scheme: Scheme, shape: Shape, dtype: torch.dtype, density: float = 1.0) -> int:
         """Bytes on disk for a matrix of which the fraction `density` is kept (exact when the format has no count)."""
-        specs = self.tensors(scheme, shape, dtype, round(shape[0] * shape[1] * density))
+        specs = self.tensors(scheme, shape, dtype, self.expected_count(scheme, shape, density))
         return sum(spec.bytes for spec in specs.values())
 
     def _require(self, scheme: Scheme, shape: Shape) -> None:
@@ -280,7 +286,7 @@ class OwnFormat(Format):
     """The tensors that a representation brings itself; the format has its name."""
 
     def __init__(self, kind: type[Representation]) -> None:
-        self.kind, self.name = kind, kind.name
+        self.kind, self.name, self.counted = kind, kind.name, kind.counted is not None
 
     def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
         if not isinstance(scheme.weights, self.kind):
@@ -292,25 +298,38 @@ class OwnFormat(Format):
     def weight_tensors(
         self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
     ) -> dict[str, TensorSpec]:
-        return _own(scheme).tensors(shape, scale_dtype(dtype))
+        own, dtype = _own(scheme), scale_dtype(dtype)
+        return own.tensors(shape, dtype) if count is None else own.sized(shape, dtype, count)
 
     def pack_weight(self, weight: CompressedWeight) -> Tensors:
         tensors = _own(weight.scheme).encode(weight.values, weight.parameters)
-        wanted = self.weight_tensors(weight.scheme, weight.shape, weight.dtype, None)
+        wanted = self.weight_tensors(weight.scheme, weight.shape, weight.dtype, self.stored_count(tensors))
         found = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         if found != wanted:
             raise CompressError(f"representation {self.name} encodes {found}, and its tensors are {wanted}")
         return tensors
 
+    def stored_count(self, tensors: Tensors, where: str = "") -> int | None:
+        if self.kind.counted is None:
+            return None
+        found = tensors.get(self.kind.counted)
+        if found is None or found.dim() != 1:
+            raise ArtifactError(f"tensor {join(where, self.kind.counted)} is missing or no list")
+        return found.numel()
+
+    def expected_count(self, scheme: Scheme, shape: Shape, density: float) -> int | None:
+        return _own(scheme).expected_count(shape)
+
+    def validate_content(self, tensors: Tensors, scheme: Scheme, shape: Shape, where: str) -> None:
+        found = _own(scheme).damage(tensors, shape)
+        if found is not None:
+            raise ArtifactError(f"tensor {join(where, found[0])} {found[1]}")
+
     def unpack_weight(self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype) -> CompressedWeight:
         return CompressedWeight.of(*_own(scheme).decode(tensors, shape), None, scheme, dtype)
 
     def select_rows(self, tensors: Tensors, scheme: Scheme, shape: Shape, rows: torch.Tensor) -> Tensors:
-        weights = _own(scheme)
-        if weights.row_by_row:
-            return {name: rows_of(tensor, rows) for name, tensor in tensors.items()}
-        codes, parameters = weights.decode(tensors, shape)
-        return weights.encode(rows_of(codes, rows), weights.rows(parameters, rows))
+        return _own(scheme).select_rows(tensors, shape, rows)
 
 
 def input_tensors(scheme: Scheme, dtype: torch.dtype) -> dict[str, TensorSpec]:
@@ -335,8 +354,3 @@ def _on_cpu(weight: CompressedWeight) -> CompressedWeight:
         name: value.cpu() for name, value in vars(weight).items() if isinstance(value, torch.Tensor)
     }
     return replace(weight, **moved, own={name: tensor.cpu() for name, tensor in weight.own.items()})
-
-
-def rows_of(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Some rows (int64 `[n]`) of a matrix of any dtype."""
-    return indexable(matrix)[rows].view(matrix.dtype)

@@ -10,7 +10,7 @@ import torch
 
 from runtime.errors import ArtifactError
 from runtime.formats.base import SparseFormat
-from runtime.formats.bitpack import gather_stream, pack_stream
+from runtime.formats.bitpack import gather_stream, pack_stream, stream_of_rows, unpack_bits
 from runtime.formats.checks import join, kept
 from runtime.formats.float8 import indexable
 from runtime.formats.representation import Shape, Tensors, TensorSpec
@@ -26,13 +26,14 @@ class Bitmap(SparseFormat):
 
     name = "bitmap"
     positions = "weight_bitmap"
+    counted = True
 
     def why_not_pattern(self, scheme: Scheme, shape: Shape) -> str | None:
         return "it stores sparse weights only" if scheme.sparsity is None else None
 
     def mask(self, tensors: Tensors, columns: int) -> torch.Tensor | None:
         bitmap = tensors.get(self.positions)
-        return None if bitmap is None else _bits(bitmap)[:, :columns].view(torch.bool)
+        return None if bitmap is None else unpack_bits(bitmap)[:, :columns].view(torch.bool)
 
     def stored_count(self, tensors: Tensors, where: str = "") -> int | None:
         offsets = tensors.get("weight_row_offsets")
@@ -41,13 +42,7 @@ class Bitmap(SparseFormat):
         return int(offsets[-1])
 
     def select_code_rows(self, tensors: Tensors, scheme: Scheme, rows: torch.Tensor) -> Tensors:
-        offsets = tensors["weight_row_offsets"]
-        lengths = offsets.diff()[rows]
-        ends = lengths.cumsum(0)
-        new = torch.nn.functional.pad(ends, (1, 0))
-        # Position in the stored stream of every value of the selected rows.
-        index = torch.arange(int(new[-1]), device=rows.device)
-        index += torch.repeat_interleave(offsets[rows] - new[:-1], lengths)
+        new, index = stream_of_rows(tensors["weight_row_offsets"], rows)
         out = {"weight_bitmap": tensors["weight_bitmap"][rows], "weight_row_offsets": new}
         if "weight_packed" in tensors:
             assert scheme.grid is not None
@@ -78,8 +73,11 @@ class Bitmap(SparseFormat):
         values = indexable(weight.values)[mask].view(weight.values.dtype)
         return {"weight_bitmap": bitmap, "weight_row_offsets": offsets}, values
 
-    def validate_content(self, tensors: Tensors, shape: Shape, where: str) -> None:
-        offsets, bits = tensors["weight_row_offsets"], _bits(tensors["weight_bitmap"])
+    def expected_count(self, scheme: Scheme, shape: Shape, density: float) -> int | None:
+        return round(shape[0] * shape[1] * density)
+
+    def validate_content(self, tensors: Tensors, scheme: Scheme, shape: Shape, where: str) -> None:
+        offsets, bits = tensors["weight_row_offsets"], unpack_bits(tensors["weight_bitmap"])
         beyond = bits[:, shape[1] :]
         if int(offsets[0]) != 0 or not torch.equal(offsets.diff(), bits.sum(1)) or bool(beyond.any()):
             raise ArtifactError(f"tensor {join(where, 'weight_bitmap')} does not agree with the row offsets beside it")
@@ -92,11 +90,3 @@ class Bitmap(SparseFormat):
         values = self.pruned(stored, scheme, shape, zero)
         indexable(values).masked_scatter_(mask, indexable(stored))
         return values, mask
-
-
-def _bits(bitmap: torch.Tensor) -> torch.Tensor:
-    """One byte, 0 or 1, for each bit, low bits first: eight at a time out of a table of 256."""
-    every = torch.arange(256, device=bitmap.device)
-    table = torch.stack([every >> i & 1 for i in range(8)], dim=-1).to(torch.uint8).view(torch.int64).view(-1)
-    chosen = table.index_select(0, bitmap.reshape(-1).to(torch.int32))
-    return chosen.view(bitmap.shape[0], bitmap.shape[1], 1).view(torch.uint8).flatten(1)

@@ -77,6 +77,25 @@ def gather_stream(packed: torch.Tensor, bits: int, index: torch.Tensor) -> torch
     return (((value >> shift) & ((1 << bits) - 1)) - (1 << (bits - 1))).to(torch.int8)
 
 
+def stream_of_rows(offsets: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Offsets `[n + 1]` of a stream of these rows (int64 `[n]`) only, and where its values are in the stream of all.
+
+    `offsets` int64 `[out + 1]` says where each row's values begin.
+    """
+    lengths = offsets.diff()[rows]
+    found = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    index = torch.arange(int(found[-1]), device=rows.device)
+    return found, index + torch.repeat_interleave(offsets[rows] - found[:-1], lengths)
+
+
+def unpack_bits(packed: torch.Tensor) -> torch.Tensor:
+    """A byte, 0 or 1, for each bit of uint8 `[rows, n]`, low bits first: `[rows, 8 n]`. Eight at a time come out of a table of 256."""
+    every = torch.arange(256, device=packed.device)
+    table = torch.stack([every >> i & 1 for i in range(8)], dim=-1).to(torch.uint8).view(torch.int64).view(-1)
+    chosen = table.index_select(0, packed.reshape(-1).to(torch.int32))
+    return chosen.view(packed.shape[0], packed.shape[1], 1).view(torch.uint8).flatten(1)
+
+
 def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     rows, columns = codes.shape
     words, eights = packed_words(columns, bits), -(-columns // 8)

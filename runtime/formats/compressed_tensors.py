@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from runtime.formats.base import GridFormat, OwnFormat, rows_of
+from runtime.formats.base import GridFormat, OwnFormat
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.checks import check_weight, why_not_activations, why_not_weights
 from runtime.formats.float8_block import Float8Block
-from runtime.formats.representation import Shape, Tensors
+from runtime.formats.representation import Shape, Tensors, rows_of
 from runtime.formats.scheme import CompressedWeight, Scheme
 
 

@@ -138,8 +138,8 @@ def parse(
         for name in _match(pattern, names, classes, "ignore")[1]:
             ranked.pop(place(name), None)
     for name, (_, entry) in ranked.items():
-        if entry.format == "bitmap" and not (isinstance(entry.count, int) and entry.count >= 0):
-            raise ArtifactError(f"quantization_config.value_counts has no count for {name}, stored as bitmap")
+        if formats.get(entry.format).counted and not (isinstance(entry.count, int) and entry.count >= 0):
+            raise ArtifactError(f"quantization_config.value_counts has no count for {name}, stored as {entry.format}")
     order = {name: i for i, name in enumerate(names)}
     return {name: ranked[name][1] for name in sorted(ranked, key=lambda n: order.get(n, -1))}
 

@@ -12,6 +12,7 @@ import torch
 
 from runtime.config.plugins import entries
 from runtime.config.settings import configure
+from runtime.formats.float8 import indexable
 
 Shape = tuple[int, int]
 Tensors = dict[str, torch.Tensor]
@@ -46,16 +47,28 @@ class Representation(ABC):
         bits: bits of code for each weight, parameters not counted.
         vector: consecutive columns that are rounded together.
         row_by_row: the rows of every tensor on disk are those of the matrix, so that some of them need no decoding of all.
+        exact: it stores the weights of the model bit for bit, so that no method has anything to choose.
+        counted: the tensor on disk whose length depends on the weights and not on their shape alone; None: there is none.
     """
 
     name: ClassVar[str]
     row_by_row: ClassVar[bool] = False
+    exact: ClassVar[bool] = False
+    counted: ClassVar[str | None] = None
     bits: float
     vector: int = 1
 
     def why_not(self, shape: Shape) -> str | None:
         """The reason a matrix of this shape (out, in) cannot be represented; None when it can."""
         return f"rows of {shape[1]} weights are not whole vectors of {self.vector}" if shape[1] % self.vector else None
+
+    def why_not_dtype(self, dtype: torch.dtype) -> str | None:
+        """The reason weights of a model of this dtype cannot be represented; None when they can."""
+        return None
+
+    def for_weight(self, weight: torch.Tensor) -> Representation:
+        """The same with what is chosen for one matrix `[out, in]`, any float dtype."""
+        return self
 
     @abstractmethod
     def describe(self) -> str:
@@ -90,6 +103,14 @@ class Representation(ABC):
     def tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Tensors on disk of a matrix of this shape in a model of `dtype`, by their names inside the module."""
 
+    def expected_count(self, shape: Shape) -> int | None:
+        """About how long the tensor `counted` is; None where there is none."""
+        return None
+
+    def sized(self, shape: Shape, dtype: torch.dtype, count: int) -> dict[str, TensorSpec]:
+        """`tensors`, of which `counted` has `count` elements; without it they are those that `tensors` expects."""
+        return self.tensors(shape, dtype)
+
     @abstractmethod
     def encode(self, codes: torch.Tensor, parameters: Tensors) -> Tensors:
         """The tensors that hold codes and parameters, bit for bit: exactly those of `tensors`."""
@@ -97,6 +118,17 @@ class Representation(ABC):
     @abstractmethod
     def decode(self, tensors: Tensors, shape: Shape) -> tuple[torch.Tensor, Tensors]:
         """Codes and parameters back; the inverse of `encode`."""
+
+    def select_rows(self, tensors: Tensors, shape: Shape, rows: torch.Tensor) -> Tensors:
+        """The tensors of the matrix made of these rows (int64 `[n]`) only."""
+        if self.row_by_row:
+            return {name: rows_of(tensor, rows) for name, tensor in tensors.items()}
+        codes, parameters = self.decode(tensors, shape)
+        return self.encode(rows_of(codes, rows), self.rows(parameters, rows))
+
+    def damage(self, tensors: Tensors, shape: Shape) -> tuple[str, str] | None:
+        """Name of a tensor on disk that cannot be as it is, though its shape and dtype are right, and what is wrong with it."""
+        return None
 
     def round(self, weight: torch.Tensor, parameters: Tensors) -> torch.Tensor:
         """Nearest codes `[out, in / vector]` of float32 `weight [out, in]`."""
@@ -116,6 +148,11 @@ class Representation(ABC):
     def from_config(cls, config: Mapping[str, Any]) -> Representation:
         """Inverse of `to_config`; ValueError, naming the field, for fields that are missing, unknown or mean nothing."""
         return configure(cls, {key: value for key, value in config.items() if key != "representation"})
+
+
+def rows_of(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows (int64 `[n]`) of a matrix of any dtype."""
+    return indexable(matrix)[rows].view(matrix.dtype)
 
 
 def plugins() -> list[type[Any]]:

@@ -15,6 +15,7 @@ import torch
 from runtime.formats import representation
 from runtime.formats.activation_scheme import ActivationScheme
 from runtime.formats.block_float import BlockFloat
+from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.float8_block import Float8Block
 from runtime.formats.grid import GridScheme
 from runtime.formats.k_quant import KQuant
@@ -32,7 +33,8 @@ def representation_of(config: Mapping[str, Any]) -> Representation:
     name = config["representation"]
     if not isinstance(name, str):
         raise ValueError(f"representation is {name!r}, expected a name")
-    return (KQuant if name == KQuant.name else representation.find(name)).from_config(config)
+    own: dict[str, type[Representation]] = {kind.name: kind for kind in (KQuant, DFloat11)}
+    return (own.get(name) or representation.find(name)).from_config(config)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from torch import nn
 
 from runtime.kernels.cpu import experts as c_experts
 from runtime.kernels.cpu import library
-from runtime.kernels.cpu.float8 import Float8Cpu
-from runtime.kernels.cpu.integer import IntegerKernel
+from runtime.kernels.cpu.integer import CKernel, IntegerKernel
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.modeling.experts import Experts, Gate, Layout, gate_of
 from runtime.modeling.linear_modules import is_conv1d, is_matrix
@@ -32,7 +31,7 @@ class CLinears:
         """The layer, a dense one as it lies in memory; or the reason why C does not compute it. `name` is what reasons call it."""
         if isinstance(module, CompressedLinear):
             kernel = module.kernel
-            if not isinstance(kernel, IntegerKernel | Float8Cpu):
+            if not isinstance(kernel, CKernel):
                 return f"kernel {module.kernel_name} of {name} is not in C"
             if isinstance(kernel, IntegerKernel):
                 self.digits.add(kernel.digits(module.layer))

@@ -13,6 +13,7 @@ from weight_cases import random_mask
 
 from runtime import formats
 from runtime.formats.block_float import BlockFloat
+from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.k_quant import KQuant
 from runtime.formats.quantization_config import ModuleEntry, build
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
@@ -31,6 +32,7 @@ SCHEMES = {
     "mxfp8-quantized": Scheme(BlockFloat(8)),
     "nvfp4-pack-quantized": Scheme(BlockFloat(4, group_size=16, scales="e4m3")),
     "k_quant": Scheme(KQuant("IQ4_NL")),
+    "dfloat11": Scheme(DFloat11()),
 }
 
 
@@ -50,6 +52,7 @@ def nearest(weight: torch.Tensor, scheme: Scheme) -> CompressedWeight:
     if grid is None:
         return CompressedWeight(weight, None, None, mask, scheme, dtype)
     if type(grid) is not GridScheme:
+        weight = weight.bfloat16() if grid.exact else weight
         parameters = grid.fit(weight.float(), dtype)
         return CompressedWeight.of(grid.round(weight.float(), parameters), parameters, mask, scheme, dtype)
     size = grid.group_size or weight.shape[1]

@@ -119,9 +119,10 @@ def nearest(problem: Problem, index: int) -> CompressedWeight:
     importance = statistics.square_mean if statistics is not None else None
     hessian = statistics.hessian if statistics is not None else None
     if not isinstance(scheme.weights, GridScheme):
-        parameters = scheme.weights.fit(weight.float(), dtype, importance)
-        codes = scheme.weights.round(weight.float(), parameters)
-        return CompressedWeight.of(codes, parameters, mask, scheme, dtype)
+        own = scheme.weights.for_weight(weight)
+        parameters = own.fit(weight.float(), dtype, importance)
+        codes = own.round(weight.float(), parameters)
+        return CompressedWeight.of(codes, parameters, mask, replace(scheme, weights=own), dtype)
     form = scheme.weights
 
     def fit(part: torch.Tensor, kept: torch.Tensor | None, _rows: slice) -> Grid:

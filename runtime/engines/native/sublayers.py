@@ -16,7 +16,7 @@ from runtime.engines.native.pool import Pool, decoder_of
 from runtime.engines.program.operations import Norm
 from runtime.errors import ArtifactError
 from runtime.kernels.cpu.decoder import OPS, PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder, Op
-from runtime.kernels.cpu.library import FLOAT8, KINDS, MX8, TYPES, Linear, group_bytes
+from runtime.kernels.cpu.library import DF11, FLOAT8, KINDS, MX8, TYPES, Linear, group_bytes
 from runtime.kernels.cpu.zero_groups import stored_groups
 
 
@@ -111,7 +111,7 @@ def linear_bytes(linear: Linear) -> float:
     """Bytes of a layer's weights, without scales and the like."""
     if linear.kind == KINDS["dense"]:
         sizes = {kind: dtype.itemsize for dtype, kind in TYPES.items()} | {FLOAT8: 1, MX8: 1}
-        size: float = sizes[linear.weight_type]
+        size: float = 1 + linear.code_bits / 8 if linear.weight_type == DF11 else sizes[linear.weight_type]
     else:
         stored = stored_groups(linear) / max(1, -(-linear.rows // 32) * linear.groups)
         size = group_bytes(linear.kind, 32) / 32 * stored

@@ -103,7 +103,16 @@ def kinds(parts: Parts) -> list[int]:
     found: dict[Any, int] = {}
     for number, (layer, block) in enumerate(zip(parts.program.layers, parts.blocks, strict=True)):
         shapes = tuple(
-            (each.kind, each.weight_type, each.scale_type, each.group, each.rows, each.columns, bool(each.zero))
+            (
+                each.kind,
+                each.weight_type,
+                each.scale_type,
+                each.code_bits,
+                each.group,
+                each.rows,
+                each.columns,
+                bool(each.zero),
+            )
             for _, each, _ in linears(block.ops, block.count)
         )
         found.setdefault((_nameless(layer), shapes), number)

@@ -74,8 +74,8 @@ KINDS |= {"IQ4_NL": 12, "Q2_K": 13, "Q3_K": 14, "Q4_K": 15, "Q5_K": 16, "Q6_K": 
 _BYTES = {10: (4, 0), 12: (4, 0), 13: (2, 2), 14: (3, 2), 15: (4, 2), 16: (5, 2), 17: (6, 2), 18: (4, 1)}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Of weights and of scales only. A float8 reads as one 2^8 times smaller; MX8 is float8 in blocks, each behind its scale; E8M0 is a byte,
-#: the exponent of a power of two plus 127.
-FLOAT8, MX8, E8M0 = 3, 4, 5
+#: the exponent of a power of two plus 127; DF11 is bfloat16 with coded exponents (c/dfloat11.h).
+FLOAT8, MX8, E8M0, DF11 = 3, 4, 5, 6
 FLOAT8_UNIT = 256.0
 SCALES = TYPES | {torch.float8_e4m3fn: FLOAT8, torch.uint8: E8M0}
 
@@ -89,10 +89,11 @@ class Linear(ctypes.Structure):
     """`Linear` of linear.h."""
 
     _fields_ = (
-        *fields(ctypes.c_int32, "kind", "weight_type", "scale_type", "group", "share"),
+        *fields(ctypes.c_int32, "kind", "weight_type", "scale_type", "group", "share", "code_bits"),
         *fields(ctypes.c_int64, "rows", "columns", "groups"),
         ("factor", ctypes.c_double),
         *fields(ctypes.c_void_p, "weight", "scale", "least", "zero", "sums", "bias", "runs", "first_run"),
+        *fields(ctypes.c_void_p, "codes", "exponents", "escapes", "offsets"),
     )
 
 

@@ -11,6 +11,7 @@ from weight_cases import int_scheme, random_mask, random_weight
 from runtime import formats
 from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.formats.block_float import BlockFloat
+from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 
@@ -23,6 +24,7 @@ GRIDS = [
 ] + [
     GridScheme(8, "float", True, "channel"), GridScheme(8, "float", True, "tensor"),
     BlockFloat(4), BlockFloat(8), BlockFloat(4, group_size=16, scales="e4m3"), *map(KQuant, KINDS),
+    *map(DFloat11, (2, 3, 4)),
 ]  # fmt: skip
 PATTERNS = [None, "unstructured", "2:4", "1:4", "4:8", "3:16", "block:4x8"]
 
@@ -62,7 +64,9 @@ def test_unpack_is_the_exact_inverse_of_pack(name, sparsity):
             assert torch.equal(as_bytes(tensor), as_bytes(tensors[key])), key
         stored += 1
     some = {"sparse24": ("2:4", "1:4"), "bitmap": tuple(p for p in PATTERNS if p)}
-    some |= dict.fromkeys(("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "k_quant"), (None,))
+    some |= dict.fromkeys(
+        ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "k_quant", "dfloat11"), (None,)
+    )
     assert (stored > 0) == (sparsity in some.get(name, tuple(PATTERNS)))
 
 
@@ -238,6 +242,7 @@ def case(name):
         "mxfp4-pack-quantized": Scheme(BlockFloat(4)),
         "mxfp8-quantized": Scheme(BlockFloat(8)),
         "k_quant": Scheme(KQuant("IQ4_NL")),
+        "dfloat11": Scheme(DFloat11()),
         "sparse24": int_scheme(4, True, 32, "2:4"),
         "bitmap": int_scheme(4, True, 32, "unstructured"),
     }[name]

@@ -75,15 +75,14 @@ DENSES(TYPE_MX8)
 static const dense_t DENSE_OF[5][6] = { /* [type][rows - 1] */
     DENSE_TABLE(TYPE_F32), DENSE_TABLE(TYPE_BF16), DENSE_TABLE(TYPE_F16), DENSE_TABLE(TYPE_F8), DENSE_TABLE(TYPE_MX8)};
 
-/* y (+)= x times this member's rows of the weight. */
-SHARED void dense_part(const Linear *l, const float *x, int64_t apart, int64_t rows, void *y, int out_type, int64_t out_stride,
-                       int add, const Team *team) {
+/* y (+)= x times rows [start, end) of the weight. `fresh`: they come from memory, and what follows them is wanted next. */
+static void dense_rows(const Linear *l, int64_t start, int64_t end, int fresh, const float *x, int64_t apart, int64_t rows, void *y,
+                       int out_type, int64_t out_stride, int add) {
     const int64_t columns = l->columns, whole = columns / RUNNING * RUNNING;
-    int64_t start, end, tiles = tiles_of(rows, DENSE_ROWS), at[2] = {0, 0};
+    int64_t tiles = tiles_of(rows, DENSE_ROWS), at[2] = {0, 0};
     float out[2 * DENSE_ROWS], totals[2 * DENSE_ROWS];
     const int type = l->weight_type, beside = rows == 1 ? BESIDE(1) : BESIDE(2);
     const int64_t kept = DENSE_BLOCK / (columns * 4 + 1) / beside * beside, block = kept > beside ? kept : beside;
-    team_part(team, l->rows, 16, &start, &end);
     for (int64_t first = start; first < end; first += block) {
         const int64_t last = first + block < end ? first + block : end;
         for (int64_t t = 0, row = 0, count; t < tiles; t++, row += count) {
@@ -91,10 +90,10 @@ SHARED void dense_part(const Linear *l, const float *x, int64_t apart, int64_t r
             const dense_t tile = DENSE_OF[type][count - 1];
             for (int64_t n = first; n < last; n += beside) {
                 for (int i = 0; i < beside; i++) at[i] = (n + i < last ? n + i : last - 1) * columns;
-                tile(l->weight, at, x + row * apart, apart, whole < SECTION ? whole : SECTION, t == 0, totals);
+                tile(l->weight, at, x + row * apart, apart, whole < SECTION ? whole : SECTION, fresh && t == 0, totals);
                 for (int64_t k = SECTION; k < whole; k += SECTION) {
                     const int64_t from[2] = {at[0] + k, at[1] + k};
-                    tile(l->weight, from, x + row * apart + k, apart, whole - k < SECTION ? whole - k : SECTION, t == 0, out);
+                    tile(l->weight, from, x + row * apart + k, apart, whole - k < SECTION ? whole - k : SECTION, fresh && t == 0, out);
                     for (int i = 0; i < beside * count; i++) totals[i] += out[i];
                 }
                 for (int64_t i = 0; i < beside && n + i < last; i++)
@@ -106,6 +105,28 @@ SHARED void dense_part(const Linear *l, const float *x, int64_t apart, int64_t r
                     }
             }
         }
+    }
+}
+
+/* y (+)= x times this member's rows of the weight. */
+SHARED void dense_part(const Linear *l, const float *x, int64_t apart, int64_t rows, void *y, int out_type, int64_t out_stride,
+                       int add, const Team *team) {
+    int64_t start, end;
+    team_part(team, l->rows, 16, &start, &end);
+    if (l->weight_type != TYPE_DF11) {
+        dense_rows(l, start, end, 1, x, apart, rows, y, out_type, out_stride, add);
+        return;
+    }
+    _Alignas(64) uint16_t weight[EXPANDED];
+    Linear some = *l;
+    some.weight = (const uint8_t *)weight, some.weight_type = TYPE_BF16;
+    const int64_t fitting = EXPANDED_ROWS / l->columns, step = fitting > 2 ? fitting / 2 * 2 : 2;
+    for (int64_t n = start; n < end; n += step) {
+        const int64_t count = end - n < step ? end - n : step;
+        for (int64_t i = 0; i < count; i++)
+            expand_columns(l, n + i, 0, l->columns, l->escapes + l->offsets[n + i], weight + i * l->columns);
+        some.rows = count, some.bias = l->bias ? l->bias + n : NULL;
+        dense_rows(&some, 0, count, 0, x, apart, rows, (uint8_t *)y + n * type_bytes(out_type), out_type, out_stride, add);
     }
 }
 #endif

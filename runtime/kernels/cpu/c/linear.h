@@ -5,6 +5,7 @@
 typedef struct {
     int32_t kind, weight_type, scale_type; /* weight_type: of KIND_DENSE */
     int32_t group, share;                   /* `share` groups of the activations have one scale of the weight */
+    int32_t code_bits;                      /* of DF11 */
     int64_t rows, columns, groups;
     double factor;         /* of all results: what scales have in common; KIND_DENSE: unused */
     const uint8_t *weight; /* KIND_DENSE: [rows, columns] of weight_type */
@@ -15,6 +16,8 @@ typedef struct {
     const float *bias;    /* [rows] or NULL */
     const int64_t *runs;      /* NULL: all groups are stored. Or [runs, 3]: groups [first, last) of a panel are, how many before; */
     const int64_t *first_run; /* [panels + 1]: where those of a panel begin. Weights of other groups are zero. */
+    const uint8_t *codes, *exponents, *escapes; /* of DF11: [rows, code_bits, ceil(columns / 8)], [2^code_bits - 1], of all rows */
+    const int64_t *offsets;                     /* of DF11: [rows + 1], where the escapes of a row begin */
 } Linear;
 
 #define MOST_GROUP 256 /* columns */

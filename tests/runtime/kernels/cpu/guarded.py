@@ -13,7 +13,10 @@ import products
 import torch
 from weight_cases import int_scheme
 
+from runtime.formats.dfloat11 import DFloat11
+from runtime.formats.scheme import Scheme
 from runtime.kernels.cpu import library
+from runtime.kernels.cpu.dfloat11 import DFloat11Cpu
 from runtime.kernels.cpu.float8 import Float8Cpu
 from runtime.kernels.cpu.panels import PANEL
 from runtime.system import instruction_sets
@@ -26,6 +29,8 @@ _kept: list[mmap.mmap] = []
 def guarded(tensor: torch.Tensor) -> torch.Tensor:
     """A copy between two pages that may not be touched, its end at the second."""
     size, page = tensor.numel() * tensor.element_size(), mmap.PAGESIZE
+    if not size:
+        return tensor
     room = -(-size // page) * page
     region = mmap.mmap(-1, room + 2 * page)
     _kept.append(region)
@@ -66,10 +71,10 @@ def check_dense(native: ctypes.CDLL, shape: tuple[int, int], dtype: torch.dtype)
     check_rows(native, products.dense(weight, bias), x, dtype)
 
 
-def check_blocks(native: ctypes.CDLL, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    layer, _ = products.linear(products.MXFP8, shape, dtype)
-    kernel = layer.prepare("float8-c").decode
-    assert isinstance(kernel, Float8Cpu)
+def check_as_stored(native: ctypes.CDLL, scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    layer, _ = products.linear(scheme, shape, dtype)
+    kernel = layer.prepare().decode
+    assert isinstance(kernel, Float8Cpu | DFloat11Cpu)
     tensors = {name: guarded(tensor) for name, tensor in layer._tensors().items()}
     check_rows(
         native, kernel.linear(tensors, layer.layer, guarded(torch.randn(shape[0]))), torch.randn(41, shape[1]), dtype
@@ -113,7 +118,9 @@ def main() -> None:
             for dtype in (torch.bfloat16, torch.float32):
                 check_dense(native, shape, dtype)
                 if shape[1] % 32 == 0:
-                    check_blocks(native, shape, dtype)
+                    check_as_stored(native, products.MXFP8, shape, dtype)
+                for form in map(DFloat11, (2, 3, 4)):
+                    check_as_stored(native, Scheme(form), shape, dtype)
                 done += 1
             _kept.clear()
     print(done, "cases")

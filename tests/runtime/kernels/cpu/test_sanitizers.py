@@ -20,6 +20,8 @@ from weight_cases import int_scheme
 
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import NativeEngine
+from runtime.formats.dfloat11 import DFloat11
+from runtime.formats.scheme import Scheme
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import CKernel
 from runtime.kv_cache.policy.policy import Policy
@@ -101,9 +103,9 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
         for dtype in (*FLOATS, torch.float8_e4m3fn):
             weight, scale = torch.randn(rows, columns).to(dtype), torch.rand(rows) if dtype.itemsize == 1 else None
             made.append((products.dense(weight, scale=scale), (weight, scale)))
-        if columns % 32 == 0:
-            layer, _ = products.linear(products.MXFP8, (rows, columns))
-            kernel = layer.prepare("float8-c").decode
+        for scheme in (*([products.MXFP8] if columns % 32 == 0 else ()), *(Scheme(DFloat11(n)) for n in (2, 3, 4))):
+            layer, _ = products.linear(scheme, (rows, columns))
+            kernel = layer.prepare().decode
             assert isinstance(kernel, CKernel)
             made.append((kernel.linear(layer._tensors(), layer.layer, None), layer))
         for linear, _ in made:

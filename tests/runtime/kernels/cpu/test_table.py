@@ -14,6 +14,7 @@ from weight_cases import int_scheme
 from runtime import formats, kernels
 from runtime.errors import RequestError
 from runtime.formats.block_float import BlockFloat
+from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.float8_block import Float8Block
 from runtime.formats.k_quant import KQuant
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
@@ -80,6 +81,8 @@ needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler"
         (Scheme(Float8Block()), torch.bfloat16, "reference", "reference"),
         (Scheme(KQuant("IQ4_NL")), torch.bfloat16, "k-quant-c", "k-quant-c-fast"),
         (Scheme(KQuant("IQ4_NL")), torch.float64, "reference", "reference"),
+        (Scheme(DFloat11()), torch.bfloat16, "dfloat11-c", "dfloat11-c"),
+        (Scheme(DFloat11()), torch.float64, "reference", "reference"),
         (Scheme(None, None, "2:4"), torch.bfloat16, "reference", "reference"),
     ],
     ids=str,

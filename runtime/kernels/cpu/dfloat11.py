@@ -1,0 +1,45 @@
+"""DFloat11 weights on a CPU through the C library: rows become bfloat16 in the first cache, where the dense product reads them."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.formats.dfloat11 import DFloat11
+from runtime.formats.representation import Tensors
+from runtime.kernels.base import Layer
+from runtime.kernels.cpu import library
+from runtime.kernels.cpu.integer import CKernel
+
+_MOST_COLUMNS = 1 << 15  # EXPANDED of c/dfloat11.h has room for two rows
+
+
+class DFloat11Cpu(CKernel):
+    """The sums of the dense bfloat16 product in C, bit for bit, whatever the CPU, the threads and the number of rows.
+
+    The weight stays as stored. Inputs may be of any dtype that C computes with.
+    """
+
+    name = "dfloat11-c"
+    formats = frozenset({DFloat11.name})
+
+    def why_not(self, layer: Layer) -> str | None:
+        if layer.shape[1] > _MOST_COLUMNS:
+            return f"it has room for rows of {_MOST_COLUMNS} weights, not of {layer.shape[1]}"
+        if library.load() is None:
+            return "it is written in C, and there is no compiler (or COMPRESS_NATIVE=0)"
+        return layer.why_not_as_given() or library.why_not_dtype(layer.dtype)
+
+    def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
+        form = layer.entry.scheme.weights
+        assert isinstance(form, DFloat11)
+        found = library.Linear(kind=library.KINDS["dense"], weight_type=library.DF11, code_bits=form.code_bits)
+        found.rows, found.columns = layer.shape
+        found.bias = None if bias is None else bias.data_ptr()
+        found.weight = tensors["weight_mantissas"].data_ptr()
+        for field in ("codes", "exponents", "escapes"):
+            setattr(found, field, tensors[f"weight_{field}"].data_ptr())
+        found.offsets = tensors["weight_row_offsets"].data_ptr()
+        return found
+
+    def path(self, rows: int) -> str:
+        return "float32 products of bfloat16 weights, exponents decoded in C"

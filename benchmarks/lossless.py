@@ -6,7 +6,7 @@
 
 - bits: a weight of the bundled checkpoint, and of normally distributed matrices, by width of the codes; the entropy of exponents.
 - products: of one, 8 and 64 rows, by the C library. DFloat11 and the dense weight take turns within a round, over more copies than four
-  last-level caches hold, so that the ratio of a round has what neighbours did in both.
+  last-level caches hold, so that other load on the machine is in both sides of a ratio.
 - streaming, with `--models`: a random Llama, dense and as DF11, decodes under each limit, in processes of their own that take turns.
 """
 
@@ -78,7 +78,7 @@ def bits_of_all() -> dict[str, Any]:
 
 
 def multiply(linear: library.Linear, x: torch.Tensor, y: torch.Tensor, threads: int) -> float:
-    """Seconds of a product; of the processor where one thread computes, so that who else runs on it does not count."""
+    """Seconds of a product; on one thread its processor time, so that other processes do not count."""
     native, address = library.load(), ctypes.byref(linear)
     assert native is not None
     memory = library.bytes_at(native.linear_memory(address, len(x), 0))
@@ -201,6 +201,7 @@ def main() -> None:
             "load_before": os.getloadavg()[0],
         },
         "instruction_set": instruction_sets.chosen(), "commit": commit(), "threads": arguments.threads,
+        "rounds": arguments.rounds, "turns": arguments.turns,
     }  # fmt: skip
     if arguments.models:
         if not (arguments.models / "df11").is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         quick = spread(found, marker.args[0])
         slow = [item for item in found if item not in quick]
         if len(marker.args) > 1:
-            slow = spread(slow, marker.args[1])
+            # Not from the same one on in all tests: those of the same cases would all leave out the same ones.
+            slow = spread(slow, marker.args[1], zlib.crc32(found[0].name.partition("[")[0].encode()))
         for item in found:
             if item in slow:
                 item.add_marker(pytest.mark.slow)
@@ -108,6 +110,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
-def spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
-    """So many of them, at even distances; all where there are no more."""
-    return [items[index * len(items) // count] for index in range(count)] if count < len(items) else items
+def spread(items: list[pytest.Item], count: int, first: int = 0) -> list[pytest.Item]:
+    """So many of them, at even distances from `first` on, around the end; all where there are no more."""
+    if count >= len(items):
+        return items
+    return [items[(first + index * len(items) // count) % len(items)] for index in range(count)]

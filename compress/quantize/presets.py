@@ -73,24 +73,22 @@ def preset(name: str) -> Scheme:
     raise RequestError(f"scheme '{name}' is unknown (known: {', '.join(PRESETS)}){did_you_mean(name, names)}")
 
 
-def _check_exact(config: QuantizeConfig, scheme: Scheme) -> Scheme:
-    """The scheme; RequestError where it stores weights as they are, and the recipe has them changed or rounded."""
+def _check_lossless(config: QuantizeConfig, scheme: Scheme) -> Scheme:
+    """The scheme; RequestError where it is lossless, and the recipe has weights changed or rounded."""
     weights = scheme.weights
-    if weights is None or not weights.exact:
+    if weights is None or not weights.lossless:
         return scheme
     name = f"scheme '{config.scheme}'" if isinstance(config.scheme, str) else f"scheme {weights.describe()}"
     for key, only in (("method", "rtn"), ("objective", "layer"), ("scales", "mse")):
         if (given := getattr(config, key)) != only:
-            given = "best (objective propagated)" if key == "objective" and config.quality == "best" else given
+            given = f"{given} (quality best)" if key == "objective" and config.quality == "best" else given
             raise RequestError(
                 f"{name} stores weights without loss and rounds nothing: {key} must be {only}, not {given}"
             )
     if scheme.activations is not None:
         raise RequestError(f"{name} is weight-only: leave activations and activation_mode out")
     if scheme.sparsity is not None:
-        raise RequestError(
-            f"{name} stores dense weights as they are, and a stage before it prunes them: leave one of them out"
-        )
+        raise RequestError(f"{name} stores dense weights, and an earlier stage prunes them: leave one of the two out")
     return scheme
 
 
@@ -112,7 +110,7 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
         represented = _represented(config, config.scheme)
         if isinstance(represented, KQuant):
             return resolve_scheme(config.model_copy(update={"scheme": represented.kind}), sparsity)
-        return _check_exact(config, Scheme(represented, _activations(config, None, None), sparsity))
+        return _check_lossless(config, Scheme(represented, _activations(config, None, None), sparsity))
     scheme = preset(config.scheme) if config.scheme is not None else PRESETS["W4A16"]
     weights = scheme.grid
     if weights is None:
@@ -124,7 +122,7 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
             raise RequestError(f"scheme '{config.scheme}' {what}: leave activations and activation_mode out")
         if config.scales == "positive" and isinstance(scheme.weights, KQuant):
             raise RequestError(f"scheme '{config.scheme}' has scales of both signs: scales must not be positive")
-        return _check_exact(config, replace(scheme, sparsity=sparsity))
+        return _check_lossless(config, replace(scheme, sparsity=sparsity))
     if config.bits is not None:
         assert isinstance(config.bits, int)
         if weights.type == "float" and config.bits != 8:
@@ -163,7 +161,7 @@ def candidate_schemes(config: QuantizeConfig, sparsity: str | None = None) -> tu
     unknown = next((scheme.weights for scheme in found if scheme.weights is not None and scheme.weights.counted), None)
     if unknown is not None:
         raise RequestError(
-            f"candidates: what {unknown.describe()} takes depends on the weights, and a budget must know it"
+            f"candidates: the size of {unknown.describe()} depends on the weights, and a budget must know it before"
         )
     if len({scheme.activations for scheme in found}) > 1:
         raise RequestError("candidates: all must quantize activations alike, or none")

@@ -60,16 +60,16 @@ class BlockResult:
             )
         self.skipped[name] = f"{name}: {what} NaN or Inf"
 
-    def take(self, name: str, layer: SolvedLayer, reporter: Reporter) -> None:
-        """Store a solved layer; where its weights are stored without loss and in no fewer bytes, they stay as they are."""
+    def add_layer(self, name: str, layer: SolvedLayer, reporter: Reporter) -> None:
+        """Record a solved layer; where a lossless representation saves nothing, the original stays."""
         weights, record = layer.entry.scheme.weights, layer.record
-        if weights is None or not weights.exact or record["bytes_after"] < record["bytes_before"]:
+        if weights is None or not weights.lossless or record["bytes_after"] < record["bytes_before"]:
             self.layers[name] = layer
             reporter.detail(f"{name}  error {record['error'] or 0.0:.3e}")
             return
-        sizes = f"{record['bytes_after']} bytes, and as it is {record['bytes_before']}"
-        self.skipped[name] = f"as {weights.describe()} it would take {sizes}"
-        reporter.warn(f"{name} stays as it is: {self.skipped[name]}")
+        sizes = f"{record['bytes_after']} bytes instead of {record['bytes_before']}"
+        self.skipped[name] = f"{weights.describe()} would take {sizes}"
+        reporter.warn(f"{name} is kept uncompressed: {self.skipped[name]}")
 
 
 @dataclass
@@ -162,7 +162,7 @@ class BlockJob:
             ready.clear()  # statistics are freed as they are used
             for name, layer in self._solve_units(units).items():
                 self._note_tokens(name, layer, tokens.get(name))
-                result.take(self.prefix + name, layer, self.reporter)
+                result.add_layer(self.prefix + name, layer, self.reporter)
             unsolved -= {name for position in wave for name in groups[position].members}
             return_memory()
         order = {self.prefix + name: number for number, name in enumerate(n for g in groups for n in g.members)}

@@ -433,7 +433,7 @@ def _solve_outside(
 ) -> None:
     tasks, weights = {name: job.plan.tasks[name]}, [get_matrix(module)]
     (layer,) = solve_layers(tasks, [module], weights, statistics, job.streamed.dtype, job.plan.constraints)
-    result.take(name, layer, job.reporter)
+    result.add_layer(name, layer, job.reporter)
 
 
 def _head_statistics(job: BlockPass, task: LayerTask, module: nn.Module, states: HiddenStates) -> Statistics:

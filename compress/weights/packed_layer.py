@@ -100,9 +100,16 @@ def solve_layers(
         list(weights), statistics, task.prune, task.quantize, task.scheme, dtype, names, sparsity, settled,
         output_hessians=output_hessians,
     )  # fmt: skip
+    solved, form = solve_group(problem), task.scheme.weights
+    if form is not None and form.lossless:
+        for name, weight, layer in zip(names, weights, solved, strict=True):
+            if not torch.equal(
+                layer.weight.dequantize().view(torch.uint8), weight.to(dtype).contiguous().view(torch.uint8)
+            ):
+                raise CompressError(f"{name}: {form.describe()} does not give the weight back exactly")
     return [
         _pack(name, own, layer, _activation_tensors(own.scheme, statistics, dtype), module)
-        for (name, own), layer, module in zip(tasks.items(), solve_group(problem), modules, strict=True)
+        for (name, own), layer, module in zip(tasks.items(), solved, modules, strict=True)
     ]
 
 
@@ -119,8 +126,6 @@ def _pack(
     dense = weight.dequantize().contiguous()
     if not finite(dense):
         raise CompressError(f"{name}: the compressed weight holds NaN or Inf")
-    if weight.scheme.weights is not None and weight.scheme.weights.exact and solved.error:
-        raise CompressError(f"{name}: {weight.scheme.weights.describe()} did not give the weight back")
     count = storage.stored_count(tensors)
     before = rows * columns * module.weight.element_size()  # type: ignore[union-attr, operator]
     after = sum(t.numel() * t.element_size() for t in tensors.values())

@@ -74,7 +74,7 @@ class WeightPlan:
     @property
     def untie(self) -> bool:
         """Whether a shared embedding must be split, because only one of its two uses (or both, packed) is compressed."""
-        shared = {name.rpartition(".")[0] for pair in self.context.streamed.ties.items() for name in pair}
+        shared = _shared(self.context.streamed)
         return any(name in shared for name in self.tasks)
 
     def of_block(self, index: int) -> dict[str, LayerTask]:
@@ -100,7 +100,7 @@ def prepare(context: Context) -> WeightPlan:
     check_fits_model(recipe, streamed)
     assigned, left = assign(recipe, module_infos(streamed))
     tasks = {name: replace(task, settled=context.settled) for name, task in assigned.items()}
-    _check_dtype(context, tasks)
+    _check_represented(context, tasks)
     _check_output_aware(context, tasks)
     _check_reached(streamed, tasks, left)
     _check_budget(context, tasks)
@@ -115,11 +115,27 @@ def prepare(context: Context) -> WeightPlan:
     return WeightPlan(context, tasks, constraints, tuple(left))
 
 
-def _check_dtype(context: Context, tasks: dict[str, LayerTask]) -> None:
-    """RequestError where a representation cannot have weights of the model's dtype."""
-    recipe, dtype = context.recipe, context.streamed.dtype
+def _shared(streamed: StreamedModel) -> set[str]:
+    """Modules whose weight is that of another one too."""
+    return {name.rpartition(".")[0] for pair in streamed.ties.items() for name in pair}
+
+
+def _check_represented(context: Context, tasks: dict[str, LayerTask]) -> None:
+    """RequestError where a representation cannot have the dtype of weights, or is lossless and could not be, or would save nothing."""
+    recipe, streamed, checkpoint = context.recipe, context.streamed, context.checkpoint
+    shared = _shared(streamed)
+    folding = next((task for task in tasks.values() if task.transform is not None), None)
     for name, task in tasks.items():
-        reason = None if task.scheme.weights is None else task.scheme.weights.why_not_dtype(dtype)
+        form, weight = task.scheme.weights, f"{name}.weight"
+        if form is None:
+            continue
+        dtypes = [streamed.dtype, *([checkpoint.dtype(weight)] if checkpoint.has(weight) else [])]
+        reason = next(filter(None, map(form.why_not_dtype, dtypes)), None)
+        if reason is None and form.lossless:
+            if folding is not None:
+                reason = f"stage {folding.quantize_stage} scales weights of other layers and these, which are to stay as they are"
+            elif name in shared:
+                reason = "it shares its weight with another module, and stored twice it would take more than once as it is; ignore both"
         if reason is not None:
             stage = next(stage for stage in recipe.stages if stage.index == task.quantize_stage)
             raise RequestError(recipe.origin.at((*stage.path, "scheme"), f"{name}: {reason}"))

@@ -120,8 +120,8 @@ class CheckedWeights(LayersJob):
             form = counted[0].scheme.weights
             assert form is not None
             found.append(
-                f"the sizes of {len(counted)} tensors are estimates: what {form.describe()} takes depends on the weights; the manifest has "
-                "the bytes"
+                f"the sizes of {len(counted)} tensors are estimates: that of {form.describe()} depends on the weights; compress.json "
+                "will have the bytes"
             )
         if self.weights.untie:
             more = count(sum(tensor.bytes_after for tensor in self.tensors() if tensor.bytes_before == 0))

@@ -141,9 +141,9 @@ class Format(ABC):
             raise ArtifactError(
                 f"tensor {join(where, 'weight_shape')} says {declared.tolist()} but the model has {list(shape)} there"
             )
-        self.validate_content(tensors, scheme, shape, where)
+        self.validate_content(tensors, shape, where)
 
-    def validate_content(self, tensors: Tensors, scheme: Scheme, shape: Shape, where: str) -> None:  # noqa: B027
+    def validate_content(self, tensors: Tensors, shape: Shape, where: str) -> None:  # noqa: B027
         """Raise ArtifactError when numbers that steer the unpacking (positions, counts) contradict each other."""
 
     def stored_count(self, tensors: Tensors, where: str = "") -> int | None:
@@ -299,7 +299,7 @@ class OwnFormat(Format):
         self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
     ) -> dict[str, TensorSpec]:
         own, dtype = _own(scheme), scale_dtype(dtype)
-        return own.tensors(shape, dtype) if count is None else own.sized(shape, dtype, count)
+        return own.tensors(shape, dtype) if count is None else own.tensors_for_count(shape, dtype, count)
 
     def pack_weight(self, weight: CompressedWeight) -> Tensors:
         tensors = _own(weight.scheme).encode(weight.values, weight.parameters)
@@ -314,14 +314,15 @@ class OwnFormat(Format):
             return None
         found = tensors.get(self.kind.counted)
         if found is None or found.dim() != 1:
-            raise ArtifactError(f"tensor {join(where, self.kind.counted)} is missing or no list")
+            raise ArtifactError(f"tensor {join(where, self.kind.counted)} is missing or has not one dimension")
         return found.numel()
 
     def expected_count(self, scheme: Scheme, shape: Shape, density: float) -> int | None:
         return _own(scheme).expected_count(shape)
 
-    def validate_content(self, tensors: Tensors, scheme: Scheme, shape: Shape, where: str) -> None:
-        found = _own(scheme).damage(tensors, shape)
+    def validate(self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, where: str = "") -> None:
+        super().validate(tensors, scheme, shape, dtype, where)
+        found = _own(scheme).find_corruption(tensors, shape)
         if found is not None:
             raise ArtifactError(f"tensor {join(where, found[0])} {found[1]}")
 

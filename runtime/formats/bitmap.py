@@ -76,7 +76,7 @@ class Bitmap(SparseFormat):
     def expected_count(self, scheme: Scheme, shape: Shape, density: float) -> int | None:
         return round(shape[0] * shape[1] * density)
 
-    def validate_content(self, tensors: Tensors, scheme: Scheme, shape: Shape, where: str) -> None:
+    def validate_content(self, tensors: Tensors, shape: Shape, where: str) -> None:
         offsets, bits = tensors["weight_row_offsets"], unpack_bits(tensors["weight_bitmap"])
         beyond = bits[:, shape[1] :]
         if int(offsets[0]) != 0 or not torch.equal(offsets.diff(), bits.sum(1)) or bool(beyond.any()):

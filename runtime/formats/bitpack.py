@@ -78,7 +78,7 @@ def gather_stream(packed: torch.Tensor, bits: int, index: torch.Tensor) -> torch
 
 
 def stream_of_rows(offsets: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets `[n + 1]` of a stream of these rows (int64 `[n]`) only, and where its values are in the stream of all.
+    """Offsets `[n + 1]` of a stream of these rows (int64 `[n]`) alone, and the places of its values in the stream of all.
 
     `offsets` int64 `[out + 1]` says where each row's values begin.
     """

@@ -1,8 +1,8 @@
-"""Entropy-coded bfloat16, without loss: exponents in short codes (after DFloat11, Zhang et al., 2025, arXiv 2504.11651).
+"""bfloat16 without loss: exponents in short codes of one width, others listed (after DFloat11, Zhang et al., 2025, arXiv 2504.11651).
 
 Of the 16 bits of a trained weight the exponent has 8, which carry about 2.6 bits of entropy; sign and mantissa do not compress. The paper
-codes exponents by Huffman, which is read bit by bit. Here all codes of a matrix are equally wide, so that many are looked up at once: they
-number its most frequent exponents, and the last code says that the exponent is listed apart. That takes about 0.6 bits more.
+uses Huffman codes, whose lengths differ, so that one must be read before the next is found. Here all codes of a matrix are equally
+wide, and many are looked up at once: they number its most frequent exponents, and the last code is an escape: the exponent is in a list.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from runtime.errors import CompressError
 from runtime.formats.bitpack import row_slices, stream_of_rows, unpack_bits
 from runtime.formats.representation import Representation, Shape, Tensors, TensorSpec
 
-#: Share of the exponents of normally distributed weights that have no code of their own, by the width of a code; the scale decides where
-#: in a range of a tenth it is.
-_LISTED = {2: 0.26, 3: 0.025, 4: 0.00015}
+#: Share of escapes among normally distributed weights by width of the codes; it depends on their scale (3 bits: 0.021 to 0.028).
+_ESCAPES = {2: 0.26, 3: 0.025, 4: 0.00015}
 _SLICE = 1 << 20  # weights at a time
 
 
@@ -42,19 +41,18 @@ class DFloat11(Representation):
     """
 
     name = "dfloat11"
-    row_by_row = False
-    exact = True
+    lossless = True
     counted = "weight_escapes"
     code_bits: int = 3
 
     def __post_init__(self) -> None:
-        if self.code_bits not in _LISTED:
+        if self.code_bits not in _ESCAPES:
             raise ValueError(f"code_bits of dfloat11 is {self.code_bits}, expected 2, 3 or 4")
 
     @property
     def bits(self) -> float:  # type: ignore[override]
         """Bits of mantissa, sign and code, and of the exponents that normally distributed weights list."""
-        return 8 + self.code_bits + 8 * _LISTED[self.code_bits]
+        return 8 + self.code_bits + 8 * _ESCAPES[self.code_bits]
 
     def why_not_dtype(self, dtype: torch.dtype) -> str | None:
         if dtype == torch.bfloat16:
@@ -72,7 +70,7 @@ class DFloat11(Representation):
         def size(width: int) -> int:
             return width * planes + int(counts[2**width - 1 :].sum()) + 2**width
 
-        return DFloat11(min(_LISTED, key=size))
+        return DFloat11(min(_ESCAPES, key=size))
 
     def fit(self, weight: torch.Tensor, dtype: torch.dtype, importance: torch.Tensor | None = None) -> Tensors:
         """The most frequent exponents; of equally frequent ones the smallest."""
@@ -90,12 +88,12 @@ class DFloat11(Representation):
 
     # ---------------------------------------------------------------- on disk
     def expected_count(self, shape: Shape) -> int:
-        return round(_LISTED[self.code_bits] * shape[0] * shape[1])
+        return round(_ESCAPES[self.code_bits] * shape[0] * shape[1])
 
     def tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        return self.sized(shape, dtype, self.expected_count(shape))
+        return self.tensors_for_count(shape, dtype, self.expected_count(shape))
 
-    def sized(self, shape: Shape, dtype: torch.dtype, count: int) -> dict[str, TensorSpec]:
+    def tensors_for_count(self, shape: Shape, dtype: torch.dtype, count: int) -> dict[str, TensorSpec]:
         rows, columns = shape
         return {
             "weight_mantissas": TensorSpec(shape, torch.uint8),
@@ -138,14 +136,15 @@ class DFloat11(Representation):
         last = 2**self.code_bits - 1
         table = torch.nn.functional.pad(tensors["weight_exponents"], (0, 1))
         codes = torch.empty(shape, dtype=torch.int16, device=mantissas.device)
-        for start, stop in row_slices(*shape, _SLICE):
+        slices = list(row_slices(*shape, _SLICE))
+        ends = offsets[[0, *(stop for _, stop in slices)]].tolist()  # one wait for the device
+        for (start, stop), first, end in zip(slices, ends, ends[1:], strict=False):
             code = unpack_bits(planes[start:stop, 0])
             for bit in range(1, self.code_bits):
                 code |= unpack_bits(planes[start:stop, bit]) << bit
             code = _in_order(code)[:, : shape[1]]
             exponent = table.index_select(0, code.flatten().int()).view(code.shape)
-            listed = tensors["weight_escapes"][int(offsets[start]) : int(offsets[stop])]
-            exponent.masked_scatter_(code == last, listed)
+            exponent.masked_scatter_(code == last, tensors["weight_escapes"][first:end])
             turned = exponent.to(torch.int16) << 8 | mantissas[start:stop].to(torch.int16)
             codes[start:stop] = turned >> 1 & 0x7FFF | turned << 15
         return codes, {"exponents": tensors["weight_exponents"]}
@@ -160,11 +159,11 @@ class DFloat11(Representation):
             "weight_row_offsets": offsets,
         }
 
-    def damage(self, tensors: Tensors, shape: Shape) -> tuple[str, str] | None:
+    def find_corruption(self, tensors: Tensors, shape: Shape) -> tuple[str, str] | None:
         planes, offsets, escapes = (tensors[f"weight_{n}"] for n in ("codes", "row_offsets", "escapes"))
         exponents = tensors["weight_exponents"].long()
         if len(exponents.unique()) < len(exponents):
-            return "weight_exponents", "has an exponent twice"
+            return "weight_exponents", "has duplicate exponents"
         counts = torch.zeros(shape[0], dtype=torch.int64, device=planes.device)
         for start, stop in row_slices(*shape, _SLICE):
             others = some = planes[start:stop, 0]
@@ -207,7 +206,7 @@ def _bits(weight: torch.Tensor) -> torch.Tensor:
     for start, stop in row_slices(weight.shape[0], weight.shape[1], _SLICE):
         words = weight[start:stop].float().view(torch.int32)
         if bool((words & 0xFFFF).any()):
-            raise CompressError("dfloat11 was given weights that are no bfloat16 numbers")
+            raise CompressError("dfloat11 stores what bfloat16 holds exactly, and was given other weights")
         found[start:stop] = (words >> 16).to(torch.int16)
     return found
 

@@ -47,13 +47,13 @@ class Representation(ABC):
         bits: bits of code for each weight, parameters not counted.
         vector: consecutive columns that are rounded together.
         row_by_row: the rows of every tensor on disk are those of the matrix, so that some of them need no decoding of all.
-        exact: it stores the weights of the model bit for bit, so that no method has anything to choose.
+        lossless: it stores the weights of the model bit for bit, so that no method has anything to choose.
         counted: the tensor on disk whose length depends on the weights and not on their shape alone; None: there is none.
     """
 
     name: ClassVar[str]
     row_by_row: ClassVar[bool] = False
-    exact: ClassVar[bool] = False
+    lossless: ClassVar[bool] = False
     counted: ClassVar[str | None] = None
     bits: float
     vector: int = 1
@@ -67,7 +67,7 @@ class Representation(ABC):
         return None
 
     def for_weight(self, weight: torch.Tensor) -> Representation:
-        """The same with what is chosen for one matrix `[out, in]`, any float dtype."""
+        """This with the options that suit one matrix `[out, in]` of any float dtype, such as the width of codes."""
         return self
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Representation(ABC):
         """About how long the tensor `counted` is; None where there is none."""
         return None
 
-    def sized(self, shape: Shape, dtype: torch.dtype, count: int) -> dict[str, TensorSpec]:
+    def tensors_for_count(self, shape: Shape, dtype: torch.dtype, count: int) -> dict[str, TensorSpec]:
         """`tensors`, of which `counted` has `count` elements; without it they are those that `tensors` expects."""
         return self.tensors(shape, dtype)
 
@@ -126,8 +126,8 @@ class Representation(ABC):
         codes, parameters = self.decode(tensors, shape)
         return self.encode(rows_of(codes, rows), self.rows(parameters, rows))
 
-    def damage(self, tensors: Tensors, shape: Shape) -> tuple[str, str] | None:
-        """Name of a tensor on disk that cannot be as it is, though its shape and dtype are right, and what is wrong with it."""
+    def find_corruption(self, tensors: Tensors, shape: Shape) -> tuple[str, str] | None:
+        """Name of a tensor that contradicts itself or another, and what is wrong; None where all agree. Shapes and dtypes are right."""
         return None
 
     def round(self, weight: torch.Tensor, parameters: Tensors) -> torch.Tensor:

@@ -87,7 +87,7 @@ class Sparse24(SparseFormat):
             raise CompressError("weight has more than two non-zeros in a quad, so it is not 2:4 sparse")
         return {"weight_metadata": position_bytes(nibbles)}, halves
 
-    def validate_content(self, tensors: Tensors, scheme: Scheme, shape: Shape, where: str) -> None:
+    def validate_content(self, tensors: Tensors, shape: Shape, where: str) -> None:
         for start, stop in row_slices(*shape, _SLICE):
             nibbles = position_nibbles(tensors["weight_metadata"][start:stop], shape[1])
             if bool(((nibbles & 3) >= (nibbles >> 2)).any()):

@@ -363,8 +363,8 @@ def test_it_is_listed(tiny_artifact: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_all_configurations_for_two_gpus(tiny_artifact: Path, tmp_path: Path) -> None:
-    found = export.export(tiny_artifact, "triton", tmp_path / "all", gpus="80,90", quiet=True)
-    assert set(found.facts["gpus"]) == {"sm_80", "sm_90"}
+    found = export.export(tiny_artifact, "triton", tmp_path / "all", gpus="90,100", quiet=True)
+    assert set(found.facts["gpus"]) == {"sm_90", "sm_100"}
     few = plan.launches(Source(tiny_artifact), TritonOptions(configs="default"), 90).variants
     assert found.facts["gpus"]["sm_90"]["kernels"] > 1.5 * len(few)
     assert all(entry["spill_bytes"] == 0 for entry in index(found.path) if entry["kernel"].startswith("matvec"))

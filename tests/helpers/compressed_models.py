@@ -52,7 +52,7 @@ def nearest(weight: torch.Tensor, scheme: Scheme) -> CompressedWeight:
     if grid is None:
         return CompressedWeight(weight, None, None, mask, scheme, dtype)
     if type(grid) is not GridScheme:
-        weight = weight.bfloat16() if grid.exact else weight
+        weight = weight.bfloat16() if grid.lossless else weight
         parameters = grid.fit(weight.float(), dtype)
         return CompressedWeight.of(grid.round(weight.float(), parameters), parameters, mask, scheme, dtype)
     size = grid.group_size or weight.shape[1]

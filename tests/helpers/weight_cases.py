@@ -52,7 +52,7 @@ def random_weight(
         return CompressedWeight(values if mask is None else values * mask, None, None, mask, scheme, dtype)
     if type(weights) is not GridScheme:
         dense = torch.randn(shape, generator=generator) * (1 if mask is None else mask)
-        dense = dense.bfloat16() if weights.exact else dense
+        dense = dense.bfloat16() if weights.lossless else dense
         parameters = weights.fit(dense, dtype)
         return CompressedWeight.of(weights.round(dense, parameters), parameters, mask, scheme, dtype)
     grid = (1,) if weights.strategy == "tensor" else (shape[0], weights.groups(columns))

@@ -1,4 +1,4 @@
-"""DFloat11 weights on a CPU through the C library: rows become bfloat16 in the first cache, where the dense product reads them."""
+"""DFloat11 weights on a CPU through the C library: rows become bfloat16 in a small buffer, where the dense product reads them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DFloat11Cpu(CKernel):
 
     def why_not(self, layer: Layer) -> str | None:
         if layer.shape[1] > _MOST_COLUMNS:
-            return f"it has room for rows of {_MOST_COLUMNS} weights, not of {layer.shape[1]}"
+            return f"rows may have at most {_MOST_COLUMNS} weights, and these have {layer.shape[1]}"
         if library.load() is None:
             return "it is written in C, and there is no compiler (or COMPRESS_NATIVE=0)"
         return layer.why_not_as_given() or library.why_not_dtype(layer.dtype)

@@ -1,8 +1,9 @@
-"""Runs with scheme DF11: the artifact computes what the model does, bit for bit, sizes are those of the manifest, what is refused."""
+"""Runs with scheme DF11: the artifact has the weights of the model bit for bit, sizes are those of the manifest, what is refused."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from export import targets
 from export.readers import readable_by
 from export.source import Source
 from runtime.errors import CompressError, RequestError
+from runtime.formats.dfloat11 import DFloat11
 
 STAGE = {"quantize": {"method": "rtn", "scheme": "DF11"}}
 WIDE = {"hidden_size": 128, "intermediate_size": 256}
@@ -29,7 +31,7 @@ IDS = torch.randint(3, 60, (2, 19), generator=torch.Generator().manual_seed(0))
 
 
 @torch.inference_mode()
-def test_logits_are_those_of_the_model_bit_for_bit(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
+def test_weights_and_reference_logits_are_bit_identical(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
     model = make_checkpoint(tie_word_embeddings=False, **WIDE)
     stage = {"quantize": {**STAGE["quantize"], "targets": ["Linear", "Embedding"], "ignore": []}}
     out = tmp_path / "out"
@@ -111,10 +113,10 @@ def test_a_layer_that_would_not_get_smaller_stays_as_it_is(make_checkpoint: Any,
     for name in names:
         account = manifest["tensors"][name]
         assert account["action"] == "copied"
-        assert "as dfloat11 it would take" in account["reason"]
+        assert "dfloat11 would take" in account["reason"]
         assert account["bytes_after"] == account["bytes_before"]
     assert len(manifest["layers"]) == 20
-    assert "as dfloat11 it would take" in (tmp_path / "out" / "report.html").read_text()
+    assert "dfloat11 would take" in (tmp_path / "out" / "report.html").read_text()
     wanted = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)(IDS).logits.float()
     assert torch.equal(runtime.load(tmp_path / "out", kernels="reference").logits(IDS), wanted)
 
@@ -132,5 +134,38 @@ def test_other_methods_are_refused(make_checkpoint: Any, recipe: Any) -> None:
     with pytest.raises(RequestError, match="'DF11' stores weights without loss and rounds nothing: method must be rtn"):
         make_plan(load(recipe(make_checkpoint(**WIDE), stage)))
     pruned = [{"prune": {"method": "magnitude", "pattern": "2:4"}}, STAGE]
-    with pytest.raises(RequestError, match="a stage before it prunes them"):
+    with pytest.raises(RequestError, match="an earlier stage prunes them"):
         make_plan(load(recipe(make_checkpoint(**WIDE), *pruned)))
+
+
+def test_weights_that_would_not_stay_the_model_s_are_refused(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
+    model = make_checkpoint(tie_word_embeddings=True, **WIDE)
+    folding = {"quantize": {"method": "awq", "scheme": "W4A16", "group_size": 32, "targets": ["*o_proj", "*down_proj"]}}
+    with pytest.raises(RequestError, match=r"stages\.1\.quantize\.scheme: .*stage 0 scales weights"):
+        make_plan(load(recipe(model, folding, {"quantize": {**STAGE["quantize"], "targets": ["*v_proj", "*up_proj"]}})))
+    head = {"quantize": {**STAGE["quantize"], "ignore": []}}
+    with pytest.raises(RequestError, match=r"lm_head: it shares its weight with another module"):
+        make_plan(load(recipe(model, head)))
+    wider = tmp_path / "wider"
+    shutil.copytree(model, wider)
+    tensors = load_file(wider / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].float() / 3
+    save_file(tensors, wider / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RequestError, match=r"q_proj: dfloat11 stores bfloat16 weights, and the model's are float32"):
+        make_plan(load(recipe(wider, STAGE)))
+
+
+def test_a_representation_that_is_not_lossless_is_found(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small what is lost."""
+    real = DFloat11.dequantize
+
+    def rounded(self: DFloat11, codes: torch.Tensor, parameters: Any, dtype: torch.dtype) -> torch.Tensor:
+        dense = real(self, codes, parameters, dtype).clone()
+        dense[0, 0] += 1e-30 if dense[0, 0] == 0 else dense[0, 0] * 2.0**-7
+        return dense
+
+    monkeypatch.setattr(DFloat11, "dequantize", rounded)
+    with pytest.raises(CompressError, match=r"_proj: dfloat11 does not give the weight back exactly"):
+        compress.apply(recipe(make_checkpoint(**WIDE), STAGE), output=tmp_path / "out", quiet=True)

@@ -324,10 +324,10 @@ def test_drift_of_the_stream_is_that_of_the_finished_model(
 @pytest.mark.parametrize(
     ("stages", "gain"),
     [
-        ([{"prune": {"method": "sparsegpt", "pattern": "2:4"}}, quantize(bits=4, group_size=128)], 0.85),
+        ([quantize(bits=3, group_size=128)], 0.8),
         ([quantize("awq", solver="gptq", bits=3, group_size=128)], 0.8),
     ],
-    ids=["joint", "awq"],
+    ids=["gptq", "awq"],
 )
 def test_the_model_says_more_of_what_the_original_says(tmp_path: Path, stages: Any, gain: float) -> None:
     """KL on held-out text against the objective `layer` with the same text."""

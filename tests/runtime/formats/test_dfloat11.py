@@ -89,7 +89,7 @@ def test_normally_distributed_weights_take_30_percent_less() -> None:
 
 
 def test_float32_weights_are_not_rounded_in_silence() -> None:
-    with pytest.raises(CompressError, match="no bfloat16 numbers"):
+    with pytest.raises(CompressError, match="what bfloat16 holds exactly"):
         DFloat11().round(torch.tensor([[1 + 2**-10]]), {})
     assert "float16" in str(DFloat11().why_not_dtype(torch.float16))
     assert DFloat11().why_not_dtype(torch.bfloat16) is None
@@ -149,7 +149,7 @@ def test_what_a_recipe_may_say() -> None:
         (quantize("awq"), "method must be rtn, not awq"),
         (quantize("gptq", scheme=represented), "scheme dfloat11 stores weights without loss"),
         (quantize(objective="propagated"), "objective must be layer, not propagated"),
-        (quantize(quality="best"), "objective must be layer, not best"),
+        (quantize(quality="best"), "objective must be layer, not propagated"),
         (quantize(scales="minmax"), "scales must be mse, not minmax"),
         (quantize(bits=4), "has a fixed bits"),
         (quantize(activations="int8"), "weight-only"),

@@ -120,7 +120,7 @@ SHARED void dense_part(const Linear *l, const float *x, int64_t apart, int64_t r
     _Alignas(64) uint16_t weight[EXPANDED];
     Linear some = *l;
     some.weight = (const uint8_t *)weight, some.weight_type = TYPE_BF16;
-    const int64_t fitting = EXPANDED_ROWS / l->columns, step = fitting > 2 ? fitting / 2 * 2 : 2;
+    const int64_t fitting = EXPANDED_ROWS / (l->columns + 1), step = fitting > 2 ? fitting / 2 * 2 : 2;
     for (int64_t n = start; n < end; n += step) {
         const int64_t count = end - n < step ? end - n : step;
         for (int64_t i = 0; i < count; i++)

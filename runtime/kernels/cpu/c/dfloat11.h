@@ -1,4 +1,4 @@
-/* bfloat16 whose exponents are coded (runtime/formats/dfloat11.py): rows become bfloat16 again, some at a time, in the first cache. */
+/* bfloat16 whose exponents are coded (runtime/formats/dfloat11.py): rows become bfloat16 again, some at a time, in a buffer that stays in cache. */
 #define EXPANDED (1 << 16)      /* weights that dense.h has room for: two rows of as many columns as Python lets through */
 #define EXPANDED_ROWS (1 << 13) /* that it expands together, where rows are short */
 #define UNIT_COLUMNS 256
@@ -37,7 +37,7 @@ INLINE uint32_t expand_32(const uint8_t *mantissas, const uint8_t *const plane[4
     return others;
 #endif
 }
-/* Those weights anew, with the next exponents of the list; where it goes on. */
+/* Escapes get the next exponents of the list; returns where it goes on. */
 INLINE const uint8_t *put_escapes(uint64_t others, const uint8_t *mantissas, const uint8_t *escape, uint16_t *out) {
     for (; others; others &= others - 1) {
         const int j = __builtin_ctzll(others);
@@ -46,7 +46,7 @@ INLINE const uint8_t *put_escapes(uint64_t others, const uint8_t *mantissas, con
     return escape;
 }
 
-/* Columns [k, k + count) of a row, whole units of 256 or up to its end; `escape` is where its escapes from k on begin. Where they go on. */
+/* Columns [k, k + count) of a row, whole units of 256 or up to its end; `escape` is where its escapes from k on begin; returns where they go on. */
 INLINE const uint8_t *expand_row(const Linear *l, const int bits, int64_t row, int64_t k, int64_t count, const uint8_t *escape, uint16_t *out) {
     const int64_t apart = (l->columns + 7) / 8;
     const uint8_t *mantissas = l->weight + row * l->columns + k, *codes = l->codes + row * bits * apart + k / 8, *plane[4];

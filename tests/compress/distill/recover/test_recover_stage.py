@@ -71,7 +71,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     ("before", "method", "fields", "share"),
     [
         (SPARSE, "lora", {"rank": 16, "learning_rate": 3e-3}, 0.95),
-        (GRID, "finetune", {"learning_rate": 1e-3, "steps": 40, "samples": 330, "evaluate_every": 20}, 0.8),
+        (GRID, "finetune", {"learning_rate": 1e-3, "steps": 40, "samples": 400, "evaluate_every": 20}, 0.85),
     ],
 )
 def test_some_of_what_was_lost_comes_back_soon(

@@ -32,8 +32,8 @@ COMPILER = native.find_compiler()
 FUNCTIONS = ["linear_run", "decoder_step", "decoder_copy", "decoder_tokens"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LEVELS = instruction_sets.available()
-# Compilers take minutes over vector code with every check in it: there, addresses alone, by calls. What is undefined is found in
-# portable C, which all but simd_*.h is the same in; who waits for whom is the same in all.
+# Compilers take minutes over vector code with every check in it: it gets those of addresses, as calls, and of threads. Undefined
+# behaviour is looked for in the portable build, so not in what only vectors have (simd_*.h, tiles of several rows, dfloat11.h).
 SANITIZERS = (
     (LEVELS[0], "address", ("--param", "asan-instrumentation-with-call-threshold=0")),
     (LEVELS[0], "thread", ()),
@@ -103,8 +103,11 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
         for dtype in (*FLOATS, torch.float8_e4m3fn):
             weight, scale = torch.randn(rows, columns).to(dtype), torch.rand(rows) if dtype.itemsize == 1 else None
             made.append((products.dense(weight, scale=scale), (weight, scale)))
-        for scheme in (*([products.MXFP8] if columns % 32 == 0 else ()), *(Scheme(DFloat11(n)) for n in (2, 3, 4))):
-            layer, _ = products.linear(scheme, (rows, columns))
+        wide = [
+            (Scheme(DFloat11(n)), columns + 1024 * (n - 2)) for n in (2, 3, 4)
+        ]  # units of 256 columns, and sections
+        for scheme, width in ([(products.MXFP8, columns)] if columns % 32 == 0 else []) + wide:
+            layer, _ = products.linear(scheme, (rows, width))
             kernel = layer.prepare().decode
             assert isinstance(kernel, CKernel)
             made.append((kernel.linear(layer._tensors(), layer.layer, None), layer))
@@ -171,10 +174,11 @@ def record_evictions(recorder: Recorder, engine: NativeEngine) -> None:
     engine.keep(pool, tree, [0, 2, 3])
 
 
-def record_engines(recorder: Recorder, families: list[str]) -> None:
-    for name in families:
+def record_engines(recorder: Recorder, quantized: bool) -> None:
+    """`quantized`: each model of int4 codes too."""
+    for name in FAMILIES:
         model = model_of(name)
-        kinds = {"dense": model} if "," in name else {"dense": model, "int4": compressed(model)[0]}
+        kinds = {"dense": model, "int4": compressed(model)[0]} if quantized and "," not in name else {"dense": model}
         if name == "Llama":
             kinds["nvfp4"] = compressed(
                 model_of(name, hidden_size=96, intermediate_size=128), products.FLOATS["nvfp4"]
@@ -216,7 +220,7 @@ def recording(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         )
         try:
             record_products(recorder, found)
-            record_engines(recorder, ["Llama", "GptOss"] if level == instruction_sets.PORTABLE else list(FAMILIES))
+            record_engines(recorder, level != instruction_sets.PORTABLE)
         finally:
             torch.set_num_threads(threads)
     (folder / "calls.h").write_text(recorder.dispatch())
@@ -235,7 +239,7 @@ def test_nothing_is_found(
     flag = f"-fsanitize={sanitizer}"
     if build(tmp_path, trial, flag).returncode or run(tmp_path).returncode:
         pytest.skip(f"the compiler has no library for {flag} that runs here")
-    more = more if build(tmp_path, trial, flag, *more).returncode == 0 else ()  # GCC's word for it
+    more = more if build(tmp_path, trial, flag, *more).returncode == 0 else ()  # only GCC has it
     flags = ["-O1", "-ffp-contract=off", flag, *more, "-fno-sanitize-recover=all", *instruction_sets.tunings(level)[0]]
     named = ["-DSANITIZED", f'-DKERNELS="{library.SOURCE}"', f'-DCALLS="{folder / "calls.h"}"']
     built = build(tmp_path, REPLAY, *flags, *named)

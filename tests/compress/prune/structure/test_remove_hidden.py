@@ -111,7 +111,7 @@ def logits(path: Path, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids).logits
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, 8)
 @pytest.mark.parametrize("fitted", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "mixtral", "t5", "t5-tied"])
 def test_dimensions_that_hold_nothing_go_without_a_trace(

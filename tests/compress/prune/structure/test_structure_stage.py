@@ -91,7 +91,7 @@ def test_channels_are_gone_and_nothing_else_changed(
     assert runtime.load(made.path).generate([5, 6, 7], max_new_tokens=4)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, 8)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "opt", "phi3", "gpt2"])
 @pytest.mark.parametrize("remove", ["ffn", "heads", "layers"])
 def test_families(make_checkpoint: Any, recipe: Any, tmp_path: Path, family: str, remove: str) -> None:

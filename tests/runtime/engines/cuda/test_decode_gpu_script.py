@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fresh_cache import fresh_cache
 
 SCRIPT = Path(__file__).resolve().parents[4] / "benchmarks" / "decode_gpu.py"
 
@@ -17,7 +18,7 @@ SCRIPT = Path(__file__).resolve().parents[4] / "benchmarks" / "decode_gpu.py"
 def test_tiny(tmp_path: Path) -> None:
     output = tmp_path / "decode.json"
     command = [sys.executable, str(SCRIPT), "--tiny", "--device", "cpu", "--batches", "1", "3", "--output", str(output)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "COMPRESS_CACHE": str(tmp_path)}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "COMPRESS_CACHE": str(fresh_cache(tmp_path / "cache"))}
     done = subprocess.run([*command, "--steps", "6"], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(output.read_text())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from compressed_models import SCHEMES, compress, inside_blocks
+from fresh_cache import fresh_cache
 from tiny_models import gpt2, llama
 
 import runtime
@@ -17,7 +18,6 @@ from runtime.engines.streaming import load as loading
 from runtime.engines.streaming.plan import plan
 from runtime.formats.k_quant import KQuant
 from runtime.formats.scheme import Scheme
-from runtime.system.directories import cache_directory
 
 BLOCKS = 5
 
@@ -39,9 +39,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache that takes small artifacts too; compiled libraries are those of all tests."""
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "native").symlink_to(cache_directory("native"), target_is_directory=True)
-    monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COMPRESS_CACHE", str(fresh_cache(tmp_path / "cache")))
     monkeypatch.setattr(choose, "SMALLEST", 0)
     return tmp_path / "cache" / "prepared"
 

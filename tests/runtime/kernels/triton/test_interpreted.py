@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fresh_cache import fresh_cache
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
@@ -18,7 +19,7 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("name", ["matvec", "few_rows", "many_rows", "w8a8", "sparse24", "fused", "linear", "script"])
 def test_interpreted(name, tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "COMPRESS_CACHE": str(tmp_path)}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "COMPRESS_CACHE": str(fresh_cache(tmp_path / "cache"))}
     environment.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(
         [*command, str(HERE / "interpreted" / f"interpreted_{name}.py")],

@@ -108,7 +108,7 @@ def test_refinement_is_that_of_torch_and_says_the_error_it_leaves(rows, refit, z
     torch.testing.assert_close(errors["c"].sum(), errors["torch"].sum(), rtol=2e-2, atol=1e-3)
 
 
-@pytest.mark.sampled(6, 30)
+@pytest.mark.sampled(6, 15)
 @needs_c
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("width", [5, 128, 1300])

@@ -101,7 +101,7 @@ def test_what_is_written_is_what_modules_write(module: Any, policy: str) -> None
     )
 
 
-@pytest.mark.sampled(20, 20)
+@pytest.mark.sampled(20, 10)
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "duo"])
 @pytest.mark.parametrize("name", ["grouped", "every head its own keys", "odd heads, biases"])
 def test_what_is_kept_is_what_modules_keep(name: str, policy: str) -> None:
@@ -271,7 +271,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(module: Any, policy: str) ->
             assert shares == (not every and len(prompt) > 128), "some scores want every query of a prompt"
 
 
-@pytest.mark.sampled(10, 10)
+@pytest.mark.sampled(10, 5)
 @pytest.mark.parametrize("policy", ALL)
 @pytest.mark.parametrize("spare", [0, 6])
 def test_within_any_memory_the_same(module: Any, policy: str, spare: int) -> None:

@@ -133,9 +133,9 @@ def _check_represented(context: Context, tasks: dict[str, LayerTask]) -> None:
         reason = next(filter(None, map(form.why_not_dtype, dtypes)), None)
         if reason is None and form.lossless:
             if folding is not None:
-                reason = f"stage {folding.quantize_stage} scales weights of other layers and these, which are to stay as they are"
+                reason = f"stage {folding.quantize_stage} scales weights, and lossless ones must stay as they are; use another method there"
             elif name in shared:
-                reason = "it shares its weight with another module, and stored twice it would take more than once as it is; ignore both"
+                reason = "it shares its weight with another module, and two coded copies are larger than the one there is; ignore both"
         if reason is not None:
             stage = next(stage for stage in recipe.stages if stage.index == task.quantize_stage)
             raise RequestError(recipe.origin.at((*stage.path, "scheme"), f"{name}: {reason}"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-TOOLS = ("ours", "llmcompressor", "gptqmodel")
+TOOLS = ("ours", "llmcompressor", "gptqmodel", "autoround")
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,28 @@ def variants(cell: Cell) -> list[Variant]:
     return result
 
 
-def recipe(cell: Cell, model: str, samples: int, length: int, seed: int) -> dict[str, Any]:
-    """Our recipe for a cell: the quality knobs at their defaults, as for the peers."""
+BEST_CELLS = ("gptq-w4-g128", "gptq-w3-g128", "gptq-w2-g64")
+
+
+def best_variants(cell: Cell) -> list[Variant]:
+    """GPTQ and what each tool offers beyond it for the grid of a cell, at the settings that its documentation recommends."""
+    assert cell.quantize is not None
+    longer: dict[str, Any] = {"iters": 1000}
+    if cell.quantize["bits"] == 2:  # SignRoundV2, which AutoRound recommends for 2 bits
+        longer["enable_alg_ext"] = True
+    return [
+        Variant("ours"),
+        Variant("ours", "best", {"quality": "best"}),
+        Variant("gptqmodel", "mse", {"quantize_config": {"mse": 2.4}}),
+        Variant("gptqmodel", "gptaq", {"quantize_config": {"gptaq": {}, "mse": 2.4}}),
+        Variant("gptqmodel", "foem", {"quantize_config": {"foem": {}, "mse": 2.4}}),
+        Variant("autoround"),
+        Variant("autoround", "best", longer),
+    ]
+
+
+def recipe(cell: Cell, settings: dict[str, Any], model: str, samples: int, length: int, seed: int) -> dict[str, Any]:
+    """Our recipe for a cell; what `settings` does not name stays at its default, as for the peers."""
     stages: list[dict[str, Any]] = []
     if cell.prune:
         pattern = cell.prune["pattern"]
@@ -102,7 +122,7 @@ def recipe(cell: Cell, model: str, samples: int, length: int, seed: int) -> dict
             {"prune": {"method": cell.prune["method"], "pattern": pattern, **sparsity, "ignore": ["lm_head"]}}
         )
     if cell.quantize:
-        stages.append({"quantize": {**cell.quantize, "ignore": ["lm_head"]}})
+        stages.append({"quantize": {**cell.quantize, **settings, "ignore": ["lm_head"]}})
     return {
         "name": "cell",
         "model": model,

@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from compress_cells import CELLS, best_variants
+
 RESULTS = Path(__file__).resolve().parent / "results"
 PEERS = {"llmcompressor": "llm-compressor", "gptqmodel": "GPTQModel"}
 QUALITY, SPEED, MEMORY = 1.003, 0.5, 0.5
@@ -86,6 +88,28 @@ def cost_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def best_table(data: dict[str, Any]) -> str:
+    """KL divergence, perplexity and seconds of what each tool offers beyond GPTQ."""
+    rows = [cell for cell in CELLS if cell.name in data["cells"]]
+    keys = [variant.key for variant in best_variants(rows[0])]
+    lines = [
+        f"Mean KL divergence in nats, held-out perplexity (dense: {data['dense']['perplexity']:.2f}) and wall seconds of the process",
+        "",
+        "| | " + " | ".join(cell.name.removeprefix("gptq-") for cell in rows) + " |",
+        "|---|" + "---:|" * len(rows),
+    ]
+    for key in keys:
+        runs = [data["cells"][cell.name].get(key) for cell in rows]
+        lines.append(f"| {key.replace(':', ' ')} | " + " | ".join(map(_best_value, runs)) + " |")
+    return "\n".join(lines)
+
+
+def _best_value(run: dict[str, Any] | None) -> str:
+    if run is None or "error" in run:
+        return "–" if run is None else "fails"
+    return f"{run['kl']:.4f} ({run['perplexity']:.2f}, {run['seconds']:.0f} s)"
+
+
 def same_machine(run: dict[str, Any], data: dict[str, Any]) -> bool:
     """Whether a run's time and memory can be set beside the others'."""
     return "dtype" not in run and run.get("cpu", data["machine"]["cpu"]) == data["machine"]["cpu"]
@@ -116,8 +140,9 @@ def misses(data: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Command line."""
+    files = sorted([*RESULTS.glob("compress_vs_peers_*.json"), *RESULTS.glob("best_quality_*.json")])
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path, default=sorted(RESULTS.glob("compress_vs_peers_*.json")))
+    parser.add_argument("files", nargs="*", type=Path, default=files)
     parser.add_argument("--check", action="store_true", help="list the aims that are missed")
     options = parser.parse_args()
     for file in options.files:
@@ -126,6 +151,9 @@ def main() -> None:
         print(
             f"{data['model']['name']} ({data['model']['bytes'] / 1e6:.1f} MB); {machine['cpu']}, {machine['threads']} threads\n"
         )
+        if file.name.startswith("best_quality"):
+            print(best_table(data) + "\n")
+            continue
         if options.check:
             print("\n".join(misses(data)) or "every aim is met")
             continue

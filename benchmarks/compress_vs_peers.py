@@ -1,10 +1,12 @@
 #!/usr/bin/env python
-"""Quality, time and memory of `compress` beside llm-compressor and GPTQModel: one checkpoint, one set of calibration tokens, one evaluator.
+"""Quality, time and memory of `compress` beside llm-compressor, GPTQModel and AutoRound: one checkpoint, one set of calibration tokens, one evaluator.
 
     benchmarks/peers/setup.sh ~/peers                                       the peers, each in its own environment
     python benchmarks/compress_vs_peers.py --peers ~/peers                  all cells on the bundled checkpoint
     python benchmarks/compress_vs_peers.py --peers ~/peers --only 'gptq-*' --tools ours,gptqmodel --force
     python benchmarks/compress_vs_peers.py --peers ~/peers --shape 1.1b     time and memory on a random Llama of 1.1B weights
+    python benchmarks/compress_vs_peers.py --peers ~/peers --best [--model recipes/checkpoints/stdlib-qwen3-4m]
+                                                                            what each tool offers beyond GPTQ
     python benchmarks/compress_table.py                                     the tables of docs/results/weights.md
 
 Every run is a process of its own; its wall time and peak memory are those of the whole process, imports, loading and saving
@@ -30,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from compress_cells import CELLS, TOOLS, Cell, Variant, recipe, variants
+from compress_cells import BEST_CELLS, CELLS, TOOLS, Cell, Variant, best_variants, recipe, variants
 from measure import Measured, last_error, measure
 from where import commit, cpu_name, memory_gb
 
@@ -156,13 +158,17 @@ class Bench:
                 str(config_file),
             ]
         file = self.work / "recipe.yaml"
-        file.write_text(json.dumps(recipe(cell, str(self.model), samples, LENGTH, SEED)))  # JSON is YAML
+        file.write_text(
+            json.dumps(recipe(cell, variant.settings, str(self.model), samples, LENGTH, SEED))
+        )  # JSON is YAML
         start = "import sys; from compress.cli import main; sys.exit(main())"
         return [sys.executable, "-c", start, "apply", str(file), "--output", str(self.work / "output"), "--json"]
 
     def evaluate(self, model: Path, cell: Cell | None) -> dict[str, Any]:
-        """Perplexity and weight facts of a dense checkpoint."""
+        """Perplexity, KL divergence from the original and weight facts of a dense checkpoint."""
         options = ["--model", str(model), "--ids", str(self.ids)]
+        if cell is not None:
+            options += ["--original", str(self.model)]
         if cell is not None and cell.quantize is not None and "group_size" in cell.quantize:
             options += ["--group-size", str(cell.quantize["group_size"])]
         if cell is not None and cell.quantize is not None and "scheme" in cell.quantize:
@@ -198,13 +204,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", required=True, help="directory that benchmarks/peers/setup.sh filled")
-    parser.add_argument("--model", default=str(BUNDLED), help="a Llama checkpoint with its tokenizer")
+    parser.add_argument("--model", default=str(BUNDLED), help="a checkpoint with its tokenizer")
     parser.add_argument("--shape", choices=("bundled", "1.1b"), default="bundled")
     parser.add_argument(
         "--layers", type=int, default=22, help="blocks of the 1.1b shape; fewer for a shorter run (says so in the JSON)"
     )
     parser.add_argument("--only", action="append", help=f"glob of cell names; may be repeated (1.1b: {LARGE_CELL})")
     parser.add_argument("--tools", default=",".join(TOOLS), help="which tools, or tool:variant, separated by commas")
+    parser.add_argument(
+        "--best", action="store_true", help="what each tool offers beyond GPTQ (its settings: best_variants)"
+    )
     parser.add_argument(
         "--defaults-only", action="store_true", help="leave out the runs with better settings of the peers"
     )
@@ -227,9 +236,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way is stopped too
     arguments = parse()
     part = f"_{arguments.layers}_layers" if arguments.shape != "bundled" and arguments.layers != 22 else ""
-    result_file = (
-        arguments.output or HERE / "results" / f"compress_vs_peers_{arguments.shape.replace('.', '_')}{part}.json"
-    )
+    name = f"compress_vs_peers_{arguments.shape.replace('.', '_')}{part}"
+    if arguments.best:
+        name = f"best_quality_{Path(arguments.model).name}"
+    result_file = arguments.output or HERE / "results" / f"{name}.json"
     result_file.parent.mkdir(parents=True, exist_ok=True)
     data: dict[str, Any] = json.loads(result_file.read_text()) if result_file.exists() else {"cells": {}}
     work = arguments.work or Path(tempfile.mkdtemp(prefix="compress_vs_peers_"))
@@ -253,10 +263,10 @@ def main() -> None:
     defaults_only = arguments.defaults_only or large
     chosen = set(arguments.tools.split(","))
     for cell in CELLS:
-        patterns = arguments.only or ([LARGE_CELL] if large else None)
+        patterns = arguments.only or ([LARGE_CELL] if large else BEST_CELLS if arguments.best else None)
         if patterns and not any(fnmatch.fnmatch(cell.name, pattern) for pattern in patterns):
             continue
-        for variant in variants(cell):
+        for variant in best_variants(cell) if arguments.best else variants(cell):
             if not chosen & {variant.tool, variant.key} or (defaults_only and variant.name != "default"):
                 continue
             entry = data["cells"].setdefault(cell.name, {})

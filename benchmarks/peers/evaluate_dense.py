@@ -1,6 +1,7 @@
-"""The one evaluator: held-out perplexity of a dense checkpoint, and what its weights really are. Prints one JSON object.
+"""The one evaluator: held-out perplexity of a dense checkpoint, its distance from the original, and what its weights really are.
+Prints one JSON object.
 
-    python evaluate_dense.py --model DENSE --ids ids.json [--group-size 128] [--scheme NVFP4 --compressed OUTPUT]
+    python evaluate_dense.py --model DENSE --ids ids.json [--original CHECKPOINT] [--group-size 128] [--scheme NVFP4 --compressed OUTPUT]
 
 Weights are loaded as they are stored (bfloat16) and computed with in float32, so that nothing but the weights differs
 between two checkpoints. Inputs of layers are rounded by compressed-tensors where the scheme says so, with the global scales
@@ -23,15 +24,21 @@ BATCH = 16
 
 
 @torch.inference_mode()
-def perplexity(model: torch.nn.Module, windows: torch.Tensor) -> tuple[float, int]:
-    """Perplexity over `windows` [n, length] and the number of scored tokens."""
-    total, count = 0.0, 0
+def quality(model: torch.nn.Module, original: torch.nn.Module | None, windows: torch.Tensor) -> dict[str, float | int]:
+    """Perplexity over `windows` [n, length], the number of scored tokens and, with an original, its mean KL divergence to the model
+    in nats and how often both prefer the same token."""
+    loss = kl = 0.0
+    count = same = 0
     for rows in windows.split(BATCH):
-        logits = model(rows).logits[:, :-1].float()
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
-        total += float(loss)
+        logits = model(rows).logits[:, :-1].float().flatten(0, 1).log_softmax(-1)
+        loss += float(torch.nn.functional.nll_loss(logits, rows[:, 1:].flatten(), reduction="sum"))
         count += rows[:, 1:].numel()
-    return math.exp(total / count), count
+        if original is not None:
+            wanted = original(rows).logits[:, :-1].float().flatten(0, 1).log_softmax(-1)
+            kl += float(torch.nn.functional.kl_div(logits, wanted, reduction="sum", log_target=True))
+            same += int((logits.argmax(-1) == wanted.argmax(-1)).sum())
+    facts: dict[str, float | int] = {"perplexity": math.exp(loss / count), "scored_tokens": count}
+    return facts if original is None else {**facts, "kl": kl / count, "top1_agreement": same / count}
 
 
 def round_inputs(model: torch.nn.Module, scheme: str, compressed: Path) -> None:
@@ -93,16 +100,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--ids", type=Path, required=True)
+    parser.add_argument("--original", help="the checkpoint before compression")
     parser.add_argument("--group-size", type=int)
     parser.add_argument("--scheme", help="preset of compressed-tensors that the model was compressed with")
     parser.add_argument("--compressed", type=Path, help="what the tool wrote")
     arguments = parser.parse_args()
     windows = torch.tensor(json.loads(arguments.ids.read_text())["heldout"])
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    model, original = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() if path else None
+        for path in (arguments.model, arguments.original)
+    )
     if arguments.scheme:
         round_inputs(model, arguments.scheme, arguments.compressed)
-    value, count = perplexity(model, windows)
-    print(json.dumps({"perplexity": value, "scored_tokens": count, **weight_facts(model, arguments.group_size)}))
+    print(json.dumps({**quality(model, original, windows), **weight_facts(model, arguments.group_size)}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes one virtual environment per peer under DIR: DIR/llmcompressor and DIR/gptqmodel.
-#   benchmarks/peers/setup.sh DIR [llmcompressor|gptqmodel ...]
+# Makes one virtual environment per peer under DIR: DIR/llmcompressor, DIR/gptqmodel and DIR/autoround.
+#   benchmarks/peers/setup.sh DIR [llmcompressor|gptqmodel|autoround ...]
 # PYTHON chooses the interpreter (3.11 is what the published numbers used). torch goes in first, on its own, and a
 # constraint keeps it there, so that a peer cannot swap the CPU build for one that drags in gigabytes of CUDA libraries.
 # Where pip would pick the CUDA build, give its CPU index: TORCH_PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu".
@@ -13,7 +13,7 @@ fi
 root=$1
 shift
 peers=("$@")
-[ ${#peers[@]} -gt 0 ] || peers=(llmcompressor gptqmodel)
+[ ${#peers[@]} -gt 0 ] || peers=(llmcompressor gptqmodel autoround)
 python=${PYTHON:-python3.11}
 torch=2.13.0
 
@@ -21,8 +21,9 @@ for peer in "${peers[@]}"; do
     case $peer in
     llmcompressor) package=llmcompressor==0.14.0.1 ;;
     gptqmodel) package=gptqmodel==7.6.0 ;;
+    autoround) package=auto-round==0.16.1 ;;
     *)
-        echo "unknown peer '$peer'; known: llmcompressor, gptqmodel" >&2
+        echo "unknown peer '$peer'; known: llmcompressor, gptqmodel, autoround" >&2
         exit 2
         ;;
     esac
@@ -37,6 +38,6 @@ for peer in "${peers[@]}"; do
         echo "$peer: CUDA packages came in; remove $env and set TORCH_PIP_ARGS" >&2
         exit 1
     fi
-    "$env/bin/pip" list 2>/dev/null | grep -i -E '^(torch|transformers|llmcompressor|gptqmodel|compressed-tensors|safetensors) ' || true
+    "$env/bin/pip" list 2>/dev/null | grep -i -E '^(torch|transformers|llmcompressor|gptqmodel|auto-round|compressed-tensors|safetensors) ' || true
     du -sh "$env"
 done

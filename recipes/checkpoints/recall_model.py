@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 from training import make_llama
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 HIDDEN_SIZE = 128
 HEAD_DIM = 64
 EMBEDDING_STD = 0.1
 
 
-def make_model() -> LlamaForCausalLM:
+def make_model() -> PreTrainedModel:
     """Return the untrained model in float32."""
     # A base so slow that at 4096 tokens most dimensions of a head still compare content instead of position.
     model = make_llama(layers=3, hidden=HIDDEN_SIZE, intermediate=256, positions=8192, rope_theta=1e7)
@@ -20,7 +20,7 @@ def make_model() -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def install_retrieval(model: LlamaForCausalLM) -> None:
+def install_retrieval(model: PreTrainedModel) -> None:
     """Start the model with the attention heads that retrieval needs; training then finds all the rest.
 
     Left to itself training needs thousands of steps for them, as the loss first falls by guessing among the values
@@ -66,7 +66,7 @@ def install_retrieval(model: LlamaForCausalLM) -> None:
     second.o_proj.weight[:, : len(copied)] = 0.5 * copied.T
 
 
-def hidden_states(model: LlamaForCausalLM, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def hidden_states(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return the normalised last hidden states ``[rows, n, hidden]`` of ``ids`` ``[rows, n]``, causal attention.
 
     The layers are called one by one because the model itself takes a jump in the positions for the border of two

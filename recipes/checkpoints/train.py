@@ -1,17 +1,18 @@
-"""Build the bundled checkpoint: texts, tokenizer and a small Llama model, all from the Python standard library.
+"""Build the bundled language models: texts, tokenizers and weights, all from the Python standard library.
 
 The script needs nothing but a Python installation with ``torch``, ``transformers`` and ``tokenizers``; it downloads
 nothing.  It
 
 1. collects the texts of the standard library of the running interpreter and splits them (``corpus.py``);
 2. trains a byte-level BPE tokenizer on the training split;
-3. trains a Llama-architecture language model (GQA, SwiGLU, tied embeddings) with Muon for the hidden matrices and
-   AdamW for the embedding and the norms;
+3. trains a language model (``MODELS``: a Llama or a Qwen3) with Muon for the hidden matrices and AdamW for the embedding
+   and the norms;
 4. writes tokenizer and model (bf16, sharded safetensors) in the Hugging Face layout.
 
 Examples::
 
     python recipes/checkpoints/train.py                      # everything, with the defaults of the bundled model
+    python recipes/checkpoints/train.py --model stdlib-qwen3-4m --precision fp32      # the second model
     python recipes/checkpoints/train.py --prepare-only       # texts and tokenizer only
     python recipes/checkpoints/train.py --benchmark 20       # time 20 steps and stop
     python recipes/checkpoints/train.py --resume             # go on from the last scratch checkpoint
@@ -27,6 +28,8 @@ import random
 import shutil
 import sysconfig
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,24 +37,81 @@ from typing import Any
 import numpy as np
 import torch
 from corpus import EOS, SEPARATOR, TEXT_DIR, build_texts, encode_text
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from training import VOCAB_SIZE, Trainer, command_line, log, make_llama, write_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from muon import Muon
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from training import VOCAB_SIZE, Trainer, command_line, initialize, log, make_llama, write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
 HERE = Path(__file__).resolve().parent
-MODEL_DIR = HERE / "stdlib-4m"
 PAD = "<|pad|>"
 SEQ_LEN = 256
 SHARD_SIZE = "2800KB"
+#: How Qwen2 and its successors cut text into words: digits one by one, and a word takes the sign before it along.
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
-def train_tokenizer(text: str, out: Path) -> None:
-    """Train the byte-level BPE tokenizer on ``text`` and save it to ``out``."""
+def make_qwen3() -> PreTrainedModel:
+    """Return an untrained Qwen3 in float32: 8 heads of 64 (wider than the residual stream), 4 key-value heads, norms of both."""
+    return initialize(
+        Qwen3Config(
+            vocab_size=MODELS["stdlib-qwen3-4m"].vocabulary,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=64,
+            max_position_embeddings=1024,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=1,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Bundled:
+    """A model that this script builds.
+
+    Attributes:
+        make: returns the untrained model in float32.
+        vocabulary: tokens of its tokenizer, the two special ones included.
+        words: the regular expression that cuts text into words; None: GPT-2's.
+        steps: steps of training.
+    """
+
+    make: Callable[[], PreTrainedModel]
+    vocabulary: int
+    words: str | None
+    steps: int
+
+
+MODELS = {
+    "stdlib-4m": Bundled(
+        partial(make_llama, layers=4, hidden=256, intermediate=768, positions=1024, rope_theta=10_000.0),
+        VOCAB_SIZE, None, steps=2800,
+    ),
+    "stdlib-qwen3-4m": Bundled(make_qwen3, 2048, QWEN_WORDS, steps=1000),
+}  # fmt: skip
+
+
+def train_tokenizer(text: str, out: Path, bundled: Bundled) -> None:
+    """Train the byte-level BPE tokenizer of a model on ``text`` and save it to ``out``."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if bundled.words is None:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    else:
+        words = pre_tokenizers.Split(Regex(bundled.words), "isolated")
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=bundled.vocabulary,
         special_tokens=[PAD, EOS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -68,13 +128,10 @@ def train_tokenizer(text: str, out: Path) -> None:
     fast.save_pretrained(out)
 
 
-def make_model() -> LlamaForCausalLM:
-    """Return the untrained model in float32."""
-    return make_llama(layers=4, hidden=256, intermediate=768, positions=1024, rope_theta=10_000.0)
-
-
 def make_muon(args: argparse.Namespace, matrices: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer of the hidden matrices."""
+    """Return the optimizer of the hidden matrices, in the precision of the run."""
+    if args.precision == "fp32":
+        return Muon(matrices, lr=args.lr_muon, weight_decay=args.weight_decay)
     return torch.optim.Muon(
         matrices, lr=args.lr_muon, momentum=0.95, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
@@ -115,10 +172,10 @@ def perplexity(model: Any, ids: torch.Tensor, length: int = SEQ_LEN, batch: int 
     return math.exp(total / count)
 
 
-def train(args: argparse.Namespace, tokens: torch.Tensor, heldout: torch.Tensor) -> LlamaForCausalLM:
+def train(args: argparse.Namespace, tokens: torch.Tensor, heldout: torch.Tensor) -> PreTrainedModel:
     """Train the model and return it; scratch checkpoints go to ``args.scratch``."""
     torch.manual_seed(args.seed)
-    model = make_model()
+    model = MODELS[args.model].make()
     log(f"parameters: {sum(p.numel() for p in model.parameters())}, training tokens: {len(tokens)}")
     trainer = Trainer(model, partial(make_muon, args), args.lr_adam, args.scratch)
     first = 0
@@ -180,14 +237,19 @@ def evaluate(out: Path, texts: Path) -> float:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_line(__doc__, MODEL_DIR, warmup=100, lr_muon=6e-3, lr_adam=3e-3, checkpoint_every=250)
+    choice = argparse.ArgumentParser(add_help=False)
+    choice.add_argument(
+        "--model", choices=list(MODELS), default="stdlib-4m", help="which of the two (default: the Llama)"
+    )
+    name = choice.parse_known_args(argv)[0].model
+    parser = command_line(__doc__, HERE / name, [choice], warmup=100, lr_muon=6e-3, lr_adam=3e-3, checkpoint_every=250)
     parser.add_argument("--texts", type=Path, default=TEXT_DIR, help="directory of the bundled texts")
-    parser.add_argument("--steps", type=int, default=2800)
+    parser.add_argument("--steps", type=int, default=MODELS[name].steps)
     parser.add_argument("--batch", type=int, default=32, help="sequences in a step")
     parser.add_argument("--micro-batch", type=int, default=8, help="sequences in one forward pass")
     parser.add_argument("--warmdown", type=float, default=0.6, help="last fraction of the steps, rate going to zero")
     parser.add_argument("--weight-decay", type=float, default=0.02, help="for the hidden matrices")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="bf16: autocast")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="bf16: autocast; fp32: Muon too")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="use torch.compile")
     parser.add_argument("--export-every", type=int, default=0, help="also overwrite --out every so many steps")
     parser.add_argument("--benchmark", type=int, default=0, help="time this many steps, then stop")
@@ -227,7 +289,7 @@ def main(argv: list[str] | None = None) -> None:
         licence = Path(sysconfig.get_paths()["stdlib"]) / "LICENSE.txt"
         if licence.exists():
             shutil.copyfile(licence, args.texts.parent / "LICENSE-PSF.txt")
-        train_tokenizer(texts["train"], args.out)
+        train_tokenizer(texts["train"], args.out, MODELS[args.model])
     if args.prepare_only:
         return
     tokenizer = AutoTokenizer.from_pretrained(args.out)

@@ -33,7 +33,7 @@ from muon import Muon
 from recall_model import hidden_states, make_model
 from torch.nn.functional import cross_entropy
 from training import Trainer, command_line, log, write_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 HERE = Path(__file__).resolve().parent
 SOURCE_DIR = HERE / "stdlib-4m"
@@ -106,7 +106,7 @@ def row_positions(batch: task.Batch, generator: torch.Generator) -> torch.Tensor
 
 
 def train_step(
-    model: LlamaForCausalLM, batch: task.Batch, args: argparse.Namespace, generator: torch.Generator
+    model: PreTrainedModel, batch: task.Batch, args: argparse.Namespace, generator: torch.Generator
 ) -> tuple[dict[str, float], torch.Tensor]:
     """Accumulate the gradients of one batch; return the mean losses and which answers were right ``[rows, questions]``.
 
@@ -136,7 +136,7 @@ def train_step(
     return losses, torch.cat(right)
 
 
-def train(args: argparse.Namespace, vocabulary: task.Vocabulary, text: np.ndarray) -> LlamaForCausalLM:
+def train(args: argparse.Namespace, vocabulary: task.Vocabulary, text: np.ndarray) -> PreTrainedModel:
     """Train the model and return it; scratch checkpoints go to ``args.scratch``."""
     torch.manual_seed(args.seed)
     model = make_model()
@@ -268,7 +268,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def export(model: LlamaForCausalLM, out: Path) -> None:
+def export(model: PreTrainedModel, out: Path) -> None:
     """Write the model, and the tokenizer it was trained with."""
     write_model(model, out)
     for name in ("tokenizer.json", "tokenizer_config.json"):

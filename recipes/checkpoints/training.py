@@ -1,4 +1,4 @@
-"""What both training scripts share: how a small Llama begins, what a step does to it, what is kept between runs."""
+"""What both training scripts share: how a small model begins, what a step does to it, what is kept between runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 VOCAB_SIZE = 4096
 
@@ -23,29 +23,35 @@ def log(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def make_llama(*, layers: int, hidden: int, intermediate: int, positions: int, rope_theta: float) -> LlamaForCausalLM:
-    """Return an untrained model in float32: 4 heads of 64, 2 key-value heads, for the bundled tokenizer."""
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=positions,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
-        attn_implementation="sdpa",
+def make_llama(*, layers: int, hidden: int, intermediate: int, positions: int, rope_theta: float) -> PreTrainedModel:
+    """Return an untrained Llama in float32: 4 heads of 64, 2 key-value heads, for the tokenizer of `stdlib-4m`."""
+    return initialize(
+        LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            max_position_embeddings=positions,
+            rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=1,
+            attn_implementation="sdpa",
+        )
     )
-    model = LlamaForCausalLM(config).float()
+
+
+def initialize(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return an untrained model in float32; what its blocks add to the residual stream begins small."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for layer in model.model.layers:
             for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                linear.weight.mul_(1.0 / math.sqrt(2 * layers))
+                linear.weight.mul_(1.0 / math.sqrt(2 * config.num_hidden_layers))
     return model
 
 
@@ -57,7 +63,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: PreTrainedModel,
         make_muon: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
         lr_adam: float,
         scratch: Path,
@@ -100,7 +106,7 @@ class Trainer:
         return state["at"]
 
 
-def write_model(model: LlamaForCausalLM, out: Path, **options: Any) -> None:
+def write_model(model: PreTrainedModel, out: Path, **options: Any) -> None:
     """Write the model in bf16, replacing the files of ``out`` one by one; ``options`` are ``save_pretrained``'s."""
     stored = copy.deepcopy(model).to(torch.bfloat16)
     stored.config.dtype = torch.bfloat16
@@ -113,9 +119,12 @@ def write_model(model: LlamaForCausalLM, out: Path, **options: Any) -> None:
             os.replace(path, out / path.name)
 
 
-def command_line(description: str | None, out: Path, **defaults: Any) -> argparse.ArgumentParser:
-    """Return a parser of the options both scripts have; ``defaults`` are those of the options that differ."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def command_line(
+    description: str | None, out: Path, parents: Sequence[argparse.ArgumentParser] = (), **defaults: Any
+) -> argparse.ArgumentParser:
+    """Return a parser of the options both scripts have and those of ``parents``; ``defaults`` are those that differ."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=raw, parents=list(parents))
     parser.add_argument("--out", type=Path, default=out, help="model and tokenizer directory")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / f"{out.name}-training")
     parser.add_argument("--seed", type=int, default=1)

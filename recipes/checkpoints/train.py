@@ -96,7 +96,7 @@ MODELS = {
         partial(make_llama, layers=4, hidden=256, intermediate=768, positions=1024, rope_theta=10_000.0),
         VOCAB_SIZE, None, steps=2800,
     ),
-    "stdlib-qwen3-4m": Bundled(make_qwen3, 2048, QWEN_WORDS, steps=1000),
+    "stdlib-qwen3-4m": Bundled(make_qwen3, 2048, QWEN_WORDS, steps=800),
 }  # fmt: skip
 
 

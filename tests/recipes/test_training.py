@@ -21,12 +21,17 @@ import training  # noqa: E402
 STEPS = 4
 
 
-def stdlib_model(scratch: Path, *options: str) -> Any:
-    """The language model after a few steps on random tokens."""
-    tokens = torch.randint(training.VOCAB_SIZE, (4000,), generator=torch.Generator().manual_seed(0))
-    common = ["--steps", str(STEPS), "--warmup", "2", "--batch", "2", "--micro-batch", "1", "--no-compile"]
+def stdlib_model(scratch: Path, *options: str, name: str = "stdlib-4m") -> Any:
+    """A language model after a few steps on random tokens."""
+    tokens = torch.randint(train.MODELS[name].vocabulary, (4000,), generator=torch.Generator().manual_seed(0))
+    common = ["--model", name, "--steps", str(STEPS), "--warmup", "2", "--batch", "2", "--micro-batch", "1", "--no-compile"]
     args = train.parse_args(["--scratch", str(scratch), "--checkpoint-every", "2", *common, *options])
     return train.train(args, tokens, tokens[:512])
+
+
+def qwen3_model(scratch: Path, *options: str) -> Any:
+    """The second language model, with the optimizer in float32."""
+    return stdlib_model(scratch, "--precision", "fp32", *options, name="stdlib-qwen3-4m")
 
 
 def recall_model(scratch: Path, *options: str) -> Any:
@@ -40,7 +45,7 @@ def recall_model(scratch: Path, *options: str) -> Any:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("run", [stdlib_model, recall_model])
+@pytest.mark.parametrize("run", [stdlib_model, qwen3_model, recall_model])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +67,12 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     monkeypatch.setattr(training.Trainer, "step", step)
     resumed = run(tmp_path / "parts", "--resume").state_dict()
     torch.manual_seed(1)
-    begun = (train.make_model if run is stdlib_model else train_recall.make_model)().state_dict()
+    untrained = {
+        stdlib_model: train.MODELS["stdlib-4m"].make,
+        qwen3_model: train.MODELS["stdlib-qwen3-4m"].make,
+        recall_model: train_recall.make_model,
+    }
+    begun = untrained[run]().state_dict()
     for name, weight in whole.items():
         assert torch.equal(weight, resumed[name]), name
         assert not torch.equal(weight, begun[name]), name

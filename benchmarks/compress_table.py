@@ -99,6 +99,8 @@ def best_table(data: dict[str, Any]) -> str:
         "|---|" + "---:|" * len(rows),
     ]
     for key in keys:
+        if not any(key in data["cells"][cell.name] for cell in rows):
+            continue
         runs = [data["cells"][cell.name].get(key) for cell in rows]
         lines.append(f"| {key.replace(':', ' ')} | " + " | ".join(map(_best_value, runs)) + " |")
     return "\n".join(lines)

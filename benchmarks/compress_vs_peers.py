@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Quality, time and memory of `compress` beside llm-compressor, GPTQModel and AutoRound: one checkpoint, one set of calibration tokens, one evaluator.
+"""Quality, time and memory of `compress` beside llm-compressor, GPTQModel and AutoRound: same checkpoint, calibration tokens, evaluator.
 
     benchmarks/peers/setup.sh ~/peers                                       the peers, each in its own environment
     python benchmarks/compress_vs_peers.py --peers ~/peers                  all cells on the bundled checkpoint

@@ -8,6 +8,8 @@ import yaml
 from compress.core.resources import bundled_sweeps
 from compress.recipe import load
 from compress.sweeps import load_sweep
+from compress.sweeps.fit import first_recipe
+from compress.sweeps.search import Grid
 from runtime.errors import RequestError
 
 GOOD = """name: mine
@@ -143,3 +145,11 @@ def test_trials_are_evaluated_on_one_text(file, key, calibration, evaluate, refu
         return
     with pytest.raises(RequestError, match=rf"sweep\.yaml:4: vary\.{key}: .* changes the held-out evaluation text"):
         load_sweep(path)
+
+
+@pytest.mark.parametrize("name", ["llama_bits", "llama_formats"])
+def test_every_point_of_a_bundled_grid_fits_the_bundled_model(name):
+    sweep, base = load_sweep(name)
+    recipe, refused = first_recipe(sweep, base, Grid(sweep), "cpu", quiet=True)
+    assert recipe.stages
+    assert not refused

@@ -91,18 +91,17 @@ def cost_table(data: dict[str, Any]) -> str:
 def best_table(data: dict[str, Any]) -> str:
     """KL divergence, perplexity and seconds of what each tool offers beyond GPTQ."""
     rows = [cell for cell in CELLS if cell.name in data["cells"]]
-    keys = [variant.key for variant in best_variants(rows[0])]
+    tools = {"ours": "ours", **PEERS, "autoround": "AutoRound"}
     lines = [
         f"Mean KL divergence in nats, held-out perplexity (dense: {data['dense']['perplexity']:.2f}) and wall seconds of the process",
         "",
         "| | " + " | ".join(cell.name.removeprefix("gptq-") for cell in rows) + " |",
         "|---|" + "---:|" * len(rows),
     ]
-    for key in keys:
-        if not any(key in data["cells"][cell.name] for cell in rows):
-            continue
-        runs = [data["cells"][cell.name].get(key) for cell in rows]
-        lines.append(f"| {key.replace(':', ' ')} | " + " | ".join(map(_best_value, runs)) + " |")
+    for variant in best_variants(rows[0]):
+        runs = [data["cells"][cell.name].get(variant.key) for cell in rows]
+        if any(runs):
+            lines.append(f"| {tools[variant.tool]}, {variant.name} | " + " | ".join(map(_best_value, runs)) + " |")
     return "\n".join(lines)
 
 

@@ -158,9 +158,8 @@ class Bench:
                 str(config_file),
             ]
         file = self.work / "recipe.yaml"
-        file.write_text(
-            json.dumps(recipe(cell, variant.settings, str(self.model), samples, LENGTH, SEED))
-        )  # JSON is YAML
+        asked = recipe(cell, variant.settings, str(self.model), samples, LENGTH, SEED)
+        file.write_text(json.dumps(asked))  # JSON is YAML
         start = "import sys; from compress.cli import main; sys.exit(main())"
         return [sys.executable, "-c", start, "apply", str(file), "--output", str(self.work / "output"), "--json"]
 
@@ -262,8 +261,8 @@ def main() -> None:
         print(f"dense: perplexity {data['dense']['perplexity']:.4f}", flush=True)
     defaults_only = arguments.defaults_only or large
     chosen = set(arguments.tools.split(","))
-    for cell in CELLS:
-        patterns = arguments.only or ([LARGE_CELL] if large else BEST_CELLS if arguments.best else None)
+    for cell in [cell for cell in CELLS if cell.name in BEST_CELLS] if arguments.best else CELLS:
+        patterns = arguments.only or ([LARGE_CELL] if large else None)
         if patterns and not any(fnmatch.fnmatch(cell.name, pattern) for pattern in patterns):
             continue
         for variant in best_variants(cell) if arguments.best else variants(cell):

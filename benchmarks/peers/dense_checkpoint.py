@@ -5,10 +5,11 @@ Runs inside each tool's own environment, so it needs nothing but torch, transfor
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,21 @@ def checkpoint_names(path: str | Path) -> set[str]:
 def write_report(path: str | Path, phases: Phases, **facts: Any) -> None:
     """The runner's own account: seconds of each phase, and the settings and versions it ran with."""
     Path(path).write_text(json.dumps({"phases": phases.seconds, **facts}, indent=2, default=str))
+
+
+def run(
+    description: str | None,
+    compress: Callable[[dict[str, Any], Phases], None],
+    export: Callable[[dict[str, Any]], None],
+) -> None:
+    """The command line of a tool's runner: compress the cell of `--config`, or write dense what was compressed (`--export`)."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--export", action="store_true")
+    arguments = parser.parse_args()
+    phases = Phases()
+    config = json.loads(arguments.config.read_text())
+    if arguments.export:
+        export(config)
+    else:
+        compress(config, phases)

@@ -6,14 +6,11 @@ python run_gptqmodel.py --config cell.json --export   its output as a dense bflo
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
-import json
 import os
-from pathlib import Path
 from typing import Any
 
-from dense_checkpoint import Phases, read_calibration, write_dense, write_report
+from dense_checkpoint import Phases, read_calibration, run, write_dense, write_report
 
 # 7.6.0 starts (cores + 1) // 2 workers, and refuses to run with the one that this makes on a machine of two cores.
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", str(max(2, ((os.cpu_count() or 1) + 1) // 2)))
@@ -83,19 +80,5 @@ def export(config: dict[str, Any]) -> None:
     write_dense(config["model"], tensors, config["dense"])
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--export", action="store_true")
-    arguments = parser.parse_args()
-    config = json.loads(arguments.config.read_text())
-    phases = Phases()
-    if arguments.export:
-        export(config)
-    else:
-        compress(config, phases)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, compress, export)

@@ -6,13 +6,12 @@ python run_llmcompressor.py --config cell.json --export   its output as a dense 
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
 
-from dense_checkpoint import Phases, read_calibration, write_dense, write_report
+from dense_checkpoint import Phases, read_calibration, run, write_dense, write_report
 
 
 def modifiers(config: dict[str, Any], settings: dict[str, Any]) -> list[Any]:
@@ -115,19 +114,5 @@ def export(config: dict[str, Any]) -> None:
     write_dense(config["model"], tensors, config["dense"])
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--export", action="store_true")
-    arguments = parser.parse_args()
-    config = json.loads(arguments.config.read_text())
-    phases = Phases()
-    if arguments.export:
-        export(config)
-    else:
-        compress(config, phases)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, compress, export)

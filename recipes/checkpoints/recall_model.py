@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from training import make_llama
-from transformers import PreTrainedModel
+from training import VOCAB_SIZE
+from training import make_model as untrained_model
+from transformers import LlamaConfig, PreTrainedModel
 
 HIDDEN_SIZE = 128
 HEAD_DIM = 64
@@ -14,7 +15,17 @@ EMBEDDING_STD = 0.1
 def make_model() -> PreTrainedModel:
     """Return the untrained model in float32."""
     # A base so slow that at 4096 tokens most dimensions of a head still compare content instead of position.
-    model = make_llama(layers=3, hidden=HIDDEN_SIZE, intermediate=256, positions=8192, rope_theta=1e7)
+    model = untrained_model(
+        LlamaConfig,
+        rope_theta=1e7,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+    )
     install_retrieval(model)
     return model
 

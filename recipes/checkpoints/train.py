@@ -28,7 +28,6 @@ import random
 import shutil
 import sysconfig
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,8 +38,16 @@ import torch
 from corpus import EOS, SEPARATOR, TEXT_DIR, build_texts, encode_text
 from muon import Muon
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from training import VOCAB_SIZE, Trainer, command_line, initialize, log, make_llama, write_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+from training import VOCAB_SIZE, Trainer, command_line, log, make_model, write_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 HERE = Path(__file__).resolve().parent
 PAD = "<|pad|>"
@@ -52,55 +59,49 @@ QWEN_WORDS = (
 )
 
 
-def make_qwen3() -> PreTrainedModel:
-    """Return an untrained Qwen3 in float32: 8 heads of 64 (wider than the residual stream), 4 key-value heads, norms of both."""
-    return initialize(
-        Qwen3Config(
-            vocab_size=MODELS["stdlib-qwen3-4m"].vocabulary,
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=64,
-            max_position_embeddings=1024,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-            tie_word_embeddings=True,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=1,
-            attn_implementation="sdpa",
-        )
-    )
-
-
 @dataclass(frozen=True)
-class Bundled:
+class BundledModel:
     """A model that this script builds.
 
     Attributes:
-        make: returns the untrained model in float32.
-        vocabulary: tokens of its tokenizer, the two special ones included.
-        words: the regular expression that cuts text into words; None: GPT-2's.
+        config_class: of its family.
+        sizes: of its configuration; the vocabulary counts the two special tokens.
         steps: steps of training.
+        words: the regular expression that cuts text into words; None: GPT-2's.
     """
 
-    make: Callable[[], PreTrainedModel]
-    vocabulary: int
-    words: str | None
+    config_class: type[PreTrainedConfig]
+    sizes: dict[str, int]
     steps: int
+    words: str | None = None
+
+    def make(self) -> PreTrainedModel:
+        """Return the untrained model in float32."""
+        return make_model(self.config_class, rope_theta=10_000.0, max_position_embeddings=1024, **self.sizes)
 
 
 MODELS = {
-    "stdlib-4m": Bundled(
-        partial(make_llama, layers=4, hidden=256, intermediate=768, positions=1024, rope_theta=10_000.0),
-        VOCAB_SIZE, None, steps=2800,
+    "stdlib-4m": BundledModel(
+        LlamaConfig,
+        {
+            "vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+            "num_attention_heads": 4, "num_key_value_heads": 2,
+        },
+        steps=2800,
     ),
-    "stdlib-qwen3-4m": Bundled(make_qwen3, 2048, QWEN_WORDS, steps=800),
+    "stdlib-qwen3-4m": BundledModel(
+        Qwen3Config,
+        {
+            "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+            "num_attention_heads": 8, "num_key_value_heads": 4,
+        },
+        steps=800,
+        words=QWEN_WORDS,
+    ),
 }  # fmt: skip
 
 
-def train_tokenizer(text: str, out: Path, bundled: Bundled) -> None:
+def train_tokenizer(text: str, out: Path, bundled: BundledModel) -> None:
     """Train the byte-level BPE tokenizer of a model on ``text`` and save it to ``out``."""
     tokenizer = Tokenizer(models.BPE())
     if bundled.words is None:
@@ -111,7 +112,7 @@ def train_tokenizer(text: str, out: Path, bundled: Bundled) -> None:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=bundled.vocabulary,
+        vocab_size=bundled.sizes["vocab_size"],
         special_tokens=[PAD, EOS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 VOCAB_SIZE = 4096
 
@@ -23,30 +23,21 @@ def log(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def make_llama(*, layers: int, hidden: int, intermediate: int, positions: int, rope_theta: float) -> PreTrainedModel:
-    """Return an untrained Llama in float32: 4 heads of 64, 2 key-value heads, for the tokenizer of `stdlib-4m`."""
-    return initialize(
-        LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            max_position_embeddings=positions,
-            rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-            tie_word_embeddings=True,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=1,
-            attn_implementation="sdpa",
-        )
+def make_model(config_class: type[PreTrainedConfig], *, rope_theta: float, **sizes: int) -> PreTrainedModel:
+    """Return an untrained model in float32, with heads of 64 and tied embeddings; what its blocks add to the residual stream begins small.
+
+    ``sizes`` are those of the configuration, by its names.
+    """
+    config = config_class(
+        head_dim=64,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+        attn_implementation="sdpa",
+        **sizes,
     )
-
-
-def initialize(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return an untrained model in float32; what its blocks add to the residual stream begins small."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for layer in model.model.layers:

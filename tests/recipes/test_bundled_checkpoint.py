@@ -56,8 +56,10 @@ def test_architecture(model: PreTrainedModel, directory: Path) -> None:
     assert config.num_key_value_heads < config.num_attention_heads
     assert config.max_position_embeddings == 1024
     for parameter in model.parameters():
-        # Groups of 128 columns and, in blocks, super-blocks of 256.
-        assert parameter.ndim == 1 or parameter.shape[1] % 256 == 0
+        if parameter.ndim == 1:
+            assert len(parameter) in (config.hidden_size, config.head_dim)
+        else:  # groups of 128, super-blocks of 256 columns
+            assert parameter.shape[0] % 128 == parameter.shape[1] % 256 == 0
         assert torch.isfinite(parameter).all()
 
 

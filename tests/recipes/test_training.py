@@ -23,7 +23,7 @@ STEPS = 4
 
 def stdlib_model(scratch: Path, *options: str, name: str = "stdlib-4m") -> Any:
     """A language model after a few steps on random tokens."""
-    tokens = torch.randint(train.MODELS[name].vocabulary, (4000,), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(train.MODELS[name].sizes["vocab_size"], (4000,), generator=torch.Generator().manual_seed(0))
     common = ["--steps", str(STEPS), "--warmup", "2", "--batch", "2", "--micro-batch", "1", "--no-compile"]
     where = ["--model", name, "--scratch", str(scratch), "--checkpoint-every", "2"]
     args = train.parse_args([*where, *common, *options])

@@ -33,7 +33,7 @@ def hadamard_matrix(size: int) -> torch.Tensor:
     tried = (seed << shift for shift in range(doublings + 1))
     small = next((found for n in tried if (found := _small(n)) is not None), None)
     if small is None:
-        raise ValueError(f"no Hadamard matrix of size {size} is known here; use the method orthogonal")
+        raise ValueError(f"no Hadamard matrix of size {size} is known here; method orthogonal has one of every size")
     double = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     while len(small) < size:
         small = torch.kron(double, small)

@@ -47,7 +47,8 @@ class RotateJob(Job):
     """A rotation that has been checked against its model.
 
     Attributes:
-        config: of the rotated model: its head is no longer tied to its embeddings where the final norm folds into it.
+        config: of the rotated model.
+        unties: the head is the embeddings, and becomes a tensor of its own, since the final norm folds into it.
         whole: the model, in numbers.
         slices: sides of tensors that have the hidden state along them; empty: it is not rotated.
         heads: of keys and values.
@@ -55,8 +56,9 @@ class RotateJob(Job):
 
     config: PretrainedConfig
     whole: ModelSize
-    slices: tuple[Slices, ...]
-    heads: int
+    slices: tuple[Slices, ...] = ()
+    heads: int = 0
+    unties: bool = False
 
     @property
     def settings(self) -> RotateConfig:
@@ -68,11 +70,6 @@ class RotateJob(Job):
         """See `Job.stored`."""
         return self.whole.stored
 
-    @property
-    def unties(self) -> bool:
-        """Whether the head becomes a tensor of its own."""
-        return not self.config.tie_word_embeddings
-
     def describe(self) -> str:
         """ "hidden state and values by hadamard"."""
         turned = [word for word, on in (("hidden state", self.settings.hidden), ("values", self.settings.values)) if on]
@@ -81,7 +78,7 @@ class RotateJob(Job):
     def outline(self, context: Context, directory: Any) -> Checkpoint:
         """The source, or where its head is untied zeros of the new shapes."""
         streamed = context.streamed
-        if self.config.tie_word_embeddings == streamed.config.tie_word_embeddings:
+        if not self.unties:
             return context.opened
         source, ties = streamed.checkpoint, streamed.ties
         tensors = {
@@ -107,10 +104,10 @@ class RotateJob(Job):
     def warnings(self, context: Context, size: int) -> list[str]:
         """A head that grows into a tensor of its own; layers that are left out."""
         found = []
-        if self.unties and context.streamed.ties:
+        if self.unties:
             found.append(
-                f"the head of a {type(context.streamed.model).__name__} is its embeddings; rotated they differ, and the checkpoint grows by "
-                "one of them (hidden: false rotates values alone)"
+                f"the head of a {type(context.streamed.model).__name__} is its embeddings; rotated they differ, and the checkpoint grows "
+                "by one of them (hidden: false rotates values alone)"
             )
         names = context.reference.predicting
         if names and self.settings.hidden:
@@ -137,10 +134,13 @@ class RotateJob(Job):
         with context.recipe.origin.located(self.stage.path):
             found = RotatedCheckpoint(run).write()
         missing = len(streamed.blocks) - found["values"]
+        if not self.settings.hidden and not found["values"]:
+            text = f"nothing of a {type(streamed.model).__name__} was rotated: no layers were found that make values, and read them, alone"
+            raise RequestError(context.recipe.origin.at((*self.stage.path, "values"), text))
         if self.settings.values and missing:
             reporter.warn(
-                f"the values of {missing} of {len(streamed.blocks)} layers are not rotated: no layers were found that make and read them, "
-                "and nothing else"
+                f"the values of {missing} of {len(streamed.blocks)} layers are not rotated: no layers were found that make them, and read "
+                "them, alone"
             )
         ids = probe[0]
         made = [
@@ -158,7 +158,7 @@ class RotateJob(Job):
                 f"{run.output} computes something else than its source (logits relative {difference:.2e}); this is a bug"
             )
         return {
-            "rotate": self.stage.method, "hidden": self.settings.hidden, "untied": self.unties and bool(streamed.ties),
+            "rotate": self.stage.method, "hidden": self.settings.hidden, "untied": self.unties,
             "difference": difference, "parameters_before": _parameters(made[1]), "parameters_after": _parameters(made[0]), **found,
         }  # fmt: skip
 
@@ -233,7 +233,7 @@ class RotatedCheckpoint(Rewrite[RotateJob]):
             return self.stored(names) | rest, []
         check_finite({name: whole.checkpoint.get(name) for name in names})
         final = next((name for name in self._hidden.norms if not whole.is_inside(name)), None)
-        untied = [name for name in whole.ties if self.job.unties and name not in names]
+        untied = [name for name in whole.ties if self.job.unties]
         rotation = self._hidden.outside(whole.model, [*names, *untied], final)
         return self._tensors(rotation, [*names, *untied]) | rest, []
 
@@ -260,16 +260,17 @@ def prepare(context: Context, stage: Stage) -> RotateJob:
     config, name = streamed.config, type(streamed.model).__name__
     if streamed.kind != "decoder" or type(streamed.rows) is not TextRows:
         raise RequestError(origin.at(stage.path, f"a {name} is not rotated: only decoders of text are"))
-    with origin.located((*stage.path, "values")):
-        heads = size_of(config, "heads").count if stage.config.values else 0
+    heads = 0
+    if stage.config.values:
+        with origin.located((*stage.path, "values")):
+            heads = size_of(config, "heads").count
+            widths = {getattr(module, "head_dim", None) for module in streamed.blocks.modules()}
+            _check_sizes(stage, {width for width in widths if isinstance(width, int)}, "heads of {}")
     if not stage.config.hidden:
-        return RotateJob(stage, config, ModelSize.of(streamed), (), heads)
+        return RotateJob(stage, config, ModelSize.of(streamed), heads=heads)
     size = size_of(config, "hidden").count
-    try:
-        METHODS[stage.method].matrix(size, torch.Generator().manual_seed(0))
-    except ValueError as error:
-        raise RequestError(origin.at((*stage.path, "method"), str(error))) from None
     with origin.located((*stage.path, "hidden")):
+        _check_sizes(stage, {size}, "a hidden state of {}")
         slices = tuple(_slices(streamed, size))
         finals = [norm for norm in find_norms(streamed.model, slices) if not streamed.is_inside(norm)]
         if len(finals) > 1:
@@ -277,9 +278,19 @@ def prepare(context: Context, stage: Stage) -> RotateJob:
                 f"{' and '.join(finals)} of a {name} are norms in no layer, of which only the last folds; set hidden: false"
             )
     rotated: Any = copy.deepcopy(config)
-    if streamed.ties and finals:
+    unties = bool(streamed.ties) and bool(finals)
+    if unties:
         rotated.tie_word_embeddings = False
-    return RotateJob(stage, rotated, ModelSize.of(streamed), slices, heads)
+    return RotateJob(stage, rotated, ModelSize.of(streamed), slices, heads, unties)
+
+
+def _check_sizes(stage: Stage, sizes: Iterable[int], what: str) -> None:
+    """RequestError where the method has no matrix of a size; `what` says of what, with `{}` for the size."""
+    for size in sizes:
+        try:
+            METHODS[stage.method].matrix(size, torch.Generator().manual_seed(0))
+        except ValueError as error:
+            raise RequestError(f"{what.format(size)}: {error}") from None
 
 
 def _slices(streamed: StreamedModel, size: int) -> list[Slices]:
@@ -288,7 +299,11 @@ def _slices(streamed: StreamedModel, size: int) -> list[Slices]:
     Raises:
         RequestError: the model has other tensors then.
     """
-    smaller = skeleton_of(resized(streamed.config, "hidden", size // 2), streamed)
+    heads = (
+        getattr(streamed.config.get_text_config(), "num_attention_heads", None) or 1
+    )  # some configs want whole heads
+    less = max(size // 2 // heads, 1) * heads
+    smaller = skeleton_of(resized(streamed.config, "hidden", less), streamed)
     old, new = shapes(streamed.model), shapes(smaller)
     if old.keys() != new.keys():
         raise RequestError(

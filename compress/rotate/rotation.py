@@ -34,7 +34,7 @@ class Turn:
 
     Attributes:
         dim: along it.
-        matrix: float32 `[n, n]`; a longer side is turned piece by piece.
+        matrix: `[n, n]`; a longer side is turned piece by piece.
         gain: `[n]`, multiplied in before; None: nothing is.
         start: of the first piece; numbers before it stay.
     """
@@ -45,10 +45,11 @@ class Turn:
     start: int = 0
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, float32, turned."""
-        moved = tensor.float().movedim(self.dim, -1)
+        """The tensor turned, in float32 or its own wider dtype."""
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        moved = tensor.to(dtype).movedim(self.dim, -1)
         stays, turns = moved[..., : self.start], moved[..., self.start :].unflatten(-1, (-1, len(self.matrix)))
-        turned = ((turns if self.gain is None else turns * self.gain) @ self.matrix).flatten(-2)
+        turned = ((turns if self.gain is None else turns * self.gain) @ self.matrix.to(dtype)).flatten(-2)
         return torch.cat([stays, turned], -1).movedim(-1, self.dim)
 
 

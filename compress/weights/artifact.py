@@ -32,10 +32,10 @@ def tensors(weights: WeightPlan) -> list[TensorPlan]:
     context = weights.context
     checkpoint, dtype = context.checkpoint, context.streamed.dtype
     whole = context.reference.checkpoint
-    tied = {name for name in context.reference.ties if not whole.has(name)}
+    unstored = {name for name in context.reference.ties if not whole.has(name)}
 
     def bytes_before(name: str) -> int:
-        return 0 if name in tied else whole.nbytes(name)  # a stage may have given the head a weight of its own
+        return 0 if name in unstored else whole.nbytes(name)  # a stage may have given the head a weight of its own
 
     plans = []
     stored = {f"{name}.weight" for name in weights.tasks}

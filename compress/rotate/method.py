@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -36,12 +36,14 @@ class RotateMethod:
     Attributes:
         config: of its fields, the first of which, `method`, says its name. summary, paper: as of `compress.core.method.Method`.
         matrix: `(size, generator) -> [size, size]` float64, orthogonal; ValueError for a size that it has none of.
+        needs: what must be collected from calibration text; nothing.
     """
 
     config: type[RotateConfig]
     matrix: Callable[[int, torch.Generator], torch.Tensor]
     summary: str
     paper: str
+    needs: Collection[str] = ()
 
     @property
     def name(self) -> str:

@@ -251,6 +251,7 @@ def test_methods_are_listed_and_shown(capsys):
     from compress.distill.recover import METHODS as RECOVER
     from compress.prune import METHODS as PRUNE
     from compress.prune.structure import METHODS as STRUCTURE
+from compress.rotate import METHODS as ROTATE
     from compress.quantize import METHODS as QUANTIZE
 
     code, out, _ = run(capsys, "methods", "--json")
@@ -258,7 +259,11 @@ def test_methods_are_listed_and_shown(capsys):
     listed = {(entry["stage"], entry["name"]) for entry in json.loads(out)["methods"]}
     weights = {*(("prune", name) for name in PRUNE), *(("quantize", name) for name in QUANTIZE)}
     drafts = {("draft", name) for name in DRAFT}
-    models = {*(("structure", name) for name in STRUCTURE), *(("recover", name) for name in RECOVER)}
+    models = {
+        (stage, name)
+        for stage, methods in (("structure", STRUCTURE), ("rotate", ROTATE), ("recover", RECOVER))
+        for name in methods
+    }
     assert {
         (stage, name) for stage, name in listed if not stage.startswith(("kv_cache", "drafter"))
     } == weights | drafts | models
@@ -342,7 +347,7 @@ def test_methods_are_grouped_in_the_order_of_a_recipe(capsys):
     _, out, _ = run(capsys, "methods", "--json")
     groups = json.loads(out)["groups"]
     names = [group["stage"] for group in groups if " " not in group["stage"]]
-    assert names == ["structure", "recover", "prune", "quantize", "kv_cache", "draft", "drafter"]
+    assert names == ["structure", "rotate", "recover", "prune", "quantize", "kv_cache", "draft", "drafter"]
     _, out, _ = run(capsys, "methods")
     places = [out.index(f"{group['stage']}: {group['summary']}") for group in groups]
     assert places == sorted(places)

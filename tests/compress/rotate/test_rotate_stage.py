@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import compress
 import runtime
-from compress.rotate.job import RotatedCheckpoint
 from compress.rotate.rotation import HiddenRotation
+from compress.rotate.stage import RotatedCheckpoint
 from runtime.errors import RequestError
 
 ROTATE = {"rotate": {"method": "hadamard"}}

@@ -251,8 +251,8 @@ def test_methods_are_listed_and_shown(capsys):
     from compress.distill.recover import METHODS as RECOVER
     from compress.prune import METHODS as PRUNE
     from compress.prune.structure import METHODS as STRUCTURE
-from compress.rotate import METHODS as ROTATE
     from compress.quantize import METHODS as QUANTIZE
+    from compress.rotate import METHODS as ROTATE
 
     code, out, _ = run(capsys, "methods", "--json")
     assert code == 0

@@ -137,7 +137,6 @@ class Comparison:
         self.reporter.step(f"{name} block {block}")
 
 
-@torch.inference_mode()
 def evaluate_artifact(
     context: Context, artifact: StreamedModel, limits: Mapping[str, float], spill: Path | None, reporter: Reporter
 ) -> dict[str, Any]:
@@ -172,6 +171,7 @@ def evaluate_artifact(
     return metrics
 
 
+@torch.inference_mode()
 def score(
     model: StreamedModel,
     windows: torch.Tensor,

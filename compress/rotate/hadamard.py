@@ -24,16 +24,11 @@ def hadamard_matrix(size: int) -> torch.Tensor:
     Raises:
         ValueError: a size that neither construction gives, such as an odd one.
     """
-    if size < 1:
-        raise ValueError(f"there is no matrix of size {size}")
-    seed, doublings = size, 0
-    while seed % 2 == 0:
-        seed, doublings = seed // 2, doublings + 1
-    # An odd factor has a matrix from four (sometimes eight or more) times its size on.
-    tried = (seed << shift for shift in range(doublings + 1))
-    small = next((found for n in tried if (found := _small(n)) is not None), None)
-    if small is None:
-        raise ValueError(f"no Hadamard matrix of size {size} is known here; method orthogonal has one of every size")
+    if reason := why_not(size):
+        raise ValueError(reason)
+    order = _order(size)
+    assert order is not None
+    small = _small(order)
     double = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     while len(small) < size:
         small = torch.kron(double, small)
@@ -46,25 +41,48 @@ def random_hadamard_matrix(size: int, generator: torch.Generator) -> torch.Tenso
     return hadamard_matrix(size) * signs.double() / size**0.5
 
 
-def _small(size: int) -> torch.Tensor | None:
-    """The matrix of one or two rows, or Paley's (1933) of `q + 1` or `2 (q + 1)` rows for a prime q; None: there is none."""
+def why_not(size: int) -> str | None:
+    """The reason there is no matrix of a size; None: there is one."""
+    if _order(size) is None:
+        return f"no Hadamard matrix of size {size} is known here; method orthogonal has one of every size"
+    return None
+
+
+def _order(size: int) -> int | None:
+    """Size of the smallest matrix that makes one of `size` when it is doubled; None where neither construction has any."""
+    odd = size
+    while odd > 0 and odd % 2 == 0:
+        odd //= 2
+    # An odd factor has a matrix from four (sometimes eight or more) times its size on.
+    tried = (odd << shift for shift in range(size.bit_length()))
+    return next((n for n in tried if 0 < n <= size and (n <= 2 or _skew(n) or _symmetric(n))), None)
+
+
+def _skew(size: int) -> bool:
+    """Whether Paley's first construction has it: `q + 1` rows for a prime q = 3 modulo 4."""
+    return size % 4 == 0 and _is_prime(size - 1)
+
+
+def _symmetric(size: int) -> bool:
+    """Whether Paley's second construction has it: `2 (q + 1)` rows for a prime q = 1 modulo 4."""
+    return size % 4 == 0 and (size // 2 - 1) % 4 == 1 and _is_prime(size // 2 - 1)
+
+
+def _small(size: int) -> torch.Tensor:
+    """The matrix of one or two rows, or Paley's (1933)."""
     if size <= 2:
         return torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)[:size, :size]
-    if size % 4:
-        return None
-    if _is_prime(size - 1) and size % 4 == 0:  # q = 3 modulo 4
-        core = _jacobsthal(size - 1)
-        skew = torch.zeros(size, size, dtype=torch.float64)
-        skew[0, 1:], skew[1:, 0], skew[1:, 1:] = 1, -1, core
-        return skew + torch.eye(size, dtype=torch.float64)
+    if _skew(size):
+        skew = torch.eye(size, dtype=torch.float64)
+        skew[0, 1:], skew[1:, 0] = 1, -1
+        skew[1:, 1:] += _jacobsthal(size - 1)
+        return skew
     half = size // 2
-    if _is_prime(half - 1) and (half - 1) % 4 == 1:
-        conference = torch.zeros(half, half, dtype=torch.float64)
-        conference[0, 1:], conference[1:, 0], conference[1:, 1:] = 1, 1, _jacobsthal(half - 1)
-        plus = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
-        minus = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
-        return torch.kron(conference, plus) + torch.kron(torch.eye(half, dtype=torch.float64), minus)
-    return None
+    conference = torch.zeros(half, half, dtype=torch.float64)
+    conference[0, 1:], conference[1:, 0], conference[1:, 1:] = 1, 1, _jacobsthal(half - 1)
+    plus = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+    minus = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
+    return torch.kron(conference, plus) + torch.kron(torch.eye(half, dtype=torch.float64), minus)
 
 
 def _jacobsthal(prime: int) -> torch.Tensor:
@@ -84,4 +102,5 @@ METHOD = RotateMethod(
     random_hadamard_matrix,
     summary="rotates by randomized Hadamard matrices, which spread outliers",
     paper="Ashkboos et al., QuaRot, 2024, arXiv 2404.00456",
+    why_not=why_not,
 )

@@ -10,20 +10,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class RotateConfig(BaseModel):
-    """Rotate the hidden state and the values of every head by orthogonal matrices that fold into the weights; the function stays."""
+    """Rotate the hidden state and the values of every head by orthogonal matrices folded into the weights: the same function."""
 
     model_config = ConfigDict(extra="forbid")
 
-    method: str = Field(description="Which matrices, see `compress methods`.")
+    method: str = Field(description="Rotation matrices, see `compress methods`.")
     hidden: bool = Field(
         True,
         description="Rotate the hidden state (R1); the weights of norms are folded into the layers that read them.",
     )
     values: bool = Field(True, description="Rotate the values of every head (R2), where the attention allows it.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Of the random part of the matrices.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the random matrices.")
 
     @model_validator(mode="after")
-    def _something(self) -> RotateConfig:
+    def _rotates_something(self) -> RotateConfig:
         if not (self.hidden or self.values):
             raise ValueError("hidden: false and values: false leave nothing to rotate")
         return self
@@ -35,7 +35,8 @@ class RotateMethod:
 
     Attributes:
         config: of its fields, the first of which, `method`, says its name. summary, paper: as of `compress.core.method.Method`.
-        matrix: `(size, generator) -> [size, size]` float64, orthogonal; ValueError for a size that it has none of.
+        matrix: `(size, generator) -> [size, size]` float64, orthogonal.
+        why_not: the reason it has none of a size; None: it has.
         needs: what must be collected from calibration text; nothing.
     """
 
@@ -43,6 +44,7 @@ class RotateMethod:
     matrix: Callable[[int, torch.Generator], torch.Tensor]
     summary: str
     paper: str
+    why_not: Callable[[int], str | None] = lambda _size: None
     needs: Collection[str] = ()
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -29,12 +29,12 @@ TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One side of a tensor, turned.
+class SideRotation:
+    """Rotation of one side of a tensor.
 
     Attributes:
         dim: along it.
-        matrix: `[n, n]`; a longer side is turned piece by piece.
+        matrix: `[n, n]`; a longer side is rotated piece by piece.
         gain: `[n]`, multiplied in before; None: nothing is.
         start: of the first piece; numbers before it stay.
     """
@@ -45,12 +45,14 @@ class Turn:
     start: int = 0
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor turned, in float32 or its own wider dtype."""
+        """The rotated tensor, in float32 or its own wider dtype."""
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         moved = tensor.to(dtype).movedim(self.dim, -1)
-        stays, turns = moved[..., : self.start], moved[..., self.start :].unflatten(-1, (-1, len(self.matrix)))
-        turned = ((turns if self.gain is None else turns * self.gain) @ self.matrix.to(dtype)).flatten(-2)
-        return torch.cat([stays, turned], -1).movedim(-1, self.dim)
+        pieces = moved[..., self.start :].unflatten(-1, (-1, len(self.matrix)))
+        rotated = ((pieces if self.gain is None else pieces * self.gain) @ self.matrix.to(dtype)).flatten(-2)
+        if self.start:
+            rotated = torch.cat([moved[..., : self.start], rotated], -1)
+        return rotated.movedim(-1, self.dim)
 
 
 @dataclass
@@ -58,27 +60,27 @@ class Rotation:
     """What becomes of tensors, by their names; others stay as they are.
 
     Attributes:
-        turns: of each tensor, one after the other.
-        constants: weights of norms, which become this number.
+        sides: of each tensor, one after the other.
+        unit_norms: {weight of a norm: the number with which it multiplies by one}.
     """
 
-    turns: dict[str, list[Turn]] = field(default_factory=dict)
-    constants: dict[str, float] = field(default_factory=dict)
+    sides: dict[str, list[SideRotation]] = field(default_factory=dict)
+    unit_norms: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The rotated tensor, float32 where anything changed."""
-        if name in self.constants:
-            return torch.full_like(tensor, self.constants[name])
-        for turn in self.turns.get(name, ()):
-            tensor = turn(tensor)
+        if name in self.unit_norms:
+            return torch.full_like(tensor, self.unit_norms[name])
+        for side in self.sides.get(name, ()):
+            tensor = side(tensor)
         return tensor
 
-    def with_turns(self, turns: Iterable[tuple[str, Turn]]) -> Rotation:
+    def with_sides(self, sides: Iterable[tuple[str, SideRotation]]) -> Rotation:
         """A copy with more of them."""
-        found = {name: list(own) for name, own in self.turns.items()}
-        for name, turn in turns:
-            found.setdefault(name, []).append(turn)
-        return Rotation(found, dict(self.constants))
+        found = {name: list(own) for name, own in self.sides.items()}
+        for name, side in sides:
+            found.setdefault(name, []).append(side)
+        return Rotation(found, dict(self.unit_norms))
 
     def block(self, block: nn.Module, prefix: str) -> nn.Module:
         """A rotated copy of a block in memory, float32; `prefix` is that of its tensors."""
@@ -86,20 +88,6 @@ class Rotation:
         for name, parameter in list(made.named_parameters()):
             set_tensor(made, name, self(prefix + name, parameter.data))
         return made
-
-
-def keep_mean(matrix: torch.Tensor) -> torch.Tensor:
-    """The rotation followed by a reflection, so that a vector of equal numbers stays as it is.
-
-    A norm that takes the mean away first (LayerNorm) then gives the rotated output for a rotated input.
-    """
-    ones = torch.full((len(matrix),), len(matrix) ** -0.5, dtype=matrix.dtype)
-    difference = ones @ matrix - ones
-    size = difference.norm()
-    if size < 1e-12:
-        return matrix
-    axis = difference / size
-    return matrix - 2 * torch.outer(matrix @ axis, axis)
 
 
 @dataclass(frozen=True)
@@ -124,18 +112,18 @@ class HiddenRotation:
         assert weight is not None
         return weight.float() + self.norms[norm].offset
 
-    def of_norms(self, names: Iterable[str]) -> Rotation:
+    def fold_norms(self, names: Iterable[str]) -> Rotation:
         """Norms without weights of their own: layers that read them have those. A bias `b` becomes `b / gain`, rotated."""
         found = Rotation()
         for name in names:
-            found.constants[f"{name}.weight"] = 1.0 - self.norms[name].offset
+            found.unit_norms[f"{name}.weight"] = 1.0 - self.norms[name].offset
             bias = self.read(f"{name}.bias")
             if bias is None:
                 continue
             gain = self.gain(name)
             if bool((gain == 0).any()):
                 raise RequestError(f"{name} has weights of zero and a bias, which cannot be folded into what reads it")
-            found.turns[f"{name}.bias"] = [Turn(0, self.matrix, 1 / gain)]
+            found.sides[f"{name}.bias"] = [SideRotation(0, self.matrix, 1 / gain)]
         return found
 
     def of_block(self, block: nn.Module, prefix: str, run: Run) -> Rotation:
@@ -158,28 +146,30 @@ class HiddenRotation:
             reads |= dict.fromkeys(alone, unread[0])
         if unread and not set(unread) <= set(reads.values()):
             raise RequestError(
-                f"{unread[0]}: no layer reads this norm, so that its weights fold into none (norms behind layers, as Gemma 2's and "
-                "OLMo 2's); set hidden: false"
+                f"{unread[0]}: no linear layer reads the output of this norm (post-norms, as in Gemma 2 and OLMo 2), so its weights cannot "
+                "be folded; set hidden: false"
             )
-        found, open_ = self.of_norms(norms), list[tuple[str, Turn, Turn]]()
+        found, ambiguous = self.fold_norms(norms), list[tuple[str, SideRotation, SideRotation]]()
         for owner in owners:
             gain = self.gain(reads[owner]) if owner in reads else None
             own = [part for part in slices if part.name.rpartition(".")[0] == owner]
             inputs = input_dim(modules[owner])
             if inputs is not None:
-                found = found.with_turns(self._linear(own, inputs, gain))
+                found = found.with_sides(self._linear(own, inputs, gain))
                 continue
             for part in own:
-                plain = Turn(part.dim, self.matrix)
+                side = SideRotation(part.dim, self.matrix)
                 if gain is None:
-                    found = found.with_turns([(part.name, plain)])
+                    found = found.with_sides([(part.name, side)])
                 else:  # a router, or experts: some read what comes in, and some write
-                    open_.append((part.name, plain, Turn(plain.dim, self.matrix, gain)))
-        if len(open_) > 4:
-            raise RequestError(f"{open_[0][0]} and {len(open_) - 1} more tensors beside it read a norm in unknown ways")
-        tried = [
-            found.with_turns((name, choice) for (name, *_), choice in zip(open_, choices, strict=True))
-            for choices in itertools.product(*(turns for _, *turns in open_))
+                    ambiguous.append((part.name, side, replace(side, gain=gain)))
+        if len(ambiguous) > 4:
+            raise RequestError(
+                f"{ambiguous[0][0]} and {len(ambiguous) - 1} more: which of these tensors read the norm is not clear; set hidden: false"
+            )
+        candidates = [
+            found.with_sides((name, choice) for (name, *_), choice in zip(ambiguous, choices, strict=True))
+            for choices in itertools.product(*(sides for _, *sides in ambiguous))
         ]
         writers = [
             name.removeprefix(prefix)
@@ -187,24 +177,24 @@ class HiddenRotation:
             if input_dim(modules[name]) is not None and self._writes(name, slices, modules[name], name in reads)
         ]
         compare = Comparison(block, prefix, run, writers, self.matrix)
-        differences = [compare(rotation) for rotation in tried]
-        best = min(range(len(tried)), key=differences.__getitem__)
+        differences = [compare(rotation) for rotation in candidates]
+        best = min(range(len(candidates)), key=differences.__getitem__)
         if not differences[best] < TOLERANCE:
             raise RequestError(
                 f"{prefix.removesuffix('.')} computes something else when the hidden state is rotated (relative {differences[best]:.1e}); "
                 "set hidden: false"
             )
-        return tried[best]
+        return candidates[best]
 
-    def _linear(self, own: list[Slices], inputs: int, gain: torch.Tensor | None) -> Iterable[tuple[str, Turn]]:
-        """Turns of a linear layer: of its inputs where it reads the hidden state, else of its outputs and bias."""
+    def _linear(self, own: list[Slices], inputs: int, gain: torch.Tensor | None) -> Iterable[tuple[str, SideRotation]]:
+        """Sides of a linear layer: of its inputs where it reads the hidden state, else of its outputs and bias."""
         weight = [part for part in own if part.name.endswith(".weight")]
         reader = gain is not None or all(part.dim == inputs for part in weight)
         for part in own:
             if part in weight and (part.dim == inputs) == reader:
-                yield part.name, Turn(part.dim, self.matrix, gain)
+                yield part.name, SideRotation(part.dim, self.matrix, gain)
             elif part not in weight and not reader:
-                yield part.name, Turn(part.dim, self.matrix)
+                yield part.name, SideRotation(part.dim, self.matrix)
 
     def _reads(self, module: nn.Module, name: str) -> bool:
         """Whether of a linear layer's sides the inputs alone are the hidden state."""
@@ -214,13 +204,13 @@ class HiddenRotation:
     def _writes(self, name: str, slices: Iterable[Slices], module: nn.Module, reads: bool) -> bool:
         return not reads and any(p.name == f"{name}.weight" and p.dim != input_dim(module) for p in slices)
 
-    def outside(self, model: nn.Module, names: Iterable[str], final: str | None) -> Rotation:
+    def outside_blocks(self, model: nn.Module, names: Iterable[str], final: str | None) -> Rotation:
         """Of tensors that are in no block.
 
         Args:
             names: of the tensors. final: the norm before the head.
         """
-        found = self.of_norms([] if final is None else [final])
+        found = self.fold_norms([] if final is None else [final])
         head = model.get_output_embeddings()  # type: ignore[operator]
         for part in (part for part in self.slices if part.name in set(names)):
             owner, _, leaf = part.name.rpartition(".")
@@ -229,34 +219,34 @@ class HiddenRotation:
                 continue
             if isinstance(module, nn.Embedding) or (input_dim(module) is not None and leaf in ("weight", "bias")):
                 reads = module is head and final is not None
-                turn = Turn(part.dim, self.matrix, self.gain(final) if reads and final is not None else None)
-                found = found.with_turns([(part.name, turn)])
+                side = SideRotation(part.dim, self.matrix, self.gain(final) if reads and final is not None else None)
+                found = found.with_sides([(part.name, side)])
                 continue
             raise RequestError(
-                f"{part.name} ({type(module).__name__}) changes single dimensions of the hidden state, which then cannot be rotated; set "
-                "hidden: false"
+                f"{part.name} ({type(module).__name__}) acts on single dimensions of the hidden state, which then cannot be rotated; "
+                "set hidden: false"
             )
         return found
 
 
 def rotate_values(
-    block: nn.Module, prefix: str, hidden: Rotation, compare: Callable[[str], Comparison], turned: Sequence[ValueTurn]
-) -> tuple[Rotation, ValueTurn | None]:
-    """The rotation of a block with the values of every head turned as well (R2), and how; None where no way leaves the block as it is.
+    block: nn.Module, prefix: str, hidden: Rotation, compare: Callable[[str], Comparison], pairs: Sequence[ValuePair]
+) -> tuple[Rotation, ValuePair | None]:
+    """The rotation of a block with the values of every head rotated as well (R2), and where; None where no pair leaves its function.
 
     Args:
-        hidden: what is rotated already. compare: of a layer that writes. turned: ways that are tried, likeliest first.
+        hidden: what is rotated already. compare: of a layer that writes. pairs: that are tried, likeliest first.
     """
-    for way in turned:
-        rotation = hidden.with_turns(way.turns(block, prefix))
-        if compare(way.consumer)(rotation) < TOLERANCE:
-            return rotation, way
+    for pair in pairs:
+        rotation = hidden.with_sides(pair.sides(block, prefix))
+        if compare(pair.consumer)(rotation) < TOLERANCE:
+            return rotation, pair
     return hidden, None
 
 
 @dataclass(frozen=True)
-class ValueTurn:
-    """A way to rotate the values of all heads: the layer that makes them, and the one that reads what attention makes of them.
+class ValuePair:
+    """The layer that makes the values of all heads, and the one that reads what attention makes of them.
 
     Attributes:
         producer, consumer: names in the block. start: of the values among the producer's outputs.
@@ -270,32 +260,35 @@ class ValueTurn:
 
     @property
     def name(self) -> tuple[str, str, int]:
-        """The same way in another block has it too."""
+        """The same for the same pair of every block."""
         return self.producer, self.consumer, self.start
 
-    def turns(self, block: nn.Module, prefix: str) -> Iterable[tuple[str, Turn]]:
-        """Those of the tensors."""
+    def sides(self, block: nn.Module, prefix: str) -> Iterable[tuple[str, SideRotation]]:
+        """Sides of their tensors."""
         producer, consumer = block.get_submodule(self.producer), block.get_submodule(self.consumer)
         inputs = input_dim(producer)
         assert inputs is not None
-        yield f"{prefix}{self.producer}.weight", Turn(1 - inputs, self.matrix, start=self.start)
+        yield f"{prefix}{self.producer}.weight", SideRotation(1 - inputs, self.matrix, start=self.start)
         if getattr(producer, "bias", None) is not None:
-            yield f"{prefix}{self.producer}.bias", Turn(0, self.matrix, start=self.start)
+            yield f"{prefix}{self.producer}.bias", SideRotation(0, self.matrix, start=self.start)
         inputs = input_dim(consumer)
         assert inputs is not None
-        yield f"{prefix}{self.consumer}.weight", Turn(inputs, self.matrix)
+        yield f"{prefix}{self.consumer}.weight", SideRotation(inputs, self.matrix)
 
 
-def value_turns(block: nn.Module, heads: int, hidden: int, matrix: Callable[[int], torch.Tensor]) -> list[ValueTurn]:
-    """Ways that might be: in each attention module (one that has a `head_dim`), every pair of layers whose shapes allow it.
+def value_pairs(
+    block: nn.Module, heads: int, hidden: int, matrix: Callable[[int], torch.Tensor | None]
+) -> list[ValuePair]:
+    """Pairs that might be: in each attention module (one that has a `head_dim`), every pair of layers whose shapes allow it.
 
     Args:
-        heads: of keys and values. hidden: size of the hidden state, which the consumer writes. matrix: of a width.
+        heads: of keys and values. hidden: size of the hidden state, which the consumer writes. matrix: of a width; None: there is none.
     """
     found = []
     for name, module in block.named_modules():
         width = getattr(module, "head_dim", None)
-        if not isinstance(width, int):
+        turned = matrix(width) if isinstance(width, int) else None
+        if not isinstance(width, int) or turned is None:
             continue
         layers = {key: child for key, child in module.named_children() if input_dim(child) is not None}
         own = {f"{name}.{key}": layer.weight.shape for key, layer in layers.items()}  # type: ignore[union-attr]
@@ -307,7 +300,7 @@ def value_turns(block: nn.Module, heads: int, hidden: int, matrix: Callable[[int
             start = gives - heads * width
             if writes != hidden or reads % width or start not in (0, reads + heads * width):
                 continue
-            found.append(ValueTurn(producer, consumer, start, matrix(width)))
+            found.append(ValuePair(producer, consumer, start, turned))
     # The last of queries, keys and values makes the values, as a rule.
     return found[::-1]
 
@@ -330,11 +323,11 @@ class Comparison:
 
     def __call__(self, rotation: Rotation) -> float:
         """The largest relative difference."""
-        whole = self._written(self.block, False)
-        turned = self._written(rotation.block(self.block, self.prefix), self.matrix is not None)
+        original = self._written(self.block, False)
+        rotated = self._written(rotation.block(self.block, self.prefix), self.matrix is not None)
         return max(
             relative(theirs, ours if self.matrix is None else ours @ self.matrix)
-            for theirs, ours in zip(turned, whole, strict=True)
+            for theirs, ours in zip(rotated, original, strict=True)
         )
 
     @torch.no_grad()
@@ -357,7 +350,12 @@ class Comparison:
             hooks({block: enter}, before=True),
         ):
             out = self.run(block, rotated)
-        return [*(seen[name] for name in self.writers if name in seen), out - entered[0]]
+        idle = [name for name in self.writers if name not in seen]
+        if idle:
+            raise RequestError(
+                f"{self.prefix}{idle[0]} did not run, so that its rotation cannot be proven; set hidden: false"
+            )
+        return [*(seen[name] for name in self.writers), out - entered[0]]
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Matrices of the stage `rotate`: orthogonal, of every size that they promise, and turned along the sides that they should."""
+"""Matrices of the stage `rotate`: orthogonal, of every size that they promise, and rotated along the sides that they should."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from compress.rotate import METHODS
+from compress.rotate import METHODS, keep_mean
 from compress.rotate.hadamard import hadamard_matrix
-from compress.rotate.rotation import Turn, keep_mean
+from compress.rotate.rotation import SideRotation
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -52,7 +52,7 @@ def test_a_matrix_that_keeps_the_mean_stays() -> None:
     assert torch.equal(keep_mean(matrix), matrix)
 
 
-def test_two_layers_compute_the_same_with_the_state_between_them_turned() -> None:
+def test_two_layers_compute_the_same_with_the_state_between_them_rotated() -> None:
     """In float64: a writer with a bias, a norm's gain, a reader; and values in pieces of 4 behind queries and keys."""
     matrix = METHODS["hadamard"].matrix(12, generator())
     draw = generator(2)
@@ -60,13 +60,13 @@ def test_two_layers_compute_the_same_with_the_state_between_them_turned() -> Non
     read, gain = torch.randn(7, 12, generator=draw).double(), torch.rand(12, generator=draw).double() + 0.5
     x = torch.randn(3, 5, generator=draw).double()
     expected = ((x @ write.T + bias) * gain) @ read.T
-    turned = x @ Turn(0, matrix)(write).T + Turn(0, matrix)(bias)
-    assert torch.allclose(turned, (x @ write.T + bias) @ matrix, atol=1e-12)
-    assert torch.allclose(turned @ Turn(1, matrix, gain)(read).T, expected, atol=1e-12)
+    rotated = x @ SideRotation(0, matrix)(write).T + SideRotation(0, matrix)(bias)
+    assert torch.allclose(rotated, (x @ write.T + bias) @ matrix, atol=1e-12)
+    assert torch.allclose(rotated @ SideRotation(1, matrix, gain)(read).T, expected, atol=1e-12)
 
     head = METHODS["hadamard"].matrix(4, generator())
     fused = torch.randn(16, 12, generator=draw).double()  # 8 rows of queries and keys, 2 heads of values
-    made = Turn(0, head, start=8)(fused)
+    made = SideRotation(0, head, start=8)(fused)
     assert torch.equal(made[:8], fused[:8])
     assert torch.allclose(
         made[8:].view(2, 4, 12), torch.einsum("hnc,nm->hmc", fused[8:].view(2, 4, 12), head), atol=1e-12

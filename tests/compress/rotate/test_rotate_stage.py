@@ -217,7 +217,7 @@ def test_recovery_compares_hidden_states_as_they_are_rotated(
     tiny_llama: Callable[..., Path], tiny_text: Path, tmp_path: Path
 ) -> None:
     """A student that was rotated, and pruned a little, begins near its teacher."""
-    recover = {"recover": {"method": "finetune", "steps": 1, "samples": 4, "held_out": 2, "batch_size": 2}}
+    recover = {"recover": {"method": "finetune", "steps": 1, "samples": 8, "batch_size": 2}}
     prune = {"prune": {"method": "magnitude", "pattern": "unstructured", "sparsity": 0.01}}
     made = applied(
         tiny_llama(), tmp_path / "out", ROTATE, prune, recover,
@@ -226,8 +226,7 @@ def test_recovery_compares_hidden_states_as_they_are_rotated(
     facts = next(
         entry for entry in json.loads((made.path / "compress.json").read_text())["passes"] if "recover" in entry
     )
-    print(json.dumps(facts)[:3000])
-    assert False
+    assert facts["before"]["squarehead"] < 0.01
 
 
 def alignment_of(*records: dict[str, Any]) -> Alignment:
@@ -253,9 +252,10 @@ def test_a_cut_of_uneven_widths_is_rotated(tiny_llama: Callable[..., Path], tiny
     text = {"data": str(tiny_text), "sequence_length": 64, "samples": 8}
     made = applied(tiny_llama(), tmp_path / "out", cut, ROTATE, calibration=text).path
     alone = applied(tiny_llama(), tmp_path / "cut", cut, calibration=text).path
-    ids = torch.randint(0, 250, (1, 20), generator=torch.Generator().manual_seed(0))
-    found, expected = (runtime.load(path, kernels="reference").score(ids) for path in (made, alone))
-    assert torch.allclose(torch.as_tensor(found), torch.as_tensor(expected), atol=0.1)
+    found, expected = (
+        runtime.load(path).score("line 1: the square of 1 is 1").log_likelihood for path in (made, alone)
+    )
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
 
 def test_weights_that_overflow_float16_are_refused_by_name(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
     path = changed_copy(
-        tiny_llama(), tmp_path / "half", lambda key, value: value.half() * (6e4 if "norm" in key else 1)
+        tiny_llama(), tmp_path / "half", lambda key, value: value.half() * (6e4 if "norm" in key else 20)
     )
     with pytest.raises(CompressError, match=r"weight overflows float16 once it is rotated"):
         applied(path, tmp_path / "out")

@@ -278,7 +278,9 @@ def test_methods_are_listed_and_shown(capsys):
         code, out, _ = run(capsys, "methods", "show", name)
         assert code == 0
         assert "Source: " in out
-        assert {"structure": "ratio: a number", "recover": "squarehead: a number"}[stage] in out
+        assert {"structure": "ratio: a number", "rotate": "hidden: true or false", "recover": "squarehead: a number"}[
+            stage
+        ] in out
     for name in DRAFT:
         code, out, _ = run(capsys, "methods", "show", name)
         assert code == 0

@@ -83,6 +83,22 @@ def bundled() -> Path:
     return recipes_directory() / "checkpoints" / "stdlib-4m"
 
 
+#: Folders whose files have fixtures that take a minute: all tests of such a file run in one process.
+WHOLE_FILES = ("tests/recipes/",)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests go to the process that is free, one by one, and those of `WHOLE_FILES` a file at a time."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.partition("::")[0] if nodeid.startswith(WHOLE_FILES) else nodeid
+
+    return Scheduler(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`@pytest.mark.sampled(n)`: n cases of a large matrix, spread evenly, run always, the others are slow. `sampled(n, m)`: m of them
     are slow; those left are exhaustive and run only where `-m` names that marker."""

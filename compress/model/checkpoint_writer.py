@@ -68,8 +68,8 @@ def guarded(
 Form = tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]]
 """What is in a config.json; and of each stored tensor its shape and dtype."""
 
-#: Why a layer for multi-token prediction is not in a checkpoint whose layers have other shapes.
-PREDICTING = "a layer for multi-token prediction, which has the shapes of the model that was cut"
+#: Why a layer for multi-token prediction is not in a checkpoint whose layers have other shapes, or another hidden state.
+PREDICTING = "a layer for multi-token prediction, which fits the model as it was before"
 _PREDICTING = {"num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"}  # how configs call their number
 
 

@@ -76,11 +76,12 @@ class StreamedModel(PartialModel):
         arguments: dict[str, Any] = self._entering(ids)
         if mask is not None:
             arguments["attention_mask"] = mask.to(self.device).long()
-        if self.kind == "encoder":
-            return module.base_model(**arguments, **more)
-        if self.kind == "encoder-decoder":
-            arguments["decoder_input_ids"] = self.rows.target(ids).to(self.device)
-        return module(**arguments, use_cache=False, **more)
+        with products(self.device):
+            if self.kind == "encoder":
+                return module.base_model(**arguments, **more)
+            if self.kind == "encoder-decoder":
+                arguments["decoder_input_ids"] = self.rows.target(ids).to(self.device)
+            return module(**arguments, use_cache=False, **more)
 
     # ---------------------------------------------------------------- running
     @torch.inference_mode()

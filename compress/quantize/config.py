@@ -57,7 +57,9 @@ class QuantizeConfig(BaseModel):
     symmetric: bool | None = Field(
         None, description="Zero is code 0 (true, the default) or every group has a zero point."
     )
-    activations: Literal["int8", "fp8"] | None = Field(None, description="Quantize the inputs of the layer as well.")
+    activations: Literal["int8", "int4", "fp8"] | None = Field(
+        None, description="Quantize the inputs of the layer as well."
+    )
     activation_mode: Literal["dynamic", "static"] | None = Field(
         None,
         description="Input scales: one a token at run time (dynamic, the default), or one in all from calibration (static).",

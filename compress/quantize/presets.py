@@ -20,9 +20,9 @@ from runtime.formats.representation import Representation
 from runtime.formats.scheme import ActivationScheme, Scheme, representation_of
 
 
-def _inputs(kind: Literal["int", "float"], static: bool = False) -> ActivationScheme:
+def _inputs(kind: Literal["int", "float"], static: bool = False, bits: int = 8) -> ActivationScheme:
     """The grid of a layer's inputs: one scale a token at run time, or one in all from calibration."""
-    return ActivationScheme(8, kind, True, not static, "tensor" if static else "token")
+    return ActivationScheme(bits, kind, True, not static, "tensor" if static else "token")
 
 
 def _microscaled(bits: int) -> ActivationScheme:
@@ -41,6 +41,7 @@ PRESETS: dict[str, Scheme] = {
     "W4A16_ASYM": Scheme(_group(4, symmetric=False)),
     "W8A8-INT8": Scheme(GridScheme(8, "int", True, "channel"), _inputs("int")),
     "W4A8": Scheme(_group(4), _inputs("int")),
+    "W4A4": Scheme(_group(4), _inputs("int", bits=4)),
     "W4AFP8": Scheme(_group(4), _inputs("float")),
     "FP8": Scheme(GridScheme(8, "float", True, "tensor"), _inputs("float", static=True)),
     "FP8_DYNAMIC": Scheme(GridScheme(8, "float", True, "channel"), _inputs("float")),
@@ -218,15 +219,18 @@ def _activations(
     config: QuantizeConfig, activations: ActivationScheme | None, weights: GridScheme | None
 ) -> ActivationScheme | None:
     if config.activations is not None:
-        activations = _inputs("int" if config.activations == "int8" else "float")
+        kind: Literal["int", "float"] = "float" if config.activations == "fp8" else "int"
+        activations = _inputs(kind, bits=4 if config.activations == "int4" else 8)
         if weights is not None and activations.type == "int" and weights.type == "float":
-            raise RequestError("activations 'int8' do not go with float weights: use scheme W8A8-INT8 or W4A8")
+            raise RequestError(
+                f"activations '{config.activations}' do not go with float weights: use scheme W8A8-INT8, W4A8 or W4A4"
+            )
     if config.activation_mode is not None:
         if activations is None:
             raise RequestError(
                 f"activation_mode '{config.activation_mode}' is given, but the activations are not quantized"
             )
-        activations = _inputs(activations.type, config.activation_mode == "static")
+        activations = _inputs(activations.type, config.activation_mode == "static", activations.bits)
     return activations
 
 

@@ -21,8 +21,8 @@ from compress.core.progress import Reporter
 from compress.core.run_directory import LOG, MANIFEST, WORK, RunDirectory, remove
 from compress.core.tracking import Tracking, check_tracker, tracked
 from compress.evaluate import texts
-from compress.evaluate.artifact import evaluate_artifact
 from compress.evaluate.limits import exceeded
+from compress.evaluate.streamed import evaluate_artifact
 from compress.model.stage import Compressed, Job, Readers, Store
 from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back

@@ -178,7 +178,7 @@ def _model_stages(recipe: Recipe) -> list[Stage]:
     found = [stage for stage in recipe.stages if stage.phase == "model"]
     for stage in found:
         if layered is not None and layered.index < stage.index and not kind_of(stage).settles_layers:
-            text = f"stage {layered.index} ({layered.kind}) compresses layers that this one would cut; put this one before it"
+            text = f"stage {layered.index} ({layered.kind}) compresses layers that this one would change; put this one before it"
             raise RequestError(recipe.origin.at(stage.path, text))
     return found
 

@@ -32,13 +32,18 @@ def tensors(weights: WeightPlan) -> list[TensorPlan]:
     context = weights.context
     checkpoint, dtype = context.checkpoint, context.streamed.dtype
     whole = context.reference.checkpoint
+    unstored = {name for name in context.reference.ties if not whole.has(name)}
+
+    def bytes_before(name: str) -> int:
+        return 0 if name in unstored else whole.nbytes(name)  # a stage may have given the head a weight of its own
+
     plans = []
     stored = {f"{name}.weight" for name in weights.tasks}
     for name in checkpoint.names():
         if name in checkpoint.dropped:
-            plans.append(TensorPlan(name, "dropped", whole.nbytes(name), 0))
+            plans.append(TensorPlan(name, "dropped", bytes_before(name), 0))
         elif name not in stored:
-            plans.append(TensorPlan(name, "copied", whole.nbytes(name), checkpoint.held_bytes(name)))
+            plans.append(TensorPlan(name, "copied", bytes_before(name), checkpoint.held_bytes(name)))
     if context.source is not None:
         gone = set(whole.names()) - set(checkpoint.names())
         plans += [TensorPlan(name, "removed", whole.nbytes(name), 0) for name in gone]
@@ -48,7 +53,7 @@ def tensors(weights: WeightPlan) -> list[TensorPlan]:
         density = 1.0 - task.share
         storage = formats.choose(task.scheme, (rows, columns), density=density)
         size_after = storage.bytes_estimate(task.scheme, (rows, columns), dtype, density)
-        size_before = whole.nbytes(weight) if checkpoint.has(weight) else 0
+        size_before = bytes_before(weight) if checkpoint.has(weight) else 0
         values = task.candidates[0].weights if task.candidates else task.scheme.weights
         bits = 8.0 * dtype.itemsize if values is None else values.bits
         how = (task.describe(), storage.name, bits, task.share)

@@ -105,6 +105,8 @@ def refusal(entry: ModuleEntry) -> str | None:
         if isinstance(block, BlockFloat) and block.bits == 8 and activations is None:
             return f"vLLM has no scheme for {words(entry)} without quantized activations: it loads in transformers only"
         return None
+    if activations is not None and activations.type == "int" and activations.bits != 8:
+        return f"vLLM has no scheme for int{activations.bits} activations: it loads in transformers only"
     if activations is None and weights.type == "int":
         if weights.bits not in (4, 8):
             return f"vLLM reads pack-quantized of 4 and 8 bits: int{weights.bits} loads in transformers only"

@@ -46,7 +46,7 @@ def recall_model(scratch: Path, *options: str) -> Any:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("run", [stdlib_model, qwen3_model, recall_model])
+@pytest.mark.parametrize("run", [qwen3_model, stdlib_model, recall_model])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

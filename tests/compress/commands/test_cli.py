@@ -252,13 +252,18 @@ def test_methods_are_listed_and_shown(capsys):
     from compress.prune import METHODS as PRUNE
     from compress.prune.structure import METHODS as STRUCTURE
     from compress.quantize import METHODS as QUANTIZE
+    from compress.rotate import METHODS as ROTATE
 
     code, out, _ = run(capsys, "methods", "--json")
     assert code == 0
     listed = {(entry["stage"], entry["name"]) for entry in json.loads(out)["methods"]}
     weights = {*(("prune", name) for name in PRUNE), *(("quantize", name) for name in QUANTIZE)}
     drafts = {("draft", name) for name in DRAFT}
-    models = {*(("structure", name) for name in STRUCTURE), *(("recover", name) for name in RECOVER)}
+    models = {
+        (stage, name)
+        for stage, methods in (("structure", STRUCTURE), ("rotate", ROTATE), ("recover", RECOVER))
+        for name in methods
+    }
     assert {
         (stage, name) for stage, name in listed if not stage.startswith(("kv_cache", "drafter"))
     } == weights | drafts | models
@@ -273,7 +278,9 @@ def test_methods_are_listed_and_shown(capsys):
         code, out, _ = run(capsys, "methods", "show", name)
         assert code == 0
         assert "Source: " in out
-        assert {"structure": "ratio: a number", "recover": "squarehead: a number"}[stage] in out
+        assert {"structure": "ratio: a number", "rotate": "hidden: true or false", "recover": "squarehead: a number"}[
+            stage
+        ] in out
     for name in DRAFT:
         code, out, _ = run(capsys, "methods", "show", name)
         assert code == 0
@@ -342,7 +349,7 @@ def test_methods_are_grouped_in_the_order_of_a_recipe(capsys):
     _, out, _ = run(capsys, "methods", "--json")
     groups = json.loads(out)["groups"]
     names = [group["stage"] for group in groups if " " not in group["stage"]]
-    assert names == ["structure", "recover", "prune", "quantize", "kv_cache", "draft", "drafter"]
+    assert names == ["structure", "rotate", "recover", "prune", "quantize", "kv_cache", "draft", "drafter"]
     _, out, _ = run(capsys, "methods")
     places = [out.index(f"{group['stage']}: {group['summary']}") for group in groups]
     assert places == sorted(places)

@@ -181,6 +181,12 @@ class PartialModel:
 
     # ---------------------------------------------------------------- names and tensors
     @property
+    def parameter_count(self) -> int:
+        """Numbers of all parameters, tied ones once."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return sum(value.numel() for name, value in named if name not in self.ties)
+
+    @property
     def predicting(self) -> list[str]:
         """Stored tensors of layers for multi-token prediction: behind the last block, or known to transformers as none of the model's."""
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()

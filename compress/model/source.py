@@ -289,3 +289,19 @@ class SourceCheckpoint(Checkpoint):
 def _shared(model: PreTrainedModel) -> set[str]:
     """Names that need no tensor of their own, since one that they are tied to may be stored."""
     return {name for pair in tied_names(model).items() for name in pair}
+
+
+class DerivedCheckpoint(SourceCheckpoint):
+    """A checkpoint whose tensors are made of another one's as they are read.
+
+    Args:
+        form: names, shapes and dtypes. derive: makes a tensor, by its name.
+    """
+
+    def __init__(self, form: SourceCheckpoint, derive: Callable[[str], torch.Tensor]) -> None:
+        self.__dict__.update(form.__dict__)
+        self._derive = derive
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor."""
+        return self._derive(name)

@@ -1,5 +1,7 @@
-"""Rotations that leave the function of a model as it is and make its weights and inputs easier to round: one file each, and one line in
-`METHODS`, or an entry point `compress.rotate`."""
+"""Rotations folded into the weights of a model, which spread outliers and keep its function.
+
+A method is one file and one line in `METHODS`, or an entry point `compress.rotate`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotation of the tensors of a model: which sides of them turn, by what, and which weights of norms are folded in.
+"""Rotation of the tensors of a model: which of their sides are rotated, and which weights of norms are folded into them.
 
 No architecture is named. Sides that are the hidden state are those whose length changes with its size; which norm a layer reads is observed
 in a run of the block; and every block must compute what it did.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from compress.model.couplings import Slices, shapes
 from compress.model.footprint import Footprint, ModelSize, Rows, Speed
 from compress.model.hidden_states import HiddenStates
 from compress.model.rewrite import Lines, Pass, Rewrite, Tensors
-from compress.model.source import SourceCheckpoint
+from compress.model.source import DerivedCheckpoint
 from compress.model.stage import Job, StageRoom, Store
 from compress.model.streamed import Batch, StreamedModel, run_blocks
 from compress.prune.structure.amount import skeleton_of
@@ -163,7 +163,7 @@ class RotateJob(Job):
             )
         return {
             "rotate": self.stage.method, "hidden": self.settings.hidden, "untied": job.unties,
-            "difference": difference, "parameters_before": _parameters(made[1]), "parameters_after": _parameters(made[0]), **found,
+            "difference": difference, "parameters_before": made[1].parameter_count, "parameters_after": made[0].parameter_count, **found,
         }  # fmt: skip
 
 
@@ -260,7 +260,10 @@ class RotatedCheckpoint(Rewrite[RotateJob]):
         whole, probe, matrix = self.whole, self.run.probe, self._hidden.matrix
         original = StreamedModel(Checkpoint(whole.checkpoint.path), whole.device, dtype=torch.float32)
         rotated = StreamedModel(Checkpoint(self.run.output), whole.device, dtype=torch.float32)
-        rotated.checkpoint = Unrounded(rotated.checkpoint, self._outside_rotation(), self._stored)
+        rotation = self._outside_rotation()
+        rotated.checkpoint = DerivedCheckpoint(
+            rotated.checkpoint, lambda name: rotation(name, self._stored(name).float())
+        )
         state = self.states["hidden"].get(0).to(whole.device).float()
         entered = HiddenStates(2)
         given = []
@@ -303,23 +306,6 @@ class RotatedCheckpoint(Rewrite[RotateJob]):
                     f"{name} overflows {str(stored.dtype).removeprefix('torch.')} once it is rotated; convert the checkpoint to bfloat16"
                 )
         return found
-
-
-class Unrounded(SourceCheckpoint):
-    """A rotated checkpoint whose tensors outside the blocks are rotated as they are read, in float32.
-
-    Args:
-        form: of the rotated checkpoint. read: a tensor of the original.
-    """
-
-    def __init__(self, form: SourceCheckpoint, rotation: Rotation, read: Callable[[str], torch.Tensor]) -> None:
-        self.__dict__.update(form.__dict__)
-        self._rotation, self._original = rotation, read
-
-    def get(self, name: str) -> torch.Tensor:
-        """One tensor."""
-        changed = name in self._rotation.sides or name in self._rotation.unit_norms
-        return self._rotation(name, self._original(name).float()) if changed else super().get(name)
 
 
 def prepare(context: Context, stage: Stage) -> RotateJob:
@@ -390,12 +376,6 @@ def _logits(model: StreamedModel, probe: Batch) -> torch.Tensor:
     state = run_blocks(model, [probe], None).get(0)
     with model.outside():
         return model.outputs(state.to(model.device), probe[0])
-
-
-def _parameters(streamed: StreamedModel) -> int:
-    """Of a model, tied ones once."""
-    named = streamed.model.named_parameters(remove_duplicate=False)
-    return sum(value.numel() for name, value in named if name not in streamed.ties)
 
 
 class Rotate(StageRoom):

@@ -18,7 +18,7 @@ from compress.model.config_sizes import resized, size_of, with_wider_heads
 from compress.model.couplings import changed, changed_shapes
 from compress.model.hidden_states import HiddenStates
 from compress.model.module_hooks import hooks
-from compress.model.source import SourceCheckpoint
+from compress.model.source import DerivedCheckpoint
 from compress.model.streamed import Batch, StreamedModel
 from compress.prune.structure.amount import skeleton_of
 from compress.prune.structure.hidden_norms import HiddenCut, find_norms, gain, measure
@@ -186,22 +186,6 @@ def _compared(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float
     return factor, float((one - factor * other).norm()) / max(abs(factor), 1e-30) / size**0.5
 
 
-class CutCheckpoint(SourceCheckpoint):
-    """The tensors of the smaller model, cut out of the whole one's as they are read.
-
-    Args:
-        form: names, shapes and dtypes. whole: where they are cut out of.
-    """
-
-    def __init__(self, form: SourceCheckpoint, whole: Checkpoint, cut: HiddenCut) -> None:
-        self.__dict__.update(form.__dict__)
-        self._whole, self._cut = whole, cut
-
-    def get(self, name: str) -> torch.Tensor:
-        """One tensor; see `HiddenCut`."""
-        return self._cut(name, self._whole.get(name))
-
-
 class HiddenRemoval(Removal):
     """Removes dimensions block by block, compares each block with the whole model's, and refits its layers.
 
@@ -222,7 +206,9 @@ class HiddenRemoval(Removal):
         kept = best(self._ranked(states), job.kept)
         gains = {name: gain(own, kept) for name, own in shares.items()}
         self.cut = HiddenCut(job.slices, kept, job.size.count, norms, gains)
-        smaller.checkpoint = CutCheckpoint(smaller.checkpoint, whole.checkpoint, self.cut)
+        smaller.checkpoint = DerivedCheckpoint(
+            smaller.checkpoint, lambda name: self.cut(name, whole.checkpoint.get(name))
+        )
         smaller.ties = dict(whole.ties)  # zeros are all alike, so the outline cannot say which are tied
         self.model = smaller
         self._refit = Refit(whole, smaller, self.cut, self.batches[:-1], job.settings.damping) if fitted else None

@@ -223,7 +223,8 @@ class StructureJob(CutPlan):
             )
         return {
             "remove": job.settings.remove, "method": job.stage.method, "before": job.size.count, "after": job.mean_width,
-            "unit": job.size.unit, "parameters_before": _parameters(streamed), "parameters_after": _parameters(smaller),
+            "unit": job.size.unit, "parameters_before": streamed.parameter_count,
+            "parameters_after": smaller.parameter_count,
             **({"widths": list(job.widths)} if job.widths else {}), **({"measured": job.measured} if job.measured else {}), **found,
         }  # fmt: skip
 
@@ -303,9 +304,3 @@ def _told(config: Any, without: set[str]) -> dict[str, Any]:
     kept = config.to_dict().items()
     left_out = {"_name_or_path", *without}
     return {key: value for key, value in kept if key not in left_out and not isinstance(value, (list, tuple))}
-
-
-def _parameters(streamed: StreamedModel) -> int:
-    """Of a model, tied ones once: those that are read become tensors of their own."""
-    named = streamed.model.named_parameters(remove_duplicate=False)
-    return sum(value.numel() for name, value in named if name not in streamed.ties)

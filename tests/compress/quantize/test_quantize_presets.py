@@ -35,6 +35,11 @@ def test_every_preset_survives_config_json(name: str) -> None:
             Scheme(GridScheme(8, "float", True, "tensor"), PRESETS["FP8_DYNAMIC"].activations),
         ),
         ({"bits": 4, "activations": "int8"}, PRESETS["W4A8"]),
+        ({"bits": 4, "activations": "int4"}, PRESETS["W4A4"]),
+        (
+            {"scheme": "W4A4", "activation_mode": "static"},
+            Scheme(GridScheme(4, "int", True, "group", 128), ActivationScheme(4, "int", True, False, "tensor")),
+        ),
         ({"activations": "fp8"}, PRESETS["W4AFP8"]),
     ],
 )

@@ -174,7 +174,8 @@ class HiddenRotation:
         writers = [
             name.removeprefix(prefix)
             for name in owners
-            if input_dim(modules[name]) is not None and self._writes(name, slices, modules[name], name in reads)
+            if (inputs := input_dim(modules[name])) is not None
+            and any(side.dim != inputs for side in found.sides.get(f"{name}.weight", ()))
         ]
         compare = Comparison(block, prefix, run, writers, self.matrix)
         differences = [compare(rotation) for rotation in candidates]
@@ -201,26 +202,22 @@ class HiddenRotation:
         dims = {part.dim for part in self.slices if part.name == f"{name}.weight"}
         return input_dim(module) is not None and dims == {input_dim(module)}
 
-    def _writes(self, name: str, slices: Iterable[Slices], module: nn.Module, reads: bool) -> bool:
-        return not reads and any(p.name == f"{name}.weight" and p.dim != input_dim(module) for p in slices)
-
     def outside_blocks(self, model: nn.Module, names: Iterable[str], final: str | None) -> Rotation:
         """Of tensors that are in no block.
 
         Args:
             names: of the tensors. final: the norm before the head.
         """
-        found = self.fold_norms([] if final is None else [final])
+        found, wanted = self.fold_norms([] if final is None else [final]), set(names)
         head = model.get_output_embeddings()  # type: ignore[operator]
-        for part in (part for part in self.slices if part.name in set(names)):
+        for part in (part for part in self.slices if part.name in wanted):
             owner, _, leaf = part.name.rpartition(".")
             module = model.get_submodule(owner)
             if owner == final:
                 continue
             if isinstance(module, nn.Embedding) or (input_dim(module) is not None and leaf in ("weight", "bias")):
-                reads = module is head and final is not None
-                side = SideRotation(part.dim, self.matrix, self.gain(final) if reads and final is not None else None)
-                found = found.with_sides([(part.name, side)])
+                gain = self.gain(final) if module is head and final is not None else None
+                found = found.with_sides([(part.name, SideRotation(part.dim, self.matrix, gain))])
                 continue
             raise RequestError(
                 f"{part.name} ({type(module).__name__}) acts on single dimensions of the hidden state, which then cannot be rotated; "

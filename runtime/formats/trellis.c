@@ -1,0 +1,117 @@
+/* The search of runtime/formats/trellis.py, which says what is computed: words of 16 numbers, one row at a time. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define STEPS 16    /* numbers of a word */
+#define STATES 64   /* six bits that two windows share */
+#define CHOICES 4   /* two bits that leave a window when the next begins */
+#define QUARTER (STATES / CHOICES)
+
+/* windows[l][s]: value of the window 4 s + l, which leads to the state s, from the state (4 s + l) % 64 */
+typedef struct { float windows[CHOICES][STATES]; } Code;
+
+/* Least cost of a path that begins anywhere (`from` NULL) or with these costs and has taken `count` steps with targets x. */
+static void forward(const Code *code, const float *x, const float *cost, int count, float *state) {
+    for (int t = 0; t < count; t++) {
+        float next[STATES];
+        for (int s = 0; s < STATES; s++) {
+            float least = INFINITY;
+            for (int l = 0; l < CHOICES; l++) {
+                float off = x[t] - code->windows[l][s], total = state[(4 * s + l) % STATES] + cost[t] * off * off;
+                least = total < least ? total : least;
+            }
+            next[s] = least;
+        }
+        memcpy(state, next, sizeof next);
+    }
+}
+
+/* Least cost of a path that takes the steps and ends anywhere, by the state it begins with. */
+static void backward(const Code *code, const float *x, const float *cost, int count, float *state) {
+    for (int t = count - 1; t >= 0; t--) {
+        float before[STATES];
+        for (int s = 0; s < STATES; s++) before[s] = INFINITY;
+        for (int l = 0; l < CHOICES; l++)
+            for (int s = 0; s < STATES; s++) {
+                float off = x[t] - code->windows[l][s], total = state[s] + cost[t] * off * off;
+                float *at = before + (4 * s + l) % STATES;
+                *at = total < *at ? total : *at;
+            }
+        memcpy(state, before, sizeof before);
+    }
+}
+
+/* The best path from a state to itself, as a word; its cost in *least if that is below what is there. */
+static uint32_t around(const Code *code, const float *x, const float *cost, const float (*couple)[STEPS], int start, float *least, uint32_t word) {
+    float state[STATES], errors[STEPS][STATES];
+    uint8_t taken[STEPS][STATES];
+    for (int s = 0; s < STATES; s++) state[s] = INFINITY;
+    state[start] = 0;
+    for (int t = 0; t < STEPS; t++) {
+        float wanted[STATES], next[STATES], off[STATES];
+        int32_t from[STATES];
+        for (int s = 0; s < STATES; s++) wanted[s] = x[t];
+        for (int j = 0; j < t; j++)
+            for (int s = 0; s < STATES; s++) wanted[s] += couple[t][j] * errors[j][s];
+        for (int h = 0; h < CHOICES; h++)
+            for (int q = 0; q < QUARTER; q++) {
+                const int s = QUARTER * h + q;
+                float best = INFINITY, lost = 0;
+                int32_t choice = 4 * q;
+                for (int l = 0; l < CHOICES; l++) {
+                    float e = wanted[4 * q + l] - code->windows[l][s], total = state[4 * q + l] + cost[t] * e * e;
+                    choice = total < best ? 4 * q + l : choice;
+                    lost = total < best ? e : lost;
+                    best = total < best ? total : best;
+                }
+                next[s] = best, off[s] = lost, from[s] = choice;
+            }
+        for (int s = 0; s < STATES; s++) taken[t][s] = (uint8_t)(from[s] % CHOICES);
+        for (int j = 0; j < t; j++) {
+            float kept[STATES];
+            for (int s = 0; s < STATES; s++) kept[s] = errors[j][from[s]];
+            memcpy(errors[j], kept, sizeof kept);
+        }
+        /* couple is of the errors as they are: the target less the value, before what earlier errors add. */
+        for (int s = 0; s < STATES; s++) {
+            float shift = 0;
+            for (int j = 0; j < t; j++) shift += couple[t][j] * errors[j][s];
+            errors[t][s] = off[s] - shift;
+        }
+        memcpy(state, next, sizeof next);
+    }
+    if (!(state[start] < *least)) return word;
+    *least = state[start];
+    uint32_t found = 0;
+    for (int t = STEPS - 1, s = start; t >= 0; t--) {
+        found |= (uint32_t)taken[t][s] << 2 * t;
+        s = (4 * s + taken[t][s]) % STATES;
+    }
+    return found;
+}
+
+/* target [16][rows], in the order of the steps and in units of the values; values [256]; cost [16]; couple [16][16], below the diagonal;
+ * single [16]: what a step costs by itself; words [rows]. */
+void trellis_search(const float *target, int64_t rows, const float *values, const float *cost, const float *couple, const float *single,
+                    int64_t tries, int32_t *words, int64_t begin, int64_t end) {
+    Code code;
+    for (int s = 0; s < STATES; s++)
+        for (int l = 0; l < CHOICES; l++) code.windows[l][s] = values[4 * s + l];
+    for (int64_t row = begin; row < end; row++) {
+        float x[STEPS], ahead[STATES] = {0}, back[STATES] = {0}, least = INFINITY;
+        for (int t = 0; t < STEPS; t++) x[t] = target[t * rows + row];
+        forward(&code, x + STEPS / 2, single + STEPS / 2, STEPS / 2, ahead);
+        backward(&code, x, single, STEPS / 2, back);
+        for (int s = 0; s < STATES; s++) ahead[s] += back[s];
+        uint32_t word = 0;
+        for (int64_t n = 0; n < tries; n++) {
+            int start = 0;
+            for (int s = 1; s < STATES; s++) start = ahead[s] < ahead[start] ? s : start;
+            ahead[start] = INFINITY;
+            word = around(&code, x, cost, (const float(*)[STEPS])couple, start, &least, word);
+        }
+        words[row] = (int32_t)word;
+    }
+}

@@ -165,7 +165,9 @@ class GridScheme(Representation):
             parameters["zero_point"] = (low - least / scale.float()).round().clamp(low, high).to(torch.int8)
         return {name: p.reshape(self.parameter_shape((rows, columns))) for name, p in parameters.items()}
 
-    def nearest(self, columns: torch.Tensor, parameters: Tensors, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def nearest(
+        self, columns: torch.Tensor, parameters: Tensors, first: int, metric: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         group = first // self.width(1) if self.strategy == "group" else 0
         own = {name: p.float().view(-1, p.shape[-1])[:, group] for name, p in parameters.items()}
         codes = self.codes(columns, *_pair(own))

@@ -84,12 +84,16 @@ class Representation(ABC):
         """
 
     @abstractmethod
-    def nearest(self, columns: torch.Tensor, parameters: Tensors, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def nearest(
+        self, columns: torch.Tensor, parameters: Tensors, first: int, metric: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Round some columns of all rows; the column loop of GPTQ calls it once for every `vector` columns.
 
         Args:
             columns: float32 `[vector, rows]`: transposed, so that a column of the matrix is contiguous.
             first: number of the first of them in the matrix.
+            metric: float32 `[vector, vector]`, positive definite: errors `e` of the columns cost `e^T metric e`; None: their squares. A
+                representation may leave it aside, which costs quality alone.
 
         Returns:
             The nearest values, float32 `[vector, rows]`, and their codes `[rows]`.

@@ -17,13 +17,14 @@ from compress.core import file_matrix
 from compress.core.method import ColumnLoop, Problem
 from compress.prune.patterns import Pattern
 from compress.quantize.grid import Grid
-from compress.quantize.objective import column_errors, row_errors
+from compress.quantize.objective import column_errors
 from compress.weights.solver import loop
 from compress.weights.solver.columns import Chunk, chunks, column_order, rows_are_independent, stacked_grid
 from compress.weights.solver.factor import Factor, factorize
 from compress.weights.solver.masks import exact_mask_chooser, mask_chooser, reconstruct, scale_chooser, searchable, swap
 from compress.weights.solver.refine import refine
 from compress.weights.solver.row_loop import RowLoop
+from compress.weights.solver.vectors import VectorSolver
 from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Representation
 from runtime.formats.scheme import CompressedWeight, Scheme
@@ -94,15 +95,18 @@ def compensate(problem: Problem, options: ColumnLoop, pattern: Pattern | None = 
     order = visiting_order(options.order, file_matrix.diagonal(hessian).clamp(min=0), scheme, None)
     factor = factorize(hessian, order, options.damping, problem.names[0])
     notes |= {"damping": factor.damping, "retries": factor.retries}
-    if isinstance(scheme, GridScheme):
-        rows = None
-        if problem.output_hessians is not None:
-            rows = RowLoop.of(weights, problem.output_hessians, problem.names)
-            parts, weights = rows.chunks(), rows.visited(weights)
-            goals, masks = (None if given is None else rows.visited(given) for given in (goals, masks))
-        solver = _GridSolver(scheme, problem, options, pattern, order, factor)
-        return solver.solve(weights, goals, masks, parts, notes, rows)
-    return [_represent(weight, scheme, factor, order, problem, options.block_size, notes) for weight in weights]
+    rows = None
+    if problem.output_hessians is not None:
+        rows = RowLoop.of(weights, problem.output_hessians, problem.names)
+    if not isinstance(scheme, GridScheme):
+        solver = VectorSolver(scheme, hessian, order, factor, problem.dtype, options.block_size, options.sweeps)
+        return _solve_vectors(problem, solver, rows, notes)
+    if rows is not None:
+        parts, weights = rows.chunks(), rows.visited(weights)
+        goals, masks = (None if given is None else rows.visited(given) for given in (goals, masks))
+    return _GridSolver(scheme, problem, options, pattern, order, factor).solve(
+        weights, goals, masks, parts, notes, rows
+    )
 
 
 def second_moments(problem: Problem) -> torch.Tensor:
@@ -332,31 +336,37 @@ class _GridSolver:
         return rounding
 
 
-def _represent(
-    weight: torch.Tensor,
-    scheme: Representation,
-    factor: Factor,
-    order: torch.Tensor,
-    problem: Problem,
-    block: int,
-    notes: dict[str, Any],
-) -> LayerResult:
-    """The column loop with any other representation, whose parameters are fitted to the weight as it is."""
-    weight, hessian, dtype = weight.float(), second_moments(problem), problem.dtype
-    parameters = scheme.fit(weight, dtype, file_matrix.diagonal(hessian).clamp(min=0))
-    rounding = loop.VectorRounding(scheme, parameters, order)
-    loop.run(weight.T[order], factor, rounding, block=block)
-
-    def lost(codes: torch.Tensor) -> torch.Tensor:
-        return row_errors(weight - scheme.dequantize(codes, parameters, dtype).float(), hessian)
-
-    codes, nearest = rounding.codes, scheme.round(weight, parameters)
-    error, rounded = lost(codes), lost(nearest)
-    worse = error > rounded
-    codes = torch.where(worse[:, None], nearest, codes)
-    solved = CompressedWeight.of(codes, parameters, None, problem.scheme, dtype)
-    replaced = {"rows_replaced": int(worse.sum())}
-    return LayerResult(solved, float(torch.minimum(error, rounded).sum()), notes | replaced)
+def _solve_vectors(
+    problem: Problem, solver: VectorSolver, rows: RowLoop | None, notes: dict[str, Any]
+) -> list[LayerResult]:
+    """Weights of any other representation. With the row loop, what a weight loses is not known."""
+    weights = problem.weights if rows is None else rows.visited(problem.weights)
+    fitted = [solver.fit(weight) for weight in weights]
+    found = [list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]() for _ in weights]
+    whole = [Chunk(((index, 0, len(weight)),)) for index, weight in enumerate(weights)]
+    for chunk in whole if rows is None else rows.chunks():
+        shifts = (None,) if rows is None else rows.compensation(chunk).split(chunk.heights, dim=1)
+        for (index, start, end), shift in zip(chunk.parts, shifts, strict=True):
+            own = weights[index][start:end].float()
+            target = own if shift is None else own + shift.T
+            here = torch.arange(start, end, device=own.device)
+            parameters = solver.scheme.rows(fitted[index], here)
+            solved = solver.solve(target, parameters)
+            found[index].append(solved)
+            if rows is not None:
+                error = (own - solver.stored(solved[0], parameters)).T
+                rows.record_error(Chunk(((index, start, end),)), error)
+    results = []
+    for index, parts in enumerate(found):
+        codes, lost, worse = (torch.cat(each) for each in zip(*parts, strict=True))
+        parameters = fitted[index]
+        if rows is not None:
+            place = rows.orders[index].argsort()
+            codes, parameters = codes[place], solver.scheme.rows(parameters, place)
+        weight = CompressedWeight.of(codes, parameters, None, problem.scheme, problem.dtype)
+        replaced = {"rows_replaced": int(worse.sum())}
+        results.append(LayerResult(weight, None if rows is not None else float(lost.sum()), notes | replaced))
+    return results
 
 
 def visiting_order(

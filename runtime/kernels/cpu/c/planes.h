@@ -1,17 +1,20 @@
 /* Codes of 2 to 8 bits at their own width.
  *
  * A kind of weights is the bits of its integers, or another representation. Floats of 4 bits (KIND_E2M1, as numbers of halves) and IQ4 are
- * looked up in a table. Of the block types of GGUF, a group has a float scale, and every `width` columns of it an integer that the scale is
+ * looked up in a table; the codes of a trellis overlap, and the numbers are sums of two entries (runtime/formats/trellis.py). Of the block types of GGUF, a group has a float scale, and every `width` columns of it an integer that the scale is
  * multiplied by, its level; some have a minimum as well, a level of a second scale, which is taken off. */
 enum {
-    KIND_DENSE = 0, KIND_S24 = 1, KIND_E2M1 = 10, KIND_IQ4_NL = 12, KIND_Q2_K, KIND_Q3_K, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K, KIND_IQ4_XS
+    KIND_DENSE = 0, KIND_S24 = 1, KIND_E2M1 = 10, KIND_IQ4_NL = 12, KIND_Q2_K, KIND_Q3_K, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K, KIND_IQ4_XS, KIND_TRELLIS
 };
 /* Sign, two bits of exponent and one of mantissa: 0, 1, 2, 3, 4, 6, 8, 12 halves, and their negatives. */
 static const uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 static const uint8_t IQ4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 static const uint8_t IQ4_LOW[16] = {1, 8, 13, 15, 15, 13, 10, 6, 1, 13, 9, 6, 5, 5, 9, 1}; /* nibbles of IQ4 */
 static const uint8_t IQ4_HIGH[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 11, 12, 13, 15};
-enum { NO_TABLE, TABLE_E2M1, TABLE_IQ4 };
+/* LOW and HIGH of trellis.py. */
+static const uint8_t TRELLIS_LOW[16] = {20, 38, 1, 7, 5, 38, 6, 23, 13, 30, 19, 29, 37, 0, 20, 18};
+static const uint8_t TRELLIS_HIGH[16] = {18, 37, 23, 45, 37, 50, 59, 51, 59, 26, 42, 74, 47, 52, 34, 63};
+enum { NO_TABLE, TABLE_E2M1, TABLE_IQ4, TABLE_TRELLIS };
 enum { NO_MINIMUM, MINIMUM, NIBBLES }; /* a byte of its own; scale and minimum in one, the scale in the low nibble */
 typedef struct {
     uint8_t bits;        /* of a code */
@@ -28,6 +31,7 @@ static const Kind KIND[] = {
     [KIND_Q5_K] = {5, 5, 0, NO_TABLE, 32, MINIMUM},
     [KIND_Q6_K] = {6, 6, 32, NO_TABLE, 16},
     [KIND_IQ4_XS] = {4, 8, 128, TABLE_IQ4, 32},
+    [KIND_TRELLIS] = {2, 7, 64, TABLE_TRELLIS},
 };
 
 /*
@@ -37,6 +41,7 @@ static const Kind KIND[] = {
  *   4 bits: low nibble = column 8i + j, high nibble = column 8i + 4 + j
  *   2 bits: the nibbles of two such words, bits 0 and 1, of the second shifted left by two
  *   1 bit:  the nibbles of four, bit 0, of the k-th shifted left by k
+ * Of a trellis a piece has the words of 16 columns, as they are.
  * A group of an odd multiple of 16 columns ends with half a unit (EIGHTS of 2): half the pieces, but a whole one of single bits. */
 #define PIECE (4 * PANEL)   /* bytes */
 #define EIGHTS 4            /* of columns, in a unit */
@@ -81,6 +86,12 @@ INLINE Small small_planes(const uint8_t *w, const int bits, const int eights) {
     return small;
 }
 
+/* Numbers of the windows that are the bytes of words turned right by so many bits. */
+INLINE W trellis_numbers(W words, const int turned) {
+    const W v = turned ? w_turn(words, turned) : words;
+    return w_add(w_lookup(TRELLIS_LOW, w_and(v, 15)), w_lookup(TRELLIS_HIGH, w_and(w_shift(v, -4), 15)));
+}
+
 /* Codes of the k-th eight columns of the unit at w: four in `low`, four in `high`. `apart`: integers of up to 4 bits stay 4 bits up in
  * `high`. `raw`: what would be looked up is not yet. Shifts bring bits of neighbours along, which masks take away. */
 typedef struct { W low, high; } Eight;
@@ -88,6 +99,7 @@ INLINE Eight eight_columns(const uint8_t *w, const Small *small, const int kind,
     const int bits = KIND[kind].bits, table = KIND[kind].table, mask = (1 << bits) - 1, place = 2 * (k % 2);
     W v;
     if (bits == 8) return (Eight){w_load(w + 2 * k * PIECE), w_load(w + (2 * k + 1) * PIECE)};
+    if (table == TABLE_TRELLIS) return (Eight){trellis_numbers(small->two[k / 2], 2 * place), trellis_numbers(small->two[k / 2], 2 * place + 2)};
     if (bits & 4) v = w_load(w + k * PIECE);
     else v = place ? w_shift(small->two[k / 2], -place) : small->two[k / 2];
     if (bits <= 4) {

@@ -14,7 +14,7 @@ import torch
 
 from runtime.formats.trellis import BASE, UNIT, VECTOR, search, windows
 
-MOST = 127  # what 7 bits hold
+MOST = 63  # what 6 bits hold
 
 
 def numbers(count: int, generator: torch.Generator) -> torch.Tensor:
@@ -41,7 +41,7 @@ def learn(seed: int, rounds: int, count: int) -> torch.Tensor:
 
 
 def tables(entries: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Integers of which every sum is in 0..127."""
+    """Integers of which every sum is in 0..63."""
     low, high = entries.view(2, 16)
     low, high = low - low.min(), high + low.min() + BASE
     low, high = low.round().int(), high.round().int()

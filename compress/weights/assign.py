@@ -133,11 +133,9 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
             raise RequestError(_at(recipe, later, (), f"{text}; put the recover stage before it"))
     if quantize is not None and quantize.config.objective == "output":
         forms = [one.weights for one in candidates or (scheme,) if one.weights is not None]
-        form = next((f for f in forms if not isinstance(f, GridScheme) or f.strategy == "tensor"), None)
-        if form is not None:
-            kind = "one scale for all rows" if isinstance(form, GridScheme) else form.describe()
+        if any(isinstance(form, GridScheme) and form.strategy == "tensor" for form in forms):
             name = "quality best (objective output)" if quantize.config.quality == "best" else "objective output"
-            text = f"{name} solves row after row, and {module.name} has {kind}; give objective: propagated, or a scale for each row"
+            text = f"{name} solves row after row, and {module.name} has one scale for all rows; give objective: propagated, or a scale for each row"
             raise RequestError(_at(recipe, quantize, ("objective",), text))
     return LayerTask(
         prune.config if prune else None, quantize.config if quantize else None, candidates[-1] if candidates else scheme,

@@ -22,13 +22,14 @@ from runtime.system import native
 from runtime.system.row_threads import in_parts
 
 #: Value of a window: `LOW[its low nibble] + HIGH[its high nibble] - BASE`; made by `benchmarks/trellis_tables.py`.
-LOW = (20, 38, 1, 7, 5, 38, 6, 23, 13, 30, 19, 29, 37, 0, 20, 18)
-HIGH = (18, 37, 23, 45, 37, 50, 59, 51, 59, 26, 42, 74, 47, 52, 34, 63)
-BASE = 64
-UNIT = 18.0  # standard deviation of the normal distribution that the tables were made for
+LOW = (9, 33, 16, 21, 21, 12, 0, 28, 7, 13, 22, 30, 21, 21, 9, 0)
+HIGH = (30, 10, 17, 13, 21, 10, 22, 25, 4, 18, 2, 14, 11, 26, 9, 10)
+BASE = 32
+UNIT = 11.5  # standard deviation of the normal distribution that the tables were made for
 VECTOR, STATES, CHOICES = 16, 64, 4
-#: Column of a vector that each window is, in order: byte `b` of the word turned right by `2 r` bits is column `4 r + b`.
-ORDER = tuple(4 * (step % 4) + step // 4 for step in range(VECTOR))
+#: Column of a vector that each window is, in order: byte `b` of the word turned right by 0, 4, 2 and 6 bits is column `b`, `4 + b`, ..., so
+#: that the nibbles of a word serve two of them.
+ORDER = tuple(4 * (0, 2, 1, 3)[step % 4] + step // 4 for step in range(VECTOR))
 _TRIES, _FIT_TRIES = 8, 1  # states that a word is begun from, the most promising first; 64 are all
 _ROWS = 4096  # searched at a time in torch
 
@@ -130,7 +131,7 @@ def _storable(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def window_values() -> torch.Tensor:
-    """Value of every window, float32 `[256]`: integers of 7 bits."""
+    """Value of every window, float32 `[256]`: integers of 6 bits."""
     low, high = torch.tensor(LOW), torch.tensor(HIGH)
     return (low + high[:, None] - BASE).flatten().float()
 

@@ -12,8 +12,8 @@ static const uint8_t IQ4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 
 static const uint8_t IQ4_LOW[16] = {1, 8, 13, 15, 15, 13, 10, 6, 1, 13, 9, 6, 5, 5, 9, 1}; /* nibbles of IQ4 */
 static const uint8_t IQ4_HIGH[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 11, 12, 13, 15};
 /* LOW and HIGH of trellis.py. */
-static const uint8_t TRELLIS_LOW[16] = {20, 38, 1, 7, 5, 38, 6, 23, 13, 30, 19, 29, 37, 0, 20, 18};
-static const uint8_t TRELLIS_HIGH[16] = {18, 37, 23, 45, 37, 50, 59, 51, 59, 26, 42, 74, 47, 52, 34, 63};
+static const uint8_t TRELLIS_LOW[16] = {9, 33, 16, 21, 21, 12, 0, 28, 7, 13, 22, 30, 21, 21, 9, 0};
+static const uint8_t TRELLIS_HIGH[16] = {30, 10, 17, 13, 21, 10, 22, 25, 4, 18, 2, 14, 11, 26, 9, 10};
 enum { NO_TABLE, TABLE_E2M1, TABLE_IQ4, TABLE_TRELLIS };
 enum { NO_MINIMUM, MINIMUM, NIBBLES }; /* a byte of its own; scale and minimum in one, the scale in the low nibble */
 typedef struct {
@@ -31,7 +31,7 @@ static const Kind KIND[] = {
     [KIND_Q5_K] = {5, 5, 0, NO_TABLE, 32, MINIMUM},
     [KIND_Q6_K] = {6, 6, 32, NO_TABLE, 16},
     [KIND_IQ4_XS] = {4, 8, 128, TABLE_IQ4, 32},
-    [KIND_TRELLIS] = {2, 7, 64, TABLE_TRELLIS},
+    [KIND_TRELLIS] = {2, 6, 32, TABLE_TRELLIS},
 };
 
 /*
@@ -86,20 +86,22 @@ INLINE Small small_planes(const uint8_t *w, const int bits, const int eights) {
     return small;
 }
 
-/* Numbers of the windows that are the bytes of words turned right by so many bits. */
-INLINE W trellis_numbers(W words, const int turned) {
-    const W v = turned ? w_turn(words, turned) : words;
-    return w_add(w_lookup(TRELLIS_LOW, w_and(v, 15)), w_lookup(TRELLIS_HIGH, w_and(w_shift(v, -4), 15)));
+typedef struct { W low, high; } Eight;
+
+/* Numbers of the windows that are the bytes of words, and of those four bits on, whose nibbles are the same. */
+INLINE Eight trellis_columns(const W words) {
+    const W first = w_and(words, 15), second = w_and(w_shift(words, -4), 15);
+    return (Eight){w_add(w_lookup(TRELLIS_LOW, first), w_lookup(TRELLIS_HIGH, second)),
+                   w_add(w_lookup(TRELLIS_LOW, second), w_turn_byte(w_lookup(TRELLIS_HIGH, first)))};
 }
 
 /* Codes of the k-th eight columns of the unit at w: four in `low`, four in `high`. `apart`: integers of up to 4 bits stay 4 bits up in
  * `high`. `raw`: what would be looked up is not yet. Shifts bring bits of neighbours along, which masks take away. */
-typedef struct { W low, high; } Eight;
 INLINE Eight eight_columns(const uint8_t *w, const Small *small, const int kind, const int k, const int apart, const int raw) {
     const int bits = KIND[kind].bits, table = KIND[kind].table, mask = (1 << bits) - 1, place = 2 * (k % 2);
     W v;
     if (bits == 8) return (Eight){w_load(w + 2 * k * PIECE), w_load(w + (2 * k + 1) * PIECE)};
-    if (table == TABLE_TRELLIS) return (Eight){trellis_numbers(small->two[k / 2], 2 * place), trellis_numbers(small->two[k / 2], 2 * place + 2)};
+    if (table == TABLE_TRELLIS) return trellis_columns(place ? w_turn(small->two[k / 2], 2) : small->two[k / 2]);
     if (bits & 4) v = w_load(w + k * PIECE);
     else v = place ? w_shift(small->two[k / 2], -place) : small->two[k / 2];
     if (bits <= 4) {

@@ -24,6 +24,10 @@ static inline W w_select(int mask, W a, W b) { return _mm256_or_si256(w_and(a, m
 static inline W w_add(W a, W b) { return _mm256_add_epi8(a, b); }
 /* The bits of every lane, turned to the right. */
 static inline W w_turn(W w, int bits) { return _mm256_or_si256(_mm256_srli_epi32(w, bits), _mm256_slli_epi32(w, 32 - bits)); }
+static inline W w_turn_byte(W w) {
+    const __m128i next = _mm_setr_epi8(1, 2, 3, 0, 5, 6, 7, 4, 9, 10, 11, 8, 13, 14, 15, 12);
+    return _mm256_shuffle_epi8(w, _mm256_broadcastsi128_si256(next));
+}
 /* Bytes of a table, by numbers below 16. */
 static inline W w_lookup(const uint8_t table[16], W w) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), w);

@@ -18,6 +18,7 @@ static inline W w_select(int mask, W a, W b) { return w_and(a, mask) | w_and(b, 
 static inline W w_add(W a, W b) { return ((a & 0x7f7f7f7fu) + (b & 0x7f7f7f7fu)) ^ ((a ^ b) & 0x80808080u); }
 /* The bits of every lane, turned to the right. */
 static inline W w_turn(W w, int bits) { return w >> bits | w << (32 - bits); }
+static inline W w_turn_byte(W w) { return w_turn(w, 8); }
 /* Bytes of a table, by numbers below 16. */
 static inline W w_lookup(const uint8_t table[16], W w) {
     uint8_t bytes[64];

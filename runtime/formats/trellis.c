@@ -43,51 +43,62 @@ static void backward(const Code *code, const float *x, const float *cost, int co
     }
 }
 
+/* Numbers of the states in the order in which a step takes them: state 4 q + l is at 16 l + q. */
+typedef struct { float of[STATES]; } Split;
+static inline Split split(const float *states) {
+    Split out;
+    for (int l = 0; l < CHOICES; l++)
+        for (int q = 0; q < QUARTER; q++) out.of[QUARTER * l + q] = states[CHOICES * q + l];
+    return out;
+}
+
 /* The best path from a state to itself, as a word; its cost in *least if that is below what is there. */
 static uint32_t around(const Code *code, const float *x, const float *cost, const float (*couple)[STEPS], int start, float *least, uint32_t word) {
-    float state[STATES], errors[STEPS][STATES];
-    uint8_t taken[STEPS][STATES];
-    for (int s = 0; s < STATES; s++) state[s] = INFINITY;
-    state[start] = 0;
+    Split state, errors[STEPS];
+    float next[STATES];
+    int32_t taken[STEPS][STATES];
+    for (int s = 0; s < STATES; s++) state.of[QUARTER * (s % CHOICES) + s / CHOICES] = s == start ? 0 : INFINITY;
     for (int t = 0; t < STEPS; t++) {
-        float wanted[STATES], next[STATES], off[STATES];
-        int32_t from[STATES];
-        for (int s = 0; s < STATES; s++) wanted[s] = x[t];
+        Split shift = {0};
+        float off[STATES];
         for (int j = 0; j < t; j++)
-            for (int s = 0; s < STATES; s++) wanted[s] += couple[t][j] * errors[j][s];
+            for (int s = 0; s < STATES; s++) shift.of[s] += couple[t][j] * errors[j].of[s];
         for (int h = 0; h < CHOICES; h++)
             for (int q = 0; q < QUARTER; q++) {
                 const int s = QUARTER * h + q;
-                float best = INFINITY, lost = 0;
-                int32_t choice = 4 * q;
+                float best = INFINITY, own = 0;
+                int32_t choice = 0;
                 for (int l = 0; l < CHOICES; l++) {
-                    float e = wanted[4 * q + l] - code->windows[l][s], total = state[4 * q + l] + cost[t] * e * e;
-                    choice = total < best ? 4 * q + l : choice;
-                    lost = total < best ? e : lost;
+                    float e = x[t] - code->windows[l][s], all = e + shift.of[QUARTER * l + q], total = state.of[QUARTER * l + q] + cost[t] * all * all;
+                    choice = total < best ? l : choice;
+                    own = total < best ? e : own;
                     best = total < best ? total : best;
                 }
-                next[s] = best, off[s] = lost, from[s] = choice;
+                next[s] = best, off[s] = own, taken[t][s] = choice;
             }
-        for (int s = 0; s < STATES; s++) taken[t][s] = (uint8_t)(from[s] % CHOICES);
+        /* What a path remembers goes where it goes. */
         for (int j = 0; j < t; j++) {
             float kept[STATES];
-            for (int s = 0; s < STATES; s++) kept[s] = errors[j][from[s]];
-            memcpy(errors[j], kept, sizeof kept);
+            for (int h = 0; h < CHOICES; h++)
+                for (int q = 0; q < QUARTER; q++) {
+                    const int32_t choice = taken[t][QUARTER * h + q];
+                    const float *of = errors[j].of + q;
+                    float one = choice & 1 ? of[QUARTER] : of[0], other = choice & 1 ? of[3 * QUARTER] : of[2 * QUARTER];
+                    kept[QUARTER * h + q] = choice & 2 ? other : one;
+                }
+            errors[j] = split(kept);
         }
-        /* couple is of the errors as they are: the target less the value, before what earlier errors add. */
-        for (int s = 0; s < STATES; s++) {
-            float shift = 0;
-            for (int j = 0; j < t; j++) shift += couple[t][j] * errors[j][s];
-            errors[t][s] = off[s] - shift;
-        }
-        memcpy(state, next, sizeof next);
+        errors[t] = split(off), state = split(next);
+        float lowest = INFINITY;
+        for (int s = 0; s < STATES; s++) lowest = next[s] < lowest ? next[s] : lowest;
+        if (lowest >= *least) return word; /* costs only grow */
     }
-    if (!(state[start] < *least)) return word;
-    *least = state[start];
+    if (!(next[start] < *least)) return word;
+    *least = next[start];
     uint32_t found = 0;
     for (int t = STEPS - 1, s = start; t >= 0; t--) {
         found |= (uint32_t)taken[t][s] << 2 * t;
-        s = (4 * s + taken[t][s]) % STATES;
+        s = (CHOICES * s + taken[t][s]) % STATES;
     }
     return found;
 }
@@ -99,6 +110,8 @@ void trellis_search(const float *target, int64_t rows, const float *values, cons
     Code code;
     for (int s = 0; s < STATES; s++)
         for (int l = 0; l < CHOICES; l++) code.windows[l][s] = values[4 * s + l];
+    int apart = 1;
+    for (int i = 0; i < STEPS * STEPS; i++) apart &= couple[i] == 0;
     for (int64_t row = begin; row < end; row++) {
         float x[STEPS], ahead[STATES] = {0}, back[STATES] = {0}, least = INFINITY;
         for (int t = 0; t < STEPS; t++) x[t] = target[t * rows + row];
@@ -109,6 +122,7 @@ void trellis_search(const float *target, int64_t rows, const float *values, cons
         for (int64_t n = 0; n < tries; n++) {
             int start = 0;
             for (int s = 1; s < STATES; s++) start = ahead[s] < ahead[start] ? s : start;
+            if (apart && ahead[start] >= least) break; /* no word that passes there costs less */
             ahead[start] = INFINITY;
             word = around(&code, x, cost, (const float(*)[STEPS])couple, start, &least, word);
         }

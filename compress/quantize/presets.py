@@ -18,6 +18,7 @@ from runtime.formats.grid import GridScheme
 from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.representation import Representation
 from runtime.formats.scheme import ActivationScheme, Scheme, representation_of
+from runtime.formats.trellis import Trellis
 
 
 def _inputs(kind: Literal["int", "float"], static: bool = False, bits: int = 8) -> ActivationScheme:
@@ -53,6 +54,7 @@ PRESETS: dict[str, Scheme] = {
     "MXFP8": Scheme(BlockFloat(8), _microscaled(8)),
     "MXFP8A16": Scheme(BlockFloat(8)),
     **{kind: Scheme(KQuant(kind)) for kind in KINDS},
+    "W2A16_TRELLIS": Scheme(Trellis()),
     "DF11": Scheme(DFloat11()),
 }
 ALIASES = {"W8A8": "W8A8-INT8", "INT8": "W8A8-INT8", "W8A8_INT8": "W8A8-INT8", "W4": "W4A16", "W8": "W8A16"}

@@ -20,6 +20,7 @@ from runtime import formats
 from runtime.config.messages import listing
 from runtime.errors import RequestError
 from runtime.formats.grid import GridScheme
+from runtime.formats.representation import Representation
 from runtime.modeling.experts import expert_of
 from runtime.modeling.linear_modules import get_matrix, is_matrix
 from runtime.system.sizes import size
@@ -133,14 +134,21 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
             raise RequestError(_at(recipe, later, (), f"{text}; put the recover stage before it"))
     if quantize is not None and quantize.config.objective == "output":
         forms = [one.weights for one in candidates or (scheme,) if one.weights is not None]
-        if any(isinstance(form, GridScheme) and form.strategy == "tensor" for form in forms):
+        form = next((form for form in forms if not _has_rows(form)), None)
+        if form is not None:
+            kind = "one scale for all rows" if isinstance(form, GridScheme) else form.describe()
             name = "quality best (objective output)" if quantize.config.quality == "best" else "objective output"
-            text = f"{name} solves row after row, and {module.name} has one scale for all rows; give objective: propagated, or a scale for each row"
+            text = f"{name} solves row after row, and {module.name} has {kind}; give objective: propagated, or a scale for each row"
             raise RequestError(_at(recipe, quantize, ("objective",), text))
     return LayerTask(
         prune.config if prune else None, quantize.config if quantize else None, candidates[-1] if candidates else scheme,
         prune.index if prune else None, quantize.index if quantize else None, _by_default(stages), candidates=candidates,
     )  # fmt: skip
+
+
+def _has_rows(form: Representation) -> bool:
+    """Whether the rows of a matrix share nothing, so that one can be solved after the other."""
+    return form.strategy != "tensor" if isinstance(form, GridScheme) else form.row_by_row
 
 
 def _at(recipe: Recipe, stage: Stage, key: tuple[str | int, ...], text: str) -> str:

@@ -32,6 +32,7 @@ from runtime.engines.streaming.prepared_file import (
     share,
     values,
 )
+from runtime.formats.grid import GridScheme
 from runtime.kernels import Kernel, Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import PanelKernel

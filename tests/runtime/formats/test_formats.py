@@ -14,6 +14,7 @@ from runtime.formats.block_float import BlockFloat
 from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
+from runtime.formats.trellis import Trellis
 
 SHAPES = [(7, 172), (16, 128), (5, 257), (1, 64), (16, 256)]
 GRIDS = [
@@ -65,7 +66,7 @@ def test_unpack_is_the_exact_inverse_of_pack(name, sparsity):
         stored += 1
     some = {"sparse24": ("2:4", "1:4"), "bitmap": tuple(p for p in PATTERNS if p)}
     some |= dict.fromkeys(
-        ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "k_quant", "dfloat11"), (None,)
+        ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "k_quant", "trellis", "dfloat11"), (None,)
     )
     assert (stored > 0) == (sparsity in some.get(name, tuple(PATTERNS)))
 
@@ -242,6 +243,7 @@ def case(name):
         "mxfp4-pack-quantized": Scheme(BlockFloat(4)),
         "mxfp8-quantized": Scheme(BlockFloat(8)),
         "k_quant": Scheme(KQuant("IQ4_NL")),
+        "trellis": Scheme(Trellis(32)),
         "dfloat11": Scheme(DFloat11()),
         "sparse24": int_scheme(4, True, 32, "2:4"),
         "bitmap": int_scheme(4, True, 32, "unstructured"),

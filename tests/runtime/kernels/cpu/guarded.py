@@ -106,8 +106,9 @@ def main() -> None:
                 ("s24", int_scheme(4, True, 32, "2:4")), ("w4", int_scheme(4, False, 16, "block:32x16")),
                 ("w8", int_scheme(5, True, 32, "block:32x32")), *(("e2m1", scheme) for scheme in products.FLOATS.values()),
                 *(("k", scheme) for scheme in products.K_QUANTS.values()),
+                *(("t", scheme) for scheme in products.TRELLISES),
             ):  # fmt: skip
-                if shape[1] % {"e2m1": 32, "k": 256}.get(kind, 1):
+                if shape[1] % {"e2m1": 32, "k": 256, "t": scheme.weights.group_size}.get(kind, 1):
                     continue
                 if (scheme.weights.group_size or 1) > shape[1] or (scheme.sparsity and shape[1] % 4):
                     continue

@@ -103,7 +103,7 @@ def best_variants(cell: Cell) -> list[Variant]:
     if cell.quantize["bits"] == 2:
         longer["enable_alg_ext"] = True  # SignRoundV2, which AutoRound recommends for 2 bits
         trellis = {"scheme": {"representation": "trellis", "group_size": cell.quantize["group_size"]}}  # as many bits
-        codes = [Variant("ours", "trellis", trellis), Variant("ours", "trellis, best", {**trellis, "quality": "best"})]
+        codes = [Variant("ours", "trellis", trellis), Variant("ours", "trellis best", {**trellis, "quality": "best"})]
     return [
         Variant("ours"),
         Variant("ours", "best", {"quality": "best"}),

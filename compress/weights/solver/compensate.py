@@ -22,11 +22,10 @@ from compress.weights.solver import loop
 from compress.weights.solver.columns import Chunk, chunks, column_order, rows_are_independent, stacked_grid
 from compress.weights.solver.factor import Factor, factorize
 from compress.weights.solver.masks import exact_mask_chooser, mask_chooser, reconstruct, scale_chooser, searchable, swap
-from compress.weights.solver.refine import refine
+from compress.weights.solver.refine import refine, refine_vectors
 from compress.weights.solver.row_loop import RowLoop
-from compress.weights.solver.vectors import VectorSolver
 from runtime.formats.grid import GridScheme
-from runtime.formats.representation import Representation
+from runtime.formats.representation import Representation, Tensors
 from runtime.formats.scheme import CompressedWeight, Scheme
 
 #: Size of the random sketch that tells rows which are plainly better from those that have to be computed.
@@ -99,7 +98,7 @@ def compensate(problem: Problem, options: ColumnLoop, pattern: Pattern | None = 
     if problem.output_hessians is not None:
         rows = RowLoop.of(weights, problem.output_hessians, problem.names)
     if not isinstance(scheme, GridScheme):
-        solver = VectorSolver(scheme, hessian, order, factor, problem.dtype, options.block_size, options.sweeps)
+        solver = VectorSolver(scheme, hessian, order, factor, problem.dtype, options)
         return _solve_vectors(problem, solver, rows, notes)
     if rows is not None:
         parts, weights = rows.chunks(), rows.visited(weights)
@@ -334,6 +333,59 @@ class _GridSolver:
         if grouped and not options.static_groups and runs == max(units) + 1:
             rounding.choose = scale_chooser(scheme, self.dtype, options.scales, self.order, self.hessian)
         return rounding
+
+
+@dataclass
+class VectorSolver:
+    """The column loop with any other representation, for weights that share an input; vectors take the place of columns.
+
+    Attributes:
+        hessian: float32 `[in, in]`; `factor` is that of it in the visiting `order` `[in]`, which keeps vectors together.
+        dtype: of the model.
+        options: of which the block size and the sweeps have a say.
+    """
+
+    scheme: Representation
+    hessian: torch.Tensor
+    order: torch.Tensor
+    factor: Factor
+    dtype: torch.dtype
+    options: ColumnLoop
+
+    def fit(self, weight: torch.Tensor) -> Tensors:
+        """Parameters for a weight `[out, in]`."""
+        return self.scheme.fit(weight.float(), self.dtype, file_matrix.diagonal(self.hessian).clamp(min=0))
+
+    def solve(self, target: torch.Tensor, parameters: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes of a target.
+
+        Args:
+            target: float32 `[rows, in]`.
+            parameters: of these rows.
+
+        Returns:
+            Codes `[rows, in / vector]`, the output error of each row, which rounding to nearest would not make smaller, and in which rows
+            (bool) it was the better start.
+        """
+        rounding = loop.VectorRounding(self.scheme, parameters, self.order)
+        loop.run(target.T[self.order], self.factor, rounding, block=self.options.block_size)
+        codes, nearest = rounding.codes, self.scheme.round(target, parameters)
+        lost, least = self._lost(target, codes, parameters), self._lost(target, nearest, parameters)
+        worse = lost > least
+        codes, lost = torch.where(worse[:, None], nearest, codes), torch.minimum(lost, least)
+        if self.options.sweeps:
+            added, sweeps = self.factor.added, self.options.sweeps
+            refined = refine_vectors(target, codes, self.scheme, parameters, self.hessian, added, sweeps)
+            less = self._lost(target, refined, parameters)
+            codes, lost = torch.where((less < lost)[:, None], refined, codes), torch.minimum(lost, less)
+        return codes, lost, worse
+
+    def stored(self, codes: torch.Tensor, parameters: Tensors) -> torch.Tensor:
+        """What the codes stand for in the model's dtype, float32."""
+        return self.scheme.dequantize(codes, parameters, self.dtype).float()
+
+    def _lost(self, target: torch.Tensor, codes: torch.Tensor, parameters: Tensors) -> torch.Tensor:
+        return column_errors((target - self.stored(codes, parameters)).T, self.hessian)
 
 
 def _solve_vectors(

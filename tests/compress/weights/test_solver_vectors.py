@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from compress.core.method import Problem
+from compress.core.method import DEFAULTS, Problem
 from compress.core.statistics import Statistics, StatisticsCollector
 from compress.quantize import METHODS, resolve_scheme
 from compress.weights.solver import loop
+from compress.weights.solver.compensate import VectorSolver
 from compress.weights.solver.factor import factorize
 from compress.weights.solver.group import solve_group
-from compress.weights.solver.vectors import VectorSolver
 from runtime.formats.trellis import Trellis
 
 COLUMNS = 128
@@ -59,7 +60,9 @@ def test_the_metric_is_what_later_columns_cannot_make_up_for(monkeypatch: pytest
     monkeypatch.setattr(Trellis, "nearest", spy)
     order = torch.arange(COLUMNS).view(-1, 16).flip(0).flatten()
     factor = factorize(hessian, order, 0.01, "layer")
-    solver = VectorSolver(Trellis(64), hessian, order, factor, torch.float32, 32, 0)
+    solver = VectorSolver(
+        Trellis(64), hessian, order, factor, torch.float32, replace(DEFAULTS, block_size=32, sweeps=0)
+    )
     weight = normal(5)
     solver.solve(weight, solver.fit(weight))
     assert len(seen) == COLUMNS // 16

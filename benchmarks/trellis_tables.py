@@ -12,7 +12,7 @@ import argparse
 
 import torch
 
-from runtime.formats.trellis import BASE, UNIT, VECTOR, search, windows
+from runtime.formats.trellis import BASE, TRIES, UNIT, VECTOR, search, windows
 
 MOST = 63  # what 6 bits hold
 
@@ -68,7 +68,7 @@ def main() -> None:
     for seed in range(given.seeds):
         low, high = tables(learn(seed, given.rounds, given.count))
         values = (torch.tensor(low) + torch.tensor(high)[:, None] - BASE).flatten().float()
-        found.append((error(values, 8), low, high, values))
+        found.append((error(values, TRIES), low, high, values))
         print(f"seed {seed}: {found[-1][0]:.5f}, values from {int(values.min())} to {int(values.max())}", flush=True)
     least, low, high, values = min(found, key=lambda one: one[0])
     print(f"LOW = {tuple(low)}\nHIGH = {tuple(high)}\nerror {least:.5f}, with all states tried {error(values, 64):.5f}")

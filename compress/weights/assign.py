@@ -20,7 +20,6 @@ from runtime import formats
 from runtime.config.messages import listing
 from runtime.errors import RequestError
 from runtime.formats.grid import GridScheme
-from runtime.formats.representation import Representation
 from runtime.modeling.experts import expert_of
 from runtime.modeling.linear_modules import get_matrix, is_matrix
 from runtime.system.sizes import size
@@ -76,7 +75,7 @@ def _narrow(recipe: Recipe, modules: Sequence[ModuleInfo], chosen: dict[str, dic
             continue
         with recipe.origin.located((*quantize.path, "group_size")):
             form = resolve_scheme(quantize.config, None).weights
-        group = form.group_size if isinstance(form, GridScheme) else None
+        group = None if form is None else form.group_size
         if group is not None and group > module.shape[1]:
             left.append(Uncompressed(module.name, f"rows of {module.shape[1]} weights, and groups of {group}"))
             weights += math.prod(module.shape)
@@ -134,7 +133,7 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
             raise RequestError(_at(recipe, later, (), f"{text}; put the recover stage before it"))
     if quantize is not None and quantize.config.objective == "output":
         forms = [one.weights for one in candidates or (scheme,) if one.weights is not None]
-        form = next((form for form in forms if not _has_rows(form)), None)
+        form = next((form for form in forms if not form.rows_apart), None)
         if form is not None:
             kind = "one scale for all rows" if isinstance(form, GridScheme) else form.describe()
             name = "quality best (objective output)" if quantize.config.quality == "best" else "objective output"
@@ -144,11 +143,6 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
         prune.config if prune else None, quantize.config if quantize else None, candidates[-1] if candidates else scheme,
         prune.index if prune else None, quantize.index if quantize else None, _by_default(stages), candidates=candidates,
     )  # fmt: skip
-
-
-def _has_rows(form: Representation) -> bool:
-    """Whether the rows of a matrix share nothing, so that one can be solved after the other."""
-    return form.strategy != "tensor" if isinstance(form, GridScheme) else form.row_by_row
 
 
 def _at(recipe: Recipe, stage: Stage, key: tuple[str | int, ...], text: str) -> str:

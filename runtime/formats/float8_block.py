@@ -70,7 +70,7 @@ class Float8Block(Representation):
             start = number * self.height
             yield slice(start, start + self.height), own.repeat_interleave(self.width)[: shape[1]]
 
-    def rows(self, parameters: Tensors, index: torch.Tensor) -> Tensors:
+    def rows(self, parameters: Tensors, index: torch.Tensor | slice) -> Tensors:
         raise CompressError(f"rows of {self.describe()} weights share their scales and cannot be looked up one by one")
 
     def tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:

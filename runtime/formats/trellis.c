@@ -53,7 +53,7 @@ static inline Split split(const float *states) {
 }
 
 /* The best path from a state to itself, as a word; its cost in *least if that is below what is there. */
-static uint32_t around(const Code *code, const float *x, const float *cost, const float (*couple)[STEPS], int start, float *least, uint32_t word) {
+static uint32_t best_closed_path(const Code *code, const float *x, const float *cost, const float (*couple)[STEPS], int start, float *least, uint32_t word) {
     Split state, errors[STEPS];
     float next[STATES];
     int32_t taken[STEPS][STATES];
@@ -110,8 +110,8 @@ void trellis_search(const float *target, int64_t rows, const float *values, cons
     Code code;
     for (int s = 0; s < STATES; s++)
         for (int l = 0; l < CHOICES; l++) code.windows[l][s] = values[4 * s + l];
-    int apart = 1;
-    for (int i = 0; i < STEPS * STEPS; i++) apart &= couple[i] == 0;
+    int uncoupled = 1;
+    for (int i = 0; i < STEPS * STEPS; i++) uncoupled &= couple[i] == 0;
     for (int64_t row = begin; row < end; row++) {
         float x[STEPS], ahead[STATES] = {0}, back[STATES] = {0}, least = INFINITY;
         for (int t = 0; t < STEPS; t++) x[t] = target[t * rows + row];
@@ -122,9 +122,9 @@ void trellis_search(const float *target, int64_t rows, const float *values, cons
         for (int64_t n = 0; n < tries; n++) {
             int start = 0;
             for (int s = 1; s < STATES; s++) start = ahead[s] < ahead[start] ? s : start;
-            if (apart && ahead[start] >= least) break; /* no word that passes there costs less */
+            if (uncoupled && ahead[start] >= least) break; /* no word that passes there costs less */
             ahead[start] = INFINITY;
-            word = around(&code, x, cost, (const float(*)[STEPS])couple, start, &least, word);
+            word = best_closed_path(&code, x, cost, (const float(*)[STEPS])couple, start, &least, word);
         }
         words[row] = (int32_t)word;
     }

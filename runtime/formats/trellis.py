@@ -2,9 +2,9 @@
 
 A trellis quantizer (Marcellin and Fischer, 1990; for language models QTIP, Tseng et al., 2024, arXiv 2406.11235) lets the codes of
 neighbours overlap: a weight is read from a window of 8 bits, of which it shares 6 with the next, so that 2 bits a weight choose among
-256 values instead of 4. Of normally distributed weights 8.7 % of the energy is lost, on the best grid of 4 values 11.8 %. A word is a
-ring: its last windows go on at its beginning. The value of a window is the sum of two table entries, one for each nibble, which a byte
-shuffle looks up for many weights at a time.
+256 values instead of 4. Of normally distributed weights 8.7 % of the energy is lost, on the best grid of 4 values 11.8 %. The trellis is
+tail-biting: the last windows of a word go on at its beginning. The value of a window is the sum of two table entries, one for each
+nibble, which a byte shuffle looks up for many weights at a time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from pathlib import Path
 
 import torch
 
+from runtime.formats.bitpack import row_slices
 from runtime.formats.grid import scale_dtype
 from runtime.formats.representation import Representation, Shape, Tensors, TensorSpec
 from runtime.system import native
-from runtime.system.row_threads import in_parts
+from runtime.system.row_threads import run_on_rows
 
-#: Value of a window: `LOW[its low nibble] + HIGH[its high nibble] - BASE`; made by `benchmarks/trellis_tables.py`.
+#: Value of a window: `LOW[its low nibble] + HIGH[its high nibble] - BASE`; made by `benchmarks/trellis_tables.py`. They are part of the
+#: format: others would read every artifact as noise.
 LOW = (9, 33, 16, 21, 21, 12, 0, 28, 7, 13, 22, 30, 21, 21, 9, 0)
 HIGH = (30, 10, 17, 13, 21, 10, 22, 25, 4, 18, 2, 14, 11, 26, 9, 10)
 BASE = 32
@@ -30,8 +32,9 @@ VECTOR, STATES, CHOICES = 16, 64, 4
 #: Column of a vector that each window is, in order: byte `b` of the word turned right by 0, 4, 2 and 6 bits is column `b`, `4 + b`, ..., so
 #: that the nibbles of a word serve two of them.
 ORDER = tuple(4 * (0, 2, 1, 3)[step % 4] + step // 4 for step in range(VECTOR))
-_TRIES, _FIT_TRIES = 8, 1  # states that a word is begun from, the most promising first; 64 are all
+TRIES, _FIT_TRIES = 8, 1  # states that a word is begun from, the most promising first; 64 are all
 _ROWS = 4096  # searched at a time in torch
+_SLICE = 1 << 20  # weights dequantized at a time, so that they stay in the cache
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Trellis(Representation):
 
     name = "trellis"
     row_by_row = True
+    seconds = 5e-6
     bits = 2
     vector = VECTOR
     group_size: int = 128
@@ -67,13 +71,14 @@ class Trellis(Representation):
     def fit(self, weight: torch.Tensor, dtype: torch.dtype, importance: torch.Tensor | None = None) -> Tensors:
         """Scales by least squares to the words that fit best, twice, from the standard deviation of every group on."""
         rows, columns = weight.shape
-        groups = weight.view(rows, -1, self.group_size)
+        groups = weight.view(rows, columns // self.group_size, self.group_size)
         cost = weight.new_ones(columns) if importance is None else importance.float().clamp(min=1e-12)
         mass = cost.view(-1, self.group_size)
         scale = ((groups.square() * mass).sum(-1) / mass.sum(-1)).sqrt() / UNIT
         for _ in range(2):
             parameters = {"scale": _storable(scale, dtype)}
-            values = self._values(self._round(weight, parameters, cost), weight).view_as(groups)
+            words = self._round(weight, parameters, cost)
+            values = windows(words.flatten(), _values_on(weight.device)).T.reshape(groups.shape)
             along, norm = (groups * values * mass).sum(-1), (values.square() * mass).sum(-1)
             scale = (along / norm.clamp(min=1e-30)).clamp(min=0)
         return {"scale": _storable(scale, dtype)}
@@ -94,22 +99,20 @@ class Trellis(Representation):
             scale = parameters["scale"][:, first // self.group_size].float()
             columns = weight[:, first : first + VECTOR].T / scale.where(scale > 0, 1)
             metric = None if cost is None else cost[first : first + VECTOR].diag()
-            words.append(search(columns, metric, _TRIES if cost is None else _FIT_TRIES))
+            words.append(search(columns, metric, TRIES if cost is None else _FIT_TRIES))
         return torch.stack(words, 1)
 
-    def _values(self, words: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """float32 `[out, in]` without scales."""
-        flat = windows(words.flatten(), _values_on(like.device))
-        return flat.T.reshape(words.shape[0], -1)
-
     def dequantize(self, codes: torch.Tensor, parameters: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        scale = parameters["scale"]
-        values = self._values(codes, codes).view(codes.shape[0], -1, self.group_size)
+        (rows, words), scale = codes.shape, parameters["scale"]
         wide = torch.promote_types(scale.dtype, dtype)
-        return (values.to(wide) * scale.to(wide)[..., None]).flatten(1).to(dtype)
-
-    def rows(self, parameters: Tensors, index: torch.Tensor) -> Tensors:
-        return {name: parameter[index] for name, parameter in parameters.items()}
+        values, out = (
+            _values_on(codes.device).to(wide),
+            torch.empty(rows, words * VECTOR, dtype=dtype, device=codes.device),
+        )
+        for start, stop in row_slices(rows, words * VECTOR, _SLICE if codes.device.type == "cpu" else 16 * _SLICE):
+            part = windows(codes[start:stop].flatten(), values).T.reshape(stop - start, -1, self.group_size)
+            torch.mul(part, scale[start:stop, :, None], out=out[start:stop].view_as(part))
+        return out
 
     # ---------------------------------------------------------------- on disk
     def tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:
@@ -152,12 +155,12 @@ def windows(words: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 # The search. With errors `e` in the order of the steps, `e^T M e = sum_t cost_t (e_t + sum_{j<t} couple_tj e_j)^2`: a path through the
 # trellis pays as it goes if it remembers its errors, as the column loop of GPTQ does. Of all paths into a state the cheapest goes on
-# (Viterbi); with couplings that is no longer certain to be the best. A ring must end in the state it begins with: states are tried in the
-# order of what the steps would cost, each by itself, on the best path that passes there.
+# (Viterbi); with couplings that is no longer certain to be the best. A tail-biting path ends in the state it begins with: states are
+# tried in the order of what the steps would cost, each by itself, on the best path that passes there.
 
 
 def search(
-    columns: torch.Tensor, metric: torch.Tensor | None = None, tries: int = _TRIES, values: torch.Tensor | None = None
+    columns: torch.Tensor, metric: torch.Tensor | None = None, tries: int = TRIES, values: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Words, int32 `[n]`, whose values are close to `columns`, float32 `[16, n]`, in units of the values.
 
@@ -169,7 +172,7 @@ def search(
     device = columns.device
     values = _values_on(device) if values is None else values
     order = torch.tensor(ORDER, device=device)
-    target = columns[order].contiguous()
+    target, values = columns.float()[order].contiguous(), values.float().contiguous()  # C trusts what it is given
     cost, couple, single = torch.ones(VECTOR), torch.zeros(VECTOR, VECTOR), torch.ones(VECTOR)
     if metric is not None:
         own = metric[order][:, order].double()
@@ -181,7 +184,7 @@ def search(
     if library is not None:
         words = torch.empty(target.shape[1], dtype=torch.int32)
         arguments = (target, target.shape[1], values, cost, couple, single, tries, words)
-        in_parts(target.shape[1], library.trellis_search, *arguments, fewest=32)
+        run_on_rows(target.shape[1], library.trellis_search, *arguments, fewest=32)
         return words
     parts = target.split(_ROWS, dim=1)
     return torch.cat([_search(part, values, cost, couple, single, tries) for part in parts]) if parts else target.int()

@@ -22,7 +22,7 @@ if hasattr(os, "register_at_fork"):  # the threads of a pool are not there in a 
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
-def in_parts(rows: int, routine: ctypes._NamedFuncPointer, *arguments: _Argument, fewest: int = 256) -> None:
+def run_on_rows(rows: int, routine: ctypes._NamedFuncPointer, *arguments: _Argument, fewest: int = 256) -> None:
     """Call `routine(*arguments, from, to)` for all rows, in as many threads as torch uses; with fewer than `fewest` rows each, a second
     thread costs more than it brings. Tensors are passed as their addresses (None: NULL), integers as int64, other numbers as float."""
     given = [_to_c(argument) for argument in arguments]

@@ -13,7 +13,7 @@ import torch
 
 from runtime.formats.grid import Rounding
 from runtime.system.native import library
-from runtime.system.row_threads import in_parts
+from runtime.system.row_threads import run_on_rows
 
 #: Columns of the widest block the routines take (`MOST` in the source).
 MOST = 512
@@ -50,7 +50,7 @@ def round_block(
     _expect(torch.bool, mask)
     _expect(torch.int64, group)
     routine = _library().round_block  # type: ignore[union-attr]
-    in_parts(
+    run_on_rows(
         rows, routine, work, error, codes, mask, rows, first, last, width, upper, inverse, scale, zero, group, scale.stride(0),
         *map(float, limits), int(rounding),
     )  # fmt: skip
@@ -71,7 +71,7 @@ def descend_block(
     _expect(torch.float32, gradient, old, codes, moved, hessian, inverse, scale, zero)
     _expect(torch.bool, mask)
     routine = _library().descend_block  # type: ignore[union-attr]
-    in_parts(
+    run_on_rows(
         rows, routine, gradient, old, codes, moved, mask, rows, width, hessian, inverse, scale, zero, group, rows,
         *map(float, limits), int(rounding),
     )  # fmt: skip
@@ -91,7 +91,7 @@ def search_grid(
         columns = columns.contiguous()
     _expect(torch.float32, cost, scale, zero, columns[:0].contiguous())
     routine = _library().search_grid  # type: ignore[union-attr]
-    in_parts(
+    run_on_rows(
         columns.shape[1], routine, columns, columns.stride(0), columns.shape[0], cost, scale, zero, scale.shape[0], scale.stride(0),
         *map(float, limits), int(rounding), best,
     )  # fmt: skip

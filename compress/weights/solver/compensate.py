@@ -68,8 +68,8 @@ def compensate(problem: Problem, options: ColumnLoop, pattern: Pattern | None = 
     Masks first (chosen by the column loop, or given), then the kept weights by least squares, then the column loop again on the
     grid under those masks. The least-squares values are the projection of the target onto what the masks allow, so rounding
     them is rounding the target: both losses are compensated against the same output. Each pass goes over the rows in chunks,
-    and only one factor of the Hessian is in memory at a time. Weights of another representation than a grid are solved one at a
-    time, without masks.
+    and only one factor of the Hessian is in memory at a time. Weights of another representation than a grid are solved
+    without masks, a weight whole where its rows share parameters.
 
     Args:
         problem: its masks are fixed, its sparsity is that of `pattern`.
@@ -97,12 +97,12 @@ def compensate(problem: Problem, options: ColumnLoop, pattern: Pattern | None = 
     rows = None
     if problem.output_hessians is not None:
         rows = RowLoop.of(weights, problem.output_hessians, problem.names)
-    if not isinstance(scheme, GridScheme):
-        solver = VectorSolver(scheme, hessian, order, factor, problem.dtype, options)
-        return _solve_vectors(problem, solver, rows, notes)
     if rows is not None:
         parts, weights = rows.chunks(), rows.visited(weights)
         goals, masks = (None if given is None else rows.visited(given) for given in (goals, masks))
+    if not isinstance(scheme, GridScheme):
+        solver = VectorSolver(scheme, hessian, order, factor, problem.dtype, options)
+        return _solve_vectors(weights, parts, problem, solver, rows, notes)
     return _GridSolver(scheme, problem, options, pattern, order, factor).solve(
         weights, goals, masks, parts, notes, rows
     )
@@ -373,8 +373,8 @@ class VectorSolver:
         lost, least = self._lost(target, codes, parameters), self._lost(target, nearest, parameters)
         worse = lost > least
         codes, lost = torch.where(worse[:, None], nearest, codes), torch.minimum(lost, least)
-        if self.options.sweeps:
-            added, sweeps = self.factor.added, self.options.sweeps
+        added, sweeps = self.factor.added, self.options.sweeps
+        if sweeps and added:  # without inputs there is nothing to gain
             refined = refine_vectors(target, codes, self.scheme, parameters, self.hessian, added, sweeps)
             less = self._lost(target, refined, parameters)
             codes, lost = torch.where((less < lost)[:, None], refined, codes), torch.minimum(lost, less)
@@ -389,29 +389,31 @@ class VectorSolver:
 
 
 def _solve_vectors(
-    problem: Problem, solver: VectorSolver, rows: RowLoop | None, notes: dict[str, Any]
+    weights: list[torch.Tensor],
+    parts: list[Chunk],
+    problem: Problem,
+    solver: VectorSolver,
+    rows: RowLoop | None,
+    notes: dict[str, Any],
 ) -> list[LayerResult]:
-    """Weights of any other representation. With the row loop, what a weight loses is not known."""
-    weights = problem.weights if rows is None else rows.visited(problem.weights)
-    fitted = [solver.fit(weight) for weight in weights]
-    found = [list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]() for _ in weights]
-    whole = [Chunk(((index, 0, len(weight)),)) for index, weight in enumerate(weights)]
-    for chunk in whole if rows is None else rows.chunks():
-        shifts = (None,) if rows is None else rows.compensation(chunk).split(chunk.heights, dim=1)
-        for (index, start, end), shift in zip(chunk.parts, shifts, strict=True):
+    """Weights of any other representation, a chunk of rows at a time, each with parameters of its own. `rows`: weights and parts are in its
+    order; the results are not, and what they lose is not known."""
+    found = [list[tuple[Tensors, torch.Tensor, torch.Tensor, torch.Tensor]]() for _ in weights]
+    for chunk in parts:
+        shifts = [None] * len(chunk.parts) if rows is None else rows.compensation(chunk).split(chunk.heights, dim=1)
+        for part, shift in zip(chunk.parts, shifts, strict=True):
+            index, start, end = part
             own = weights[index][start:end].float()
             target = own if shift is None else own + shift.T
-            here = torch.arange(start, end, device=own.device)
-            parameters = solver.scheme.rows(fitted[index], here)
-            solved = solver.solve(target, parameters)
-            found[index].append(solved)
+            parameters = solver.fit(target)
+            codes, lost, worse = solver.solve(target, parameters)
+            found[index].append((parameters, codes, lost, worse))
             if rows is not None:
-                error = (own - solver.stored(solved[0], parameters)).T
-                rows.record_error(Chunk(((index, start, end),)), error)
+                rows.record_error(Chunk((part,)), (own - solver.stored(codes, parameters)).T)
     results = []
-    for index, parts in enumerate(found):
-        codes, lost, worse = (torch.cat(each) for each in zip(*parts, strict=True))
-        parameters = fitted[index]
+    for index, solved in enumerate(found):
+        fitted, *others = zip(*solved, strict=True)
+        parameters, (codes, lost, worse) = solver.scheme.join_rows(fitted), map(torch.cat, others)
         if rows is not None:
             place = rows.orders[index].argsort()
             codes, parameters = codes[place], solver.scheme.rows(parameters, place)

@@ -33,6 +33,9 @@ def read(word: int) -> list[int]:
     return numbers
 
 
+PINNED = [0, 0, 2, -6, 3, 11, 6, 27, -1, 7, -7, 10, -30, 10, -4, 2]
+
+
 def normal(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(16, count, generator=torch.Generator().manual_seed(seed)) * UNIT
 
@@ -60,6 +63,12 @@ def test_words_are_read_as_described() -> None:
     values = window_values()
     assert values.min() >= -32
     assert values.max() <= 31, "numbers of 6 bits"
+
+
+def test_words_mean_what_they_always_have() -> None:
+    """Artifacts are read with the tables they were written with."""
+    word = torch.tensor([0x1234ABCD]).int()
+    assert windows(word, window_values())[:, 0].tolist() == PINNED
 
 
 @pytest.mark.parametrize("weighed", [False, True])
@@ -138,6 +147,26 @@ def test_what_is_stored_comes_back(shape: tuple[int, int], group: int, dtype: to
     rows = torch.tensor([shape[0] - 1, 0])
     few = STORAGE.unpack(STORAGE.select_rows(tensors, scheme, shape, rows), scheme, (2, shape[1]), dtype)
     assert torch.equal(few.dequantize(), dense[rows])
+
+
+def test_no_rows() -> None:
+    form, empty = Trellis(16), torch.empty(0, 32)
+    parameters = form.fit(empty, torch.bfloat16)
+    assert form.dequantize(form.round(empty, parameters), parameters, torch.float32).shape == (0, 32)
+
+
+def test_words_do_not_depend_on_threads_or_dtypes() -> None:
+    columns = normal(700, 4).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = search(columns.float())
+        torch.set_num_threads(3)
+        assert torch.equal(search(columns.float()), alone)
+        assert torch.equal(search(columns), alone)
+        assert torch.equal(search(columns.double()), alone)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_bits_a_weight() -> None:

@@ -1,7 +1,8 @@
 /* Codes of 2 to 8 bits at their own width.
  *
  * A kind of weights is the bits of its integers, or another representation. Floats of 4 bits (KIND_E2M1, as numbers of halves) and IQ4 are
- * looked up in a table; the codes of a trellis overlap, and the numbers are sums of two entries (runtime/formats/trellis.py). Of the block types of GGUF, a group has a float scale, and every `width` columns of it an integer that the scale is
+ * looked up in a table; the codes of a trellis overlap, and the numbers are sums of two entries (runtime/formats/trellis.py).
+ * Of the block types of GGUF, a group has a float scale, and every `width` columns of it an integer that the scale is
  * multiplied by, its level; some have a minimum as well, a level of a second scale, which is taken off. */
 enum {
     KIND_DENSE = 0, KIND_S24 = 1, KIND_E2M1 = 10, KIND_IQ4_NL = 12, KIND_Q2_K, KIND_Q3_K, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K, KIND_IQ4_XS, KIND_TRELLIS
@@ -88,11 +89,11 @@ INLINE Small small_planes(const uint8_t *w, const int bits, const int eights) {
 
 typedef struct { W low, high; } Eight;
 
-/* Numbers of the windows that are the bytes of words, and of those four bits on, whose nibbles are the same. */
+/* Eight columns of a word of 16: the windows that are its bytes, and those four bits further, of the same nibbles in other pairs. */
 INLINE Eight trellis_columns(const W words) {
     const W first = w_and(words, 15), second = w_and(w_shift(words, -4), 15);
     return (Eight){w_add(w_lookup(TRELLIS_LOW, first), w_lookup(TRELLIS_HIGH, second)),
-                   w_add(w_lookup(TRELLIS_LOW, second), w_turn_byte(w_lookup(TRELLIS_HIGH, first)))};
+                   w_add(w_lookup(TRELLIS_LOW, second), w_rotate_byte(w_lookup(TRELLIS_HIGH, first)))};
 }
 
 /* Codes of the k-th eight columns of the unit at w: four in `low`, four in `high`. `apart`: integers of up to 4 bits stay 4 bits up in
@@ -101,7 +102,7 @@ INLINE Eight eight_columns(const uint8_t *w, const Small *small, const int kind,
     const int bits = KIND[kind].bits, table = KIND[kind].table, mask = (1 << bits) - 1, place = 2 * (k % 2);
     W v;
     if (bits == 8) return (Eight){w_load(w + 2 * k * PIECE), w_load(w + (2 * k + 1) * PIECE)};
-    if (table == TABLE_TRELLIS) return trellis_columns(place ? w_turn(small->two[k / 2], 2) : small->two[k / 2]);
+    if (table == TABLE_TRELLIS) return trellis_columns(place ? w_rotate(small->two[k / 2], 2) : small->two[k / 2]);
     if (bits & 4) v = w_load(w + k * PIECE);
     else v = place ? w_shift(small->two[k / 2], -place) : small->two[k / 2];
     if (bits <= 4) {

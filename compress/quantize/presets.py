@@ -78,8 +78,8 @@ def preset(name: str) -> Scheme:
 
 
 def _check_options(config: QuantizeConfig, scheme: Scheme) -> Scheme:
-    """The scheme; RequestError where it is lossless and the recipe has weights changed or rounded, or where it is no grid and the recipe sets
-    options of grids."""
+    """The scheme; RequestError where it is lossless and the recipe has weights changed or rounded, or where it is no grid and the recipe
+    sets options of grids."""
     weights = scheme.weights
     if weights is None:
         return scheme

@@ -25,7 +25,7 @@ GRIDS = [
 ] + [
     GridScheme(8, "float", True, "channel"), GridScheme(8, "float", True, "tensor"),
     BlockFloat(4), BlockFloat(8), BlockFloat(4, group_size=16, scales="e4m3"), *map(KQuant, KINDS),
-    *map(DFloat11, (2, 3, 4)),
+    *map(DFloat11, (2, 3, 4)), Trellis(16), Trellis(32),
 ]  # fmt: skip
 PATTERNS = [None, "unstructured", "2:4", "1:4", "4:8", "3:16", "block:4x8"]
 
@@ -76,7 +76,7 @@ def test_select_rows_is_the_matrix_of_these_rows(name):
     storage, done = formats.get(name), 0
     index = torch.tensor([5, 0, 0, 6, 2])
     for grid, sparsity in itertools.product([*GRIDS, None], (None, "unstructured", "2:4")):
-        wide = 256 if isinstance(grid, KQuant) else 160 if isinstance(grid, BlockFloat) else 172
+        wide = 256 if isinstance(grid, KQuant) else 160 if isinstance(grid, BlockFloat | Trellis) else 172
         scheme, columns = Scheme(grid, None, sparsity), wide
         if (grid is None and sparsity is None) or storage.why_not(scheme, (7, columns)):
             continue

@@ -8,7 +8,7 @@ import pytest
 import torch
 from weight_cases import hostile_weights
 
-from compress.quantize import METHODS, resolve_scheme
+from compress.quantize import METHODS, candidate_schemes, resolve_scheme
 from compress.quantize.grid import nearest_values
 from compress.quantize.presets import PRESETS
 from runtime import formats
@@ -203,6 +203,13 @@ def test_config_and_preset() -> None:
     fields = {"representation": "trellis", "group_size": 64}
     assert resolve_scheme(METHODS["gptq"].config(scheme=fields)) == Scheme(form)
     assert resolve_scheme(METHODS["rtn"].config(scheme="w2a16_trellis")) == Scheme(Trellis())
+
+
+def test_candidates_of_a_budget_are_in_the_order_of_their_size() -> None:
+    trellis = [{"scheme": {"representation": "trellis", "group_size": size}} for size in (64, 128)]
+    config = METHODS["gptq"].config(bits=3.0, candidates=[3, *trellis, {"bits": 2, "group_size": 32}])
+    names = [scheme.weights.describe() for scheme in candidate_schemes(config) if scheme.weights is not None]
+    assert names == ["trellis 2 bits g128", "trellis 2 bits g64", "int2 g32", "int3 g128"]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def learn(seed: int, rounds: int, count: int) -> torch.Tensor:
 
 
 def tables(entries: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Integers of which every sum is in 0..63."""
+    """Rounded tables whose sums are all in 0..63."""
     low, high = entries.view(2, 16)
     low, high = low - low.min(), high + low.min() + BASE
     low, high = low.round().int(), high.round().int()
@@ -58,7 +58,7 @@ def error(values: torch.Tensor, tries: int) -> float:
 
 
 def main() -> None:
-    """Keep the best of several beginnings."""
+    """Try several seeds and print the best tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=30)

@@ -34,7 +34,7 @@ class GPTQConfig(QuantizeConfig):
         description="Fix all scales beforehand, instead of fitting a group when the loop arrives at it (if the order allows).",
     )
     sweeps: int = Field(
-        1, ge=0, le=100, description="Refinement passes that move one code after the other to lower the output error."
+        1, ge=0, le=100, description="Refinement passes that re-optimize one code at a time to lower the output error."
     )
     refit_scales: bool = Field(True, description="Refit scales of grids by least squares in every refinement pass.")
     joint: bool = Field(

@@ -61,7 +61,7 @@ ALIASES = {"W8A8": "W8A8-INT8", "INT8": "W8A8-INT8", "W8A8_INT8": "W8A8-INT8", "
 
 
 _GRID_FIELDS = ("bits", "group_size", "symmetric")
-_OF_GRIDS = ("scales", "static_groups", "refit_scales")  # options of methods that mean nothing elsewhere
+_OF_GRIDS = ("scales", "static_groups", "refit_scales")  # options of methods that apply to grids only
 
 
 def preset(name: str) -> Scheme:
@@ -88,7 +88,9 @@ def _check_options(config: QuantizeConfig, scheme: Scheme) -> Scheme:
         changed = (key for key in _OF_GRIDS if key in defaults and getattr(config, key) != defaults[key].default)
         key = None if isinstance(weights, GridScheme) else next(changed, None)
         if key is not None:
-            raise RequestError(f"{key} chooses scales of grids, and {weights.describe()} fits its own: leave it out")
+            raise RequestError(
+                f"{key} applies to grids only, and {weights.describe()} fits its own scales: leave {key} out"
+            )
         return scheme
     name = f"scheme '{config.scheme}'" if isinstance(config.scheme, str) else f"scheme {weights.describe()}"
     for key, only in (("method", "rtn"), ("objective", "layer"), ("scales", "mse")):

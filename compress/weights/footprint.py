@@ -355,9 +355,9 @@ class WeightsFootprint:
 
 
 def _rounding_seconds(task: LayerTask, scheme: Scheme) -> float:
-    """For one weight beyond what a grid takes: to fit parameters, to round to nearest, in the column loop and in every sweep."""
-    sweeps = int(getattr(task.quantize, "sweeps", 0) or 0)
-    return 0.0 if scheme.weights is None else (3 + sweeps) * scheme.weights.seconds
+    """For one weight, on one core, beyond what a grid takes: fitting and rounding to nearest, the column loop and every sweep."""
+    passes = 2 + (1 + int(getattr(task.quantize, "sweeps", 0) or 0)) * task.compensates
+    return 0.0 if scheme.weights is None else passes * scheme.weights.seconds
 
 
 def _layer(plan: WeightPlan, name: str, task: LayerTask) -> _Layer:

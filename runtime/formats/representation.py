@@ -47,7 +47,7 @@ class Representation(ABC):
         bits: bits of code for each weight, parameters not counted.
         vector: consecutive columns that are rounded together.
         group_size: columns of a row that share a scale; None: there is no such number.
-        seconds: about what rounding a weight once takes on one core beyond rounding to a grid; for plans.
+        seconds: single-core time to round one weight, beyond that of a grid; for the estimates of `compress plan`.
         row_by_row: the rows of every tensor on disk are those of the matrix, so that some of them need no decoding of all.
         lossless: it stores the weights of the model bit for bit, so that no method has anything to choose.
         counted: the tensor on disk whose length depends on the weights and not on their shape alone; None: there is none.
@@ -64,7 +64,7 @@ class Representation(ABC):
 
     @property
     def rows_apart(self) -> bool:
-        """Whether the rows of a matrix share no parameters, so that some can be solved without the others."""
+        """Whether rows share no parameters: every parameter is then `[out, ...]`, and rows can be solved separately."""
         return self.row_by_row
 
     def why_not(self, shape: Shape) -> str | None:
@@ -101,8 +101,8 @@ class Representation(ABC):
         Args:
             columns: float32 `[vector, rows]`: transposed, so that a column of the matrix is contiguous.
             first: number of the first of them in the matrix.
-            metric: float32 `[vector, vector]`, positive definite: errors `e` of the columns cost `e^T metric e`; None: their squares. A
-                representation may leave it aside, which costs quality alone.
+            metric: float32 `[vector, vector]`, positive definite: an error `e` of the columns costs `e^T metric e` (None: `e^T e`). It may
+                be ignored, at some loss of quality.
 
         Returns:
             The nearest values, float32 `[vector, rows]`, and their codes `[rows]`.
@@ -150,7 +150,7 @@ class Representation(ABC):
         return torch.stack(codes, dim=1)
 
     def rows(self, parameters: Tensors, index: torch.Tensor | slice) -> Tensors:
-        """Parameters of the matrix made of these rows only (int64 `[n]`); as they are where all rows share them."""
+        """Parameters of these rows (int64 `[n]` or a slice); all parameters unchanged where rows share them."""
         return {name: p[index] for name, p in parameters.items()} if self.rows_apart else parameters
 
     def join_rows(self, parts: Sequence[Tensors]) -> Tensors:

@@ -12,7 +12,8 @@
 /* windows[l][s]: value of the window 4 s + l, which leads to the state s, from the state (4 s + l) % 64 */
 typedef struct { float windows[CHOICES][STATES]; } Code;
 
-/* Least cost of a path that begins anywhere (`from` NULL) or with these costs and has taken `count` steps with targets x. */
+/* state: on entry the cost of starting in each state, on return the least cost of a path of count steps that ends there. Step t costs
+ * cost[t] (x[t] - value)^2. */
 static void forward(const Code *code, const float *x, const float *cost, int count, float *state) {
     for (int t = 0; t < count; t++) {
         float next[STATES];
@@ -28,7 +29,7 @@ static void forward(const Code *code, const float *x, const float *cost, int cou
     }
 }
 
-/* Least cost of a path that takes the steps and ends anywhere, by the state it begins with. */
+/* The same backwards: on entry the cost of ending in each state, on return the least cost of a path of count steps that starts there. */
 static void backward(const Code *code, const float *x, const float *cost, int count, float *state) {
     for (int t = count - 1; t >= 0; t--) {
         float before[STATES];
@@ -76,7 +77,7 @@ static uint32_t best_closed_path(const Code *code, const float *x, const float *
                 }
                 next[s] = best, off[s] = own, taken[t][s] = choice;
             }
-        /* What a path remembers goes where it goes. */
+        /* Each state inherits the errors of the path that survived into it. */
         for (int j = 0; j < t; j++) {
             float kept[STATES];
             for (int h = 0; h < CHOICES; h++)

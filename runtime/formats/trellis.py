@@ -1,10 +1,10 @@
 """Trellis codes: 16 weights in a word of 32 bits, from which shifts and two table lookups bring them back.
 
 A trellis quantizer (Marcellin and Fischer, 1990; for language models QTIP, Tseng et al., 2024, arXiv 2406.11235) lets the codes of
-neighbours overlap: a weight is read from a window of 8 bits, of which it shares 6 with the next, so that 2 bits a weight choose among
-256 values instead of 4. Of normally distributed weights 8.7 % of the energy is lost, on the best grid of 4 values 11.8 %. The trellis is
-tail-biting: the last windows of a word go on at its beginning. The value of a window is the sum of two table entries, one for each
-nibble, which a byte shuffle looks up for many weights at a time.
+neighbours overlap: a weight is decoded from a window of 8 bits, 6 of which it shares with the next, so that at 2 bits a weight there are
+256 windows (53 distinct values) instead of 4 levels. For Gaussian weights the mean squared error is 8.7 % of the variance, and 11.8 %
+for the Lloyd-Max quantizer with 4 levels. The trellis is tail-biting: the last windows of a word go on at its beginning. The value of a
+window is the sum of two table entries, one for each nibble, which a byte shuffle looks up for many weights at a time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ HIGH = (30, 10, 17, 13, 21, 10, 22, 25, 4, 18, 2, 14, 11, 26, 9, 10)
 BASE = 32
 UNIT = 11.5  # standard deviation of the normal distribution that the tables were made for
 VECTOR, STATES, CHOICES = 16, 64, 4
-#: Column of a vector that each window is, in order: byte `b` of the word turned right by 0, 4, 2 and 6 bits is column `b`, `4 + b`, ..., so
-#: that the nibbles of a word serve two of them.
+#: `ORDER[t]`: column that window `t` decodes to. Byte `b` of the word rotated right by 0, 4, 2, 6 bits is column `b`, `4 + b`, `8 + b`,
+#: `12 + b`: rotations by 0 and 4 (2 and 6) use the same nibbles.
 ORDER = tuple(4 * (0, 2, 1, 3)[step % 4] + step // 4 for step in range(VECTOR))
-TRIES, _FIT_TRIES = 8, 1  # states that a word is begun from, the most promising first; 64 are all
+TRIES, _FIT_TRIES = (
+    8,
+    1,
+)  # start states tried for a word, most promising first (64: all); the second while scales are fitted
 _ROWS = 4096  # searched at a time in torch
 _SLICE = 1 << 20  # weights dequantized at a time, so that they stay in the cache
 
@@ -41,8 +44,9 @@ _SLICE = 1 << 20  # weights dequantized at a time, so that they stay in the cach
 class Trellis(Representation):
     """Words of 16 weights times one scale for each `group_size` columns of a row.
 
-    Codes are words, int32 `[out, in / 16]`. Window `t` of a word, `(word >> 2 t | word << 32 - 2 t) & 255`, is column `ORDER[t]` of its 16.
-    The parameter `scale` `[out, in / group_size]` is in the dtype of the model. On disk they are `weight_words` and `weight_scale`.
+    Codes are words, int32 `[out, in / 16]`. Window `t` is the low byte of the word, as uint32, rotated right by `2 t` bits; it decodes to
+    column `ORDER[t]` of the 16. The parameter `scale` `[out, in / group_size]` has the model's dtype (float16 if that cannot hold scales).
+    On disk they are `weight_words` and `weight_scale`.
 
     Attributes:
         group_size: columns that share a scale, a multiple of 16: 64 (2.25 bits a weight), 128 (2.13), ...
@@ -153,10 +157,10 @@ def windows(words: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return out
 
 
-# The search. With errors `e` in the order of the steps, `e^T M e = sum_t cost_t (e_t + sum_{j<t} couple_tj e_j)^2`: a path through the
-# trellis pays as it goes if it remembers its errors, as the column loop of GPTQ does. Of all paths into a state the cheapest goes on
-# (Viterbi); with couplings that is no longer certain to be the best. A tail-biting path ends in the state it begins with: states are
-# tried in the order of what the steps would cost, each by itself, on the best path that passes there.
+# The search. With errors `e` in step order, `e^T M e = sum_t cost_t (e_t + sum_{j<t} couple_tj e_j)^2`, so the cost of a step depends on
+# earlier errors of the path. Viterbi keeps the cheapest path into each state together with its errors (per-survivor processing): exact
+# without coupling, a heuristic with it. A tail-biting path ends in its start state, so starts are tried in the order of the cheapest
+# uncoupled path through that state, up to `tries`.
 
 
 def search(

@@ -9,7 +9,7 @@ from functools import cache, partial
 
 import torch
 
-_LANES = 32
+_LANES = 32  # ranges start at multiples of it
 _Argument = torch.Tensor | float | None
 
 
@@ -23,8 +23,8 @@ if hasattr(os, "register_at_fork"):  # the threads of a pool are not there in a 
 
 
 def run_on_rows(rows: int, routine: ctypes._NamedFuncPointer, *arguments: _Argument, fewest: int = 256) -> None:
-    """Call `routine(*arguments, from, to)` for all rows, in as many threads as torch uses; with fewer than `fewest` rows each, a second
-    thread costs more than it brings. Tensors are passed as their addresses (None: NULL), integers as int64, other numbers as float."""
+    """Call `routine(*arguments, first, end)` on ranges of rows, on at most `torch.get_num_threads()` threads with about `fewest` rows or
+    more each. Tensors are passed as addresses (None: NULL), integers as int64, floats as float."""
     given = [_to_c(argument) for argument in arguments]
     threads = max(1, min(torch.get_num_threads(), rows // fewest))
     size = -(-rows // (threads * _LANES)) * _LANES

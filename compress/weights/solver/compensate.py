@@ -68,8 +68,8 @@ def compensate(problem: Problem, options: ColumnLoop, pattern: Pattern | None = 
     Masks first (chosen by the column loop, or given), then the kept weights by least squares, then the column loop again on the
     grid under those masks. The least-squares values are the projection of the target onto what the masks allow, so rounding
     them is rounding the target: both losses are compensated against the same output. Each pass goes over the rows in chunks,
-    and only one factor of the Hessian is in memory at a time. Weights of another representation than a grid are solved
-    without masks, a weight whole where its rows share parameters.
+    and only one factor of the Hessian is in memory at a time. Weights that are not on a grid are solved without
+    masks, and all rows together where rows share parameters.
 
     Args:
         problem: its masks are fixed, its sparsity is that of `pattern`.
@@ -340,9 +340,11 @@ class VectorSolver:
     """The column loop with any other representation, for weights that share an input; vectors take the place of columns.
 
     Attributes:
-        hessian: float32 `[in, in]`; `factor` is that of it in the visiting `order` `[in]`, which keeps vectors together.
+        hessian: float32 `[in, in]`, in the order of the weight's columns.
+        order: visiting order `[in]`, in which the columns of a vector stay together.
+        factor: of the Hessian in that order.
         dtype: of the model.
-        options: of which the block size and the sweeps have a say.
+        options: only `block_size` and `sweeps` are used.
     """
 
     scheme: Representation
@@ -364,8 +366,8 @@ class VectorSolver:
             parameters: of these rows.
 
         Returns:
-            Codes `[rows, in / vector]`, the output error of each row, which rounding to nearest would not make smaller, and in which rows
-            (bool) it was the better start.
+            Codes `[rows, in / vector]`; output error of each row `[rows]`, never above that of rounding to nearest; bool `[rows]`, True
+            where rounding to nearest beat the column loop.
         """
         rounding = loop.VectorRounding(self.scheme, parameters, self.order)
         loop.run(target.T[self.order], self.factor, rounding, block=self.options.block_size)
@@ -396,8 +398,10 @@ def _solve_vectors(
     rows: RowLoop | None,
     notes: dict[str, Any],
 ) -> list[LayerResult]:
-    """Weights of any other representation, a chunk of rows at a time, each with parameters of its own. `rows`: weights and parts are in its
-    order; the results are not, and what they lose is not known."""
+    """Solve weights of a representation that is not a grid, a chunk of rows at a time; parameters are fitted to each chunk.
+
+    With `rows`, weights and parts are in its visiting order; results are in the original order, and their loss is None.
+    """
     found = [list[tuple[Tensors, torch.Tensor, torch.Tensor, torch.Tensor]]() for _ in weights]
     for chunk in parts:
         shifts = [None] * len(chunk.parts) if rows is None else rows.compensation(chunk).split(chunk.heights, dim=1)

@@ -77,7 +77,11 @@ class VectorRounding:
         self._codes: list[torch.Tensor | None] = [None] * len(self._first)
 
     def round(self, columns: torch.Tensor, first: int, out: torch.Tensor, corner: torch.Tensor | None = None) -> None:
-        """Nearest representable vectors of `vector` columns from `first` on into `out`; their codes are noted. `corner`: T there."""
+        """Round `columns` `[vector, rows]`, from visited column `first` on, into `out` (same shape) and keep their codes.
+
+        `corner` `[vector, vector]`: the diagonal block of T for these columns (`H = T^T T`, `factor.py`); errors `e` of them cost
+        `|corner e|^2`. None: their squares.
+        """
         own = self._first[first // self.vector]
         values, self._codes[own // self.vector] = self.weights.nearest(
             columns.view(self.vector, -1), self.parameters, own, None if corner is None else corner.T @ corner

@@ -98,13 +98,16 @@ def refine_vectors(
     added: float,
     sweeps: int,
 ) -> torch.Tensor:
-    """The same for any other representation, whose parameters stay: the vectors of a row move one after the other.
+    """Refine the codes of a representation that is not a grid, with its parameters fixed: coordinate descent over vectors, each set to the
+    best value found given all others.
 
     Args:
         target: float32 `[rows, in]`.
         codes: `[rows, in / vector]`.
         parameters: of these rows.
-        added: to the diagonal of the Hessian `[in, in]` inside of a vector, so that it is positive definite.
+        hessian: float32 `[in, in]`.
+        added: damping added to the diagonal of each vector's block of the Hessian, which makes it positive definite.
+        sweeps: passes over all vectors.
 
     Returns:
         The new codes.

@@ -157,5 +157,5 @@ def test_chunks_of_rows_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("option", [{"scales": "hessian"}, {"static_groups": True}, {"refit_scales": False}], ids=str)
 def test_options_of_grids_are_refused(option: dict[str, Any]) -> None:
     (name,) = option
-    with pytest.raises(RequestError, match=f"{name} chooses scales of grids, and trellis 2 bits g64 fits its own"):
+    with pytest.raises(RequestError, match=f"{name} applies to grids only, and trellis 2 bits g64 fits its own scales"):
         solved([normal(4)], **option)

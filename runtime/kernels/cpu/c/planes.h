@@ -1,7 +1,8 @@
 /* Codes of 2 to 8 bits at their own width.
  *
  * A kind of weights is the bits of its integers, or another representation. Floats of 4 bits (KIND_E2M1, as numbers of halves) and IQ4 are
- * looked up in a table; the codes of a trellis overlap, and the numbers are sums of two entries (runtime/formats/trellis.py).
+ * looked up in a table; a trellis code is an 8-bit window into a word of 16
+ * weights, and its value is a sum of two table entries (runtime/formats/trellis.py).
  * Of the block types of GGUF, a group has a float scale, and every `width` columns of it an integer that the scale is
  * multiplied by, its level; some have a minimum as well, a level of a second scale, which is taken off. */
 enum {
@@ -89,7 +90,8 @@ INLINE Small small_planes(const uint8_t *w, const int bits, const int eights) {
 
 typedef struct { W low, high; } Eight;
 
-/* Eight columns of a word of 16: the windows that are its bytes, and those four bits further, of the same nibbles in other pairs. */
+/* Values + 32 of eight columns of each word: `low` from the windows that are its bytes, `high` from those 4 bits further on, which have the
+ * same nibbles. */
 INLINE Eight trellis_columns(const W words) {
     const W first = w_and(words, 15), second = w_and(w_shift(words, -4), 15);
     return (Eight){w_add(w_lookup(TRELLIS_LOW, first), w_lookup(TRELLIS_HIGH, second)),

@@ -24,7 +24,7 @@ BLOCKS = 5
 
 @pytest.fixture(scope="session")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Compressed Llamas, of every kind of weights (lean engine), and a GPT-2 (transformers' modules). Read only."""
+    """Compressed Llamas: integers, NVFP4, k-quants, trellis codes, DFloat11 (lean engine); a GPT-2 (transformers' modules). Read only."""
     home = tmp_path_factory.mktemp("streaming")
     compress(llama(num_hidden_layers=BLOCKS), home / "llama", inside_blocks("pack-quantized"))
     compress(llama(num_hidden_layers=BLOCKS), home / "floats", inside_blocks("nvfp4-pack-quantized"))

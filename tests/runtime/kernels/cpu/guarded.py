@@ -45,7 +45,7 @@ def guarded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check(native: ctypes.CDLL, kind: str, scheme: object, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    storage = None if kind in ("e2m1", "k") else {None: "packed", "2:4": "sparse24"}.get(scheme.sparsity, "bitmap")
+    storage = None if kind in ("e2m1", "k", "t") else {None: "packed", "2:4": "sparse24"}.get(scheme.sparsity, "bitmap")
     made = products.case(kind, scheme, shape, dtype, storage=storage)
     x = torch.randn(21, shape[1]).to(dtype)
     for digits in (1, 2, 3):

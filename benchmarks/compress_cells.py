@@ -99,11 +99,15 @@ def best_variants(cell: Cell) -> list[Variant]:
     """GPTQ and what each tool offers beyond it for the grid of a cell, at the settings that its documentation recommends."""
     assert cell.quantize is not None
     longer: dict[str, Any] = {"iters": 1000}
-    if cell.quantize["bits"] == 2:  # SignRoundV2, which AutoRound recommends for 2 bits
-        longer["enable_alg_ext"] = True
+    codes: list[Variant] = []
+    if cell.quantize["bits"] == 2:
+        longer["enable_alg_ext"] = True  # SignRoundV2, which AutoRound recommends for 2 bits
+        trellis = {"scheme": {"representation": "trellis", "group_size": cell.quantize["group_size"]}}  # as many bits
+        codes = [Variant("ours", "trellis", trellis), Variant("ours", "trellis best", {**trellis, "quality": "best"})]
     return [
         Variant("ours"),
         Variant("ours", "best", {"quality": "best"}),
+        *codes,
         Variant("gptqmodel", "mse", {"quantize_config": {"mse": 2.4}}),
         Variant("gptqmodel", "gptaq", {"quantize_config": {"gptaq": {}, "mse": 2.4}}),
         Variant("gptqmodel", "foem", {"quantize_config": {"foem": {}, "mse": 2.4}}),
@@ -122,7 +126,8 @@ def recipe(cell: Cell, settings: dict[str, Any], model: str, samples: int, lengt
             {"prune": {"method": cell.prune["method"], "pattern": pattern, **sparsity, "ignore": ["lm_head"]}}
         )
     if cell.quantize:
-        stages.append({"quantize": {**cell.quantize, **settings, "ignore": ["lm_head"]}})
+        given = {"method": cell.quantize["method"]} if isinstance(settings.get("scheme"), dict) else cell.quantize
+        stages.append({"quantize": {**given, **settings, "ignore": ["lm_head"]}})
     return {
         "name": "cell",
         "model": model,

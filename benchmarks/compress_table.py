@@ -98,7 +98,7 @@ def best_table(data: dict[str, Any]) -> str:
         "| | " + " | ".join(cell.name.removeprefix("gptq-") for cell in rows) + " |",
         "|---|" + "---:|" * len(rows),
     ]
-    for variant in best_variants(rows[0]):
+    for variant in max(map(best_variants, rows), key=len):  # at 2 bits there are more
         runs = [data["cells"][cell.name].get(variant.key) for cell in rows]
         if any(runs):
             lines.append(f"| {tools[variant.tool]}, {variant.name} | " + " | ".join(map(_best_value, runs)) + " |")

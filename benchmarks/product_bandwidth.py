@@ -50,7 +50,7 @@ BLOCKS = {"w4 blocks 10": 10, "w4 blocks 50": 50}
 FLOATS = {"mxfp4": (torch.uint8, 32), "nvfp4": (torch.float8_e4m3fn, 16)}
 #: k-quants of GGUF.
 BLOCK_TYPES = {kind.lower(): kind for kind in k_quant.KINDS}
-KINDS = ("w2", "w3", "w4", *FLOATS, *BLOCKS, "w5", "w6", "w8", *BLOCK_TYPES, "s24", *DENSE)
+KINDS = ("w2", "w3", "w4", *FLOATS, *BLOCKS, "w5", "w6", "w8", *BLOCK_TYPES, "trellis", "s24", *DENSE)
 READER = r"""
 #include <stdint.h>
 #include "POOL"

@@ -77,7 +77,7 @@ class QuantizeConfig(BaseModel):
     )
     quality: Literal["fast", "best"] = Field(
         "fast",
-        description="best: lowest KL divergence, for about three times the time. With gptq it sets objective: output and sweeps: 4, with "
+        description="best: lowest KL divergence, for three to six times the time. With gptq it sets objective: output and sweeps: 4, with "
         "other methods objective: propagated. Fields that are given win.",
     )
     targets: list[str] = Field(

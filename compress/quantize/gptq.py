@@ -34,9 +34,9 @@ class GPTQConfig(QuantizeConfig):
         description="Fix all scales beforehand, instead of fitting a group when the loop arrives at it (if the order allows).",
     )
     sweeps: int = Field(
-        1, ge=0, le=100, description="Refinement passes that move single codes to lower the output error."
+        1, ge=0, le=100, description="Refinement passes that re-optimize one code at a time to lower the output error."
     )
-    refit_scales: bool = Field(True, description="Refit scales by least squares in every refinement pass.")
+    refit_scales: bool = Field(True, description="Refit scales of grids by least squares in every refinement pass.")
     joint: bool = Field(
         True, description="With sparsegpt in the same recipe: prune and round in one pass (false: one after the other)."
     )

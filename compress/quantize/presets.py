@@ -18,6 +18,7 @@ from runtime.formats.grid import GridScheme
 from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.representation import Representation
 from runtime.formats.scheme import ActivationScheme, Scheme, representation_of
+from runtime.formats.trellis import Trellis
 
 
 def _inputs(kind: Literal["int", "float"], static: bool = False, bits: int = 8) -> ActivationScheme:
@@ -53,12 +54,14 @@ PRESETS: dict[str, Scheme] = {
     "MXFP8": Scheme(BlockFloat(8), _microscaled(8)),
     "MXFP8A16": Scheme(BlockFloat(8)),
     **{kind: Scheme(KQuant(kind)) for kind in KINDS},
+    "W2A16_TRELLIS": Scheme(Trellis()),
     "DF11": Scheme(DFloat11()),
 }
 ALIASES = {"W8A8": "W8A8-INT8", "INT8": "W8A8-INT8", "W8A8_INT8": "W8A8-INT8", "W4": "W4A16", "W8": "W8A16"}
 
 
 _GRID_FIELDS = ("bits", "group_size", "symmetric")
+_OF_GRIDS = ("scales", "static_groups", "refit_scales")  # options of methods that apply to grids only
 
 
 def preset(name: str) -> Scheme:
@@ -74,10 +77,20 @@ def preset(name: str) -> Scheme:
     raise RequestError(f"scheme '{name}' is unknown (known: {', '.join(PRESETS)}){did_you_mean(name, names)}")
 
 
-def _check_lossless(config: QuantizeConfig, scheme: Scheme) -> Scheme:
-    """The scheme; RequestError where it is lossless, and the recipe has weights changed or rounded."""
+def _check_options(config: QuantizeConfig, scheme: Scheme) -> Scheme:
+    """The scheme; RequestError where it is lossless and the recipe has weights changed or rounded, or where it is no grid and the recipe
+    sets options of grids."""
     weights = scheme.weights
-    if weights is None or not weights.lossless:
+    if weights is None:
+        return scheme
+    if not weights.lossless:
+        defaults = type(config).model_fields
+        changed = (key for key in _OF_GRIDS if key in defaults and getattr(config, key) != defaults[key].default)
+        key = None if isinstance(weights, GridScheme) else next(changed, None)
+        if key is not None:
+            raise RequestError(
+                f"{key} applies to grids only, and {weights.describe()} fits its own scales: leave {key} out"
+            )
         return scheme
     name = f"scheme '{config.scheme}'" if isinstance(config.scheme, str) else f"scheme {weights.describe()}"
     for key, only in (("method", "rtn"), ("objective", "layer"), ("scales", "mse")):
@@ -111,7 +124,7 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
         represented = _represented(config, config.scheme)
         if isinstance(represented, KQuant):
             return resolve_scheme(config.model_copy(update={"scheme": represented.kind}), sparsity)
-        return _check_lossless(config, Scheme(represented, _activations(config, None, None), sparsity))
+        return _check_options(config, Scheme(represented, _activations(config, None, None), sparsity))
     scheme = preset(config.scheme) if config.scheme is not None else PRESETS["W4A16"]
     weights = scheme.grid
     if weights is None:
@@ -123,7 +136,7 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
             raise RequestError(f"scheme '{config.scheme}' {what}: leave activations and activation_mode out")
         if config.scales == "positive" and isinstance(scheme.weights, KQuant):
             raise RequestError(f"scheme '{config.scheme}' has scales of both signs: scales must not be positive")
-        return _check_lossless(config, replace(scheme, sparsity=sparsity))
+        return _check_options(config, replace(scheme, sparsity=sparsity))
     if config.bits is not None:
         assert isinstance(config.bits, int)
         if weights.type == "float" and config.bits != 8:
@@ -177,8 +190,7 @@ def _fineness(scheme: Scheme) -> tuple[float, float]:
     """Grows with the bits of a code, then with the scales that a row has."""
     weights = scheme.weights
     assert weights is not None
-    group = weights.group_size if isinstance(weights, GridScheme) else None
-    return weights.bits, 1 / group if group else 0.0
+    return weights.bits, 1 / weights.group_size if weights.group_size else 0.0
 
 
 def _changes(candidate: Any) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def _narrow(recipe: Recipe, modules: Sequence[ModuleInfo], chosen: dict[str, dic
             continue
         with recipe.origin.located((*quantize.path, "group_size")):
             form = resolve_scheme(quantize.config, None).weights
-        group = form.group_size if isinstance(form, GridScheme) else None
+        group = None if form is None else form.group_size
         if group is not None and group > module.shape[1]:
             left.append(Uncompressed(module.name, f"rows of {module.shape[1]} weights, and groups of {group}"))
             weights += math.prod(module.shape)
@@ -133,7 +133,7 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
             raise RequestError(_at(recipe, later, (), f"{text}; put the recover stage before it"))
     if quantize is not None and quantize.config.objective == "output":
         forms = [one.weights for one in candidates or (scheme,) if one.weights is not None]
-        form = next((f for f in forms if not isinstance(f, GridScheme) or f.strategy == "tensor"), None)
+        form = next((form for form in forms if not form.rows_apart), None)
         if form is not None:
             kind = "one scale for all rows" if isinstance(form, GridScheme) else form.describe()
             name = "quality best (objective output)" if quantize.config.quality == "best" else "objective output"

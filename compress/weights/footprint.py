@@ -22,7 +22,7 @@ from compress.weights.sensitivity import MEASURED_TOKENS
 from compress.weights.solver import columns as chunks
 from compress.weights.solver import factor
 from runtime import formats
-from runtime.formats.grid import GridScheme
+from runtime.formats.scheme import Scheme
 from runtime.modeling.experts import expert_of
 from runtime.modeling.linear_modules import get_matrix
 
@@ -249,7 +249,7 @@ class WeightsFootprint:
             else:
                 needed = NEAREST * 4 * min(layer.numel, chunks.nearest_rows(columns) * columns)
                 weights = task.scheme.weights
-                if weights is not None and not (isinstance(weights, GridScheme) and weights.strategy != "tensor"):
+                if weights is not None and not weights.rows_apart:
                     needed += 2 * 4 * layer.numel
             if pattern is not None and not task.pruned:  # masks, and values fitted to them, or scores and their order
                 needed += 6 * numel if task.compensates else numel + 20 * layer.numel
@@ -330,7 +330,7 @@ class WeightsFootprint:
                 # The column loop, the error it leaves and what it is measured by; two more for a refinement pass; then the factor.
                 times = 3 + 2 * int(getattr(layer.task.quantize, "sweeps", 0) or 0)
                 total += (times * out * columns * columns + columns**3 / 3) / speed.single
-            total += out * columns * 8e-8
+            total += out * columns * (8e-8 + _rounding_seconds(layer.task, layer.task.scheme))
         for layer in self._output_aware:
             out = layer.rows
             total += (count * out * out + out**3 / 3 + out * out * layer.columns) / speed.single
@@ -350,7 +350,14 @@ class WeightsFootprint:
             if layer.task.candidates:
                 loop = 3 * layer.rows * layer.columns**2 / speed.single + layer.numel * 8e-8
                 total += len(layer.task.candidates) * loop + count * layer.columns**2 / speed.single
+                total += layer.numel * sum(_rounding_seconds(layer.task, one) for one in layer.task.candidates)
         return total
+
+
+def _rounding_seconds(task: LayerTask, scheme: Scheme) -> float:
+    """For one weight, on one core, beyond what a grid takes: fitting and rounding to nearest, the column loop and every sweep."""
+    passes = 2 + (1 + int(getattr(task.quantize, "sweeps", 0) or 0)) * task.compensates
+    return 0.0 if scheme.weights is None else passes * scheme.weights.seconds
 
 
 def _layer(plan: WeightPlan, name: str, task: LayerTask) -> _Layer:

@@ -22,6 +22,7 @@ from runtime.formats.k_quant import KQuant
 from runtime.formats.representation import Shape, TensorSpec
 from runtime.formats.scheme import Scheme
 from runtime.formats.sparse24 import Sparse24
+from runtime.formats.trellis import Trellis
 
 __all__ = ["Format", "TensorSpec", "choose", "density_of", "get", "names"]
 
@@ -35,6 +36,7 @@ _BUILT_IN: tuple[Format, ...] = (
     BlockFloats("mxfp8-quantized", 8, "e8m0"),
     OwnFormat(KQuant),
     OwnFormat(DFloat11),
+    OwnFormat(Trellis),
     Packed(),
     Sparse24(),
     Bitmap(),

@@ -122,7 +122,9 @@ class BlockFloat(GridScheme):
         extreme = weight.view(weight.shape[0], -1, self.width(weight.shape[1])).abs().amax(-1)
         return own.parameters_of(own.storable(own.covering_scale(extreme), dtype), None, dtype)
 
-    def nearest(self, columns: torch.Tensor, parameters: Tensors, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def nearest(
+        self, columns: torch.Tensor, parameters: Tensors, first: int, metric: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return super().nearest(columns, {"scale": self.steps(parameters)}, first)
 
     def dequantize(self, codes: torch.Tensor, parameters: Tensors, dtype: torch.dtype) -> torch.Tensor:

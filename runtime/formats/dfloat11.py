@@ -77,7 +77,9 @@ class DFloat11(Representation):
         order = _histogram(_bits(weight)).sort(descending=True, stable=True).indices
         return {"exponents": order[: 2**self.code_bits - 1].to(torch.uint8)}
 
-    def nearest(self, columns: torch.Tensor, parameters: Tensors, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def nearest(
+        self, columns: torch.Tensor, parameters: Tensors, first: int, metric: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return columns, _bits(columns)[0]
 
     def round(self, weight: torch.Tensor, parameters: Tensors) -> torch.Tensor:

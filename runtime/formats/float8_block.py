@@ -42,7 +42,9 @@ class Float8Block(Representation):
         least = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # above zero
         return {"scale": torch.where(wanted > 0, wanted.clamp(min=least), 1.0).to(dtype)}
 
-    def nearest(self, columns: torch.Tensor, parameters: Tensors, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def nearest(
+        self, columns: torch.Tensor, parameters: Tensors, first: int, metric: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         scale = parameters["scale"][:, first // self.width].float()
         scale = scale.repeat_interleave(self.height)[: columns.shape[1]]
         codes = round_float8(columns / scale)
@@ -68,7 +70,7 @@ class Float8Block(Representation):
             start = number * self.height
             yield slice(start, start + self.height), own.repeat_interleave(self.width)[: shape[1]]
 
-    def rows(self, parameters: Tensors, index: torch.Tensor) -> Tensors:
+    def rows(self, parameters: Tensors, index: torch.Tensor | slice) -> Tensors:
         raise CompressError(f"rows of {self.describe()} weights share their scales and cannot be looked up one by one")
 
     def tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:

@@ -165,7 +165,9 @@ class GridScheme(Representation):
             parameters["zero_point"] = (low - least / scale.float()).round().clamp(low, high).to(torch.int8)
         return {name: p.reshape(self.parameter_shape((rows, columns))) for name, p in parameters.items()}
 
-    def nearest(self, columns: torch.Tensor, parameters: Tensors, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def nearest(
+        self, columns: torch.Tensor, parameters: Tensors, first: int, metric: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         group = first // self.width(1) if self.strategy == "group" else 0
         own = {name: p.float().view(-1, p.shape[-1])[:, group] for name, p in parameters.items()}
         codes = self.codes(columns, *_pair(own))
@@ -197,14 +199,9 @@ class GridScheme(Representation):
         return self.values(dense, scale, zero).view(rows, columns)
 
     # ---------------------------------------------------------------- on disk
-    def rows(self, parameters: Tensors, index: torch.Tensor | slice) -> Tensors:
-        return parameters if self.strategy == "tensor" else {name: p[index] for name, p in parameters.items()}
-
-    def join_rows(self, parts: Sequence[Tensors]) -> Tensors:
-        """Parameters of a matrix from those of its rows, in order; the inverse of `rows`."""
-        if self.strategy == "tensor":
-            return parts[0]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    @property
+    def rows_apart(self) -> bool:
+        return self.strategy != "tensor"
 
     def parameter_tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Scales and zero points as they lie on disk where nothing packs them."""

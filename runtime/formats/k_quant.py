@@ -203,7 +203,9 @@ class KQuant(GridScheme):
         factor = self.factor(wanted.unflatten(-1, (-1, per)).amax(-1) / kind.high).repeat_interleave(per, 1)
         return self.on_levels((wanted / factor).ceil() * factor, factor, minimum)
 
-    def nearest(self, columns: torch.Tensor, parameters: Tensors, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def nearest(
+        self, columns: torch.Tensor, parameters: Tensors, first: int, metric: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return super().nearest(columns, self.products(parameters), first)
 
     def dequantize(self, codes: torch.Tensor, parameters: Tensors, dtype: torch.dtype) -> torch.Tensor:

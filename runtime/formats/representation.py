@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -46,6 +46,8 @@ class Representation(ABC):
         name: word of the recipe and of `config.json`, and name of the storage format made of `tensors`.
         bits: bits of code for each weight, parameters not counted.
         vector: consecutive columns that are rounded together.
+        group_size: columns of a row that share a scale; None: there is no such number.
+        seconds: single-core time to round one weight, beyond that of a grid; for the estimates of `compress plan`.
         row_by_row: the rows of every tensor on disk are those of the matrix, so that some of them need no decoding of all.
         lossless: it stores the weights of the model bit for bit, so that no method has anything to choose.
         counted: the tensor on disk whose length depends on the weights and not on their shape alone; None: there is none.
@@ -55,8 +57,15 @@ class Representation(ABC):
     row_by_row: ClassVar[bool] = False
     lossless: ClassVar[bool] = False
     counted: ClassVar[str | None] = None
+    seconds: ClassVar[float] = 0.0
     bits: float
     vector: int = 1
+    group_size: int | None = None
+
+    @property
+    def rows_apart(self) -> bool:
+        """Whether rows share no parameters: every parameter is then `[out, ...]`, and rows can be solved separately."""
+        return self.row_by_row
 
     def why_not(self, shape: Shape) -> str | None:
         """The reason a matrix of this shape (out, in) cannot be represented; None when it can."""
@@ -84,12 +93,16 @@ class Representation(ABC):
         """
 
     @abstractmethod
-    def nearest(self, columns: torch.Tensor, parameters: Tensors, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def nearest(
+        self, columns: torch.Tensor, parameters: Tensors, first: int, metric: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Round some columns of all rows; the column loop of GPTQ calls it once for every `vector` columns.
 
         Args:
             columns: float32 `[vector, rows]`: transposed, so that a column of the matrix is contiguous.
             first: number of the first of them in the matrix.
+            metric: float32 `[vector, vector]`, positive definite: an error `e` of the columns costs `e^T metric e` (None: `e^T e`). It may
+                be ignored, at some loss of quality.
 
         Returns:
             The nearest values, float32 `[vector, rows]`, and their codes `[rows]`.
@@ -136,9 +149,15 @@ class Representation(ABC):
         codes = [self.nearest(columns[j : j + step], parameters, j)[1] for j in range(0, len(columns), step)]
         return torch.stack(codes, dim=1)
 
-    def rows(self, parameters: Tensors, index: torch.Tensor) -> Tensors:
-        """Parameters of the matrix made of these rows only (int64 `[n]`); as they are where all rows share them."""
-        return parameters
+    def rows(self, parameters: Tensors, index: torch.Tensor | slice) -> Tensors:
+        """Parameters of these rows (int64 `[n]` or a slice); all parameters unchanged where rows share them."""
+        return {name: p[index] for name, p in parameters.items()} if self.rows_apart else parameters
+
+    def join_rows(self, parts: Sequence[Tensors]) -> Tensors:
+        """Parameters of a matrix from those of its rows, in order; the inverse of `rows`."""
+        if not self.rows_apart:
+            return parts[0]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def to_config(self) -> dict[str, Any]:
         """What `config.json` says."""

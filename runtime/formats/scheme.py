@@ -20,6 +20,7 @@ from runtime.formats.float8_block import Float8Block
 from runtime.formats.grid import GridScheme
 from runtime.formats.k_quant import KQuant
 from runtime.formats.representation import Representation, Tensors
+from runtime.formats.trellis import Trellis
 
 
 def own_kind(arguments: Mapping[str, Any]) -> Representation | None:
@@ -33,7 +34,7 @@ def representation_of(config: Mapping[str, Any]) -> Representation:
     name = config["representation"]
     if not isinstance(name, str):
         raise ValueError(f"representation is {name!r}, expected a name")
-    own: dict[str, type[Representation]] = {kind.name: kind for kind in (KQuant, DFloat11)}
+    own: dict[str, type[Representation]] = {kind.name: kind for kind in (KQuant, DFloat11, Trellis)}
     return (own.get(name) or representation.find(name)).from_config(config)
 
 

@@ -17,6 +17,7 @@ from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.k_quant import KQuant
 from runtime.formats.quantization_config import ModuleEntry, build
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
+from runtime.formats.trellis import Trellis
 from runtime.modeling.skeleton import linear_shapes
 
 BATCH = torch.randint(2, 400, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -32,6 +33,7 @@ SCHEMES = {
     "mxfp8-quantized": Scheme(BlockFloat(8)),
     "nvfp4-pack-quantized": Scheme(BlockFloat(4, group_size=16, scales="e4m3")),
     "k_quant": Scheme(KQuant("IQ4_NL")),
+    "trellis": Scheme(Trellis(32)),
     "dfloat11": Scheme(DFloat11()),
 }
 

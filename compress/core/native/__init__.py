@@ -6,22 +6,17 @@ The rows of a call are divided among threads; they do not depend on each other, 
 from __future__ import annotations
 
 import ctypes
-import os
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from runtime.formats.grid import Rounding
 from runtime.system.native import library
+from runtime.system.row_threads import run_on_rows
 
 #: Columns of the widest block the routines take (`MOST` in the source).
 MOST = 512
-_LANES = 32
-#: Rows below which a second thread costs more than it brings.
-_FEWEST_ROWS = 256
-_Argument = torch.Tensor | float | None
 
 
 def usable(*tensors: torch.Tensor | None) -> bool:
@@ -55,7 +50,7 @@ def round_block(
     _expect(torch.bool, mask)
     _expect(torch.int64, group)
     routine = _library().round_block  # type: ignore[union-attr]
-    _in_parts(
+    run_on_rows(
         rows, routine, work, error, codes, mask, rows, first, last, width, upper, inverse, scale, zero, group, scale.stride(0),
         *map(float, limits), int(rounding),
     )  # fmt: skip
@@ -76,7 +71,7 @@ def descend_block(
     _expect(torch.float32, gradient, old, codes, moved, hessian, inverse, scale, zero)
     _expect(torch.bool, mask)
     routine = _library().descend_block  # type: ignore[union-attr]
-    _in_parts(
+    run_on_rows(
         rows, routine, gradient, old, codes, moved, mask, rows, width, hessian, inverse, scale, zero, group, rows,
         *map(float, limits), int(rounding),
     )  # fmt: skip
@@ -96,7 +91,7 @@ def search_grid(
         columns = columns.contiguous()
     _expect(torch.float32, cost, scale, zero, columns[:0].contiguous())
     routine = _library().search_grid  # type: ignore[union-attr]
-    _in_parts(
+    run_on_rows(
         columns.shape[1], routine, columns, columns.stride(0), columns.shape[0], cost, scale, zero, scale.shape[0], scale.stride(0),
         *map(float, limits), int(rounding), best,
     )  # fmt: skip
@@ -108,45 +103,8 @@ def _library() -> ctypes.CDLL | None:
     return library(Path(__file__).with_name("columns.c"))
 
 
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="columns")
-
-
-if hasattr(os, "register_at_fork"):  # the threads of a pool are not there in a child
-    os.register_at_fork(after_in_child=_pool.cache_clear)
-
-
-def _in_parts(rows: int, routine: ctypes._NamedFuncPointer, *arguments: _Argument) -> None:
-    """Call `routine(*arguments, from, to)` for all rows, in as many threads as torch uses."""
-    given = [_to_c(argument) for argument in arguments]
-    threads = max(1, min(torch.get_num_threads(), rows // _FEWEST_ROWS))
-    size = -(-rows // (threads * _LANES)) * _LANES
-    spans = [(start, min(start + size, rows)) for start in range(0, rows, size)] if rows else []
-    calls = [partial(routine, *given, _to_c(start), _to_c(end)) for start, end in spans]
-    if len(calls) <= 1:
-        for call in calls:
-            call()
-        return
-    # ctypes releases the interpreter while C runs.
-    others = [_pool(threads - 1).submit(call) for call in calls[1:]]
-    try:
-        calls[0]()
-    finally:
-        wait(others)  # an interrupt must not free what they are still writing to
-    for other in others:
-        other.result()
-
-
 def _expect(dtype: torch.dtype, *tensors: torch.Tensor | None) -> None:
     """C trusts what it is given."""
     for tensor in tensors:
         if tensor is not None and (tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous()):
             raise TypeError(f"expected contiguous {dtype} in CPU memory, not {tensor.dtype} on {tensor.device}")
-
-
-def _to_c(value: _Argument) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
-    """The address of a tensor (NULL for None), an int64 or a float."""
-    if value is None or isinstance(value, torch.Tensor):
-        return ctypes.c_void_p(None if value is None else value.data_ptr())
-    return ctypes.c_int64(value) if isinstance(value, int) else ctypes.c_float(value)

@@ -58,8 +58,7 @@ def nearest_rows(columns: int) -> int:
 
 def rows_are_independent(pattern: Pattern | None, weights: Representation | None) -> bool:
     """Whether rows can be solved apart: not if they share a scale or a codebook, or a number of zeros to choose."""
-    apart = weights is None or (isinstance(weights, GridScheme) and weights.strategy != "tensor")
-    return apart and (pattern is None or pattern.kind == "n:m")
+    return (weights is None or weights.rows_apart) and (pattern is None or pattern.kind == "n:m")
 
 
 def chunks(heights: list[int], columns: int, split_rows: bool) -> list[Chunk]:

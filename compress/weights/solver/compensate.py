@@ -17,15 +17,15 @@ from compress.core import file_matrix
 from compress.core.method import ColumnLoop, Problem
 from compress.prune.patterns import Pattern
 from compress.quantize.grid import Grid
-from compress.quantize.objective import column_errors, row_errors
+from compress.quantize.objective import column_errors
 from compress.weights.solver import loop
 from compress.weights.solver.columns import Chunk, chunks, column_order, rows_are_independent, stacked_grid
 from compress.weights.solver.factor import Factor, factorize
 from compress.weights.solver.masks import exact_mask_chooser, mask_chooser, reconstruct, scale_chooser, searchable, swap
-from compress.weights.solver.refine import refine
+from compress.weights.solver.refine import refine, refine_vectors
 from compress.weights.solver.row_loop import RowLoop
 from runtime.formats.grid import GridScheme
-from runtime.formats.representation import Representation
+from runtime.formats.representation import Representation, Tensors
 from runtime.formats.scheme import CompressedWeight, Scheme
 
 #: Size of the random sketch that tells rows which are plainly better from those that have to be computed.
@@ -68,8 +68,8 @@ def compensate(problem: Problem, options: ColumnLoop, pattern: Pattern | None = 
     Masks first (chosen by the column loop, or given), then the kept weights by least squares, then the column loop again on the
     grid under those masks. The least-squares values are the projection of the target onto what the masks allow, so rounding
     them is rounding the target: both losses are compensated against the same output. Each pass goes over the rows in chunks,
-    and only one factor of the Hessian is in memory at a time. Weights of another representation than a grid are solved one at a
-    time, without masks.
+    and only one factor of the Hessian is in memory at a time. Weights that are not on a grid are solved without
+    masks, and all rows together where rows share parameters.
 
     Args:
         problem: its masks are fixed, its sparsity is that of `pattern`.
@@ -94,15 +94,18 @@ def compensate(problem: Problem, options: ColumnLoop, pattern: Pattern | None = 
     order = visiting_order(options.order, file_matrix.diagonal(hessian).clamp(min=0), scheme, None)
     factor = factorize(hessian, order, options.damping, problem.names[0])
     notes |= {"damping": factor.damping, "retries": factor.retries}
-    if isinstance(scheme, GridScheme):
-        rows = None
-        if problem.output_hessians is not None:
-            rows = RowLoop.of(weights, problem.output_hessians, problem.names)
-            parts, weights = rows.chunks(), rows.visited(weights)
-            goals, masks = (None if given is None else rows.visited(given) for given in (goals, masks))
-        solver = _GridSolver(scheme, problem, options, pattern, order, factor)
-        return solver.solve(weights, goals, masks, parts, notes, rows)
-    return [_represent(weight, scheme, factor, order, problem, options.block_size, notes) for weight in weights]
+    rows = None
+    if problem.output_hessians is not None:
+        rows = RowLoop.of(weights, problem.output_hessians, problem.names)
+    if rows is not None:
+        parts, weights = rows.chunks(), rows.visited(weights)
+        goals, masks = (None if given is None else rows.visited(given) for given in (goals, masks))
+    if not isinstance(scheme, GridScheme):
+        solver = VectorSolver(scheme, hessian, order, factor, problem.dtype, options)
+        return _solve_vectors(weights, parts, problem, solver, rows, notes)
+    return _GridSolver(scheme, problem, options, pattern, order, factor).solve(
+        weights, goals, masks, parts, notes, rows
+    )
 
 
 def second_moments(problem: Problem) -> torch.Tensor:
@@ -332,31 +335,96 @@ class _GridSolver:
         return rounding
 
 
-def _represent(
-    weight: torch.Tensor,
-    scheme: Representation,
-    factor: Factor,
-    order: torch.Tensor,
+@dataclass
+class VectorSolver:
+    """The column loop with any other representation, for weights that share an input; vectors take the place of columns.
+
+    Attributes:
+        hessian: float32 `[in, in]`, in the order of the weight's columns.
+        order: visiting order `[in]`, in which the columns of a vector stay together.
+        factor: of the Hessian in that order.
+        dtype: of the model.
+        options: only `block_size` and `sweeps` are used.
+    """
+
+    scheme: Representation
+    hessian: torch.Tensor
+    order: torch.Tensor
+    factor: Factor
+    dtype: torch.dtype
+    options: ColumnLoop
+
+    def fit(self, weight: torch.Tensor) -> Tensors:
+        """Parameters for a weight `[out, in]`."""
+        return self.scheme.fit(weight.float(), self.dtype, file_matrix.diagonal(self.hessian).clamp(min=0))
+
+    def solve(self, target: torch.Tensor, parameters: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes of a target.
+
+        Args:
+            target: float32 `[rows, in]`.
+            parameters: of these rows.
+
+        Returns:
+            Codes `[rows, in / vector]`; output error of each row `[rows]`, never above that of rounding to nearest; bool `[rows]`, True
+            where rounding to nearest beat the column loop.
+        """
+        rounding = loop.VectorRounding(self.scheme, parameters, self.order)
+        loop.run(target.T[self.order], self.factor, rounding, block=self.options.block_size)
+        codes, nearest = rounding.codes, self.scheme.round(target, parameters)
+        lost, least = self._lost(target, codes, parameters), self._lost(target, nearest, parameters)
+        worse = lost > least
+        codes, lost = torch.where(worse[:, None], nearest, codes), torch.minimum(lost, least)
+        added, sweeps = self.factor.added, self.options.sweeps
+        if sweeps and added:  # without inputs there is nothing to gain
+            refined = refine_vectors(target, codes, self.scheme, parameters, self.hessian, added, sweeps)
+            less = self._lost(target, refined, parameters)
+            codes, lost = torch.where((less < lost)[:, None], refined, codes), torch.minimum(lost, less)
+        return codes, lost, worse
+
+    def stored(self, codes: torch.Tensor, parameters: Tensors) -> torch.Tensor:
+        """What the codes stand for in the model's dtype, float32."""
+        return self.scheme.dequantize(codes, parameters, self.dtype).float()
+
+    def _lost(self, target: torch.Tensor, codes: torch.Tensor, parameters: Tensors) -> torch.Tensor:
+        return column_errors((target - self.stored(codes, parameters)).T, self.hessian)
+
+
+def _solve_vectors(
+    weights: list[torch.Tensor],
+    parts: list[Chunk],
     problem: Problem,
-    block: int,
+    solver: VectorSolver,
+    rows: RowLoop | None,
     notes: dict[str, Any],
-) -> LayerResult:
-    """The column loop with any other representation, whose parameters are fitted to the weight as it is."""
-    weight, hessian, dtype = weight.float(), second_moments(problem), problem.dtype
-    parameters = scheme.fit(weight, dtype, file_matrix.diagonal(hessian).clamp(min=0))
-    rounding = loop.VectorRounding(scheme, parameters, order)
-    loop.run(weight.T[order], factor, rounding, block=block)
+) -> list[LayerResult]:
+    """Solve weights of a representation that is not a grid, a chunk of rows at a time; parameters are fitted to each chunk.
 
-    def lost(codes: torch.Tensor) -> torch.Tensor:
-        return row_errors(weight - scheme.dequantize(codes, parameters, dtype).float(), hessian)
-
-    codes, nearest = rounding.codes, scheme.round(weight, parameters)
-    error, rounded = lost(codes), lost(nearest)
-    worse = error > rounded
-    codes = torch.where(worse[:, None], nearest, codes)
-    solved = CompressedWeight.of(codes, parameters, None, problem.scheme, dtype)
-    replaced = {"rows_replaced": int(worse.sum())}
-    return LayerResult(solved, float(torch.minimum(error, rounded).sum()), notes | replaced)
+    With `rows`, weights and parts are in its visiting order; results are in the original order, and their loss is None.
+    """
+    found = [list[tuple[Tensors, torch.Tensor, torch.Tensor, torch.Tensor]]() for _ in weights]
+    for chunk in parts:
+        shifts = [None] * len(chunk.parts) if rows is None else rows.compensation(chunk).split(chunk.heights, dim=1)
+        for part, shift in zip(chunk.parts, shifts, strict=True):
+            index, start, end = part
+            own = weights[index][start:end].float()
+            target = own if shift is None else own + shift.T
+            parameters = solver.fit(target)
+            codes, lost, worse = solver.solve(target, parameters)
+            found[index].append((parameters, codes, lost, worse))
+            if rows is not None:
+                rows.record_error(Chunk((part,)), (own - solver.stored(codes, parameters)).T)
+    results = []
+    for index, solved in enumerate(found):
+        fitted, *others = zip(*solved, strict=True)
+        parameters, (codes, lost, worse) = solver.scheme.join_rows(fitted), map(torch.cat, others)
+        if rows is not None:
+            place = rows.orders[index].argsort()
+            codes, parameters = codes[place], solver.scheme.rows(parameters, place)
+        weight = CompressedWeight.of(codes, parameters, None, problem.scheme, problem.dtype)
+        replaced = {"rows_replaced": int(worse.sum())}
+        results.append(LayerResult(weight, None if rows is not None else float(lost.sum()), notes | replaced))
+    return results
 
 
 def visiting_order(

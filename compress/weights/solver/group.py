@@ -120,9 +120,11 @@ def nearest(problem: Problem, index: int) -> CompressedWeight:
     hessian = statistics.hessian if statistics is not None else None
     if not isinstance(scheme.weights, GridScheme):
         own = scheme.weights.for_weight(weight)
-        parameters = own.fit(weight.float(), dtype, importance)
-        codes = own.round(weight.float(), parameters)
-        return CompressedWeight.of(codes, parameters, mask, replace(scheme, weights=own), dtype)
+        step = nearest_rows(weight.shape[1]) if own.rows_apart else len(weight)
+        parts = [part.float() for part in weight.split(max(1, step))]
+        fitted = [own.fit(part, dtype, importance) for part in parts]
+        codes = torch.cat([own.round(part, parameters) for part, parameters in zip(parts, fitted, strict=True)])
+        return CompressedWeight.of(codes, own.join_rows(fitted), mask, replace(scheme, weights=own), dtype)
     form = scheme.weights
 
     def fit(part: torch.Tensor, kept: torch.Tensor | None, _rows: slice) -> Grid:

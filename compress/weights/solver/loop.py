@@ -76,11 +76,15 @@ class VectorRounding:
         self._first = order[:: self.vector].tolist()
         self._codes: list[torch.Tensor | None] = [None] * len(self._first)
 
-    def round(self, columns: torch.Tensor, first: int, out: torch.Tensor) -> None:
-        """Nearest representable vectors of `vector` columns from `first` on into `out`; their codes are noted."""
+    def round(self, columns: torch.Tensor, first: int, out: torch.Tensor, corner: torch.Tensor | None = None) -> None:
+        """Round `columns` `[vector, rows]`, from visited column `first` on, into `out` (same shape) and keep their codes.
+
+        `corner` `[vector, vector]`: the diagonal block of T for these columns (`H = T^T T`, `factor.py`); errors `e` of them cost
+        `|corner e|^2`. None: their squares.
+        """
         own = self._first[first // self.vector]
         values, self._codes[own // self.vector] = self.weights.nearest(
-            columns.view(self.vector, -1), self.parameters, own
+            columns.view(self.vector, -1), self.parameters, own, None if corner is None else corner.T @ corner
         )
         out.copy_(values.reshape(out.shape))
 
@@ -190,7 +194,9 @@ def run(
                     rounding.round(adjusted, start + j, value)
                 else:
                     if (start + j) % vector == 0:
-                        rounding.round(work[j : j + vector], start + j, values)
+                        assert isinstance(rounding, VectorRounding)
+                        here = slice(j, j + vector)
+                        rounding.round(work[here], start + j, values, corner[here, here])
                     value = values[(start + j) % vector]
                 if mask is not None:
                     value.mul_(mask[start + j])

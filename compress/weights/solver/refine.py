@@ -18,6 +18,7 @@ from compress.quantize.grid import Grid
 from compress.quantize.objective import column_errors
 from compress.quantize.super_blocks import factors_of
 from runtime.formats.k_quant import KQuant
+from runtime.formats.representation import Representation, Tensors
 
 LEAF = 16
 #: Columns (whole groups) whose gradient is computed together, from all that is lost at that time.
@@ -86,6 +87,53 @@ def refine(
                     lost += (2 * before * error[here]).sum(0)
             file_matrix.let_go(hessian)
     return lost.clamp_(min=0)
+
+
+def refine_vectors(
+    target: torch.Tensor,
+    codes: torch.Tensor,
+    form: Representation,
+    parameters: Tensors,
+    hessian: torch.Tensor,
+    added: float,
+    sweeps: int,
+) -> torch.Tensor:
+    """Refine the codes of a representation that is not a grid, with its parameters fixed: coordinate descent over vectors, each set to the
+    best value found given all others.
+
+    Args:
+        target: float32 `[rows, in]`.
+        codes: `[rows, in / vector]`.
+        parameters: of these rows.
+        hessian: float32 `[in, in]`.
+        added: damping added to the diagonal of each vector's block of the Hessian, which makes it positive definite.
+        sweeps: passes over all vectors.
+
+    Returns:
+        The new codes.
+    """
+    vector, codes = form.vector, codes.clone()
+    values = form.dequantize(codes, parameters, torch.float32).T.contiguous()
+    error = target.T - values
+    damping = added * torch.eye(vector, device=target.device)
+    for _ in range(sweeps):
+        for here in file_matrix.panels(len(values), max(1, BLOCK // vector) * vector):
+            corner, gradient = hessian[here, here], hessian[here] @ error
+            file_matrix.let_go(hessian)
+            for first in range(0, len(gradient), vector):
+                own, there = (slice(start, start + vector) for start in (first, here.start + first))
+                metric = corner[own, own] + damping
+                wanted = torch.linalg.solve(metric, gradient[own])  # how far the values best move
+                found, code = form.nearest(values[there] + wanted, parameters, there.start, metric)
+                move = found - values[there]
+                better = column_errors(move - wanted, metric) < column_errors(wanted, metric)
+                column = codes[:, there.start // vector]
+                column.copy_(torch.where(better, code.to(codes.dtype), column))
+                move *= better
+                values[there] += move
+                error[there] -= move
+                gradient -= corner[:, own] @ move
+    return codes
 
 
 class _Part:

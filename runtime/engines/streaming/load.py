@@ -32,6 +32,7 @@ from runtime.engines.streaming.prepared_file import (
     share,
     values,
 )
+from runtime.formats.grid import GridScheme
 from runtime.kernels import Kernel, Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import PanelKernel
@@ -145,7 +146,7 @@ def _of(module: CompressedModule, kernel: Kernel, layer: Layer) -> dict[str, Exp
 
 def _panels(panels: Panels, layer: Layer, stored: Mapping[str, Expected]) -> dict[str, Expected]:
     """What `runtime.kernels.cpu.panels` describes."""
-    weights, (rows, columns), group = layer.grid, layer.shape, panels.group(layer)
+    weights, (rows, columns), group = layer.entry.scheme.weights, layer.shape, panels.group(layer)
     high, groups = -(-rows // PANEL), -(-columns // group)
     grid = (high, -(-groups // panels.share(layer)), PANEL)
     scale = torch.float16 if panels is K_QUANTS else stored["weight_scale"].dtypes[0]
@@ -159,7 +160,7 @@ def _panels(panels: Panels, layer: Layer, stored: Mapping[str, Expected]) -> dic
         ),
         "scale": Expected(grid, floats),
     }
-    if not weights.symmetric:
+    if isinstance(weights, GridScheme) and not weights.symmetric:
         found |= {"least": found["scale"]} if panels is K_QUANTS else {"zero_point": Expected(grid, (torch.int8,))}
     if "weight_global_scale" in stored:
         found["global_scale"] = stored["weight_global_scale"]

@@ -22,7 +22,7 @@ from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.library import bytes_at, tensor_of
-from runtime.kernels.cpu.panels import FP4, K_QUANTS, PANEL, W4, W8, Panels
+from runtime.kernels.cpu.panels import FP4, K_QUANTS, PANEL, TRELLIS, W4, W8, Panels
 from runtime.kernels.cpu.sparse24 import S24
 from runtime.system import instruction_sets, processes
 
@@ -184,5 +184,7 @@ KERNELS: tuple[PanelKernel, ...] = (
     IntegerKernel("fp4-c-fast", FP4, fast=True),
     IntegerKernel("k-quant-c", K_QUANTS),
     IntegerKernel("k-quant-c-fast", K_QUANTS, fast=True),
-    *(DenseTiles(panels) for panels in (S24, W4, W8, FP4, K_QUANTS)),
+    IntegerKernel("trellis-c", TRELLIS),
+    IntegerKernel("trellis-c-fast", TRELLIS, fast=True),
+    *(DenseTiles(panels) for panels in (S24, W4, W8, FP4, K_QUANTS, TRELLIS)),
 )

@@ -70,8 +70,9 @@ PARTS = (5, 4, 0, 2, 1, 3)  # of it (c/parts.h): seconds on a busy Zen 3, AVX-51
 #: Of a `Linear`; integers of so many bits are that number.
 KINDS = {"dense": 0, "s24": 1, "e2m1": 10} | {f"w{bits}": bits for bits in range(2, 9)}
 KINDS |= {"IQ4_NL": 12, "Q2_K": 13, "Q3_K": 14, "Q4_K": 15, "Q5_K": 16, "Q6_K": 17, "IQ4_XS": 18}  # of GGUF
+KINDS |= {"trellis": 19}
 # Of kinds that are not the bits of their codes: those, and bytes of levels that a row has for 32 columns.
-_BYTES = {10: (4, 0), 12: (4, 0), 13: (2, 2), 14: (3, 2), 15: (4, 2), 16: (5, 2), 17: (6, 2), 18: (4, 1)}
+_BYTES = {10: (4, 0), 12: (4, 0), 13: (2, 2), 14: (3, 2), 15: (4, 2), 16: (5, 2), 17: (6, 2), 18: (4, 1), 19: (2, 0)}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Of weights and of scales only. A float8 reads as one 2^8 times smaller; MX8 is float8 in blocks, each behind its scale; E8M0 is a byte,
 #: the exponent of a power of two plus 127; DF11 is bfloat16 with coded exponents (c/dfloat11.h).

@@ -29,6 +29,7 @@ from runtime.formats.float8 import FLOAT8
 from runtime.formats.k_quant import KQuant
 from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight
+from runtime.formats.trellis import Trellis
 from runtime.kernels.base import Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.planes import from_stream, pack_planes, unpack_planes, words_of
@@ -114,7 +115,7 @@ class Panels(ABC):
 
     def group(self, layer: Layer) -> int:
         """Columns of the activations that share a scale: they never cross a group of the weight."""
-        columns, whole = layer.shape[1], layer.group
+        columns, whole = layer.shape[1], self.scale_columns(layer)
         if not whole:
             count = -(-columns // _PREFERRED)
             return max(1, -(-columns // (count * 32))) * 32 if count else 32
@@ -123,14 +124,18 @@ class Panels(ABC):
         fitting = [g for g in range(self.multiple, _LARGEST + 1, self.multiple) if whole % g == 0]
         return _PREFERRED if _PREFERRED in fitting else fitting[-1]
 
+    def scale_columns(self, layer: Layer) -> int:
+        """Columns of the weight that share a scale; 0: all of a row do."""
+        return layer.group
+
     @abstractmethod
     def kind(self, layer: Layer) -> str:
         """One of `library.KINDS`."""
 
     def share(self, layer: Layer) -> int:
         """Groups of the activations that have one scale of the weight."""
-        group = self.group(layer)
-        return layer.group // group if layer.group else max(1, -(-layer.shape[1] // group))
+        group, whole = self.group(layer), self.scale_columns(layer)
+        return whole // group if whole else max(1, -(-layer.shape[1] // group))
 
     def group_bytes(self, layer: Layer) -> int:
         """Bytes of a group of activations' columns in a panel."""
@@ -398,10 +403,44 @@ class KQuants(Dense):
         return layer.grid
 
 
+class Trellises(Panels):
+    """Words of a trellis, as they are stored: those of a panel's rows for the same 16 columns are neighbours."""
+
+    name = "panels-trellis"
+    formats = frozenset({Trellis.name})
+
+    def why_not(self, layer: Layer) -> str | None:
+        return library.why_not_dtype(layer.dtype) or layer.why_not_as_given()
+
+    def scale_columns(self, layer: Layer) -> int:
+        assert isinstance(layer.entry.scheme.weights, Trellis)
+        return layer.entry.scheme.weights.group_size
+
+    def kind(self, layer: Layer) -> str:
+        return "trellis"
+
+    def pack(self, tensors: Tensors, layer: Layer) -> Tensors:
+        rows, columns = layer.shape
+        words = _panels(tensors["weight_words"], rows)
+        groups = columns // self.group(layer)
+        return {
+            "weight": words.view(torch.uint8).view(len(words), groups, -1),
+            "scale": _panels(tensors["weight_scale"], rows),
+        }
+
+    def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
+        weight = tensors["weight"]
+        words = weight.view(torch.int32).view(len(weight), -1, PANEL)
+        codes, scale = (part.transpose(1, 2).flatten(0, 1)[: layer.shape[0]] for part in (words, tensors["scale"]))
+        parameters = {"scale": scale.contiguous()}
+        return CompressedWeight.of(codes.contiguous(), parameters, None, layer.entry.scheme, layer.dtype)
+
+
 W4 = Dense("panels-w4", (2, 4), frozenset({"pack-quantized", "packed", "sparse24", "bitmap"}))
 W8 = Dense("panels-w8", (5, 8), frozenset({"pack-quantized", "packed", "int-quantized", "sparse24", "bitmap"}))
 FP4 = BlockFloats()
 K_QUANTS = KQuants()
+TRELLIS = Trellises()
 
 
 def _streams(layer: Layer) -> bool:

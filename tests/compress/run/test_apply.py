@@ -50,7 +50,7 @@ def run(recipe, model, stages, output, **sections):
     return compress.apply(recipe(model, *stages, **sections), output=output, quiet=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 10)
 @pytest.mark.parametrize("name", STAGES)
 @torch.no_grad()
 def test_artifact_is_what_the_pipeline_computed(make_checkpoint, recipe, tmp_path, name):

@@ -179,6 +179,14 @@ def test_few_layers_narrower_than_a_group_stay_where_nobody_names_them():
     assert assign(recipe(GRID), model())[1] == []
 
 
+def test_a_trellis_leaves_narrow_layers_too():
+    scheme = {"representation": "trellis", "group_size": 32}
+    modules = [ModuleInfo("model.layers.0.wide", "Linear", (64, 64)), with_narrow()[-1]]
+    found, left = assign(recipe({"quantize": {"method": "gptq", "scheme": scheme, "quality": "best"}}), modules)
+    assert left == [Uncompressed("model.layers.0.mix", "rows of 4 weights, and groups of 32")]
+    assert list(found) == ["model.layers.0.wide"]
+
+
 def test_many_weights_in_narrow_layers_are_an_unfit_group_size():
     with pytest.raises(RequestError, match=r"model\.layers\.0\.mix: group_size 32"):
         assign(recipe(GRID), with_narrow(rows=2000))

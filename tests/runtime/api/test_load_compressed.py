@@ -41,6 +41,7 @@ OWN_KERNELS = {
     "nvfp4-pack-quantized": "fp4-c",
     "mxfp8-quantized": "float8-c",
     "k_quant": "k-quant-c",
+    "trellis": "trellis-c",
     "dfloat11": "dfloat11-c",
 }
 

@@ -191,6 +191,7 @@ def test_tokens_that_are_read_are_those_of_the_definition() -> None:
 
 
 # ---------------------------------------------------------------- bits
+@pytest.mark.sampled(3, 4)
 @pytest.mark.parametrize("policy", ALL)
 def test_bits_depend_on_no_cut_and_no_threads(module: Any, policy: str) -> None:
     engine, (text,) = engine_of(module, ALL[policy]), texts(400, seed=1)

@@ -75,6 +75,7 @@ def test_logits_of_float8_models(name: str) -> None:
 OWN_KERNELS = {
     **dict.fromkeys(("mxfp4-pack-quantized", "nvfp4-pack-quantized"), "fp4-c"),
     "mxfp8-quantized": "float8-c",
+    "trellis": "trellis-c",
     **dict.fromkeys(KINDS, "k-quant-c"),
 }
 

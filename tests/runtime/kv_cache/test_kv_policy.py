@@ -451,7 +451,7 @@ _WINDOW = {"score": "snapkv", "observe": 16}
 _NEAR = {**KEPT, "recent": 32}
 
 
-@pytest.mark.sampled(24, 12)
+@pytest.mark.sampled(10, 10)
 @pytest.mark.parametrize(
     ("layers", "dtype", "softcap"),
     [(2, torch.float32, 0.0), (6, torch.float32, 0.0), (2, torch.bfloat16, 0.0), (2, torch.bfloat16, 30.0)],

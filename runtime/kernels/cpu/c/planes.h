@@ -1,17 +1,22 @@
 /* Codes of 2 to 8 bits at their own width.
  *
  * A kind of weights is the bits of its integers, or another representation. Floats of 4 bits (KIND_E2M1, as numbers of halves) and IQ4 are
- * looked up in a table. Of the block types of GGUF, a group has a float scale, and every `width` columns of it an integer that the scale is
+ * looked up in a table; a trellis code is an 8-bit window into a word of 16
+ * weights, and its value is a sum of two table entries (runtime/formats/trellis.py).
+ * Of the block types of GGUF, a group has a float scale, and every `width` columns of it an integer that the scale is
  * multiplied by, its level; some have a minimum as well, a level of a second scale, which is taken off. */
 enum {
-    KIND_DENSE = 0, KIND_S24 = 1, KIND_E2M1 = 10, KIND_IQ4_NL = 12, KIND_Q2_K, KIND_Q3_K, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K, KIND_IQ4_XS
+    KIND_DENSE = 0, KIND_S24 = 1, KIND_E2M1 = 10, KIND_IQ4_NL = 12, KIND_Q2_K, KIND_Q3_K, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K, KIND_IQ4_XS, KIND_TRELLIS
 };
 /* Sign, two bits of exponent and one of mantissa: 0, 1, 2, 3, 4, 6, 8, 12 halves, and their negatives. */
 static const uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 static const uint8_t IQ4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 static const uint8_t IQ4_LOW[16] = {1, 8, 13, 15, 15, 13, 10, 6, 1, 13, 9, 6, 5, 5, 9, 1}; /* nibbles of IQ4 */
 static const uint8_t IQ4_HIGH[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 11, 12, 13, 15};
-enum { NO_TABLE, TABLE_E2M1, TABLE_IQ4 };
+/* LOW and HIGH of trellis.py. */
+static const uint8_t TRELLIS_LOW[16] = {9, 33, 16, 21, 21, 12, 0, 28, 7, 13, 22, 30, 21, 21, 9, 0};
+static const uint8_t TRELLIS_HIGH[16] = {30, 10, 17, 13, 21, 10, 22, 25, 4, 18, 2, 14, 11, 26, 9, 10};
+enum { NO_TABLE, TABLE_E2M1, TABLE_IQ4, TABLE_TRELLIS };
 enum { NO_MINIMUM, MINIMUM, NIBBLES }; /* a byte of its own; scale and minimum in one, the scale in the low nibble */
 typedef struct {
     uint8_t bits;        /* of a code */
@@ -28,6 +33,7 @@ static const Kind KIND[] = {
     [KIND_Q5_K] = {5, 5, 0, NO_TABLE, 32, MINIMUM},
     [KIND_Q6_K] = {6, 6, 32, NO_TABLE, 16},
     [KIND_IQ4_XS] = {4, 8, 128, TABLE_IQ4, 32},
+    [KIND_TRELLIS] = {2, 6, 32, TABLE_TRELLIS},
 };
 
 /*
@@ -37,6 +43,7 @@ static const Kind KIND[] = {
  *   4 bits: low nibble = column 8i + j, high nibble = column 8i + 4 + j
  *   2 bits: the nibbles of two such words, bits 0 and 1, of the second shifted left by two
  *   1 bit:  the nibbles of four, bit 0, of the k-th shifted left by k
+ * Of a trellis a piece has the words of 16 columns, as they are.
  * A group of an odd multiple of 16 columns ends with half a unit (EIGHTS of 2): half the pieces, but a whole one of single bits. */
 #define PIECE (4 * PANEL)   /* bytes */
 #define EIGHTS 4            /* of columns, in a unit */
@@ -81,13 +88,23 @@ INLINE Small small_planes(const uint8_t *w, const int bits, const int eights) {
     return small;
 }
 
+typedef struct { W low, high; } Eight;
+
+/* Values + 32 of eight columns of each word: `low` from the windows that are its bytes, `high` from those 4 bits further on, which have the
+ * same nibbles. */
+INLINE Eight trellis_columns(const W words) {
+    const W first = w_and(words, 15), second = w_and(w_shift(words, -4), 15);
+    return (Eight){w_add(w_lookup(TRELLIS_LOW, first), w_lookup(TRELLIS_HIGH, second)),
+                   w_add(w_lookup(TRELLIS_LOW, second), w_rotate_byte(w_lookup(TRELLIS_HIGH, first)))};
+}
+
 /* Codes of the k-th eight columns of the unit at w: four in `low`, four in `high`. `apart`: integers of up to 4 bits stay 4 bits up in
  * `high`. `raw`: what would be looked up is not yet. Shifts bring bits of neighbours along, which masks take away. */
-typedef struct { W low, high; } Eight;
 INLINE Eight eight_columns(const uint8_t *w, const Small *small, const int kind, const int k, const int apart, const int raw) {
     const int bits = KIND[kind].bits, table = KIND[kind].table, mask = (1 << bits) - 1, place = 2 * (k % 2);
     W v;
     if (bits == 8) return (Eight){w_load(w + 2 * k * PIECE), w_load(w + (2 * k + 1) * PIECE)};
+    if (table == TABLE_TRELLIS) return trellis_columns(place ? w_rotate(small->two[k / 2], 2) : small->two[k / 2]);
     if (bits & 4) v = w_load(w + k * PIECE);
     else v = place ? w_shift(small->two[k / 2], -place) : small->two[k / 2];
     if (bits <= 4) {

@@ -26,8 +26,8 @@
 /* Instead of a kind: codes that are bytes, of any size; NARROW, MIDDLE: of up to 4 bits, of up to 5; BYTES_16, BYTES_32: with levels, of up to
  * 6 bits and of up to 5; WIDE_32: with levels, of any size. */
 #define BYTES 9
-#define BYTES_16 19
-#define BYTES_32 20
+#define BYTES_16 20
+#define BYTES_32 21
 #if WIDE_SUMS
 #define NARROW BYTES /* no difference */
 #define MIDDLE BYTES
@@ -35,7 +35,7 @@
 #else
 #define NARROW 8
 #define MIDDLE 11
-#define WIDE_32 21
+#define WIDE_32 22
 #endif
 INLINE int are_bytes(const int kind) { return kind == NARROW || kind == MIDDLE || kind == BYTES || kind >= BYTES_16; }
 INLINE int reach_of(const int kind) {
@@ -119,7 +119,7 @@ typedef tile_t Tiles[3][MOST_ROWS]; /* [digits - 1][rows - 1] */
      {tile_##B##_2_1, tile_##B##_2_2, tile_##B##_2_3, tile_##B##_2_4},                                                          \
      {tile_##B##_3_1, tile_##B##_3_2, tile_##B##_3_3}}
 DECLARED const Tiles TILES_2, TILES_3, TILES_4, TILES_5, TILES_6, TILES_7, TILES_9, TILES_10;
-DECLARED const Tiles TILES_12, TILES_13, TILES_14, TILES_15, TILES_16, TILES_17, TILES_18, TILES_19, TILES_20;
+DECLARED const Tiles TILES_12, TILES_13, TILES_14, TILES_15, TILES_16, TILES_17, TILES_18, TILES_19, TILES_20, TILES_21;
 #if IN_PART(TILES)
 #if DIRECT
 FEW_TILES(2, DIRECT)
@@ -128,8 +128,9 @@ FEW_TILES(4, DIRECT)
 FEW_TILES(5, DIRECT)
 FEW_TILES(10, DIRECT) /* KIND_E2M1 */
 FEW_TILES(12, DIRECT) /* KIND_IQ4_NL */
+FEW_TILES(19, DIRECT) /* KIND_TRELLIS */
 #endif
-SHARED const Tiles TILES_2 = FEW(2), TILES_3 = FEW(3), TILES_4 = FEW(4), TILES_5 = FEW(5), TILES_10 = FEW(10), TILES_12 = FEW(12);
+SHARED const Tiles TILES_2 = FEW(2), TILES_3 = FEW(3), TILES_4 = FEW(4), TILES_5 = FEW(5), TILES_10 = FEW(10), TILES_12 = FEW(12), TILES_19 = FEW(19);
 #endif
 #if IN_PART(MORE_TILES)
 #if DIRECT
@@ -151,16 +152,16 @@ FEW_TILES(18, DIRECT)
 SHARED const Tiles TILES_13 = FEW(13), TILES_14 = FEW(14), TILES_15 = FEW(15), TILES_16 = FEW(16), TILES_17 = FEW(17), TILES_18 = FEW(18);
 #endif
 #if IN_PART(LEVEL_BYTES)
-ALL_TILES(19, MOST_STREAMS) /* BYTES_16, BYTES_32 */
-ALL_TILES(20, MOST_STREAMS)
-SHARED const Tiles TILES_19 = ALL(19), TILES_20 = ALL(20);
+ALL_TILES(20, MOST_STREAMS) /* BYTES_16, BYTES_32 */
+ALL_TILES(21, MOST_STREAMS)
+SHARED const Tiles TILES_20 = ALL(20), TILES_21 = ALL(21);
 #endif
 #if WIDE_SUMS
 #define TILES_8 TILES_9
 #define TILES_11 TILES_9
-#define TILES_21 TILES_20
+#define TILES_22 TILES_21
 #else
-DECLARED const Tiles TILES_8, TILES_11, TILES_21;
+DECLARED const Tiles TILES_8, TILES_11, TILES_22;
 #if IN_PART(TILES)
 ALL_TILES(11, MOST_STREAMS) /* MIDDLE */
 SHARED const Tiles TILES_11 = ALL(11);
@@ -170,8 +171,8 @@ ALL_TILES(8, MOST_STREAMS)
 SHARED const Tiles TILES_8 = ALL(8);
 #endif
 #if IN_PART(LEVEL_BYTES)
-ALL_TILES(21, MOST_STREAMS) /* WIDE_32 */
-SHARED const Tiles TILES_21 = ALL(21);
+ALL_TILES(22, MOST_STREAMS) /* WIDE_32 */
+SHARED const Tiles TILES_22 = ALL(22);
 #endif
 #endif
 
@@ -180,7 +181,7 @@ ALL_TILES(1, MOST_STREAMS)
 static const Tiles TILES_1 = ALL(1);
 static const Tiles *const TILES_OF[] = {
     NULL,      &TILES_1,  &TILES_2,  &TILES_3,  &TILES_4,  &TILES_5,  &TILES_6,  &TILES_7,  &TILES_8,  &TILES_9,  &TILES_10,
-    &TILES_11, &TILES_12, &TILES_13, &TILES_14, &TILES_15, &TILES_16, &TILES_17, &TILES_18, &TILES_19, &TILES_20, &TILES_21}; /* [kind] */
+    &TILES_11, &TILES_12, &TILES_13, &TILES_14, &TILES_15, &TILES_16, &TILES_17, &TILES_18, &TILES_19, &TILES_20, &TILES_21, &TILES_22}; /* [kind] */
 #endif
 
 /* Codes of groups [first, last) of a panel as bytes, four columns a piece; levels as they are. */
@@ -209,10 +210,10 @@ INLINE void expand_unit(const uint8_t *w, const int kind, const int eights, uint
     }
 }
 EXPAND(2) EXPAND(3) EXPAND(4) EXPAND(5) EXPAND(6) EXPAND(7) EXPAND(10)
-EXPAND(12) EXPAND(13) EXPAND(14) EXPAND(15) EXPAND(16) EXPAND(17) EXPAND(18)
+EXPAND(12) EXPAND(13) EXPAND(14) EXPAND(15) EXPAND(16) EXPAND(17) EXPAND(18) EXPAND(19)
 static void (*const EXPAND_OF[])(const Linear *, const uint8_t *, int64_t, uint8_t *) = {
     NULL,     NULL,      expand_2,  expand_3,  expand_4,  expand_5,  expand_6,  expand_7,  NULL,     NULL,
-    expand_10, NULL, expand_12, expand_13, expand_14, expand_15, expand_16, expand_17, expand_18}; /* [kind] */
+    expand_10, NULL, expand_12, expand_13, expand_14, expand_15, expand_16, expand_17, expand_18, expand_19}; /* [kind] */
 
 /* Codes of so many groups as bytes, in `out` if they are not; 2:4 as they are. */
 static const uint8_t *as_bytes(const Linear *l, const uint8_t *w, int64_t groups, uint8_t *out) {

@@ -21,6 +21,13 @@ static inline void w_store(uint8_t *p, W w) { _mm256_storeu_si256((__m256i *)p, 
 static inline W w_and(W w, int mask) { return _mm256_and_si256(w, _mm256_set1_epi8((char)mask)); }
 static inline W w_shift(W w, int left) { return left < 0 ? _mm256_srli_epi16(w, -left) : _mm256_slli_epi16(w, left); }
 static inline W w_select(int mask, W a, W b) { return _mm256_or_si256(w_and(a, mask), w_and(b, ~mask)); }
+static inline W w_add(W a, W b) { return _mm256_add_epi8(a, b); }
+/* The bits of every lane, rotated to the right. */
+static inline W w_rotate(W w, int bits) { return _mm256_or_si256(_mm256_srli_epi32(w, bits), _mm256_slli_epi32(w, 32 - bits)); }
+static inline W w_rotate_byte(W w) {
+    const __m128i next = _mm_setr_epi8(1, 2, 3, 0, 5, 6, 7, 4, 9, 10, 11, 8, 13, 14, 15, 12);
+    return _mm256_shuffle_epi8(w, _mm256_broadcastsi128_si256(next));
+}
 /* Bytes of a table, by numbers below 16. */
 static inline W w_lookup(const uint8_t table[16], W w) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), w);

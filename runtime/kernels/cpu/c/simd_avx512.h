@@ -29,6 +29,10 @@ static inline void w_store(uint8_t *p, W w) { _mm512_storeu_si512((void *)p, w);
 static inline W w_and(W w, int mask) { return _mm512_and_si512(w, _mm512_set1_epi8((char)mask)); }
 static inline W w_shift(W w, int left) { return left < 0 ? _mm512_srli_epi16(w, (unsigned)-left) : _mm512_slli_epi16(w, (unsigned)left); }
 static inline W w_select(int mask, W a, W b) { return _mm512_ternarylogic_epi32(_mm512_set1_epi8((char)mask), a, b, 0xca); }
+static inline W w_add(W a, W b) { return _mm512_add_epi8(a, b); }
+/* The bits of every lane, rotated to the right. */
+#define w_rotate(WORDS, BITS) _mm512_ror_epi32(WORDS, BITS) /* by a constant */
+static inline W w_rotate_byte(W w) { return w_rotate(w, 8); }
 /* Bytes of a table, by numbers below 16. */
 static inline W w_lookup(const uint8_t table[16], W w) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), w);

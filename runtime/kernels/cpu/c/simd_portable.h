@@ -15,6 +15,10 @@ static inline void w_store(uint8_t *p, W w) { memcpy(p, &w, 64); }
 static inline W w_and(W w, int mask) { return w & (uint32_t)mask * 0x01010101u; }
 static inline W w_shift(W w, int left) { return left < 0 ? w >> -left : w << left; }
 static inline W w_select(int mask, W a, W b) { return w_and(a, mask) | w_and(b, ~mask & 255); }
+static inline W w_add(W a, W b) { return ((a & 0x7f7f7f7fu) + (b & 0x7f7f7f7fu)) ^ ((a ^ b) & 0x80808080u); }
+/* The bits of every lane, rotated to the right. */
+static inline W w_rotate(W w, int bits) { return w >> bits | w << (32 - bits); }
+static inline W w_rotate_byte(W w) { return w_rotate(w, 8); }
 /* Bytes of a table, by numbers below 16. */
 static inline W w_lookup(const uint8_t table[16], W w) {
     uint8_t bytes[64];

@@ -44,9 +44,12 @@ class KMeans(Representation):
             centroids = torch.where(total[:, None] > 0, moved / total.clamp(min=1e-30)[:, None], centroids)
         return {"codebook": centroids.to(dtype)}
 
-    def nearest(self, columns: torch.Tensor, parameters: Tensors, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        codebook = parameters["codebook"].float()
-        codes = torch.cdist(columns.T.contiguous(), codebook).argmin(1)
+    def nearest(
+        self, columns: torch.Tensor, parameters: Tensors, first: int, metric: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        codebook, points = parameters["codebook"].float(), columns.T.contiguous()
+        weighed = torch.eye(self.vector) if metric is None else torch.linalg.cholesky(metric)
+        codes = torch.cdist(points @ weighed, codebook @ weighed).argmin(1)
         return codebook[codes].T, codes
 
     def dequantize(self, codes: torch.Tensor, parameters: Tensors, dtype: torch.dtype) -> torch.Tensor:

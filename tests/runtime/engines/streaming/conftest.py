@@ -24,13 +24,15 @@ BLOCKS = 5
 
 @pytest.fixture(scope="session")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Compressed Llamas, of integers, floats, k-quants and DFloat11 (lean engine), and a GPT-2 (transformers' modules). Read only."""
+    """Compressed Llamas: integers, NVFP4, k-quants, trellis codes, DFloat11 (lean engine); a GPT-2 (transformers' modules). Read only."""
     home = tmp_path_factory.mktemp("streaming")
     compress(llama(num_hidden_layers=BLOCKS), home / "llama", inside_blocks("pack-quantized"))
     compress(llama(num_hidden_layers=BLOCKS), home / "floats", inside_blocks("nvfp4-pack-quantized"))
     compress(llama(num_hidden_layers=BLOCKS), home / "lossless", inside_blocks("dfloat11"))
     wide, minima = llama(num_hidden_layers=2, hidden_size=256, intermediate_size=256), Scheme(KQuant("Q4_K"))
     compress(wide, home / "k_quants", lambda n: ("k_quant", minima) if n.endswith("_proj") else None)
+    small = llama(num_hidden_layers=2)
+    compress(small, home / "trellis", inside_blocks("trellis"))
     scheme = ("packed", SCHEMES["packed"])
     compress(gpt2(n_layer=BLOCKS), home / "gpt2", lambda n: scheme if n.rpartition(".")[2].startswith("c_") else None)
     return {path.name: path for path in home.iterdir()}

@@ -66,6 +66,8 @@ MAKE __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int tabl
     return r;
 }
 MAKE __m512i _mm512_srli_epi32(__m512i a, unsigned n) { LANE a.u32[i] = n > 31 ? 0 : a.u32[i] >> n; return a; }
+MAKE __m512i _mm512_ror_epi32(__m512i a, int n) { LANE a.u32[i] = a.u32[i] >> (n & 31) | a.u32[i] << (-n & 31); return a; }
+MAKE __m512i _mm512_add_epi8(__m512i a, __m512i b) { BYTE a.u8[i] = (uint8_t)(a.u8[i] + b.u8[i]); return a; }
 MAKE __m512i _mm512_slli_epi32(__m512i a, unsigned n) { LANE a.u32[i] = n > 31 ? 0 : a.u32[i] << n; return a; }
 MAKE __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) { /* unsigned bytes of a, signed bytes of b, no saturation */
     LANE for (int j = 0; j < 4; j++) sum.u32[i] += (uint32_t)((int32_t)a.u8[4 * i + j] * b.i8[4 * i + j]);

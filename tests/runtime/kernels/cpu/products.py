@@ -16,6 +16,7 @@ from runtime.formats.block_float import BlockFloat
 from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import CompressedWeight, Scheme
+from runtime.formats.trellis import Trellis, window_values, windows
 from runtime.kernels import Layer
 from runtime.kernels.cpu import library, panels
 from runtime.kernels.cpu.sparse24 import S24
@@ -30,9 +31,11 @@ LAYOUTS = {
     "s24": S24,
     "e2m1": panels.FP4,
     "k": panels.K_QUANTS,
-}  # of codes up to 4 bits, up to 8, 2:4, 4-bit floats, block types of GGUF
+    "t": panels.TRELLIS,
+}  # of codes up to 4 bits, up to 8, 2:4, 4-bit floats, block types of GGUF, trellises
 FLOATS = {"mxfp4": Scheme(BlockFloat(4)), "nvfp4": Scheme(BlockFloat(4, group_size=16, scales="e4m3"))}
 K_QUANTS = {kind: Scheme(KQuant(kind)) for kind in KINDS}
+TRELLISES = [Scheme(Trellis(group)) for group in (16, 48, 512)]
 MXFP8 = Scheme(BlockFloat(8))
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of rounding, relative
 TINY = {
@@ -76,13 +79,19 @@ def case(
 
 def of(kind: str, weight: CompressedWeight, storage: str | None = None) -> Case:
     """The layer of this weight."""
-    shape = (weight.values.shape[0], weight.values.shape[1])
+    shape = weight.shape
     form = formats.get(storage) if storage else formats.choose(weight.scheme, shape)
     tensors = form.pack(weight)
     entry = ModuleEntry(weight.scheme, form.name, form.stored_count(tensors))
     layer, layout = Layer(entry, shape, weight.dtype, CPU), LAYOUTS[kind]
     assert layout.why_not(layer) is None
     return Case(layer, weight, tensors, layout, layout.pack(tensors, layer))
+
+
+def whole(scheme: Scheme, columns: int) -> int:
+    """At least so many columns, of which trellises want whole groups."""
+    size = scheme.weights.group_size if isinstance(scheme.weights, Trellis) else 1
+    return -(-columns // size) * size
 
 
 def run(
@@ -129,6 +138,9 @@ def exact_weight(weight: CompressedWeight) -> torch.Tensor:
             else 2.0 ** (own["scale"].double() - 127)
         )
         return weight.values.double() / 2 * scheme.spread(scale, columns)
+    if isinstance(scheme, Trellis):
+        numbers = windows(weight.values.flatten(), window_values().double()).T.reshape(weight.shape)
+        return numbers * weight.parameters["scale"].double().repeat_interleave(scheme.group_size, 1)
     assert weight.scale is not None
     codes = weight.values.double()
     if weight.zero_point is not None:

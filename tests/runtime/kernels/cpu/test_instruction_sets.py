@@ -26,12 +26,14 @@ GRIDS = [
     ("w8", int_scheme(5, True, 16)), ("s24", int_scheme(4, True, 64, "2:4")),
     ("s24", int_scheme(3, True, "channel", "2:4")), ("s24", int_scheme(4, True, 160, "2:4")),
     *(("e2m1", scheme) for scheme in products.FLOATS.values()), *(("k", scheme) for scheme in products.K_QUANTS.values()),
+    *(("t", scheme) for scheme in products.TRELLISES),
 ]  # fmt: skip
 TILED = [
     ("w4", int_scheme(4, True, 32)), ("w4", int_scheme(4, False, 48)), ("w8", int_scheme(8, True, 32)),
     ("w8", int_scheme(8, False, 16)), ("w4", int_scheme(3, False, 32)), ("w8", int_scheme(7, True, 80)),
     ("s24", int_scheme(4, True, 32, "2:4")), *(("e2m1", scheme) for scheme in products.FLOATS.values()),
     *(("k", scheme) for scheme in products.K_QUANTS.values()),
+    *(("t", scheme) for scheme in products.TRELLISES),
 ]  # fmt: skip
 STORAGE = {"s24": "sparse24", "w4": "packed", "w8": "packed"}
 ROWS = 13
@@ -63,6 +65,8 @@ def test_every_instruction_set_gives_the_same(kind, scheme, emulated):
     columns = (
         768
         if kind == "k"
+        else products.whole(scheme, 480)
+        if kind == "t"
         else 544
         if kind in ("s24", "e2m1")
         else 537
@@ -83,7 +87,7 @@ def test_every_instruction_set_gives_the_same(kind, scheme, emulated):
 
 @pytest.mark.parametrize(("kind", "scheme"), GRIDS, ids=str)
 def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(kind, scheme):
-    columns = 768 if kind == "k" else 640
+    columns = 768 if kind == "k" else products.whole(scheme, 640)
     made = products.case(kind, scheme, (83, columns), torch.bfloat16)
     x = torch.randn(70, columns).to(torch.bfloat16)
     for name, digits in itertools.product(instruction_sets.available(), (1, 2, 3)):
@@ -100,7 +104,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(kind, scheme):
 @pytest.mark.parametrize(("kind", "scheme"), TILED, ids=str)
 def test_every_tile_of_every_instruction_set_gives_the_same(kind, scheme, digits, emulated):
     """Each number of rows has tiles of its own."""
-    columns = 512 if kind == "k" else 160
+    columns = 512 if kind == "k" else products.whole(scheme, 160)
     made = products.case(kind, scheme, (69, columns), torch.float32, storage=STORAGE.get(kind))
     x, bias = torch.randn(17, columns, generator=torch.Generator().manual_seed(5)), torch.randn(69)
     alone = torch.cat([products.run(library.load("portable"), made, row[None], digits, bias=bias) for row in x])
@@ -172,7 +176,7 @@ def test_dequantized_tiles_are_the_weight(kind, scheme, emulated):
     made = products.case(
         kind,
         scheme,
-        (69, 768 if kind == "k" else 544 if (scheme.weights.group_size or 0) < 512 else 1024),
+        (69, products.whole(scheme, 768 if kind == "k" else 544 if (scheme.weights.group_size or 0) < 512 else 1024)),
         torch.bfloat16,
         3,
         STORAGE.get(kind),

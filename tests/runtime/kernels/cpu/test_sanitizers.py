@@ -93,6 +93,10 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
         for scheme in products.FLOATS.values() if columns % 32 == 0 else ():
             case = products.case("e2m1", scheme, (rows, columns), torch.bfloat16)
             made.append((case.layout.linear(case.prepared, case.layer, None), case))
+        for scheme in products.TRELLISES[:2] if columns in (96, 216) else ():
+            wide = columns // scheme.weights.group_size * scheme.weights.group_size
+            case = products.case("t", scheme, (rows, wide), torch.bfloat16)
+            made.append((case.layout.linear(case.prepared, case.layer, None), case))
         for kind in list(products.K_QUANTS)[at::4]:
             case = products.case("k", products.K_QUANTS[kind], (rows, 256), torch.bfloat16)
             made.append((case.layout.linear(case.prepared, case.layer, None), case))

@@ -18,6 +18,7 @@ from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.float8_block import Float8Block
 from runtime.formats.k_quant import KQuant
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
+from runtime.formats.trellis import Trellis
 from runtime.kernels import tuning
 from runtime.kernels.cpu import integer, library
 from runtime.layers.compressed_linear import prepare_all
@@ -83,6 +84,8 @@ needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler"
         (Scheme(KQuant("IQ4_NL")), torch.float64, "reference", "reference"),
         (Scheme(DFloat11()), torch.bfloat16, "dfloat11-c", "dfloat11-c"),
         (Scheme(DFloat11()), torch.float64, "reference", "reference"),
+        (Scheme(Trellis(64)), torch.bfloat16, "trellis-c", "trellis-c-fast"),
+        (Scheme(Trellis(64)), torch.float64, "reference", "reference"),
         (Scheme(None, None, "2:4"), torch.bfloat16, "reference", "reference"),
     ],
     ids=str,

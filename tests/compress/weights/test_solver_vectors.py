@@ -1,0 +1,161 @@
+"""The column loop over vectors of columns: against its own algebra, beside rounding to nearest, refined, and row after row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from compress.core.method import DEFAULTS, Problem
+from compress.core.statistics import Statistics, StatisticsCollector
+from compress.quantize import METHODS, resolve_scheme
+from compress.weights.solver import columns, group
+from compress.weights.solver.compensate import VectorSolver
+from compress.weights.solver.factor import factorize
+from compress.weights.solver.group import solve_group
+from runtime.errors import RequestError
+from runtime.formats.trellis import Trellis
+
+COLUMNS = 128
+
+
+def inputs(columns: int = COLUMNS, seed: int = 0) -> Statistics:
+    generator = torch.Generator().manual_seed(seed)
+    collector = StatisticsCollector(columns)
+    collector.add(torch.randn(1000, columns, generator=generator) @ torch.randn(columns, columns, generator=generator))
+    return collector.finish()
+
+
+def normal(rows: int, columns: int = COLUMNS, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def solved(weights: list[torch.Tensor], method: str = "gptq", hessians: Any = None, **fields: Any) -> list[Any]:
+    config = METHODS[method].config(method=method, scheme={"representation": "trellis", "group_size": 64}, **fields)
+    names = [f"layer{index}" for index in range(len(weights))]
+    return solve_group(
+        Problem(weights, inputs(), None, config, resolve_scheme(config), torch.float32, names, output_hessians=hessians)
+    )
+
+
+def loss(weight: torch.Tensor, found: Any) -> float:
+    error, hessian = weight - found.weight.dequantize(), inputs().hessian
+    assert hessian is not None
+    return float((error @ hessian * error).sum())
+
+
+def test_the_metric_is_what_later_columns_cannot_make_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of a vector costs the least of `e^T H e` over the columns that come after it, in float64."""
+    hessian = inputs().hessian
+    assert hessian is not None
+    seen: dict[int, torch.Tensor] = {}
+    nearest = Trellis.nearest
+
+    def spy(self: Trellis, columns: Any, parameters: Any, first: int, metric: Any = None) -> Any:
+        if metric is not None:
+            seen[first] = metric
+        return nearest(self, columns, parameters, first, metric)
+
+    monkeypatch.setattr(Trellis, "nearest", spy)
+    order = torch.arange(COLUMNS).view(-1, 16).flip(0).flatten()
+    factor = factorize(hessian, order, 0.01, "layer")
+    solver = VectorSolver(
+        Trellis(64), hessian, order, factor, torch.float32, replace(DEFAULTS, block_size=32, sweeps=0)
+    )
+    weight = normal(5)
+    solver.solve(weight, solver.fit(weight))
+    assert len(seen) == COLUMNS // 16
+    wanted = hessian.double() + factor.added * torch.eye(COLUMNS)
+    for first, metric in seen.items():
+        own, later = torch.arange(first, first + 16), torch.arange(first)  # visited from the back
+        best = wanted[own][:, own]
+        if len(later):
+            cross = wanted[own][:, later]
+            best = best - cross @ torch.linalg.solve(wanted[later][:, later], cross.T)
+        assert torch.allclose(metric.double(), best, rtol=1e-3, atol=1e-3 * float(best.diagonal().mean()))
+
+
+def test_the_column_loop_beats_rounding_and_sweeps_only_gain() -> None:
+    weights = [normal(40), normal(24, seed=2)]
+    rounded, alone, swept = (
+        solved(weights, method, **fields)
+        for method, fields in (("rtn", {}), ("gptq", {"sweeps": 0}), ("gptq", {"sweeps": 3}))
+    )
+    for weight, nearest, once, more in zip(weights, rounded, alone, swept, strict=True):
+        assert loss(weight, once) < 0.6 * loss(weight, nearest)
+        assert loss(weight, more) < 0.98 * loss(weight, once)
+        for one in (once, more):
+            assert one.lost == pytest.approx(loss(weight, one), rel=2e-3), "what is reported"
+
+
+def test_no_row_is_worse_than_rounded_to_nearest() -> None:
+    weight, hessian = normal(64), inputs().hessian
+    assert hessian is not None
+    found, nearest = (solved([weight], method)[0].weight.dequantize() for method in ("gptq", "rtn"))
+    rows = [((weight - dense) @ hessian * (weight - dense)).sum(1) for dense in (found, nearest)]
+    form = Trellis(64)
+    own = form.fit(weight, torch.float32, hessian.diagonal())
+    again = weight - form.dequantize(form.round(weight, own), own, torch.float32)
+    assert bool((rows[0] <= (again @ hessian * again).sum(1) * (1 + 1e-5)).all())
+    assert float(rows[0].sum()) < float(rows[1].sum())
+
+
+def test_closer_than_a_grid_of_as_many_bits() -> None:
+    weight = normal(48)
+    config = METHODS["gptq"].config(method="gptq", bits=2, group_size=64)
+    grid = solve_group(Problem([weight], inputs(), None, config, resolve_scheme(config), torch.float32, ["a"]))[0]
+    assert loss(weight, solved([weight])[0]) < 0.8 * loss(weight, grid)
+
+
+def test_rows_make_up_for_rows_before_them() -> None:
+    """With output Hessians the loss of the model falls, and what the layer itself loses rises."""
+    weights = [normal(48), normal(32, seed=4)]
+    hessians = []
+    for seed, weight in enumerate(weights):
+        outputs = normal(300, len(weight), 9 + seed) @ normal(len(weight), len(weight), 20 + seed)
+        hessians.append(outputs.T @ outputs / 300)
+    lost, own = [], []
+    for given in (None, hessians):
+        found = solved(weights, hessians=given, sweeps=1)
+        errors = [weight - one.weight.dequantize() for weight, one in zip(weights, found, strict=True)]
+        inner = inputs().hessian
+        assert inner is not None
+        lost.append(sum(float((h * (e @ inner @ e.T)).sum()) for h, e in zip(hessians, errors, strict=True)))
+        own.append(sum(loss(weight, one) for weight, one in zip(weights, found, strict=True)))
+    assert lost[1] < 0.9 * lost[0], lost
+    assert own[1] > own[0]
+
+
+@pytest.mark.parametrize("scheme", [{"representation": "trellis", "group_size": 32}, "FP8_BLOCK"], ids=str)
+@pytest.mark.parametrize("used", [0, 31])
+def test_columns_that_no_input_uses(scheme: Any, used: int) -> None:
+    x = normal(200, 32)
+    x[:, used:] = 0
+    collector = StatisticsCollector(32)
+    collector.add(x)
+    config = METHODS["gptq"].config(method="gptq", scheme=scheme, sweeps=2)
+    weight = normal(300, 32)
+    problem = Problem([weight], collector.finish(), None, config, resolve_scheme(config), torch.bfloat16, ["a"])
+    dense = solve_group(problem)[0].weight.dequantize()
+    assert dense.dtype == torch.bfloat16
+    assert float((dense - weight).norm() / weight.norm()) < 0.6
+
+
+def test_chunks_of_rows_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [normal(40), normal(24, seed=2)]
+    whole = [one.weight.dequantize() for one in solved(weights)]
+    rounded = [one.weight.dequantize() for one in solved(weights, "rtn")]
+    monkeypatch.setattr(columns, "rows_at_a_time", lambda _columns: 7)
+    monkeypatch.setattr(group, "nearest_rows", lambda _columns: 5)
+    for method, wanted in (("gptq", whole), ("rtn", rounded)):
+        for one, dense in zip(solved(weights, method), wanted, strict=True):
+            assert float((one.weight.dequantize() - dense).abs().max()) < 1e-4 * float(dense.abs().max())
+
+
+@pytest.mark.parametrize("option", [{"scales": "hessian"}, {"static_groups": True}, {"refit_scales": False}], ids=str)
+def test_options_of_grids_are_refused(option: dict[str, Any]) -> None:
+    (name,) = option
+    with pytest.raises(RequestError, match=f"{name} applies to grids only, and trellis 2 bits g64 fits its own scales"):
+        solved([normal(4)], **option)

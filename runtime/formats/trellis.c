@@ -1,132 +1,161 @@
-/* The search of runtime/formats/trellis.py, which says what is computed: words of 16 numbers, one row at a time. */
+/* The search of runtime/formats/trellis.py, which says what is computed: words of 16 numbers, for several rows at a time. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-#define STEPS 16    /* numbers of a word */
-#define STATES 64   /* six bits that two windows share */
-#define CHOICES 4   /* two bits that leave a window when the next begins */
-#define QUARTER (STATES / CHOICES)
+#define STEPS 16   /* numbers of a word */
+#define STATES 64  /* six bits that two windows share: three digits to base 4 */
+#define CHOICES 4  /* digits that enter and leave */
+#define LANES 8    /* rows that are searched together */
+#define EACH_LANE for (int r = 0; r < LANES; r++)
 
-/* windows[l][s]: value of the window 4 s + l, which leads to the state s, from the state (4 s + l) % 64 */
-typedef struct { float windows[CHOICES][STATES]; } Code;
+/* A step drops the lowest digit of the state and adds a highest one. The new digit takes the place of the one that was dropped, so that
+ * numbers of states never move: which place a digit has depends on the step. */
+static const int APART[3] = {16, 4, 1}; /* states that differ by one in the digit of a place */
+static int place_of(int step, int state) {
+    return (state & 3) * APART[step % 3] + (state >> 2 & 3) * APART[(step + 1) % 3] + (state >> 4) * APART[(step + 2) % 3];
+}
 
-/* state: on entry the cost of starting in each state, on return the least cost of a path of count steps that ends there. Step t costs
+typedef float V __attribute__((vector_size(4 * LANES)));
+typedef int32_t M __attribute__((vector_size(4 * LANES))); /* a comparison: -1 where it holds */
+static inline V set1(float value) { return value - (V){0}; }
+static inline V pick(M where, V a, V b) { return (V)(((M)a & where) | ((M)b & ~where)); }
+static inline V least_of(V a, V b) { return pick(a < b, a, b); }
+static inline V square_cost(float cost, V error) { return set1(cost) * error * error; }
+
+typedef struct { V at[STATES]; } States;
+
+/* Where the four states are that differ in the digit that step t changes, the n-th of 16 such sets, and the values of the windows from the
+ * l-th of them to the h-th. */
+typedef struct { int first, apart; float window[CHOICES][CHOICES]; } Set; /* [h][l] */
+static Set set_of(const float *values, int t, int n) {
+    Set set = {(n & 3) * APART[(t + 1) % 3] + (n >> 2) * APART[(t + 2) % 3], APART[t % 3], {{0}}};
+    for (int h = 0; h < CHOICES; h++)
+        for (int l = 0; l < CHOICES; l++) set.window[h][l] = values[h << 6 | n << 2 | l];
+    return set;
+}
+
+/* state: on entry the cost of starting in each state, on return the least cost of a path that takes these steps and ends there. Step t costs
  * cost[t] (x[t] - value)^2. */
-static void forward(const Code *code, const float *x, const float *cost, int count, float *state) {
-    for (int t = 0; t < count; t++) {
-        float next[STATES];
-        for (int s = 0; s < STATES; s++) {
-            float least = INFINITY;
+static void forward(const Set sets[3][16], const V *x, const float *cost, int first, int end, States *state) {
+    for (int t = first; t < end; t++)
+        for (int n = 0; n < 16; n++) {
+            const Set *set = &sets[t % 3][n];
+            V *at = state->at + set->first, before[CHOICES];
+            for (int l = 0; l < CHOICES; l++) before[l] = at[l * set->apart];
+            for (int h = 0; h < CHOICES; h++) {
+                V least = set1(INFINITY);
+                for (int l = 0; l < CHOICES; l++) least = least_of(before[l] + square_cost(cost[t], x[t] - set1(set->window[h][l])), least);
+                at[h * set->apart] = least;
+            }
+        }
+}
+
+/* The same backwards: on entry the cost of ending in each state, on return the least cost of a path that takes these steps and starts there. */
+static void backward(const Set sets[3][16], const V *x, const float *cost, int first, int end, States *state) {
+    for (int t = end - 1; t >= first; t--)
+        for (int n = 0; n < 16; n++) {
+            const Set *set = &sets[t % 3][n];
+            V *at = state->at + set->first, after[CHOICES];
+            for (int h = 0; h < CHOICES; h++) after[h] = at[h * set->apart];
             for (int l = 0; l < CHOICES; l++) {
-                float off = x[t] - code->windows[l][s], total = state[(4 * s + l) % STATES] + cost[t] * off * off;
-                least = total < least ? total : least;
+                V least = set1(INFINITY);
+                for (int h = 0; h < CHOICES; h++) least = least_of(after[h] + square_cost(cost[t], x[t] - set1(set->window[h][l])), least);
+                at[l * set->apart] = least;
             }
-            next[s] = least;
         }
-        memcpy(state, next, sizeof next);
-    }
 }
 
-/* The same backwards: on entry the cost of ending in each state, on return the least cost of a path of count steps that starts there. */
-static void backward(const Code *code, const float *x, const float *cost, int count, float *state) {
-    for (int t = count - 1; t >= 0; t--) {
-        float before[STATES];
-        for (int s = 0; s < STATES; s++) before[s] = INFINITY;
-        for (int l = 0; l < CHOICES; l++)
-            for (int s = 0; s < STATES; s++) {
-                float off = x[t] - code->windows[l][s], total = state[s] + cost[t] * off * off;
-                float *at = before + (4 * s + l) % STATES;
-                *at = total < *at ? total : *at;
-            }
-        memcpy(state, before, sizeof before);
-    }
-}
+typedef struct {
+    States state, errors[STEPS];
+    M taken[STEPS][STATES];
+} Paths;
 
-/* Numbers of the states in the order in which a step takes them: state 4 q + l is at 16 l + q. */
-typedef struct { float of[STATES]; } Split;
-static inline Split split(const float *states) {
-    Split out;
-    for (int l = 0; l < CHOICES; l++)
-        for (int q = 0; q < QUARTER; q++) out.of[QUARTER * l + q] = states[CHOICES * q + l];
-    return out;
-}
-
-/* The best path from a state to itself, as a word; its cost in *least if that is below what is there. */
-static uint32_t best_closed_path(const Code *code, const float *x, const float *cost, const float (*couple)[STEPS], int start, float *least, uint32_t word) {
-    Split state, errors[STEPS];
-    float next[STATES];
-    int32_t taken[STEPS][STATES];
-    for (int s = 0; s < STATES; s++) state.of[QUARTER * (s % CHOICES) + s / CHOICES] = s == start ? 0 : INFINITY;
+/* Best paths from a state of each row to itself; words and least costs of those that cost less than `least`. */
+static void best_closed_paths(const Set sets[3][16], const V *x, const float *cost, const float (*couple)[STEPS], const int *start, Paths *p,
+                              V *least, uint32_t *words) {
+    for (int s = 0; s < STATES; s++) p->state.at[s] = set1(INFINITY);
+    EACH_LANE p->state.at[place_of(0, start[r])][r] = 0;
     for (int t = 0; t < STEPS; t++) {
-        Split shift = {0};
-        float off[STATES];
-        for (int j = 0; j < t; j++)
-            for (int s = 0; s < STATES; s++) shift.of[s] += couple[t][j] * errors[j].of[s];
-        for (int h = 0; h < CHOICES; h++)
-            for (int q = 0; q < QUARTER; q++) {
-                const int s = QUARTER * h + q;
-                float best = INFINITY, own = 0;
-                int32_t choice = 0;
+        V lowest = set1(INFINITY);
+        for (int n = 0; n < 16; n++) {
+            const Set *set = &sets[t % 3][n];
+            const int apart = set->apart;
+            V *state = p->state.at + set->first, before[CHOICES], wanted[CHOICES];
+            M choice[CHOICES];
+            for (int l = 0; l < CHOICES; l++) before[l] = state[l * apart], wanted[l] = set1(0);
+            for (int j = 0; j < t; j++)
+                for (int l = 0; l < CHOICES; l++) wanted[l] += set1(couple[t][j]) * p->errors[j].at[set->first + l * apart];
+            for (int h = 0; h < CHOICES; h++) {
+                V next = set1(INFINITY), own = set1(0);
+                choice[h] = (M){0};
                 for (int l = 0; l < CHOICES; l++) {
-                    float e = x[t] - code->windows[l][s], all = e + shift.of[QUARTER * l + q], total = state.of[QUARTER * l + q] + cost[t] * all * all;
-                    choice = total < best ? l : choice;
-                    own = total < best ? e : own;
-                    best = total < best ? total : best;
+                    V error = x[t] - set1(set->window[h][l]), total = before[l] + square_cost(cost[t], error + wanted[l]);
+                    M better = total < next;
+                    choice[h] = (better & l) | (choice[h] & ~better);
+                    own = pick(better, error, own), next = pick(better, total, next);
                 }
-                next[s] = best, off[s] = own, taken[t][s] = choice;
+                state[h * apart] = next, p->errors[t].at[set->first + h * apart] = own;
+                p->taken[t][set->first + h * apart] = choice[h];
+                lowest = least_of(next, lowest);
             }
-        /* Each state inherits the errors of the path that survived into it. */
-        for (int j = 0; j < t; j++) {
-            float kept[STATES];
-            for (int h = 0; h < CHOICES; h++)
-                for (int q = 0; q < QUARTER; q++) {
-                    const int32_t choice = taken[t][QUARTER * h + q];
-                    const float *of = errors[j].of + q;
-                    float one = choice & 1 ? of[QUARTER] : of[0], other = choice & 1 ? of[3 * QUARTER] : of[2 * QUARTER];
-                    kept[QUARTER * h + q] = choice & 2 ? other : one;
+            /* Each state inherits the errors of the path that survived into it. */
+            for (int j = 0; j < t; j++) {
+                V *errors = p->errors[j].at + set->first, were[CHOICES];
+                for (int l = 0; l < CHOICES; l++) were[l] = errors[l * apart];
+                for (int h = 0; h < CHOICES; h++) {
+                    const M odd = -(choice[h] & 1), high = -(choice[h] >> 1);
+                    errors[h * apart] = pick(high, pick(odd, were[3], were[2]), pick(odd, were[1], were[0]));
                 }
-            errors[j] = split(kept);
+            }
         }
-        errors[t] = split(off), state = split(next);
-        float lowest = INFINITY;
-        for (int s = 0; s < STATES; s++) lowest = next[s] < lowest ? next[s] : lowest;
-        if (lowest >= *least) return word; /* costs only grow */
+        int more = 0; /* costs only grow */
+        EACH_LANE more |= lowest[r] < (*least)[r];
+        if (!more) return;
     }
-    if (!(next[start] < *least)) return word;
-    *least = next[start];
-    uint32_t found = 0;
-    for (int t = STEPS - 1, s = start; t >= 0; t--) {
-        found |= (uint32_t)taken[t][s] << 2 * t;
-        s = (CHOICES * s + taken[t][s]) % STATES;
+    EACH_LANE {
+        const float lost = p->state.at[place_of(STEPS, start[r])][r];
+        if (!(lost < (*least)[r])) continue;
+        (*least)[r] = lost, words[r] = 0;
+        for (int t = STEPS - 1, s = start[r]; t >= 0; t--) {
+            const uint32_t choice = (uint32_t)p->taken[t][place_of(t + 1, s)][r];
+            words[r] |= choice << 2 * t;
+            s = (int)((4 * (uint32_t)s + choice) % STATES);
+        }
     }
-    return found;
 }
 
 /* target [16][rows], in the order of the steps and in units of the values; values [256]; cost [16]; couple [16][16], below the diagonal;
  * single [16]: what a step costs by itself; words [rows]. */
 void trellis_search(const float *target, int64_t rows, const float *values, const float *cost, const float *couple, const float *single,
                     int64_t tries, int32_t *words, int64_t begin, int64_t end) {
-    Code code;
-    for (int s = 0; s < STATES; s++)
-        for (int l = 0; l < CHOICES; l++) code.windows[l][s] = values[4 * s + l];
+    Set sets[3][16];
+    Paths paths;
     int uncoupled = 1;
+    for (int t = 0; t < 3; t++)
+        for (int n = 0; n < 16; n++) sets[t][n] = set_of(values, t, n);
     for (int i = 0; i < STEPS * STEPS; i++) uncoupled &= couple[i] == 0;
-    for (int64_t row = begin; row < end; row++) {
-        float x[STEPS], ahead[STATES] = {0}, back[STATES] = {0}, least = INFINITY;
-        for (int t = 0; t < STEPS; t++) x[t] = target[t * rows + row];
-        forward(&code, x + STEPS / 2, single + STEPS / 2, STEPS / 2, ahead);
-        backward(&code, x, single, STEPS / 2, back);
-        for (int s = 0; s < STATES; s++) ahead[s] += back[s];
-        uint32_t word = 0;
+    for (int64_t row = begin; row < end; row += LANES) {
+        V x[STEPS], least = set1(INFINITY);
+        States ahead = {0}, back = {0};
+        uint32_t found[LANES] = {0};
+        for (int t = 0; t < STEPS; t++) EACH_LANE x[t][r] = target[t * rows + (row + r < end ? row + r : end - 1)];
+        forward(sets, x, single, STEPS / 2, STEPS, &ahead);
+        backward(sets, x, single, 0, STEPS / 2, &back);
+        for (int s = 0; s < STATES; s++) back.at[place_of(0, s)] += ahead.at[place_of(STEPS, s)];
         for (int64_t n = 0; n < tries; n++) {
-            int start = 0;
-            for (int s = 1; s < STATES; s++) start = ahead[s] < ahead[start] ? s : start;
-            if (uncoupled && ahead[start] >= least) break; /* no word that passes there costs less */
-            ahead[start] = INFINITY;
-            word = best_closed_path(&code, x, cost, (const float(*)[STEPS])couple, start, &least, word);
+            int start[LANES], more = 0;
+            EACH_LANE {
+                start[r] = 0;
+                for (int s = 1; s < STATES; s++) start[r] = back.at[place_of(0, s)][r] < back.at[place_of(0, start[r])][r] ? s : start[r];
+                V *bound = &back.at[place_of(0, start[r])];
+                more |= !uncoupled || (*bound)[r] < least[r]; /* no word that passes there costs less */
+                (*bound)[r] = INFINITY;
+            }
+            if (!more) break;
+            best_closed_paths(sets, x, cost, (const float(*)[STEPS])couple, start, &paths, &least, found);
         }
-        words[row] = (int32_t)word;
+        for (int r = 0; r < LANES && row + r < end; r++) words[row + r] = (int32_t)found[r];
     }
 }

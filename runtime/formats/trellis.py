@@ -54,7 +54,7 @@ class Trellis(Representation):
 
     name = "trellis"
     row_by_row = True
-    seconds = 5e-6
+    seconds = 1.2e-6
     bits = 2
     vector = VECTOR
     group_size: int = 128

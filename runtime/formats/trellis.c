@@ -143,15 +143,20 @@ void trellis_search(const float *target, int64_t rows, const float *values, cons
         for (int t = 0; t < STEPS; t++) EACH_LANE x[t][r] = target[t * rows + (row + r < end ? row + r : end - 1)];
         forward(sets, x, single, STEPS / 2, STEPS, &ahead);
         backward(sets, x, single, 0, STEPS / 2, &back);
-        for (int s = 0; s < STATES; s++) back.at[place_of(0, s)] += ahead.at[place_of(STEPS, s)];
+        V through[STATES]; /* of paths through a state at the beginning, where errors do not couple */
+        for (int s = 0; s < STATES; s++) through[s] = back.at[place_of(0, s)] + ahead.at[place_of(STEPS, s)];
         for (int64_t n = 0; n < tries; n++) {
             int start[LANES], more = 0;
+            M lowest = {0};
+            V bound = through[0];
+            for (int s = 1; s < STATES; s++) {
+                const M lower = through[s] < bound;
+                lowest = (lower & s) | (lowest & ~lower), bound = pick(lower, through[s], bound);
+            }
             EACH_LANE {
-                start[r] = 0;
-                for (int s = 1; s < STATES; s++) start[r] = back.at[place_of(0, s)][r] < back.at[place_of(0, start[r])][r] ? s : start[r];
-                V *bound = &back.at[place_of(0, start[r])];
-                more |= !uncoupled || (*bound)[r] < least[r]; /* no word that passes there costs less */
-                (*bound)[r] = INFINITY;
+                start[r] = lowest[r];
+                more |= !uncoupled || bound[r] < least[r]; /* no word that passes there costs less */
+                through[start[r]][r] = INFINITY;
             }
             if (!more) break;
             best_closed_paths(sets, x, cost, (const float(*)[STEPS])couple, start, &paths, &least, found);

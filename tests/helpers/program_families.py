@@ -100,12 +100,12 @@ def compressed(model: Any, scheme: Scheme = SCHEMES["pack-quantized"]) -> tuple[
     """The model with layers of the scheme (by default 4 bits) in its blocks, and with the same weights dense."""
     small, dense = copy.deepcopy(model), copy.deepcopy(model)
     blocks, grid = find_blocks(model)[0], scheme.weights
-    assert isinstance(grid, GridScheme)
+    assert grid is not None
     for name, module in model.named_modules():
         if not is_matrix(module) or not name.startswith(f"{blocks}."):
             continue
         weight = nearest(get_matrix(module).detach().contiguous(), scheme)
-        shape = (weight.values.shape[0], weight.values.shape[1])
+        shape = weight.shape
         plain = type(grid) is GridScheme and grid.type == "int"
         form = formats.get("packed") if plain else formats.choose(scheme, shape)
         entry = ModuleEntry(scheme, form.name)

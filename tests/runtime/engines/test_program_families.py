@@ -82,7 +82,7 @@ OWN_KERNELS = {
 
 @pytest.mark.parametrize("storage", OWN_KERNELS)
 @pytest.mark.parametrize("name", ["Llama", "GptOss"])
-def test_tokens_of_models_of_block_floats_and_k_quants(name: str, storage: str) -> None:
+def test_tokens_of_models_of_other_representations(name: str, storage: str) -> None:
     """Dense layers and experts: logits, and the text that comes of them, as of modules with the same weights."""
     hidden, heads, inner, count = (256, 32, 256, 8) if storage in KINDS else (96, 16, 128, 6)
     made = model_of(name, hidden_size=hidden, head_dim=heads, intermediate_size=inner, num_attention_heads=count)

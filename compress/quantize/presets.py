@@ -78,20 +78,23 @@ def preset(name: str) -> Scheme:
 
 
 def _check_options(config: QuantizeConfig, scheme: Scheme) -> Scheme:
-    """The scheme; RequestError where it is lossless and the recipe has weights changed or rounded, or where it is no grid and the recipe
-    sets options of grids."""
+    """A scheme other than a plain grid; RequestError where the recipe sets options that mean nothing to it."""
     weights = scheme.weights
-    if weights is None:
+    if weights is None or isinstance(weights, GridScheme):
         return scheme
-    if not weights.lossless:
-        defaults = type(config).model_fields
-        changed = (key for key in _OF_GRIDS if key in defaults and getattr(config, key) != defaults[key].default)
-        key = None if isinstance(weights, GridScheme) else next(changed, None)
-        if key is not None:
+    if weights.lossless:
+        return _check_lossless(config, scheme, weights)
+    fields = type(config).model_fields
+    for key in _OF_GRIDS:
+        if key in fields and getattr(config, key) != fields[key].default:
             raise RequestError(
                 f"{key} applies to grids only, and {weights.describe()} fits its own scales: leave {key} out"
             )
-        return scheme
+    return scheme
+
+
+def _check_lossless(config: QuantizeConfig, scheme: Scheme, weights: Representation) -> Scheme:
+    """The scheme; RequestError where the recipe has weights changed or rounded."""
     name = f"scheme '{config.scheme}'" if isinstance(config.scheme, str) else f"scheme {weights.describe()}"
     for key, only in (("method", "rtn"), ("objective", "layer"), ("scales", "mse")):
         if (given := getattr(config, key)) != only:

@@ -36,33 +36,23 @@ static Set set_of(const float *values, int t, int n) {
     return set;
 }
 
-/* state: on entry the cost of starting in each state, on return the least cost of a path that takes these steps and ends there. Step t costs
+/* Costs of the best paths through steps [first, end). Forwards: state has the cost of starting in each state, and gets the least cost of a
+ * path that ends there. Backwards: the cost of ending in each state, and the least cost of a path that starts there. Step t costs
  * cost[t] (x[t] - value)^2. */
-static void forward(const Set sets[3][16], const V *x, const float *cost, int first, int end, States *state) {
-    for (int t = first; t < end; t++)
+static inline __attribute__((always_inline)) void best_paths(const Set sets[3][16], const V *x, const float *cost, int first, int end,
+                                                             const int back, States *state) {
+    for (int t = back ? end - 1 : first; t >= first && t < end; t += back ? -1 : 1)
         for (int n = 0; n < 16; n++) {
             const Set *set = &sets[t % 3][n];
-            V *at = state->at + set->first, before[CHOICES];
-            for (int l = 0; l < CHOICES; l++) before[l] = at[l * set->apart];
-            for (int h = 0; h < CHOICES; h++) {
+            V *at = state->at + set->first, known[CHOICES];
+            for (int k = 0; k < CHOICES; k++) known[k] = at[k * set->apart];
+            for (int o = 0; o < CHOICES; o++) {
                 V least = set1(INFINITY);
-                for (int l = 0; l < CHOICES; l++) least = least_of(before[l] + square_cost(cost[t], x[t] - set1(set->window[h][l])), least);
-                at[h * set->apart] = least;
-            }
-        }
-}
-
-/* The same backwards: on entry the cost of ending in each state, on return the least cost of a path that takes these steps and starts there. */
-static void backward(const Set sets[3][16], const V *x, const float *cost, int first, int end, States *state) {
-    for (int t = end - 1; t >= first; t--)
-        for (int n = 0; n < 16; n++) {
-            const Set *set = &sets[t % 3][n];
-            V *at = state->at + set->first, after[CHOICES];
-            for (int h = 0; h < CHOICES; h++) after[h] = at[h * set->apart];
-            for (int l = 0; l < CHOICES; l++) {
-                V least = set1(INFINITY);
-                for (int h = 0; h < CHOICES; h++) least = least_of(after[h] + square_cost(cost[t], x[t] - set1(set->window[h][l])), least);
-                at[l * set->apart] = least;
+                for (int k = 0; k < CHOICES; k++) {
+                    const float value = back ? set->window[k][o] : set->window[o][k];
+                    least = least_of(known[k] + square_cost(cost[t], x[t] - set1(value)), least);
+                }
+                at[o * set->apart] = least;
             }
         }
 }
@@ -141,8 +131,8 @@ void trellis_search(const float *target, int64_t rows, const float *values, cons
         States ahead = {0}, back = {0};
         uint32_t found[LANES] = {0};
         for (int t = 0; t < STEPS; t++) EACH_LANE x[t][r] = target[t * rows + (row + r < end ? row + r : end - 1)];
-        forward(sets, x, single, STEPS / 2, STEPS, &ahead);
-        backward(sets, x, single, 0, STEPS / 2, &back);
+        best_paths(sets, x, single, STEPS / 2, STEPS, 0, &ahead);
+        best_paths(sets, x, single, 0, STEPS / 2, 1, &back);
         V through[STATES]; /* of paths through a state at the beginning, where errors do not couple */
         for (int s = 0; s < STATES; s++) through[s] = back.at[place_of(0, s)] + ahead.at[place_of(STEPS, s)];
         for (int64_t n = 0; n < tries; n++) {

@@ -22,8 +22,8 @@ from runtime.formats.representation import Representation, Shape, Tensors, Tenso
 from runtime.system import native
 from runtime.system.row_threads import run_on_rows
 
-#: Value of a window: `LOW[its low nibble] + HIGH[its high nibble] - BASE`; made by `benchmarks/trellis_tables.py`. They are part of the
-#: format: others would read every artifact as noise.
+#: Value of a window: `LOW[its low nibble] + HIGH[its high nibble] - BASE`; made by `benchmarks/trellis_tables.py`. The tables are part of
+#: the format, and `runtime/kernels/cpu/c/planes.h` has them too: with others every artifact would decode to noise.
 LOW = (9, 33, 16, 21, 21, 12, 0, 28, 7, 13, 22, 30, 21, 21, 9, 0)
 HIGH = (30, 10, 17, 13, 21, 10, 22, 25, 4, 18, 2, 14, 11, 26, 9, 10)
 BASE = 32
@@ -32,10 +32,8 @@ VECTOR, STATES, CHOICES = 16, 64, 4
 #: `ORDER[t]`: column that window `t` decodes to. Byte `b` of the word rotated right by 0, 4, 2, 6 bits is column `b`, `4 + b`, `8 + b`,
 #: `12 + b`: rotations by 0 and 4 (2 and 6) use the same nibbles.
 ORDER = tuple(4 * (0, 2, 1, 3)[step % 4] + step // 4 for step in range(VECTOR))
-TRIES, _FIT_TRIES = (
-    8,
-    1,
-)  # start states tried for a word, most promising first (64: all); the second while scales are fitted
+TRIES = 8  # start states tried for a word, most promising first; 64 are all
+_FIT_TRIES = 1  # the same while scales are fitted
 _ROWS = 4096  # searched at a time in torch
 _SLICE = 1 << 20  # weights dequantized at a time, so that they stay in the cache
 
@@ -73,7 +71,7 @@ class Trellis(Representation):
 
     # ---------------------------------------------------------------- what codes are
     def fit(self, weight: torch.Tensor, dtype: torch.dtype, importance: torch.Tensor | None = None) -> Tensors:
-        """Scales by least squares to the words that fit best, twice, from the standard deviation of every group on."""
+        """Scales: from the root mean square of each group, refitted twice by least squares to the words found."""
         rows, columns = weight.shape
         groups = weight.view(rows, columns // self.group_size, self.group_size)
         cost = weight.new_ones(columns) if importance is None else importance.float().clamp(min=1e-12)
@@ -81,7 +79,7 @@ class Trellis(Representation):
         scale = ((groups.square() * mass).sum(-1) / mass.sum(-1)).sqrt() / UNIT
         for _ in range(2):
             parameters = {"scale": _storable(scale, dtype)}
-            words = self._round(weight, parameters, cost)
+            words = self._round(weight, parameters, cost, _FIT_TRIES)
             values = windows(words.flatten(), _values_on(weight.device)).T.reshape(groups.shape)
             along, norm = (groups * values * mass).sum(-1), (values.square() * mass).sum(-1)
             scale = (along / norm.clamp(min=1e-30)).clamp(min=0)
@@ -90,29 +88,32 @@ class Trellis(Representation):
     def nearest(
         self, columns: torch.Tensor, parameters: Tensors, first: int, metric: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = parameters["scale"][:, first // self.group_size].float()
-        words = search(columns / scale.where(scale > 0, 1), metric)
+        words, scale = self._words(columns, parameters, first, metric, TRIES)
         return windows(words, _values_on(columns.device)) * scale, words
 
     def round(self, weight: torch.Tensor, parameters: Tensors) -> torch.Tensor:
-        return self._round(weight, parameters, None)
+        return self._round(weight, parameters, None, TRIES)
 
-    def _round(self, weight: torch.Tensor, parameters: Tensors, cost: torch.Tensor | None) -> torch.Tensor:
+    def _round(self, weight: torch.Tensor, parameters: Tensors, cost: torch.Tensor | None, tries: int) -> torch.Tensor:
         words = []
         for first in range(0, weight.shape[1], VECTOR):
-            scale = parameters["scale"][:, first // self.group_size].float()
-            columns = weight[:, first : first + VECTOR].T / scale.where(scale > 0, 1)
-            metric = None if cost is None else cost[first : first + VECTOR].diag()
-            words.append(search(columns, metric, TRIES if cost is None else _FIT_TRIES))
+            columns = slice(first, first + VECTOR)
+            metric = None if cost is None else cost[columns].diag()
+            words.append(self._words(weight[:, columns].T, parameters, first, metric, tries)[0])
         return torch.stack(words, 1)
+
+    def _words(
+        self, columns: torch.Tensor, parameters: Tensors, first: int, metric: torch.Tensor | None, tries: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Words of columns `[16, rows]`, the `first` of the matrix and those after it, and their scales `[rows]`."""
+        scale = parameters["scale"][:, first // self.group_size].float()
+        return search(columns / scale.where(scale > 0, 1), metric, tries), scale
 
     def dequantize(self, codes: torch.Tensor, parameters: Tensors, dtype: torch.dtype) -> torch.Tensor:
         (rows, words), scale = codes.shape, parameters["scale"]
         wide = torch.promote_types(scale.dtype, dtype)
-        values, out = (
-            _values_on(codes.device).to(wide),
-            torch.empty(rows, words * VECTOR, dtype=dtype, device=codes.device),
-        )
+        values = _values_on(codes.device).to(wide)
+        out = torch.empty(rows, words * VECTOR, dtype=dtype, device=codes.device)
         for start, stop in row_slices(rows, words * VECTOR, _SLICE if codes.device.type == "cpu" else 4 * _SLICE):
             part = windows(codes[start:stop].flatten(), values).T.reshape(stop - start, -1, self.group_size)
             torch.mul(part, scale[start:stop, :, None], out=out[start:stop].view_as(part))

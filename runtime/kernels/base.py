@@ -50,7 +50,8 @@ class Layer:
     @property
     def group(self) -> int:
         """Columns that share a scale; 0: all of a row do."""
-        return (self.grid.group_size or 0) if self.grid.strategy == "group" else 0
+        weights = self.entry.scheme.weights
+        return 0 if weights is None else weights.group_size or 0
 
     @property
     def storage(self) -> formats.Format:

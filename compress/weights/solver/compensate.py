@@ -97,7 +97,6 @@ def compensate(problem: Problem, options: ColumnLoop, pattern: Pattern | None = 
     rows = None
     if problem.output_hessians is not None:
         rows = RowLoop.of(weights, problem.output_hessians, problem.names)
-    if rows is not None:
         parts, weights = rows.chunks(), rows.visited(weights)
         goals, masks = (None if given is None else rows.visited(given) for given in (goals, masks))
     if not isinstance(scheme, GridScheme):

@@ -115,7 +115,7 @@ class Panels(ABC):
 
     def group(self, layer: Layer) -> int:
         """Columns of the activations that share a scale: they never cross a group of the weight."""
-        columns, whole = layer.shape[1], self.scale_columns(layer)
+        columns, whole = layer.shape[1], layer.group
         if not whole:
             count = -(-columns // _PREFERRED)
             return max(1, -(-columns // (count * 32))) * 32 if count else 32
@@ -124,18 +124,14 @@ class Panels(ABC):
         fitting = [g for g in range(self.multiple, _LARGEST + 1, self.multiple) if whole % g == 0]
         return _PREFERRED if _PREFERRED in fitting else fitting[-1]
 
-    def scale_columns(self, layer: Layer) -> int:
-        """Columns of the weight that share a scale; 0: all of a row do."""
-        return layer.group
-
     @abstractmethod
     def kind(self, layer: Layer) -> str:
         """One of `library.KINDS`."""
 
     def share(self, layer: Layer) -> int:
         """Groups of the activations that have one scale of the weight."""
-        group, whole = self.group(layer), self.scale_columns(layer)
-        return whole // group if whole else max(1, -(-layer.shape[1] // group))
+        group = self.group(layer)
+        return layer.group // group if layer.group else max(1, -(-layer.shape[1] // group))
 
     def group_bytes(self, layer: Layer) -> int:
         """Bytes of a group of activations' columns in a panel."""
@@ -411,10 +407,6 @@ class Trellises(Panels):
 
     def why_not(self, layer: Layer) -> str | None:
         return library.why_not_dtype(layer.dtype) or layer.why_not_as_given()
-
-    def scale_columns(self, layer: Layer) -> int:
-        assert isinstance(layer.entry.scheme.weights, Trellis)
-        return layer.entry.scheme.weights.group_size
 
     def kind(self, layer: Layer) -> str:
         return "trellis"

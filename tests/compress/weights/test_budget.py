@@ -224,6 +224,18 @@ def test_recovery_trains_on_what_was_chosen(make_checkpoint: Any, recipe: Any, t
     assert len(set(schemes(plain.manifest).values())) > 1
 
 
+def test_candidates_are_measured_without_what_quality_best_sets(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path
+) -> None:
+    source, found = make_checkpoint(), {}
+    for quality in ("fast", "best"):
+        request = recipe(source, stage(bits=3.5, quality=quality))
+        found[quality] = compress.apply(request, output=tmp_path / quality, quiet=True).manifest
+    assert found["best"]["budget"] == found["fast"]["budget"]
+    assert all(method.endswith(" output") for method in schemes(found["best"]).values())
+    assert not any(method.endswith(" output") for method in schemes(found["fast"]).values())
+
+
 @pytest.mark.parametrize("spill", [False, True])
 @pytest.mark.parametrize("where", ["before the choice", "after it"])
 def test_an_interrupted_run_ends_with_the_same_bytes(

@@ -24,6 +24,8 @@ from decode_common import (
     measure_depths,
     time_matvec,
 )
+from gguf_blocks import BF16, enlarge
+from llama_windows import window_quality
 
 FILE = "q4_0.gguf"
 Q4_0, F32 = 2, 0  # ggml types
@@ -42,7 +44,9 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     s, source = Shape.read(request["model"]), Checkpoint(request["model"])
     path = Path(request["path"])
     path.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(path / FILE, "llama", use_temp_file=False)
+    kind = gguf.GGMLQuantizationType[request.get("kind", "Q4_0")]
+    file = path / f"{kind.name.lower()}.gguf"
+    writer = gguf.GGUFWriter(file, "llama", use_temp_file=False)
     writer.add_block_count(s.layers)
     writer.add_context_length(source.positions)
     if s.experts:
@@ -58,9 +62,8 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     writer.add_rope_freq_base(s.theta)
     writer.add_layer_norm_rms_eps(s.eps)
     writer.add_vocab_size(s.vocabulary)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.name}"])
     writer.add_tokenizer_model("no_vocab")
-    kind = gguf.GGMLQuantizationType.Q4_0
 
     def matrix(name: str, weight: np.ndarray) -> None:
         writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, kind), raw_dtype=kind)
@@ -88,7 +91,7 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return {"bytes": (path / FILE).stat().st_size}
+    return {"bytes": file.stat().st_size}
 
 
 class Decoder(CachedEngine):
@@ -97,7 +100,7 @@ class Decoder(CachedEngine):
     def __init__(self, request: dict[str, Any]) -> None:
         llama.llama_backend_init()
         self.vocabulary = Shape.read(request["model"]).vocabulary
-        file = str(Path(request["path"]) / FILE).encode()
+        file = str(Path(request["path"]) / request.get("file", FILE)).encode()
         self.model = llama.llama_model_load_from_file(file, llama.llama_model_default_params())
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {file.decode()}")
@@ -139,6 +142,45 @@ class Decoder(CachedEngine):
 
 def load(request: dict[str, Any]) -> Engine:
     return Decoder(request)
+
+
+def quantize(request: dict[str, Any]) -> dict[str, Any]:
+    """A GGUF of `original` in one of llama.cpp's mixtures, embedding and output aside."""
+    settings = llama.llama_model_quantize_default_params()
+    settings.nthread = request["threads"]
+    settings.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{request['type']}")
+    settings.token_embedding_type = settings.output_tensor_type = BF16
+    importance = np.load(request["importance"])
+    entries = (llama.llama_model_imatrix_data * (len(importance.files) + 1))()
+    kept = []
+    for entry, name in zip(entries, importance.files, strict=False):
+        kept.append(np.ascontiguousarray(importance[name], np.float32))
+        entry.name, entry.size = name.encode(), kept[-1].size
+        entry.data = kept[-1].ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    settings.imatrix = entries
+    original, output = str(request["original"]).encode(), str(request["output"]).encode()
+    if code := llama.llama_model_quantize(original, output, ctypes.byref(settings)):
+        raise RuntimeError(f"llama_model_quantize to {request['type']} gave {code}")
+    return {"bytes": Path(request["output"]).stat().st_size}
+
+
+def enlarged(request: dict[str, Any]) -> dict[str, Any]:
+    """`gguf_blocks.enlarge`, with ggml's sizes."""
+    ggml = Ggml()
+
+    def row_size(kind: int, values: int) -> int:
+        return int(ggml("ggml_row_size", kind, ctypes.c_int64(values), result=ctypes.c_size_t))
+
+    return enlarge(request, row_size, lambda kind: int(ggml("ggml_blck_size", kind, result=ctypes.c_int64)))
+
+
+def quality(request: dict[str, Any]) -> dict[str, Any]:
+    decoder = Decoder(request)
+
+    def forget() -> None:
+        llama.llama_memory_clear(llama.llama_get_memory(decoder.context), True)
+
+    return window_quality(request, llama, decoder, forget)
 
 
 class InitParams(ctypes.Structure):
@@ -245,5 +287,6 @@ def matvec(request: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     actions = {"prepare": prepare, "measure": lambda request: measure(request, load), "matvec": matvec}
+    actions |= {"quantize": quantize, "enlarge": enlarged, "quality": quality}
     actions["depths"] = lambda request: measure_depths(request, load)
     main(actions, "llama-cpp-python", "gguf")

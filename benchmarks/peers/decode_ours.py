@@ -6,12 +6,14 @@ import os
 import statistics
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from decode_common import (
     Generate,
+    divergence,
     error_of,
     main,
     matvec_data,
@@ -76,6 +78,12 @@ def load(request: dict[str, Any]) -> Generate:
     return generate
 
 
+def quality(request: dict[str, Any]) -> dict[str, Any]:
+    """KL divergence of what is decoded."""
+    model = runtime.load(request["path"], threads=request["threads"], kernels=request["kernels"])
+    return divergence(Path(request["reference"]), lambda ids: model.logits([ids])[0].float().numpy())
+
+
 def keep_two_of_four(codes: np.ndarray) -> np.ndarray:
     """Mask of the two largest of every four."""
     size = np.abs(codes.astype(np.int16) - 8).reshape(codes.shape[0], -1, 4)
@@ -126,5 +134,10 @@ def matvec(request: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"
-    actions = {"measure": measure, "matvec": matvec, "depths": lambda request: measure_prompts(request, load)}
+    actions = {
+        "measure": measure,
+        "matvec": matvec,
+        "quality": quality,
+        "depths": lambda request: measure_prompts(request, load),
+    }
     main(actions, "torch", "transformers")

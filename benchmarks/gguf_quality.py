@@ -26,6 +26,7 @@ import gguf
 import llama_cpp
 import numpy
 import torch
+from importance import mean_squares
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from where import commit, cpu_name, memory_gb
 
@@ -148,22 +149,8 @@ class Bench:
 
     def _importance(self) -> dict[str, torch.Tensor]:
         """Mean square of every input, by the tensor's name in the file."""
-        found: dict[str, torch.Tensor] = {}
-        handles = []
-        for name, module in self.model.named_modules():
-            if isinstance(module, torch.nn.Linear) and name != "lm_head":
-
-                def add(_module: Any, inputs: Any, parameter: str = f"{name}.weight") -> None:
-                    square = inputs[0].double().square().flatten(0, -2).sum(0)
-                    found[parameter] = found.get(parameter, torch.zeros_like(square)) + square
-
-                handles.append(module.register_forward_pre_hook(add))
-        for rows in self.calibration.split(BATCH):
-            self.model(rows)
-        for handle in handles:
-            handle.remove()
         own = families.names(self.source)
-        return {str(own[p]): (square / self.calibration.numel()).float() for p, square in found.items()}
+        return {str(own[p]): mean for p, mean in mean_squares(self.model, self.calibration.split(BATCH)).items()}
 
     def _quantize(self, file: Path, kind: str, pure: bool) -> None:
         """llama.cpp's file; every linear layer has its importance."""

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from decode_cpu import HERE, machine
 from decode_depths import DepthBench, Model
+from importance import mean_squares
 from speed_against_kl_report import plot, table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from where import commit
@@ -93,21 +94,11 @@ class Trained:
         export.export(
             self.checkpoint, "gguf", self.original.parent, quiet=True, verify=False, dense="f32", overwrite=True
         )
-        squares: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
-        for name, module in model.named_modules():
-            if isinstance(module, torch.nn.Linear) and name != "lm_head":
-
-                def add(_module: Any, inputs: Any, parameter: str = f"{name}.weight") -> None:
-                    squares[parameter] = squares[parameter] + inputs[0].double().square().flatten(0, -2).sum(0)
-
-                module.register_forward_pre_hook(add)
         wanted = CalibrationConfig(samples=SAMPLES, sequence_length=LENGTH, seed=SEED)
         calibration = torch.cat([rows for rows, _ in load(wanted, tokenizer, size).batches])
-        for rows in calibration.split(BATCH):
-            model(rows)
         names = families.names(Source(self.checkpoint))
-        means = {names[p]: (total / calibration.numel()).float().numpy() for p, total in squares.items()}
-        np.savez(self.importance, **means)
+        means = mean_squares(model, calibration.split(BATCH))
+        np.savez(self.importance, **{str(names[parameter]): mean.numpy() for parameter, mean in means.items()})
 
     def artifact(self, label: str, stage: dict[str, Any]) -> Path:
         """Ours, compressed once."""

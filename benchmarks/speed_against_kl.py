@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,7 @@ def attempt(data: dict[str, Any], output: Path, name: str, make: Any) -> None:
     try:
         data["points"][name] = make()
     except Exception as failure:  # one tool's failure must not end the others' run
+        traceback.print_exc()
         data["points"][name] = {"error": f"{type(failure).__name__}: {str(failure)[:300]}"}
     point = data["points"][name]
     print(name, point.get("error") or json.dumps(point["quality"]), flush=True)

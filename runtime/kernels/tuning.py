@@ -163,10 +163,8 @@ def _rounded(columns: int) -> int:
 
 
 def _key(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> str:
-    weights = layer.grid
-    grid = f"{weights.strategy}-{weights.group_size}" + ("" if weights.symmetric else "-asymmetric")
     parts = [
-        "/".join(kernel.name for kernel in kernels), kernels[0].layout, grid, str(layer.dtype).removeprefix("torch."),
+        "/".join(kernel.name for kernel in kernels), kernels[0].layout, repr(layer.entry.scheme.weights), str(layer.dtype).removeprefix("torch."),
         f"{layer.shape[1]} columns", rows, f"{torch.get_num_threads()} threads",
     ]  # fmt: skip
     return " ".join(parts)

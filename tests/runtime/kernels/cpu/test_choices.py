@@ -10,13 +10,15 @@ import sys
 
 import pytest
 import torch
+from compressed_models import SCHEMES
 from products import linear
 from weight_cases import int_scheme
 
-from runtime import kernels
+from runtime import formats, kernels
+from runtime.formats.quantization_config import ModuleEntry
 from runtime.kernels import tuning
 from runtime.kernels import tuning as remembered
-from runtime.kernels.base import Choice, Kernel
+from runtime.kernels.base import Choice, Kernel, Layer
 from runtime.kernels.cpu import library
 from runtime.layers.compressed_linear import prepare_all
 
@@ -75,6 +77,18 @@ def pick(layer, *sleepers):
 def test_the_first_wins_unless_another_is_clearly_faster(layer):
     assert pick(layer, Sleeper("a", 0.02), Sleeper("b", 0.01)).name == "b"
     assert pick(layer, Sleeper("c", 0.0102), Sleeper("d", 0.01)).name == "c"
+
+
+@pytest.mark.parametrize("mode", kernels.MODES)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_kernels_are_chosen_for_layers_of_every_format_that_are_worth_measuring(name: str, mode: str) -> None:
+    scheme = SCHEMES[name]
+    entry = ModuleEntry(scheme, formats.choose(scheme, SHAPE).name)
+    layer = Layer(entry, SHAPE, torch.bfloat16, torch.device("cpu"))
+    with tuning.measuring():
+        chosen = kernels.find(layer, mode)
+    able = {kernel.name for kernel in (*kernels.candidates(layer), kernels.REFERENCE)}
+    assert {chosen.decode.name, chosen.batch.name, chosen.prefill.name} <= able
 
 
 def test_a_choice_is_remembered_by_the_process_and_by_the_file(layer, own_cache):
@@ -158,6 +172,7 @@ WITHOUT = """
 import logging, sys
 logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
 import torch
+from compressed_models import SCHEMES
 from products import linear
 from weight_cases import int_scheme
 for _ in range(2):

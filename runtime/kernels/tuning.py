@@ -164,8 +164,8 @@ def _rounded(columns: int) -> int:
 
 def _key(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> str:
     parts = [
-        "/".join(kernel.name for kernel in kernels), kernels[0].layout, repr(layer.entry.scheme.weights), str(layer.dtype).removeprefix("torch."),
-        f"{layer.shape[1]} columns", rows, f"{torch.get_num_threads()} threads",
+        "/".join(kernel.name for kernel in kernels), kernels[0].layout, repr(layer.entry.scheme.weights),
+        str(layer.dtype).removeprefix("torch."), f"{layer.shape[1]} columns", rows, f"{torch.get_num_threads()} threads",
     ]  # fmt: skip
     return " ".join(parts)
 

@@ -3,7 +3,7 @@
 
     benchmarks/peers/setup_runtime.sh ~/peers base ik
     python benchmarks/speed_against_kl.py --peers ~/peers --work ~/work
-    python benchmarks/speed_against_kl.py --render benchmarks/results/speed_against_kl.json       table and pictures again
+    python benchmarks/speed_against_kl.py --render benchmarks/results/speed_against_kl.json       page and picture again
 
 KL divergence and perplexity are those of two trained models as each engine computes them, activations and cache included, on held-out
 windows; all tools get the same calibration tokens, peers as the mean square of every input (their importance matrix). Embedding and
@@ -30,7 +30,7 @@ import torch
 from decode_cpu import HERE, machine
 from decode_depths import DepthBench, Model
 from importance import mean_squares
-from speed_against_kl_report import plot, table
+from speed_against_kl_report import page, plot
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from where import commit
 
@@ -69,6 +69,8 @@ OURS: dict[str, dict[str, Any]] = {
     "2.5 bits": {"bits": 2.5, "candidates": [{"scheme": TRELLIS}, 3, 4, 5, 6, 8], "quality": "best"},
     **{f"{bits} bits": {"bits": bits, "group_size": 128, "quality": "best"} for bits in (2.75, 3.0, 3.25, 3.5, 3.75, 4.5)},
 }  # fmt: skip
+DOCS = HERE.parent / "docs"
+PAGE, PICTURE = DOCS / "results" / "speed_against_kl.md", DOCS / "images" / "speed_against_kl.svg"
 KERNELS = {"exact": "auto", "fast": "fast"}
 
 
@@ -164,7 +166,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     arguments = parse()
     if arguments.render:
-        finish(json.loads(arguments.render.read_text()), arguments.render)
+        finish(json.loads(arguments.render.read_text()))
         return
     arguments.work.mkdir(parents=True, exist_ok=True)
     models = [Trained(name, arguments.work, arguments.windows) for name in MODELS]
@@ -197,7 +199,7 @@ def main() -> None:
                         said = ", ".join(f"{kind} {rounds[-1][kind]:.1f}" for kind in ("decode", "prefill"))
                         print(f"{number + 1} {name} {cell} {threads}: {said}", flush=True)
             arguments.output.write_text(json.dumps(data, indent=1) + "\n")
-    finish(data, arguments.output)
+    finish(data)
 
 
 def ours(bench: SpeedBench, models: list[Trained], label: str, stage: dict[str, Any]) -> dict[str, Any]:
@@ -279,11 +281,11 @@ def start(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def finish(data: dict[str, Any], output: Path) -> None:
-    """Print the table, draw the picture."""
-    print(table(data))
+def finish(data: dict[str, Any]) -> None:
+    """The page of the documentation and its picture."""
     if any(point.get("speed") for point in data["points"].values()):
-        plot(data, output.with_suffix(".png"))
+        PAGE.write_text(page(data))
+        plot(data, PICTURE)
 
 
 def parse() -> argparse.Namespace:
@@ -301,7 +303,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1e9, help="no speed is measured after that")
     parser.add_argument("--timeout", type=float, default=900, help="seconds after which a process is ended")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "speed_against_kl.json")
-    parser.add_argument("--render", type=Path, help="only print the table of this JSON and draw its picture")
+    parser.add_argument("--render", type=Path, help="only write the page of this JSON and draw its picture")
     arguments = parser.parse_args()
     arguments.ours_python, arguments.under = sys.executable, ""
     if arguments.render is None and (arguments.peers is None or arguments.work is None):

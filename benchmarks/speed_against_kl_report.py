@@ -1,4 +1,4 @@
-"""Table and picture of `speed_against_kl.py`."""
+"""Page and picture of `speed_against_kl.py`."""
 
 from __future__ import annotations
 
@@ -60,45 +60,91 @@ def advantage(ours: list[Point], peer: Point, threads: str) -> tuple[Point, floa
     return best, best.speed[threads]["decode"] / peer.speed[threads]["decode"]
 
 
-def table(data: dict[str, Any]) -> str:
-    """Markdown: all points of each model, and beside each of the peers' points the fastest of ours that is no worse."""
-    lines = []
+SUMMARY = ("Q2_K", "IQ2_M", "IQ3_XXS", "IQ3_M", "Q4_0", "IQ4_XS", "Q4_K_M", "Q5_K_M")
+
+
+def page(data: dict[str, Any]) -> str:
+    """The page of the documentation."""
+    machine, settings = data["machine"], data["settings"]
+    lines = ["# Decode speed against KL divergence", ""]
+    lines += ["Written by `benchmarks/speed_against_kl.py`, which says how it measures.", ""]
+    lines += ["![decode speed against KL divergence](../images/speed_against_kl.svg)", ""]
+    lines += [
+        f"{machine['cpu']} with {machine['cores']} cores ({isa(machine)}), {settings['windows']} held-out windows of "
+        f"{settings['window_tokens']} tokens, calibration on {settings['samples']}. Decoding {settings['new_tokens']} tokens behind 16, "
+        f"{rounds(data)}, tokens/s of four layers of the 1.1B shape. `exact` and `fast` are kinds of kernels of ours; `2.5 bits` and "
+        "the like are budgets; all of ours have `quality: best`. Where a budget differs between models, its speed is that of the first.",
+        "",
+    ]
     for model in data["models"]:
         found = sorted(points(data, model), key=lambda point: point.kl)
         ours = [point for point in found if point.own]
-        lines += [f"**{model}**", ""]
+        lines += [f"## {model}", ""]
+        for threads in ("1", "2"):
+            above = [f"{p.engine} {p.label}" for p in front(found, threads) if not p.own]
+            lines += [f"- Peers' points on the common front, {threads} thread(s): {', '.join(above) or 'none'}."]
         lines += [
-            "| engine | format | bits | KL (nats) | perplexity | decode, 1 thread | 2 | ours at this KL, 1 thread | 2 |"
+            "",
+            "Our fastest point whose KL divergence is at most that of a peer's type, and how much faster it decodes:",
+            "",
         ]
-        lines += ["|---|---|---:|---:|---:|---:|---:|---|---|"]
+        lines += [
+            "| type | KL (nats) | llama.cpp, 1 thread | 2 | ik_llama.cpp, 1 thread | 2 |",
+            "|---|---:|---|---|---|---|",
+        ]
+        named = {(point.engine, point.label): point for point in found}
+        for kind in SUMMARY:
+            peers = [named.get((engine, kind)) for engine in ("llama.cpp", "ik_llama.cpp")]
+            divergences = " / ".join(f"{peer.kl:.4f}" for peer in peers if peer)
+            cells = [beside(ours, peer, threads) for peer in peers for threads in ("1", "2")]
+            lines.append(f"| {kind} | {divergences} | {' | '.join(cells)} |")
+        lines += ["", "Everything:", ""]
+        lines += [
+            "| engine | format | bits | KL (nats) | perplexity | decode, 1 thread | 2 threads | prompt, 1 thread | 2 threads |"
+        ]
+        lines += ["|---|---|---:|---:|---:|---:|---:|---:|---:|"]
         for point in found:
-            speeds = [f"{point.speed[t]['decode']:.0f}" if t in point.speed else "" for t in ("1", "2")]
-            beside = []
-            for threads in ("1", "2"):
-                better = None if point.own else advantage(ours, point, threads)
-                beside.append("" if better is None else f"{better[1]:.2f}x ({better[0].label})")
-            cells = [
-                point.engine,
-                point.label,
-                f"{point.bits:.2f}",
-                f"{point.kl:.4f}",
-                f"{point.perplexity:.2f}",
-                *speeds,
-                *beside,
-            ]
+            cells = [point.engine, point.label, f"{point.bits:.2f}", f"{point.kl:.4f}", f"{point.perplexity:.2f}"]
+            for kind in ("decode", "prefill"):
+                cells += [f"{point.speed[t][kind]:.0f}" if t in point.speed else "" for t in ("1", "2")]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
-        for threads in ("1", "2"):
-            above = [point for point in front(found, threads) if not point.own]
-            names = ", ".join(f"{p.engine} {p.label}" for p in above) or "none"
-            lines.append(f"Peers' points on the common front, {threads} thread(s): {names}.")
-        lines.append("")
-    failed = [f"- {name}: {point['error']}" for name, point in data["points"].items() if "error" in point]
-    return "\n".join(lines + failed)
+    lines += [f"- {name}: {point['error']}" for name, point in data["points"].items() if "error" in point]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def beside(ours: list[Point], peer: Point | None, threads: str) -> str:
+    """`advantage` in words."""
+    found = None if peer is None else advantage(ours, peer, threads)
+    return "" if found is None else f"{found[1]:.2f}x ({found[0].label})"
+
+
+def isa(machine: dict[str, Any]) -> str:
+    """What its products use."""
+    return (
+        "AVX-512, VNNI, bf16"
+        if "avx512_bf16" in machine["flags"]
+        else "AVX2"
+        if "avx2" in machine["flags"]
+        else "no AVX2"
+    )
+
+
+def rounds(data: dict[str, Any]) -> str:
+    """How often each was measured."""
+    counts = {
+        len(cell)
+        for point in data["points"].values()
+        if "error" not in point
+        for cells in point["speed"].values()
+        for cell in cells.values()
+    }
+    low, high = min(counts), max(counts)
+    return f"median of {low} rounds" if low == high else f"median of {low} to {high} rounds"
 
 
 def plot(data: dict[str, Any], file: Path) -> None:
-    """KL divergence downwards, speed to the right; ours with its front."""
+    """Speed to the right, KL divergence upwards; each engine with its front, whose points are named."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -114,17 +160,11 @@ def plot(data: dict[str, Any], file: Path) -> None:
                 axis.scatter(
                     [p.speed[threads]["decode"] for p in own], [p.kl for p in own], color=color, s=18, label=engine
                 )
-                for p in own:
-                    place = (p.speed[threads]["decode"], p.kl)
-                    axis.annotate(p.label, place, fontsize=6, color=color, xytext=(3, 2), textcoords="offset points")
-            best = front([p for p in found if p.own], threads)
-            axis.step(
-                [p.speed[threads]["decode"] for p in best],
-                [p.kl for p in best],
-                where="pre",
-                color=COLORS["ours"],
-                lw=1,
-            )
+                best = front(own, threads)
+                steps = [p.speed[threads]["decode"] for p in best], [p.kl for p in best]
+                axis.step(*steps, where="pre", color=color, lw=1)
+                for p, x, y in zip(best, *steps, strict=True):
+                    axis.annotate(p.label, (x, y), fontsize=7, color=color, xytext=(3, 2), textcoords="offset points")
             axis.set_yscale("log")
             axis.set_title(f"{model}, {threads} thread{'s' if threads != '1' else ''}")
             axis.set_xlabel("decode, tokens/s (1.1B shape, 4 layers)")
@@ -132,4 +172,6 @@ def plot(data: dict[str, Any], file: Path) -> None:
             axis.legend(loc="upper left")
     figure.suptitle(f"Decode speed against KL divergence; {data['machine']['cpu']}: lower and further right is better")
     figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    plt.rcParams["svg.hashsalt"] = file.stem  # the same bytes every time
+    figure.savefig(file, metadata={"Date": None})
+    plt.close(figure)

@@ -74,8 +74,8 @@ def page(data: dict[str, Any]) -> str:
         f"{settings['window_tokens']} tokens, calibration on {settings['samples']}. Decoding {settings['new_tokens']} tokens behind 16, "
         f"{rounds(data)}, tokens/s of four layers of the 1.1B shape. `exact` and `fast` are kinds of kernels of ours; `2.5 bits` and "
         "the like are budgets; all of ours have `quality: best`. Where a budget differs between models, its speed is that of the first. "
-        f"ik_llama.cpp repacks as it loads. The last-level cache of {machine['last_level_cache'] / 1e6:.0f} MB holds part of models of 60 to "
-        "150 MB, more of it the fewer bits they have: ratios of whole models may differ.",
+        f"ik_llama.cpp repacks as it loads. The last-level cache of {machine['last_level_cache'] / 1e6:.0f} MB holds part of models of 60 "
+        "to 150 MB, more of it the fewer bits they have: ratios of whole models may differ.",
         "",
     ]
     for model in data["models"]:

@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,7 @@ class SpeedBench(DepthBench):
             for name, entry in Source(artifact).entries.items():
                 weights = entry.scheme.weights.to_config()
                 grid = {"bits": weights.get("num_bits"), "group_size": weights.get("group_size")}
+                grid["symmetric"] = weights.get("symmetric", True)
                 chosen[json.dumps({"scheme": weights} if "representation" in weights else grid)].append(name)
             stages = [
                 {"quantize": {"method": "rtn", "targets": sorted(names), **json.loads(scheme)}}
@@ -187,17 +189,21 @@ def main() -> None:
     begin = time.perf_counter()
     for number in range(arguments.rounds):
         for name, point in data["points"].items():
-            for threads in arguments.threads:
-                if "error" in point or time.perf_counter() - begin > 60 * arguments.minutes:
+            engine, _, label = name.partition(" ")
+            if "error" in point or (wanted and not wanted & {engine, label}):
+                continue
+            for threads, (cell, request) in product(arguments.threads, point["requests"].items()):
+                rounds = point["speed"].setdefault(str(threads), {}).setdefault(cell, [])
+                if len(rounds) > number or time.perf_counter() - begin > 60 * arguments.minutes:
                     continue
-                measured = point["speed"].setdefault(str(threads), {})
-                for cell, request in point["requests"].items():
-                    rounds = measured.setdefault(cell, [])
-                    if len(rounds) <= number:
-                        load = os.getloadavg()[0]
-                        rounds.append(bench.speed(threads=threads, **request) | {"load_before": round(load, 1)})
-                        said = ", ".join(f"{kind} {rounds[-1][kind]:.1f}" for kind in ("decode", "prefill"))
-                        print(f"{number + 1} {name} {cell} {threads}: {said}", flush=True)
+                load = round(os.getloadavg()[0], 1)
+                try:
+                    found = bench.speed(threads=threads, **request)
+                except RuntimeError as failure:  # no other point is worse for it
+                    print(f"{name} {cell} {threads}: {failure}", flush=True)
+                    continue
+                rounds.append({**found, "load_before": load, "commit": commit()})
+                print(f"{number + 1} {name} {cell} {threads}: {found}", flush=True)
             arguments.output.write_text(json.dumps(data, indent=1) + "\n")
     finish(data)
 

@@ -172,7 +172,6 @@ WITHOUT = """
 import logging, sys
 logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
 import torch
-from compressed_models import SCHEMES
 from products import linear
 from weight_cases import int_scheme
 for _ in range(2):

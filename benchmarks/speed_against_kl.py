@@ -93,8 +93,8 @@ class Trained:
         tokenizer, size = AutoTokenizer.from_pretrained(self.checkpoint), model.config.vocab_size
         ids = load_evaluation(EvaluateConfig(sequence_length=LENGTH), tokenizer, size).ids[:windows]
         np.save(self.reference / "ids.npy", ids.numpy())
-        said = [model(rows).logits.log_softmax(-1) for rows in ids.split(BATCH)]
-        np.save(self.reference / "log_probabilities.npy", torch.cat(said).numpy())
+        expected = [model(rows).logits.log_softmax(-1) for rows in ids.split(BATCH)]
+        np.save(self.reference / "log_probabilities.npy", torch.cat(expected).numpy())
         export.export(
             self.checkpoint, "gguf", self.original.parent, quiet=True, verify=False, dense="f32", overwrite=True
         )

@@ -79,7 +79,7 @@ def load(request: dict[str, Any]) -> Generate:
 
 
 def quality(request: dict[str, Any]) -> dict[str, Any]:
-    """KL divergence of what is decoded."""
+    """KL divergence and perplexity over windows, each read as one prompt."""
     model = runtime.load(request["path"], threads=request["threads"], kernels=request["kernels"])
     return divergence(Path(request["reference"]), lambda ids: model.logits([ids])[0].float().numpy())
 

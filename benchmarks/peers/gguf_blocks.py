@@ -14,21 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_SIZES = {
-    0: 1,
-    1: 1,
-    2: 2,
-    3: 2,
-    4: 4,
-    5: 4,
-    6: 4,
-    7: 1,
-    10: 8,
-    11: 8,
-    12: 8,
-}  # bytes of a value of metadata, by its type
+#: Bytes of a value of metadata, by its type.
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # fmt: skip
 _STRING, _ARRAY = 8, 9
-BF16, Q8_0 = 30, 8  # ggml types
+BF16 = 30  # ggml's number of the type
 
 
 class Tensor(NamedTuple):
@@ -102,14 +91,14 @@ def enlarge(
     """Write `request["output"]`: the model `large`, whose matrices in blocks get the types that they have in the model `small`.
 
     Args:
-        row_size: bytes of a row of so many values of a type; what it has for none precedes the blocks of every row.
+        row_size: bytes of a row of so many values of a type; of none: what ik_llama.cpp puts before the blocks of a row.
         block_size: values of a block of a type.
     """
     small, large = Gguf(Path(request["small"])), Gguf(Path(request["large"]))
-    kinds = {t.name: t for t in small.tensors if t.name.startswith("blk.") and len(t.shape) > 1}
+    sources = {t.name: t for t in small.tensors if t.name.startswith("blk.") and len(t.shape) > 1}
     draw, infos, parts, offset = np.random.default_rng(0), [], [], 0
     for tensor in large.tensors:
-        source = kinds.get(tensor.name)
+        source = sources.get(tensor.name)
         kind = tensor.kind if source is None else source.kind
         row = row_size(kind, tensor.shape[0])
         if source is None:
@@ -133,7 +122,9 @@ def enlarge(
         file.write(head.ljust(math.ceil(len(head) / large.alignment) * large.alignment, b"\0"))
         for data in parts:
             file.write(data.tobytes().ljust(math.ceil(data.size / large.alignment) * large.alignment, b"\0"))
-    names = {tensor.name for tensor in large.tensors}
-    read = sum(data.size for data, tensor in zip(parts, large.tensors, strict=True) if tensor.name in kinds)
-    weights = sum(math.prod(tensor.shape) for tensor in large.tensors if tensor.name in kinds)
-    return {"types": sorted({kinds[name].kind for name in names & set(kinds)}), "bits": 8 * read / weights}
+    stored = sum(data.size for data, tensor in zip(parts, large.tensors, strict=True) if tensor.name in sources)
+    weights = sum(math.prod(tensor.shape) for tensor in large.tensors if tensor.name in sources)
+    return {
+        "types": sorted({sources[tensor.name].kind for tensor in large.tensors if tensor.name in sources}),
+        "bits": 8 * stored / weights,
+    }

@@ -3,11 +3,11 @@
 
     benchmarks/peers/setup_runtime.sh ~/peers base ik
     python benchmarks/speed_against_kl.py --peers ~/peers --work ~/work
-    python benchmarks/speed_against_kl.py --render benchmarks/results/speed_against_kl.json       page and picture again
+    python benchmarks/speed_against_kl.py --render benchmarks/results/speed_against_kl.json       page of the documentation and picture
 
 KL divergence and perplexity are those of two trained models as each engine computes them, activations and cache included, on held-out
 windows; all tools get the same calibration tokens, peers as the mean square of every input (their importance matrix). Embedding and
-output keep 16 bits. Speed is that of four layers of the 1.1B shape: the same type for every layer, 8 bits for its embedding and output,
+output keep 16 bits. Speed is that of four layers of the 1.1B shape: the types of the small model for its layers, 8 bits for its embedding and output,
 and values without meaning. Every cell is a process; a speed is the median over the rounds, each of which goes through all in turn.
 """
 
@@ -22,6 +22,8 @@ import sys
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -56,20 +58,17 @@ IK = [
 ]  # fmt: skip
 PEERS = {"llama.cpp": ("llama_cpp", LLAMA_CPP), "ik_llama.cpp": ("ik_llama", LLAMA_CPP + IK)}
 TRELLIS = {"representation": "trellis", "group_size": 128}
-
-
-def _best(bits: int, group: int) -> dict[str, Any]:
-    return {"bits": bits, "group_size": group, "quality": "best"}
-
-
-#: `bits` with a decimal point is a budget: 2 to 8 bits in groups of 128, or trellis codes in place of 2 bits.
+#: Quantize stages, all with `quality: best`. `bits` with a decimal point is a budget: 2 to 8 bits, or trellis codes in place of 2 bits.
 OURS: dict[str, dict[str, Any]] = {
-    "W2 g64": _best(2, 64), "W2 g32": _best(2, 32), "W3 g128": _best(3, 128), "W3 g32": _best(3, 32), "W4 g128": _best(4, 128),
-    "W4 g32": _best(4, 32), "W5 g128": _best(5, 128),
-    "trellis g128": {"scheme": TRELLIS, "quality": "best"}, "trellis g64": {"scheme": TRELLIS | {"group_size": 64}, "quality": "best"},
-    "2.5 bits": {"bits": 2.5, "candidates": [{"scheme": TRELLIS}, 3, 4, 5, 6, 8], "quality": "best"},
-    **{f"{bits} bits": {"bits": bits, "group_size": 128, "quality": "best"} for bits in (2.75, 3.0, 3.25, 3.5, 3.75, 4.5)},
-}  # fmt: skip
+    **{
+        f"W{bits} g{group}": {"bits": bits, "group_size": group}
+        for bits, group in ((2, 64), (2, 32), (3, 128), (3, 32))
+    },
+    **{f"W{bits} g{group}": {"bits": bits, "group_size": group} for bits, group in ((4, 128), (4, 32), (5, 128))},
+    **{f"trellis g{group}": {"scheme": TRELLIS | {"group_size": group}} for group in (128, 64)},
+    "2.5 bits": {"bits": 2.5, "candidates": [{"scheme": TRELLIS}, 3, 4, 5, 6, 8]},
+    **{f"{bits} bits": {"bits": bits} for bits in (2.75, 3.0, 3.25, 3.5, 3.75, 4.5)},
+}
 DOCS = HERE.parent / "docs"
 PAGE, PICTURE = DOCS / "results" / "speed_against_kl.md", DOCS / "images" / "speed_against_kl.svg"
 KERNELS = {"exact": "auto", "fast": "fast"}
@@ -111,7 +110,7 @@ class Trained:
             recipe = {
                 "name": "speed_against_kl", "model": str(self.checkpoint),
                 "calibration": {"data": "bundled", "samples": SAMPLES, "sequence_length": LENGTH, "seed": SEED},
-                "stages": [{"quantize": {"method": "gptq", "ignore": ["lm_head"], **stage}}],
+                "stages": [{"quantize": {"method": "gptq", "quality": "best", **stage}}],
                 "evaluate": {"samples": 4, "max_kl": "none", "min_agreement": "none"},
             }  # fmt: skip
             compress.apply(recipe, output=path, quiet=True, overwrite=True)
@@ -168,29 +167,29 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     arguments = parse()
     if arguments.render:
-        finish(json.loads(arguments.render.read_text()))
+        data = json.loads(arguments.render.read_text())
+        PAGE.write_text(page(data))
+        plot(data, PICTURE)
         return
     arguments.work.mkdir(parents=True, exist_ok=True)
     models = [Trained(name, arguments.work, arguments.windows) for name in MODELS]
     bench, data = SpeedBench(arguments), start(arguments)
     wanted = set(filter(None, arguments.only.split(",")))
-    for label, stage in OURS.items():
-        if not wanted or "ours" in wanted or label in wanted:
-            attempt(
-                data,
-                arguments.output,
-                f"ours {label}",
-                lambda label=label, stage=stage: ours(bench, models, label, stage),
-            )
+
+    def chosen(name: str) -> bool:
+        engine, _, label = name.partition(" ")
+        return not wanted or bool(wanted & {engine, label})
+
+    makers = {f"ours {label}": partial(ours, bench, models, label, stage) for label, stage in OURS.items()}
     for engine, (script, types) in PEERS.items():
-        for kind in types:
-            if not wanted or engine in wanted or kind in wanted:
-                attempt(data, arguments.output, f"{engine} {kind}", lambda s=script, k=kind: peer(bench, models, s, k))
+        makers |= {f"{engine} {kind}": partial(peer, bench, models, script, kind) for kind in types}
+    for name, make in makers.items():
+        if chosen(name):
+            attempt(data, arguments.output, name, make)
     begin = time.perf_counter()
     for number in range(arguments.rounds):
         for name, point in data["points"].items():
-            engine, _, label = name.partition(" ")
-            if "error" in point or (wanted and not wanted & {engine, label}):
+            if "error" in point or not chosen(name):
                 continue
             for threads, (cell, request) in product(arguments.threads, point["requests"].items()):
                 rounds = point["speed"].setdefault(str(threads), {}).setdefault(cell, [])
@@ -205,7 +204,6 @@ def main() -> None:
                 rounds.append({**found, "load_before": load, "commit": commit()})
                 print(f"{number + 1} {name} {cell} {threads}: {found}", flush=True)
             arguments.output.write_text(json.dumps(data, indent=1) + "\n")
-    finish(data)
 
 
 def ours(bench: SpeedBench, models: list[Trained], label: str, stage: dict[str, Any]) -> dict[str, Any]:
@@ -252,7 +250,7 @@ def bits_of(artifact: Path) -> float:
     return 8 * stored / sum(math.prod(source.shapes[name]) for name in source.entries)
 
 
-def attempt(data: dict[str, Any], output: Path, name: str, make: Any) -> None:
+def attempt(data: dict[str, Any], output: Path, name: str, make: Callable[[], dict[str, Any]]) -> None:
     """Add a point unless it is there; a failure is noted."""
     if "error" not in data["points"].get(name, {"error": ""}):
         return
@@ -287,13 +285,6 @@ def start(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def finish(data: dict[str, Any]) -> None:
-    """The page of the documentation and its picture."""
-    if any(point.get("speed") for point in data["points"].values()):
-        PAGE.write_text(page(data))
-        plot(data, PICTURE)
-
-
 def parse() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -309,7 +300,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1e9, help="no speed is measured after that")
     parser.add_argument("--timeout", type=float, default=900, help="seconds after which a process is ended")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "speed_against_kl.json")
-    parser.add_argument("--render", type=Path, help="only write the page of this JSON and draw its picture")
+    parser.add_argument(
+        "--render", type=Path, help="only write the page of the documentation from this JSON, and draw its picture"
+    )
     arguments = parser.parse_args()
     arguments.ours_python, arguments.under = sys.executable, ""
     if arguments.render is None and (arguments.peers is None or arguments.work is None):

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+#: Types of both peers that the page puts ours beside.
+SUMMARY = ("Q2_K", "IQ2_M", "IQ3_XXS", "IQ3_M", "Q4_0", "IQ4_XS", "Q4_K_M", "Q5_K_M")
 COLORS = {"ours": "#0b6e4f", "llama.cpp": "#b04a3a", "ik_llama.cpp": "#c58b1b"}
 
 
@@ -58,7 +60,7 @@ def advantage(ours: list[Point], peer: Point, threads: str) -> tuple[Point, floa
     It is chosen by half of the rounds and compared by the others, both ways round: the best of many by the same rounds would be the one
     that noise helped most.
     """
-    able = [point for point in ours if threads in point.speed and point.kl <= peer.kl]
+    able = [point for point in ours if len(point.speed.get(threads, {}).get("decode", ())) > 1 and point.kl <= peer.kl]
     if not able or threads not in peer.speed:
         return None
     ratios = []
@@ -68,17 +70,17 @@ def advantage(ours: list[Point], peer: Point, threads: str) -> tuple[Point, floa
     return max(able, key=lambda point: point.decode(threads)), statistics.geometric_mean(ratios)
 
 
-SUMMARY = ("Q2_K", "IQ2_M", "IQ3_XXS", "IQ3_M", "Q4_0", "IQ4_XS", "Q4_K_M", "Q5_K_M")
-
-
 def page(data: dict[str, Any]) -> str:
     """The page of the documentation."""
     machine, settings = data["machine"], data["settings"]
+    instructions = ", ".join(
+        flag for flag in ("avx2", "avx512_vnni", "avx512_bf16", "amx_int8") if flag in machine["flags"]
+    )
     lines = ["# Decode speed against KL divergence", ""]
     lines += ["Written by `benchmarks/speed_against_kl.py`, which says how it measures.", ""]
     lines += ["![decode speed against KL divergence](../images/speed_against_kl.svg)", ""]
     lines += [
-        f"{machine['cpu']} with {machine['cores']} cores ({isa(machine)}); {settings['windows']} held-out windows of "
+        f"{machine['cpu']} with {machine['cores']} cores ({instructions}); {settings['windows']} held-out windows of "
         f"{settings['window_tokens']} tokens, each read as one prompt; calibration on {settings['samples']}.",
         "",
         f"- Speed: tokens/s of four layers of the 1.1B shape (random values, vocabulary cut in proportion, head of 8 bits), decoding "
@@ -138,17 +140,6 @@ def beside(ours: list[Point], peer: Point | None, threads: str) -> str:
     return "" if found is None else f"{found[1]:.2f}x ({found[0].label})"
 
 
-def isa(machine: dict[str, Any]) -> str:
-    """What its products use."""
-    return (
-        "AVX-512, VNNI, bf16"
-        if "avx512_bf16" in machine["flags"]
-        else "AVX2"
-        if "avx2" in machine["flags"]
-        else "no AVX2"
-    )
-
-
 def rounds(data: dict[str, Any]) -> str:
     """How often each speed was measured, and how far its rounds lie apart."""
     decoded = [
@@ -166,7 +157,7 @@ def rounds(data: dict[str, Any]) -> str:
 
 
 def plot(data: dict[str, Any], file: Path) -> None:
-    """Speed to the right, KL divergence upwards; each engine with its front, whose points are named."""
+    """Speed to the right, KL divergence upwards; every engine with its front, whose points are named."""
     import matplotlib
 
     matplotlib.use("Agg")

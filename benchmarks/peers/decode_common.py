@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
 import resource
 import statistics
 import sys
@@ -389,25 +388,6 @@ def save_logits(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
     rows = [engine.prefill(ids[:-4]), *(engine.step(token) for token in ids[-4:])]
     np.save(request["logits"], np.stack([np.asarray(row, np.float32).reshape(-1) for row in rows]))
     return {"logits": request["logits"]}
-
-
-def divergence(reference: Path, logits: Callable[[list[int]], np.ndarray]) -> dict[str, float]:
-    """KL divergence from a reference in nats a token, and perplexity.
-
-    Args:
-        reference: holds `ids.npy` `[windows, length]` and `log_probabilities.npy` `[windows, length, vocabulary]`.
-        logits: of all positions of one window, float32 `[length, vocabulary]`.
-    """
-    windows, wanted = np.load(reference / "ids.npy"), np.load(reference / "log_probabilities.npy", mmap_mode="r")
-    distance, loss = 0.0, 0.0
-    for ids, expected in zip(windows, wanted, strict=True):
-        found = logits(ids.tolist()).astype(np.float64)
-        found -= found.max(-1, keepdims=True)
-        found -= np.log(np.exp(found).sum(-1, keepdims=True))
-        exact = expected.astype(np.float64)
-        distance += float((np.exp(exact) * (exact - found)).sum())
-        loss -= float(np.take_along_axis(found[:-1], ids[1:, None], -1).sum())
-    return {"kl": distance / windows.size, "perplexity": math.exp(loss / windows[:, 1:].size)}
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ import numpy as np
 from decode_common import CachedEngine, DeepEngine, Shape, main, measure, measure_depths
 from gguf_blocks import BF16, enlarge
 from ik_llama_cpp._lib_loader import load_shared_library
-from llama_windows import window_quality
+from window_quality import llama_divergence
 
 FILE = "q4_0.gguf"
 BATCH = 512
@@ -27,7 +27,7 @@ C.llama_state_seq_set_data.restype = ctypes.c_size_t
 C.ggml_row_size.restype = ctypes.c_size_t
 C.ggml_row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
 C.ggml_blck_size.restype = ctypes.c_int64
-#: ik_llama.cpp's own numbers of `llama_ftype`; of the others they are those of llama.cpp.
+#: `llama_ftype` of ik_llama.cpp, by name: its Python module has none.
 TYPES = {
     "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K_S": 11, "Q3_K_M": 12, "Q3_K_L": 13, "Q4_K_S": 14, "Q4_K_M": 15,
     "Q5_K_S": 16, "Q5_K_M": 17, "IQ2_XXS": 19, "IQ2_XS": 20, "Q2_K_S": 21, "IQ3_XS": 22, "IQ3_XXS": 23, "IQ4_NL": 25, "IQ3_S": 26,
@@ -127,8 +127,9 @@ def quantize(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def quality(request: dict[str, Any]) -> dict[str, Any]:
+    """KL divergence and perplexity of a file."""
     decoder = Decoder(request)
-    return window_quality(request, llama, decoder, lambda: llama.llama_kv_cache_clear(decoder.context))
+    return llama_divergence(request, llama, decoder, lambda: llama.llama_kv_cache_clear(decoder.context))
 
 
 def load(request: dict[str, Any]) -> DeepEngine:

@@ -25,7 +25,7 @@ from decode_common import (
     time_matvec,
 )
 from gguf_blocks import BF16, enlarge
-from llama_windows import window_quality
+from window_quality import llama_divergence
 
 FILE = "q4_0.gguf"
 Q4_0, F32 = 2, 0  # ggml types
@@ -175,12 +175,13 @@ def enlarged(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def quality(request: dict[str, Any]) -> dict[str, Any]:
+    """KL divergence and perplexity of a file."""
     decoder = Decoder(request)
 
     def forget() -> None:
         llama.llama_memory_clear(llama.llama_get_memory(decoder.context), True)
 
-    return window_quality(request, llama, decoder, forget)
+    return llama_divergence(request, llama, decoder, forget)
 
 
 class InitParams(ctypes.Structure):

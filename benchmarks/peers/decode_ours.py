@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from decode_common import (
     Generate,
-    divergence,
     error_of,
     main,
     matvec_data,
@@ -24,6 +23,7 @@ from decode_common import (
     turned,
 )
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401  imported before the clock starts
+from window_quality import divergence
 
 import runtime
 from runtime import formats
@@ -79,7 +79,7 @@ def load(request: dict[str, Any]) -> Generate:
 
 
 def quality(request: dict[str, Any]) -> dict[str, Any]:
-    """KL divergence and perplexity over windows, each read as one prompt."""
+    """KL divergence and perplexity of an artifact."""
     model = runtime.load(request["path"], threads=request["threads"], kernels=request["kernels"])
     return divergence(Path(request["reference"]), lambda ids: model.logits([ids])[0].float().numpy())
 

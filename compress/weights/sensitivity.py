@@ -238,7 +238,7 @@ class _Divergence:
 
 def _settled(task: LayerTask, scheme: Scheme, tokens: int) -> LayerTask:
     """The task with one of its candidates, fitted to the layer's own outputs; without data where no token reached the layer."""
-    # Candidates are only ranked, so what `quality: best` sets is at its defaults: several times as fast, and the same choice.
+    # Candidates are only ranked, so what `quality: best` sets is at its defaults, which are several times as fast.
     defaults = {name: type(task.quantize).model_fields[name].default for name in task.quantize.best_fields}
     quantize = task.quantize.model_copy(update=defaults)
     found = replace(task, scheme=scheme, candidates=(), quantize=quantize)

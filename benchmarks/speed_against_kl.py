@@ -7,8 +7,9 @@
 
 KL divergence and perplexity are those of two trained models as each engine computes them, activations and cache included, on held-out
 windows; all tools get the same calibration tokens, peers as the mean square of every input (their importance matrix). Embedding and
-output keep 16 bits. Speed is that of four layers of the 1.1B shape: the types of the small model for its layers, 8 bits for its embedding and output,
-and values without meaning. Every cell is a process; a speed is the median over the rounds, each of which goes through all in turn.
+output keep 16 bits. Speed is that of four layers of the 1.1B shape: the types of the small model for its layers, 8 bits for its
+embedding and output, and values without meaning. Every cell is a process; a speed is the median over the rounds, each of which goes
+through all in turn.
 """
 
 from __future__ import annotations

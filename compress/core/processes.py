@@ -106,7 +106,9 @@ class Team:
                 f"WORLD_SIZE says that {launched()} processes were started, but nothing says how they find each other (MASTER_ADDR): start "
                 "them with torchrun or accelerate launch, or unset WORLD_SIZE"
             )
+        # Imported once they are open, `functional` would hold on to the connections in its default arguments: `close` would close nothing.
         from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+        from torch.distributed.nn import functional  # noqa: F401
 
         # A loss on hidden states alone reaches no head, and one width of several not all channels.
         kinds = [InitProcessGroupKwargs(timeout=_PATIENCE), DistributedDataParallelKwargs(find_unused_parameters=True)]

@@ -28,11 +28,12 @@ from export.huggingface.fused_layers import disagreement, fused_sets
 from export.huggingface.plan import make_plan
 from export.source import Source
 from export.target import WORTH_SAYING, missing_packages, needs
-from runtime.errors import CompressError, RequestError
+from runtime.checkpoint.checkpoint import read_json
+from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.quantization_config import OWN_METHOD
 from runtime.modeling.layer_sizes import differing, is_ours
-from runtime.modeling.skeleton import model_kind
+from runtime.modeling.skeleton import model_kind, read_config
 from runtime.system.sizes import size
 
 YES, NO, EXPORT, IMPORT = "yes", "no", "after export", "with import runtime"
@@ -50,6 +51,13 @@ def readable_by(path: str | Path, entries: Mapping[str, Any]) -> list[dict[str, 
         exports do not support have only this runtime.
     """
     rows = [{"name": "this runtime", "how": YES, "note": "runtime.load()"}]
+    if (reason := _unknown(Path(path))) is not None:
+        shared = (read_json(Path(path) / "config.json").get("quantization_config") or {}).get(
+            "quant_method"
+        ) != OWN_METHOD
+        rows = [{"name": name, "how": NO, "note": reason} for name in ("this runtime", "transformers")]
+        note = "if it has the architecture" if shared else "it does not know these formats"
+        return [*rows, *({"name": name, "how": YES if shared else NO, "note": note} for name in ("vLLM", "SGLang"))]
     try:
         source = Source(path)
     except CompressError:
@@ -62,6 +70,15 @@ def readable_by(path: str | Path, entries: Mapping[str, Any]) -> list[dict[str, 
     for name, how, note in found:
         rows.append({"name": name, "how": how, "note": "; ".join(filter(None, (note, without if how != NO else "")))})
     return rows
+
+
+def _unknown(path: Path) -> str | None:
+    """Why nothing here builds a model that was compressed without code (`model_free`); None: transformers has its code."""
+    try:
+        read_config(path)
+    except ArtifactError:
+        return f"transformers has no code for model_type {read_json(path / 'config.json').get('model_type')}"
+    return None
 
 
 def _method(source: Source) -> str | None:

@@ -163,14 +163,16 @@ def _show(result: dict[str, Any]) -> None:
     if "samples" in result:
         _show_samples(result["samples"])
     print(f"\nWritten to {result['path']}. Next:")
-    following = [] if "cosine" in metrics else [(f'compress generate {path} "import os"', "generate text")]
-    following += [
-        (f"compress inspect {path} --verify", "list the tensors and check every file"),
-        (f"compress export {path} --list", "list the engines it can be exported to"),
-        (f"open {page}", "see the error of every layer"),
+    known = all(one["how"] != "no" for one in result.get("readable_by") or [] if one["name"] == "this runtime")
+    following = [
+        (f'compress generate {path} "import os"', "generate text", known and "cosine" not in metrics),
+        (f"compress inspect {path} --verify", "list the tensors and check every file", True),
+        (f"compress export {path} --list", "list the engines it can be exported to", known),
+        (f"open {page}", "see the error of every layer", True),
     ]
-    width = max(len(command) for command, _ in following)
-    for command, what in following:
+    shown = [(command, what) for command, what, useful in following if useful]
+    width = max(len(command) for command, _ in shown)
+    for command, what in shown:
         print(f"  {command:<{width}}  {what}")
 
 

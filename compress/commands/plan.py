@@ -76,7 +76,8 @@ def _show(result: dict[str, Any]) -> None:
         print(f"Limits: {', '.join(f'{name} {value:.4g}' for name, value in result['limits'].items())}")
     more = f" plus the draft ({result['draft']})" if result["draft"] else ""
     show_readers(result["readable_by"])
-    print(f"Runs on {result['engine']}")
+    if result["engine"]:
+        print(f"Runs on {result['engine']}")
     print(f"Calibration: {result['calibration_tokens']:,} tokens    Time: about {duration(result['seconds'])}{more}")
     for text in result["warnings"]:
         print(f"Warning: {text}")

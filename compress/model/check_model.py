@@ -107,7 +107,7 @@ def check_shared(streamed: StreamedModel, work: Collection[str]) -> None:
 
 def module_infos(streamed: StreamedModel) -> list[ModuleInfo]:
     """In model order. Linear layers count as `Linear` whatever class of a model computes them, GPT-2's Conv1D among them."""
-    choosing = routers(streamed.model)
+    choosing = routers(streamed.model) if streamed.runs else streamed.model.routers()
     head = streamed.model.get_output_embeddings() if streamed.kind != "encoder" else None
     found = []
     for name, module in streamed.model.named_modules():

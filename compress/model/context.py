@@ -76,8 +76,9 @@ class Context:
         """
         if source is not None and source.path == checkpoint.path:
             source = None
-        streamed = StreamedModel(checkpoint, choose_device(device), apart=experts_apart)
-        recipe = settle(recipe, streamed, source or checkpoint)
+        free = recipe.model_free
+        streamed = StreamedModel(checkpoint, choose_device(device), apart=experts_apart, model_free=free)
+        recipe = recipe if free else settle(recipe, streamed, source or checkpoint)
         return cls(recipe, checkpoint, streamed, source, **more)
 
     @property

@@ -92,7 +92,7 @@ class ModelSize:
         return cls(
             total=total,
             outside=total - sum(blocks),
-            block=max(blocks),
+            block=max(blocks, default=0),
             largest=max((p.numel() for p in streamed.model.parameters() if p.dim() == 2), default=0),
             blocks=len(blocks),
             hidden=int(getattr(config, "hidden_size", 0)),

@@ -15,6 +15,7 @@ from torch import nn
 from compress.core.tensors import bound_kernel_caches
 from compress.model.couplings import stored_tensors
 from compress.model.source import SourceCheckpoint
+from compress.model.tensor_model import TensorModel
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import ArtifactError
 from runtime.modeling.experts import unfuse
@@ -119,8 +120,10 @@ class PartialModel:
             that part are there, and left before they go.
         dtype: what the model computes in; default config.json's, as `runtime.load` does.
         apart: give the model its routed experts one by one (`runtime.modeling.experts`), as they are compressed.
+        model_free: the model is the checkpoint's tensors (`TensorModel`), whatever config.json says of it.
 
     Attributes:
+        runs: whether there is code that computes with the weights; False: `model_free`.
         kind: "decoder", "encoder" or "encoder-decoder".
         stacks: the encoder's blocks, the decoder's, or both in this order; `blocks` are all of them.
         checkpoint: the tensors by the model's names.
@@ -135,21 +138,27 @@ class PartialModel:
         loaded: Callable[[nn.Module, Callable[[str], bool] | None], AbstractContextManager[None]] | None = None,
         dtype: torch.dtype | None = None,
         apart: bool = False,
+        model_free: bool = False,
     ) -> None:
         bound_kernel_caches()
         self.device = torch.device(device)
-        self.config = read_config(checkpoint.path)
+        self.runs = not model_free
+        self.config: Any = TensorModel.config if model_free else read_config(checkpoint.path)
         self.kind = model_kind(self.config)
         self.dtype = dtype or main_dtype(checkpoint)
         self._loaded = loaded
-        self.model = build_skeleton(self.config, self.dtype, stored=checkpoint.names())
+        self.model: Any = (
+            TensorModel(checkpoint, self.dtype)
+            if model_free
+            else build_skeleton(self.config, self.dtype, stored=checkpoint.names())
+        )
         if install is not None:
             install(self.model)
         if apart:
             unfuse(self.model)
         self.stacks: list[Stack] = []
         self.blocks = nn.ModuleList()
-        for name, blocks in find_stacks(self.model):
+        for name, blocks in self.model.stacks() if model_free else find_stacks(self.model):
             self.stacks.append(Stack(name, blocks, len(self.blocks)))
             self.blocks += blocks
         self._held = ""  # of what is outside: nothing, what comes "before" the blocks, or "all"

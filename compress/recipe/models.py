@@ -302,6 +302,8 @@ class Recipe(Located):
         seed: seeds everything random that is not the draw of calibration rows.
         on_nonfinite: `fail`, or `skip` layers whose weights or activations hold NaN or Inf (copied, and recorded).
         true_sequential: layers of a block are solved in the order they run, on outputs of the compressed ones before.
+        model_free: the checkpoint is compressed by its tensors alone, of whatever architecture: nothing runs the model, so methods read no
+            text and nothing is evaluated.
     """
 
     name: Name
@@ -317,6 +319,7 @@ class Recipe(Located):
     seed: int = Field(default=0, ge=0, lt=2**63)
     on_nonfinite: Literal["fail", "skip"] = "fail"
     true_sequential: bool = True
+    model_free: bool = False
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 

@@ -119,7 +119,19 @@ def build(data: dict[str, Any], origin: Origin) -> Recipe:
         raise
     raise_all(problems)
     recipe.locate(origin)
+    _check_model_free(recipe)
     return recipe
+
+
+def _check_model_free(recipe: Recipe) -> None:
+    """RequestError where a recipe that is `model_free` asks for something that runs the model."""
+    if not recipe.model_free:
+        return
+    running = [(stage.path, stage.kind) for stage in recipe.stages if stage.phase != "layers"]
+    running += [((key,), key) for key in ("evaluate", "sample") if getattr(recipe, key) is not None]
+    for path, what in running:
+        text = f"{what} runs the model, and the recipe is model_free, which runs none: leave one of the two out"
+        raise RequestError(recipe.origin.at(path, text))
 
 
 def find_recipe(source: str | Path) -> Path:

@@ -144,6 +144,8 @@ def make_plan(
         with tempfile.TemporaryDirectory(prefix="compress-plan-") as room:
             session.layers.foresee(Path(room) / "artifact")
             plan.readable_by = readers(Path(room) / "artifact", plan.stages)
+            if not session.context.streamed.runs:
+                return plan
             blueprint = Blueprint(Artifact(Path(room) / "artifact"), choose_device(device), "auto", None, False)
             policy = None if plan.kv_cache is None else Policy.parse(plan.kv_cache["policy"])
             plan.engine = describe_choice(blueprint, policy, plan.draft is not None)

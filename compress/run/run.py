@@ -317,12 +317,7 @@ class _Run:
         made = layers.run(context, self.store, reporter)
         clock.lap(layers.title)
         write_metadata(layers, directory)
-        artifact = load_back.open_artifact(directory.path, context)
-        load_back.check_against_pipeline(context, bool(layers.needs), artifact, directory, reporter)
-        clock.lap("load back")
-        spill = directory.work if self.store.spill else None
-        metrics = evaluate_artifact(context, artifact, self.limits, spill, reporter)
-        clock.lap("evaluate")
+        metrics = self._judge() if context.streamed.runs else {}
         entries: dict[str, Any] = layers.manifest(context, made)
         files: list[Path] = []
         for job in self.session.after:
@@ -332,6 +327,17 @@ class _Run:
         clock.write(highest)
         manifest = write_manifest(context, directory, own, metrics, entries, files, self.readers, self.warnings)
         return manifest, highest
+
+    def _judge(self) -> dict[str, Any]:
+        """Compare the artifact on the disk with what the pipeline computed, and with the source; its quality."""
+        layers, context, directory = self.session.layers, self.session.context, self.store.directory
+        artifact = load_back.open_artifact(directory.path, context)
+        load_back.check_against_pipeline(context, bool(layers.needs), artifact, directory, self.reporter)
+        self.clock.lap("load back")
+        spill = directory.work if self.store.spill else None
+        metrics = evaluate_artifact(context, artifact, self.limits, spill, self.reporter)
+        self.clock.lap("evaluate")
+        return metrics
 
     def _make_models(self) -> None:
         """Run the jobs of phase "model" that are not done, and open the session of what they made."""

@@ -205,7 +205,8 @@ def config(weights: WeightPlan, recorded: Mapping[str, Any]) -> dict[str, Any]:
         linear |= {module: module for module in extra if len(source.shape(f"{module}.weight")) == 2}
         # Routers are no linear layers in transformers, and are in other engines.
         linear |= {name(module): module for module in _other_matrices(model) if name(module) not in entries}
-        found["quantization_config"] = build(entries, linear, foreign, also=linear)
+        named = not context.streamed.runs  # what is linear in code that nobody has read is not known
+        found["quantization_config"] = build(entries, linear, foreign, also=linear, by_name=named)
     if weights.untie:
         found["tie_word_embeddings"] = False
     return found

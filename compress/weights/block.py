@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from compress.model.expert_calibration import ExpertCalibration
 from compress.model.input_statistics import Forwards, InputGroup, find_groups
 from compress.model.module_outputs import ModuleOutputs
 from compress.model.original_block import OriginalBlock, find_residual_layers
+from compress.model.tensor_model import same_input
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.recipe import Recipe
 from compress.weights.layer_task import LayerTask
@@ -80,7 +82,7 @@ class BlockJob:
         prefix: qualified name of `block`, with the final dot.
         tasks: of the layers of this block, by qualified name.
         forwards: (runs one calibration batch through the block, its token mask or None); empty when no data is needed.
-        small_forward: runs the block over one row in a given dtype.
+        small_forward: runs the block over one row in a given dtype; None: nothing runs it, and no task needs that.
         dtype: of the model.
         constraints: masks and grids that stay, by qualified layer name.
         team: processes that share the block: each has forwards of batches of its own, and layers are dealt out.
@@ -95,7 +97,7 @@ class BlockJob:
     tasks: dict[str, LayerTask]
     forwards: Forwards
     outputs: ModuleOutputs
-    small_forward: Callable[[torch.dtype], torch.Tensor]
+    small_forward: Callable[[torch.dtype], torch.Tensor] | None
     dtype: torch.dtype
     recipe: Recipe
     reporter: Reporter
@@ -118,13 +120,11 @@ class BlockJob:
             return result
         experts = ExpertCalibration(self.block, self.prefix, self.recipe.calibration.experts, team, self.place)
         self._experts = experts
-        linears = [n for n, m in self.block.named_modules() if is_matrix(m)]
-        with experts.shown(), self.outputs.watched():
-            all_groups = find_groups(self.block, lambda: self.small_forward(self.dtype), linears)
+        all_groups = self._input_groups(experts)
         if self.original is not None:
             self.original.outputs.watch_as(self.outputs)
             self.original.residual_layers = find_residual_layers(
-                self.block, lambda: self.small_forward(self.dtype), tasks
+                self.block, partial(self._run_small, self.dtype), tasks
             )
         groups = [InputGroup([n for n in g.members if n in tasks], g.in_features, g.source) for g in all_groups]
         groups = [g for g in groups if g.members]
@@ -170,6 +170,19 @@ class BlockJob:
         experts.finish(self.reporter)
         return result
 
+    def _run_small(self, dtype: torch.dtype) -> torch.Tensor:
+        assert self.small_forward is not None
+        return self.small_forward(dtype)
+
+    def _input_groups(self, experts: ExpertCalibration) -> list[InputGroup]:
+        """The linear layers of the block by what they read; where nothing runs the block, as their names tell."""
+        linears = {name: module for name, module in self.block.named_modules() if is_matrix(module)}
+        if self.small_forward is None:
+            found = same_input(linears)
+            return [InputGroup(names, get_matrix(linears[names[0]]).shape[1], None) for names in found]
+        with experts.shown(), self.outputs.watched():
+            return find_groups(self.block, partial(self._run_small, self.dtype), linears)
+
     def _finite_layers(self) -> list[str]:
         """Qualified names of the layers that can be solved. A tensor with NaN or Inf, compressed or not, stops the run or is skipped."""
         bad = {self.prefix + n for n, p in self.block.named_parameters() if not finite(p)}
@@ -205,7 +218,7 @@ class BlockJob:
         self.block.float()
         try:
             inputs = [groups[i] for i in transformed]
-            places = find_folds(self.block, inputs, all_groups, lambda: self.small_forward(torch.float32))
+            places = find_folds(self.block, inputs, all_groups, partial(self._run_small, torch.float32))
             places = self.team.broadcast(places)
         finally:
             self.block.to(self.dtype)

@@ -154,8 +154,8 @@ class BlockPass:
 
     def __post_init__(self) -> None:
         context = self.plan.context
-        probe: Batch = (context.probe, None)
-        self.batches = [*context.batches, probe] if self.plan.needs else [probe]
+        probe: list[Batch] = [(context.probe, None)] if self.streamed.runs else []
+        self.batches = [*context.batches, *probe] if self.plan.needs else probe
 
     @property
     def streamed(self) -> StreamedModel:
@@ -170,7 +170,8 @@ class BlockPass:
     @property
     def own(self) -> list[int]:
         """Numbers of the batches that this process reads; the last one, the probe, is the main one's."""
-        return [*self.calibrated, *([len(self.batches) - 1] if self.team.is_main else [])]
+        last = len(self.batches) - 1
+        return [*self.calibrated, *([last] if self.team.is_main and last >= 0 else [])]
 
     @property
     def propagated(self) -> bool:
@@ -216,7 +217,8 @@ def run_pass(job: BlockPass) -> None:
     reporter.phase("compress", count + 1, job.done)
     if job.done:
         reporter.info(f"resuming at block {job.done} of {count}")
-    streamed.load_outside(head=outside)
+    if outside or streamed.runs:
+        streamed.load_outside(head=outside)
     scratch = directory.work / "hidden-next" if job.spill else None
     states = job.load_states(scratch) if job.done else job.new_states(scratch)
     if job.propagated and not job.done:
@@ -367,8 +369,11 @@ def _modules_restored(block: nn.Module) -> Iterator[None]:
             setattr(block.get_submodule(parent_name), leaf, module)
 
 
-def _small_forward(job: BlockPass, index: int, states: HiddenStates) -> Callable[[torch.dtype], torch.Tensor]:
-    """Runs the block over the first row of the first batch, which is the main process's, in a given dtype (folding is tried in float32)."""
+def _small_forward(job: BlockPass, index: int, states: HiddenStates) -> Callable[[torch.dtype], torch.Tensor] | None:
+    """Runs the block over the first row of the first batch, which is the main process's, in a given dtype (folding is tried in float32);
+    None where nothing runs it."""
+    if not job.streamed.runs:
+        return None
     ids, mask = job.batches[0]
     shared = None
     if job.team.size > 1:

@@ -115,13 +115,13 @@ class WeightsFootprint:
         Args:
             rows: shapes of the batches of calibration text.
         """
-        front, block = self._outside - self._head, max(self._sizes)
+        front, block = self._outside - self._head, max(self._sizes, default=0)
         outside = [layer for name, layer in self._layers.items() if not self._streamed.is_inside(name)]
         forward = self._model.forward(rows)
         base, blocks = self._outside if outside else 0, zip(self._sizes, self._blocks, strict=True)
         found = {
-            "first block": max(base, front) + self._sizes[0] + forward,
-            "blocks": base + max(self._block(*block, rows, bounds, forward) for block in blocks),
+            "first block": max(base, front) + next(iter(self._sizes), 0) + forward,
+            "blocks": base + max((self._block(*block, rows, bounds, forward) for block in blocks), default=0),
             "outside": self._outside_phase(outside, rows, bounds),
             "load back": front + self._read_back() + self._whole(),
         }

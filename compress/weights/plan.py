@@ -12,6 +12,7 @@ from compress.model.check_model import check_fits_model, check_shared, module_in
 from compress.model.context import Context
 from compress.model.dry_run import check_runs
 from compress.model.streamed import StreamedModel
+from compress.model.tensor_model import transposed
 from compress.quantize.weight_constraint import WeightConstraint, load_constraints
 from compress.recipe import Stage
 from compress.weights.assign import Uncompressed, assign
@@ -100,12 +101,13 @@ def prepare(context: Context) -> WeightPlan:
     check_fits_model(recipe, streamed)
     assigned, left = assign(recipe, module_infos(streamed))
     tasks = {name: replace(task, settled=context.settled) for name, task in assigned.items()}
+    _check_model_free(context, tasks)
     _check_represented(context, tasks)
     _check_output_aware(context, tasks)
     _check_reached(streamed, tasks, left)
     _check_budget(context, tasks)
     check_shared(streamed, tasks)
-    if context.source is None:  # else asked of the source: which layers stay may not be known yet
+    if context.source is None and streamed.runs:  # else asked of the source: which layers stay may not be known yet
         check_runs(streamed, tasks)
     constraints = load_constraints(context.path) if context.settled >= 0 else {}
     for name, task in tasks.items():  # a budget was spent before they were trained
@@ -113,6 +115,28 @@ def prepare(context: Context) -> WeightPlan:
             settled = constraints.get(name)
             tasks[name] = replace(task, scheme=task.scheme if settled is None else settled.scheme, candidates=())
     return WeightPlan(context, tasks, constraints, tuple(left))
+
+
+def _check_model_free(context: Context, tasks: Mapping[str, LayerTask]) -> None:
+    """RequestError where a recipe that is `model_free` has a stage that must see what layers read, or takes columns of weights for rows."""
+    recipe = context.recipe
+    if context.streamed.runs:
+        return
+    if (name := transposed(context.opened)) is not None:
+        text = (
+            f"{context.path} stores {name} as [inputs, outputs], which tensors alone do not tell: leave model_free out"
+        )
+        raise RequestError(recipe.origin.at(("model_free",), text))
+    task = next((task for task in tasks.values() if task.needs), None)
+    if task is None:
+        return
+    stages = [stage for stage in recipe.stages if stage.index in (task.prune_stage, task.quantize_stage)]
+    config, stage = task.methods[-1], stages[-1]
+    text = (
+        f"{config.name} with these settings is calibrated on what layers read, and the recipe is model_free, which runs no model: use rtn "
+        "or magnitude, with dynamic activations, whole bits and objective layer"
+    )
+    raise RequestError(recipe.origin.at(stage.path, text))
 
 
 def _shared(streamed: StreamedModel) -> set[str]:

@@ -12,14 +12,8 @@ from collections.abc import Collection, Mapping
 
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import GridScheme
+from runtime.modeling.tensor_names import FUSED
 
-# {name of the fused layer in vLLM: names of its shards in a checkpoint}
-FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "w13": ("w1", "w3"),
-    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
 _HOME = {leaf: fused for fused, leaves in FUSED.items() for leaf in leaves}
 
 

@@ -48,6 +48,7 @@ def build(
     all_linear_names: Iterable[str],
     foreign: Collection[str] = (),
     also: Mapping[str, str] | None = None,
+    by_name: bool = False,
 ) -> dict[str, Any]:
     """The configuration that describes `modules`; linear layers that are not among them are listed under `ignore`.
 
@@ -55,6 +56,7 @@ def build(
         foreign: modules that transformers with compressed-tensors alone would not find or not replace; with one of them the configuration
             is ours.
         also: {linear layer: another name of it}, under which it is ignored too where it is not among `modules`.
+        by_name: modules are never meant as "Linear": the model may have linear layers that `all_linear_names` does not know.
     """
     if not modules:
         raise CompressError("a quantization_config needs at least one compressed module")
@@ -78,7 +80,7 @@ def build(
         ],
     }
     for index, ((scheme, name), members) in enumerate(groups.items()):
-        targets = ["Linear"] if shared and len(groups) == 1 else members
+        targets = ["Linear"] if shared and len(groups) == 1 and not by_name else members
         config["config_groups"][f"group_{index}"] = {"targets": targets, **scheme.to_config(), "format": name}
     if shared and needs_dense_loading(modules.values()):
         config["dequantize"] = True

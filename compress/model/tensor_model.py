@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.checkpoint.headers import TensorEntry
 from runtime.errors import CompressError, RequestError
-from runtime.modeling.linear_modules import get_matrix, is_linear
+from runtime.modeling.linear_modules import is_conv1d
 from runtime.modeling.skeleton import build_skeleton, read_config
 from runtime.modeling.tensor_names import FUSED
 
@@ -103,10 +103,7 @@ def transposed(checkpoint: Checkpoint) -> str | None:
         known = build_skeleton(config, torch.float32, stored=checkpoint.names())
     except CompressError:
         return None
-    matrices = (
-        (name, module.weight, get_matrix(module)) for name, module in known.named_modules() if is_linear(module)
-    )
-    return next((name for name, stored, matrix in matrices if stored.stride() != matrix.stride()), None)
+    return next((name for name, module in known.named_modules() if is_conv1d(module)), None)
 
 
 def same_input(names: Collection[str]) -> list[list[str]]:

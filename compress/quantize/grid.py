@@ -128,6 +128,11 @@ def make_grid(
     rows = max(1, (NATIVE_CHUNK if native.usable(weight.T if weight.stride(0) == 1 else weight) else CHUNK) // group)
     if scheme.strategy == "tensor":
         return _tensor_grid(weight, scheme, dtype, search, importance, mask, rows)
+    if importance is None and search != "hessian" and weight.is_contiguous() and columns % group == 0:
+        # Groups are alike: those of one row after the other go together, as they lie in memory.
+        kept = weight if mask is None else weight * mask
+        parts = [search_groups(part, scheme, dtype, search, None) for part in kept.view(-1, group).split(rows)]
+        return Grid.joined(parts, torch.cat).map(lambda parameter: parameter.reshape(out, -1))
     found = []
     for span in file_matrix.panels(columns, group):
         cost = None if importance is None else importance[span]

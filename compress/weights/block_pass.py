@@ -220,7 +220,7 @@ def run_pass(job: BlockPass) -> None:
     if outside or streamed.runs:
         streamed.load_outside(head=outside)
     scratch = directory.work / "hidden-next" if job.spill else None
-    states = job.load_states(scratch) if job.done else job.new_states(scratch)
+    states = job.load_states(scratch) if job.done and streamed.runs else job.new_states(scratch)
     if job.propagated and not job.done:
         streamed.prelude(batches, states, job.calibrated)
         for number in job.calibrated:
@@ -236,9 +236,11 @@ def run_pass(job: BlockPass) -> None:
     for index in range(job.done, count):
         record = run_block(job, index, states)
         return_memory()  # what was solved is freed only now
-        states.persist(directory.hidden_path(index + 1))
+        kept = [directory.hidden_path(index + 1)] if streamed.runs else []
+        for place in kept:
+            states.persist(place)
         if record is not None:
-            job.commit(_part(index), record, directory.hidden_path(index + 1))
+            job.commit(_part(index), record, *kept)
             # The states that entered this block stay: if those after it are damaged, it is run again.
             shutil.rmtree(directory.hidden_path(index - 1), ignore_errors=True)
             reporter.step(f"block {index}: {_summary(record['layers'])}")
@@ -280,10 +282,13 @@ def collect_output_hessians(job: BlockPass) -> None:
         directory.commit(OUTPUT_HESSIANS, {"tokens": job.plan.context.calibration.tokens}, (found.directory,))
 
 
-def first_block(directory: RunDirectory, count: int) -> int:
+def first_block(directory: RunDirectory, count: int, runs: bool = True) -> int:
     """The block to resume at: the first that is not done, or an earlier one where a finished one is damaged on the disk.
 
     Records of what is compressed again are removed.
+
+    Args:
+        count: number of blocks. runs: hidden states go through them, and those that enter the block must be there too.
     """
 
     def shard(index: int) -> Path:
@@ -295,7 +300,7 @@ def first_block(directory: RunDirectory, count: int) -> int:
     start = next((i for i in range(done) if not directory.whole(_part(i), shard(i))), done)
     if start < done:
         directory.warn(f"{shard(start)} is not as it was written: what is damaged is compressed again")
-    while start and not directory.whole(_part(start - 1), directory.hidden_path(start)):
+    while runs and start and not directory.whole(_part(start - 1), directory.hidden_path(start)):
         directory.warn(
             f"the hidden states before block {start} are damaged or gone: going back to those before block {start - 1}"
         )

@@ -141,7 +141,7 @@ class CheckedWeights(LayersJob):
 
         directory, plan = store.directory, self.weights
         budget = allocate(plan, directory, reporter, store.spill)
-        done = first_block(directory, len(context.streamed.blocks))
+        done = first_block(directory, len(context.streamed.blocks), context.streamed.runs)
         if directory.record("outside") is not None:
             return {"peak_memory": peak_bytes(), "budget": budget}
         store.ask(

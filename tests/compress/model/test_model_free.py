@@ -17,6 +17,7 @@ from unknown_models import linear_layers, write_unknown
 
 import compress
 from compress.core.resources import recipes_directory
+from compress.recipe import load
 from compress.run.plan import make_plan
 from compress.weights import block_pass
 from export.readers import readable_by

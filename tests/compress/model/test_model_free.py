@@ -19,6 +19,7 @@ import compress
 from compress.core.resources import recipes_directory
 from compress.recipe import load
 from compress.run.plan import make_plan
+from compress.run.run import apply
 from compress.weights import block_pass
 from export.readers import readable_by
 from runtime import formats
@@ -180,7 +181,7 @@ def test_readers(tmp_path: Path) -> None:
         rows = {row["name"]: (row["how"], row["note"]) for row in planned}
         assert rows["this runtime"] == ("no", "transformers has no code for model_type unheard_of")
         assert rows["vLLM"][0] == rows["SGLang"][0] == how
-        artifact = compress.apply(recipe, output=tmp_path / scheme, quiet=True, readers=readable_by)
+        artifact = apply(load(recipe), output=tmp_path / scheme, quiet=True, readers=readable_by)
         assert artifact.manifest["readable_by"] == planned
 
 

@@ -41,6 +41,7 @@ PRESETS: dict[str, Scheme] = {
     "W8A16": Scheme(GridScheme(8, "int", True, "channel")),
     "W4A16_ASYM": Scheme(_group(4, symmetric=False)),
     "W8A8-INT8": Scheme(GridScheme(8, "int", True, "channel"), _inputs("int")),
+    "LLM.int8": Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme(outliers=6.0)),
     "W4A8": Scheme(_group(4), _inputs("int")),
     "W4A4": Scheme(_group(4), _inputs("int", bits=4)),
     "W4AFP8": Scheme(_group(4), _inputs("float")),
@@ -245,7 +246,8 @@ def _activations(
             raise RequestError(
                 f"activation_mode '{config.activation_mode}' is given, but the activations are not quantized"
             )
-        activations = _inputs(activations.type, config.activation_mode == "static", activations.bits)
+        static = config.activation_mode == "static"
+        activations = replace(activations, dynamic=not static, strategy="tensor" if static else "token")
     return activations
 
 

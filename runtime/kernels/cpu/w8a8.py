@@ -1,7 +1,7 @@
 """Integer weights and integer activations on a CPU: exact int32 sums, by `torch._int_mm` where the CPU multiplies int8.
 
 Elsewhere `_int_mm` is tens of times slower than a float32 product, which is exact too while the sums stay below 2^24: that many
-columns are summed at a time.
+columns are summed at a time. Outliers, inputs that are not rounded (LLM.int8), are multiplied apart, in C.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import torch
 
 from runtime.formats.representation import Tensors
-from runtime.kernels.activations import quantize_input
+from runtime.kernels.activations import outliers, quantize_input
 from runtime.kernels.base import Kernel, Layer
+from runtime.kernels.cpu import library
+from runtime.kernels.cpu.outliers import add_products
 from runtime.system import processes
 
 _FLOAT_EXACT = (1 << 24) >> 14  # columns whose int8 products, at most 2^14 each, add up exactly in float32
 
 
 class W8A8Cpu(Kernel):
-    """`y = s_x s_w (sum q_x q_w - z_w sum q_x - z_x sum q_w + in z_x z_w)`, the bracket in exact integers.
+    """`y = s_x s_w (sum q_x q_w - z_w sum q_x - z_x sum q_w + in z_x z_w)`, the bracket in exact integers, plus the products of outliers.
 
     Codes of the activations are the reference's; only the order of the last multiplications differs, which here are in
-    float32. The weight stays as stored.
+    float32, as are the products of outliers. The weight stays as stored. A row's result does not depend on the other rows.
     """
 
     name = "w8a8-cpu"
@@ -28,11 +30,19 @@ class W8A8Cpu(Kernel):
     formats = frozenset({"int-quantized"})
 
     def why_not(self, layer: Layer) -> str | None:
-        return layer.why_not_sum_of_codes()
+        reason = layer.why_not_sum_of_codes(outliers=True)
+        if reason is None and layer.activations.outliers is not None and library.load() is None:
+            return "outliers are multiplied in C, and there is no compiler (or COMPRESS_NATIVE=0)"
+        return reason
 
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
-        # What the activations' zero point is multiplied with, summed once.
-        return tensors | {"row_sum": tensors["weight"].sum(1, dtype=torch.int32)}
+        if layer.activations.outliers is None:
+            # What the activations' zero point is multiplied with, summed once.
+            return tensors | {"row_sum": tensors["weight"].sum(1, dtype=torch.int32)}
+        out = tensors | {"row_scale": _by_row(tensors["weight_scale"].float(), layer)}
+        if "weight_zero_point" in tensors:
+            out["row_zero"] = _by_row(tensors["weight_zero_point"], layer)
+        return out
 
     def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         rows, columns = layer.shape
@@ -51,6 +61,9 @@ class W8A8Cpu(Kernel):
             if weight_zero is not None:
                 total += columns * zero * weight_zero
         y = total.float() * scale.reshape(-1, 1).float() * tensors["weight_scale"].reshape(1, -1).float()
+        if layer.activations.outliers is not None:
+            mask = outliers(x, layer.activations)
+            add_products(y, x, mask, tensors["weight"], tensors["row_scale"], tensors.get("row_zero"))
         if bias is not None:
             y += bias
         return y.to(x.dtype)
@@ -58,6 +71,13 @@ class W8A8Cpu(Kernel):
     def path(self, rows: int) -> str:
         how = "int8" if processes.multiplies(torch.int8) else "float32, exactly"
         return f"quantize input + torch matmul in {how}"
+
+    def note(self, tensors: Tensors) -> str:
+        return ", outliers in C" if "row_scale" in tensors else ""
+
+
+def _by_row(parameter: torch.Tensor, layer: Layer) -> torch.Tensor:
+    return parameter.flatten().expand(layer.shape[0]).contiguous()
 
 
 def integer_product(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

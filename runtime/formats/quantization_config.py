@@ -2,8 +2,8 @@
 compressed-tensors.
 
 What compressed-tensors can express is written as its own configuration, so other engines read it. As soon as one module
-needs a format of ours, or has inputs that are rounded in a way of ours, the method is called `compress` (see `runtime.layers.hf`): the same layout, plus `sparsity` in each
-group and `value_counts` for formats whose size depends on the data.
+needs a format of ours, or rounds its inputs in a way of ours, the method is called `compress` (see `runtime.layers.hf`): the
+same layout, plus `sparsity` in each group and `value_counts` for formats whose size depends on the data.
 """
 
 from __future__ import annotations

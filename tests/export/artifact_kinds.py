@@ -12,6 +12,7 @@ STAGES: dict[str, list[dict[str, Any]]] = {
     "w4_g128": [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128}}],
     "w4_g32_asymmetric": [{"quantize": {"method": "rtn", "scheme": "W4A16_ASYM", "group_size": 32}}],
     "w8a8": [{"quantize": {"method": "rtn", "scheme": "W8A8-INT8"}}],
+    "llm_int8": [{"quantize": {"method": "rtn", "scheme": "LLM.int8"}}],
     "fp8": [{"quantize": {"method": "rtn", "scheme": "FP8_DYNAMIC"}}],
     "sparse_w4": [
         {"prune": {"method": "magnitude", "pattern": "2:4"}},

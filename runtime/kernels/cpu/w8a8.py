@@ -6,16 +6,29 @@ columns are summed at a time. Outliers, inputs that are not rounded (LLM.int8), 
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from runtime.formats.representation import Tensors
 from runtime.kernels.activations import outliers, quantize_input
 from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.cpu import library
-from runtime.kernels.cpu.outliers import add_products
+from runtime.kernels.cpu.integer import threads_for
+from runtime.kernels.cpu.library import fields, tensor_of
+from runtime.kernels.cpu.panels import PANEL
 from runtime.system import processes
 
 _FLOAT_EXACT = (1 << 24) >> 14  # columns whose int8 products, at most 2^14 each, add up exactly in float32
+
+
+class Outliers(ctypes.Structure):
+    """`OutlierOrder` of outliers.h."""
+
+    _fields_ = (
+        *fields(ctypes.c_void_p, "weight", "zero", "scale", "column", "first", "place", "value", "y", "memory"),
+        *fields(ctypes.c_int64, "rows", "outputs", "columns", "used"),
+    )
 
 
 class W8A8Cpu(Kernel):
@@ -72,9 +85,6 @@ class W8A8Cpu(Kernel):
         how = "int8" if processes.multiplies(torch.int8) else "float32, exactly"
         return f"quantize input + torch matmul in {how}"
 
-    def note(self, tensors: Tensors) -> str:
-        return ", outliers in C" if "row_scale" in tensors else ""
-
 
 def _by_row(parameter: torch.Tensor, layer: Layer) -> torch.Tensor:
     return parameter.flatten().expand(layer.shape[0]).contiguous()
@@ -91,3 +101,35 @@ def integer_product(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         part = slice(start, start + _FLOAT_EXACT)
         total += torch.mm(codes[:, part].float(), weight[:, part].float().t()).to(torch.int32)
     return total
+
+
+def add_products(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+) -> None:
+    """`y += (x where mask) W^T`, in float32 sums that for each row are those it has alone.
+
+    Args:
+        y: float32 `[n, out]`, contiguous.
+        x: `[n, in]` of any float dtype.
+        mask: bool `[n, in]`.
+        weight: int8 `[out, in]`, contiguous.
+        scale, zero: float32 and int8 `[out]`, contiguous; `W = (weight - zero) * scale`.
+    """
+    native, outputs = library.load(), y.shape[1]
+    assert native is not None
+    found = mask.nonzero()[:, 1]
+    if found.numel() == 0:
+        return
+    column, place = torch.unique(found, return_inverse=True)
+    first = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
+    value, threads = x[mask].float(), threads_for(found.numel() * outputs)
+    memory = tensor_of(threads * column.numel() * PANEL * 4)
+    tensors = (weight, zero, scale, column, first, place, value, y, memory)
+    addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    order = Outliers(*addresses, x.shape[0], outputs, x.shape[1], column.numel())
+    native.outliers_add(ctypes.byref(order), threads)

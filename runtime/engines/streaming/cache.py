@@ -84,9 +84,11 @@ def key(artifact: Artifact, parts: dict[str, object]) -> str:
     digest = hashlib.sha256()
     if not checkpoint.headers.keys() <= listed.keys():
         _feed(digest, checkpoint.fingerprint().encode())
-    for name in ("config.json", MANIFEST):
-        file = artifact.path / name
-        _feed(digest, file.read_bytes() if file.is_file() else b"")
+    _feed(
+        digest, json.dumps(artifact.config, sort_keys=True).encode()
+    )  # what it is read as, which may be more than the file says
+    manifest = artifact.path / MANIFEST
+    _feed(digest, manifest.read_bytes() if manifest.is_file() else b"")
     for name, header in checkpoint.headers.items():
         status = header.file.stat()
         _feed(digest, f"{name} {status.st_size} {status.st_mtime_ns}".encode())

@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from compress.quantize import METHODS, PRESETS, check_fits, resolve_scheme
-from compress.quantize.presets import preset
 from runtime.errors import RequestError
+from runtime.formats.presets import preset
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 
 Config = METHODS["rtn"].config

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from encoder_models import bert, save, t5
+from mixture_models import model_of
 from safetensors.torch import load_file, save_file
 
 import compress
 import runtime
 from compress.cli import main
+from runtime.api.model import Model
 from runtime.engines.streaming import cache
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.presets import PRESETS
@@ -49,7 +52,7 @@ def compare(source: Path, artifact: Path, scheme: str, **options: Any) -> None:
     for name, tensor in theirs.items():
         assert mine[name].dtype == tensor.dtype
         assert torch.equal(mine[name], tensor), name
-    if hasattr(found, "logits"):
+    if isinstance(found, Model):
         assert torch.equal(found.logits(IDS), expected.logits(IDS))
         found, expected = runtime.load(source, scheme=scheme, **options), runtime.load(artifact, **options)
         assert found.explain() == expected.explain()
@@ -93,6 +96,18 @@ def test_weights_that_are_stored_wider_than_the_model_computes(
 def test_other_families(make_checkpoint: Any, recipe: Any, tmp_path: Path, family: str) -> None:
     source = make_checkpoint(family)
     compare(source, applied(recipe, source, tmp_path / "out", "W8A8-INT8"), "W8A8-INT8")
+
+
+@pytest.mark.parametrize("make", [bert, t5], ids=lambda make: make.__name__)
+def test_encoders(recipe: Any, tmp_path: Path, make: Callable[[], Any]) -> None:
+    source = save(make(), tmp_path / "model")
+    compare(source, applied(recipe, source, tmp_path / "out", "W8A8-INT8"), "W8A8-INT8")
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    model_of("GptOss").save_pretrained(tmp_path / "model")
+    with pytest.raises(RequestError, match="stores its experts in one tensor"):
+        runtime.load(tmp_path / "model", scheme="LLM.int8")
 
 
 def test_prepared_weights_of_two_schemes_are_apart(
@@ -139,5 +154,10 @@ def test_the_command_line_takes_it(make_checkpoint: Callable[..., Path], capsys:
     source = make_checkpoint()
     options = ["generate", str(source), "a", "--max-new-tokens", "2", "--scheme"]
     assert main([*options, "LLM.int8"]) == 0
+    capsys.readouterr()
+    assert (
+        main(["eval", str(source), "--scheme", "LLM.int8", "--reference", str(source), "--samples", "2", "--json"]) == 0
+    )
+    assert json.loads(capsys.readouterr().out)["kl"] > 0
     assert main([*options, "FP8"]) == 2
     assert "rounds to integers without calibration" in capsys.readouterr().err

@@ -56,5 +56,7 @@ K_QUANTS: dict[str, list[dict[str, Any]]] = {
         {"quantize": {"method": "rtn", "scheme": "Q4_K", "targets": ["*o_proj"]}},
     ],
 }
+# What no other engine has a word for.
+OURS = ("llm_int8",)
 # What only the layout of compressed-tensors has words for.
 BLOCK_FLOATS = ("nvfp4_weights", "mxfp4_weights", "nvfp4", "mxfp4", "mxfp8", "fp8_block")

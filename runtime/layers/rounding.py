@@ -68,8 +68,8 @@ def round_artifact(artifact: Artifact, name: str, trust_remote_code: bool) -> Ar
     dtype, stored = main_dtype(checkpoint), checkpoint.names()
     model = build_skeleton(read_config(artifact.path, trust_remote_code), dtype, trust_remote_code, stored)
     take_experts_apart(model, stored)
-    stacks, choosing, shapes = find_stacks(model), routers(model), linear_shapes(model)
-    fused = next((home for home in find_fused(model) if _is_inside(home, stacks)), None)
+    blocks, choosing, shapes = tuple(f"{name}." for name, _ in find_stacks(model)), routers(model), linear_shapes(model)
+    fused = next((home for home in find_fused(model) if home.startswith(blocks)), None)
     if fused is not None:
         raise RequestError(
             f"scheme: {fused} stores its experts in one tensor, and is not rounded while loading; use compress apply"
@@ -79,7 +79,7 @@ def round_artifact(artifact: Artifact, name: str, trust_remote_code: bool) -> Ar
     layers, entries = dict[str, RoundedLayer](), dict[str, ModuleEntry]()
     for module, shape in shapes.items():
         weight = found.get(module + _SUFFIX)
-        if weight is None or module in choosing or not _is_inside(module, stacks):
+        if weight is None or module in choosing or not module.startswith(blocks):
             continue
         if checkpoint.shape(weight) != tuple(places[module + _SUFFIX].shape) or checkpoint.dtype(weight) not in FLOATS:
             continue  # whoever fills the model says what is wrong with it
@@ -97,10 +97,6 @@ def round_artifact(artifact: Artifact, name: str, trust_remote_code: bool) -> Ar
     rounded.checkpoint = RoundedCheckpoint(checkpoint, dtype, layers)
     rounded.config["quantization_config"] = build(entries, list(shapes), foreign=entries)
     return rounded
-
-
-def _is_inside(name: str, stacks: list) -> bool:  # type: ignore[type-arg]
-    return any(name.startswith(f"{stack}.") for stack, _ in stacks)
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,8 @@ def key(artifact: Artifact, parts: dict[str, object]) -> str:
     digest = hashlib.sha256()
     if not checkpoint.headers.keys() <= listed.keys():
         _feed(digest, checkpoint.fingerprint().encode())
-    _feed(
-        digest, json.dumps(artifact.config, sort_keys=True).encode()
-    )  # what it is read as, which may be more than the file says
+    # As it is read, which may be in a scheme that the file does not name (`runtime.layers.rounding`).
+    _feed(digest, json.dumps(artifact.config, sort_keys=True).encode())
     manifest = artifact.path / MANIFEST
     _feed(digest, manifest.read_bytes() if manifest.is_file() else b"")
     for name, header in checkpoint.headers.items():

@@ -35,7 +35,8 @@ class W8A8Cpu(Kernel):
     """`y = s_x s_w (sum q_x q_w - z_w sum q_x - z_x sum q_w + in z_x z_w)`, the bracket in exact integers, plus the products of outliers.
 
     Codes of the activations are the reference's; only the order of the last multiplications differs, which here are in
-    float32, as are the products of outliers. The weight stays as stored. A row's result does not depend on the other rows.
+    float32, as are the products of outliers. The weight stays as stored. Where inputs have a scale a token, a row's result does not
+    depend on the other rows.
     """
 
     name = "w8a8-cpu"

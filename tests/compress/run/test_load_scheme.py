@@ -129,7 +129,7 @@ def test_prepared_weights_of_two_schemes_are_apart(
 
 
 @pytest.mark.parametrize("scheme", [name for name in PRESETS if name not in ALLOWED])
-def test_other_schemes_are_refused(make_checkpoint: Any, scheme: str) -> None:
+def test_other_schemes_are_refused(scheme: str) -> None:
     with pytest.raises(RequestError, match=r"rounds to integers without calibration \(W2A16, .*LLM\.int8.*\)"):
         read_scheme(scheme)
 

@@ -17,6 +17,7 @@ from compress.commands.options import (
     KV_CACHE,
     MODEL_MEMORY,
     PATH,
+    SCHEME,
     THREADS,
     TRUST,
 )
@@ -44,6 +45,7 @@ def bench(
     kv_cache: str | None = KV_CACHE,
     drafter: str | None = DRAFTER,
     adapter: str | None = ADAPTER,
+    scheme: str | None = SCHEME,
     drafters: bool = typer.Option(False, "--drafters", help="Compare all drafters that fit; store the best."),
     text: Path | None = typer.Option(None, "--text", help="With --drafters: a text file to cut prompts from."),
     save: bool = typer.Option(True, "--save/--no-save", help="With --drafters: store the best in the artifact."),
@@ -66,7 +68,7 @@ def bench(
 
     options: dict[str, Any] = {
         "device": device, "kernels": kernels, "dtype": dtype, "threads": threads, "trust_remote_code": trust_remote_code,
-        "max_memory": max_memory, "kv_cache": kv_cache, "drafter": drafter, "adapter": adapter,
+        "max_memory": max_memory, "kv_cache": kv_cache, "drafter": drafter, "adapter": adapter, "scheme": scheme,
     }  # fmt: skip
     shape: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from compress.commands.options import ADAPTER, DEVICE, DTYPE, JSON, KERNELS, KV_CACHE, PATH, THREADS, TRUST
+from compress.commands.options import ADAPTER, DEVICE, DTYPE, JSON, KERNELS, KV_CACHE, PATH, SCHEME, THREADS, TRUST
 from compress.commands.output import finish, print_table, show_cache_quality, stdout_reserved
 from compress.core.units import size
 from runtime.errors import RequestError
@@ -36,6 +36,7 @@ def eval(
     threads: int | None = THREADS,
     kv_cache: str | None = KV_CACHE,
     adapter: str | None = ADAPTER,
+    scheme: str | None = SCHEME,
     trust_remote_code: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
@@ -54,7 +55,7 @@ def eval(
     """
     options: dict[str, Any] = {
         "device": device, "kernels": kernels, "dtype": dtype, "threads": threads, "trust_remote_code": trust_remote_code,
-        "kv_cache": kv_cache, "adapter": adapter,
+        "kv_cache": kv_cache, "adapter": adapter, "scheme": scheme,
     }  # fmt: skip
     names = _names(tasks)
     own = None if text == "bundled" else text

@@ -85,6 +85,15 @@ def _read_drafter(value: str | None) -> Any:
     return written
 
 
+def _read_scheme(value: str | None) -> str | None:
+    """Value of --scheme. RequestError: no scheme of that name is made while loading."""
+    if value is not None:
+        from runtime.layers.rounding import read_scheme
+
+        read_scheme(value)
+    return value
+
+
 PATH = typer.Argument(..., metavar="MODEL", help="An artifact, or a Hugging Face checkpoint (directory or hub id).")
 KERNELS = typer.Option("auto", "--kernels", help="auto, fast (int8 activations allowed), reference, or a kernel name.")
 DTYPE = typer.Option(
@@ -110,6 +119,13 @@ DRAFTER = typer.Option(
 ADAPTER = typer.Option(
     None, "--adapter", metavar="DIR", help="LoRA adapter saved by PEFT, beside the packed weights (default: none)."
 )
+SCHEME = typer.Option(
+    None,
+    "--scheme",
+    metavar="SCHEME",
+    callback=_read_scheme,
+    help="Round the linear layers of a plain checkpoint as it is read, without calibration: LLM.int8, W8A8-INT8, W8A16, ...",
+)
 TRUST = typer.Option(False, "--trust-remote-code", help="Run Python code from the checkpoint.")
 
 # Options of generation, with the names and types of `runtime.load` and `Model.generate`.
@@ -132,6 +148,7 @@ LOADING: dict[str, tuple[Any, Any]] = {
     "kv_cache": (str | None, KV_CACHE),
     "drafter": (str | None, DRAFTER),
     "adapter": (str | None, ADAPTER),
+    "scheme": (str | None, SCHEME),
     "trust_remote_code": (bool, TRUST),
 }
 SAMPLING: dict[str, tuple[Any, Any]] = {

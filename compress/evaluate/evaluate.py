@@ -63,7 +63,9 @@ def evaluate(
     trust = bool((load_options or {}).get("trust_remote_code", False))
     ours = _loaded(model, load_options)
     base = (
-        None if reference is None else _loaded(reference, {**(load_options or {}), "kv_cache": False, "adapter": None})
+        None
+        if reference is None
+        else _loaded(reference, {**(load_options or {}), "kv_cache": False, "adapter": None, "scheme": None})
     )
     if base is not None:
         _check_same_tokens(ours, base)

@@ -1,4 +1,4 @@
-"""Preset schemes by the names of compressed-tensors, and the scheme that a recipe's fields mean."""
+"""The scheme that a recipe's fields mean: a preset, which other fields override."""
 
 from __future__ import annotations
 
@@ -8,73 +8,16 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from compress.quantize.config import CANDIDATES, QuantizeConfig
-from runtime.config.messages import did_you_mean
 from runtime.errors import RequestError
-from runtime.formats.block_float import BlockFloat
 from runtime.formats.checks import why_not_activations
-from runtime.formats.dfloat11 import DFloat11
-from runtime.formats.float8_block import Float8Block
 from runtime.formats.grid import GridScheme
-from runtime.formats.k_quant import KINDS, KQuant
+from runtime.formats.k_quant import KQuant
+from runtime.formats.presets import PRESETS, preset
 from runtime.formats.representation import Representation
 from runtime.formats.scheme import ActivationScheme, Scheme, representation_of
-from runtime.formats.trellis import Trellis
-
-
-def _inputs(kind: Literal["int", "float"], static: bool = False, bits: int = 8) -> ActivationScheme:
-    """The grid of a layer's inputs: one scale a token at run time, or one in all from calibration."""
-    return ActivationScheme(bits, kind, True, not static, "tensor" if static else "token")
-
-
-def _microscaled(bits: int) -> ActivationScheme:
-    return ActivationScheme(bits, "float", strategy="group", group_size=32, scales="e8m0")
-
-
-def _group(bits: int, symmetric: bool = True) -> GridScheme:
-    return GridScheme(bits, "int", symmetric, "group", 128)
-
-
-_NVFP4 = BlockFloat(4, group_size=16, scales="e4m3")
-
-PRESETS: dict[str, Scheme] = {
-    **{f"W{bits}A16": Scheme(_group(bits)) for bits in range(2, 8)},
-    "W8A16": Scheme(GridScheme(8, "int", True, "channel")),
-    "W4A16_ASYM": Scheme(_group(4, symmetric=False)),
-    "W8A8-INT8": Scheme(GridScheme(8, "int", True, "channel"), _inputs("int")),
-    "W4A8": Scheme(_group(4), _inputs("int")),
-    "W4A4": Scheme(_group(4), _inputs("int", bits=4)),
-    "W4AFP8": Scheme(_group(4), _inputs("float")),
-    "FP8": Scheme(GridScheme(8, "float", True, "tensor"), _inputs("float", static=True)),
-    "FP8_DYNAMIC": Scheme(GridScheme(8, "float", True, "channel"), _inputs("float")),
-    "FP8_BLOCK": Scheme(Float8Block(), ActivationScheme(8, "float", strategy="group", group_size=128)),
-    "NVFP4": Scheme(_NVFP4, ActivationScheme(4, "float", True, "local", "tensor_group", 16, "e4m3")),
-    "NVFP4A16": Scheme(_NVFP4),
-    "MXFP4": Scheme(BlockFloat(4), _microscaled(4)),
-    "MXFP4A16": Scheme(BlockFloat(4)),
-    "MXFP8": Scheme(BlockFloat(8), _microscaled(8)),
-    "MXFP8A16": Scheme(BlockFloat(8)),
-    **{kind: Scheme(KQuant(kind)) for kind in KINDS},
-    "W2A16_TRELLIS": Scheme(Trellis()),
-    "DF11": Scheme(DFloat11()),
-}
-ALIASES = {"W8A8": "W8A8-INT8", "INT8": "W8A8-INT8", "W8A8_INT8": "W8A8-INT8", "W4": "W4A16", "W8": "W8A16"}
-
 
 _GRID_FIELDS = ("bits", "group_size", "symmetric")
 _OF_GRIDS = ("scales", "static_groups", "refit_scales")  # options of methods that apply to grids only
-
-
-def preset(name: str) -> Scheme:
-    """The preset scheme of that name (case does not matter).
-
-    Raises:
-        RequestError: unknown name; the message has the nearest one.
-    """
-    names = {known.upper(): scheme for known, scheme in PRESETS.items()}
-    names |= {alias: PRESETS[known] for alias, known in ALIASES.items()}
-    if name.upper() in names:
-        return names[name.upper()]
-    raise RequestError(f"scheme '{name}' is unknown (known: {', '.join(PRESETS)}){did_you_mean(name, names)}")
 
 
 def _check_options(config: QuantizeConfig, scheme: Scheme) -> Scheme:
@@ -235,7 +178,7 @@ def _activations(
 ) -> ActivationScheme | None:
     if config.activations is not None:
         kind: Literal["int", "float"] = "float" if config.activations == "fp8" else "int"
-        activations = _inputs(kind, bits=4 if config.activations == "int4" else 8)
+        activations = ActivationScheme(4 if config.activations == "int4" else 8, kind)
         if weights is not None and activations.type == "int" and weights.type == "float":
             raise RequestError(
                 f"activations '{config.activations}' do not go with float weights: use scheme W8A8-INT8, W4A8 or W4A4"
@@ -245,7 +188,8 @@ def _activations(
             raise RequestError(
                 f"activation_mode '{config.activation_mode}' is given, but the activations are not quantized"
             )
-        activations = _inputs(activations.type, config.activation_mode == "static", activations.bits)
+        static = config.activation_mode == "static"
+        activations = replace(activations, dynamic=not static, strategy="tensor" if static else "token")
     return activations
 
 

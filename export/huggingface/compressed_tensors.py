@@ -36,6 +36,10 @@ class CompressedTensors(Layout):
         if weights is None:
             # A format of that package as it is, or dense with zeros in it, for which it has none any more.
             return None if formats.get(entry.format).own else entry
+        if activations is not None and activations.own:
+            raise UnfitError(
+                f"({words(entry)}) keeps outliers of its inputs unrounded, which compressed-tensors has no word for"
+            )
         grid: GridScheme | None = weights
         if activations is None and weights.type == "int":
             grid = integer_goal(weights, shape[1], keep_bits)

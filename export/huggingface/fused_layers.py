@@ -61,6 +61,7 @@ def words(entry: ModuleEntry | None) -> str:
             text += ", symmetric" if weights.symmetric else ", asymmetric"
     if activations is not None:
         text += f", activations {activations.type}{activations.bits}"
+        text += "" if activations.outliers is None else f" but those above {activations.outliers:g}"
     return text
 
 

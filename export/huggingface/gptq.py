@@ -57,9 +57,9 @@ class Gptq(Layout):
         if weights.type != "int":
             raise UnfitError("is float8, and the gptq layout stores integers; layout compressed-tensors holds it")
         if activations is not None:
+            holds = "" if activations.own else "; layout compressed-tensors holds it"
             raise UnfitError(
-                f"quantizes activations to {activations.type}{activations.bits}, and the gptq layout knows weights only; layout "
-                "compressed-tensors holds it"
+                f"quantizes activations to {activations.type}{activations.bits}, and the gptq layout knows weights only{holds}"
             )
         if keep_bits and weights.bits in (5, 6, 7):
             raise UnfitError(

@@ -39,6 +39,8 @@ class OnnxTarget(Target):
                 return f"{name} has fp8 activations with a zero point, which no ONNX operator computes"
             if acts is not None and acts.group_size is not None:
                 return f"{name} rounds its inputs in groups of {acts.group_size}, which no ONNX operator does"
+            if acts is not None and acts.outliers is not None:
+                return f"{name} multiplies inputs above {acts.outliers:g} apart, unrounded (LLM.int8), which no ONNX operator does"
             reason = None if grid is None or options.requantize else why_not(grid, source.shapes[name], ONNX)
             if reason is not None:
                 return f"{name} has {reason}"

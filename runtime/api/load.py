@@ -55,6 +55,7 @@ _OPTIONS = [
     "drafter",
     "adapter",
     "prefix_cache",
+    "scheme",
     "trust_remote_code",
 ]
 
@@ -83,6 +84,7 @@ def load(
     drafter: Any = None,
     adapter: str | Path | None = None,
     prefix_cache: int | str | None = None,
+    scheme: str | None = None,
     trust_remote_code: bool = False,
     **unknown: Any,
 ) -> Any:
@@ -119,6 +121,8 @@ def load(
             with the same beginning are not computed again, the longest unused dropped first; 0: nothing outlives a call. A cache that
             grew larger for the calls that were running is freed when the last of them ends. None: 512 MiB, or a sixteenth of the memory
             that is free if that is less; with `max_memory`, never more than that leaves for the cache.
+        scheme: of a plain checkpoint: round the linear layers of its blocks to nearest as they are read, without calibration: "LLM.int8",
+            "W8A8-INT8", "W8A16" or another preset of integers. The result is that of `compress apply` with method rtn and scales minmax.
         trust_remote_code: run Python code that the checkpoint brings.
 
     Raises:
@@ -145,6 +149,7 @@ def load(
             ("drafter", drafter not in (None, False), "cannot take tokens back"),
             ("adapter", beside is not None, "has its layers compiled"),
             ("kv_cache", kv_cache is not None and not is_off(kv_cache), "has a cache of its own"),
+            ("scheme", scheme is not None, "has its weights compiled"),
         ):
             if asked:
                 raise RequestError(f"{name}: {export.path} is an export, whose engine {why}; load the artifact instead")
@@ -163,6 +168,10 @@ def load(
         verify_files(artifact, export, readme=bool(verify))
     if target.type == "cuda":
         offer_kernels(artifact.path, target)
+    if scheme is not None:
+        from runtime.layers.rounding import round_artifact
+
+        artifact = round_artifact(artifact, scheme, trust_remote_code)
     blueprint = Blueprint(artifact, target, kernels, compute, trust_remote_code, beside)
     policy = choose_policy(kv_cache, artifact, lambda: blueprint.config)
     for sentence in () if policy is None else policy.idle(blueprint.config):

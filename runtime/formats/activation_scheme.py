@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -27,6 +28,9 @@ class ActivationScheme:
             scale is divided by `input_global_scale` float32 `[1]`.
         group_size: features of a group.
         scales: numbers that scales of groups are rounded to: powers of two (`e8m0`) or float8 (`e4m3`); None: the dtype of the input.
+        outliers: features of a token whose magnitude is above this stay as they are, and the scale is made for the rest; None: all are
+            rounded. LLM.int8() (Dettmers et al. 2022, arXiv 2208.07339) takes a feature out for all tokens of a batch where one of them
+            has an outlier in it; here every token has outliers of its own, so that its result does not depend on the batch it is in.
     """
 
     bits: int = 8
@@ -36,6 +40,12 @@ class ActivationScheme:
     strategy: Literal["token", "tensor", "group", "tensor_group"] = "token"
     group_size: int | None = None
     scales: Literal["e8m0", "e4m3"] | None = None
+    outliers: float | None = None
+
+    @property
+    def own(self) -> bool:
+        """Whether compressed-tensors has no words for it."""
+        return self.outliers is not None
 
     @property
     def calibrated(self) -> bool:
@@ -65,6 +75,11 @@ class ActivationScheme:
             return f"{self.scales} scales are for groups of float activations"
         if self.scales == "e8m0" and self.group_size != 32:
             return f"activations with e8m0 scales have groups of 32, not {self.group_size}"
+        if self.outliers is not None:
+            if (self.type, self.symmetric, self.dynamic, self.strategy) != ("int", True, True, "token"):
+                return "activations that keep outliers are symmetric integers with a dynamic scale a token"
+            if not 0 < self.outliers < math.inf:
+                return f"the threshold of outliers is a positive number, not {self.outliers}"
         if self.e2m1 and self.scales is None:
             return "float4 activations have scales of e8m0 or e4m3"
         if self.group_size is not None and (self.group_size < 1 or columns % self.group_size):
@@ -72,9 +87,10 @@ class ActivationScheme:
         return None
 
     def describe(self) -> str:
-        """In two words, for plans and reports: "a8 dynamic"."""
+        """In two words, for plans and reports: "a8 dynamic"; more where outliers are kept."""
         when = self.dynamic if isinstance(self.dynamic, str) else "dynamic" if self.dynamic else "static"
-        return f"a{self.bits} {when}"
+        kept = "" if self.outliers is None else f", outliers above {self.outliers:g} kept"
+        return f"a{self.bits} {when}{kept}"
 
     def tensors(self, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """What calibration leaves on disk, `[1]` each, for scales of `dtype`: `input_scale` (and `input_zero_point`), or
@@ -89,8 +105,10 @@ class ActivationScheme:
         return specs
 
     def to_config(self) -> dict[str, Any]:
-        """In the words of compressed-tensors."""
+        """In the words of compressed-tensors, and `outliers` where there is that threshold."""
         fields = asdict(self)
+        if self.outliers is None:
+            del fields["outliers"]
         scales = fields.pop("scales")
         dtypes = {} if scales is None else dict.fromkeys(("scale_dtype", "zp_dtype"), str(SCALE_DTYPES[scales]))
         return {"num_bits": fields.pop("bits"), **fields, **dtypes}
@@ -101,10 +119,13 @@ class ActivationScheme:
         without `scale_dtype` has the scales of its strategy.
 
         Raises:
-            ValueError: scales of a dtype that this runtime does not have, a `group_size` that is no integer.
+            ValueError: scales of a dtype that this runtime does not have, a `group_size` that is no integer, `outliers` that is no number.
         """
         dynamic, strategy = arguments["dynamic"], arguments["strategy"]
         size, dtype = arguments.get("group_size"), arguments.get("scale_dtype")
+        outliers = arguments.get("outliers")
+        if outliers is not None and (isinstance(outliers, bool) or not isinstance(outliers, int | float)):
+            raise ValueError(f"outliers is {outliers!r}, expected a positive number")
         if strategy not in ("group", "tensor_group"):
             size = dtype = None
         elif not isinstance(size, int):
@@ -122,4 +143,5 @@ class ActivationScheme:
             strategy,
             size,
             found[0] if found else None,  # type: ignore[arg-type]
+            None if outliers is None else float(outliers),
         )

@@ -157,12 +157,12 @@ class GridScheme(Representation):
         grouped = padded.view(rows, -1, self.width(columns)) if self.strategy != "tensor" else weight.reshape(1, 1, -1)
         least, most = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
         low, high = (-FLOAT8_MAXIMUM, FLOAT8_MAXIMUM) if self.type == "float" else self.code_range
-        reach = torch.maximum(-least, most) * 2 if self.symmetric else most - least
-        scale = (reach / (high - low)).to(dtype)
-        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-        parameters = {"scale": scale}
-        if not self.symmetric:
-            parameters["zero_point"] = (low - least / scale.float()).round().clamp(low, high).to(torch.int8)
+        if self.symmetric:
+            scale, zero = self.storable(torch.maximum(-least, most) / ((high - low) / 2), dtype), None
+        else:  # to the bit as `compress.quantize.grid.candidate_grids` has it
+            scale = self.storable((most - least) * (torch.ones_like(most) / (high - low)), dtype)
+            zero = (low - least / scale).round().clamp(low, high)
+        parameters = self.parameters_of(scale, zero, dtype)
         return {name: p.reshape(self.parameter_shape((rows, columns))) for name, p in parameters.items()}
 
     def nearest(

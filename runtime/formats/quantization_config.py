@@ -2,8 +2,8 @@
 compressed-tensors.
 
 What compressed-tensors can express is written as its own configuration, so other engines read it. As soon as one module
-needs a format of ours, the method is called `compress` (see `runtime.layers.hf`): the same layout, plus `sparsity` in each
-group and `value_counts` for formats whose size depends on the data.
+needs a format of ours, or rounds its inputs in a way of ours, the method is called `compress` (see `runtime.layers.hf`): the
+same layout, plus `sparsity` in each group and `value_counts` for formats whose size depends on the data.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ class ModuleEntry:
     scheme: Scheme
     format: str
     count: int | None = None
+
+    @property
+    def own(self) -> bool:
+        """Whether only this runtime computes such a module: compressed-tensors has no words for its format or for its inputs."""
+        activations = self.scheme.activations
+        return formats.get(self.format).own or (activations is not None and activations.own)
 
 
 def entry_to_dict(entry: ModuleEntry) -> dict[str, Any]:
@@ -62,9 +68,7 @@ def build(
         raise CompressError("a quantization_config needs at least one compressed module")
     linear = list(all_linear_names)
     # transformers cannot load an embedding that compressed-tensors has packed: an embedding makes the config ours.
-    shared = set(modules) <= set(linear) - set(foreign) and not any(
-        formats.get(entry.format).own for entry in modules.values()
-    )
+    shared = set(modules) <= set(linear) - set(foreign) and not any(entry.own for entry in modules.values())
     groups: dict[tuple[Scheme, str], list[str]] = {}
     for name, entry in modules.items():
         # compressed-tensors has no word for sparsity: there the zeros are just values.

@@ -1,7 +1,8 @@
 """Scheme of a compressed layer: representation of its weights, grid of its activations, sparsity pattern. Formats say how it is stored.
 
 The dictionary form (`to_config` / `from_config`) uses the vocabulary of the compressed-tensors `quantization_config`, so that a group of
-ours reads the same in `config.json`; `sparsity`, and `representation` inside `weights`, are our additions to it.
+ours reads the same in `config.json`; `sparsity`, `representation` inside `weights`, and `outliers` inside `input_activations` are our
+additions to it.
 """
 
 from __future__ import annotations

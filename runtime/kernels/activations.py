@@ -2,6 +2,7 @@
 rounding).
 
 One thing differs: a group of subnormal float16 numbers keeps them under a scale that is a power of two, where compressed-tensors has zeros.
+Outliers (`ActivationScheme.outliers`) are ours.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ def code_limits(scheme: ActivationScheme) -> tuple[float, float]:
         largest = _E2M1_MAXIMUM if scheme.e2m1 else FLOAT8_MAXIMUM
         return -largest, largest
     return -(2.0 ** (scheme.bits - 1)), 2.0 ** (scheme.bits - 1) - 1
+
+
+def outliers(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
+    """Bool like `x`: what is not rounded. NaN is none, so that it makes its token NaN as it does elsewhere."""
+    assert scheme.outliers is not None
+    return x.abs() > scheme.outliers
 
 
 def dynamic_grid(
@@ -61,7 +68,7 @@ def dynamic_grid(
 def quantize_input(
     x: torch.Tensor, scheme: ActivationScheme, tensors: Tensors
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Codes (as numbers in the dtype of `x`, float4 ones in that of the scale), scale and zero point.
+    """Codes (as numbers in the dtype of `x`, float4 ones in that of the scale; 0 for outliers), scale and zero point.
 
     Args:
         x: `[..., n]`; of a scheme in groups, `n` is the group.
@@ -71,6 +78,8 @@ def quantize_input(
         scale, zero = tensors["input_scale"], tensors.get("input_zero_point")
         zero = None if zero is None else zero.to(x.dtype)
     else:
+        if scheme.outliers is not None:
+            x = x.masked_fill(outliers(x, scheme), 0.0)
         scale, zero = dynamic_grid(x, scheme, tensors.get("input_global_scale"))
     codes = x / scale
     if zero is not None:
@@ -90,6 +99,8 @@ def fake_quantize(x: torch.Tensor, scheme: ActivationScheme, tensors: Tensors) -
     codes, scale, zero = quantize_input(grouped, scheme, tensors)
     codes = codes.to(scale.dtype)
     values = (codes if zero is None else codes - zero.to(scale.dtype)) * scale
+    if scheme.outliers is not None:
+        values = torch.where(outliers(x, scheme), x, values)
     return values if scheme.group_size is None else values.flatten(-2).to(x.dtype)
 
 

@@ -82,8 +82,12 @@ class Layer:
         """The reason its activations are not multiplied as they are given; None when they are."""
         return None if self.entry.scheme.activations is None else "it computes with unquantized activations"
 
-    def why_not_sum_of_codes(self) -> str | None:
-        """The reason its product is no scaled sum of 8-bit codes, integers or float8, of weights times activations; None when it is."""
+    def why_not_sum_of_codes(self, outliers: bool = False) -> str | None:
+        """The reason its product is no scaled sum of 8-bit codes, integers or float8, of weights times activations; None when it is.
+
+        Args:
+            outliers: whether the kernel adds the products of inputs that are not rounded.
+        """
         weights, activations = self.entry.scheme.grid, self.entry.scheme.activations
         if weights is None or activations is None or weights.type != activations.type or activations.bits > 8:
             return "it computes integer weights with integer activations, or float8 with float8"
@@ -91,6 +95,8 @@ class Layer:
             return "a sum of codes cannot run across groups of different scale"
         if weights.type == "float" and not activations.symmetric:
             return "it computes with symmetric float8 activations"
+        if activations.outliers is not None and not outliers:
+            return "outliers of its inputs are not rounded, and this kernel multiplies codes only"
         if weights.type == "int" and self.shape[1] >= _EXACT:
             return f"rows of {_EXACT} weights or more could overflow an int32 sum"
         return None

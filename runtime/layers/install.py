@@ -28,6 +28,14 @@ def entries_of(model: PreTrainedModel, quantization: dict[str, Any], stored: Col
     """
     from runtime.formats.quantization_config import parse
 
+    published = take_experts_apart(model, stored)
+    linear = [name for name, module in model.named_modules() if is_linear(module)]
+    embeddings = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    return parse(quantization, linear, embeddings, published.module_place)
+
+
+def take_experts_apart(model: PreTrainedModel, stored: Collection[str]) -> Published:
+    """Give the model's experts that are `stored` one by one a module each; the published names of the model."""
     published = Published(model)
     if published.experts:
         from runtime.layers.native_experts import NativeExperts
@@ -35,9 +43,7 @@ def entries_of(model: PreTrainedModel, quantization: dict[str, Any], stored: Col
         places = {published.place(name) for name in stored}
         for name in unfuse(model, {n for n in published.experts if any(p.startswith(f"{n}.0.") for p in places)}):
             cast(Experts, model.get_submodule(name)).compute = NativeExperts()
-    linear = [name for name, module in model.named_modules() if is_linear(module)]
-    embeddings = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    return parse(quantization, linear, embeddings, published.module_place)
+    return published
 
 
 def install_compressed(model: PreTrainedModel, config: dict[str, Any], stored: Collection[str]) -> frozenset[str]:

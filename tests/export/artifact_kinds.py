@@ -12,6 +12,7 @@ STAGES: dict[str, list[dict[str, Any]]] = {
     "w4_g128": [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128}}],
     "w4_g32_asymmetric": [{"quantize": {"method": "rtn", "scheme": "W4A16_ASYM", "group_size": 32}}],
     "w8a8": [{"quantize": {"method": "rtn", "scheme": "W8A8-INT8"}}],
+    "llm_int8": [{"quantize": {"method": "rtn", "scheme": "LLM.int8"}}],
     "fp8": [{"quantize": {"method": "rtn", "scheme": "FP8_DYNAMIC"}}],
     "sparse_w4": [
         {"prune": {"method": "magnitude", "pattern": "2:4"}},
@@ -55,5 +56,7 @@ K_QUANTS: dict[str, list[dict[str, Any]]] = {
         {"quantize": {"method": "rtn", "scheme": "Q4_K", "targets": ["*o_proj"]}},
     ],
 }
+# What no other engine has a word for.
+OURS = ("llm_int8",)
 # What only the layout of compressed-tensors has words for.
 BLOCK_FLOATS = ("nvfp4_weights", "mxfp4_weights", "nvfp4", "mxfp4", "mxfp8", "fp8_block")

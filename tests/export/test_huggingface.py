@@ -111,6 +111,7 @@ def test_gptq_holds_the_same_matrices(made: Make, tmp_path: Path, kind: str) -> 
     [
         ("dense", "nothing in it is compressed"),
         ("w8a8", "quantizes activations"),
+        ("llm_int8", "weights only$"),
         ("fp8", "is float8"),
         ("mxfp4", "is mxfp4"),
         ("bitmap", "stored in integers"),

@@ -84,9 +84,10 @@ def key(artifact: Artifact, parts: dict[str, object]) -> str:
     digest = hashlib.sha256()
     if not checkpoint.headers.keys() <= listed.keys():
         _feed(digest, checkpoint.fingerprint().encode())
-    for name in ("config.json", MANIFEST):
-        file = artifact.path / name
-        _feed(digest, file.read_bytes() if file.is_file() else b"")
+    # As it is read, which may be in a scheme that the file does not name (`runtime.layers.rounding`).
+    _feed(digest, json.dumps(artifact.config, sort_keys=True).encode())
+    manifest = artifact.path / MANIFEST
+    _feed(digest, manifest.read_bytes() if manifest.is_file() else b"")
     for name, header in checkpoint.headers.items():
         status = header.file.stat()
         _feed(digest, f"{name} {status.st_size} {status.st_mtime_ns}".encode())

@@ -178,6 +178,7 @@ def declare(library: ctypes.CDLL) -> None:
         "linear_run": (None, [p, p, i, q, p, i, i, p, i]),
         "linear_dequantize": (None, [p, q, q, p, i, i]),
         "panels_pack": (None, [p, i]),
+        "outliers_add": (None, [p, i]),
         "experts_memory": (q, [p, q, q]),
         "experts_run": (None, [p, p, i, q, q, p, p, p, i, p, i]),
         "router_run": (None, [p, p, q, p, p, p, i]),

@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from compress.quantize import METHODS, PRESETS, check_fits, resolve_scheme
-from compress.quantize.presets import preset
 from runtime.errors import RequestError
+from runtime.formats.presets import preset
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 
 Config = METHODS["rtn"].config
@@ -41,6 +41,8 @@ def test_every_preset_survives_config_json(name: str) -> None:
             Scheme(GridScheme(4, "int", True, "group", 128), ActivationScheme(4, "int", True, False, "tensor")),
         ),
         ({"activations": "fp8"}, PRESETS["W4AFP8"]),
+        ({"scheme": "llm.int8"}, Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme(outliers=6.0))),
+        ({"scheme": "LLM.int8", "activation_mode": "dynamic"}, PRESETS["LLM.int8"]),
     ],
 )
 def test_fields_override_the_preset(fields: dict, expected: Scheme) -> None:
@@ -78,6 +80,13 @@ def test_unknown_fields_and_wrong_bits_are_refused() -> None:
 def test_a_group_larger_than_the_row_is_refused() -> None:
     with pytest.raises(RequestError, match="q_proj: group_size 128"):
         check_fits(PRESETS["W4A16"], (8, 64), "q_proj")
+
+
+def test_outliers_are_kept_with_dynamic_scales_only() -> None:
+    with pytest.raises(
+        RequestError, match="q_proj: activations that keep outliers are symmetric integers with a dynamic"
+    ):
+        check_fits(resolve_scheme(Config(scheme="LLM.int8", activation_mode="static")), (8, 64), "q_proj")
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -30,6 +30,7 @@ STAGES = {
     "awq": [{"quantize": {"method": "awq", "scheme": "W4A16", "group_size": 32}}],
     "smoothquant": [{"quantize": {"method": "smoothquant", "scheme": "W8A8-INT8"}}],
     "smoothquant static": [{"quantize": {"method": "smoothquant", "scheme": "W8A8-INT8", "activation_mode": "static"}}],
+    "LLM.int8": [{"quantize": {"method": "gptq", "scheme": "LLM.int8"}}],
     "fp8": [{"quantize": {"method": "rtn", "scheme": "FP8_DYNAMIC"}}],
     "fp8 static": [{"quantize": {"method": "rtn", "scheme": "FP8"}}],
     "magnitude": [{"prune": {"method": "magnitude", "sparsity": 0.5}}],

@@ -36,6 +36,7 @@ STAGES: dict[str, tuple[dict[str, Any], ...]] = {
     "ragged": ({"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 20}},),
     "fp8": ({"quantize": {"method": "rtn", "scheme": "FP8"}},),
     "w8a8": ({"quantize": {"method": "rtn", "scheme": "W8A8"}},),
+    "llm_int8": ({"quantize": {"method": "rtn", "scheme": "LLM.int8"}},),
     "sparse50": (HALF,),
     "structured": ({"structure": {"method": "prefix", "remove": "ffn", "keep": [96, 40, 64], "reconstruct": False}},),
     "cache": ({"kv_cache": {"keys": "int8", "values": "int8"}},),
@@ -48,6 +49,7 @@ SAID = {
     "ragged": ("with import runtime", "after export", "after export"),
     "fp8": ("yes", "yes", "yes"),
     "w8a8": ("yes", "yes", "yes"),
+    "llm_int8": ("with import runtime", "no", "no"),
     "sparse50": ("with import runtime", "after export", "after export"),
     "structured": ("no", "no", "no"),
     "cache": ("yes", "yes", "yes"),
@@ -102,8 +104,14 @@ def test_what_is_said_of_readers_is_so(make_checkpoint: Any, recipe: Any, tmp_pa
 
 @pytest.mark.parametrize(
     ("family", "stages"),
-    [("llama", STAGES["w4_sparse"]), ("llama", STAGES["sparse50"]), ("gpt2", STAGES["fp8"]), ("gpt2", STAGES["w8a8"])],
-    ids=["2:4 int4", "sparse50", "codes called weight, float8", "codes called weight, int8"],
+    [
+        ("llama", STAGES["w4_sparse"]),
+        ("llama", STAGES["sparse50"]),
+        ("llama", STAGES["llm_int8"]),
+        ("gpt2", STAGES["fp8"]),
+        ("gpt2", STAGES["w8a8"]),
+    ],
+    ids=["2:4 int4", "sparse50", "LLM.int8", "codes called weight, float8", "codes called weight, int8"],
 )
 def test_readers_that_do_not_know_our_formats_refuse(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, stages: Any

@@ -13,9 +13,9 @@ from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 import compress
 import runtime
 from compress.core.tensors import relative
-from compress.quantize.presets import PRESETS
 from runtime.checkpoint.artifact import Artifact
 from runtime.engines.blueprint import Blueprint
+from runtime.formats.presets import PRESETS
 from runtime.formats.scheme import Scheme
 from runtime.layers.compressed_linear import CompressedLinear
 

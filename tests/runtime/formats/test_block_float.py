@@ -11,10 +11,10 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from weight_cases import hostile_weights
 
 from compress.quantize import METHODS, resolve_scheme
-from compress.quantize.presets import PRESETS
 from runtime import formats
 from runtime.errors import CompressError, RequestError
 from runtime.formats.block_float import BlockFloat, pack_e2m1, unpack_e2m1
+from runtime.formats.presets import PRESETS
 from runtime.formats.quantization_config import ModuleEntry, build, parse
 from runtime.formats.scheme import CompressedWeight, Scheme
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from compress.quantize import METHODS, candidate_schemes, resolve_scheme
-from compress.quantize.presets import PRESETS
 from runtime import formats
 from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.formats.dfloat11 import DFloat11
+from runtime.formats.presets import PRESETS
 from runtime.formats.quantization_config import ModuleEntry, build, parse
 from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight, Scheme

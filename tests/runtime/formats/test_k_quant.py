@@ -8,10 +8,10 @@ import torch
 from weight_cases import hostile_weights
 
 from compress.quantize import METHODS, resolve_scheme
-from compress.quantize.presets import PRESETS
 from runtime import formats
 from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.formats.k_quant import IQ4_VALUES, KINDS, KQuant
+from runtime.formats.presets import PRESETS
 from runtime.formats.quantization_config import ModuleEntry, build, parse
 from runtime.formats.scheme import CompressedWeight, Scheme
 

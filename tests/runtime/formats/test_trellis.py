@@ -10,11 +10,11 @@ from weight_cases import hostile_weights
 
 from compress.quantize import METHODS, candidate_schemes, resolve_scheme
 from compress.quantize.grid import nearest_values
-from compress.quantize.presets import PRESETS
 from runtime import formats
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats import trellis
 from runtime.formats.grid import GridScheme
+from runtime.formats.presets import PRESETS
 from runtime.formats.quantization_config import ModuleEntry, build, parse
 from runtime.formats.scheme import CompressedWeight, Scheme
 from runtime.formats.trellis import BASE, HIGH, LOW, UNIT, Trellis, search, window_values, windows

@@ -15,6 +15,7 @@
 #if IN_PART(STEPS)
 #include "tiles.h"
 #include "pack.h"
+#include "outliers.h"
 #include "elementwise.h"
 #include "experts.h"
 #include "kv_page.h"

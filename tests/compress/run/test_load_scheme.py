@@ -68,9 +68,8 @@ def test_the_weights_are_those_of_apply(make_checkpoint: Any, recipe: Any, tmp_p
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_in_other_dtypes(make_checkpoint: Any, recipe: Any, tmp_path: Path, dtype: torch.dtype) -> None:
     source = make_checkpoint(dtype=dtype, shards="60KB")
-    for number, row in enumerate(
-        (0.0, 1e-30, 1e-7)
-    ):  # rows of zeros, and of numbers whose scales are none of the dtype
+    # Rows of zeros, and of numbers whose scales are none of the dtype.
+    for number, row in enumerate((0.0, 1e-30, 1e-7)):
         for file in source.glob("*.safetensors"):
             stored = load_file(file)
             for name, tensor in stored.items():

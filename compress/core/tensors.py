@@ -112,8 +112,10 @@ def _widen(value: Any) -> Any:
 
 
 def finite(value: torch.Tensor) -> bool:
-    """Whether no element of a tensor of floats is NaN or Inf. Both survive in the extremes, which one pass finds without a mask."""
-    if value.numel() == 0:
+    """Whether no element of a tensor is NaN or Inf. Both survive in the extremes, which one pass finds without a mask."""
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    if value.numel() == 0 or not value.is_floating_point():
         return True
     low, high = torch.aminmax(value)
     return bool(torch.isfinite(low) & torch.isfinite(high))

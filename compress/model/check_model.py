@@ -8,6 +8,7 @@ from torch import nn
 
 from compress.data.vision import has_images
 from compress.model.streamed import StreamedModel
+from compress.model.tensor_model import routers_by_name
 from compress.recipe import Recipe
 from compress.recipe.targets import ModuleInfo
 from runtime.engines.torch.encoder import position_limit
@@ -107,7 +108,7 @@ def check_shared(streamed: StreamedModel, work: Collection[str]) -> None:
 
 def module_infos(streamed: StreamedModel) -> list[ModuleInfo]:
     """In model order. Linear layers count as `Linear` whatever class of a model computes them, GPT-2's Conv1D among them."""
-    choosing = routers(streamed.model) if streamed.runs else streamed.model.routers()
+    choosing = routers(streamed.model) if streamed.runs else routers_by_name(streamed.model)
     head = streamed.model.get_output_embeddings() if streamed.kind != "encoder" else None
     found = []
     for name, module in streamed.model.named_modules():

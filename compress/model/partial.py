@@ -15,7 +15,7 @@ from torch import nn
 from compress.core.tensors import bound_kernel_caches
 from compress.model.couplings import stored_tensors
 from compress.model.source import SourceCheckpoint
-from compress.model.tensor_model import TensorModel
+from compress.model.tensor_model import TensorModel, outermost_lists
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import ArtifactError
 from runtime.modeling.experts import unfuse
@@ -158,7 +158,7 @@ class PartialModel:
             unfuse(self.model)
         self.stacks: list[Stack] = []
         self.blocks = nn.ModuleList()
-        for name, blocks in self.model.stacks() if model_free else find_stacks(self.model):
+        for name, blocks in outermost_lists(self.model) if model_free else find_stacks(self.model):
             self.stacks.append(Stack(name, blocks, len(self.blocks)))
             self.blocks += blocks
         self._held = ""  # of what is outside: nothing, what comes "before" the blocks, or "all"
@@ -181,7 +181,8 @@ class PartialModel:
         unplaced = [] if install is not None else unplaced_tensors(self.model, checkpoint.names(), expected)
         if unplaced:
             raise ArtifactError(f"{checkpoint.path}: {name} has no place for tensor {first_name(unplaced)}")
-        self.behind = prediction_tensors([(stack.name, stack.blocks) for stack in self.stacks], stored)
+        stacks = [(stack.name, stack.blocks) for stack in self.stacks]
+        self.behind = set() if model_free else prediction_tensors(stacks, stored)
         for place, value in expected.items():
             if place in stored and tuple(checkpoint.shape(place)) != tuple(value.shape) and value.numel() > 0:
                 raise ArtifactError(
@@ -204,7 +205,8 @@ class PartialModel:
     def block_prefix(self, index: int) -> str:
         """Prefix of the names of block `index`, with a final dot."""
         number, local = self._place(index)
-        return f"{self.stacks[number].name}.{local}."
+        stack = self.stacks[number]
+        return f"{stack.name}.{list(stack.blocks._modules)[local]}."
 
     def is_text(self, name: str) -> bool:
         """Whether the module or tensor `name` belongs to the language model: all does, but for towers of other modalities beside it."""

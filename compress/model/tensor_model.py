@@ -1,13 +1,13 @@
 """Model made of a checkpoint's tensors alone, for recipes that are `model_free`: modules as the names say, and no code that runs them.
 
-`a.b.weight` of two dimensions, alone or with `a.b.bias`, is a linear layer (or an embedding); every other tensor is one that is copied.
-Numbers in names are places in lists, and the outermost lists of modules are the blocks, one after the other in memory.
+`a.b.weight` of two dimensions, alone or with `a.b.bias`, is a linear layer, or a table; every other tensor is copied. What is numbered is a
+list, and the members of the outermost lists are the blocks, one after the other in memory. What is in no list is in memory at once.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,20 +21,35 @@ from runtime.errors import CompressError, RequestError
 from runtime.modeling.linear_modules import is_conv1d
 from runtime.modeling.skeleton import build_skeleton, read_config
 from runtime.modeling.tensor_names import FUSED
+from runtime.modeling.weights import FLOATS
 
-#: Last parts of names by which matrices are tables that are looked up, and by which one is the output head though it seems a table.
-_TABLE, _HEAD = re.compile(r"emb|wte|wpe"), re.compile(r"lm_head|embed_out|unembed")
+#: Modules that are lookup tables, and those that are the output head, by the last part of their names.
+_TABLE, _HEAD = re.compile(r"emb|wte|wpe|attention_bias$"), re.compile(r"lm_head|embed_out|unembed")
 _FUSED = {part: whole for whole, parts in FUSED.items() for part in parts}
+#: Smallest side of a matrix: tensors of three dimensions with a shorter one are kernels of convolutions, and hold no experts.
+_NARROWEST = 16
 
 
-class TensorModel(nn.Module):
-    """The modules of a checkpoint on meta, in the checkpoint's dtypes; linear layers and embeddings in `dtype`.
+class UnknownModule(nn.Module):
+    """A module of which only the tensors are known."""
+
+
+class Numbered(nn.ModuleList):
+    """A list whose members keep their numbers, which may have gaps or zeros in front."""
+
+    def __init__(self, members: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self._modules.update(members)
+
+
+class TensorModel(UnknownModule):
+    """The modules of a checkpoint on meta, in the checkpoint's dtypes; linear layers and tables in `dtype`.
 
     Args:
         checkpoint: of any architecture, with the weights of linear layers as `[outputs, inputs]`.
 
     Raises:
-        RequestError: a tensor has a name that no module can have.
+        RequestError: a tensor has a name that no module can have, or a dtype that means nothing without its scales.
     """
 
     config = PretrainedConfig()  # of no family: what config.json says is for those who have the code
@@ -42,49 +57,29 @@ class TensorModel(nn.Module):
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         super().__init__()
-        text = checkpoint.config.get("text_config")
-        vocabulary = (text if isinstance(text, dict) else checkpoint.config).get("vocab_size")
         tree: dict[str, Any] = {}
         for name in checkpoint.names():
+            entry = checkpoint.entry(name)
+            if entry.dtype.is_floating_point and entry.dtype not in FLOATS:
+                text = "and no quantization_config in config.json says how they are scaled"
+                raise RequestError(f"{checkpoint.path}: tensor {name} holds numbers of {entry.dtype}, {text}")
             node = tree
             *parents, leaf = name.split(".")
             for part in parents:
                 node = node.setdefault(part, {})
                 if not isinstance(node, dict):
-                    raise RequestError(f"{checkpoint.path}: tensor {name} has the name of another one before its dot")
-            if isinstance(node.get(leaf), dict):
+                    raise RequestError(
+                        f"{checkpoint.path}: the name of tensor {name} goes on after that of another tensor"
+                    )
+            if leaf in node:
                 raise RequestError(f"{checkpoint.path}: tensor {name} has the name of a module")
-            node[leaf] = checkpoint.entry(name)
-        try:
-            _fill(self, tree, _Make(dtype, vocabulary))
-        except KeyError as error:
-            raise RequestError(
-                f"{checkpoint.path}: a module of torch cannot hold a tensor of this name: {error.args[0]}"
-            ) from error
+            node[leaf] = entry
+        _Make(dtype, frozenset(vocabularies(checkpoint.config))).fill(self, tree)
         self.requires_grad_(False)
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """RequestError: there is no code."""
-        raise RequestError("a model_free recipe runs no model")
-
-    def stacks(self) -> list[tuple[str, nn.ModuleList]]:
-        """The outermost lists of modules with parts of their own, in the order of their names."""
-        found: list[tuple[str, nn.ModuleList]] = []
-        for name, module in self.named_modules():
-            inside = any(name.startswith(f"{outer}.") for outer, _ in found)
-            if isinstance(module, nn.ModuleList) and not inside and all(any(one.children()) for one in module):
-                found.append((name, module))
-        return found
-
-    def routers(self) -> set[str]:
-        """Names of linear layers beside a list of modules, with one output or one for each: they choose or weigh experts."""
-        found = set()
-        for name, module in self.named_modules():
-            counts = {len(child) for child in module.children() if isinstance(child, nn.ModuleList)}
-            for own, child in module.named_children():
-                if counts and isinstance(child, nn.Linear) and child.out_features in counts | {1}:
-                    found.add(f"{name}.{own}" if name else own)
-        return found
+        raise RequestError("a recipe that is model_free runs no model")
 
     def get_input_embeddings(self) -> nn.Module | None:
         """The first table."""
@@ -96,6 +91,128 @@ class TensorModel(nn.Module):
         return next((module for module in heads if isinstance(module, nn.Linear)), None)
 
 
+def vocabularies(config: Mapping[str, Any]) -> Iterator[int]:
+    """Sizes of vocabularies that a config names, in whatever part of it."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from vocabularies(value)
+        elif name == "vocab_size" and isinstance(value, int):
+            yield value
+
+
+@dataclass(frozen=True)
+class _Make:
+    """Makes modules of a tree of names; `dtype`: of matrices, `vocabularies`: rows of tables and heads, whatever their names."""
+
+    dtype: torch.dtype
+    vocabularies: frozenset[int]
+
+    def fill(self, module: nn.Module, tree: dict[str, Any], numbered: bool = False) -> None:
+        """Give a module what is below its name; `numbered`: it is in a list."""
+        for name, value in tree.items():
+            try:
+                if isinstance(value, TensorEntry):
+                    held = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                    module.register_parameter(name, nn.Parameter(held, requires_grad=False))
+                else:
+                    module.add_module(name, self._module(name, value, numbered))
+            except KeyError as error:
+                first = value.name if isinstance(value, TensorEntry) else next(_entries(value)).name
+                raise RequestError(
+                    f"tensor {first}: without its code a model cannot have a part that is called '{name}'"
+                ) from error
+
+    def _module(self, name: str, tree: dict[str, Any], numbered: bool) -> nn.Module:
+        matrix = _matrix(tree)
+        if matrix is not None:
+            rows, columns = matrix.shape
+            sized = not numbered and rows in self.vocabularies
+            if "bias" not in tree and not _HEAD.fullmatch(name) and (sized or _TABLE.search(name)):
+                return nn.Embedding(rows, columns, device="meta", dtype=self.dtype)
+            return nn.Linear(columns, rows, bias="bias" in tree, device="meta", dtype=self.dtype)
+        if all(_is_number(part) and isinstance(value, dict) for part, value in tree.items()):
+            return Numbered({number: self._module(number, tree[number], True) for number in sorted(tree, key=int)})
+        part = UnknownModule()
+        self.fill(part, tree, numbered)
+        return part
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdecimal()
+
+
+def _entries(tree: dict[str, Any]) -> Iterator[TensorEntry]:
+    for value in tree.values():
+        if isinstance(value, TensorEntry):
+            yield value
+        else:
+            yield from _entries(value)
+
+
+def _matrix(tree: dict[str, Any]) -> TensorEntry | None:
+    """The weight of a linear layer or table; None where these tensors are something else."""
+    weight, bias = tree.get("weight"), tree.get("bias")
+    if tree.keys() - {"weight", "bias"} or not isinstance(weight, TensorEntry):
+        return None
+    if len(weight.shape) != 2 or weight.dtype not in FLOATS or 0 in weight.shape:
+        return None
+    if "bias" in tree and not (isinstance(bias, TensorEntry) and bias.shape == weight.shape[:1]):
+        return None
+    return weight
+
+
+# ------------------------------------------------------------ what the names tell
+def outermost_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """Names and lists of the blocks: lists in no other one, whose members are more than single layers."""
+    found: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        if not isinstance(module, nn.ModuleList) or inside:
+            continue
+        if any(any(one.children()) for one in module) and not any(isinstance(one, _LAYERS) for one in module):
+            found.append((name, module))
+    return found
+
+
+_LAYERS = (nn.Linear, nn.Embedding)
+
+
+def routers_by_name(model: nn.Module) -> set[str]:
+    """Names of the linear layers that choose or weigh experts: with one output or one for each, beside a list inside of a part, or beside
+    a tensor of three dimensions that holds as many matrices. It costs little to leave others of such a shape as they are."""
+    found: set[str] = set()
+    modules, blocks = dict(model.named_modules()), dict(outermost_lists(model))
+    for name, module in modules.items():
+        if isinstance(module, nn.ModuleList) and name not in blocks and _home(name):
+            numbers = [int(number) for number in module._modules]
+            _add_routers(found, modules, _home(name), name, {len(numbers), max(numbers, default=0) + 1})
+        held = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3 and min(p.shape[1:]) >= _NARROWEST]
+        for home in {name, _home(name)} if held else ():
+            _add_routers(found, modules, home, "" if home == name else name, set(held))
+    return found
+
+
+def _home(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _add_routers(found: set[str], modules: dict[str, nn.Module], home: str, experts: str, counts: set[int]) -> None:
+    """Add those below `home`, but for `experts`."""
+    for own, child in modules[home].named_modules(prefix=home):
+        inside = bool(experts) and (own == experts or own.startswith(f"{experts}."))
+        if not inside and isinstance(child, nn.Linear) and child.out_features in counts | {1}:
+            found.add(own)
+
+
+def same_input(names: Collection[str]) -> list[list[str]]:
+    """Layers by what they read, as far as names tell: queries, keys and values of one layer, or gate and up."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        home, _, leaf = name.rpartition(".")
+        found.setdefault((home, _FUSED.get(leaf, leaf)), []).append(name)
+    return list(found.values())
+
+
 def transposed(checkpoint: Checkpoint) -> str | None:
     """A layer whose weight the checkpoint stores as `[inputs, outputs]` (GPT-2's), where transformers has the model's code."""
     try:
@@ -104,70 +221,3 @@ def transposed(checkpoint: Checkpoint) -> str | None:
     except CompressError:
         return None
     return next((name for name, module in known.named_modules() if is_conv1d(module)), None)
-
-
-def same_input(names: Collection[str]) -> list[list[str]]:
-    """Layers of a block by what they read, as far as names tell: queries, keys and values, or gate and up."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        home, _, leaf = name.rpartition(".")
-        found.setdefault((home, _FUSED.get(leaf, leaf)), []).append(name)
-    return list(found.values())
-
-
-class UnknownModule(nn.Module):
-    """A module of which only the tensors are known."""
-
-
-@dataclass(frozen=True)
-class _Make:
-    """`dtype`: of matrices. `vocabulary`: rows of the input embeddings, whatever their name; None: not known."""
-
-    dtype: torch.dtype
-    vocabulary: int | None
-
-    def is_table(self, name: str, rows: int) -> bool:
-        """Whether a matrix is looked up, by the last part of its name."""
-        return _HEAD.fullmatch(name) is None and (_TABLE.search(name) is not None or rows == self.vocabulary)
-
-
-def _fill(module: nn.Module, tree: dict[str, Any], make: _Make) -> None:
-    for name, value in tree.items():
-        if isinstance(value, TensorEntry):
-            held = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            module.register_parameter(name, nn.Parameter(held, requires_grad=False))
-        else:
-            module.add_module(name, _module(name, value, make))
-
-
-def _module(name: str, tree: dict[str, Any], make: _Make) -> nn.Module:
-    if (matrix := _matrix(tree)) is not None:
-        rows, columns = matrix.shape
-        if "bias" not in tree and make.is_table(name, rows):
-            return nn.Embedding(rows, columns, device="meta", dtype=make.dtype)
-        return nn.Linear(columns, rows, bias="bias" in tree, device="meta", dtype=make.dtype)
-    if tree and sorted(tree, key=_number) == list(map(str, range(len(tree)))) and not any(_tensors(tree)):
-        return nn.ModuleList(_module(number, tree[number], make) for number in sorted(tree, key=int))
-    part = UnknownModule()
-    _fill(part, tree, make)
-    return part
-
-
-def _number(name: str) -> int:
-    return int(name) if name.isdigit() else -1
-
-
-def _tensors(tree: dict[str, Any]) -> Iterator[TensorEntry]:
-    return (value for value in tree.values() if isinstance(value, TensorEntry))
-
-
-def _matrix(tree: dict[str, Any]) -> TensorEntry | None:
-    """The weight of a linear layer or embedding; None where these tensors are something else."""
-    weight, bias = tree.get("weight"), tree.get("bias")
-    if tree.keys() - {"weight", "bias"} or not isinstance(weight, TensorEntry):
-        return None
-    if len(weight.shape) != 2 or not weight.dtype.is_floating_point or 0 in weight.shape:
-        return None
-    if "bias" in tree and not (isinstance(bias, TensorEntry) and bias.shape == weight.shape[:1]):
-        return None
-    return weight

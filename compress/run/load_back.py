@@ -16,7 +16,9 @@ from compress.core.tensors import relative
 from compress.model.context import Context
 from compress.model.footprint import WHOLE_BYTES
 from compress.model.hidden_states import HiddenStates, read_batch
+from compress.model.source import SourceCheckpoint
 from compress.model.streamed import StreamedModel
+from runtime import formats
 from runtime.api.model import Model
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
@@ -26,8 +28,10 @@ from runtime.engines.torch.encoder import TorchEncoderEngine
 from runtime.engines.torch.engine import TorchEngine
 from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine
 from runtime.errors import CompressError
+from runtime.formats.quantization_config import parse
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.layers.install import install_compressed
+from runtime.modeling.weights import main_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,6 +85,34 @@ def dense_for_now(part: nn.Module, skip: Callable[[str], bool] | None = None) ->
         # By name: BigBird swaps the module around a layer when it first reads short rows.
         for name, module in replaced.items():
             part.set_submodule(name, module)
+
+
+def check_stored(path: Path, source: SourceCheckpoint) -> None:
+    """Whether config.json of an artifact describes what its files hold: every compressed layer as its format stores it, and all else.
+
+    That is what can be known of a model that nothing runs; the bytes of its parts were read back as they were written.
+
+    Raises:
+        CompressError: it does not.
+    """
+    artifact = Checkpoint(path)
+    modules = [name.removesuffix(".weight") for name in source.names() if name.endswith(".weight")]
+    left = set(artifact.names())
+    for name, entry in parse(artifact.config.get("quantization_config") or {}, modules).items():
+        rows, columns = source.shape(f"{name}.weight")
+        storage = formats.get(entry.format)
+        specs = storage.tensors(entry.scheme, (rows, columns), main_dtype(artifact), entry.count)
+        for key, spec in specs.items():
+            own = f"{name}.{key}"
+            if own not in left or artifact.shape(own) != spec.shape or artifact.dtype(own) != spec.dtype:
+                raise CompressError(f"{path}: the files do not hold {own} as config.json describes it; this is a bug")
+        left -= {f"{name}.{key}" for key in specs}
+        modules.remove(name)
+    expected = {
+        name for name in source.names() if name.removesuffix(".weight") in modules or not name.endswith(".weight")
+    }
+    if wrong := sorted(left ^ (expected - source.dropped.keys())):
+        raise CompressError(f"{path}: config.json and the files do not agree on {wrong[0]}; this is a bug")
 
 
 @torch.inference_mode()

@@ -26,6 +26,7 @@ from compress.recipe.models import AUTO, Recipe
 from compress.run.session import Session, layers_before
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.companions import left_behind
+from runtime.config.messages import listing
 from runtime.engines.blueprint import Blueprint
 from runtime.engines.choose import describe_choice
 from runtime.errors import RequestError
@@ -216,6 +217,10 @@ def plan_session(session: Session, output: Path, max_memory: int | None = None, 
         plan.warnings += [text for text in job.warnings(context, after) if text not in plan.warnings]
     source = context.original.path
     plan.warnings += [f"{source / name} stays behind: {why}" for name, why in left_behind(source).items()]
+    code = sorted(file.name for file in source.glob("*.py")) if not context.streamed.runs else []
+    if code:
+        text = "an artifact brings no code, so copy it from there for an engine that runs it"
+        plan.warnings.append(f"{source}: {listing(code)} {'stays' if len(code) == 1 else 'stay'} behind: {text}")
     for what, needed, available, advice in (
         ("memory", plan.peak_memory, plan.available_memory, takes.advice),
         (f"memory of {context.streamed.device}", plan.device_memory, plan.available_device_memory, takes.device_advice),

@@ -317,7 +317,7 @@ class _Run:
         made = layers.run(context, self.store, reporter)
         clock.lap(layers.title)
         write_metadata(layers, directory)
-        metrics = self._judge() if context.streamed.runs else {}
+        metrics = self._judge()
         entries: dict[str, Any] = layers.manifest(context, made)
         files: list[Path] = []
         for job in self.session.after:
@@ -331,6 +331,10 @@ class _Run:
     def _judge(self) -> dict[str, Any]:
         """Compare the artifact on the disk with what the pipeline computed, and with the source; its quality."""
         layers, context, directory = self.session.layers, self.session.context, self.store.directory
+        if not context.streamed.runs:
+            load_back.check_stored(directory.path, context.checkpoint)
+            self.clock.lap("load back")
+            return {}
         artifact = load_back.open_artifact(directory.path, context)
         load_back.check_against_pipeline(context, bool(layers.needs), artifact, directory, self.reporter)
         self.clock.lap("load back")

@@ -174,9 +174,10 @@ def unreached(model: PartialModel) -> list[str]:
         part = model.model.get_submodule(first.rpartition(".")[0])
         experts = len(shape) == 3 and not isinstance(part, nn.Conv1d)
         why = "holds experts in an unknown layout" if experts else "is no linear layer"
+        why = f"its module {type(part).__name__} {why}" if model.runs else "by its name and shape it is no linear layer"
         sentences.append(
             f"{kind} {shape} stays as it is ({len(found[kind])} tensors, {size(sizes[kind])}, {sizes[kind] / total:.0%} of the "
-            f"weights): its module {type(part).__name__} {why}"
+            f"weights): {why}"
         )
     return sentences
 

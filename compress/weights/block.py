@@ -185,7 +185,10 @@ class BlockJob:
 
     def _finite_layers(self) -> list[str]:
         """Qualified names of the layers that can be solved. A tensor with NaN or Inf, compressed or not, stops the run or is skipped."""
-        bad = {self.prefix + n for n, p in self.block.named_parameters() if not finite(p)}
+        # What nothing runs is only copied: it may well be a mask.
+        read = {f"{name}.weight" for name in self.tasks} if self.small_forward is None else None
+        named = ((self.prefix + name, parameter) for name, parameter in self.block.named_parameters())
+        bad = {name for name, parameter in named if (read is None or name in read) and not finite(parameter)}
         for tensor in sorted(bad):
             self.result.skip_nonfinite(tensor.removesuffix(".weight"), "the weight holds", self.recipe)
         return [name for name in self.tasks if f"{name}.weight" not in bad]

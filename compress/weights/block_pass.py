@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from compress.model.original_block import OriginalBlock
 from compress.model.output_hessians import BackwardPass, OutputHessians, states_per_token
 from compress.model.source import SourceCheckpoint
 from compress.model.streamed import Batch, StreamedModel
+from compress.model.tensor_model import same_input
 from compress.weights.block import BlockJob, BlockResult
 from compress.weights.layer_task import LayerTask
 from compress.weights.packed_layer import SolvedLayer, solve_layers, weight_digest
@@ -124,10 +125,18 @@ def verify_part(path: Path, tensors: dict[str, torch.Tensor], layers: dict[str, 
     with safe_open(path, framework="pt") as file:
         if set(file.keys()) != set(tensors):
             raise CompressError(f"{path} does not hold the tensors that were written to it")
+        for name in tensors.keys() - {f"{home}.{key}" for home, layer in layers.items() for key in layer.tensors}:
+            if not _same_bytes(file.get_tensor(name), tensors[name]):
+                raise CompressError(f"{path}: tensor {name} read back from the disk is not the one that was written")
         for name, layer in layers.items():
             stored = {key: file.get_tensor(f"{name}.{key}") for key in layer.tensors}
             if weight_digest(layer.unpacked(stored)) != layer.digest:
                 raise CompressError(f"{path}: layer {name} read back from the disk is not the weight that was solved")
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = one.reshape(-1), other.reshape(-1)
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _bytes(tensors: dict[str, torch.Tensor]) -> int:
@@ -399,7 +408,7 @@ def compress_embeddings(job: BlockPass) -> BlockResult:
     result = BlockResult()
     for name, module in _outside(job, result).items():
         if isinstance(module, nn.Embedding):
-            _solve_outside(job, name, module, None, result)
+            _solve_outside(job, name, job.plan.tasks[name], module, None, result)
             if name in result.layers:
                 module.weight.data = result.layers[name].dense.to(module.weight.device)
     return result
@@ -408,14 +417,17 @@ def compress_embeddings(job: BlockPass) -> BlockResult:
 def compress_outside(job: BlockPass, result: BlockResult, states: HiddenStates) -> dict[str, Any] | None:
     """Solve what is left (the output head), write the last shard, and return its record; None in processes that only share statistics."""
     plan, context, streamed = job.plan, job.plan.context, job.streamed
-    for name, module in _outside(job, result).items():
-        if not isinstance(module, nn.Embedding):
-            task = plan.tasks[name]
-            statistics = _head_statistics(job, task, module, states) if task.needs else None
-            if statistics is not None and not statistics.finite:
-                result.skip_nonfinite(name, "its calibration inputs hold", context.recipe)
-            elif job.team.is_main:
-                _solve_outside(job, name, module, statistics, result)
+    left = {name: module for name, module in _outside(job, result).items() if not isinstance(module, nn.Embedding)}
+    tasks = {name: plan.tasks[name] for name in left}
+    for names in same_input(left) if not streamed.runs else ():  # the global scale of what engines fuse is one
+        weights = [get_matrix(left[name]) for name in names]
+        tasks |= {name: replace(tasks[name], scheme=tasks[name].scheme.for_weights(weights)) for name in names}
+    for name, module in left.items():
+        statistics = _head_statistics(job, tasks[name], module, states) if tasks[name].needs else None
+        if statistics is not None and not statistics.finite:
+            result.skip_nonfinite(name, "its calibration inputs hold", context.recipe)
+        elif job.team.is_main:
+            _solve_outside(job, name, tasks[name], module, statistics, result)
     if not job.team.is_main:
         return None
     changed = {}
@@ -439,10 +451,10 @@ def _outside(job: BlockPass, result: BlockResult) -> dict[str, nn.Module]:
 
 
 def _solve_outside(
-    job: BlockPass, name: str, module: nn.Module, statistics: Statistics | None, result: BlockResult
+    job: BlockPass, name: str, task: LayerTask, module: nn.Module, statistics: Statistics | None, result: BlockResult
 ) -> None:
-    tasks, weights = {name: job.plan.tasks[name]}, [get_matrix(module)]
-    (layer,) = solve_layers(tasks, [module], weights, statistics, job.streamed.dtype, job.plan.constraints)
+    weights, dtype = [get_matrix(module)], job.streamed.dtype
+    (layer,) = solve_layers({name: task}, [module], weights, statistics, dtype, job.plan.constraints)
     result.add_layer(name, layer, job.reporter)
 
 

@@ -12,12 +12,13 @@ from compress.model.check_model import check_fits_model, check_shared, module_in
 from compress.model.context import Context
 from compress.model.dry_run import check_runs
 from compress.model.streamed import StreamedModel
-from compress.model.tensor_model import transposed
+from compress.model.tensor_model import transposed, vocabularies
 from compress.quantize.weight_constraint import WeightConstraint, load_constraints
 from compress.recipe import Stage
 from compress.weights.assign import Uncompressed, assign
 from compress.weights.layer_task import LayerTask
 from runtime.errors import RequestError
+from runtime.formats.scheme import Scheme
 
 
 @dataclass(frozen=True)
@@ -127,16 +128,39 @@ def _check_model_free(context: Context, tasks: Mapping[str, LayerTask]) -> None:
             f"{context.path} stores {name} as [inputs, outputs], which tensors alone do not tell: leave model_free out"
         )
         raise RequestError(recipe.origin.at(("model_free",), text))
+    tied = _find_tied(context, tasks)
+    if tied is not None:
+        text = f"{tied} may be both the table of tokens and the output head, which cannot be told without code: name it in ignore"
+        raise RequestError(recipe.origin.at(("model_free",), text))
     task = next((task for task in tasks.values() if task.needs), None)
     if task is None:
         return
-    stages = [stage for stage in recipe.stages if stage.index in (task.prune_stage, task.quantize_stage)]
-    config, stage = task.methods[-1], stages[-1]
+    pruned = replace(
+        task, quantize=None, quantize_stage=None, candidates=(), scheme=Scheme(sparsity=task.scheme.sparsity)
+    )
+    index = task.prune_stage if pruned.needs else task.quantize_stage
+    stage = next(stage for stage in recipe.stages if stage.index == index)
     text = (
-        f"{config.name} with these settings is calibrated on what layers read, and the recipe is model_free, which runs no model: use rtn "
-        "or magnitude, with dynamic activations, whole bits and objective layer"
+        f"{stage.method} with these settings is calibrated on what layers read, and the recipe is model_free, which runs no model: prune "
+        "by magnitude with allocation uniform, quantize by rtn with objective layer, dynamic activations and whole bits"
     )
     raise RequestError(recipe.origin.at(stage.path, text))
+
+
+def _find_tied(context: Context, tasks: Mapping[str, LayerTask]) -> str | None:
+    """A table or head among the layers of a model without code whose weight may be both."""
+    model, config = context.streamed.model, context.opened.config
+    parts = [config, *(value for value in config.values() if isinstance(value, dict))]
+    head = model.get_output_embeddings()
+    if head is not None and not any(part.get("tie_word_embeddings") for part in parts):
+        return None
+    sizes = set(vocabularies(config))
+    for name in tasks:
+        module = model.get_submodule(name)
+        table = isinstance(module, nn.Embedding) and (not sizes or module.num_embeddings in sizes)
+        if table or module is head:
+            return name
+    return None
 
 
 def _shared(streamed: StreamedModel) -> set[str]:

@@ -13,14 +13,17 @@ import torch
 from family_models import FAMILIES
 from runs import same_bytes
 from safetensors.torch import save_file
+from torch import nn
 from unknown_models import linear_layers, write_unknown
 
 import compress
+import runtime
 from compress.core.resources import recipes_directory
+from compress.model.tensor_model import TensorModel, outermost_lists, routers_by_name
 from compress.recipe import load
 from compress.run.plan import make_plan
 from compress.run.run import apply
-from compress.weights import block_pass
+from compress.weights import artifact, block_pass
 from export.readers import readable_by
 from runtime import formats
 from runtime.checkpoint.checkpoint import Checkpoint
@@ -80,21 +83,24 @@ def test_it_makes_what_the_code_of_the_model_makes(tmp_path: Path, family: str, 
     assert free.keys() == known.keys()
     assert [name for name in free if not equal(free[name], known[name])] == []
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("free", "known")]
-    modules = [name.removesuffix(".weight") for name in Checkpoint(source).names() if name.endswith(".weight")]
+    modules = sorted({name.rpartition(".")[0] for name in free if name.rpartition(".")[2].startswith("weight_")})
     entries = [parse(config.pop("quantization_config"), modules) for config in configs]
     assert configs[0] == configs[1]
-    assert {name: entries[0][name] for name in entries[1] if name in entries[0]} == entries[0], "the same schemes"
-    compressed = {layer["name"] for layer in json.loads((tmp_path / "known" / "compress.json").read_text())["layers"]}
-    assert entries[0].keys() >= compressed & set(modules)
+    assert entries[0] == entries[1]
+    if family == "mixtral":
+        return  # its experts go by published names, and load in the slow tests
+    loaded = [
+        runtime.load(tmp_path / name, kernels="reference").logits(torch.arange(3, 30)[None])
+        for name in ("free", "known")
+    ]
+    assert torch.equal(*loaded)
 
 
 # ------------------------------------------------------------ and those that it does not
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_any_architecture(tmp_path: Path, dtype: torch.dtype) -> None:
     before = write_unknown(tmp_path / "model", dtype)
-    artifact = compress.apply(
-        request(tmp_path / "model", rtn(**W4, scales="minmax")), output=tmp_path / "out", quiet=True
-    )
+    made = compress.apply(request(tmp_path / "model", rtn(**W4, scales="minmax")), output=tmp_path / "out", quiet=True)
     after = tensors(tmp_path / "out")
     entries = parse(json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"], linear_layers())
     assert entries.keys() == linear_layers()
@@ -111,7 +117,7 @@ def test_any_architecture(tmp_path: Path, dtype: torch.dtype) -> None:
         after = {key: value for key, value in after.items() if key not in {f"{name}.{part}" for part in stored}}
     assert after.keys() == before.keys()
     assert [name for name in before if not equal(before[name], after[name])] == [], "the rest is copied"
-    assert artifact.metrics == {}
+    assert made.metrics == {}
 
 
 def test_engines_find_the_layers_by_name(tmp_path: Path) -> None:
@@ -146,11 +152,161 @@ def test_a_checkpoint_without_lists(tmp_path: Path) -> None:
     }
     save_file(source, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     (tmp_path / "model" / "config.json").write_text("{}")
-    artifact = compress.apply(request(tmp_path / "model", rtn(**W4)), output=tmp_path / "out", quiet=True)
-    assert {layer["name"] for layer in artifact.manifest["layers"]} == {"up", "down"}
+    made = compress.apply(request(tmp_path / "model", rtn(**W4)), output=tmp_path / "out", quiet=True)
+    assert {layer["name"] for layer in made.manifest["layers"]} == {"up", "down"}
     stored = tensors(tmp_path / "out")
     assert equal(stored["up.bias"], source["up.bias"])
     assert equal(stored["steps"], source["steps"])
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe"])
+def test_routers_stay_beside_experts_in_one_tensor(tmp_path: Path, family: str) -> None:
+    source = next(one for one in FAMILIES if one.name == family).write(tmp_path / "model")
+    made = compress.apply(request(source, rtn(**W4)), output=tmp_path / "out", quiet=True)
+    names = {layer["name"] for layer in made.manifest["layers"]}
+    assert names
+    assert not any("router" in name for name in names)
+    assert runtime.load(tmp_path / "out").logits(torch.arange(3, 30)[None]).isfinite().all()
+
+
+def write(path: Path, found: dict[str, torch.Tensor], **config: Any) -> Path:
+    path.mkdir()
+    save_file({name: tensor.clone() for name, tensor in found.items()}, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def kinds(path: Path) -> dict[str, str]:
+    """{name: class} of the matrices of a checkpoint, routers and the blocks they are in marked."""
+    model = TensorModel(Checkpoint(path), torch.float32)
+    lists = [name for name, _ in outermost_lists(model)]
+    choosing = routers_by_name(model)
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            kind = "router" if name in choosing else type(module).__name__
+            found[name] = f"{kind} in a block" if any(name.startswith(f"{own}.") for own in lists) else kind
+    return found
+
+
+def test_what_names_tell(tmp_path: Path) -> None:
+    wide = torch.zeros(48, 32)
+    source = write(
+        tmp_path / "model",
+        {
+            "output.weight": torch.zeros(99, 32), "embed_out.weight": wide, "wte.weight": wide, "plain.weight": wide,
+            # Numbers with a gap and zeros in front, a block without a layer, one with as many outputs as there are tokens.
+            "layers.00.up.weight": torch.zeros(99, 32), "layers.02.scale": torch.zeros(3), "layers.03.rel_attention_bias.weight": wide,
+            "layers.03.moe.router.layer.weight": torch.zeros(5, 32), "layers.03.moe.experts.0.up.weight": wide,
+            "layers.03.moe.experts.4.up.weight": wide, "layers.03.shared_gate.weight": torch.zeros(1, 32),
+            "net.0.weight": wide, "net.2.weight": wide, "stack.\u00b2.up.weight": wide,
+        },
+        llm_config={"vocab_size": 99},
+    )  # fmt: skip
+    assert kinds(source) == {
+        "output": "Embedding", "embed_out": "Linear", "wte": "Embedding", "plain": "Linear",
+        "layers.00.up": "Linear in a block", "layers.03.rel_attention_bias": "Embedding in a block",
+        "layers.03.moe.router.layer": "router in a block", "layers.03.moe.experts.0.up": "Linear in a block",
+        "layers.03.moe.experts.4.up": "Linear in a block", "layers.03.shared_gate": "Linear in a block",
+        "net.0": "Linear", "net.2": "Linear", "stack.\u00b2.up": "Linear",
+    }  # fmt: skip
+
+
+def test_numbers_with_gaps(tmp_path: Path) -> None:
+    """Every tensor is there, once, and what is fused shares a global scale in blocks and outside."""
+    names = [f"{home}.{part}_proj.weight" for home in ("layers.0", "layers.2", "layers.03", "tail") for part in "qkv"]
+    found = {name: torch.randn(64, 64) * (1 + number) for number, name in enumerate(names)}
+    source = write(tmp_path / "model", {**found, "layers.03.mask": torch.full((4,), -torch.inf)})
+    made = compress.apply(request(source, rtn(scheme="NVFP4A16")), output=tmp_path / "out", quiet=True)
+    stored = tensors(tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) == 4, (
+        "a shard a block, and one for what is in none"
+    )
+    assert {layer["name"] for layer in made.manifest["layers"]} == {name.removesuffix(".weight") for name in names}
+    assert len(stored) == 3 * len(names) + 1
+    scales = {name: float(value) for name, value in stored.items() if name.endswith("global_scale")}
+    for home in ("layers.0", "layers.2", "layers.03", "tail"):
+        assert len({scale for name, scale in scales.items() if name.startswith(f"{home}.")}) == 1
+    assert len(set(scales.values())) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.int8, torch.bool, torch.complex64, torch.float64])
+def test_tensors_of_any_dtype_are_copied(tmp_path: Path, dtype: torch.dtype) -> None:
+    value = torch.randint(0, 2, (16,)).to(dtype)
+    found = {
+        f"layers.{n}.{leaf}": tensor
+        for n in range(2)
+        for leaf, tensor in (("up.weight", torch.randn(32, 32)), ("own", value))
+    }
+    source = write(
+        tmp_path / "model", {name: tensor.clone() for name, tensor in found.items()} | {"own": value.clone()}
+    )
+    compress.apply(request(source, rtn(**W4)), output=tmp_path / "out", quiet=True)
+    stored = tensors(tmp_path / "out")
+    assert equal(stored["layers.1.own"], value)
+    assert equal(stored["own"], value)
+
+
+@pytest.mark.parametrize("leaf", ["up.weight", "up.scale"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_8_bit_floats_without_scales_are_refused(tmp_path: Path, leaf: str, dtype: torch.dtype) -> None:
+    source = write(
+        tmp_path / "model",
+        {"layers.0.down.weight": torch.randn(32, 32), f"layers.0.{leaf}": torch.randn(32, 32).to(dtype)},
+    )
+    with pytest.raises(RequestError, match=rf"layers\.0\.{leaf} holds numbers of torch\.float8.*quantization_config"):
+        compress.apply(request(source, rtn(**W4)), output=tmp_path / "out", quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("head", "config", "targets", "allowed"),
+    [
+        (True, {"tie_word_embeddings": False}, ["tokens", "lm_head"], True),
+        (True, {}, ["tokens"], True),
+        (True, {"text_config": {"tie_word_embeddings": True}}, ["lm_head"], False),
+        (False, {}, ["tokens"], False),
+        (False, {}, ["positions_emb"], True),
+    ],
+)
+def test_tables_that_may_be_heads_too(
+    tmp_path: Path, head: bool, config: dict[str, Any], targets: list[str], allowed: bool
+) -> None:
+    found = {
+        "tokens.weight": torch.randn(99, 32),
+        "positions_emb.weight": torch.randn(64, 32),
+        "layers.0.up.weight": torch.randn(32, 32),
+    }
+    found |= {"lm_head.weight": torch.randn(99, 32)} if head else {}
+    recipe = request(write(tmp_path / "model", found, vocab_size=99, **config), rtn(**W4, targets=targets, ignore=[]))
+    if allowed:
+        made = compress.apply(recipe, output=tmp_path / "out", quiet=True)
+        assert {layer["name"] for layer in made.manifest["layers"]} == set(targets)
+        return
+    with pytest.raises(
+        RequestError, match=f"model_free: {targets[-1]} may be both the table of tokens and the output head"
+    ):
+        compress.apply(recipe, output=tmp_path / "out", quiet=True)
+
+
+def test_code_that_stays_behind_is_named(tmp_path: Path) -> None:
+    write_unknown(tmp_path / "model")
+    (tmp_path / "model" / "modeling_unheard_of.py").write_text("raise SystemExit")
+    assert any(
+        "modeling_unheard_of.py stays behind" in text
+        for text in make_plan(load(request(tmp_path / "model", rtn(**W4)))).warnings
+    )
+
+
+def test_a_config_that_says_otherwise_than_the_files_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_unknown(tmp_path / "model")
+    real = artifact.config
+
+    def without(weights: Any, entries: Any) -> dict[str, Any]:
+        return real(weights, {name: entry for name, entry in entries.items() if name != "ears.1.proj"})
+
+    monkeypatch.setattr(artifact, "config", without)
+    with pytest.raises(CompressError, match=r"do not agree on ears\.1\.proj\.weight"):
+        compress.apply(request(tmp_path / "model", rtn(**W4)), output=tmp_path / "out", quiet=True)
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +337,8 @@ def test_readers(tmp_path: Path) -> None:
         rows = {row["name"]: (row["how"], row["note"]) for row in planned}
         assert rows["this runtime"] == ("no", "transformers has no code for model_type unheard_of")
         assert rows["vLLM"][0] == rows["SGLang"][0] == how
-        artifact = apply(load(recipe), output=tmp_path / scheme, quiet=True, readers=readable_by)
-        assert artifact.manifest["readable_by"] == planned
+        made = apply(load(recipe), output=tmp_path / scheme, quiet=True, readers=readable_by)
+        assert made.manifest["readable_by"] == planned
 
 
 def test_the_command_line(tmp_path: Path) -> None:
@@ -221,6 +377,9 @@ def test_the_command_line(tmp_path: Path) -> None:
         ([rtn(bits=3.5, group_size=32)], {}, "is calibrated on what layers read"),
         ([rtn(**W4, objective="propagated")], {}, "is calibrated on what layers read"),
         ([{"prune": {"method": "wanda", "sparsity": 0.5}}], {}, "stages.0.prune: wanda"),
+        ([{"prune": {"method": "wanda", "sparsity": 0.5}}, rtn(**W4)], {}, "stages.0.prune: wanda"),
+        ([{"prune": {"method": "magnitude", "sparsity": 0.5, "allocation": "owl"}}], {}, "allocation uniform"),
+        ([HALF, {"quantize": {"method": "gptq", **W4}}], {}, "stages.1.quantize: gptq"),
         ([rtn(**W4, targets=["*.gone"])], {}, "matches no module"),
     ],
 )
@@ -243,7 +402,10 @@ def test_weights_stored_the_other_way_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("names", "words"),
-    [(["a.b", "a.b.c"], "a.b"), (["x.type.weight"], "type")],
+    [
+        (["a.b", "a.b.c"], "tensor a.b.c goes on after that of another tensor"),
+        (["x.type.weight"], "tensor x.type.weight: without its code a model cannot have a part that is called 'type'"),
+    ],
 )
 def test_names_that_no_module_can_have_are_refused(tmp_path: Path, names: list[str], words: str) -> None:
     (tmp_path / "model").mkdir()

@@ -124,7 +124,7 @@ SCHEME = typer.Option(
     "--scheme",
     metavar="SCHEME",
     callback=_read_scheme,
-    help="Round the linear layers of a plain checkpoint as it is read, without calibration: LLM.int8, W8A8-INT8, W8A16, ...",
+    help="Round the linear layers of an uncompressed checkpoint while loading, without calibration: W8A16, W8A8-INT8, LLM.int8, ...",
 )
 TRUST = typer.Option(False, "--trust-remote-code", help="Run Python code from the checkpoint.")
 

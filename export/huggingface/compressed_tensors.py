@@ -38,7 +38,8 @@ class CompressedTensors(Layout):
             return None if formats.get(entry.format).own else entry
         if activations is not None and activations.own:
             raise UnfitError(
-                f"({words(entry)}) keeps outliers of its inputs unrounded, which compressed-tensors has no word for"
+                f"({words(entry)}) keeps outliers of its inputs unrounded, which compressed-tensors cannot express; compress with "
+                "W8A8-INT8 instead"
             )
         grid: GridScheme | None = weights
         if activations is None and weights.type == "int":

@@ -40,7 +40,8 @@ class OnnxTarget(Target):
             if acts is not None and acts.group_size is not None:
                 return f"{name} rounds its inputs in groups of {acts.group_size}, which no ONNX operator does"
             if acts is not None and acts.outliers is not None:
-                return f"{name} multiplies inputs above {acts.outliers:g} apart, unrounded (LLM.int8), which no ONNX operator does"
+                text = "which no ONNX operator does; compress with W8A8-INT8 instead"
+                return f"{name} keeps inputs above {acts.outliers:g} unrounded (LLM.int8), {text}"
             reason = None if grid is None or options.requantize else why_not(grid, source.shapes[name], ONNX)
             if reason is not None:
                 return f"{name} has {reason}"

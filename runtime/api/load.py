@@ -121,8 +121,9 @@ def load(
             with the same beginning are not computed again, the longest unused dropped first; 0: nothing outlives a call. A cache that
             grew larger for the calls that were running is freed when the last of them ends. None: 512 MiB, or a sixteenth of the memory
             that is free if that is less; with `max_memory`, never more than that leaves for the cache.
-        scheme: of a plain checkpoint: round the linear layers of its blocks to nearest as they are read, without calibration: "LLM.int8",
-            "W8A8-INT8", "W8A16" or another preset of integers. The result is that of `compress apply` with method rtn and scales minmax.
+        scheme: for an uncompressed checkpoint: round the linear layers of its blocks to the nearest integers while they are read, at each
+            load: "W8A16", "W8A8-INT8", "LLM.int8" or another integer preset. The weights are those of `compress apply` with method rtn and
+            scales minmax.
         trust_remote_code: run Python code that the checkpoint brings.
 
     Raises:
@@ -138,6 +139,10 @@ def load(
         from runtime.drafting.config.build import check_written
 
         check_written(drafter)
+    if scheme is not None:
+        from runtime.layers.rounding import read_scheme
+
+        read_scheme(scheme)
     if threads is not None:
         torch.set_num_threads(integer(1)("threads", threads))
     beside = None if adapter is None else check_adapter(adapter)

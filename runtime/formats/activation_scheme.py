@@ -44,7 +44,7 @@ class ActivationScheme:
 
     @property
     def own(self) -> bool:
-        """Whether compressed-tensors has no words for it."""
+        """Whether compressed-tensors cannot express it."""
         return self.outliers is not None
 
     @property
@@ -77,7 +77,7 @@ class ActivationScheme:
             return f"activations with e8m0 scales have groups of 32, not {self.group_size}"
         if self.outliers is not None:
             if (self.type, self.symmetric, self.dynamic, self.strategy) != ("int", True, True, "token"):
-                return "activations that keep outliers are symmetric integers with a dynamic scale a token"
+                return "activations that keep outliers are symmetric integers with one dynamic scale per token"
             if not 0 < self.outliers < math.inf:
                 return f"the threshold of outliers is a positive number, not {self.outliers}"
         if self.e2m1 and self.scales is None:
@@ -87,7 +87,7 @@ class ActivationScheme:
         return None
 
     def describe(self) -> str:
-        """In two words, for plans and reports: "a8 dynamic"; more where outliers are kept."""
+        """Short text for plans and reports: "a8 dynamic", or "a8 dynamic, outliers above 6 kept"."""
         when = self.dynamic if isinstance(self.dynamic, str) else "dynamic" if self.dynamic else "static"
         kept = "" if self.outliers is None else f", outliers above {self.outliers:g} kept"
         return f"a{self.bits} {when}{kept}"

@@ -47,6 +47,7 @@ PRESETS: dict[str, Scheme] = {
     "DF11": Scheme(DFloat11()),
 }
 ALIASES = {"W8A8": "W8A8-INT8", "INT8": "W8A8-INT8", "W8A8_INT8": "W8A8-INT8", "W4": "W4A16", "W8": "W8A16"}
+ALIASES |= dict.fromkeys(("LLM.INT8()", "LLM_INT8", "LLM-INT8"), "LLM.int8")
 
 
 def preset(name: str) -> Scheme:
@@ -59,4 +60,6 @@ def preset(name: str) -> Scheme:
     names |= {alias: PRESETS[known] for alias, known in ALIASES.items()}
     if name.upper() in names:
         return names[name.upper()]
-    raise RequestError(f"scheme '{name}' is unknown (known: {', '.join(PRESETS)}){did_you_mean(name, names)}")
+    raise RequestError(
+        f"scheme '{name}' is unknown (known: {', '.join(PRESETS)}){did_you_mean(name, [*PRESETS, *ALIASES])}"
+    )

@@ -86,7 +86,7 @@ class Layer:
         """The reason its product is no scaled sum of 8-bit codes, integers or float8, of weights times activations; None when it is.
 
         Args:
-            outliers: whether the kernel adds the products of inputs that are not rounded.
+            outliers: whether the kernel also adds the products of inputs that stay unrounded.
         """
         weights, activations = self.entry.scheme.grid, self.entry.scheme.activations
         if weights is None or activations is None or weights.type != activations.type or activations.bits > 8:

@@ -35,7 +35,7 @@ def entries_of(model: PreTrainedModel, quantization: dict[str, Any], stored: Col
 
 
 def take_experts_apart(model: PreTrainedModel, stored: Collection[str]) -> Published:
-    """Give the model's experts that are `stored` one by one a module each; the published names of the model."""
+    """Give each expert that is `stored` on its own a module of its own; the ways between the model's names and the published ones."""
     published = Published(model)
     if published.experts:
         from runtime.layers.native_experts import NativeExperts

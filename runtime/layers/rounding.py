@@ -16,6 +16,7 @@ from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.checkpoint.headers import TensorEntry
 from runtime.config.dtypes import dtype_name
+from runtime.config.messages import show
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.bitpack import row_slices
 from runtime.formats.presets import PRESETS, preset
@@ -34,11 +35,13 @@ _SUFFIX = ".weight"
 
 def read_scheme(name: str) -> Scheme:
     """The preset of that name; RequestError where there is none, or its weights or inputs need more than rounding to nearest integers."""
+    if not isinstance(name, str):
+        raise RequestError(f"scheme must be the name of a preset, such as 'W8A16', not {show(name)}")
     scheme = preset(name)
     if _needs_more(scheme):
         allowed = ", ".join(known for known, found in PRESETS.items() if not _needs_more(found))
         raise RequestError(
-            f"scheme '{name}' is not made while loading, which rounds to integers without calibration ({allowed}); use compress apply"
+            f"scheme '{name}' cannot be made while loading, only integer schemes without calibration can ({allowed}); use compress apply"
         )
     return scheme
 
@@ -61,9 +64,10 @@ def round_artifact(artifact: Artifact, name: str, trust_remote_code: bool) -> Ar
         ArtifactError: the checkpoint cannot be read.
     """
     scheme, checkpoint = read_scheme(name), artifact.checkpoint
-    if "quantization_config" in artifact.config:
+    if artifact.config.get("quantization_config") is not None:
+        text = "has a quantization_config, so its weights are quantized already"
         raise RequestError(
-            f"scheme: {artifact.path} is compressed already; load it without a scheme, or the original with one"
+            f"scheme: {artifact.path} {text}; load it without a scheme, or give an unquantized checkpoint"
         )
     dtype, stored = main_dtype(checkpoint), checkpoint.names()
     model = build_skeleton(read_config(artifact.path, trust_remote_code), dtype, trust_remote_code, stored)
@@ -72,7 +76,7 @@ def round_artifact(artifact: Artifact, name: str, trust_remote_code: bool) -> Ar
     fused = next((home for home in find_fused(model) if home.startswith(blocks)), None)
     if fused is not None:
         raise RequestError(
-            f"scheme: {fused} stores its experts in one tensor, and is not rounded while loading; use compress apply"
+            f"scheme: {fused} stores its experts in one tensor, and cannot be rounded while loading; use compress apply"
         )
     places = dict(model.state_dict(keep_vars=True))
     found = match_names(model, stored, places)
@@ -131,7 +135,7 @@ def round_weight(weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> Co
 
 
 class RoundedCheckpoint(Checkpoint):
-    """A checkpoint some of whose weights are read rounded: in their place it has the tensors of a storage format.
+    """A checkpoint some of whose weights are read rounded: in their place it has the tensors of a storage format. For one thread.
 
     Args:
         checkpoint: the files.

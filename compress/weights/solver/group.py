@@ -158,15 +158,16 @@ def _rounded(
 
 def _result(weight: torch.Tensor, solved: LayerResult, hessian: torch.Tensor | None) -> LayerResult:
     """With the relative output error, which is computed where the solver does not know it."""
-    lost, notes = solved.lost, solved.notes
+    lost, notes, dense = solved.lost, solved.notes, None
     rows = nearest_rows(weight.shape[1]) if hessian is None else rows_at_a_time(weight.shape[1])
     total = sum(float(row_errors(part.float(), hessian).sum()) for part in weight.split(rows))
     if lost is None:
-        pairs = zip(weight.split(rows), solved.weight.dequantize().split(rows), strict=True)
+        dense = solved.weight.dequantize()
+        pairs = zip(weight.split(rows), dense.split(rows), strict=True)
         lost = sum(float(row_errors(a.float() - b.float(), hessian).sum()) for a, b in pairs)
     if solved.weight.mask is not None:
         notes = notes | {"sparsity": 1 - float(solved.weight.mask.float().mean())}
-    return replace(solved, lost=lost, error=lost / total if total > 0 else 0.0, notes=notes)
+    return replace(solved, lost=lost, error=lost / total if total > 0 else 0.0, notes=notes, dense=dense)
 
 
 def propagated(weights: Sequence[torch.Tensor], statistics: Statistics, name: str) -> tuple[list[torch.Tensor], float]:

@@ -90,7 +90,12 @@ def _facts(artifact: Artifact, device: torch.device) -> dict[str, Any]:
     """What a choice holds for."""
     draft = (artifact.manifest or {}).get("draft")
     own = None if draft is None else hashlib.sha256(json.dumps(draft, sort_keys=True).encode()).hexdigest()
-    return {"fingerprint": artifact.checkpoint.fingerprint(), "draft": own, "machine": machine(device)}
+    fingerprint = artifact.checkpoint.fingerprint()
+    if artifact.manifest is None and (
+        scheme := artifact.config.get("quantization_config")
+    ):  # of a checkpoint rounded while loading
+        fingerprint += f" {hashlib.sha256(json.dumps(scheme, sort_keys=True).encode()).hexdigest()}"
+    return {"fingerprint": fingerprint, "draft": own, "machine": machine(device)}
 
 
 def machine(device: torch.device) -> str:

@@ -86,6 +86,9 @@ class W8A8Cpu(Kernel):
         how = "int8" if processes.multiplies(torch.int8) else "float32, exactly"
         return f"quantize input + torch matmul in {how}"
 
+    def note(self, tensors: Tensors) -> str:
+        return ", outliers in float32" if "row_scale" in tensors else ""
+
 
 def _by_row(parameter: torch.Tensor, layer: Layer) -> torch.Tensor:
     return parameter.flatten().expand(layer.shape[0]).contiguous()

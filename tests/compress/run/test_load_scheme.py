@@ -17,11 +17,13 @@ import compress
 import runtime
 from compress.cli import main
 from runtime.api.model import Model
+from runtime.checkpoint.artifact import Artifact
+from runtime.drafting.config.artifact_draft import choice_content
 from runtime.engines.streaming import cache
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.presets import PRESETS
 from runtime.layers.compressed_module import CompressedModule
-from runtime.layers.rounding import read_scheme
+from runtime.layers.rounding import read_scheme, round_artifact
 
 IDS = torch.arange(3, 40)[None]
 ALLOWED = [name for name, scheme in PRESETS.items() if scheme.grid is not None and scheme.grid.type == "int"]
@@ -129,17 +131,44 @@ def test_prepared_weights_of_two_schemes_are_apart(
 
 @pytest.mark.parametrize("scheme", [name for name in PRESETS if name not in ALLOWED])
 def test_other_schemes_are_refused(scheme: str) -> None:
-    with pytest.raises(RequestError, match=r"rounds to integers without calibration \(W2A16, .*LLM\.int8.*\)"):
+    with pytest.raises(RequestError, match=r"only integer schemes without calibration can \(W2A16, .*LLM\.int8.*\)"):
         read_scheme(scheme)
+
+
+@pytest.mark.parametrize("name", ["LLM.int8()", "llm_int8", "llm-int8"])
+def test_other_spellings(name: str) -> None:
+    assert read_scheme(name) is PRESETS["LLM.int8"]
+
+
+@pytest.mark.parametrize("value", [8, True, ["W8A16"]])
+def test_a_scheme_is_a_name(value: Any) -> None:
+    with pytest.raises(RequestError, match="scheme must be the name of a preset, such as 'W8A16'"):
+        runtime.load("no-such/model", scheme=value)  # before anything is downloaded
+
+
+def test_a_choice_of_drafter_is_for_one_scheme(make_checkpoint: Any) -> None:
+    source = Artifact(make_checkpoint())
+    device = torch.device("cpu")
+    versions = [source, *(round_artifact(source, name, False) for name in ("W8A16", "LLM.int8"))]
+    choices = [choice_content("lookup", one, device) for one in versions]
+    assert len({one["fingerprint"] for one in choices}) == 3
+
+
+@pytest.mark.parametrize("options", [{"drafter": "lookup"}, {"kv_cache": "kivi"}, {"max_memory": "1GB"}], ids=str)
+def test_with_other_options(make_checkpoint: Any, recipe: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+    source = make_checkpoint("mixtral")
+    artifact = applied(recipe, source, tmp_path / "out", "LLM.int8")
+    found, expected = runtime.load(source, scheme="LLM.int8", **options), runtime.load(artifact, **options)
+    assert found.generate([5, 6, 7, 5, 6], max_new_tokens=12) == expected.generate([5, 6, 7, 5, 6], max_new_tokens=12)
 
 
 def test_what_is_refused(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
     source = make_checkpoint()
-    with pytest.raises(RequestError, match=r"scheme 'LLM\.int9' is unknown .*did you mean 'LLM\.INT8'"):
+    with pytest.raises(RequestError, match=r"scheme 'LLM\.int9' is unknown .*did you mean 'LLM\.int8'"):
         runtime.load(source, scheme="LLM.int9")
     with pytest.raises(RequestError, match=r"W4A16' does not fit model\.layers\.0\..*larger than the row of 64"):
         runtime.load(source, scheme="W4A16")
-    with pytest.raises(RequestError, match="is compressed already"):
+    with pytest.raises(RequestError, match="so its weights are quantized already"):
         runtime.load(applied(recipe, source, tmp_path / "out", "W8A16"), scheme="LLM.int8")
     broken = next(source.glob("*.safetensors"))
     stored = load_file(broken)
@@ -159,4 +188,4 @@ def test_the_command_line_takes_it(make_checkpoint: Callable[..., Path], capsys:
     )
     assert json.loads(capsys.readouterr().out)["kl"] > 0
     assert main([*options, "FP8"]) == 2
-    assert "rounds to integers without calibration" in capsys.readouterr().err
+    assert "only integer schemes without calibration can" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 /* Outliers of LLM.int8(): inputs that are not rounded, each times its column of an int8 weight [outputs, columns], in float32.
  *
- * The columns that any row of x has an outlier in are dequantized a panel at a time, and every row adds its own of them, first to last: its
+ * The columns that any row of x has an outlier in are dequantized a panel at a time, and every row adds its own of them in column order: its
  * sums do not depend on the rows beside it, the threads or the vectors. */
 typedef struct {
     const int8_t *weight;  /* [outputs, columns] */

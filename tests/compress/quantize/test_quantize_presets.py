@@ -84,7 +84,7 @@ def test_a_group_larger_than_the_row_is_refused() -> None:
 
 def test_outliers_are_kept_with_dynamic_scales_only() -> None:
     with pytest.raises(
-        RequestError, match="q_proj: activations that keep outliers are symmetric integers with a dynamic"
+        RequestError, match="q_proj: activations that keep outliers are symmetric integers with one dynamic"
     ):
         check_fits(resolve_scheme(Config(scheme="LLM.int8", activation_mode="static")), (8, 64), "q_proj")
 

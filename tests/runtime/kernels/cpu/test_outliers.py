@@ -101,7 +101,7 @@ def test_the_kernel_computes_what_the_reference_does(scheme: Scheme) -> None:
             layer, weight = layer_of(scheme, shape, dtype, bias=seed % 2 == 0, seed=seed)
             assert [k.name for k in kernels.candidates(layer.layer)] == ["w8a8-cpu", "reference"]
             layer.prepare()
-            assert layer.kernel_name == "w8a8-cpu"
+            assert layer.kernel_name == "w8a8-cpu, outliers in float32"
             assert torch.equal(layer.dequantize(), weight.dequantize())
             for rows in (0, 1, 3, 17, 70):
                 x = inputs(rows, shape[1], dtype, seed)
@@ -217,11 +217,11 @@ def test_the_configuration_is_ours_and_comes_back() -> None:
         ({"outliers": math.nan}, "a positive number, not nan"),
         ({"outliers": "6"}, "outliers is '6', expected a positive number"),
         ({"outliers": True}, "outliers is True"),
-        ({"symmetric": False}, "symmetric integers with a dynamic scale a token"),
-        ({"dynamic": False, "strategy": "tensor"}, "symmetric integers with a dynamic scale a token"),
-        ({"strategy": "tensor"}, "symmetric integers with a dynamic scale a token"),
-        ({"strategy": "group", "group_size": 32}, "symmetric integers with a dynamic scale a token"),
-        ({"type": "float"}, "symmetric integers with a dynamic scale a token"),
+        ({"symmetric": False}, "symmetric integers with one dynamic scale per token"),
+        ({"dynamic": False, "strategy": "tensor"}, "symmetric integers with one dynamic scale per token"),
+        ({"strategy": "tensor"}, "symmetric integers with one dynamic scale per token"),
+        ({"strategy": "group", "group_size": 32}, "symmetric integers with one dynamic scale per token"),
+        ({"type": "float"}, "symmetric integers with one dynamic scale per token"),
     ],
 )
 def test_configurations_that_mean_nothing(change: dict, message: str) -> None:

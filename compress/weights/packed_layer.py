@@ -123,7 +123,7 @@ def _pack(
     storage = formats.choose(weight.scheme, shape, density=kept)
     tensors = storage.pack(weight, **inputs)
     # Solvers work on transposed weights; in the usual layout the same products are summed in the same order as in the artifact.
-    dense = (weight.dequantize() if solved.dense is None else solved.dense).contiguous()
+    dense = weight.dequantize().contiguous()
     if not finite(dense):
         raise CompressError(f"{name}: the compressed weight holds NaN or Inf")
     count = storage.stored_count(tensors)

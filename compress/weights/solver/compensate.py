@@ -48,14 +48,12 @@ class LayerResult:
             objective `propagated` the share of the drift that was made up for.
         error: `lost / tr(W H W^T)`, without a Hessian `|E|^2 / |W|^2`; NaN until the group is solved. With `propagated`, W are the weights
             that make up for the drift.
-        dense: the weight dequantized, where finding the error took it.
     """
 
     weight: CompressedWeight
     lost: float | None
     notes: dict[str, Any]
     error: float = math.nan
-    dense: torch.Tensor | None = None
 
 
 def keep_float(weight: torch.Tensor, mask: torch.Tensor | None, scheme: Scheme, dtype: torch.dtype) -> CompressedWeight:

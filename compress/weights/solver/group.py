@@ -158,16 +158,15 @@ def _rounded(
 
 def _result(weight: torch.Tensor, solved: LayerResult, hessian: torch.Tensor | None) -> LayerResult:
     """With the relative output error, which is computed where the solver does not know it."""
-    lost, notes, dense = solved.lost, solved.notes, None
+    lost, notes = solved.lost, solved.notes
     rows = nearest_rows(weight.shape[1]) if hessian is None else rows_at_a_time(weight.shape[1])
     total = sum(float(row_errors(part.float(), hessian).sum()) for part in weight.split(rows))
     if lost is None:
-        dense = solved.weight.dequantize()
-        pairs = zip(weight.split(rows), dense.split(rows), strict=True)
+        pairs = zip(weight.split(rows), solved.weight.dequantize().split(rows), strict=True)
         lost = sum(float(row_errors(a.float() - b.float(), hessian).sum()) for a, b in pairs)
     if solved.weight.mask is not None:
         notes = notes | {"sparsity": 1 - float(solved.weight.mask.float().mean())}
-    return replace(solved, lost=lost, error=lost / total if total > 0 else 0.0, notes=notes, dense=dense)
+    return replace(solved, lost=lost, error=lost / total if total > 0 else 0.0, notes=notes)
 
 
 def propagated(weights: Sequence[torch.Tensor], statistics: Statistics, name: str) -> tuple[list[torch.Tensor], float]:

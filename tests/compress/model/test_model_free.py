@@ -297,6 +297,18 @@ def test_code_that_stays_behind_is_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["trunk.cells.1.fused", "trunk.cells.1.mix.v_proj.bias", "trunk.counter"])
+def test_a_copy_that_the_disk_changes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    write_unknown(tmp_path / "model")
+
+    def save(found: dict[str, torch.Tensor], *rest: Any, **more: Any) -> None:
+        save_file({own: tensor + 1 if own == name else tensor for own, tensor in found.items()}, *rest, **more)
+
+    monkeypatch.setattr(block_pass, "save_file", save)
+    with pytest.raises(CompressError, match=f"tensor {name} read back from the disk is not the one that was written"):
+        compress.apply(request(tmp_path / "model", rtn(**W4)), output=tmp_path / "out", quiet=True)
+
+
 def test_a_config_that_says_otherwise_than_the_files_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_unknown(tmp_path / "model")
     real = artifact.config

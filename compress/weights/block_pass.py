@@ -34,6 +34,7 @@ from compress.weights.block import BlockJob, BlockResult
 from compress.weights.layer_task import LayerTask
 from compress.weights.packed_layer import SolvedLayer, solve_layers, weight_digest
 from compress.weights.plan import WeightPlan
+from runtime.checkpoint.headers import TensorEntry, read_header
 from runtime.errors import CompressError
 from runtime.formats.quantization_config import entry_to_dict
 from runtime.modeling.experts import expert_of
@@ -122,11 +123,12 @@ def _wholes(
 
 def verify_part(path: Path, tensors: dict[str, torch.Tensor], layers: dict[str, SolvedLayer]) -> None:
     """Load-back gate of one shard: what the disk gives is what was written, and unpacks to the weights that were solved."""
+    entries = read_header(path).tensors
     with safe_open(path, framework="pt") as file:
         if set(file.keys()) != set(tensors):
             raise CompressError(f"{path} does not hold the tensors that were written to it")
         for name in tensors.keys() - {f"{home}.{key}" for home, layer in layers.items() for key in layer.tensors}:
-            if not _is_stored(file, name, tensors[name]):
+            if not _is_stored(entries[name], tensors[name]):
                 raise CompressError(f"{path}: tensor {name} read back from the disk is not the one that was written")
         for name, layer in layers.items():
             stored = {key: file.get_tensor(f"{name}.{key}") for key in layer.tensors}
@@ -134,26 +136,22 @@ def verify_part(path: Path, tensors: dict[str, torch.Tensor], layers: dict[str, 
                 raise CompressError(f"{path}: layer {name} read back from the disk is not the weight that was solved")
 
 
-#: Bytes of a copied tensor that are read back at a time.
+#: Bytes of a copied tensor that are read back at a time: not by mmap, whose pages would count as memory of the process.
 _READ_BACK = 2**24
 
 
-def _is_stored(file: Any, name: str, tensor: torch.Tensor) -> bool:
-    """Whether a safetensors file has this tensor, bit for bit."""
-    if tensor.dim() == 0:
-        return _same_bits(file.get_tensor(name), tensor)
-    stored = file.get_slice(name)
-    if stored.get_shape() != list(tensor.shape):
+def _is_stored(entry: TensorEntry, tensor: torch.Tensor) -> bool:
+    """Whether a file has this tensor, bit for bit."""
+    if (entry.dtype, entry.shape) != (tensor.dtype, tuple(tensor.shape)):
         return False
-    rows = max(1, _READ_BACK * len(tensor) // max(1, tensor.numel() * tensor.element_size()))
-    return all(
-        _same_bits(stored[start : start + rows], tensor[start : start + rows]) for start in range(0, len(tensor), rows)
-    )
+    with entry.file.open("rb") as stream:
+        stream.seek(entry.offset)
+        return all(stream.read(len(part)) == part for part in _pieces(tensor))
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    one, other = one.reshape(-1), other.reshape(-1)
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def _pieces(tensor: torch.Tensor) -> Iterator[bytes]:
+    whole = tensor.reshape(-1).view(torch.uint8)
+    return (part.numpy().tobytes() for part in (whole.split(_READ_BACK) if len(whole) else ()))
 
 
 def _bytes(tensors: dict[str, torch.Tensor]) -> int:

@@ -147,11 +147,12 @@ class PartialModel:
         self.kind = model_kind(self.config)
         self.dtype = dtype or main_dtype(checkpoint)
         self._loaded = loaded
-        self.model: Any = (
-            TensorModel(checkpoint, self.dtype)
-            if model_free
-            else build_skeleton(self.config, self.dtype, stored=checkpoint.names())
-        )
+        model: Any = None
+        if model_free:
+            model = TensorModel(checkpoint, self.dtype)
+        else:
+            model = build_skeleton(self.config, self.dtype, stored=checkpoint.names())
+        self.model = model
         if install is not None:
             install(self.model)
         if apart:

@@ -52,9 +52,8 @@ def readable_by(path: str | Path, entries: Mapping[str, Any]) -> list[dict[str, 
     """
     rows = [{"name": "this runtime", "how": YES, "note": "runtime.load()"}]
     if (reason := _unknown(Path(path))) is not None:
-        shared = (read_json(Path(path) / "config.json").get("quantization_config") or {}).get(
-            "quant_method"
-        ) != OWN_METHOD
+        stored = read_json(Path(path) / "config.json").get("quantization_config") or {}
+        shared = stored.get("quant_method") != OWN_METHOD
         rows = [{"name": name, "how": NO, "note": reason} for name in ("this runtime", "transformers")]
         note = "if it has the architecture" if shared else "it does not know these formats"
         return [*rows, *({"name": name, "how": YES if shared else NO, "note": note} for name in ("vLLM", "SGLang"))]
@@ -77,7 +76,8 @@ def _unknown(path: Path) -> str | None:
     try:
         read_config(path)
     except ArtifactError:
-        return f"transformers has no code for model_type {read_json(path / 'config.json').get('model_type')}"
+        named = read_json(path / "config.json").get("model_type")
+        return f"transformers has no code for {'this model' if named is None else f'model_type {named}'}"
     return None
 
 

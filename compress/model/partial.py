@@ -147,12 +147,7 @@ class PartialModel:
         self.kind = model_kind(self.config)
         self.dtype = dtype or main_dtype(checkpoint)
         self._loaded = loaded
-        model: Any = None
-        if model_free:
-            model = TensorModel(checkpoint, self.dtype)
-        else:
-            model = build_skeleton(self.config, self.dtype, stored=checkpoint.names())
-        self.model = model
+        self.model = self._build_model(checkpoint)
         if install is not None:
             install(self.model)
         if apart:
@@ -189,6 +184,12 @@ class PartialModel:
                 raise ArtifactError(
                     f"{checkpoint.path}: tensor {place} has shape {list(checkpoint.shape(place))}, config.json asks for {list(value.shape)}"
                 )
+
+    def _build_model(self, checkpoint: Checkpoint) -> Any:
+        """The model on meta."""
+        if not self.runs:
+            return TensorModel(checkpoint, self.dtype)
+        return build_skeleton(self.config, self.dtype, stored=checkpoint.names())
 
     # ---------------------------------------------------------------- names and tensors
     @property

@@ -1,7 +1,8 @@
 """Model made of a checkpoint's tensors alone, for recipes that are `model_free`: modules as the names say, and no code that runs them.
 
-`a.b.weight` of two dimensions, alone or with `a.b.bias`, is a linear layer, or a table; every other tensor is copied. What is numbered is a
-list, and the members of the outermost lists are the blocks, one after the other in memory. What is in no list is in memory at once.
+`a.b.weight` of two dimensions, alone or with `a.b.bias`, is a linear layer or an embedding table; every other tensor is copied. Modules
+with numbers for names are a list, and the members of the outermost lists are the blocks, which are in memory one at a time. What is in no
+list is in memory together.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from runtime.checkpoint.headers import TensorEntry
 from runtime.errors import CompressError, RequestError
 from runtime.modeling.linear_modules import is_conv1d
 from runtime.modeling.skeleton import build_skeleton, read_config
-from runtime.modeling.tensor_names import FUSED
+from runtime.modeling.tensor_names import FUSED_INTO
 from runtime.modeling.weights import FLOATS
 
 #: Modules that are lookup tables, and those that are the output head, by the last part of their names.
 _TABLE, _HEAD = re.compile(r"emb|wte|wpe|attention_bias$"), re.compile(r"lm_head|embed_out|unembed")
-_FUSED = {part: whole for whole, parts in FUSED.items() for part in parts}
 #: Smallest side of a matrix: tensors of three dimensions with a shorter one are kernels of convolutions, and hold no experts.
 _NARROWEST = 16
 
@@ -52,7 +52,7 @@ class TensorModel(UnknownModule):
         RequestError: a tensor has a name that no module can have, or a dtype that means nothing without its scales.
     """
 
-    config = PretrainedConfig()  # of no family: what config.json says is for those who have the code
+    config = PretrainedConfig()  # empty: config.json is copied and, but for the size of the vocabulary, not read
     base_model_prefix = ""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
@@ -68,13 +68,11 @@ class TensorModel(UnknownModule):
             for part in parents:
                 node = node.setdefault(part, {})
                 if not isinstance(node, dict):
-                    raise RequestError(
-                        f"{checkpoint.path}: the name of tensor {name} goes on after that of another tensor"
-                    )
+                    raise RequestError(f"{checkpoint.path}: tensor {name} has the name of another tensor as its prefix")
             if leaf in node:
                 raise RequestError(f"{checkpoint.path}: tensor {name} has the name of a module")
             node[leaf] = entry
-        _Make(dtype, frozenset(vocabularies(checkpoint.config))).fill(self, tree)
+        _Builder(dtype, frozenset(vocabularies(checkpoint.config))).fill(self, tree)
         self.requires_grad_(False)
 
     def forward(self, *_: Any, **__: Any) -> Any:
@@ -101,8 +99,8 @@ def vocabularies(config: Mapping[str, Any]) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class _Make:
-    """Makes modules of a tree of names; `dtype`: of matrices, `vocabularies`: rows of tables and heads, whatever their names."""
+class _Builder:
+    """Builds modules from a tree of names; `dtype`: of matrices, `vocabularies`: rows of tables and heads, whatever their names."""
 
     dtype: torch.dtype
     vocabularies: frozenset[int]
@@ -197,7 +195,7 @@ def _home(name: str) -> str:
 
 
 def _add_routers(found: set[str], modules: dict[str, nn.Module], home: str, experts: str, counts: set[int]) -> None:
-    """Add those below `home`, but for `experts`."""
+    """Add to `found` the linear layers below `home`, but not below `experts`, with one output or as many as one of `counts`."""
     for own, child in modules[home].named_modules(prefix=home):
         inside = bool(experts) and (own == experts or own.startswith(f"{experts}."))
         if not inside and isinstance(child, nn.Linear) and child.out_features in counts | {1}:
@@ -209,7 +207,7 @@ def same_input(names: Collection[str]) -> list[list[str]]:
     found: dict[tuple[str, str], list[str]] = {}
     for name in names:
         home, _, leaf = name.rpartition(".")
-        found.setdefault((home, _FUSED.get(leaf, leaf)), []).append(name)
+        found.setdefault((home, FUSED_INTO.get(leaf, leaf)), []).append(name)
     return list(found.values())
 
 

@@ -302,8 +302,8 @@ class Recipe(Located):
         seed: seeds everything random that is not the draw of calibration rows.
         on_nonfinite: `fail`, or `skip` layers whose weights or activations hold NaN or Inf (copied, and recorded).
         true_sequential: layers of a block are solved in the order they run, on outputs of the compressed ones before.
-        model_free: the checkpoint is compressed by its tensors alone, of whatever architecture: nothing runs the model, so methods read no
-            text and nothing is evaluated.
+        model_free: the checkpoint, of whatever architecture, is compressed by its tensors alone: nothing runs the model, so only methods
+            without calibration are allowed, and nothing is evaluated.
     """
 
     name: Name

@@ -129,7 +129,8 @@ def _check_model_free(recipe: Recipe) -> None:
         return
     running = [(stage.path, stage.kind) for stage in recipe.stages if stage.phase != "layers"]
     running += [((key,), key) for key in ("evaluate", "sample") if getattr(recipe, key) is not None]
-    for path, what in running:
+    if running:
+        path, what = running[0]
         text = f"{what} runs the model, and the recipe is model_free, which runs none: leave one of the two out"
         raise RequestError(recipe.origin.at(path, text))
 

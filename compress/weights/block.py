@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from compress.model.original_block import OriginalBlock, find_residual_layers
 from compress.model.tensor_model import same_input
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.recipe import Recipe
-from compress.weights.layer_task import LayerTask
+from compress.weights.layer_task import LayerTask, share_global_scale
 from compress.weights.packed_layer import SolvedLayer, simulate, solve_layers
 from compress.weights.scale_folding import find_folds, fold
 from runtime.errors import CompressError
@@ -278,7 +278,8 @@ class BlockJob:
         units: list[_Unit] = []
         for members, statistics in ready:
             first = len(units)
-            self._share_global_scale(members)
+            shared = {name: self._tasks[name] for name in members}
+            self._tasks |= share_global_scale(shared, [self._weight(name) for name in members])
             for name in members:
                 size, owner, task = shapes[name].numel(), owners[name], self._tasks[name]
                 alike = (u for u in units[first:] if u.owner == owner and u.size + size <= SOLVED_AT_ONCE)
@@ -288,13 +289,6 @@ class BlockJob:
                 unit.names.append(name)
                 unit.size += size
         return units
-
-    def _share_global_scale(self, members: list[str]) -> None:
-        """Layers that share an input share the global scale of schemes that have one: engines fuse them."""
-        weights = [self._weight(name) for name in members]
-        for name in members:
-            task = self._tasks[name]
-            self._tasks[name] = replace(task, scheme=task.scheme.for_weights(weights))
 
     def _weight(self, name: str) -> torch.Tensor:
         return self._scaled.get(name, get_matrix(self.block.get_submodule(name)))

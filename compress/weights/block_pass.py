@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from compress.model.source import SourceCheckpoint
 from compress.model.streamed import Batch, StreamedModel
 from compress.model.tensor_model import same_input
 from compress.weights.block import BlockJob, BlockResult
-from compress.weights.layer_task import LayerTask
+from compress.weights.layer_task import LayerTask, share_global_scale
 from compress.weights.packed_layer import SolvedLayer, solve_layers, weight_digest
 from compress.weights.plan import WeightPlan
 from runtime.checkpoint.headers import TensorEntry, read_header
@@ -434,9 +434,8 @@ def compress_outside(job: BlockPass, result: BlockResult, states: HiddenStates) 
     plan, context, streamed = job.plan, job.plan.context, job.streamed
     left = {name: module for name, module in _outside(job, result).items() if not isinstance(module, nn.Embedding)}
     tasks = {name: plan.tasks[name] for name in left}
-    for names in same_input(left) if not streamed.runs else ():  # the global scale of what engines fuse is one
-        weights = [get_matrix(left[name]) for name in names]
-        tasks |= {name: replace(tasks[name], scheme=tasks[name].scheme.for_weights(weights)) for name in names}
+    for names in same_input(left) if not streamed.runs else ():
+        tasks |= share_global_scale({name: tasks[name] for name in names}, [get_matrix(left[name]) for name in names])
     for name, module in left.items():
         statistics = _head_statistics(job, tasks[name], module, states) if tasks[name].needs else None
         if statistics is not None and not statistics.finite:

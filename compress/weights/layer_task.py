@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from compress import prune, quantize
 from compress.core.method import Method
@@ -12,6 +15,12 @@ from compress.prune.magnitude import MagnitudeConfig
 from compress.quantize.config import QuantizeConfig
 from compress.quantize.rtn import RTNConfig
 from runtime.formats.scheme import Scheme
+
+
+def share_global_scale(tasks: Mapping[str, LayerTask], weights: Sequence[torch.Tensor]) -> dict[str, LayerTask]:
+    """The tasks of layers with these weights `[out_i, in]` that read one input, with one global scale in schemes that have one: engines
+    fuse such layers."""
+    return {name: replace(task, scheme=task.scheme.for_weights(weights)) for name, task in tasks.items()}
 
 
 @dataclass

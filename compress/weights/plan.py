@@ -130,7 +130,7 @@ def _check_model_free(context: Context, tasks: Mapping[str, LayerTask]) -> None:
         raise RequestError(recipe.origin.at(("model_free",), text))
     tied = _find_tied(context, tasks)
     if tied is not None:
-        text = f"{tied} may be both the table of tokens and the output head, which cannot be told without code: name it in ignore"
+        text = f"{tied} may be both the token embedding and the output head, which cannot be told without code: name it in ignore"
         raise RequestError(recipe.origin.at(("model_free",), text))
     task = next((task for task in tasks.values() if task.needs), None)
     if task is None:

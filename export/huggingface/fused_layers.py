@@ -12,9 +12,7 @@ from collections.abc import Collection, Mapping
 
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import GridScheme
-from runtime.modeling.tensor_names import FUSED
-
-_HOME = {leaf: fused for fused, leaves in FUSED.items() for leaf in leaves}
+from runtime.modeling.tensor_names import FUSED_INTO
 
 
 def fused_sets(modules: Collection[str]) -> dict[str, tuple[str, ...]]:
@@ -25,8 +23,8 @@ def fused_sets(modules: Collection[str]) -> dict[str, tuple[str, ...]]:
         experts = re.match(r"(.*\.experts)\.\d+\.", name)
         if experts is not None:
             sets.setdefault(experts[1], []).append(name)
-        elif leaf in _HOME:
-            sets.setdefault(f"{parent}.{_HOME[leaf]}" if parent else _HOME[leaf], []).append(name)
+        elif leaf in FUSED_INTO:
+            sets.setdefault(f"{parent}.{FUSED_INTO[leaf]}" if parent else FUSED_INTO[leaf], []).append(name)
     return {fused: tuple(shards) for fused, shards in sets.items() if len(shards) > 1}
 
 

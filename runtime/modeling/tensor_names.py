@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-FUSED = {
+_FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "w13": ("w1", "w3"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-"""{name of a layer that engines fuse (vLLM's): names of its parts in a checkpoint}; the parts read the same input."""
+FUSED_INTO = {part: whole for whole, parts in _FUSED.items() for part in parts}
+"""{layer of a checkpoint: vLLM's name of the layer that engines fuse it into}; what becomes one layer reads the same input."""
 
 # Layers for multi-token prediction that a checkpoint stores behind its last block (DeepSeek-V3 and others): transformers leaves them out,
 # other engines use them.

@@ -91,9 +91,8 @@ def _facts(artifact: Artifact, device: torch.device) -> dict[str, Any]:
     draft = (artifact.manifest or {}).get("draft")
     own = None if draft is None else hashlib.sha256(json.dumps(draft, sort_keys=True).encode()).hexdigest()
     fingerprint = artifact.checkpoint.fingerprint()
-    if artifact.manifest is None and (
-        scheme := artifact.config.get("quantization_config")
-    ):  # of a checkpoint rounded while loading
+    scheme = None if artifact.manifest is not None else artifact.config.get("quantization_config")
+    if scheme is not None:  # of a checkpoint rounded while loading, whose files say nothing of it
         fingerprint += f" {hashlib.sha256(json.dumps(scheme, sort_keys=True).encode()).hexdigest()}"
     return {"fingerprint": fingerprint, "draft": own, "machine": machine(device)}
 

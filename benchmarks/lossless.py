@@ -81,10 +81,10 @@ def multiply(linear: library.Linear, x: torch.Tensor, y: torch.Tensor, threads: 
     """Seconds of a product; on one thread its processor time, so that other processes do not count."""
     native, address = library.load(), ctypes.byref(linear)
     assert native is not None
-    memory = library.bytes_at(native.linear_memory(address, len(x), 0))
+    memory = library.bytes_at(native.linear_memory(address, len(x)))
     clock = time.thread_time if threads == 1 else time.perf_counter
     kind, start = library.TYPES[x.dtype], clock()
-    native.linear_run(address, x.data_ptr(), kind, len(x), y.data_ptr(), kind, 0, memory, threads)
+    native.linear_run(address, x.data_ptr(), kind, len(x), y.data_ptr(), kind, memory, threads)
     return clock() - start
 
 

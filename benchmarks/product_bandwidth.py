@@ -141,7 +141,8 @@ def measure(kind: str, shape: tuple[int, int], threads: int, rounds: int, read: 
     weights = [first, *(Weight(kind, rows, columns) for _ in range(copies - 1))]
     dtype = library.TYPES[torch.float32]
     x, y = torch.randn(columns), torch.empty(rows)
-    memory = torch.empty(kernels.linear_memory(ctypes.byref(first.linear), 1, 2), dtype=torch.uint8)
+    first.linear.digits = 2  # the most
+    memory = torch.empty(kernels.linear_memory(ctypes.byref(first.linear), 1), dtype=torch.uint8)
     digits = {"product": 1} if kind in DENSE else {"fast": 1, "exact": 2}
     found: dict[str, list[float]] = {name: [] for name in ("read", *digits)}
     for turn in range(rounds + 1):
@@ -153,6 +154,7 @@ def measure(kind: str, shape: tuple[int, int], threads: int, rounds: int, read: 
                 if name == "read":
                     read(weight.linear.weight, weight.bytes, threads)
                 else:
+                    weight.linear.digits = digits[name]
                     kernels.linear_run(
                         ctypes.byref(weight.linear),
                         x.data_ptr(),
@@ -160,7 +162,6 @@ def measure(kind: str, shape: tuple[int, int], threads: int, rounds: int, read: 
                         1,
                         y.data_ptr(),
                         dtype,
-                        digits[name],
                         memory.data_ptr(),
                         threads,
                     )
@@ -189,7 +190,8 @@ def measure_rows(kind: str, shape: tuple[int, int], rows: int, threads: int, rou
     inputs = {name: x.to(each.dtype) for name, each in dense.items()}
     digits = {"product": 0} if kind in DENSE else {"fast": 1, "exact": 2}
     linear, before = ctypes.byref(weight.linear), torch.get_num_threads()
-    memory = torch.empty(kernels.linear_memory(linear, rows, 2), dtype=torch.uint8)
+    weight.linear.digits = 2  # the most
+    memory = torch.empty(kernels.linear_memory(linear, rows), dtype=torch.uint8)
     best = dict.fromkeys((*digits, *dense), float("inf"))
     torch.set_num_threads(threads)
     for _ in range(rounds + 1):
@@ -198,9 +200,8 @@ def measure_rows(kind: str, shape: tuple[int, int], rows: int, threads: int, rou
             if name in dense:
                 torch.nn.functional.linear(inputs[name], dense[name])
             else:
-                kernels.linear_run(
-                    linear, x.data_ptr(), dtype, rows, y.data_ptr(), dtype, digits[name], memory.data_ptr(), threads
-                )
+                weight.linear.digits = digits[name]
+                kernels.linear_run(linear, x.data_ptr(), dtype, rows, y.data_ptr(), dtype, memory.data_ptr(), threads)
             best[name] = min(best[name], time.perf_counter() - start)
     torch.set_num_threads(before)
     speed = {name: 2e-9 * rows * shape[0] * shape[1] / seconds for name, seconds in best.items()}

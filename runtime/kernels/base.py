@@ -63,7 +63,11 @@ class Layer:
         return self.storage.unpack(tensors, self.entry.scheme, self.shape, self.dtype, check=check)
 
     def why_not_weight_only(self, fewest: int, most: int, multiple: int = 1) -> str | None:
-        """The reason it is no layer of integer weights and unquantized activations; None when it is.
+        """As `why_not_integers`, and of unquantized activations."""
+        return self.why_not_integers(fewest, most, multiple) or self.why_not_as_given()
+
+    def why_not_integers(self, fewest: int, most: int, multiple: int = 1) -> str | None:
+        """The reason it is no layer of integer weights; None when it is.
 
         Args:
             fewest, most: bits of a weight.
@@ -72,8 +76,6 @@ class Layer:
         weights = self.entry.scheme.grid
         if weights is None or weights.type != "int" or not fewest <= weights.bits <= most:
             return f"it computes integer weights of {fewest} to {most} bits"
-        if reason := self.why_not_as_given():
-            return reason
         if weights.strategy == "group" and (weights.group_size or 1) % multiple:
             return f"it wants groups of a multiple of {multiple}, not {weights.group_size}"
         return None
@@ -82,12 +84,8 @@ class Layer:
         """The reason its activations are not multiplied as they are given; None when they are."""
         return None if self.entry.scheme.activations is None else "it computes with unquantized activations"
 
-    def why_not_sum_of_codes(self, outliers: bool = False) -> str | None:
-        """The reason its product is no scaled sum of 8-bit codes, integers or float8, of weights times activations; None when it is.
-
-        Args:
-            outliers: whether the kernel also adds the products of inputs that stay unrounded.
-        """
+    def why_not_sum_of_codes(self) -> str | None:
+        """The reason its product is no scaled sum of 8-bit codes, integers or float8, of weights times activations; None when it is."""
         weights, activations = self.entry.scheme.grid, self.entry.scheme.activations
         if weights is None or activations is None or weights.type != activations.type or activations.bits > 8:
             return "it computes integer weights with integer activations, or float8 with float8"
@@ -95,7 +93,7 @@ class Layer:
             return "a sum of codes cannot run across groups of different scale"
         if weights.type == "float" and not activations.symmetric:
             return "it computes with symmetric float8 activations"
-        if activations.outliers is not None and not outliers:
+        if activations.outliers is not None:
             return "outliers of its inputs are not rounded, and this kernel multiplies codes only"
         if weights.type == "int" and self.shape[1] >= _EXACT:
             return f"rows of {_EXACT} weights or more could overflow an int32 sum"

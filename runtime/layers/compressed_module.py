@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ class CompressedModule(nn.Module):
     def stored(self) -> Tensors:
         """The tensors as they are on disk; rebuilt exactly when a kernel keeps its own layout."""
         if self._replaced:
-            packed = formats.get(self.entry.format).pack(self.compressed_weight())
+            weight = replace(self.compressed_weight(), dtype=self.stored_dtype)
+            packed = formats.get(self.entry.format).pack(weight)
             return {name: self._buffers.get(name, packed.get(name)) for name in self._specs}  # type: ignore[misc]
         return {name: self._tensor(name) for name in self._specs}
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from runtime.kernels.cpu import experts as c_experts
 from runtime.kernels.cpu import library
-from runtime.kernels.cpu.integer import CKernel, IntegerKernel
+from runtime.kernels.cpu.integer import CKernel
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.modeling.experts import Experts, Gate, Layout, gate_of
 from runtime.modeling.linear_modules import is_conv1d, is_matrix
@@ -20,12 +20,10 @@ class CLinears:
 
     Attributes:
         keep: tensors that the structures point to.
-        digits: of the activations that integer layers take; those computed together take the same.
     """
 
     def __init__(self) -> None:
         self.keep: list[torch.Tensor] = []
-        self.digits: set[int] = set()
 
     def of(self, module: nn.Module, name: str) -> library.Linear | str:
         """The layer, a dense one as it lies in memory; or the reason why C does not compute it. `name` is what reasons call it."""
@@ -33,8 +31,6 @@ class CLinears:
             kernel = module.kernel
             if not isinstance(kernel, CKernel):
                 return f"kernel {module.kernel_name} of {name} is not in C"
-            if isinstance(kernel, IntegerKernel):
-                self.digits.add(kernel.digits(module.layer))
             bias = None if module.bias is None else module.bias.detach().float()
             tensors = module._tensors()
             self.keep += [*tensors.values(), *([] if bias is None else [bias])]
@@ -100,9 +96,7 @@ def read_experts(module: nn.Module, layout: Layout, gate: Gate, reader: CLinears
                 return found
             row.append(found)
         rows.append((row[0] if layout.gate else None, row[-2], row[-1]))
-    if len(reader.digits) > 1:
-        return f"layers of {name} round their inputs in different ways"
-    made = c_experts.experts_of(rows, max(reader.digits, default=1), gate.kind, gate.alpha, gate.limit)
+    made = c_experts.experts_of(rows, gate.kind, gate.alpha, gate.limit)
     return f"{name}: {made}" if isinstance(made, str) else made
 
 

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -77,6 +77,10 @@ def row_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(each, dtype=torch.int32 if name in short else None) for name, each in found.items()}
 
 
+def _listed(numbers: Iterable[int]) -> str:
+    return "/".join(map(str, sorted(numbers)))
+
+
 class Tables(NamedTuple):
     """Cosines and sines of so many positions, of every rotation, and their addresses."""
 
@@ -122,8 +126,7 @@ class NativeEngine(FusedEngine):
         self._windows = windows(parts.blocks)
         self._tables = Tables(0, [], (ctypes.c_void_p * 0)())
         self._local = threading.local()
-        digits = parts.decoder.digits
-        activations = f"{digits}-digit activations" if parts.digits else "dense"
+        activations = f"{_listed(parts.digits)}-digit activations" if parts.digits else "dense"
         self.description = f"decoder in C ({found.isa_name().decode()}, {activations})"
 
     def explain(self) -> dict[str, str]:

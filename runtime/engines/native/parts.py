@@ -225,8 +225,6 @@ class Parts(Structures):
         self.cache_dtype = dtype
         self.blocks = [self.block(layer) for layer in program.layers]
         tail = self.ops(program.tail)
-        if len(self.digits) > 1:
-            raise UnknownError("its layers round their inputs in different ways")
         widths = self.buffers.widths()
         if len(widths) > MOST_BUFFERS:
             raise UnknownError(f"it has rows of {len(widths)} different widths")
@@ -240,10 +238,20 @@ class Parts(Structures):
             buffers=len(widths),
             tail_count=len(tail),
             cache_type=TYPES[self.cache_dtype],
-            digits=max(self.digits, default=1),
             widths=(ctypes.c_int64 * len(widths))(*widths),
             tail=tail,
         )
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Of all layers and the tail, experts' too."""
+        parts = [(block.ops, block.count) for block in self.blocks] + [(self.decoder.tail, self.decoder.tail_count)]
+        return [each for ops, count in parts for _, each, _ in linears(ops, count)]
+
+    @property
+    def digits(self) -> set[int]:
+        """Those of activations of integer layers."""
+        return {each.digits for each in self.linears if each.kind != library.KINDS["dense"]}
 
     @property
     def page_numbers(self) -> int:

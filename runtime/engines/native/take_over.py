@@ -92,7 +92,7 @@ def _difference(found: torch.Tensor, wanted: torch.Tensor, parts: Parts) -> str 
         return "its logits on a probe are finite elsewhere than those of transformers' modules"
     found, wanted = found.where(finite, 0.0), wanted.where(finite, 0.0)
     error = float((found - wanted).norm() / (wanted.norm() + 1e-30))
-    most = max(_ERRORS[parts.cache_dtype], _DIGIT_ERROR if parts.decoder.digits == 1 and parts.digits else 0.0)
+    most = max(_ERRORS[parts.cache_dtype], _DIGIT_ERROR if 1 in parts.digits else 0.0)
     if error <= most:
         return None
     return f"its logits on a probe differ by {error:.2g} from those of transformers' modules, and rounding explains {most:g}"

@@ -114,7 +114,7 @@ def _join_compressed(layers: Sequence[nn.Module]) -> CompressedLinear | None:
     for name in ("values", "scale", "zero_point", "mask"):
         if getattr(weights[0], name) is not None:
             rows[name] = torch.cat([getattr(weight, name) for weight in weights])
-    tensors = formats.get(first.entry.format).pack(replace(weights[0], **rows))
+    tensors = formats.get(first.entry.format).pack(replace(weights[0], dtype=first.stored_dtype, **rows))
     whole = CompressedLinear.from_tensors(first.entry, shape, tensors, _bias(linear, first.dtype), first.stored_dtype)
     whole.dtype = first.dtype
     whole.prepare(first._wanted, choice)

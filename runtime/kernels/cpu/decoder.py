@@ -100,7 +100,7 @@ class Decoder(ctypes.Structure):
     operations: Any = ()
     _fields_ = (
         *fields(_i64, "layers", "hidden", "heads", "kv_heads", "head_dim", "value_dim", "buffers", "tail_count"),
-        *fields(_i32, "cache_type", "digits"),
+        ("cache_type", _i32),
         ("storage", Storage),
         ("widths", ctypes.POINTER(_i64)),
         ("blocks", ctypes.POINTER(Block)),

@@ -9,7 +9,7 @@ import torch
 
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import threads_for
-from runtime.kernels.cpu.library import KINDS, Linear, bytes_at, fields
+from runtime.kernels.cpu.library import KINDS, Linear, Rounding, bytes_at, fields
 
 #: Gates: `silu(up)`, `silu(gate) * up`, and gpt-oss's `(up + 1) * gate * sigmoid(alpha * gate)` of values held within `limit`.
 GATES = {"none": 0, "silu": 1, "clamped": 2}
@@ -26,19 +26,19 @@ class Expert(ctypes.Structure):
 
 
 class Reading(ctypes.Structure):
-    """How layers of experts read their input: integer ones as digits in groups of columns, dense ones as numbers."""
+    """`Input` of digits.h and `Reading` of experts.h: integer layers of experts read digits in groups of columns, dense ones numbers."""
 
-    _fields_ = (("groups", _i64), *fields(_i32, "group", "dense"))
+    _fields_ = (("groups", _i64), *fields(_i32, "group", "digits"), ("rounding", Rounding), ("dense", _i64))
 
 
 class Experts(ctypes.Structure):
-    """All of a layer. `activation` is one of GATES, `digits` those of the activations of integer layers."""
+    """All of a layer. `activation` is one of GATES."""
 
     _fields_ = (
         *fields(ctypes.POINTER(Expert), "expert"),
         *fields(_i64, "count", "hidden", "inner"),
         *fields(Reading, "first", "second"),
-        *fields(_i32, "activation", "digits"),
+        ("activation", _i32),
         *fields(_f32, "alpha", "limit"),
     )
 
@@ -61,7 +61,6 @@ class Router(ctypes.Structure):
 
 def experts_of(
     linear: Sequence[tuple[Linear | None, Linear, Linear]],
-    digits: int,
     gate: str,
     alpha: float = 0.0,
     limit: float = 0.0,
@@ -70,7 +69,6 @@ def experts_of(
 
     Args:
         linear: of each expert, its gate, up and down projection (no gate where `gate` is "none"); who calls keeps their tensors alive.
-        digits: of the activations of integer layers.
         gate: of GATES; `alpha` and `limit` are those of "clamped".
     """
     first = linear[0][1]
@@ -84,12 +82,15 @@ def experts_of(
             return "its experts do not give back what they read"
     readings = []
     for layers in ([x for each in linear for x in each[:2] if x is not None], [each[2] for each in linear]):
-        groups = {(x.groups, x.group) for x in layers if x.kind != KINDS["dense"]}
-        if len(groups) > 1:
+        coded = [x for x in layers if x.kind != KINDS["dense"]]
+        if len({(x.groups, x.group, x.digits) for x in coded}) > 1:
             return "its experts' weights have groups of different sizes"
-        readings.append(Reading(*next(iter(groups), (0, 0)), any(x.kind == KINDS["dense"] for x in layers)))
+        if len({bytes(x.rounding) for x in layers}) > 1:
+            return "its experts round their inputs in different ways"
+        one = coded[0] if coded else layers[0]
+        readings.append(Reading(one.groups, one.group, one.digits, one.rounding, len(coded) < len(layers)))
     rows = (Expert * len(linear))(*(Expert(up if gate is None else gate, up, own) for gate, up, own in linear))
-    return Experts(rows, len(linear), first.columns, first.rows, *readings, GATES[gate], digits, alpha, limit)
+    return Experts(rows, len(linear), first.columns, first.rows, *readings, GATES[gate], alpha, limit)
 
 
 def run(experts: Experts, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

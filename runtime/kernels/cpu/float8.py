@@ -1,4 +1,4 @@
-"""float8 e4m3 weights, unquantized activations, on a CPU through this folder's C library: one byte a weight is read."""
+"""float8 e4m3 weights on a CPU through this folder's C library: one byte a weight is read."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Layer
 from runtime.kernels.cpu import library
-from runtime.kernels.cpu.integer import CKernel
+from runtime.kernels.cpu.integer import CKernel, rounding_of, why_not_rounded
 
 
 class Float8Cpu(CKernel):
     """`y = s_w (x q_w) + b`, products and sums in float32 in one order: a row does not depend on its neighbours, the threads or the CPU.
 
-    The weight stays as stored; `row_scale` float32 `[out]` is beside it, NaN where a code of the row is. MXFP8 has its scales between the
-    codes, so that both are read as they come: uint8 `[out, in / 32, 33]`, the scale first.
+    Activations are rounded to what the scheme says, and are float32 numbers again. The weight stays as stored; `row_scale` float32 `[out]`
+    is beside it, NaN where a code of the row is. MXFP8 has its scales between the codes, so that both are read as they come: uint8
+    `[out, in / 32, 33]`, the scale first.
     """
 
     name = "float8-c"
@@ -26,7 +27,7 @@ class Float8Cpu(CKernel):
 
     def why_not(self, layer: Layer) -> str | None:
         weights = layer.entry.scheme.weights
-        if reason := layer.why_not_as_given():
+        if layer.entry.scheme.activations is not None and (reason := why_not_rounded(layer)):
             return reason
         if not isinstance(weights, GridScheme) or (weights.strategy == "group" and not _in_blocks(layer)):
             return "it wants one scale a row, or those of MXFP8"
@@ -60,6 +61,7 @@ class Float8Cpu(CKernel):
             columns=layer.shape[1],
             weight=tensors["weight"].data_ptr(),
             scale=tensors["row_scale"].data_ptr(),
+            rounding=rounding_of(tensors, layer),
             bias=None if bias is None else bias.data_ptr(),
         )
 

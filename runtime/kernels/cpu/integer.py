@@ -13,6 +13,7 @@ A group that holds an infinity or a NaN makes its rows NaN, also where the weigh
 from __future__ import annotations
 
 import ctypes
+import math
 from abc import abstractmethod
 
 import torch
@@ -39,10 +40,6 @@ class CKernel(Kernel):
     def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
         """What the C library is given: addresses of the tensors, which must outlive it. `bias` is float32 `[out]`."""
 
-    def digits(self, layer: Layer) -> int:
-        """Bytes of an activation that is made an integer; 0: activations stay as they are."""
-        return 0
-
     def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         # Refused is what C would compute with without a word.
         if x.dtype != layer.dtype:
@@ -60,10 +57,9 @@ class CKernel(Kernel):
         assert native is not None
         offset = None if bias is None else bias.detach().float()
         linear = ctypes.byref(self.linear(tensors, layer, offset))
-        digits, kind = self.digits(layer), library.TYPES[x.dtype]
-        memory = bytes_at(native.linear_memory(linear, rows, digits))
+        kind, memory = library.TYPES[x.dtype], bytes_at(native.linear_memory(linear, rows))
         threads = threads_for(rows * layer.shape[0] * layer.shape[1])
-        native.linear_run(linear, x.data_ptr(), kind, rows, y.data_ptr(), kind, digits, memory, threads)
+        native.linear_run(linear, x.data_ptr(), kind, rows, y.data_ptr(), kind, memory, threads)
         return y
 
 
@@ -80,10 +76,14 @@ class PanelKernel(CKernel):
         return self.panels.name
 
     def why_not(self, layer: Layer) -> str | None:
-        reason = self.panels.why_not(layer)
+        reason = self.why_not_input(layer) or self.panels.why_not(layer)
         if reason is None and library.load() is None:
             return "it is written in C, and there is no compiler (or COMPRESS_NATIVE=0)"
         return reason
+
+    def why_not_input(self, layer: Layer) -> str | None:
+        """The reason it does not multiply the layer's activations; None when it does."""
+        return layer.why_not_as_given()
 
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
         return self.panels.pack(tensors, layer)
@@ -109,12 +109,76 @@ class IntegerKernel(PanelKernel):
         self.name = name
         self.accuracy = "fast" if fast else "exact"
 
-    def digits(self, layer: Layer) -> int:
-        return 1 if self.accuracy == "fast" else 3 if layer.dtype == torch.float32 else 2
+    def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
+        found = super().linear(tensors, layer, bias)
+        found.digits = 1 if self.accuracy == "fast" else 3 if layer.dtype == torch.float32 else 2
+        return found
 
     def path(self, rows: int) -> str:
         activations = "int8 activations" if self.accuracy == "fast" else "activations in two digits (float32: three)"
         return f"{activations}, C ({instruction_sets.chosen()})"
+
+
+class RoundedKernel(PanelKernel):
+    """Weights of integers, or 4-bit floats, times activations rounded as the layer's scheme says.
+
+    Codes of activations are those of `activations.quantize_input` bit for bit, here as digits themselves: integers less their zero point
+    in one or two, float4 in one, float8 (integers of 2^-9) in three. Sums in a group of columns are exact integers. A row does not depend
+    on its neighbours, the threads or the CPU. Outliers, inputs that stay as they are (LLM.int8), are multiplied in float32.
+    """
+
+    def __init__(self, name: str, panels: Panels) -> None:
+        super().__init__(panels)
+        self.name = name
+
+    def why_not_input(self, layer: Layer) -> str | None:
+        if layer.entry.scheme.activations is None:
+            return "it computes with quantized activations"
+        if (layer.activations.group_size or 0) % self.panels.multiple:
+            return f"it wants groups of a multiple of {self.panels.multiple}, not {layer.activations.group_size}"
+        if layer.activations.outliers is not None and self.panels is S24:
+            return "it multiplies no outliers"
+        return why_not_rounded(layer)
+
+    def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
+        found, activations = super().linear(tensors, layer, bias), layer.activations
+        found.digits = 3 if activations.type == "float" and not activations.e2m1 else 1 if activations.symmetric else 2
+        found.rounding = rounding_of(tensors, layer)
+        return found
+
+    def path(self, rows: int) -> str:
+        return f"activations rounded as the scheme says, C ({instruction_sets.chosen()})"
+
+
+def why_not_rounded(layer: Layer) -> str | None:
+    """The reason C does not round the layer's activations as its scheme says; None when it does."""
+    activations = layer.activations
+    if activations.strategy == "tensor" and activations.dynamic:
+        return "one scale for all tokens would make a token's result depend on the others"
+    if activations.type == "float" and not activations.symmetric:
+        return "it computes with symmetric float8 activations"
+    return None
+
+
+_SCALES = {None: 0, "e8m0": 1, "e4m3": 2}
+
+
+def rounding_of(tensors: Tensors, layer: Layer) -> library.Rounding:
+    """How C rounds the activations of a layer that quantizes them; zeros where it does not."""
+    activations = layer.entry.scheme.activations
+    if activations is None:
+        return library.Rounding()
+    if activations.type == "float":
+        kind = "e2m1" if activations.e2m1 else "e4m3"
+    else:
+        kind = "integer" if activations.symmetric else "asymmetric"
+    found = library.Rounding(library.ROUNDINGS[kind], activations.bits, _SCALES[activations.scales])
+    found.span = activations.group_size or layer.shape[1]
+    found.threshold = math.inf if activations.outliers is None else activations.outliers
+    for field, name in (("scale", "input_scale"), ("zero", "input_zero_point"), ("global_scale", "input_global_scale")):
+        if name in tensors:
+            setattr(found, field, float(tensors[name]))
+    return found
 
 
 class DenseTiles(PanelKernel):
@@ -180,6 +244,10 @@ def ordered(instruction_set: str) -> tuple[IntegerKernel, ...]:
 
 KERNELS: tuple[PanelKernel, ...] = (
     *ordered(instruction_sets.preferred()),
+    RoundedKernel("sparse24-c-rounded", S24),  # few digits: see `ordered`
+    RoundedKernel("int4-c-rounded", W4),
+    RoundedKernel("int8-c-rounded", W8),
+    RoundedKernel("fp4-c-rounded", FP4),
     IntegerKernel("fp4-c", FP4),
     IntegerKernel("fp4-c-fast", FP4, fast=True),
     IntegerKernel("k-quant-c", K_QUANTS),

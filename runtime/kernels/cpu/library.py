@@ -73,6 +73,7 @@ KINDS |= {"IQ4_NL": 12, "Q2_K": 13, "Q3_K": 14, "Q4_K": 15, "Q5_K": 16, "Q6_K": 
 KINDS |= {"trellis": 19}
 # Of kinds that are not the bits of their codes: those, and bytes of levels that a row has for 32 columns.
 _BYTES = {10: (4, 0), 12: (4, 0), 13: (2, 2), 14: (3, 2), 15: (4, 2), 16: (5, 2), 17: (6, 2), 18: (4, 1), 19: (2, 0)}
+ROUNDINGS = {"integer": 1, "asymmetric": 2, "e4m3": 3, "e2m1": 4}  # of activations
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Of weights and of scales only. A float8 reads as one 2^8 times smaller; MX8 is float8 in blocks, each behind its scale; E8M0 is a byte,
 #: the exponent of a power of two plus 127; DF11 is bfloat16 with coded exponents (c/dfloat11.h).
@@ -86,12 +87,22 @@ def fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names]
 
 
+class Rounding(ctypes.Structure):
+    """`Rounding` of digits.h: how inputs are rounded; zeros: only as digits do it."""
+
+    _fields_ = (
+        *fields(ctypes.c_int32, "kind", "bits", "scales", "span"),
+        *fields(ctypes.c_float, "threshold", "scale", "zero", "global_scale"),
+    )
+
+
 class Linear(ctypes.Structure):
     """`Linear` of linear.h."""
 
     _fields_ = (
-        *fields(ctypes.c_int32, "kind", "weight_type", "scale_type", "group", "share", "code_bits"),
+        *fields(ctypes.c_int32, "kind", "weight_type", "scale_type", "group", "share", "code_bits", "digits"),
         *fields(ctypes.c_int64, "rows", "columns", "groups"),
+        ("rounding", Rounding),
         ("factor", ctypes.c_double),
         *fields(ctypes.c_void_p, "weight", "scale", "least", "zero", "sums", "bias", "runs", "first_run"),
         *fields(ctypes.c_void_p, "codes", "exponents", "escapes", "offsets"),
@@ -174,11 +185,10 @@ def declare(library: ctypes.CDLL) -> None:
     p, i, q = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "isa_name": (ctypes.c_char_p, []),
-        "linear_memory": (q, [p, q, i]),
-        "linear_run": (None, [p, p, i, q, p, i, i, p, i]),
+        "linear_memory": (q, [p, q]),
+        "linear_run": (None, [p, p, i, q, p, i, p, i]),
         "linear_dequantize": (None, [p, q, q, p, i, i]),
         "panels_pack": (None, [p, i]),
-        "outliers_add": (None, [p, i]),
         "experts_memory": (q, [p, q, q]),
         "experts_run": (None, [p, p, i, q, q, p, p, p, i, p, i]),
         "router_run": (None, [p, p, q, p, p, p, i]),

@@ -17,6 +17,7 @@ exactly.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -111,11 +112,13 @@ class Panels(ABC):
     # ---------------------------------------------------------------- what fits
     def why_not(self, layer: Layer) -> str | None:
         """The reason this layout cannot hold the layer, or None."""
-        return library.why_not_dtype(layer.dtype) or layer.why_not_weight_only(*self.bits, self.multiple)
+        return library.why_not_dtype(layer.dtype) or layer.why_not_integers(*self.bits, self.multiple)
 
     def group(self, layer: Layer) -> int:
         """Columns of the activations that share a scale: they never cross a group of the weight."""
-        columns, whole = layer.shape[1], layer.group
+        activations, columns, whole = layer.entry.scheme.activations, layer.shape[1], layer.group
+        if activations is not None and activations.group_size:
+            whole = math.gcd(whole, activations.group_size)
         if not whole:
             count = -(-columns // _PREFERRED)
             return max(1, -(-columns // (count * 32))) * 32 if count else 32
@@ -292,7 +295,7 @@ class BlockFloats(Dense):
         return "e2m1"
 
     def why_not(self, layer: Layer) -> str | None:
-        return library.why_not_dtype(layer.dtype) or layer.why_not_as_given()
+        return library.why_not_dtype(layer.dtype)
 
     def numbers(self, codes: torch.Tensor, layer: Layer) -> torch.Tensor:
         return HALVES[codes.int()]
@@ -323,7 +326,7 @@ class KQuants(Dense):
         return self._grid(layer).kind
 
     def why_not(self, layer: Layer) -> str | None:
-        return library.why_not_dtype(layer.dtype) or layer.why_not_as_given()
+        return library.why_not_dtype(layer.dtype)
 
     def group(self, layer: Layer) -> int:
         return min(_PREFERRED, self._grid(layer).facts.block)
@@ -406,7 +409,7 @@ class Trellises(Panels):
     formats = frozenset({Trellis.name})
 
     def why_not(self, layer: Layer) -> str | None:
-        return library.why_not_dtype(layer.dtype) or layer.why_not_as_given()
+        return library.why_not_dtype(layer.dtype)
 
     def kind(self, layer: Layer) -> str:
         return "trellis"
@@ -428,7 +431,7 @@ class Trellises(Panels):
         return CompressedWeight.of(codes.contiguous(), parameters, None, layer.entry.scheme, layer.dtype)
 
 
-W4 = Dense("panels-w4", (2, 4), frozenset({"pack-quantized", "packed", "sparse24", "bitmap"}))
+W4 = Dense("panels-w4", (2, 4), frozenset({"pack-quantized", "packed", "int-quantized", "sparse24", "bitmap"}))
 W8 = Dense("panels-w8", (5, 8), frozenset({"pack-quantized", "packed", "int-quantized", "sparse24", "bitmap"}))
 FP4 = BlockFloats()
 K_QUANTS = KQuants()

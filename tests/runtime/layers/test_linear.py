@@ -241,8 +241,9 @@ def test_install_refuses_a_tied_weight():
 def test_prepare_all_uses_a_kernel_where_it_fits():
     net = nn.ModuleDict({"a": linear(int_scheme(4, group=32))[0], "b": linear(STATIC_FREE)[0]})
     best = kernels.find(net["a"].layer).decode.name
-    assert prepare_all(net) == {"a": best, "b": "w8a8-cpu"}
-    assert prepare_all(net, "int4-cpu") == {"a": "int4-cpu", "b": "w8a8-cpu"}
+    other = kernels.find(net["b"].layer).decode.name
+    assert prepare_all(net) == {"a": best, "b": other}
+    assert prepare_all(net, "int4-cpu") == {"a": "int4-cpu", "b": other}
     assert prepare_all(net, "reference") == {"a": "reference", "b": "reference"}
     with pytest.raises(RequestError, match=r"int8-cpu .*\(a\)"):
         prepare_all(net, "int8-cpu")

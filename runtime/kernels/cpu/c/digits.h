@@ -5,6 +5,26 @@
  * group are held exactly (the scale is a power of two), smaller ones to 2^-15 of that largest. Three keep 23, for float32.
  * Sums of products are then exact integers, whatever the order, the vectors or the number of threads; only groups are added
  * in float, in one fixed order. */
+
+/* How a layer wants its inputs rounded (activation_scheme.py). Not: only as digits do it. To codes, of which `span` columns of a token, whole
+ * groups, have one scale: integers of `bits`, the same with a zero point, float8, float4. Digits hold them as they are: all are
+ * integers, of 2^-9 for float8, of halves for float4. */
+enum { ROUND_NOT, ROUND_INTEGER, ROUND_ASYMMETRIC, ROUND_E4M3, ROUND_E2M1 };
+enum { SCALES_PLAIN, SCALES_E8M0, SCALES_E4M3 }; /* what scales are rounded to: the dtype of the input; a power of two; float8 over `global` */
+typedef struct {
+    int32_t kind, bits, scales, span; /* span: at least the columns of a row where a token has one scale */
+    float threshold;           /* what is larger stays as it is, an outlier (outliers.h); INFINITY: nothing does */
+    float scale, zero, global; /* calibrated; scale 0: it and the zero point are made of the numbers themselves */
+} Rounding;
+
+/* How integer layers read their input. */
+typedef struct {
+    int64_t groups; /* 0: as numbers */
+    int32_t group, digits;
+    Rounding rounding;
+} Input;
+static inline int has_outliers(const Rounding *r) { return r->kind && r->threshold < INFINITY; }
+
 typedef struct {
     int32_t digits, group;
     int64_t apart, groups, rows; /* apart: groups * group >= columns, and a line more, or powers of two share cache sets */
@@ -13,7 +33,12 @@ typedef struct {
     int32_t *sum;                      /* [rows, parts, groups]: of the activations themselves, in units of that scale */
     int16_t *half;                     /* [rows, digits, halves]: sums of the digits of 16 columns, half a unit of planes.h */
     int64_t halves;
+    Rounding rounding;
+    float *value;                      /* [rows, groups, group]: outliers of a group, one after another; NULL: there are none */
+    int32_t *outliers;                 /* [rows, groups]: how many there are */
+    uint8_t *place;                    /* as `value`: their columns within the group */
 } Digits;
+#define MOST_GROUP 256 /* columns */
 #define PARTS(DIGITS) (((DIGITS) + 1) / 2)
 #define HALVES_OF(WIDE) (((WIDE) / 16 + 1) / 2 * 2) /* whole pairs */
 
@@ -26,61 +51,12 @@ static inline float power_of_two(int exponent) { /* exact; clamped to normal num
     return value;
 }
 
-/* One group of `count` numbers (zeros follow up to the group's end). */
-static void quantize_group(const float *restrict x, int count, const Digits *out, int64_t row, int64_t g) {
-    int group = out->group, digits = out->digits;
-    int32_t largest = 0; /* of the bits: the order of non-negative floats, infinity and NaN above all */
-    for (int i = 0; i < count; i++) {
-        int32_t bits;
-        memcpy(&bits, x + i, 4);
-        bits &= 0x7fffffff;
-        largest = largest > bits ? largest : bits;
-    }
-    int8_t *restrict q = out->digit + row * digits * out->apart + g * group;
-    const int parts = PARTS(digits);
+/* Digits of a group are there, `count` of each: zeros up to its end, their sums, and the scale of the last part. */
+static void finish_digits(const Digits *out, int64_t row, int64_t g, int count, float unit) {
+    const int group = out->group, digits = out->digits, parts = PARTS(digits);
+    int8_t *q = out->digit + row * digits * out->apart + g * group;
     float *scale = out->scale + row * parts * out->groups + g;
     int32_t *sum = out->sum + row * parts * out->groups + g;
-    float unit = 0.0f, inverse = 0.0f;
-    if (largest >= 0x7f800000) { /* not finite: neither is the result */
-        unit = NAN, count = 0; /* no number is to be made an integer */
-    } else if (largest > 0) {
-        float amax;
-        memcpy(&amax, &largest, 4);
-        if (digits == 1) {
-            unit = amax / 127.0f;
-            if (unit < 0x1p-126f) unit = 0x1p-126f;
-            inverse = 1.0f / unit;
-        } else {
-            int exponent = (largest >> 23) - 127; /* amax < 2^(exponent + 1) */
-            int shift = digits == 2 ? 14 : 22;
-            float limit = digits == 2 ? 32639.0f : 8355711.0f;
-            exponent -= shift;
-            if (exponent < -126) exponent = -126; /* numbers below 2^-112 lose digits, not the result its size */
-            if (amax * power_of_two(-exponent) > limit) exponent++;
-            unit = power_of_two(exponent), inverse = power_of_two(-exponent);
-        }
-    }
-    if (digits == 1) {
-        for (int i = 0; i < count; i++) {
-            int32_t v = (int32_t)rintf(x[i] * inverse);
-            v = v > 127 ? 127 : v < -127 ? -127 : v;
-            q[i] = (int8_t)v;
-        }
-    } else if (digits == 2) {
-        int8_t *restrict second = q + out->apart;
-        for (int i = 0; i < count; i++) {
-            int32_t v = (int32_t)rintf(x[i] * inverse);
-            int32_t low = (int8_t)v, high = (v - low) >> 8;
-            q[i] = (int8_t)high, second[i] = (int8_t)low;
-        }
-    } else {
-        int8_t *restrict second = q + out->apart, *restrict third = second + out->apart;
-        for (int i = 0; i < count; i++) {
-            int32_t v = (int32_t)rintf(x[i] * inverse);
-            int32_t low = (int8_t)v, rest = (v - low) >> 8, middle = (int8_t)rest, high = (rest - middle) >> 8;
-            q[i] = (int8_t)high, second[i] = (int8_t)middle, third[i] = (int8_t)low;
-        }
-    }
     int32_t total[2] = {0, 0}; /* of the first part, of the second */
     for (int d = 0; d < digits; d++) {
         int8_t *restrict own = q + d * out->apart;
@@ -102,34 +78,59 @@ static void quantize_group(const float *restrict x, int count, const Digits *out
     }
 }
 
-/* This member's share of [rows, columns] numbers, `stride` apart. */
-static void quantize_rows(const void *x, int type, int64_t stride, int64_t columns, const Digits *out, const Team *team) {
-    int64_t start, end;
-    float buffer[256];
-    team_part(team, out->rows * out->groups, 1, &start, &end);
-    for (int64_t unit = start; unit < end; unit++) {
-        int64_t row = unit / out->groups, g = unit % out->groups, first = g * out->group;
-        int count = (int)(columns - first < out->group ? columns - first : out->group);
-        if (count < 0) count = 0;
-        const float *source = (const float *)x + row * stride + first;
-        if (type != TYPE_F32) {
-            for (int i = 0; i < count; i++) buffer[i] = load_as(x, type, row * stride + first + i);
-            source = buffer;
+static void put_digits(const int32_t *restrict integer, int count, const Digits *out, int64_t row, int64_t g) {
+    int8_t *restrict q = out->digit + row * out->digits * out->apart + g * out->group, *restrict second = q + out->apart,
+           *restrict third = second + out->apart;
+    if (out->digits == 1)
+        for (int i = 0; i < count; i++) q[i] = (int8_t)integer[i];
+    else if (out->digits == 2)
+        for (int i = 0; i < count; i++) {
+            const int32_t v = integer[i], low = (int8_t)v;
+            q[i] = (int8_t)((v - low) >> 8), second[i] = (int8_t)low;
         }
-        quantize_group(source, count, out, row, g);
-    }
+    else
+        for (int i = 0; i < count; i++) {
+            const int32_t v = integer[i], low = (int8_t)v, rest = (v - low) >> 8, middle = (int8_t)rest;
+            q[i] = (int8_t)((rest - middle) >> 8), second[i] = (int8_t)middle, third[i] = (int8_t)low;
+        }
 }
 
-static int64_t digits_bytes(int64_t rows, int digits, int64_t wide, int64_t groups) {
-    return rows * (digits * (wide + 64 + 2 * HALVES_OF(wide)) + PARTS(digits) * 8 * groups) + 64;
-}
-/* Lay the arrays out in `memory` of digits_bytes(...). */
-static Digits digits_in(void *memory, int64_t rows, int digits, int group, int64_t groups) {
-    Digits d = {.digits = digits, .group = group, .apart = group * groups + 64, .groups = groups, .rows = rows, .halves = HALVES_OF(group * groups)};
-    char *p = memory;
-    d.scale = (float *)p, p += rows * PARTS(digits) * groups * 4;
-    d.sum = (int32_t *)p, p += rows * PARTS(digits) * groups * 4;
-    d.half = (int16_t *)p, p += rows * digits * d.halves * 2;
-    d.digit = (int8_t *)p;
-    return d;
+/* One group of `count` numbers (zeros follow up to the group's end). */
+static void quantize_group(const float *restrict x, int count, const Digits *out, int64_t row, int64_t g) {
+    const int digits = out->digits;
+    int32_t largest = 0; /* of the bits: the order of non-negative floats, infinity and NaN above all */
+    for (int i = 0; i < count; i++) {
+        int32_t bits;
+        memcpy(&bits, x + i, 4);
+        bits &= 0x7fffffff;
+        largest = largest > bits ? largest : bits;
+    }
+    float unit = 0.0f, inverse = 0.0f;
+    if (largest >= 0x7f800000) { /* not finite: neither is the result */
+        unit = NAN, count = 0; /* no number is to be made an integer */
+    } else if (largest > 0) {
+        float amax;
+        memcpy(&amax, &largest, 4);
+        if (digits == 1) {
+            unit = amax / 127.0f;
+            if (unit < 0x1p-126f) unit = 0x1p-126f;
+            inverse = 1.0f / unit;
+        } else {
+            int exponent = (largest >> 23) - 127; /* amax < 2^(exponent + 1) */
+            int shift = digits == 2 ? 14 : 22;
+            float limit = digits == 2 ? 32639.0f : 8355711.0f;
+            exponent -= shift;
+            if (exponent < -126) exponent = -126; /* numbers below 2^-112 lose digits, not the result its size */
+            if (amax * power_of_two(-exponent) > limit) exponent++;
+            unit = power_of_two(exponent), inverse = power_of_two(-exponent);
+        }
+    }
+    int32_t integer[MOST_GROUP];
+    const int32_t most = digits == 1 ? 127 : INT32_MAX;
+    for (int i = 0; i < count; i++) {
+        const int32_t v = (int32_t)rintf(x[i] * inverse);
+        integer[i] = v > most ? most : v < -most ? -most : v;
+    }
+    put_digits(integer, count, out, row, g);
+    finish_digits(out, row, g, count, unit);
 }

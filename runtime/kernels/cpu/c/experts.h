@@ -7,17 +7,17 @@ typedef struct { Linear gate, up, down; } Expert;
 
 enum { GATE_NONE_SILU = 0, GATE_SILU = 1, GATE_CLAMPED = 2 };
 
-/* What layers of all experts read: integer ones (groups > 0: there are some) the same groups of columns, dense ones numbers. */
+/* What layers of all experts read: integer ones (groups > 0: there are some) the same digits, dense ones numbers. */
 typedef struct {
-    int64_t groups;
-    int32_t group, dense;
+    Input input;
+    int64_t dense;
 } Reading;
 
 typedef struct {
     const Expert *expert;           /* [count], of one shape */
     int64_t count, hidden, inner;
     Reading first, second;          /* of gate and up, and of down */
-    int32_t activation, digits;     /* silu(up) | silu(gate) up | (up + 1) gate sigmoid(alpha gate), both held within +-limit */
+    int32_t activation;             /* silu(up) | silu(gate) up | (up + 1) gate sigmoid(alpha gate), both held within +-limit */
     float alpha, limit;
 } Experts;
 
@@ -44,9 +44,7 @@ typedef struct {
     int64_t rows, chosen;
 } Routed;
 
-static int64_t reading_bytes(const Reading *r, int64_t pairs, int digits) {
-    return r->groups ? digits_bytes(pairs, digits, r->group * r->groups, r->groups) : 0;
-}
+static int64_t reading_bytes(const Reading *r, int64_t pairs) { return r->input.groups ? digits_bytes(pairs, &r->input) : 0; }
 
 /* Where everything lies in `memory`; bytes in all. */
 static int64_t route_memory(const Experts *e, int64_t rows, int64_t chosen, char *memory, Routed *r) {
@@ -61,8 +59,8 @@ static int64_t route_memory(const Experts *e, int64_t rows, int64_t chosen, char
     r->gate = memory_part(memory, &at, pairs * e->inner * 4);
     r->up = memory_part(memory, &at, pairs * e->inner * 4);
     r->out = memory_part(memory, &at, pairs * e->hidden * 4);
-    r->first_digits = memory_part(memory, &at, reading_bytes(&e->first, pairs, e->digits));
-    r->second_digits = memory_part(memory, &at, reading_bytes(&e->second, pairs, e->digits));
+    r->first_digits = memory_part(memory, &at, reading_bytes(&e->first, pairs));
+    r->second_digits = memory_part(memory, &at, reading_bytes(&e->second, pairs));
     return at;
 }
 
@@ -148,15 +146,15 @@ static int one_row(const Experts *e, const Routed *r) {
 }
 
 /* Digits of `count` pairs from `first` on, those of one expert, in the memory of all. */
-static Digits pair_digits(const Experts *e, const Reading *reading, char *memory, int64_t first, int64_t count) {
-    int64_t each = reading_bytes(reading, 1, e->digits) - reading_bytes(reading, 0, e->digits);
-    return digits_in(memory + first * each, count, e->digits, reading->group, reading->groups);
+static Digits pair_digits(const Reading *reading, char *memory, int64_t first, int64_t count) {
+    int64_t each = reading_bytes(reading, 1) - reading_bytes(reading, 0);
+    return digits_in(memory + first * each, count, &reading->input);
 }
 /* Digits of the expert that has pair p, and in `row` the pair's place in them. */
-static Digits digits_of_pair(const Experts *e, const Routed *r, const Reading *reading, char *memory, int64_t p, int64_t *row) {
+static Digits digits_of_pair(const Routed *r, const Reading *reading, char *memory, int64_t p, int64_t *row) {
     const int64_t expert = r->index[r->source[p]], first = r->first[expert];
     *row = p - first;
-    return pair_digits(e, reading, memory, first, r->first[expert + 1] - first);
+    return pair_digits(reading, memory, first, r->first[expert + 1] - first);
 }
 
 /* Rows of the pairs side by side, as numbers for dense layers and as digits for the others. */
@@ -164,27 +162,22 @@ static void gather_pairs(const Experts *e, const Routed *r, const void *x, int t
     const int64_t hidden = e->hidden;
     int64_t start, end, pairs = r->first[e->count];
     if (pairs > 1 && shared) pairs = 1;
-    float buffer[256];
-    if (e->first.groups) {
-        const int64_t groups = e->first.groups, group = e->first.group;
+    if (e->first.input.groups) {
+        const int64_t groups = e->first.input.groups;
+        Grid grid = {.of = -1};
         team_part(team, pairs * groups, 1, &start, &end);
         for (int64_t unit = start; unit < end; unit++) {
-            int64_t p = unit / groups, g = unit % groups, from = g * group, row = r->source[p] / r->chosen, place;
-            const Digits digits = digits_of_pair(e, r, &e->first, r->first_digits, p, &place);
-            int count = (int)(hidden - from < group ? hidden - from : group);
-            if (count < 0) count = 0;
-            const float *source = (const float *)x + row * apart + from;
-            if (type != TYPE_F32) {
-                for (int i = 0; i < count; i++) buffer[i] = load_as(x, type, row * apart + from + i);
-                source = buffer;
-            }
-            quantize_group(source, count, &digits, place, g);
+            int64_t p = unit / groups, row = r->source[p] / r->chosen, place;
+            const Digits digits = digits_of_pair(r, &e->first, r->first_digits, p, &place);
+            quantize(x, type, row * apart, hidden, &digits, place, unit % groups, &grid);
         }
     }
     if (!e->first.dense) return;
     team_part(team, pairs, 1, &start, &end);
-    for (int64_t p = start; p < end; p++)
-        for (int64_t i = 0; i < hidden; i++) r->x[p * hidden + i] = load_as(x, type, r->source[p] / r->chosen * apart + i);
+    for (int64_t p = start; p < end; p++) {
+        Grid last = {.of = -1};
+        round_numbers(x, type, r->source[p] / r->chosen * apart, hidden, 0, hidden, &e->first.input.rounding, &last, r->x + p * hidden);
+    }
 }
 
 static float clamped_gate(const Experts *e, float gate, float up) {
@@ -193,10 +186,19 @@ static float clamped_gate(const Experts *e, float gate, float up) {
     return (up + 1.0f) * (gate / (1.0f + exp_fast(-e->alpha * gate)));
 }
 
+/* Digits of pair p for down, out of r->gate. */
+static void quantize_pair(const Experts *e, const Routed *r, int64_t p, int64_t g, Grid *grid) {
+    int64_t place;
+    const Digits digits = digits_of_pair(r, &e->second, r->second_digits, p, &place);
+    quantize(r->gate, TYPE_F32, p * e->inner, e->inner, &digits, place, g, grid);
+}
+
 /* The gate over both first products, into r->gate, and its digits for down. */
 static void activate_pairs(const Experts *e, const Routed *r, const Team *team) {
-    const int64_t pairs = r->first[e->count], inner = e->inner, step = e->second.groups ? e->second.group : 256;
-    const int64_t steps = e->second.groups ? e->second.groups : (inner + step - 1) / step;
+    const int64_t pairs = r->first[e->count], inner = e->inner, groups = e->second.input.groups, step = groups ? e->second.input.group : 256;
+    const int64_t steps = groups ? groups : (inner + step - 1) / step;
+    const int whole = e->second.input.rounding.kind != ROUND_NOT; /* rows are complete before they are rounded */
+    Grid grid = {.of = -1};
     int64_t start, end;
     team_part(team, pairs * steps, 1, &start, &end);
     for (int64_t unit = start; unit < end; unit++) {
@@ -211,10 +213,15 @@ static void activate_pairs(const Experts *e, const Routed *r, const Team *team) 
             memcpy(gate, up, (size_t)count * 4);
             activate(ACT_SILU, gate, NULL, count);
         }
-        if (!e->second.groups) continue;
-        int64_t place;
-        const Digits digits = digits_of_pair(e, r, &e->second, r->second_digits, p, &place);
-        quantize_group(gate, count, &digits, place, g);
+        if (groups && !whole) quantize_pair(e, r, p, g, &grid);
+    }
+    if (!whole) return;
+    team_barrier(team);
+    for (int64_t unit = start; unit < end && groups; unit++) quantize_pair(e, r, unit / steps, unit % steps, &grid);
+    team_part(team, pairs, 1, &start, &end);
+    for (int64_t p = start; p < end && e->second.dense; p++) {
+        Grid last = {.of = -1};
+        round_numbers(r->gate + p * inner, TYPE_F32, 0, inner, 0, inner, &e->second.input.rounding, &last, r->gate + p * inner);
     }
 }
 
@@ -239,7 +246,7 @@ static void multiply_pairs(const Experts *e, const Routed *r, int down, int shar
             int64_t first = from > at ? (from - at + cost - 1) / cost : 0, last = (until - at + cost - 1) / cost;
             if (last > units) last = units;
             const int dense = l->kind == KIND_DENSE;
-            const Digits mine = dense ? (Digits){0} : pair_digits(e, down ? &e->second : &e->first, down ? r->second_digits : r->first_digits,
+            const Digits mine = dense ? (Digits){0} : pair_digits(down ? &e->second : &e->first, down ? r->second_digits : r->first_digits,
                                                                   shared ? 0 : p, pairs);
             const float *x = (down ? r->gate : r->x) + (shared ? 0 : p * columns);
             for (int64_t unit = first; unit < last; unit++) {

@@ -6,7 +6,9 @@ typedef struct {
     int32_t kind, weight_type, scale_type; /* weight_type: of KIND_DENSE */
     int32_t group, share;                   /* `share` groups of the activations have one scale of the weight */
     int32_t code_bits;                      /* of DF11 */
+    int32_t digits;                         /* of an activation; KIND_DENSE: unused */
     int64_t rows, columns, groups;
+    Rounding rounding;
     double factor;         /* of all results: what scales have in common; KIND_DENSE: unused */
     const uint8_t *weight; /* KIND_DENSE: [rows, columns] of weight_type */
     const void *scale;     /* KIND_DENSE: NULL, or float32 [rows] */
@@ -20,7 +22,8 @@ typedef struct {
     const int64_t *offsets;                     /* of DF11: [rows + 1], where the escapes of a row begin */
 } Linear;
 
-#define MOST_GROUP 256 /* columns */
+static inline Input input_of(const Linear *l) { return (Input){l->kind == KIND_DENSE ? 0 : l->groups, l->group, l->digits, l->rounding}; }
+
 #define STREAMS 9      /* of a tile, at most: rows of x times digits */
 /* Rows of x whose results are held while a block of a panel's columns is in the cache. */
 #define BLOCK_ROWS 128

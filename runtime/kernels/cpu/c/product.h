@@ -246,10 +246,16 @@ static void begin_rows(const Linear *l, const Digits *x, int64_t row, int64_t co
     }
 }
 
+static int any_outliers(const Digits *x, int64_t g) {
+    for (int64_t m = 0; m < x->rows; m++)
+        if (x->outliers[m * x->groups + g]) return 1;
+    return 0;
+}
+
 /* This member's rows of the weight, all rows of x. */
 SHARED void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, int add, const Team *team) {
     _Alignas(64) uint8_t codes[BYTES_ROOM(BLOCK_COLUMNS)];
-    _Alignas(64) float out[BLOCK_ROWS * PANEL];
+    _Alignas(64) float out[BLOCK_ROWS * PANEL], more[BLOCK_ROWS * PANEL]; /* more: products of outliers */
     const int kind = l->kind, direct = kind != KIND_S24 && kind != 8 && DIRECT && (x->rows == 1 || x->rows * x->digits <= DIRECT);
     const int bytes = bytes_kind(kind);
     int64_t start, end;
@@ -262,17 +268,23 @@ SHARED void integer_part(const Linear *l, const Digits *x, void *y, int out_type
         for (int64_t row = 0; row < x->rows; row += BLOCK_ROWS) {
             int64_t count = x->rows - row < BLOCK_ROWS ? x->rows - row : BLOCK_ROWS;
             begin_rows(l, x, row, count, out);
+            if (x->outliers) memset(more, 0, (size_t)count * PANEL * 4);
             for (Stretch run = before_panel(l, n / PANEL); next_stretch(l, &run, block);) {
                 run.cold = 1;
                 if (direct) {
                     (*TILES_OF[kind])[x->digits - 1][x->rows - 1](l, &run, x, 0, out);
+                    for (int64_t g = run.first; x->outliers && g < run.last; g++)
+                        if (any_outliers(x, g))
+                            add_outliers(l, run.panel, g, g + 1, as_bytes(l, run.w + run_bytes(l, g - run.first), 1, codes), x, 0, count, more);
                     continue;
                 }
                 const uint8_t *w = as_bytes(l, run.w, run.last - run.first, codes);
+                if (x->outliers) add_outliers(l, run.panel, run.first, run.last, w, x, row, count, more);
                 run.cold = w == run.w, run.w = w;
                 if (amx.rows) amx_run(l, &amx, &run, x, row, count, out);
                 else run_tiles(l, &run, bytes, x, row, count, out);
             }
+            for (int64_t i = 0; i < count * PANEL && x->outliers; i++) out[i] += more[i];
             for (int64_t i = 0; i < count * PANEL && l->factor != 1; i++) out[i] = (float)(out[i] * l->factor);
             for (int64_t i = 0; i < count; i++)
                 put_row(y, out_type, (row + i) * out_stride + n, out + i * PANEL, l->bias ? l->bias + n : NULL, valid, add);
@@ -283,51 +295,57 @@ SHARED void integer_part(const Linear *l, const Digits *x, void *y, int out_type
 #endif
 
 #if IN_PART(STEPS)
+/* Where a dense layer's input is that was rounded: behind the same for products of many rows. */
+static float *rounded_input(const Linear *l, void *memory, int64_t rows) {
+    return (float *)((char *)memory + (l->rounding.kind ? gemm_bytes(rows, l->columns) : 0));
+}
+
 typedef struct {
     const Linear *linear;
     const void *x;
     void *y, *memory;
     int64_t rows;
-    int32_t x_type, y_type, digits;
+    int32_t x_type, y_type;
 } Product;
 
 static void product_job(void *p, const Team *team) {
     Product *job = p;
     const Linear *l = job->linear;
-    if (l->kind == KIND_DENSE && job->rows > FEW_ROWS) {
-        gemm_input(job->x, job->x_type, l->columns, job->rows, l->columns, job->memory, team);
+    if (l->kind == KIND_DENSE) {
+        const int many = job->rows > FEW_ROWS;
+        const void *x = job->x;
+        int type = job->x_type;
+        if (l->rounding.kind || (type != TYPE_F32 && !many)) {
+            float *wide = rounded_input(l, job->memory, job->rows);
+            round_rows(x, type, l->columns, job->rows, l->columns, &l->rounding, wide, team);
+            team_barrier(team);
+            x = wide, type = TYPE_F32;
+        }
+        if (!many) {
+            dense_part(l, x, l->columns, job->rows, job->y, job->y_type, l->rows, 0, team);
+            return;
+        }
+        gemm_input(x, type, l->columns, job->rows, l->columns, job->memory, team);
         team_barrier(team);
         gemm_part(l, job->memory, job->rows, job->y, job->y_type, l->rows, 0, team);
         return;
     }
-    if (l->kind == KIND_DENSE) {
-        const float *x = job->x;
-        if (job->x_type != TYPE_F32) {
-            float *wide = job->memory;
-            int64_t start, end;
-            team_part(team, job->rows * l->columns, 64, &start, &end);
-            for (int64_t i = start; i < end; i++) wide[i] = load_as(job->x, job->x_type, i);
-            team_barrier(team);
-            x = wide;
-        }
-        dense_part(l, x, l->columns, job->rows, job->y, job->y_type, l->rows, 0, team);
-        return;
-    }
-    Digits x = digits_in(job->memory, job->rows, job->digits, l->group, l->groups);
+    const Input in = input_of(l);
+    Digits x = digits_in(job->memory, job->rows, &in);
     quantize_rows(job->x, job->x_type, l->columns, l->columns, &x, team);
     team_barrier(team);
     integer_part(l, &x, job->y, job->y_type, l->rows, 0, team);
 }
 
 /* Bytes of working memory that linear_run wants for so many rows. */
-int64_t linear_memory(const Linear *l, int64_t rows, int32_t digits) {
-    if (l->kind == KIND_DENSE) return gemm_bytes(rows, l->columns);
-    return digits_bytes(rows, digits, l->group * l->groups, l->groups);
+int64_t linear_memory(const Linear *l, int64_t rows) {
+    const Input in = input_of(l);
+    if (l->kind != KIND_DENSE) return digits_bytes(rows, &in);
+    return (l->rounding.kind ? 2 : 1) * gemm_bytes(rows, l->columns);
 }
 /* x [rows, columns] -> y [rows, l->rows], both contiguous. */
-void linear_run(const Linear *l, const void *x, int32_t x_type, int64_t rows, void *y, int32_t y_type, int32_t digits,
-                void *memory, int32_t threads) {
-    Product job = {l, x, y, memory, rows, x_type, y_type, digits};
+void linear_run(const Linear *l, const void *x, int32_t x_type, int64_t rows, void *y, int32_t y_type, void *memory, int32_t threads) {
+    Product job = {l, x, y, memory, rows, x_type, y_type};
     parallel_adaptive(product_job, &job, threads);
 }
 #endif

@@ -85,7 +85,7 @@ typedef struct {
 
 typedef struct {
     int64_t layers, hidden, heads, kv_heads, head_dim, value_dim, buffers, tail_count;
-    int32_t cache_type, digits;
+    int32_t cache_type;
     Storage storage; /* of pages */
     const int64_t *widths; /* [buffers]: of each buffer's rows */
     const Block *blocks;
@@ -182,15 +182,21 @@ static void narrow_rows(Run *run, const Team *team) {
  * input come one after another. */
 static void prepare_input(Run *run, const Op *op, const Team *team) {
     const Linear *l = &op->linear, *last = run->input ? &run->input->linear : NULL;
+    const Input in = input_of(l), before = last ? input_of(last) : in;
     const float *x = row_of(run, op->from, op->from_at, 0);
     const int64_t apart = run->width[op->from];
     if (last && run->input->from == op->from && run->input->from_at == op->from_at && last->columns == l->columns &&
-        last->group == l->group && last->groups == l->groups)
+        !memcmp(&in, &before, sizeof in))
         return;
     settle(run, BIT(op->from), INPUT_BIT, team);
-    if (l->kind == KIND_DENSE) gemm_input(x, TYPE_F32, apart, run->rows, l->columns, (float *)run->memory, team);
-    else {
-        run->digits = digits_in(run->memory, run->rows, run->decoder->digits, l->group, l->groups);
+    if (l->kind == KIND_DENSE) {
+        float *rounded = l->rounding.kind ? rounded_input(l, run->memory, run->rows) : NULL;
+        if (rounded) round_rows(x, TYPE_F32, apart, run->rows, l->columns, &l->rounding, rounded, team);
+        if (rounded && run->rows > FEW_ROWS) team_barrier(team);
+        if (run->rows > FEW_ROWS)
+            gemm_input(rounded ? rounded : x, TYPE_F32, rounded ? l->columns : apart, run->rows, l->columns, (float *)run->memory, team);
+    } else {
+        run->digits = digits_in(run->memory, run->rows, &in);
         quantize_rows(x, TYPE_F32, apart, l->columns, &run->digits, team);
     }
     run->input = op;

@@ -52,14 +52,14 @@ def check(native: ctypes.CDLL, kind: str, scheme: object, shape: tuple[int, int]
         expected = products.run(native, made, x, digits)
         made.prepared = {name: guarded(tensor) for name, tensor in made.prepared.items()}
         bias, tight = guarded(torch.zeros(shape[0])), guarded(x)
-        linear = made.layout.linear(made.prepared, made.layer, bias)
+        linear = products.in_digits(made, digits, bias)
         for rows in (1, 3, 9, 21):
             y = guarded(torch.zeros(rows, shape[0], dtype=dtype))
-            memory = guarded(torch.zeros(native.linear_memory(ctypes.byref(linear), rows, digits), dtype=torch.uint8))
+            memory = guarded(torch.zeros(native.linear_memory(ctypes.byref(linear), rows), dtype=torch.uint8))
             kinds = library.TYPES[dtype]
             own = tight if rows == 21 else guarded(x[:rows])
             native.linear_run(
-                ctypes.byref(linear), own.data_ptr(), kinds, rows, y.data_ptr(), kinds, digits, memory.data_ptr(), 1
+                ctypes.byref(linear), own.data_ptr(), kinds, rows, y.data_ptr(), kinds, memory.data_ptr(), 1
             )
             assert torch.equal(y, expected[:rows])
     tile = guarded(torch.zeros(shape[1], shape[0], dtype=dtype))
@@ -84,10 +84,10 @@ def check_as_stored(native: ctypes.CDLL, scheme: Scheme, shape: tuple[int, int],
 def check_rows(native: ctypes.CDLL, linear: library.Linear, x: torch.Tensor, dtype: torch.dtype) -> None:
     for rows in (1, 2, 3, 9, 13, 25, 41):
         own, y = guarded(x[:rows].to(dtype)), guarded(torch.zeros(rows, linear.rows, dtype=dtype))
-        memory = guarded(torch.zeros(native.linear_memory(ctypes.byref(linear), rows, 1), dtype=torch.uint8))
+        memory = guarded(torch.zeros(native.linear_memory(ctypes.byref(linear), rows), dtype=torch.uint8))
         kind = library.TYPES[dtype]
-        native.linear_run(ctypes.byref(linear), own.data_ptr(), kind, rows, y.data_ptr(), kind, 1, memory.data_ptr(), 1)
-        assert torch.equal(y, products.multiply(native, linear, x[:rows].to(dtype), 1))
+        native.linear_run(ctypes.byref(linear), own.data_ptr(), kind, rows, y.data_ptr(), kind, memory.data_ptr(), 1)
+        assert torch.equal(y, products.multiply(native, linear, x[:rows].to(dtype)))
 
 
 def main() -> None:

@@ -94,11 +94,18 @@ def whole(scheme: Scheme, columns: int) -> int:
     return -(-columns // size) * size
 
 
+def in_digits(made: Case, digits: int, bias: torch.Tensor | None = None) -> library.Linear:
+    """The layer for C, its activations in so many digits; the case and the bias must outlive it."""
+    found = made.layout.linear(made.prepared, made.layer, bias)
+    found.digits = digits
+    return found
+
+
 def run(
     kernels: ctypes.CDLL, made: Case, x: torch.Tensor, digits: int, threads: int = 1, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`x W^T + bias` by `kernels`, in the dtype of x."""
-    return multiply(kernels, made.layout.linear(made.prepared, made.layer, bias), x, digits, threads)
+    return multiply(kernels, in_digits(made, digits, bias), x, threads)
 
 
 def dense(weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None) -> library.Linear:
@@ -111,16 +118,14 @@ def dense(weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.T
     return linear
 
 
-def multiply(
-    kernels: ctypes.CDLL, linear: library.Linear, x: torch.Tensor, digits: int, threads: int = 1
-) -> torch.Tensor:
+def multiply(kernels: ctypes.CDLL, linear: library.Linear, x: torch.Tensor, threads: int = 1) -> torch.Tensor:
     """What `kernels` makes of x `[rows, in]`, in its dtype."""
     x = x.contiguous()
     y = torch.full((x.shape[0], linear.rows), float("nan"), dtype=x.dtype)
-    memory = torch.full((kernels.linear_memory(ctypes.byref(linear), x.shape[0], digits),), 0x5A, dtype=torch.uint8)
+    memory = torch.full((kernels.linear_memory(ctypes.byref(linear), x.shape[0]),), 0x5A, dtype=torch.uint8)
     kind = library.TYPES[x.dtype]
     address = ctypes.byref(linear)
-    kernels.linear_run(address, x.data_ptr(), kind, x.shape[0], y.data_ptr(), kind, digits, memory.data_ptr(), threads)
+    kernels.linear_run(address, x.data_ptr(), kind, x.shape[0], y.data_ptr(), kind, memory.data_ptr(), threads)
     return y
 
 

@@ -116,9 +116,7 @@ def test_experts(tiles, monkeypatch):
         [products.case("w4", int_scheme(4, True, 32), shape, torch.float32, number, "packed") for shape in shapes]
         for number in range(3)
     ]
-    experts = c_experts.experts_of(
-        [tuple(each.layout.linear(each.prepared, each.layer, None) for each in own) for own in made], 2, "silu"
-    )
+    experts = c_experts.experts_of([tuple(products.in_digits(each, 2) for each in own) for own in made], "silu")
     x, index = torch.randn(30, 96), torch.tensor([[0, 1]] * 29 + [[1, 2]])
     weights = torch.rand(index.shape)
     expected = c_experts.run(experts, x, index, weights)

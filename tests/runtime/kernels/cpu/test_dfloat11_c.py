@@ -58,9 +58,9 @@ def test_products_are_those_of_the_dense_weight(shape: tuple[int, int], width: i
                 x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows)).to(dtype)
                 for isa, lib in libraries.items():
                     threads = 1 + rows % 3
-                    wanted = products.multiply(lib, theirs, x, 0, threads)
-                    assert torch.equal(products.multiply(lib, ours, x, 0, threads), wanted), (name, rows, isa)
-                assert torch.equal(layer(x), products.multiply(library.load(), theirs, x, 0))
+                    wanted = products.multiply(lib, theirs, x, threads)
+                    assert torch.equal(products.multiply(lib, ours, x, threads), wanted), (name, rows, isa)
+                assert torch.equal(layer(x), products.multiply(library.load(), theirs, x))
 
 
 def test_every_number_comes_through(libraries: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ def test_every_number_comes_through(libraries: dict[str, Any]) -> None:
     layer = layer_of(EVERY[:, None].contiguous(), 3, torch.float32)
     held = layer.choice.decode.linear(layer._tensors(), layer.layer, None)
     for lib in libraries.values():
-        y = products.multiply(lib, held, torch.ones(1, 1), 0)[0]
+        y = products.multiply(lib, held, torch.ones(1, 1))[0]
         assert torch.equal(y.isnan(), EVERY.isnan())
         number = ~EVERY.isnan()
         assert torch.equal(y[number], EVERY[number].float())

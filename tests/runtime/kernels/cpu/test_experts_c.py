@@ -83,13 +83,13 @@ def layer(
                 layout = kind if storage else "e2m1" if kind in products.FLOATS else "k"
                 made = products.case(layout, scheme, shape, torch.float32, 3 * number + place, storage)
                 value = made.weight.dequantize()
-                own[name] = made.layout.linear(made.prepared, made.layer, offset)
+                own[name] = products.in_digits(made, digits, offset)
                 keep.append(made)
             held |= {name: value.double(), f"{name} bias": offset.double()}
             keep.append(offset)
         linear.append((None if gate == "none" else own["gate"], own["up"], own["down"]))
         weights.append(held)
-    experts = c_experts.experts_of(linear, digits, gate, 1.702, 2.5)
+    experts = c_experts.experts_of(linear, gate, 1.702, 2.5)
     assert not isinstance(experts, str)
     return Layer(experts, weights, keep)
 
@@ -181,10 +181,10 @@ def test_experts_of_different_shapes_or_groups_are_a_reason() -> None:
     one, other = (products.case("w4", int_scheme(4, True, g), (64, 96), torch.float32) for g in (32, 48))
     back = products.case("w4", int_scheme(4, True, 32), (96, 64), torch.float32)
     first, second, down = (each.layout.linear(each.prepared, each.layer, None) for each in (one, other, back))
-    assert "groups" in str(c_experts.experts_of([(first, second, down)], 3, "silu"))
-    assert "gate" in str(c_experts.experts_of([(first, first, down), (None, first, down)], 3, "silu"))
-    assert "widths" in str(c_experts.experts_of([(first, down, down)], 3, "silu"))
-    assert "give back" in str(c_experts.experts_of([(first, first, first)], 3, "silu"))
+    assert "groups" in str(c_experts.experts_of([(first, second, down)], "silu"))
+    assert "gate" in str(c_experts.experts_of([(first, first, down), (None, first, down)], "silu"))
+    assert "widths" in str(c_experts.experts_of([(first, down, down)], "silu"))
+    assert "give back" in str(c_experts.experts_of([(first, first, first)], "silu"))
 
 
 # ---------------------------------------------------------------- routers

@@ -127,14 +127,14 @@ def test_dense_products_are_the_same_everywhere(shape, dtype, emulated):
     else:
         wide = weight
     linear = products.dense(weight, bias, scale)
-    alone = torch.cat([products.multiply(library.load("portable"), linear, row[None], 1) for row in x])
+    alone = torch.cat([products.multiply(library.load("portable"), linear, row[None]) for row in x])
     exact, size = (
         a.double() @ b.double().t() + c.double() for a, b, c in ((x, wide, bias), (x.abs(), wide.abs(), bias.abs()))
     )
     assert ((alone.double() - exact).abs() <= (shape[1] / 16 + 22) * 2.0**-24 * size).all()
     for name, lib in (*emulated.items(), *((name, library.load(name)) for name in instruction_sets.available())):
         for rows, threads in itertools.product(range(1, 18), (1, 3)):
-            assert torch.equal(products.multiply(lib, linear, x[:rows], 1, threads), alone[:rows]), (
+            assert torch.equal(products.multiply(lib, linear, x[:rows], threads), alone[:rows]), (
                 name,
                 rows,
                 threads,
@@ -159,16 +159,16 @@ def test_dense_products_of_many_rows(rows, shape, dtype, emulated):
     best = library.load()
     for given in (torch.float32, torch.bfloat16, torch.float16):
         x = (torch.randn(rows, shape[1], generator=generator) * 3).to(given)
-        alone = torch.cat([products.multiply(best, linear, row[None], 1) for row in x])
+        alone = torch.cat([products.multiply(best, linear, row[None]) for row in x])
         exact = x.double() @ wide.t() + bias.double()
         size = x.double().abs() @ wide.abs().t() + bias.double().abs()
         rounding = (shape[1] / 16 + 22) * 2.0**-24 * size + products.UNIT[given] * exact.abs() * 1.01
         assert ((alone.double() - exact).abs() <= rounding).all()
         for name in instruction_sets.available():
             for count, threads in ((13, 1), (14, 2), (25, 3), (29, 1), (41, 2), (rows, 1), (rows, 5)):
-                found = products.multiply(library.load(name), linear, x[:count], 1, threads)
+                found = products.multiply(library.load(name), linear, x[:count], threads)
                 assert torch.equal(found, alone[:count]), (name, given, count, threads)
-        assert torch.equal(products.multiply(emulated["emulated"], linear, x[:41], 1, 2), alone[:41]), given
+        assert torch.equal(products.multiply(emulated["emulated"], linear, x[:41], 2), alone[:41]), given
 
 
 @pytest.mark.parametrize(("kind", "scheme"), GRIDS, ids=str)

@@ -15,10 +15,9 @@ from runtime.errors import ArtifactError
 from runtime.formats.quantization_config import OWN_METHOD, SHARED_METHOD, ModuleEntry, build, parse
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 from runtime.kernels.activations import fake_quantize
-from runtime.kernels.cpu import library, w8a8
+from runtime.kernels.cpu import library
 from runtime.kernels.triton.linear import W8A8Triton
 from runtime.layers.compressed_linear import CompressedLinear
-from runtime.system import instruction_sets
 
 needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
 KEPT = ActivationScheme(outliers=6.0)
@@ -99,9 +98,9 @@ def test_the_kernel_computes_what_the_reference_does(scheme: Scheme) -> None:
     for seed, shape in enumerate(SHAPES):
         for dtype in DTYPES:
             layer, weight = layer_of(scheme, shape, dtype, bias=seed % 2 == 0, seed=seed)
-            assert [k.name for k in kernels.candidates(layer.layer)] == ["w8a8-cpu", "reference"]
+            assert [k.name for k in kernels.candidates(layer.layer)] == ["int8-c-rounded", "reference"]
             layer.prepare()
-            assert layer.kernel_name == "w8a8-cpu, outliers in float32"
+            assert layer.kernel_name == "int8-c-rounded"
             assert torch.equal(layer.dequantize(), weight.dequantize())
             for rows in (0, 1, 3, 17, 70):
                 x = inputs(rows, shape[1], dtype, seed)
@@ -146,26 +145,6 @@ def test_a_token_that_holds_no_numbers_spoils_only_itself() -> None:
     assert not bool(y[4].isfinite().any())
     others = [0, 1, 3, 5, 6, 7, 8]
     assert torch.equal(y[others], expected[others])
-
-
-@needs_c
-def test_every_instruction_set_and_number_of_threads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    libraries = {name: library.load(name) for name in instruction_sets.available()}
-    libraries["emulated"] = products.emulated("avx512")
-    assert "portable" in libraries
-    for shape in [(33, 257), (700, 384)]:
-        weight = torch.randint(-128, 128, shape, dtype=torch.int8)
-        scale, zero = torch.rand(shape[0]), torch.randint(-9, 9, shape[:1], dtype=torch.int8)
-        x = inputs(24, shape[1], torch.float32)
-        results = []
-        for native in libraries.values():
-            monkeypatch.setattr(w8a8.library, "load", lambda native=native: native)
-            for threads in (1, 2, 3):
-                monkeypatch.setattr(w8a8, "threads_for", lambda count, threads=threads: threads)
-                y = torch.zeros(24, shape[0])
-                w8a8.add_products(y, x, x.abs() > 6, weight, scale, zero)
-                results.append(y)
-        assert all(torch.equal(each, results[0]) for each in results)
 
 
 @needs_c

@@ -120,13 +120,14 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
                 if linear.kind == 0 and digits > 1:
                     continue
                 number += 1
+                linear.digits = digits
                 recorder.label = f"kind {linear.kind} {rows} x {linear.columns}, {digits} digits"
                 x = torch.randn(batch, linear.columns).to(FLOATS[number % 3])
                 y = torch.full((batch, rows), float("nan"), dtype=x.dtype)
-                memory = recorder.scratch(found.linear_memory(ctypes.byref(linear), batch, digits)).data_ptr()
+                memory = recorder.scratch(found.linear_memory(ctypes.byref(linear), batch)).data_ptr()
                 kind = library.TYPES[x.dtype]
                 found.linear_run(
-                    ctypes.byref(linear), x.data_ptr(), kind, batch, y.data_ptr(), kind, digits, memory, 1 + number % 4
+                    ctypes.byref(linear), x.data_ptr(), kind, batch, y.data_ptr(), kind, memory, 1 + number % 4
                 )
 
 

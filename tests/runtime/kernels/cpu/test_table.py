@@ -36,13 +36,16 @@ def test_table():
     for name, device, rows in itertools.product(formats.names(), ("cpu", "cuda"), kernels.CLASSES):
         assert listed(name, device, rows, "exact", "fast")[-1] == "reference"
     exact = listed("pack-quantized", "cpu", "decode", "exact")
-    assert exact == ["int4-c", "int8-c", "int4-cpu", "int8-cpu", "reference"]
+    assert exact == ["int4-c", "int8-c", "int4-c-rounded", "int8-c-rounded", "int4-cpu", "int8-cpu", "reference"]
     many = set(listed("sparse24", "cpu", "prefill", "exact", "fast"))
     assert {"sparse24-c", "int4-c", "sparse24-c-fast", "dense-tiles", "reference"} <= many
-    assert listed("int-quantized", "cpu", "batch", "exact") == ["int8-c", "int8-cpu", "w8a8-cpu", "reference"]
+    assert listed("int-quantized", "cpu", "batch", "exact") == [
+        "int4-c", "int8-c", "int4-c-rounded", "int8-c-rounded", "int8-cpu", "w8a8-cpu", "reference",
+    ]  # fmt: skip
 
 
 MICROSCALED = ActivationScheme(4, "float", strategy="group", group_size=32, scales="e8m0")
+ONE_SCALE = ActivationScheme(strategy="tensor")
 BEST_2_4 = "int4-c" if instruction_sets.chosen() == "avx2" else "sparse24-c"
 needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
 
@@ -64,21 +67,36 @@ needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler"
         (int_scheme(8, group=128, sparsity="2:4"), torch.bfloat16, "int8-c", "int8-c-fast"),
         (int_scheme(6, False, 64, sparsity="unstructured"), torch.float16, "int8-c", "int8-c-fast"),
         (int_scheme(4, group=128), torch.float64, "reference", "reference"),
-        (Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme()), torch.bfloat16, "w8a8-cpu", "w8a8-cpu"),
-        (Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme()), torch.float32, "w8a8-cpu", "w8a8-cpu"),
+        *(
+            (Scheme(weights, activations), dtype, f"{kernel}-c-rounded", f"{kernel}-c-rounded")
+            for weights, kernel in (
+                (GridScheme(8, "int", True, "channel"), "int8"),
+                (GridScheme(4, "int", True, "group", 128), "int4"),
+                (BlockFloat(4), "fp4"),
+            )
+            for activations in (
+                ActivationScheme(),
+                ActivationScheme(symmetric=False),
+                ActivationScheme(8, "float"),
+                MICROSCALED,
+            )
+            for dtype in (torch.bfloat16, torch.float32)
+        ),
+        (Scheme(GridScheme(8, "int", True, "channel"), ONE_SCALE), torch.bfloat16, "w8a8-cpu", "w8a8-cpu"),
+        (Scheme(GridScheme(4, "int", True, "group", 128), ONE_SCALE), torch.bfloat16, "reference", "reference"),
+        (Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme()), torch.float64, "w8a8-cpu", "w8a8-cpu"),
         (
-            Scheme(GridScheme(4, "int", True, "group", 128), ActivationScheme()),
+            Scheme(GridScheme(8, "float", True, "channel"), ActivationScheme(8, "float")),
             torch.bfloat16,
-            "reference",
-            "reference",
+            "float8-c",
+            "float8-c",
         ),
         (Scheme(GridScheme(8, "float", True, "channel")), torch.bfloat16, "float8-c", "float8-c"),
         (Scheme(BlockFloat(4)), torch.bfloat16, "fp4-c", "fp4-c-fast"),
         (Scheme(BlockFloat(4, group_size=16, scales="e4m3")), torch.float32, "fp4-c", "fp4-c-fast"),
         (Scheme(BlockFloat(4)), torch.float64, "reference", "reference"),
         (Scheme(BlockFloat(8)), torch.bfloat16, "float8-c", "float8-c"),
-        (Scheme(BlockFloat(4), MICROSCALED), torch.bfloat16, "reference", "reference"),
-        (Scheme(BlockFloat(8), replace(MICROSCALED, bits=8)), torch.bfloat16, "reference", "reference"),
+        (Scheme(BlockFloat(8), replace(MICROSCALED, bits=8)), torch.bfloat16, "float8-c", "float8-c"),
         (Scheme(Float8Block()), torch.bfloat16, "reference", "reference"),
         (Scheme(KQuant("IQ4_NL")), torch.bfloat16, "k-quant-c", "k-quant-c-fast"),
         (Scheme(KQuant("IQ4_NL")), torch.float64, "reference", "reference"),

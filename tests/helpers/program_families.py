@@ -110,7 +110,13 @@ def compressed(model: Any, scheme: Scheme = SCHEMES["pack-quantized"]) -> tuple[
         form = formats.get("packed") if plain else formats.choose(scheme, shape)
         entry = ModuleEntry(scheme, form.name)
         bias = None if module.bias is None else module.bias.detach()
-        layer = CompressedLinear.from_tensors(entry, shape, form.pack(weight), bias, torch.float32)
+        tensors = form.pack(weight)
+        if scheme.activations is not None:
+            tensors |= {
+                k: torch.full(spec.shape, 0.1, dtype=spec.dtype)
+                for k, spec in scheme.activations.tensors(torch.float32).items()
+            }
+        layer = CompressedLinear.from_tensors(entry, shape, tensors, bias, torch.float32)
         layer.prepare()
         small.set_submodule(name, layer)
         twin = dense.get_submodule(name)

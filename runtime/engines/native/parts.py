@@ -30,7 +30,7 @@ from runtime.kernels.cpu.decoder import (
     Op,
     Span,
 )
-from runtime.kernels.cpu.experts import GATES, SCORES, Router
+from runtime.kernels.cpu.experts import GATES, SCORES, Reading, Router
 from runtime.kernels.cpu.library import TYPES, Linear
 from runtime.layers.native_experts import CLinears, read_experts
 
@@ -243,15 +243,17 @@ class Parts(Structures):
         )
 
     @property
-    def linears(self) -> list[Linear]:
-        """Of all layers and the tail, experts' too."""
+    def inputs(self) -> list[Linear | Reading]:
+        """What says how inputs are read, `digits` and `rounding`: linear layers, and what a layer's experts have in common."""
         parts = [(block.ops, block.count) for block in self.blocks] + [(self.decoder.tail, self.decoder.tail_count)]
-        return [each for ops, count in parts for _, each, _ in linears(ops, count)]
+        every = [each for ops, count in parts for each in linears(ops, count)]
+        experts = [op.mixture.experts.contents for op, _, share in every if share < 1.0]
+        return [*(each for _, each, _ in every), *(x for each in experts for x in (each.first, each.second))]
 
     @property
     def digits(self) -> set[int]:
         """Those of activations of integer layers."""
-        return {each.digits for each in self.linears if each.kind != library.KINDS["dense"]}
+        return {each.digits for each in self.inputs if isinstance(each, Linear) and each.kind != library.KINDS["dense"]}
 
     @property
     def page_numbers(self) -> int:

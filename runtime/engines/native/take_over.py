@@ -1,13 +1,14 @@
 """From transformers' modules to the native engine: the program is read off them, and proven on a probe.
 
-The probe is a few tokens, which one layer of each kind computes in C and in the modules.
+The probe is a few tokens, which one layer of each kind computes in C and in the modules. Inputs of layers that quantize their activations
+stay as they are, in both: a number that lies between two codes may become either, which would hide what is wrong.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,10 @@ from runtime.engines.native.engine import NativeEngine
 from runtime.engines.native.parts import Parts, linears, read_parts
 from runtime.engines.native.pool import Pool
 from runtime.engines.program.operations import Layer
+from runtime.kernels.cpu.experts import Reading
+from runtime.kernels.cpu.library import Linear, Rounding
+from runtime.layers.compressed_linear import CompressedLinear
+from runtime.modeling.experts import Experts
 
 if TYPE_CHECKING:
     from runtime.engines.torch.engine import TorchEngine
@@ -63,11 +68,12 @@ def disproof(engine: NativeEngine) -> str | None:
     parts, model = engine.parts, engine.module
     names = [parts.program.layers[i].name for i in kinds(parts)]
     try:
-        with torch.inference_mode(), _only(model, names):
+        with torch.inference_mode(), _only(model, names), _unrounded_modules(model):
             wanted = model(input_ids=torch.tensor([_probe_ids(engine)]), use_cache=False).logits[0].float()
     except Exception as error:  # whatever code of models raises
         return f"transformers' modules do not compute a probe: {error}"
-    return _difference(probe(engine), wanted, parts)
+    with _unrounded(parts.inputs):
+        return _difference(probe(engine), wanted, parts)
 
 
 def _probe_ids(engine: NativeEngine) -> list[int]:
@@ -131,6 +137,39 @@ def _nameless(layer: Layer) -> tuple[Any, ...]:
         return value
 
     return tuple(local(operation) for operation in layer.operations)
+
+
+@contextmanager
+def _unrounded(inputs: Sequence[Linear | Reading]) -> Iterator[None]:
+    """Layers of C multiply their inputs as they are."""
+    rounded = [each for each in inputs if each.rounding.kind]
+    before = [(each.digits, bytes(each.rounding)) for each in rounded]
+    try:
+        for each in rounded:
+            each.digits, each.rounding = 3, Rounding()
+        yield
+    finally:
+        for each, (digits, rounding) in zip(rounded, before, strict=True):
+            each.digits, each.rounding = digits, Rounding.from_buffer_copy(rounding)
+
+
+@contextmanager
+def _unrounded_modules(model: nn.Module) -> Iterator[None]:
+    """The same of the model's."""
+
+    def forward(layer: CompressedLinear, x: torch.Tensor) -> torch.Tensor:
+        bias = None if layer.bias is None else layer.bias.to(layer.dtype)
+        return nn.functional.linear(x.to(layer.dtype), layer.dequantize(), bias).to(x.dtype)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, CompressedLinear) and module.entry.scheme.activations is not None:
+                module.__dict__["forward"] = functools.partial(forward, module)
+                stack.callback(functools.partial(module.__dict__.pop, "forward"))
+            elif isinstance(module, Experts):  # layer by layer, not together in C
+                stack.callback(functools.partial(setattr, module, "compute", module.compute))
+                module.compute = None
+        yield
 
 
 @contextmanager

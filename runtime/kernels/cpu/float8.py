@@ -6,6 +6,7 @@ import torch
 
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.float8 import FLOAT8
+from runtime.formats.float8_block import Float8Block
 from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight
@@ -13,13 +14,17 @@ from runtime.kernels.base import Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import CKernel, rounding_of, why_not_rounded
 
+#: Weights whose scales lie before the codes of a block: how C calls them, and bytes of a scale (c/simd.h).
+_BLOCKS: dict[type, tuple[int, int]] = {BlockFloat: (library.MX8, 1), Float8Block: (library.BLOCK8, 4)}
+_WIDE = 128  # columns of a block of BLOCK8
+
 
 class Float8Cpu(CKernel):
     """`y = s_w (x q_w) + b`, products and sums in float32 in one order: a row does not depend on its neighbours, the threads or the CPU.
 
     Activations are rounded to what the scheme says, and are float32 numbers again. The weight stays as stored; `row_scale` float32 `[out]`
-    is beside it, NaN where a code of the row is. MXFP8 has its scales between the codes, so that both are read as they come: uint8
-    `[out, in / 32, 33]`, the scale first.
+    is beside it, NaN where a code of the row is. Scales of blocks are read as they come, before their codes: of MXFP8 uint8
+    `[out, in / 32, 33]`, of blocks of rows and 128 columns uint8 `[out, in / 128, 132]`, the scale in float32, `weight_scale` as stored.
     """
 
     name = "float8-c"
@@ -29,34 +34,44 @@ class Float8Cpu(CKernel):
         weights = layer.entry.scheme.weights
         if layer.entry.scheme.activations is not None and (reason := why_not_rounded(layer)):
             return reason
-        if not isinstance(weights, GridScheme) or (weights.strategy == "group" and not _in_blocks(layer)):
-            return "it wants one scale a row, or those of MXFP8"
+        if isinstance(weights, Float8Block) and (weights.width != _WIDE or layer.shape[1] % _WIDE):
+            return f"it wants whole blocks of {_WIDE} columns"
+        if type(weights) not in _BLOCKS and (not isinstance(weights, GridScheme) or weights.strategy == "group"):
+            return "it wants one scale a row, or those of MXFP8 or of blocks"
         if library.load() is None:
             return "it is written in C, and there is no compiler (or COMPRESS_NATIVE=0)"
         return library.why_not_dtype(layer.dtype)
 
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
-        codes = tensors["weight"].view(torch.uint8)
+        codes, scale = tensors["weight"].view(torch.uint8), tensors["weight_scale"]
+        weights, kept = layer.entry.scheme.weights, {"weight_scale": scale}
         nan = ((codes & 0x7F) == 0x7F).any(1)
-        if _in_blocks(layer):
-            scale = torch.full(nan.shape, library.FLOAT8_UNIT)
-            blocks = codes.unflatten(1, (-1, layer.group))
-            tensors = {"weight": torch.cat((tensors["weight_scale"].unsqueeze(-1), blocks), -1)}
+        if isinstance(weights, BlockFloat):
+            before, kept = scale.unsqueeze(-1), {}
+        elif isinstance(weights, Float8Block):
+            rows = scale.float().repeat_interleave(weights.height, 0)[: layer.shape[0]] * library.FLOAT8_UNIT
+            before = rows.unsqueeze(-1).view(torch.uint8)
         else:
-            scale = tensors["weight_scale"].float().flatten().expand(layer.shape[0]) * library.FLOAT8_UNIT
-        return tensors | {"row_scale": scale.masked_fill(nan, float("nan"))}
+            row_scale = scale.float().flatten().expand(layer.shape[0]) * library.FLOAT8_UNIT
+            return tensors | {"row_scale": row_scale.masked_fill(nan, float("nan"))}
+        blocks = codes.unflatten(1, (before.shape[1], -1))
+        unit = library.FLOAT8_UNIT if isinstance(weights, BlockFloat) else 1.0
+        row_scale = torch.full(nan.shape, unit).masked_fill(nan, float("nan"))
+        return kept | {"weight": torch.cat((before, blocks), -1), "row_scale": row_scale}
 
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
-        if _in_blocks(layer):
-            blocks = tensors["weight"]
-            codes = blocks[..., 1:].flatten(1).view(FLOAT8)
-            tensors = {"weight": codes, "weight_scale": blocks[..., 0].contiguous()}
+        blocks, kind = tensors["weight"], type(layer.entry.scheme.weights)
+        if kind is BlockFloat:
+            tensors = {"weight_scale": blocks[..., 0].contiguous()}
+        if kind in _BLOCKS:
+            tensors = tensors | {"weight": blocks[..., _BLOCKS[kind][1] :].flatten(1).view(FLOAT8)}
         return super().restore(tensors, layer)
 
     def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
+        kind, _ = _BLOCKS.get(type(layer.entry.scheme.weights), (library.FLOAT8, 0))
         return library.Linear(
             kind=library.KINDS["dense"],
-            weight_type=library.MX8 if _in_blocks(layer) else library.FLOAT8,
+            weight_type=kind,
             rows=layer.shape[0],
             columns=layer.shape[1],
             weight=tensors["weight"].data_ptr(),
@@ -67,7 +82,3 @@ class Float8Cpu(CKernel):
 
     def path(self, rows: int) -> str:
         return "float32 products of float8 weights, C"
-
-
-def _in_blocks(layer: Layer) -> bool:
-    return isinstance(layer.entry.scheme.weights, BlockFloat)

@@ -75,9 +75,9 @@ KINDS |= {"trellis": 19}
 _BYTES = {10: (4, 0), 12: (4, 0), 13: (2, 2), 14: (3, 2), 15: (4, 2), 16: (5, 2), 17: (6, 2), 18: (4, 1), 19: (2, 0)}
 ROUNDINGS = {"integer": 1, "asymmetric": 2, "e4m3": 3, "e2m1": 4}  # of activations
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-#: Of weights and of scales only. A float8 reads as one 2^8 times smaller; MX8 is float8 in blocks, each behind its scale; E8M0 is a byte,
-#: the exponent of a power of two plus 127; DF11 is bfloat16 with coded exponents (c/dfloat11.h).
-FLOAT8, MX8, E8M0, DF11 = 3, 4, 5, 6
+#: Of weights and of scales only. A float8 reads as one 2^8 times smaller; MX8 and BLOCK8 are float8 in blocks, each behind its scale;
+#: E8M0 is a byte, the exponent of a power of two plus 127; DF11 is bfloat16 with coded exponents (c/dfloat11.h).
+FLOAT8, MX8, BLOCK8, E8M0, DF11 = 3, 4, 5, 6, 7
 FLOAT8_UNIT = 256.0
 SCALES = TYPES | {torch.float8_e4m3fn: FLOAT8, torch.uint8: E8M0}
 

@@ -70,7 +70,8 @@ def weight_of(values: torch.Tensor, mask: torch.Tensor | None, tensors: Tensors,
     for name in ("scale", "zero_point"):
         if (panels := tensors.get(name)) is not None:
             flat = panels.transpose(1, 2).reshape(-1, panels.shape[1])[: layer.shape[0]]
-            parameters[name] = flat[:1, 0].clone() if layer.grid.strategy == "tensor" else flat.contiguous()
+            flat = flat[:1, 0] if layer.grid.strategy == "tensor" else flat
+            parameters[name] = flat.clone(memory_format=torch.contiguous_format)  # strides, too, as if it had been read
     for name, stored in (("scale", "stored_scale"), ("global_scale", "global_scale")):
         if stored in tensors:
             parameters[name] = tensors[stored]

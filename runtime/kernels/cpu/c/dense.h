@@ -1,4 +1,4 @@
-/* Dense weights [rows, columns] in float32, bfloat16, float16 or float8 with a scale a row, as they lie in the file, or MX8; float32
+/* Dense weights [rows, columns] in float32, bfloat16, float16 or float8 with a scale a row, as they lie in the file, MX8 or BLOCK8; float32
  * activations.
  *
  * Products of SECTION columns are added up in 32 running sums (column modulo 32), those by halves; sections one after another, then the
@@ -71,9 +71,11 @@ DENSES(TYPE_BF16)
 DENSES(TYPE_F16)
 DENSES(TYPE_F8)
 DENSES(TYPE_MX8)
+DENSES(TYPE_BLOCK8)
 #define DENSE_TABLE(TYPE) {dense_##TYPE##_1, dense_##TYPE##_2, dense_##TYPE##_3, dense_##TYPE##_4, dense_##TYPE##_5, dense_##TYPE##_6}
-static const dense_t DENSE_OF[5][6] = { /* [type][rows - 1] */
-    DENSE_TABLE(TYPE_F32), DENSE_TABLE(TYPE_BF16), DENSE_TABLE(TYPE_F16), DENSE_TABLE(TYPE_F8), DENSE_TABLE(TYPE_MX8)};
+static const dense_t DENSE_OF[6][6] = { /* [type][rows - 1] */
+    DENSE_TABLE(TYPE_F32), DENSE_TABLE(TYPE_BF16), DENSE_TABLE(TYPE_F16), DENSE_TABLE(TYPE_F8), DENSE_TABLE(TYPE_MX8),
+    DENSE_TABLE(TYPE_BLOCK8)};
 
 /* y (+)= x times rows [start, end) of the weight. `fresh`: they come from memory, and what follows them is wanted next. */
 static void dense_rows(const Linear *l, int64_t start, int64_t end, int fresh, const float *x, int64_t apart, int64_t rows, void *y,

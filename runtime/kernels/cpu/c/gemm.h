@@ -148,6 +148,7 @@ SHARED void gemm_part(const Linear *l, const float *x, int64_t rows, void *y, in
                 else if (type == TYPE_F16) transpose_weight(l, TYPE_F16, n, k, size, weight);
                 else if (type == TYPE_F8) transpose_weight(l, TYPE_F8, n, k, size, weight);
                 else if (type == TYPE_MX8) transpose_weight(l, TYPE_MX8, n, k, size, weight);
+                else if (type == TYPE_BLOCK8) transpose_weight(l, TYPE_BLOCK8, n, k, size, weight);
                 else transpose_weight(l, TYPE_F32, n, k, size, weight);
                 for (int64_t t = first; t < last; t++) {
                     const int64_t row = rows * t / tiles, M = tile_size(rows, tiles, t);

@@ -89,13 +89,15 @@ enum { ALIKE = 2 };
 #define UNROLL /* each step is many instructions already */
 #endif
 
-/* F8, MX8, DF11: of weights only; E8M0: of scales only, as F8 may be. MX8: float8 in blocks of 32, before each its scale, e8m0: 33 bytes.
+/* F8, MX8, BLOCK8, DF11: of weights only; E8M0: of scales only, as F8 may be. MX8: float8 in blocks of 32, before each its scale, e8m0: 33
+ * bytes; BLOCK8: in blocks of 128, before each its scale, float32: 132 bytes.
  * DF11: bfloat16 whose exponents are coded (dfloat11.h). */
-enum { TYPE_F32 = 0, TYPE_BF16 = 1, TYPE_F16 = 2, TYPE_F8 = 3, TYPE_MX8 = 4, TYPE_E8M0 = 5, TYPE_DF11 = 6 };
+enum { TYPE_F32 = 0, TYPE_BF16 = 1, TYPE_F16 = 2, TYPE_F8 = 3, TYPE_MX8 = 4, TYPE_BLOCK8 = 5, TYPE_E8M0 = 6, TYPE_DF11 = 7 };
 INLINE int type_bytes(const int type) { return type == TYPE_F32 ? 4 : type == TYPE_BF16 || type == TYPE_F16 ? 2 : 1; }
 
-/* Where a number is, or the block that begins with it: then index is a multiple of 32. */
+/* Where a number is, or the block of 32 that begins with it: then index is a multiple of 32. */
 INLINE const uint8_t *address_of(const void *p, const int type, int64_t index) {
+    if (type == TYPE_BLOCK8) return (const uint8_t *)p + index + ((index >> 7) + 1) * 4;
     return (const uint8_t *)p + (type == TYPE_MX8 ? index + (index >> 5) : index * type_bytes(type));
 }
 
@@ -108,6 +110,11 @@ INLINE F f_load_as(const void *p, int type, int64_t index) {
 }
 /* The same of numbers [index + more, ...), in blocks too, of which `more` is a place. */
 INLINE F f_load_in(const void *p, int type, int64_t index, int more) {
+    if (type == TYPE_BLOCK8) {
+        float scale;
+        memcpy(&scale, (const uint8_t *)p + (index >> 7) * 132, 4);
+        return f_mul(f_load_f8(address_of(p, type, index) + more), f_set1(scale));
+    }
     if (type != TYPE_MX8) return f_load_as(p, type, index + more);
     const uint8_t *block = address_of(p, type, index);
     return f_mul(f_load_f8(block + 1 + more), f_set1(e8m0_to_float(*block)));

@@ -16,8 +16,7 @@ from weight_cases import int_scheme
 from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.scheme import Scheme
 from runtime.kernels.cpu import library
-from runtime.kernels.cpu.dfloat11 import DFloat11Cpu
-from runtime.kernels.cpu.float8 import Float8Cpu
+from runtime.kernels.cpu.integer import CKernel
 from runtime.kernels.cpu.panels import PANEL
 from runtime.system import instruction_sets
 
@@ -74,7 +73,7 @@ def check_dense(native: ctypes.CDLL, shape: tuple[int, int], dtype: torch.dtype)
 def check_as_stored(native: ctypes.CDLL, scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype) -> None:
     layer, _ = products.linear(scheme, shape, dtype)
     kernel = layer.prepare().decode
-    assert isinstance(kernel, Float8Cpu | DFloat11Cpu)
+    assert isinstance(kernel, CKernel)
     tensors = {name: guarded(tensor) for name, tensor in layer._tensors().items()}
     check_rows(
         native, kernel.linear(tensors, layer.layer, guarded(torch.randn(shape[0]))), torch.randn(41, shape[1]), dtype
@@ -118,10 +117,10 @@ def main() -> None:
                 _kept.clear()
             for dtype in (torch.bfloat16, torch.float32):
                 check_dense(native, shape, dtype)
-                if shape[1] % 32 == 0:
-                    check_as_stored(native, products.MXFP8, shape, dtype)
-                for form in map(DFloat11, (2, 3, 4)):
-                    check_as_stored(native, Scheme(form), shape, dtype)
+                forms = [products.MXFP8] if shape[1] % 32 == 0 else []
+                forms += [each for size, own in products.ROUNDED.items() if shape[1] % size == 0 for each in own]
+                for form in (*forms, *(Scheme(DFloat11(bits)) for bits in (2, 3, 4))):
+                    check_as_stored(native, form, shape, dtype)
                 done += 1
             _kept.clear()
     print(done, "cases")

@@ -13,9 +13,10 @@ from weight_cases import random_weight
 
 from runtime import formats
 from runtime.formats.block_float import BlockFloat
+from runtime.formats.float8_block import Float8Block
 from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.scheme import CompressedWeight, Scheme
+from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 from runtime.formats.trellis import Trellis, window_values, windows
 from runtime.kernels import Layer
 from runtime.kernels.cpu import library, panels
@@ -37,6 +38,18 @@ FLOATS = {"mxfp4": Scheme(BlockFloat(4)), "nvfp4": Scheme(BlockFloat(4, group_si
 K_QUANTS = {kind: Scheme(KQuant(kind)) for kind in KINDS}
 TRELLISES = [Scheme(Trellis(group)) for group in (16, 48, 512)]
 MXFP8 = Scheme(BlockFloat(8))
+BLOCKS = Scheme(Float8Block())
+#: {multiple of columns: schemes of activations too}
+ROUNDED = {
+    32: (
+        Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme(outliers=0.5)),
+        Scheme(GridScheme(4, "int", False, "group", 32), ActivationScheme(symmetric=False)),
+        Scheme(GridScheme(4, "int", True, "group", 32), ActivationScheme(8, "float")),
+        Scheme(GridScheme(8, "float", True, "channel"), ActivationScheme(8, "float")),
+        Scheme(BlockFloat(4), ActivationScheme(4, "float", strategy="group", group_size=32, scales="e8m0")),
+    ),
+    128: (BLOCKS, Scheme(Float8Block(), ActivationScheme(8, "float", strategy="group", group_size=128))),
+}
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of rounding, relative
 TINY = {
     torch.float32: 2.0**-149,

@@ -9,6 +9,7 @@ from products import linear
 from weight_cases import random_weight
 
 from runtime.formats.block_float import BlockFloat
+from runtime.formats.float8_block import Float8Block
 from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
 from runtime.kernels.cpu import library
 from runtime.system import instruction_sets
@@ -45,19 +46,32 @@ def test_products(strategy, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(37, 224), (1, 32), (33, 640), (66, 4128)], ids=str)
-def test_blocks_with_scales(shape, dtype, emulated):
+@pytest.mark.parametrize(
+    ("grid", "shape"),
+    [
+        *((BlockFloat(8), shape) for shape in ((37, 224), (1, 32), (33, 640), (66, 4128))),
+        *((Float8Block(), shape) for shape in ((37, 128), (1, 384), (300, 640), (130, 4224))),
+        (Float8Block(8, 48, 128), (150, 256)),
+    ],
+    ids=str,
+)
+def test_blocks_with_scales(grid, shape, dtype, emulated):
     """All codes, and scales of many sizes in a row: as float64 to the rounding of the sums, and the same bits everywhere."""
-    grid, few = BlockFloat(8), shape[1] < 4096
+    few = shape[1] < 4096
     codes = torch.randint(0, 256, shape, dtype=torch.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0
-    scale = torch.randint(119, 128, grid.parameter_shape(shape), dtype=torch.uint8)
+    if isinstance(grid, BlockFloat):
+        scale = torch.randint(119, 128, grid.parameter_shape(shape), dtype=torch.uint8)
+        spread = 2.0 ** (scale.double() - 127).repeat_interleave(32, 1)
+    else:
+        scale = torch.rand(grid.tensors(shape, dtype)["weight_scale"].shape).to(dtype)
+        spread = scale.double().repeat_interleave(grid.height, 0)[: shape[0]].repeat_interleave(grid.width, 1)
     weight = CompressedWeight.of(codes.view(torch.float8_e4m3fn), {"scale": scale}, None, Scheme(grid), dtype)
     layer, _ = linear(weight.scheme, shape, dtype, weight=weight)
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     layer.prepare()
     assert layer.kernel_name == "float8-c"
-    exact_weight = weight.values.double() * 2.0 ** (scale.double() - 127).repeat_interleave(32, 1)
+    exact_weight = weight.values.double() * spread
     held = layer.choice.decode.linear(layer._tensors(), layer.layer, layer.bias.float())
     for rows in (1, 2, 3, 5, 13, 17, 41) if few else (1, 29):
         x = torch.randn(rows, shape[1]).to(dtype)

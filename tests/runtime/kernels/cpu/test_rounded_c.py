@@ -13,6 +13,7 @@ from weight_cases import random_weight
 from runtime import formats
 from runtime.errors import CompressError
 from runtime.formats.block_float import BlockFloat
+from runtime.formats.float8_block import Float8Block
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 from runtime.kernels.activations import outliers, quantize_input
@@ -48,12 +49,14 @@ WEIGHTS = {
     "w3 asymmetric": Scheme(GridScheme(3, "int", False, "group", 32)),
     "w4 2:4": Scheme(GridScheme(4, "int", True, "channel"), sparsity="2:4"),
     "float8": Scheme(GridScheme(8, "float", True, "channel")),
+    "float8 blocks": Scheme(Float8Block()),
     "mxfp8": Scheme(BlockFloat(8)),
     "mxfp4": Scheme(BlockFloat(4)),
     "nvfp4": Scheme(BlockFloat(4, group_size=16, scales="e4m3")),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((1, 96), (33, 384), (70, 192))
+WHOLE_BLOCKS = [shape for shape in SHAPES if shape[1] % 128 == 0]
 
 
 def layer_of(weights: str, activations: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> CompressedLinear:
@@ -107,7 +110,8 @@ def exact_weight(weight: CompressedWeight) -> torch.Tensor:
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 def test_codes_are_those_of_the_reference(weights: str, activations: str) -> None:
     """An activation that is one code off differs by far more than sums in float32 may."""
-    for seed, (shape, dtype) in enumerate(itertools.product(SHAPES, DTYPES)):
+    shapes = WHOLE_BLOCKS if weights == "float8 blocks" else SHAPES
+    for seed, (shape, dtype) in enumerate(itertools.product(shapes, DTYPES)):
         layer = layer_of(weights, activations, shape, dtype, seed)
         weight = exact_weight(layer.compressed_weight())
         layer.prepare()

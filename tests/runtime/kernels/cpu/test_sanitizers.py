@@ -110,15 +110,16 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
         wide = [
             (Scheme(DFloat11(n)), columns + 1024 * (n - 2)) for n in (2, 3, 4)
         ]  # units of 256 columns, and sections
-        for scheme, width in ([(products.MXFP8, columns)] if columns % 32 == 0 else []) + wide:
+        stored = [(products.MXFP8, columns)] if columns % 32 == 0 else []
+        stored += [(each, -(-columns // size) * size) for size, own in products.ROUNDED.items() for each in own]
+        for scheme, width in stored + wide:
             layer, _ = products.linear(scheme, (rows, width))
             kernel = layer.prepare().decode
             assert isinstance(kernel, CKernel)
             made.append((kernel.linear(layer._tensors(), layer.layer, None), layer))
         for linear, _ in made:
-            for digits, batch in itertools.product((1, 2, 3), (1, 5, 9, 29) if linear.kind == 0 else (1, 5, 9)):
-                if linear.kind == 0 and digits > 1:
-                    continue
+            every = (1, 2, 3) if linear.kind and not linear.rounding.kind else (linear.digits,)
+            for digits, batch in itertools.product(every, (1, 5, 9) if linear.kind else (1, 5, 9, 29)):
                 number += 1
                 linear.digits = digits
                 recorder.label = f"kind {linear.kind} {rows} x {linear.columns}, {digits} digits"

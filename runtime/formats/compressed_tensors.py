@@ -32,7 +32,7 @@ class Packed(GridFormat):
 
 class PackQuantized(Packed):
     """`pack-quantized`: the tensors of `packed`, groups that divide the row (read by vLLM and SGLang); weight only, or symmetric beside
-    float activations (W4AFP8).
+    float activations (W4AFP8) and integers of fewer than 8 bits (W4A4). Beside int8 ones vLLM wants `int-quantized`.
     """
 
     name = "pack-quantized"
@@ -40,8 +40,8 @@ class PackQuantized(Packed):
 
     def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
         reason, activations = super().why_not(scheme, shape), scheme.activations
-        if reason is None and activations is not None and activations.type == "int":
-            reason = "integer activations go to int-quantized"
+        if reason is None and activations is not None and (activations.type, activations.bits) == ("int", 8):
+            reason = "8-bit integer activations go to int-quantized"
         if reason is None and activations is not None and scheme.grid is not None and not scheme.grid.symmetric:
             reason = "transformers cannot load packed zero points beside quantized activations"
         return reason or _why_not_groups(scheme, shape)

@@ -189,6 +189,8 @@ def test_mask_may_be_left_out():
         (Scheme(GridScheme(8, "float", True, "channel")), (64, 256), "float-quantized"),
         (Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme()), (64, 256), "int-quantized"),
         (Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme(), "2:4"), (64, 256), "int-quantized"),
+        (Scheme(GridScheme(4, "int", True, "group", 128), ActivationScheme()), (64, 256), "int-quantized"),
+        (Scheme(GridScheme(4, "int", True, "group", 128), ActivationScheme(4)), (64, 256), "pack-quantized"),
         (Scheme(GridScheme(4, "int", True, "group", 128), ActivationScheme()), (64, 172), "packed"),
         (Scheme(GridScheme(8, "float", True, "tensor"), ActivationScheme(8, "float")), (9, 7), "float-quantized"),
         (Scheme(GridScheme(4, "int", True, "channel"), ActivationScheme(8, "float")), (9, 7), "pack-quantized"),

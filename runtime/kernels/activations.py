@@ -32,7 +32,7 @@ def code_limits(scheme: ActivationScheme) -> tuple[float, float]:
 def outliers(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
     """Bool like `x`: what is not rounded. NaN does not count as an outlier: it makes the whole token NaN, as without outliers."""
     assert scheme.outliers is not None
-    return x.abs() > scheme.outliers
+    return x.abs().float() > scheme.outliers  # not the threshold in the dtype of x
 
 
 def dynamic_grid(

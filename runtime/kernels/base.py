@@ -63,7 +63,7 @@ class Layer:
         return self.storage.unpack(tensors, self.entry.scheme, self.shape, self.dtype, check=check)
 
     def why_not_weight_only(self, fewest: int, most: int, multiple: int = 1) -> str | None:
-        """As `why_not_integers`, and of unquantized activations."""
+        """The reason it is no layer of such integer weights and unquantized activations; arguments as of `why_not_integers`."""
         return self.why_not_integers(fewest, most, multiple) or self.why_not_as_given()
 
     def why_not_integers(self, fewest: int, most: int, multiple: int = 1) -> str | None:

@@ -68,7 +68,7 @@ def disproof(engine: NativeEngine) -> str | None:
     parts, model = engine.parts, engine.module
     names = [parts.program.layers[i].name for i in kinds(parts)]
     try:
-        with torch.inference_mode(), _only(model, names), _unrounded_modules(model):
+        with torch.inference_mode(), _only(model, names), _unrounded_modules(parts):
             wanted = model(input_ids=torch.tensor([_probe_ids(engine)]), use_cache=False).logits[0].float()
     except Exception as error:  # whatever code of models raises
         return f"transformers' modules do not compute a probe: {error}"
@@ -154,15 +154,16 @@ def _unrounded(inputs: Sequence[Linear | Reading]) -> Iterator[None]:
 
 
 @contextmanager
-def _unrounded_modules(model: nn.Module) -> Iterator[None]:
-    """The same of the model's."""
+def _unrounded_modules(parts: Parts) -> Iterator[None]:
+    """Modules of the model do."""
 
     def forward(layer: CompressedLinear, x: torch.Tensor) -> torch.Tensor:
         bias = None if layer.bias is None else layer.bias.to(layer.dtype)
         return nn.functional.linear(x.to(layer.dtype), layer.dequantize(), bias).to(x.dtype)
 
+    rounded = any(each.rounding.kind for each in parts.inputs)
     with ExitStack() as stack:
-        for module in model.modules():
+        for module in parts.model.modules() if rounded else ():
             if isinstance(module, CompressedLinear) and module.entry.scheme.activations is not None:
                 module.__dict__["forward"] = functools.partial(forward, module)
                 stack.callback(functools.partial(module.__dict__.pop, "forward"))

@@ -32,13 +32,13 @@ class Reading(ctypes.Structure):
 
 
 class Experts(ctypes.Structure):
-    """All of a layer. `activation` is one of GATES."""
+    """All of a layer. `activation` is one of GATES; `apart`: each rounds what it reads by scales of its own."""
 
     _fields_ = (
         *fields(ctypes.POINTER(Expert), "expert"),
         *fields(_i64, "count", "hidden", "inner"),
         *fields(Reading, "first", "second"),
-        ("activation", _i32),
+        *fields(_i32, "apart", "activation"),
         *fields(_f32, "alpha", "limit"),
     )
 
@@ -81,16 +81,25 @@ def experts_of(
         if (own.rows, own.columns) != (first.columns, first.rows):
             return "its experts do not give back what they read"
     readings = []
+    if any(gate is not None and bytes(gate.rounding) != bytes(up.rounding) for gate, up, _ in linear):
+        return "an expert's gate and up projection round their input by different scales"
     for layers in ([x for each in linear for x in each[:2] if x is not None], [each[2] for each in linear]):
         coded = [x for x in layers if x.kind != KINDS["dense"]]
-        if len({(x.groups, x.group, x.digits) for x in coded}) > 1:
-            return "its experts' weights have groups of different sizes"
-        if len({bytes(x.rounding) for x in layers}) > 1:
+        if len({(x.digits, rounding_kind(x)) for x in coded}) > 1 or len({rounding_kind(x) for x in layers}) > 1:
             return "its experts round their inputs in different ways"
+        if len({(x.groups, x.group) for x in coded}) > 1:
+            return "its experts' weights have groups of different sizes"
         one = coded[0] if coded else layers[0]
         readings.append(Reading(one.groups, one.group, one.digits, one.rounding, len(coded) < len(layers)))
+    apart = len({bytes(up.rounding) for _, up, _ in linear}) > 1
     rows = (Expert * len(linear))(*(Expert(up if gate is None else gate, up, own) for gate, up, own in linear))
-    return Experts(rows, len(linear), first.columns, first.rows, *readings, GATES[gate], alpha, limit)
+    return Experts(rows, len(linear), first.columns, first.rows, *readings, apart, GATES[gate], alpha, limit)
+
+
+def rounding_kind(layer: Linear) -> tuple[float, ...]:
+    """What layers that are computed together have in common of how they round their inputs: all but calibrated numbers."""
+    own = layer.rounding
+    return own.kind, own.bits, own.scales, own.span, own.threshold, own.scale != 0
 
 
 def run(experts: Experts, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

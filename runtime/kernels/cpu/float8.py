@@ -23,7 +23,7 @@ class Float8Cpu(CKernel):
     """`y = s_w (x q_w) + b`, products and sums in float32 in one order: a row does not depend on its neighbours, the threads or the CPU.
 
     Activations are rounded to what the scheme says, and are float32 numbers again. The weight stays as stored; `row_scale` float32 `[out]`
-    is beside it, NaN where a code of the row is. Scales of blocks are read as they come, before their codes: of MXFP8 uint8
+    is beside it, NaN where a code of the row is. The scale of a block lies in front of its codes: of MXFP8 uint8
     `[out, in / 32, 33]`, of blocks of rows and 128 columns uint8 `[out, in / 128, 132]`, the scale in float32, `weight_scale` as stored.
     """
 

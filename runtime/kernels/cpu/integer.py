@@ -160,9 +160,6 @@ def why_not_rounded(layer: Layer) -> str | None:
     return None
 
 
-_SCALES = {None: 0, "e8m0": 1, "e4m3": 2}
-
-
 def rounding_of(tensors: Tensors, layer: Layer) -> library.Rounding:
     """How C rounds the activations of a layer that quantizes them; zeros where it does not."""
     activations = layer.entry.scheme.activations
@@ -172,7 +169,7 @@ def rounding_of(tensors: Tensors, layer: Layer) -> library.Rounding:
         kind = "e2m1" if activations.e2m1 else "e4m3"
     else:
         kind = "integer" if activations.symmetric else "asymmetric"
-    found = library.Rounding(library.ROUNDINGS[kind], activations.bits, _SCALES[activations.scales])
+    found = library.Rounding(library.ROUNDINGS[kind], activations.bits, library.ROUNDED_SCALES[activations.scales])
     found.span = activations.group_size or layer.shape[1]
     found.threshold = math.inf if activations.outliers is None else activations.outliers
     for field, name in (("scale", "input_scale"), ("zero", "input_zero_point"), ("global_scale", "input_global_scale")):

@@ -1,7 +1,7 @@
 """Integer weights and integer activations on a CPU: exact int32 sums, by `torch._int_mm` where the CPU multiplies int8.
 
 Elsewhere `_int_mm` is tens of times slower than a float32 product, which is exact too while the sums stay below 2^24: that many
-columns are summed at a time. For what the C kernels do not compute: without a compiler, and one scale for all tokens.
+columns are summed at a time. Used without a C compiler, in float64, and for one scale over all tokens.
 """
 
 from __future__ import annotations

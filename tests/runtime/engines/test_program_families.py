@@ -126,7 +126,7 @@ def test_models_that_round_their_inputs(name: str, scheme: str) -> None:
     assert all(each.rounding.kind for each in inner)
     wanted, found = plain.logits(TEXTS), lean.logits(TEXTS)
     rows = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-    assert bool((rows < 1e-5).any())
+    assert float((rows < 1e-5).float().mean()) > (0.5 if "FP" in scheme else 0.03)
     assert error(found, wanted) < 1.5 * error(TorchEngine(twin, CPU).logits(TEXTS), wanted)
 
 

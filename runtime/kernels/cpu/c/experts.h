@@ -17,6 +17,7 @@ typedef struct {
     const Expert *expert;           /* [count], of one shape */
     int64_t count, hidden, inner;
     Reading first, second;          /* of gate and up, and of down */
+    int32_t apart;                  /* experts round what they read by scales of their own */
     int32_t activation;             /* silu(up) | silu(gate) up | (up + 1) gate sigmoid(alpha gate), both held within +-limit */
     float alpha, limit;
 } Experts;
@@ -142,19 +143,25 @@ static int one_row(const Experts *e, const Routed *r) {
     int64_t most = 0;
     for (int64_t i = 0; i < e->count && r->rows == 1; i++)
         most = r->first[i + 1] - r->first[i] > most ? r->first[i + 1] - r->first[i] : most;
-    return r->rows == 1 && most <= 1;
+    return r->rows == 1 && most <= 1 && !e->apart;
 }
 
+static const Rounding *rounding_of(const Experts *e, int64_t expert, int down) {
+    return down ? &e->expert[expert].down.rounding : &e->expert[expert].up.rounding;
+}
 /* Digits of `count` pairs from `first` on, those of one expert, in the memory of all. */
-static Digits pair_digits(const Reading *reading, char *memory, int64_t first, int64_t count) {
-    int64_t each = reading_bytes(reading, 1) - reading_bytes(reading, 0);
-    return digits_in(memory + first * each, count, &reading->input);
+static Digits pair_digits(const Experts *e, const Routed *r, int down, int64_t expert, int64_t first, int64_t count) {
+    const Reading *reading = down ? &e->second : &e->first;
+    const int64_t each = reading_bytes(reading, 1) - reading_bytes(reading, 0);
+    Digits found = digits_in((down ? r->second_digits : r->first_digits) + first * each, count, &reading->input);
+    found.rounding = *rounding_of(e, expert, down);
+    return found;
 }
 /* Digits of the expert that has pair p, and in `row` the pair's place in them. */
-static Digits digits_of_pair(const Routed *r, const Reading *reading, char *memory, int64_t p, int64_t *row) {
+static Digits digits_of_pair(const Experts *e, const Routed *r, int down, int64_t p, int64_t *row) {
     const int64_t expert = r->index[r->source[p]], first = r->first[expert];
     *row = p - first;
-    return pair_digits(reading, memory, first, r->first[expert + 1] - first);
+    return pair_digits(e, r, down, expert, first, r->first[expert + 1] - first);
 }
 
 /* Rows of the pairs side by side, as numbers for dense layers and as digits for the others. */
@@ -164,19 +171,20 @@ static void gather_pairs(const Experts *e, const Routed *r, const void *x, int t
     if (pairs > 1 && shared) pairs = 1;
     if (e->first.input.groups) {
         const int64_t groups = e->first.input.groups;
-        Grid grid = {.of = -1};
+        Grid cached = {.at = -1};
         team_part(team, pairs * groups, 1, &start, &end);
         for (int64_t unit = start; unit < end; unit++) {
             int64_t p = unit / groups, row = r->source[p] / r->chosen, place;
-            const Digits digits = digits_of_pair(r, &e->first, r->first_digits, p, &place);
-            quantize(x, type, row * apart, hidden, &digits, place, unit % groups, &grid);
+            if (e->apart && unit % groups == 0) cached.at = -1; /* another expert makes other scales of the same row */
+            const Digits digits = digits_of_pair(e, r, 0, p, &place);
+            quantize(x, type, row * apart, hidden, &digits, place, unit % groups, &cached);
         }
     }
     if (!e->first.dense) return;
     team_part(team, pairs, 1, &start, &end);
     for (int64_t p = start; p < end; p++) {
-        Grid last = {.of = -1};
-        round_numbers(x, type, r->source[p] / r->chosen * apart, hidden, 0, hidden, &e->first.input.rounding, &last, r->x + p * hidden);
+        Grid cached = {.at = -1};
+        round_numbers(x, type, r->source[p] / r->chosen * apart, hidden, 0, hidden, rounding_of(e, r->index[r->source[p]], 0), &cached, r->x + p * hidden);
     }
 }
 
@@ -187,10 +195,10 @@ static float clamped_gate(const Experts *e, float gate, float up) {
 }
 
 /* Digits of pair p for down, out of r->gate. */
-static void quantize_pair(const Experts *e, const Routed *r, int64_t p, int64_t g, Grid *grid) {
+static void quantize_pair(const Experts *e, const Routed *r, int64_t p, int64_t g, Grid *cached) {
     int64_t place;
-    const Digits digits = digits_of_pair(r, &e->second, r->second_digits, p, &place);
-    quantize(r->gate, TYPE_F32, p * e->inner, e->inner, &digits, place, g, grid);
+    const Digits digits = digits_of_pair(e, r, 1, p, &place);
+    quantize(r->gate, TYPE_F32, p * e->inner, e->inner, &digits, place, g, cached);
 }
 
 /* The gate over both first products, into r->gate, and its digits for down. */
@@ -198,7 +206,7 @@ static void activate_pairs(const Experts *e, const Routed *r, const Team *team) 
     const int64_t pairs = r->first[e->count], inner = e->inner, groups = e->second.input.groups, step = groups ? e->second.input.group : 256;
     const int64_t steps = groups ? groups : (inner + step - 1) / step;
     const int whole = e->second.input.rounding.kind != ROUND_NOT; /* rows are complete before they are rounded */
-    Grid grid = {.of = -1};
+    Grid cached = {.at = -1};
     int64_t start, end;
     team_part(team, pairs * steps, 1, &start, &end);
     for (int64_t unit = start; unit < end; unit++) {
@@ -213,15 +221,17 @@ static void activate_pairs(const Experts *e, const Routed *r, const Team *team) 
             memcpy(gate, up, (size_t)count * 4);
             activate(ACT_SILU, gate, NULL, count);
         }
-        if (groups && !whole) quantize_pair(e, r, p, g, &grid);
+        if (groups && !whole) quantize_pair(e, r, p, g, &cached);
     }
     if (!whole) return;
     team_barrier(team);
-    for (int64_t unit = start; unit < end && groups; unit++) quantize_pair(e, r, unit / steps, unit % steps, &grid);
+    for (int64_t unit = start; unit < end && groups; unit++) quantize_pair(e, r, unit / steps, unit % steps, &cached);
+    if (!e->second.dense) return;
+    if (groups) team_barrier(team); /* rows are rounded in place */
     team_part(team, pairs, 1, &start, &end);
-    for (int64_t p = start; p < end && e->second.dense; p++) {
-        Grid last = {.of = -1};
-        round_numbers(r->gate + p * inner, TYPE_F32, 0, inner, 0, inner, &e->second.input.rounding, &last, r->gate + p * inner);
+    for (int64_t p = start; p < end; p++) {
+        Grid cached = {.at = -1};
+        round_numbers(r->gate + p * inner, TYPE_F32, 0, inner, 0, inner, rounding_of(e, r->index[r->source[p]], 1), &cached, r->gate + p * inner);
     }
 }
 
@@ -246,8 +256,7 @@ static void multiply_pairs(const Experts *e, const Routed *r, int down, int shar
             int64_t first = from > at ? (from - at + cost - 1) / cost : 0, last = (until - at + cost - 1) / cost;
             if (last > units) last = units;
             const int dense = l->kind == KIND_DENSE;
-            const Digits mine = dense ? (Digits){0} : pair_digits(down ? &e->second : &e->first, down ? r->second_digits : r->first_digits,
-                                                                  shared ? 0 : p, pairs);
+            const Digits mine = dense ? (Digits){0} : pair_digits(e, r, down, i, shared ? 0 : p, pairs);
             const float *x = (down ? r->gate : r->x) + (shared ? 0 : p * columns);
             for (int64_t unit = first; unit < last; unit++) {
                 const Team one = {(int)unit, (int)units}; /* the unit is what that member of so many would do */

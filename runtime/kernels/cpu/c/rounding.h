@@ -26,9 +26,9 @@ INLINE float round_e2m1(float value) { /* of up to 6 */
     return rintf(value / step) * step;
 }
 
-/* Scale and zero point of the numbers that begin at `of`; NaN where one of them is no number, or would have to be infinite. */
+/* Scale and zero point of the numbers that begin at `at`; NaN where one of them is not finite, or the scale would not be. */
 typedef struct {
-    int64_t of;
+    int64_t at;
     float scale, zero;
 } Grid;
 
@@ -38,8 +38,8 @@ INLINE Grid grid_of(const void *x, const int type, int64_t at, int64_t count, co
     int wrong = 0;
     for (int64_t i = 0; i < count; i++) {
         float value = load_as(x, type, at + i);
+        wrong |= !(fabsf(value) < INFINITY); /* an infinite outlier too: it may meet groups of zeros that are not stored */
         value = fabsf(value) > r->threshold ? 0.0f : value;
-        wrong |= !(fabsf(value) < INFINITY);
         low = value < low ? value : low, high = value > high ? value : high;
     }
     const float extreme = -low > high ? -low : high;
@@ -64,12 +64,12 @@ INLINE Grid grid_of(const void *x, const int type, int64_t at, int64_t count, co
     return (Grid){at, scale, rintf(clamped(in_type(lowest - in_type(low / scale, type), type), lowest, highest))};
 }
 
-/* Grid of the columns from `first` on, a few, of the row that begins at x[at]. `last`: the one this thread made before it (of -1: none). */
-INLINE const Grid *span_grid(const void *x, const int type, int64_t at, int64_t columns, int64_t first, const Rounding *r, Grid *last) {
+/* Grid of column `first` of the row that begins at x[at]. `cached`: the last that this thread made (at -1: none). */
+INLINE const Grid *grid_at(const void *x, const int type, int64_t at, int64_t columns, int64_t first, const Rounding *r, Grid *cached) {
     const int64_t begin = r->span < columns ? first / r->span * r->span : 0, size = columns - begin < r->span ? columns - begin : r->span;
-    if (r->scale != 0.0f) *last = (Grid){-1, r->scale, r->zero};
-    else if (last->of != at + begin) *last = grid_of(x, type, at + begin, size, r);
-    return last;
+    if (r->scale != 0.0f) *cached = (Grid){-1, r->scale, r->zero};
+    else if (cached->at != at + begin) *cached = grid_of(x, type, at + begin, size, r);
+    return cached;
 }
 
 INLINE float code_of(float x, const int type, const int kind, float lowest, float highest, const Grid *grid) {
@@ -118,7 +118,7 @@ INLINE const float *numbers_at(const void *x, const int type, int64_t at, int co
 #define ARITHMETIC(TYPE, R) ((R)->scales == SCALES_E4M3 ? TYPE_F32 : (TYPE)) /* float32 scales make float32 quotients */
 
 /* Group g of row `row` of the digits, out of the row that begins at x[at]. */
-INLINE void quantize_typed(const void *x, const int type, int64_t at, int64_t columns, const Digits *out, int64_t row, int64_t g, Grid *last) {
+INLINE void quantize_typed(const void *x, const int type, int64_t at, int64_t columns, const Digits *out, int64_t row, int64_t g, Grid *cached) {
     const Rounding *r = &out->rounding;
     const int64_t first = g * out->group;
     const int count = (int)(columns - first < 0 ? 0 : columns - first < out->group ? columns - first : out->group);
@@ -128,7 +128,7 @@ INLINE void quantize_typed(const void *x, const int type, int64_t at, int64_t co
         quantize_group(source, count, out, row, g);
         return;
     }
-    const Grid *grid = span_grid(x, type, at, columns, first, r, last);
+    const Grid *grid = grid_at(x, type, at, columns, first, r, cached);
     if (codes_of(source, ARITHMETIC(type, r), count, r, grid, code)) {
         put_codes(source, code, count, grid->scale, out, row, g);
         return;
@@ -136,14 +136,14 @@ INLINE void quantize_typed(const void *x, const int type, int64_t at, int64_t co
     if (out->outliers) out->outliers[row * out->groups + g] = 0;
     finish_digits(out, row, g, 0, NAN);
 }
-static void quantize(const void *x, int type, int64_t at, int64_t columns, const Digits *out, int64_t row, int64_t g, Grid *last) {
-    if (type == TYPE_F32) quantize_typed(x, TYPE_F32, at, columns, out, row, g, last);
-    else if (type == TYPE_BF16) quantize_typed(x, TYPE_BF16, at, columns, out, row, g, last);
-    else quantize_typed(x, TYPE_F16, at, columns, out, row, g, last);
+static void quantize(const void *x, int type, int64_t at, int64_t columns, const Digits *out, int64_t row, int64_t g, Grid *cached) {
+    if (type == TYPE_F32) quantize_typed(x, TYPE_F32, at, columns, out, row, g, cached);
+    else if (type == TYPE_BF16) quantize_typed(x, TYPE_BF16, at, columns, out, row, g, cached);
+    else quantize_typed(x, TYPE_F16, at, columns, out, row, g, cached);
 }
 
 /* Columns [first, end) of the row that begins at x[at] as numbers, rounded where dense layers want that, at out[first]; out may be that row. */
-INLINE void round_typed(const void *x, const int type, int64_t at, int64_t columns, int64_t first, int64_t end, const Rounding *r, Grid *last,
+INLINE void round_typed(const void *x, const int type, int64_t at, int64_t columns, int64_t first, int64_t end, const Rounding *r, Grid *cached,
                         float *out) {
     float buffer[MOST_GROUP], code[MOST_GROUP];
     const int64_t span = r->kind && r->span < columns ? r->span : columns;
@@ -157,37 +157,37 @@ INLINE void round_typed(const void *x, const int type, int64_t at, int64_t colum
             memmove(out + first, source, (size_t)count * 4);
             continue;
         }
-        const Grid *grid = span_grid(x, type, at, columns, first, r, last);
+        const Grid *grid = grid_at(x, type, at, columns, first, r, cached);
         const float scale = codes_of(source, ARITHMETIC(type, r), count, r, grid, code) ? grid->scale : NAN;
         for (int i = 0; i < count; i++) out[first + i] = fabsf(source[i]) > r->threshold ? source[i] : code[i] * scale;
     }
 }
-static void round_numbers(const void *x, int type, int64_t at, int64_t columns, int64_t first, int64_t end, const Rounding *r, Grid *last,
+static void round_numbers(const void *x, int type, int64_t at, int64_t columns, int64_t first, int64_t end, const Rounding *r, Grid *cached,
                           float *out) {
-    if (type == TYPE_F32) round_typed(x, TYPE_F32, at, columns, first, end, r, last, out);
-    else if (type == TYPE_BF16) round_typed(x, TYPE_BF16, at, columns, first, end, r, last, out);
-    else round_typed(x, TYPE_F16, at, columns, first, end, r, last, out);
+    if (type == TYPE_F32) round_typed(x, TYPE_F32, at, columns, first, end, r, cached, out);
+    else if (type == TYPE_BF16) round_typed(x, TYPE_BF16, at, columns, first, end, r, cached, out);
+    else round_typed(x, TYPE_F16, at, columns, first, end, r, cached, out);
 }
 /* This member's share of [rows, columns] numbers, `stride` apart: out [rows, columns]. */
 static void round_rows(const void *x, int type, int64_t stride, int64_t rows, int64_t columns, const Rounding *r, float *out, const Team *team) {
     const int64_t steps = (columns + MOST_GROUP - 1) / MOST_GROUP;
     int64_t start, end;
-    Grid last = {.of = -1};
+    Grid cached = {.at = -1};
     team_part(team, rows * steps, 1, &start, &end);
     for (int64_t unit = start; unit < end; unit++) {
         const int64_t row = unit / steps, first = unit % steps * MOST_GROUP, till = first + MOST_GROUP;
-        round_numbers(x, type, row * stride, columns, first, till < columns ? till : columns, r, &last, out + row * columns);
+        round_numbers(x, type, row * stride, columns, first, till < columns ? till : columns, r, &cached, out + row * columns);
     }
 }
 
 /* This member's share of [rows, columns] numbers, `stride` apart. */
 static void quantize_rows(const void *x, int type, int64_t stride, int64_t columns, const Digits *out, const Team *team) {
     int64_t start, end;
-    Grid last = {.of = -1};
+    Grid cached = {.at = -1};
     team_part(team, out->rows * out->groups, 1, &start, &end);
     for (int64_t unit = start; unit < end; unit++) {
         const int64_t row = unit / out->groups;
-        quantize(x, type, row * stride, columns, out, row, unit % out->groups, &last);
+        quantize(x, type, row * stride, columns, out, row, unit % out->groups, &cached);
     }
 }
 

@@ -8,10 +8,15 @@ from dataclasses import dataclass, field
 import products
 import pytest
 import torch
-from weight_cases import int_scheme
+from weight_cases import int_scheme, random_weight
 
+from runtime import formats
+from runtime.formats.block_float import BlockFloat
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels.cpu import experts as c_experts
 from runtime.kernels.cpu import library
+from runtime.layers.compressed_linear import CompressedLinear
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
 KINDS = {
@@ -283,3 +288,81 @@ def test_logits_that_are_not_finite_end_as_in_torch(score: str, value: float) ->
             assert torch.equal(index, expected_index)
             torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
         assert 0 <= int(index.min()) <= int(index.max()) < 6
+
+
+MX8 = ActivationScheme(8, "float", strategy="group", group_size=32, scales="e8m0")
+STATIC = ActivationScheme(8, "float", dynamic=False, strategy="tensor")
+LOCAL = ActivationScheme(4, "float", dynamic="local", strategy="tensor_group", group_size=16, scales="e4m3")
+FP8, W4 = GridScheme(8, "float", True, "channel"), GridScheme(4, "int", True, "group", 32)
+#: Of experts that round their inputs, by turns; calibrated numbers are each expert's own.
+ROUNDED = {
+    "integers beside blocks": (Scheme(W4, MX8), Scheme(BlockFloat(8), MX8)),
+    "static": (Scheme(FP8, STATIC),),
+    "static integers": (Scheme(W4, STATIC),),
+    "nvfp4": (Scheme(BlockFloat(4, group_size=16, scales="e4m3"), LOCAL),),
+    "outliers": (Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme(outliers=1.5)),),
+}
+
+
+def rounded(kind: str, hidden: int, inner: int) -> tuple[c_experts.Experts, list[list[CompressedLinear]], list[object]]:
+    """Six experts in C, and their layers: gate, up, down."""
+    layers: list[list[CompressedLinear]] = []
+    linear, keep = [], []
+    for number in range(6):
+        scheme, own = ROUNDED[kind][number % len(ROUNDED[kind])], []
+        for place, shape in enumerate(((inner, hidden), (inner, hidden), (hidden, inner))):
+            storage = formats.choose(scheme, shape)
+            tensors = dict(storage.pack(random_weight(scheme, shape, torch.float32, 3 * number + place)))
+            for name, spec in scheme.activations.tensors(torch.float32).items():
+                value = 0.02 * 1.3**number if name == "input_scale" else 40.0 * 2**number
+                tensors[name] = torch.full(spec.shape, value)
+            made = CompressedLinear.from_tensors(ModuleEntry(scheme, storage.name), shape, tensors, None, torch.float32)
+            made.prepare()
+            own.append(made)
+        held = [each._tensors() for each in own]
+        keep.append(held)
+        linear.append(tuple(each.kernel.linear(x, each.layer, None) for each, x in zip(own, held, strict=True)))
+        layers.append(own)
+    experts = c_experts.experts_of(linear, "silu")
+    assert not isinstance(experts, str), experts
+    return experts, layers, keep
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_experts_that_round_their_inputs(kind: str) -> None:
+    experts, layers, keep = rounded(kind, 96, 64)
+    for rows, chosen in ((1, 3), (1, 6), (9, 2), (40, 3)):
+        x, (index, weights) = torch.randn(rows, 96), choice(rows, chosen, 6)
+        expected = torch.zeros(rows, 96)
+        for number, (gate, up, down) in enumerate(layers):
+            share = (weights * (index == number)).sum(1, keepdim=True)
+            expected += share * down(torch.nn.functional.silu(gate(x)) * up(x))
+        found = c_experts.run(experts, x, index, weights)
+        each = (found - expected).norm(dim=1) / expected.norm(dim=1)
+        assert float(each.median()) < 1e-5  # of others a number between two codes became either
+        assert float(each.max()) < 0.05
+    assert keep
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_bits_of_experts_that_round_their_inputs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, _, keep = rounded(kind, 64, 4096)
+    x, (index, weights) = torch.randn(5, 64), choice(5, 4, 6)
+    alone = torch.cat([c_experts.run(experts, x[i : i + 1], index[i : i + 1], weights[i : i + 1]) for i in range(5)])
+    for threads in (1, 2, 3, 7) * 5:
+        monkeypatch.setattr(c_experts, "threads_for", lambda count, threads=threads: threads)
+        assert torch.equal(c_experts.run(experts, x, index, weights), alone), threads
+    assert keep
+
+
+def test_experts_whose_rounding_cannot_be_computed_together() -> None:
+    _, layers, _ = rounded("static", 96, 64)
+    _, others, _ = rounded("integers beside blocks", 96, 64)
+
+    def linear(own: list[CompressedLinear]) -> list[library.Linear]:
+        return [each.kernel.linear(each._tensors(), each.layer, None) for each in own]
+
+    gate, up, down = linear(layers[0])
+    other, _, _ = linear(layers[1])
+    assert "different scales" in str(c_experts.experts_of([(other, up, down)], "silu"))
+    assert "different ways" in str(c_experts.experts_of([(gate, up, down), tuple(linear(others[1]))], "silu"))

@@ -84,6 +84,20 @@ def test_inputs_are_rounded_one_token_at_a_time(dtype: torch.dtype) -> None:
     assert torch.equal(fake_quantize(small, KEPT, {}), fake_quantize(small, ActivationScheme(), {}))
 
 
+@needs_c
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_threshold_that_the_dtype_does_not_have(dtype: torch.dtype) -> None:
+    scheme = replace(SCHEME, activations=ActivationScheme(outliers=6.11))
+    layer, _ = layer_of(scheme, (33, 64), dtype, bias=False)
+    x = torch.randn(4, 64).clamp(-5, 5).to(dtype)
+    x[0, 3], x[1, 4] = 6.125, 6.0938
+    assert fake_quantize(x, scheme.activations, {})[0, 3] == x[0, 3]
+    expected = layer(x)
+    layer.prepare()
+    assert layer.kernel_name == "int8-c-rounded"
+    assert (layer(x) - expected).norm() <= 0.01 * expected.norm()
+
+
 def test_what_is_at_the_threshold_is_rounded() -> None:
     x = torch.tensor([[6.0, -6.0, 6.0001, 0.03]])
     found = fake_quantize(x, KEPT, {})

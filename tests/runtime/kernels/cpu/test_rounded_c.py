@@ -173,6 +173,26 @@ def test_a_token_that_holds_no_numbers_spoils_only_itself(weights: str, activati
         assert not bool(y[4].isfinite().any())
 
 
+@pytest.mark.parametrize("activations", ["a8", "a8 asymmetric", "a8 outliers", "float8"])
+def test_groups_of_zeros_that_are_left_out(activations: str) -> None:
+    scheme = Scheme(GridScheme(4, "int", True, "group", 32), ACTIVATIONS[activations], "unstructured")
+    weight = random_weight(scheme, (70, 384), torch.float32, 0)
+    assert weight.mask is not None
+    for codes in (weight.values, weight.mask):
+        codes[:32, 64:192], codes[32:64, 320:] = 0, 0
+    storage = formats.choose(scheme, (70, 384))
+    entry = ModuleEntry(scheme, storage.name, storage.stored_count(storage.pack(weight)))
+    layer = CompressedLinear.from_tensors(entry, (70, 384), storage.pack(weight), None, torch.float32)
+    layer.prepare()
+    assert layer.kernel_name == "int4-c-rounded, groups of zeros left out"
+    x = inputs(40, 384, torch.float32)
+    values, weights = rounded(x, layer), exact_weight(weight)
+    bound = 2.0**-20 * (values.abs() @ weights.abs().t() + 1e-4)
+    assert bool(((layer(x).double() - values @ weights.t()).abs() <= bound).all())
+    x[1, 70], x[2, 330], x[3, 0] = math.inf, math.nan, -math.inf
+    assert layer(x)[1:4].isnan().all(1).tolist() == [True] * 3
+
+
 def test_one_scale_for_all_tokens_is_refused_by_name() -> None:
     layer = layer_of("w8", "a8", (8, 32), torch.float32, 0)
     entry = ModuleEntry(Scheme(WEIGHTS["w8"].weights, ActivationScheme(strategy="tensor")), layer.entry.format)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -124,21 +123,20 @@ def run(
     limit = lengths if visible is None else _dense(visible)
     # Weights times scale could be too small for float16, whose values are restored as the model would have them.
     folded = values["GRID"] == "token" and query.dtype != torch.float16
-    with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
-        split_kernel[(rows, count, slices)](
-            query, *_pools(region, "keys"), *_pools(region, "values"), region.pools["bias"] if region.has_bias else lse,
-            table, lengths, limit, index, counts, out, lse, part, extent,
-            query.stride(0), query.stride(1), table.stride(0), index.stride(0), limit.stride(0), m,
-            *_factors(queries.scale, softcap), SPLITS=count, LEAST=LEAST_SHARE, PAGE=PAGE,
-            **{f"K_{name}": value for name, value in keys.items()},
-            **{f"V_{name}": value for name, value in values.items()}, V_FOLDED=folded,
-            HAS_BIAS=region.has_bias, HAS_VISIBLE=visible is not None, CHOSEN=kind, CAPPED=softcap != 0, **options,
+    split_kernel[(rows, count, slices)](
+        query, *_pools(region, "keys"), *_pools(region, "values"), region.pools["bias"] if region.has_bias else lse,
+        table, lengths, limit, index, counts, out, lse, part, extent,
+        query.stride(0), query.stride(1), table.stride(0), index.stride(0), limit.stride(0), m,
+        *_factors(queries.scale, softcap), SPLITS=count, LEAST=LEAST_SHARE, PAGE=PAGE,
+        **{f"K_{name}": value for name, value in keys.items()},
+        **{f"V_{name}": value for name, value in values.items()}, V_FOLDED=folded,
+        HAS_BIAS=region.has_bias, HAS_VISIBLE=visible is not None, CHOSEN=kind, CAPPED=softcap != 0, **options,
+    )  # fmt: skip
+    if count > 1:
+        merge_kernel[(rows, m)](
+            part, extent, out, lse, m,
+            SIZE=v_size, WIDTH=next_power_of_2(v_size), SPLITS=count, CHUNK=min(count, 8), num_warps=2,
         )  # fmt: skip
-        if count > 1:
-            merge_kernel[(rows, m)](
-                part, extent, out, lse, m,
-                SIZE=v_size, WIDTH=next_power_of_2(v_size), SPLITS=count, CHUNK=min(count, 8), num_warps=2,
-            )  # fmt: skip
     return out, lse
 
 

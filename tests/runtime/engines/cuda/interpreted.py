@@ -79,7 +79,7 @@ def rotation(dtype: torch.dtype, heads: int, kv_heads: int, size: int, rotary: i
 
 def whole(name: str) -> None:
     """The engine with all kernels, against transformers."""
-    which = cuda_models.engine(cuda_models.build(name), buckets=(2,))
+    which = cuda_models.engine(cuda_models.build(name), buckets=(2,), capture=None)
     assert which.decoder.ops.name == "triton", which.decoder.ops
     ids = random.Random(0).choices(range(101), k=38)
     pool = which.new_pages(4)

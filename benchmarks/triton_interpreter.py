@@ -1,8 +1,8 @@
 """Triton's interpreter as the tests need it. Never used where kernels are compiled.
 
-What is wrong in triton 3.5 and 3.6 beside numpy 2.4, each seen in a test: a loop bound that is a tensor does not convert to a number;
+What is wrong in triton 3.6 to 3.9 beside numpy 2.4, each seen in a test: a loop bound that is a tensor does not convert to a number;
 products of bfloat16 matrices multiply the bit patterns; conversion to bfloat16 and float8 rounds ties away and loses the carry
-into the exponent.
+into the exponent; a truth value of a scalar is an integer once it is spread over a block, which 3.9 does not take as a mask.
 """
 
 from __future__ import annotations
@@ -42,12 +42,20 @@ def repair() -> None:
         left, right = decoded(a.data, a.dtype.scalar), decoded(b.data, b.dtype.scalar)
         return handle(np.matmul(left.astype(d.data.dtype), right.astype(d.data.dtype)) + d.data, d.dtype.scalar)
 
+    masked_load, masked_store = builder.create_masked_load, builder.create_masked_store
+
+    def load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        return masked_load(self, pointers, handle(mask.data.astype(bool), tl.int1), *others)
+
+    def store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        return masked_store(self, pointers, value, handle(mask.data.astype(bool), tl.int1), *others)
+
     patch_tensor = interpreter._patch_lang_tensor
 
-    def patched(tensor: Any, *scope: Any) -> None:  # triton 3.5 patches for good, 3.6 for the time of a launch
-        patch_tensor(tensor, *scope)
-        assign = scope[0].set_attr if scope else setattr
-        assign(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    def patched(tensor: Any, scope: Any) -> None:  # for the time of a launch
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+    builder.create_masked_load, builder.create_masked_store = load, store
     builder.cast_impl, builder.create_fp_to_fp, builder.create_dot, builder.repaired = cast, cast, dot, True

@@ -65,6 +65,8 @@ class TritonDriver:
         return self.target
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        assert metadata.enable_fp_fusion, "left to the default of this Triton"
+
         def launch(x: int, y: int, z: int, stream: int, function: int, *others: Any, **options: Any) -> None:
             assert function == self.machine.device, "loaded into one device, launched on another"
             self.machine.launches.append((self.machine.device, stream))
@@ -77,6 +79,7 @@ def by_triton(machine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     from triton.runtime.driver import driver
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
     monkeypatch.setattr(driver, "_active", TritonDriver(machine))
     monkeypatch.setattr(fused.swiglu_kernel, "jitted", type(fused.swiglu_kernel.jitted)(fused.swiglu_kernel.fn))
 

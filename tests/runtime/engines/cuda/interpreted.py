@@ -7,7 +7,7 @@ import sys
 
 import cuda_models
 import torch
-from triton_interpreter import repair
+from triton_interpreter import repair, watch
 
 from runtime.engines.base import Chunk
 from runtime.engines.cuda import ops, paged_attention, rotary_store
@@ -93,6 +93,7 @@ def whole(name: str) -> None:
 
 def main() -> None:
     repair()
+    watch()
     torch.set_num_threads(1)
     assert ops.choose(torch.device("cpu")).name == "triton"
     float32, half, bfloat = torch.float32, torch.float16, torch.bfloat16

@@ -1,8 +1,8 @@
 """Triton's interpreter as the tests need it. Never used where kernels are compiled.
 
-What is wrong in triton 3.6 to 3.9 beside numpy 2.4, each seen in a test: a loop bound that is a tensor does not convert to a number;
-products of bfloat16 matrices multiply the bit patterns; conversion to bfloat16 and float8 rounds ties away and loses the carry
-into the exponent; a truth value of a scalar is an integer once it is spread over a block, which 3.9 does not take as a mask.
+What is wrong in Triton 3.6 to 3.9 beside numpy 2.4, each seen in a test: products of bfloat16 matrices multiply the bit patterns;
+conversion to bfloat16 and float8 rounds ties away and loses the carry into the exponent; a truth value of a scalar is an integer once
+it is spread over a block, which 3.9 does not take as a mask; in 3.6 a loop bound that is a tensor does not convert to a number.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Triton's interpreter as the tests need it. Never used where kernels are compiled.
 
-What is wrong in triton 3.5 and 3.6 beside numpy 2.4, each seen in a test: a loop bound that is a tensor does not convert to a number;
-products of bfloat16 matrices multiply the bit patterns; conversion to bfloat16 and float8 rounds ties away and loses the carry
-into the exponent.
+What is wrong in Triton 3.6 to 3.9 beside numpy 2.4, each seen in a test: products of bfloat16 matrices multiply the bit patterns;
+conversion to bfloat16 and float8 rounds ties away and loses the carry into the exponent; a truth value of a scalar is an integer once
+it is spread over a block, which 3.9 does not take as a mask; in 3.6 a loop bound that is a tensor does not convert to a number.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,12 +44,116 @@ def repair() -> None:
         left, right = decoded(a.data, a.dtype.scalar), decoded(b.data, b.dtype.scalar)
         return handle(np.matmul(left.astype(d.data.dtype), right.astype(d.data.dtype)) + d.data, d.dtype.scalar)
 
+    masked_load, masked_store = builder.create_masked_load, builder.create_masked_store
+
+    def load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        return masked_load(self, pointers, handle(mask.data.astype(bool), tl.int1), *others)
+
+    def store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        return masked_store(self, pointers, value, handle(mask.data.astype(bool), tl.int1), *others)
+
     patch_tensor = interpreter._patch_lang_tensor
 
-    def patched(tensor: Any, *scope: Any) -> None:  # triton 3.5 patches for good, 3.6 for the time of a launch
-        patch_tensor(tensor, *scope)
-        assign = scope[0].set_attr if scope else setattr
-        assign(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    def patched(tensor: Any, scope: Any) -> None:  # for the time of a launch
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+    builder.create_masked_load, builder.create_masked_store = load, store
     builder.cast_impl, builder.create_fp_to_fp, builder.create_dot, builder.repaired = cast, cast, dot, True
+
+
+def watch() -> None:
+    """From now on interpreted programs run in a random order, and a launch fails that could tell. Once a process, after `repair`.
+
+    Fails: an address that two programs store to, or that is stored to and loaded in one launch; one outside the tensors of the launch.
+    What `torch.empty` gives is NaN, or the largest integer, until it is stored to.
+    """
+    from triton.runtime import interpreter
+
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    masked_load, masked_store, call = builder.create_masked_load, builder.create_masked_store, executor.__call__
+    set_grid_dim, set_grid_idx = builder.set_grid_dim, builder.set_grid_idx
+    launches: list[_Launch] = []
+
+    def load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        launches[-1].touch(launches[-1].loaded, pointers, mask)
+        return masked_load(self, pointers, mask, *others)
+
+    def store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        launches[-1].touch(launches[-1].stored, pointers, mask)
+        return masked_store(self, pointers, value, mask, *others)
+
+    def dimensions(self: Any, *grid: int) -> None:
+        launches[-1].shuffle(grid)
+        set_grid_dim(self, *grid)
+
+    def index(self: Any, *place: int) -> None:
+        set_grid_idx(self, *launches[-1].enter(place))
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        launches.append(_Launch([each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]))
+        try:
+            call(self, *args, **kwargs)
+            launches[-1].check(self.fn.__name__)
+        finally:
+            launches.pop()
+
+    builder.create_masked_load, builder.create_masked_store = load, store
+    builder.set_grid_dim, builder.set_grid_idx, executor.__call__ = dimensions, index, launch
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what is allocated
+
+
+class _Launch:
+    """What the programs of one launch load and store: arrays of addresses, each with its program."""
+
+    _orders = random.Random(0)
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.loaded: list[tuple[Any, int]] = []
+        self.stored: list[tuple[Any, int]] = []
+        starts = [each.data_ptr() for each in tensors if each.numel()]
+        extents = [
+            1 + sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
+            for each in tensors
+            if each.numel()
+        ]
+        sizes = [each.element_size() for each in tensors if each.numel()]
+        self._starts = np.array(starts, dtype=np.uint64)
+        self._ends = self._starts + np.array(extents, dtype=np.uint64) * np.array(sizes, dtype=np.uint64)
+
+    def shuffle(self, grid: Sequence[int]) -> None:
+        """The programs of this grid in a new order."""
+        self._grid = tuple(grid)
+        self._order = list(range(int(np.prod(grid))))
+        self._orders.shuffle(self._order)
+
+    def enter(self, place: Sequence[int]) -> tuple[int, ...]:
+        """The program whose turn it is."""
+        self._program = self._order[int(np.ravel_multi_index(tuple(place), self._grid))]
+        return tuple(int(each) for each in np.unravel_index(self._program, self._grid))
+
+    def touch(self, kind: list[tuple[Any, int]], pointers: Any, mask: Any) -> None:
+        """Note the addresses that are not masked."""
+        at = np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)].astype(np.uint64)
+        size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
+        inside = (at[:, None] >= self._starts) & (at[:, None] + size <= self._ends)
+        assert inside.any(1).all(), f"program {self._program} reaches outside the tensors of its launch"
+        kind.append((np.unique(at), self._program))
+
+    def check(self, kernel: str) -> None:
+        """Whether the order of programs matters."""
+        stored, programs = _joined(self.stored)
+        loaded, _ = _joined(self.loaded)
+        order = np.argsort(stored, kind="stable")
+        stored, programs = stored[order], programs[order]
+        twice = (stored[1:] == stored[:-1]) & (programs[1:] != programs[:-1])
+        assert not twice.any(), f"two programs of {kernel} store to one address"
+        assert not np.isin(loaded, stored).any(), f"{kernel} loads what it stores"
+
+
+def _joined(touched: list[tuple[Any, int]]) -> tuple[Any, Any]:
+    addresses = [at for at, _ in touched] or [np.zeros(0, np.uint64)]
+    return np.concatenate(addresses), np.concatenate(
+        [np.full(len(at), program) for at, program in touched] or [np.zeros(0, np.int64)]
+    )

@@ -20,6 +20,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from runtime.errors import first_line
@@ -44,7 +45,7 @@ def compile_variant(variant: Variant, capability: int) -> Any:
             attributes[(index,)] = [["tt.divisibility", 16]]
     kernel = jit.Entry.known[variant.kernel].jitted
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(variant.options))
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(variant.options) | jit.OPTIONS)
 
 
 def architecture(kernel: Any) -> str:
@@ -56,8 +57,7 @@ def architecture(kernel: Any) -> str:
 
 def resources(kernel: Any, capability: int) -> dict[str, int]:
     """`registers` a thread, `spill_bytes` (stores and loads), `shared` bytes a program, as `ptxas -v` tells for the PTX."""
-    tools = triton.knobs.nvidia
-    ptxas = (tools.ptxas_blackwell if capability >= 100 and hasattr(tools, "ptxas_blackwell") else tools.ptxas).path
+    ptxas = get_ptxas(capability).path
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "kernel.ptx"
         path.write_text(kernel.asm["ptx"], encoding="utf-8")

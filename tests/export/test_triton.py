@@ -75,7 +75,7 @@ def test_the_artifact_and_a_kernel_for_every_launch(exported: Exported, tiny_art
     }  # fmt: skip
     for entry in kernels:
         assert entry["registers"] >= 8
-        assert entry["scratch_pointers"] == 2, "global and profile scratch, as triton 3.5 and 3.6 pass them"
+        assert entry["scratch_pointers"] == 2, "global and profile scratch, as Triton 3.6 to 3.9 pass them"
     found = exported.verification
     assert found is not None
     assert found.metrics["kernels"] == len(kernels)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fake_tensorrt
+from fake_tensorrt.running import CURRENT
 
 
 class HostGpu:
@@ -22,7 +23,11 @@ class HostGpu:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        yield
+        CURRENT.append(self)
+        try:
+            yield
+        finally:
+            CURRENT.pop()
 
     def synchronize(self) -> None:
         pass

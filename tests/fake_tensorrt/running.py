@@ -12,12 +12,14 @@ from fake_tensorrt.listing import Listed
 from fake_tensorrt.network import TORCH
 
 SCRATCH = 1 << 12
+CURRENT: list[object] = []  # GPUs that are the current one, the last of them now
 
 
 class Runtime(Listed):
     _name = "Runtime"
 
     def do_deserialize_cuda_engine(self, serialized_engine: Any) -> Any:
+        assert CURRENT, "loaded into whatever device is the current one"
         content = bytes(serialized_engine)
         if not content.startswith(b"plan "):
             return None
@@ -32,6 +34,7 @@ class ICudaEngine(Listed):
     _name = "ICudaEngine"
 
     def do_create_execution_context(self, strategy: Any = None) -> Any:
+        assert CURRENT, "made on whatever device is the current one"
         made = IExecutionContext._make()
         made._engine, made._shapes, made._addresses, made._profile = self, {}, {}, 0
         return made
@@ -70,6 +73,7 @@ class IExecutionContext(Listed):
         return [t.name for t in network._inputs if t.name not in self._shapes or t.name not in self._addresses]
 
     def do_execute_async_v3(self, stream_handle: int) -> bool:
+        assert CURRENT, "run on whatever device is the current one"
         network, session = self._engine._plan["network"], self._engine._session
         assert session is not None, "a stripped plan was not refitted"
         given = {t.name: self._at(t.name, self._shapes[t.name], TORCH[t.dtype.name]) for t in network._inputs}

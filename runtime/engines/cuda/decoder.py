@@ -132,11 +132,16 @@ class ChunkAttention:
         return torch.tensor(ends, dtype=torch.int32).to(self._slots.device)
 
     def together(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-        """In one call; keys and values of the chunks one after another, `[sum of lengths, kv_heads, head_dim]`."""
+        """In one call; keys and values of the chunks one after another, `[sum of lengths, kv_heads, head_dim]`.
+
+        Keys are not split among programs: how they were would follow from the longest sequence of the step, and so would the last bits of
+        all others. A torch that cannot be told so fails, and `is_exact` says no.
+        """
         queries, keys = self._ends
         found: Any = varlen_attn(
             q, k, v, queries, keys, max(self._counts), max(self._lengths),
             scale=self._scale, window_size=(window - 1 if window else -1, 0), enable_gqa=q.shape[1] != k.shape[1],
+            num_splits=1,
         )  # fmt: skip
         return found
 

@@ -12,11 +12,11 @@ from decode steps, all in one pass, whose number of rows counts in the same way.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from runtime.engines.cuda.decoder import ChunkAttention, Decoder
 from runtime.engines.fused import FusedEngine
 from runtime.engines.llama_structure import Program, read_program
 from runtime.errors import RequestError, first_line
+from runtime.kernels.triton import gpu
 
 if TYPE_CHECKING:
     from runtime.engines.torch.engine import TorchEngine
@@ -60,7 +61,7 @@ class CudaGraphs:
     def __call__(self, compute: Computation) -> Computation:
         if not self._alive:  # a memory pool whose last graph is gone cannot be captured into again
             self._pool = torch.cuda.graph_pool_handle()
-        here = torch.cuda.current_stream()
+        here = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
             for _ in range(2):  # kernels are compiled and tuned, libraries take their workspaces
@@ -356,9 +357,9 @@ class CudaEngine(FusedEngine):
         """Pages that no pool shares."""
         return Memory(self.parts, self.page_size, count, self.device)
 
-    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Triton launches on the current device."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Events, pinned memory and captures are those of the current device."""
+        return gpu.entered(self.device)
 
 
 def _memory(pool: Pool | Memory) -> Memory:
@@ -369,9 +370,8 @@ def take_over(engine: TorchEngine, policy: Policy | None = None) -> CudaEngine |
     """The fused engine for this model, or None where it does not fit (the log says why)."""
     if engine.device.type != "cuda" or policy is not None:
         return None
-    with torch.cuda.device(engine.device):
-        program = read_program(engine.module, fuse=True)
-        if isinstance(program, Program):
-            return CudaEngine(engine, program, capture=CudaGraphs(engine.device))
+    program = read_program(engine.module, fuse=True)
+    if isinstance(program, Program):
+        return CudaEngine(engine, program, capture=CudaGraphs(engine.device))
     _log.info("the fused GPU engine does not fit this model: %s", program)
     return None

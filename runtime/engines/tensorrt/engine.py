@@ -85,12 +85,13 @@ def load_tensorrt(export: Export, device: torch.device, options: EngineOptions) 
     trt = tensorrt_module(facts)
     _check_fits(export.path, facts, trt, gpu)
     logger = make_logger(trt)
-    runtime, engine = deserialize(trt, logger, export.path / str(facts["plan"]), bool(facts["version_compatible"]))
-    if facts["refit"] == "stripped":
-        _put_weights(trt, logger, engine, export.path / str(facts["constants"]))
-    if facts["weight_streaming"]:
-        engine.weight_streaming_budget_v2 = _budget(engine, bound)
-    return TensorrtEngine(Session(trt, engine, gpu, (runtime, logger)), facts)
+    with gpu.work():  # TensorRT loads a plan into the current device
+        runtime, engine = deserialize(trt, logger, export.path / str(facts["plan"]), bool(facts["version_compatible"]))
+        if facts["refit"] == "stripped":
+            _put_weights(trt, logger, engine, export.path / str(facts["constants"]))
+        if facts["weight_streaming"]:
+            engine.weight_streaming_budget_v2 = _budget(engine, bound)
+        return TensorrtEngine(Session(trt, engine, gpu, (runtime, logger)), facts)
 
 
 def _put_weights(trt: Any, logger: Any, engine: Any, path: Path) -> None:

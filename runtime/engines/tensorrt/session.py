@@ -41,7 +41,7 @@ class Gpu:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """What is enqueued inside sees what was computed before, and is done for what comes after."""
+        """The device is the current one; what is enqueued inside sees what was computed before, and is done for what comes after."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

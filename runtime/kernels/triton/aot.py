@@ -35,7 +35,7 @@ _log = logging.getLogger("compress.kernels")
 class CudaDriver:
     """The CUDA driver of the machine, by ctypes.
 
-    What triton 3.5 and 3.6 do in `backends/nvidia/driver.c` (`loadBinary`) and in the launcher they generate: every program has 32
+    What Triton 3.6 to 3.9 do in `backends/nvidia/driver.c` (`loadBinary`) and in their launcher: every program has 32
     threads a warp, dynamic shared memory above 48 KiB is asked for once a function, and the arguments are followed by pointers to
     scratch memory, which our kernels have none of.
 

@@ -1,4 +1,4 @@
-"""Functions that several kernels share: a code as a float, and the second pass of split-K."""
+"""Functions that several kernels share: words of neighbouring tiles, a code as a float, and the second pass of split-K."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ import torch
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 
 ONE = 0x3F800000  # the bits of 1.0
+
+
+@jit
+def tile_words(base, last, N, rows, BLOCK_N: tl.constexpr, TILES: tl.constexpr):
+    """Words of `rows` in the tiles `[*, N, 16]` from `base` on, `[BLOCK_N, TILES, 16]`; tiles after the one at `last` repeat it.
+
+    Loaded with tiles and words as one dimension, so that threads spread over both before they take another row: each then keeps
+    several rows, and uses the activations that it holds for all of them.
+    """
+    column = tl.arange(0, TILES * 16)
+    here = tl.minimum(column // 16, last) * N * 16 + column % 16
+    words = tl.load(base + rows[:, None] * 16 + here[None, :], eviction_policy="evict_first")
+    return tl.reshape(words, [BLOCK_N, TILES, 16])
 
 
 @jit

@@ -1,9 +1,12 @@
-"""GPU that kernels are chosen for: the one that is there, or one that is assumed while they are compiled for it elsewhere."""
+"""GPU that kernels are chosen for and launched on: the one that is there, or one that is assumed while they are compiled for it
+elsewhere.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
@@ -15,6 +18,13 @@ _assumed: ContextVar[tuple[int, int]] = ContextVar("capability", default=(9, 0))
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of the device, or the assumed one for tensors that are on no GPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else _assumed.get()
+
+
+def entered(device: torch.device) -> AbstractContextManager[Any]:
+    """While active, `device` is the current one, where it is a GPU: that is where Triton and the driver launch, and whose stream they
+    take, wherever the tensors are.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def assuming(capability: int) -> AbstractContextManager[tuple[int, int]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import layout
-from runtime.kernels.triton.codes import code_tiny
+from runtime.kernels.triton.codes import code_tiny, tile_words
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import product, vector_configurations, widest_split
 from runtime.kernels.triton.tuning import Config
@@ -29,14 +29,6 @@ def _activations(x, k, K, EVEN_K: tl.constexpr):
     if EVEN_K:
         return tl.load(x + k).to(tl.float32)
     return tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-
-
-@jit
-def _words(base, here, owned, word):
-    offset = here[None, :, None] * 16 + owned[:, None, None] * 16 + word[None, None, :]
-    # The hint is about order only: threads shall spread over words and tiles first, so that each keeps several rows and uses
-    # the activations it holds for all of them. (Vectors form along the last dimension, which is contiguous in truth.)
-    return tl.load(tl.max_contiguous(base + offset, [1, 2, 16]), eviction_policy="evict_first")
 
 
 @jit
@@ -83,8 +75,9 @@ def matvec_kernel(
         if not EVEN_K:
             at = tl.minimum(at, tiles - 1)  # tiles past the end: their activations are masked
         base = words + tl.cast(step, tl.int64) * TILES * N * 16
-        here = (at - step * TILES) * N
-        w_a, w_b = _words(base, here, owned_a, word), _words(base, here, owned_b, word)
+        last = tiles - 1 - step * TILES
+        w_a = tile_words(base, last, N, owned_a, BLOCK_N, TILES)
+        w_b = tile_words(base, last, N, owned_b, BLOCK_N, TILES)
         for run in tl.static_range(FIELDS // RUN):
             part_a0 = tl.zeros([BLOCK_N, TILES, 16], tl.float32)
             all0 = tl.zeros([TILES, 16], tl.float32)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from runtime.kernels.triton import layout, semi_structured, tuning
-from runtime.kernels.triton.codes import ONE, code_minus, code_tiny, row_major
+from runtime.kernels.triton.codes import ONE, code_minus, code_tiny, row_major, tile_words
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import product, vector_configurations, widest_split
 from runtime.kernels.triton.tuning import Config
@@ -112,13 +112,6 @@ def _bit(bits, place: tl.constexpr):
 
 
 @jit
-def _words(base, here, row, word):
-    offset = here[None, :, None] * 16 + row[:, None, None] * 16 + word[None, None, :]
-    # The hint is about the order of threads only, see matvec.py.
-    return tl.load(tl.max_contiguous(base + offset, [1, 2, 16]), eviction_policy="evict_first")
-
-
-@jit
 def _pairs(w, bits, i: tl.constexpr, x0, x1, x2, x3, part, total):
     """Add quad `i` of every word: products to `part`, the activations met to `total`.
 
@@ -175,11 +168,11 @@ def sparse24_kernel(
         if not EVEN_K:
             at = tl.minimum(at, tiles - 1)  # tiles past the end: their activations are masked
         hop = tl.cast(step, tl.int64) * TILES * 16
-        offset = at - step * TILES
-        bits_a = _words(positions + hop * pairs, offset * pairs, pair, word)
+        last = tiles - 1 - step * TILES
+        bits_a = tile_words(positions + hop * pairs, last, pairs, pair, BLOCK_N, TILES)
         bits_b = bits_a >> 16
-        w_a = _words(values + hop * N, offset * N, owned_a, word)
-        w_b = _words(values + hop * N, offset * N, owned_b, word)
+        w_a = tile_words(values + hop * N, last, N, owned_a, BLOCK_N, TILES)
+        w_b = tile_words(values + hop * N, last, N, owned_b, BLOCK_N, TILES)
         for run in tl.static_range(4 // RUN):
             part_a = tl.zeros([BLOCK_N, TILES, 16], tl.float32)
             total_a, part_b, total_b = part_a, part_a, part_a

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from runtime.kernels import tuning
-from runtime.kernels.triton import aot, jit
+from runtime.kernels.triton import aot, gpu, jit
 from runtime.system.context import assigned
 
 Config = dict[str, Any]
@@ -71,7 +71,10 @@ def choose(
     if len(able) < len(candidates):  # the best of these is not the best of all
         key += " compiled ahead"
     may_measure = enabled and not torch.cuda.is_current_stream_capturing()
-    best = tuning.recall(device, key, able, lambda: fastest(able, launch) if may_measure and len(able) > 1 else None)
+    with gpu.entered(x.device):
+        best = tuning.recall(
+            device, key, able, lambda: fastest(able, launch) if may_measure and len(able) > 1 else None
+        )
     if may_measure:
         settled[quick] = best
     return best

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ def run(
     query = _dense(query)
     keys, values = _stored(region, "keys"), _stored(region, "values")
     kind = "all" if chosen is None else "pages" if chosen.unit == PAGE else "tokens"
-    options = _options(query, max(s["WIDTH"] * 8 // s["BITS"] for s in (keys, values)), kind == "tokens")
+    options = _options(query, (keys, values), kind == "tokens")
     slices = cdiv(m, options["ROWS"])
     count = splits(rows * slices, tiles, _multiprocessors(query.device))
     out = torch.empty(*shape, v_size, dtype=torch.float32, device=query.device)
@@ -124,21 +124,20 @@ def run(
     limit = lengths if visible is None else _dense(visible)
     # Weights times scale could be too small for float16, whose values are restored as the model would have them.
     folded = values["GRID"] == "token" and query.dtype != torch.float16
-    with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
-        split_kernel[(rows, count, slices)](
-            query, *_pools(region, "keys"), *_pools(region, "values"), region.pools["bias"] if region.has_bias else lse,
-            table, lengths, limit, index, counts, out, lse, part, extent,
-            query.stride(0), query.stride(1), table.stride(0), index.stride(0), limit.stride(0), m,
-            *_factors(queries.scale, softcap), SPLITS=count, LEAST=LEAST_SHARE, PAGE=PAGE,
-            **{f"K_{name}": value for name, value in keys.items()},
-            **{f"V_{name}": value for name, value in values.items()}, V_FOLDED=folded,
-            HAS_BIAS=region.has_bias, HAS_VISIBLE=visible is not None, CHOSEN=kind, CAPPED=softcap != 0, **options,
+    split_kernel[(rows, count, slices)](
+        query, *_pools(region, "keys"), *_pools(region, "values"), region.pools["bias"] if region.has_bias else lse,
+        table, lengths, limit, index, counts, out, lse, part, extent,
+        query.stride(0), query.stride(1), table.stride(0), index.stride(0), limit.stride(0), m,
+        *_factors(queries.scale, softcap), SPLITS=count, LEAST=LEAST_SHARE, PAGE=PAGE,
+        **{f"K_{name}": value for name, value in keys.items()},
+        **{f"V_{name}": value for name, value in values.items()}, V_FOLDED=folded,
+        HAS_BIAS=region.has_bias, HAS_VISIBLE=visible is not None, CHOSEN=kind, CAPPED=softcap != 0, **options,
+    )  # fmt: skip
+    if count > 1:
+        merge_kernel[(rows, m)](
+            part, extent, out, lse, m,
+            SIZE=v_size, WIDTH=next_power_of_2(v_size), SPLITS=count, CHUNK=min(count, 8), num_warps=2,
         )  # fmt: skip
-        if count > 1:
-            merge_kernel[(rows, m)](
-                part, extent, out, lse, m,
-                SIZE=v_size, WIDTH=next_power_of_2(v_size), SPLITS=count, CHUNK=min(count, 8), num_warps=2,
-            )  # fmt: skip
     return out, lse
 
 
@@ -148,12 +147,15 @@ def splits(rows: int, tiles: int, multiprocessors: int) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
-def _options(query: torch.Tensor, width: int, gathered: bool) -> dict[str, int]:
-    """How the split kernel is compiled for heads of `width` channels, so that little or nothing spills."""
+def _options(query: torch.Tensor, stored: Sequence[Mapping[str, Any]], gathered: bool) -> dict[str, int]:
+    """How the split kernel is compiled for keys and values `_stored` so, that little or nothing spills."""
+    width = max(each["WIDTH"] * 8 // each["BITS"] for each in stored)
     wide = query.element_size() == 4  # multiplied as tf32 in three parts
     # More queries than a program has registers for are slices, which read the same keys and values.
     rows = min(max(16, next_power_of_2(query.shape[1])), 16 if wide else 64 if width <= 128 else 32)
-    heavy = 4 if wide else 2 if gathered else 1  # gathering takes an address a token
+    heavy = 4 if wide else 1
+    if gathered and not wide:  # which takes an address a token; of bitmaps there are two
+        heavy = 4 if any(each["KIND"] == "bitmap" for each in stored) else 2
     warps = 2 * min(4, max(1, rows * width * heavy // 2048))
     return {"ROWS": rows, "STAGES": 3 if not wide else 2 if width <= 128 else 1, "num_warps": warps}
 

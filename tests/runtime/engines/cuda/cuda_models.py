@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from fake_graph import Fake
 
 from runtime.engines.cuda import CudaEngine
 from runtime.engines.llama_structure import Program, read_program
@@ -48,7 +49,7 @@ def build(name: str, **changes: Any) -> Any:
 
 
 def engine(model: Any, fuse: bool = True, **options: Any) -> CudaEngine:
-    """The engine over it, where it is, without graphs."""
+    """The engine over it, where it is; decode steps are captured by `fake_graph.Fake` unless `capture` says otherwise."""
     program = read_program(model, fuse)
     assert isinstance(program, Program), program
-    return CudaEngine(TorchEngine(model, model.device), program, **{"page_size": 16, **options})
+    return CudaEngine(TorchEngine(model, model.device), program, **{"page_size": 16, "capture": Fake(), **options})

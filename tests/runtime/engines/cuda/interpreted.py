@@ -7,7 +7,7 @@ import sys
 
 import cuda_models
 import torch
-from triton_interpreter import repair
+from triton_interpreter import repair, watch
 
 from runtime.engines.base import Chunk
 from runtime.engines.cuda import ops, paged_attention, rotary_store
@@ -79,7 +79,7 @@ def rotation(dtype: torch.dtype, heads: int, kv_heads: int, size: int, rotary: i
 
 def whole(name: str) -> None:
     """The engine with all kernels, against transformers."""
-    which = cuda_models.engine(cuda_models.build(name), buckets=(2,))
+    which = cuda_models.engine(cuda_models.build(name), buckets=(2,), capture=None)
     assert which.decoder.ops.name == "triton", which.decoder.ops
     ids = random.Random(0).choices(range(101), k=38)
     pool = which.new_pages(4)
@@ -93,6 +93,7 @@ def whole(name: str) -> None:
 
 def main() -> None:
     repair()
+    watch()
     torch.set_num_threads(1)
     assert ops.choose(torch.device("cpu")).name == "triton"
     float32, half, bfloat = torch.float32, torch.float16, torch.bfloat16

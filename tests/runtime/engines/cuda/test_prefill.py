@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
 from runtime.engines.cuda import decoder
 from runtime.engines.cuda.cache import CacheLayer
@@ -45,21 +47,27 @@ def fresh() -> Iterator[None]:
 
 
 def stand_in(off: int = 0) -> Any:
-    """`varlen_attn` on a CPU, by its documentation; its windows are wider by `off`."""
+    """`varlen_attn` on a CPU, by its documentation and with its signature; its windows are wider by `off`."""
+    signature = inspect.signature(varlen_attn)
 
     def compute(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
-        max_q: int, max_k: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
+        max_q: int, max_k: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool, num_splits: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
         counts, lengths = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
         assert (max(counts), max(lengths)) == (max_q, max_k)
         assert enable_gqa == (query.shape[1] != key.shape[1])
         assert window_size[1] == 0
+        assert num_splits == 1, "a step's longest sequence would decide how the keys of all are split"
         window = window_size[0] + 1 + (off if window_size[0] >= 0 else 0)
         parts = zip(query.split(counts), key.split(lengths), value.split(lengths), strict=True)
         return torch.cat([chunk_attention(q, k, v, len(k) - len(q), scale, window) for q, k, v in parts])
 
-    return compute
+    def bound(*arguments: Any, **options: Any) -> torch.Tensor:
+        signature.bind(*arguments, **options)
+        return compute(*arguments, **options)
+
+    return bound
 
 
 @pytest.mark.usefixtures("fresh")

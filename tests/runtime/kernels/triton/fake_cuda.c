@@ -54,7 +54,11 @@ int cuModuleGetFunction(void **function, void *module, const char *name) {
   return 0;
 }
 int cuFuncGetAttribute(int *value, int which, void *function) { *value = which == 1 ? 1024 : which == 0 ? 1024 : 0; return 0; }
-int cuFuncSetAttribute(void *function, int which, int value) { if (which == 8) room = value; return 0; }
+int cuFuncSetAttribute(void *function, int which, int value) {
+  if (which > 15) return 1; /* no more shared memory than GPUs had before it could be asked for */
+  if (which == 8) room = value;
+  return 0;
+}
 int cuFuncSetCacheConfig(void *function, int which) { prefers = which; return 0; }
 int cuPointerGetAttribute(void *value, int which, uint64_t pointer) { *(uint64_t *)value = pointer; return 0; }
 int cuGetErrorString(int status, const char **text) { *text = status == 200 ? "invalid image" : "not found"; return 0; }
@@ -74,3 +78,7 @@ int cuOccupancyMaxActiveClusters(void) { return 1; }
 int cuCtxGetLimit(void) { return 1; }
 int cuCtxSetLimit(void) { return 1; }
 int cuTensorMapEncodeTiled(void) { return 1; }
+int cuDriverGetVersion(void) { return 1; }
+int cuStreamIsCapturing(void) { return 1; }
+int cuModuleUnload(void) { return 1; }
+int cuCtxGetDevice(int *device) { *device = 0; return 0; }

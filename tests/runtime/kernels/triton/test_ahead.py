@@ -444,8 +444,8 @@ def test_launched_as_triton_launches(fake_cuda: Path, tmp_path: Path) -> None:
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         pytest.skip("triton's launcher needs Python.h")
     environment = os.environ | {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_LIBCUDA_PATH": str(fake_cuda),
-        "LD_LIBRARY_PATH": str(fake_cuda), "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), "OMP_NUM_THREADS": "1",
+        "TRITON_CACHE_DIR": str(tmp_path), "TRITON_LIBCUDA_PATH": str(fake_cuda), "LD_LIBRARY_PATH": str(fake_cuda),
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(HERE / "launch_twice.py"), str(fake_cuda)], capture_output=True, text=True, env=environment
@@ -478,13 +478,16 @@ def test_the_driver_says_what_failed(fake_cuda: Path, monkeypatch: pytest.Monkey
 def test_a_variant_compiles_to_what_the_launch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written into an index and read again compiles to the same PTX, and takes the arguments that it says."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
     launch = gpu_launches.record(gpu_launches.hot_launches()["swiglu"][0])[0]
     variant = signature.of(launch)
     again = Variant.read(
         variant.kernel, json.loads(json.dumps(dict(variant.arguments))), dict(variant.options), "index.json"
     )
     assert again == variant
-    ptx = compile_variant(again, 90).asm["ptx"]
+    kernel = compile_variant(again, 90)
+    assert kernel.metadata.enable_fp_fusion, "left to the default of this Triton"
+    ptx = kernel.asm["ptx"]
     assert ptx == gpu_launches.build(launch, 90).asm["ptx"]
     declared = [line.split()[1] for line in ptx.splitlines() if line.strip().startswith(".param")]
     assert declared == [".u64" if size == 8 else ".u32" for size in variant.sizes] + [".u64"] * 2

@@ -1,8 +1,11 @@
 """Every kernel compiles for sm_80, sm_90 and sm_100 without a GPU, and the hot ones keep to their registers."""
 
 import os
+import re
+from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
@@ -32,14 +35,50 @@ def test_compiles_without_spills(name, capability, tmp_path, monkeypatch):
         assert used["shared"] <= 163 << 10, (kernel, used)  # what a program may have on sm_80
 
 
-def test_matvec_reads_sixteen_bytes_a_thread_without_barriers(tmp_path, monkeypatch):
+def narrow(columns, sparse):
+    """A matrix-vector product with a weight of odd sizes `[4093, columns]`, on meta."""
+    from runtime.kernels.triton import layout, matvec, sparse24_w4
+
+    def meta(*shape, dtype=torch.bfloat16):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    tile, rows = 256 if sparse else 128, 4093
+    tiles, scale = -(-columns // tile), meta(1, rows)
+    words, x = meta(tiles, rows, layout.WIDTH, dtype=torch.int32), meta(1, columns)
+    if sparse:
+        positions = meta(tiles, -(-rows // 2), layout.WIDTH, dtype=torch.int32)
+        weight = sparse24_w4.Sparse24Weight(words, scale, None, (rows, columns), 0, 4, positions=positions)
+        return lambda: sparse24_w4.linear(x, weight)
+    return lambda: matvec.matvec(x, layout.Weight(words, scale, None, (rows, columns), 0, 4))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("name", "loads"), [("w4a16 1", 4), ("2:4 w4 1", 6), ("odd", 4), ("ragged", 4), ("2:4 odd", 6), ("2:4 ragged", 6)]
+)
+def test_matvec_reads_sixteen_bytes_a_thread_without_barriers(name, loads, capability, tmp_path, monkeypatch):
     """What its speed rests on: wide loads of the weight, and nothing in the loop that threads wait for each other in."""
     import gpu_launches
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    launch = gpu_launches.record(gpu_launches.hot_launches()["w4a16 1"][0])[0]
-    ptx = gpu_launches.build(launch, 90).asm["ptx"]
-    wide = [line for line in ptx.splitlines() if "ld.global" in line and "evict_first" in line and ".v4.b32" in line]
-    assert len(wide) == 4
+    sparse = name.startswith("2:4")
+    call = gpu_launches.hot_launches().get(name, [narrow(8192 if "odd" in name else 8020, sparse)])[0]
+    launch = gpu_launches.record(call, capability)[0]
+    assert launch.arguments["EVEN_K"] == ("ragged" not in name)
+    ptx = gpu_launches.build(launch, capability).asm["ptx"]
+    weight = [line for line in ptx.splitlines() if "ld.global" in line and "evict_first" in line]
+    assert len(weight) == loads
+    assert all(".v4.b32" in line for line in weight)
     assert ptx.count("bar.sync") <= 6, "barriers belong to the reduction after the loop"
     assert ".ftz" not in ptx, "codes are subnormal numbers"
+
+
+def test_the_compiler_is_told_nothing_that_it_cannot_see():
+    """Hints about values (contiguity, divisibility, constancy) are taken without a check; a false one makes wrong addresses."""
+    import runtime
+
+    files = list(Path(runtime.__file__).parent.rglob("*.py"))
+    kernels = [file for file in files if "tl.load(" in file.read_text()]
+    assert len(kernels) >= 10
+    for file in kernels:
+        assert not re.search(r"tl\.(max_contiguous|max_constancy|multiple_of|assume)\b", file.read_text()), file

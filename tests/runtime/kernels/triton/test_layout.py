@@ -44,7 +44,7 @@ def test_package_does_not_import_triton():
 
 
 @pytest.fixture
-def device(monkeypatch, tmp_path):
+def device(machine, monkeypatch, tmp_path):
     """A pretended GPU; every time a choice is measured it takes the second candidate."""
     measured = []
     monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_interpreter import repair
+from triton_interpreter import repair, watch
 
 from runtime.kv_cache import kernels
 from runtime.kv_cache.kernels import triton_attention
@@ -17,6 +17,7 @@ from runtime.kv_cache.storage.integer import Integer
 from runtime.kv_cache.storage.plain import Plain
 
 repair()
+watch()
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -102,10 +102,10 @@ CASES = {
         Case("plain", "plain", 64, queries=1, capped=True),
         Case("fp8", "groups", 96, dtype=FP32, held=BF16, read="tokens", capped=True, one_share=True),
         Case("int8", "bitmap", 64, queries=1, dtype=FP16, read="pages", bias=True, visible=True),
-        Case("int4", "int4", 256, dtype=FP32, read="pages", capped=True, bias=True, visible=True, spills=128),
+        Case("int4", "int4", 256, dtype=FP32, read="pages", capped=True, bias=True, visible=True, spills=160),
         Case("int2", "int8"),
         Case("groups", "int2", queries=64, read="tokens", bias=True, visible=True, one_share=True),
-        Case("bitmap", "fp8", spills=32),
+        Case("bitmap", "fp8", spills=48),
     ),
 }
 FLAGS = ("queries", "read", "capped", "bias", "visible", "one_share")

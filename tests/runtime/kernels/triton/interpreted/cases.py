@@ -37,6 +37,7 @@ def weight(n, k, group, asymmetric, field, dtype=torch.bfloat16, seed=0):
 def rows(m, k, dtype=torch.bfloat16, seed=0, strided=False):
     """Activations, one row of zeros from three on; `strided`: rows further apart than they are long."""
     x = torch.randn(m, k + (5 if strided else 0), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    x[:, k:] = float("nan")
     x = x[:, :k]
     if m > 2:
         x[1] = 0

@@ -5,6 +5,7 @@ collecting them otherwise.
 import os
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from triton_interpreter import repair
+    from triton_interpreter import repair, watch
 
     repair()
+    watch()

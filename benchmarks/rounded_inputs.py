@@ -27,7 +27,7 @@ from where import commit
 HERE = Path(__file__).resolve().parent
 WEIGHTS = ("W8A16", "W4A16")
 ACTIVATIONS = ("W8A8-INT8", "LLM.int8", "W4A8", "W4A4", "W4AFP8", "FP8_DYNAMIC", "MXFP8", "MXFP4")
-#: {scheme: the kernel that computed it before}; of those that were dequantized at every call only one.
+#: {scheme: its kernel before}; one stands for all that were dequantized at every call.
 BEFORE = {"W8A8-INT8": "w8a8-cpu", "FP8_DYNAMIC": "reference"}
 BESIDE = {"W8A8-INT8": ("W8A16", "llama.cpp Q8_0"), "LLM.int8": ("W8A8-INT8",), "W4A8": ("W4A16", "llama.cpp Q4_0")}
 SPEEDS = ("decode_tokens_per_second", "prefill_tokens_per_second")

@@ -53,12 +53,12 @@ class Probe:
         return self.logits, other
 
 
-def load_artifact(source: Source, path: Path | None = None, device: str = "cpu", dtype: str = "float32") -> Any:
-    """The artifact's own model, or the one in `path`."""
+def load_artifact(source: Source, path: Path | None = None, **options: Any) -> Any:
+    """The artifact's own model, or the one in `path`: in float32 on a CPU, but for options of `runtime.load`."""
     import runtime
 
-    trust = source.trust_remote_code
-    return runtime.load(path or source.path, device=device, dtype=dtype, verify=False, trust_remote_code=trust)
+    options = {"device": "cpu", "dtype": "float32", "trust_remote_code": source.trust_remote_code, **options}
+    return runtime.load(path or source.path, verify=False, **options)
 
 
 def generate(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -66,9 +66,9 @@ def generate(model: Any, prompts: list[list[int]], count: int) -> list[list[int]
     return model.generate(prompts, max_new_tokens=count, ignore_eos=True)
 
 
-def probe(job: Job, prompts: int = PROMPTS, new_tokens: int = NEW_TOKENS, dtype: str = "float32") -> Probe:
-    """Run the artifact (a decoder) through `runtime.load` and let it go again."""
-    found = probe_model(load_artifact(job.source, dtype=dtype), prompts, new_tokens)
+def probe(job: Job, prompts: int = PROMPTS, new_tokens: int = NEW_TOKENS, **options: Any) -> Probe:
+    """Run the artifact (a decoder) through `load_artifact` and let it go again."""
+    found = probe_model(load_artifact(job.source, **options), prompts, new_tokens)
     gc.collect()
     return found
 

@@ -133,7 +133,7 @@ def gpu_logits(job: Job) -> tuple[Any, torch.Tensor, int]:
     from runtime.kernels.triton import aot
 
     def logits(path: Path) -> torch.Tensor:
-        found: torch.Tensor = load_artifact(job.source, path, "cuda", job.facts["dtype"]).logits(base.rows)
+        found: torch.Tensor = load_artifact(job.source, path, device="cuda", dtype=job.facts["dtype"]).logits(base.rows)
         return found.float().cpu()
 
     base = probe(job)

@@ -71,8 +71,8 @@ def choose(scheme: Scheme, shape: Shape, density: float | None = None) -> Format
 
     Only a sparse scheme has formats of different size to choose from: a pruned matrix goes to `sparse24` or `bitmap`
     when that beats storing the zeros. `density` is the kept fraction; without it, it is read off the pattern (N/M;
-    0.5 for the patterns that do not tell). Weights whose activations are quantized too are stored without gaps,
-    because that is what matrix units read.
+    0.5 for the patterns that do not tell). Weights whose activations are quantized too are stored dense, zeros
+    included, because matrix units read dense weights.
 
     Raises:
         RequestError: no format can store it; the message gives each format's reason.

@@ -31,8 +31,8 @@ class Packed(GridFormat):
 
 
 class PackQuantized(Packed):
-    """`pack-quantized`: the tensors of `packed`, groups that divide the row (read by vLLM and SGLang); weight only, or symmetric beside
-    float activations (W4AFP8) and integers of fewer than 8 bits (W4A4). Beside int8 ones vLLM wants `int-quantized`.
+    """`pack-quantized`: the tensors of `packed`, groups that divide the row (read by vLLM and SGLang); weight-only, or symmetric
+    with float (W4AFP8) or integer activations below 8 bits (W4A4). With int8 activations vLLM expects `int-quantized`.
     """
 
     name = "pack-quantized"

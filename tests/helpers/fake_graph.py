@@ -27,7 +27,7 @@ FACTORIES = {
 REFUSED = {
     torch.Tag.data_dependent_output: "reads a value back",
     torch.Tag.dynamic_output_shape: "makes a shape from values",
-    torch.Tag.nondeterministic_seeded: "draws random numbers, the same ones at every replay",
+    torch.Tag.nondeterministic_seeded: "draws random numbers, which differ at every replay",
 }
 
 

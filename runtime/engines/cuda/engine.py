@@ -370,6 +370,9 @@ def take_over(engine: TorchEngine, policy: Policy | None = None) -> CudaEngine |
     """The fused engine for this model, or None where it does not fit (the log says why)."""
     if engine.device.type != "cuda" or policy is not None:
         return None
+    if gpu.capability(engine.device) < (8, 0):
+        _log.info("the fused GPU engine needs an NVIDIA GPU of compute capability 8.0 or later")
+        return None
     program = read_program(engine.module, fuse=True)
     if isinstance(program, Program):
         return CudaEngine(engine, program, capture=CudaGraphs(engine.device))

@@ -244,7 +244,7 @@ class Parts(Structures):
 
     @property
     def inputs(self) -> list[Linear | Reading]:
-        """What says how inputs are read, `digits` and `rounding`: linear layers, and what a layer's experts have in common."""
+        """Structures that hold `digits` and `rounding`: those of linear layers, and of each layer's experts together."""
         parts = [(block.ops, block.count) for block in self.blocks] + [(self.decoder.tail, self.decoder.tail_count)]
         every = [each for ops, count in parts for each in linears(ops, count)]
         experts = [op.mixture.experts.contents for op, _, share in every if share < 1.0]
@@ -252,7 +252,7 @@ class Parts(Structures):
 
     @property
     def digits(self) -> set[int]:
-        """Those of activations of integer layers."""
+        """Digit counts of the integer layers' activations."""
         return {each.digits for each in self.inputs if isinstance(each, Linear) and each.kind != library.KINDS["dense"]}
 
     @property

@@ -1,7 +1,7 @@
 """From transformers' modules to the native engine: the program is read off them, and proven on a probe.
 
-The probe is a few tokens, which one layer of each kind computes in C and in the modules. Inputs of layers that quantize their activations
-stay as they are, in both: a number that lies between two codes may become either, which would hide what is wrong.
+The probe is a few tokens, which one layer of each kind computes in C and in the modules. Activation
+quantization is off in both: a value at a rounding boundary may get either code, and that noise would hide errors.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _nameless(layer: Layer) -> tuple[Any, ...]:
 
 @contextmanager
 def _unrounded(inputs: Sequence[Linear | Reading]) -> Iterator[None]:
-    """Layers of C multiply their inputs as they are."""
+    """Activation quantization is off in the C layers."""
     rounded = [each for each in inputs if each.rounding.kind]
     before = [(each.digits, bytes(each.rounding)) for each in rounded]
     try:
@@ -155,7 +155,7 @@ def _unrounded(inputs: Sequence[Linear | Reading]) -> Iterator[None]:
 
 @contextmanager
 def _unrounded_modules(parts: Parts) -> Iterator[None]:
-    """Modules of the model do."""
+    """Activation quantization is off in the model's modules."""
 
     def forward(layer: CompressedLinear, x: torch.Tensor) -> torch.Tensor:
         bias = None if layer.bias is None else layer.bias.to(layer.dtype)
@@ -167,7 +167,7 @@ def _unrounded_modules(parts: Parts) -> Iterator[None]:
             if isinstance(module, CompressedLinear) and module.entry.scheme.activations is not None:
                 module.__dict__["forward"] = functools.partial(forward, module)
                 stack.callback(functools.partial(module.__dict__.pop, "forward"))
-            elif isinstance(module, Experts):  # layer by layer, not together in C
+            elif isinstance(module, Experts):  # so that each expert's layers go through the forward above
                 stack.callback(functools.partial(setattr, module, "compute", module.compute))
                 module.compute = None
         yield

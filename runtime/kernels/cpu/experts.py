@@ -26,19 +26,19 @@ class Expert(ctypes.Structure):
 
 
 class Reading(ctypes.Structure):
-    """`Input` of digits.h and `Reading` of experts.h: integer layers of experts read digits in groups of columns, dense ones numbers."""
+    """`Reading` of experts.h: what experts' layers read, digits for integer layers and floats for dense ones."""
 
     _fields_ = (("groups", _i64), *fields(_i32, "group", "digits"), ("rounding", Rounding), ("dense", _i64))
 
 
 class Experts(ctypes.Structure):
-    """All of a layer. `activation` is one of GATES; `apart`: each rounds what it reads by scales of its own."""
+    """All of a layer. `activation` is one of GATES; `own_scales`: each has static scales of its own for what it reads."""
 
     _fields_ = (
         *fields(ctypes.POINTER(Expert), "expert"),
         *fields(_i64, "count", "hidden", "inner"),
         *fields(Reading, "first", "second"),
-        *fields(_i32, "apart", "activation"),
+        *fields(_i32, "own_scales", "activation"),
         *fields(_f32, "alpha", "limit"),
     )
 
@@ -82,22 +82,22 @@ def experts_of(
             return "its experts do not give back what they read"
     readings = []
     if any(gate is not None and bytes(gate.rounding) != bytes(up.rounding) for gate, up, _ in linear):
-        return "an expert's gate and up projection round their input by different scales"
+        return "an expert's gate and up projection quantize their input with different scales"
     for layers in ([x for each in linear for x in each[:2] if x is not None], [each[2] for each in linear]):
         coded = [x for x in layers if x.kind != KINDS["dense"]]
         if len({(x.digits, rounding_kind(x)) for x in coded}) > 1 or len({rounding_kind(x) for x in layers}) > 1:
-            return "its experts round their inputs in different ways"
+            return "its experts quantize their inputs in different ways"
         if len({(x.groups, x.group) for x in coded}) > 1:
             return "its experts' weights have groups of different sizes"
         one = coded[0] if coded else layers[0]
         readings.append(Reading(one.groups, one.group, one.digits, one.rounding, len(coded) < len(layers)))
-    apart = len({bytes(up.rounding) for _, up, _ in linear}) > 1
+    own_scales = len({bytes(up.rounding) for _, up, _ in linear}) > 1
     rows = (Expert * len(linear))(*(Expert(up if gate is None else gate, up, own) for gate, up, own in linear))
-    return Experts(rows, len(linear), first.columns, first.rows, *readings, apart, GATES[gate], alpha, limit)
+    return Experts(rows, len(linear), first.columns, first.rows, *readings, own_scales, GATES[gate], alpha, limit)
 
 
 def rounding_kind(layer: Linear) -> tuple[float, ...]:
-    """What layers that are computed together have in common of how they round their inputs: all but calibrated numbers."""
+    """What layers computed together must share of their rounding: all but static scales and zero points."""
     own = layer.rounding
     return own.kind, own.bits, own.scales, own.span, own.threshold, own.scale != 0
 

@@ -14,7 +14,7 @@ from runtime.kernels.base import Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import CKernel, rounding_of, why_not_rounded
 
-#: Weights whose scales lie before the codes of a block: how C calls them, and bytes of a scale (c/simd.h).
+#: Weights stored as blocks with the scale in front: {representation: (C's type, bytes of a scale)}.
 _BLOCKS: dict[type, tuple[int, int]] = {BlockFloat: (library.MX8, 1), Float8Block: (library.BLOCK8, 4)}
 _WIDE = 128  # columns of a block of BLOCK8
 
@@ -22,7 +22,7 @@ _WIDE = 128  # columns of a block of BLOCK8
 class Float8Cpu(CKernel):
     """`y = s_w (x q_w) + b`, products and sums in float32 in one order: a row does not depend on its neighbours, the threads or the CPU.
 
-    Activations are rounded to what the scheme says, and are float32 numbers again. The weight stays as stored; `row_scale` float32 `[out]`
+    Activations are quantized as the scheme says and dequantized to float32. The weight stays as stored; `row_scale` float32 `[out]`
     is beside it, NaN where a code of the row is. The scale of a block lies in front of its codes: of MXFP8 uint8
     `[out, in / 32, 33]`, of blocks of rows and 128 columns uint8 `[out, in / 128, 132]`, the scale in float32, `weight_scale` as stored.
     """

@@ -120,10 +120,10 @@ class IntegerKernel(PanelKernel):
 
 
 class RoundedKernel(PanelKernel):
-    """Weights of integers, or 4-bit floats, times activations rounded as the layer's scheme says.
+    """Weights of integers, or 4-bit floats, times quantized activations.
 
-    Codes of activations are those of `activations.quantize_input` bit for bit, here as digits themselves: integers less their zero point
-    in one or two, float4 in one, float8 (integers of 2^-9) in three. Sums in a group of columns are exact integers. A row does not depend
+    Codes of activations equal those of `activations.quantize_input` bit for bit, and are stored as digits: one or two for integers less
+    their zero point, one for float4, three for float8 (in units of 2^-9). Sums in a group of columns are exact integers. A row does not depend
     on its neighbours, the threads or the CPU. Outliers, inputs that stay as they are (LLM.int8), are multiplied in float32.
     """
 
@@ -137,7 +137,7 @@ class RoundedKernel(PanelKernel):
         if (layer.activations.group_size or 0) % self.panels.multiple:
             return f"it wants groups of a multiple of {self.panels.multiple}, not {layer.activations.group_size}"
         if layer.activations.outliers is not None and self.panels is S24:
-            return "it multiplies no outliers"
+            return "it does not handle outliers"
         return why_not_rounded(layer)
 
     def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
@@ -147,14 +147,14 @@ class RoundedKernel(PanelKernel):
         return found
 
     def path(self, rows: int) -> str:
-        return f"activations rounded as the scheme says, C ({instruction_sets.chosen()})"
+        return f"quantized activations, C ({instruction_sets.chosen()})"
 
 
 def why_not_rounded(layer: Layer) -> str | None:
     """The reason C does not round the layer's activations as its scheme says; None when it does."""
     activations = layer.activations
     if activations.strategy == "tensor" and activations.dynamic:
-        return "one scale for all tokens would make a token's result depend on the others"
+        return "one dynamic scale for all tokens makes a token's result depend on the others"
     if activations.type == "float" and not activations.symmetric:
         return "it computes with symmetric float8 activations"
     return None

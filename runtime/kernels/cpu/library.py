@@ -73,8 +73,8 @@ KINDS |= {"IQ4_NL": 12, "Q2_K": 13, "Q3_K": 14, "Q4_K": 15, "Q5_K": 16, "Q6_K": 
 KINDS |= {"trellis": 19}
 # Of kinds that are not the bits of their codes: those, and bytes of levels that a row has for 32 columns.
 _BYTES = {10: (4, 0), 12: (4, 0), 13: (2, 2), 14: (3, 2), 15: (4, 2), 16: (5, 2), 17: (6, 2), 18: (4, 1), 19: (2, 0)}
-ROUNDINGS = {"integer": 1, "asymmetric": 2, "e4m3": 3, "e2m1": 4}  # of activations; below, of their scales
-ROUNDED_SCALES = {None: 0, "e8m0": 1, "e4m3": 2}
+ROUNDINGS = {"integer": 1, "asymmetric": 2, "e4m3": 3, "e2m1": 4}  # of activations
+ROUNDED_SCALES = {None: 0, "e8m0": 1, "e4m3": 2}  # of their scales
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Of weights and of scales only. A float8 reads as one 2^8 times smaller; MX8 and BLOCK8 are float8 in blocks, each behind its scale;
 #: E8M0 is a byte, the exponent of a power of two plus 127; DF11 is bfloat16 with coded exponents (c/dfloat11.h).

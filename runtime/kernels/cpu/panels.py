@@ -71,7 +71,9 @@ def weight_of(values: torch.Tensor, mask: torch.Tensor | None, tensors: Tensors,
         if (panels := tensors.get(name)) is not None:
             flat = panels.transpose(1, 2).reshape(-1, panels.shape[1])[: layer.shape[0]]
             flat = flat[:1, 0] if layer.grid.strategy == "tensor" else flat
-            parameters[name] = flat.clone(memory_format=torch.contiguous_format)  # strides, too, as if it had been read
+            parameters[name] = flat.clone(
+                memory_format=torch.contiguous_format
+            )  # with the strides of a tensor read from disk
     for name, stored in (("scale", "stored_scale"), ("global_scale", "global_scale")):
         if stored in tensors:
             parameters[name] = tensors[stored]

@@ -16,8 +16,10 @@ _assumed: ContextVar[tuple[int, int]] = ContextVar("capability", default=(9, 0))
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of the device, or the assumed one for tensors that are on no GPU."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _assumed.get()
+    """Compute capability of the device, none of AMD's, or the assumed one for tensors that are on no GPU."""
+    if device.type != "cuda":
+        return _assumed.get()
+    return torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
 
 
 def entered(device: torch.device) -> AbstractContextManager[Any]:

@@ -39,7 +39,7 @@ MODULES = (
     "runtime.kernels.triton.many_rows", "runtime.kernels.triton.matvec", "runtime.kernels.triton.sparse24_w4",
     "runtime.kernels.triton.w8a8", "runtime.engines.cuda.paged_attention", "runtime.engines.cuda.rotary_store",
 )  # fmt: skip
-#: Triton's options of every kernel: products and sums are fused, as before 3.10, whatever the version's default is.
+#: Given to every kernel, so that results do not depend on the version's default.
 OPTIONS = {"enable_fp_fusion": True}
 _recorder: ContextVar[Any] = ContextVar("launches", default=None)  # a list of `Launch`
 
@@ -105,7 +105,7 @@ class Entry:
                 raise MissingKernelError(
                     f"kernel {self.name} was not compiled ahead for these arguments, and triton is not installed"
                 )
-            self.jitted[grid](*args, **options, **OPTIONS)
+            self.jitted[grid](*args, **(options | OPTIONS))
 
     def _named(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
         return dict(zip(self._names, args, strict=False)) | options

@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from runtime.kernels.triton import tuning
+from runtime.kernels.triton import gpu, tuning
 
 LEAST_CLASS = 512  # of rows (`tuning.row_class`): fewer cannot pay for compressing the weight
 _log = logging.getLogger("compress.kernels")
@@ -36,7 +36,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def worth_timing(rows: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a product `[rows, K] x [N, K]^T` could go this way; the same for all rows of a class, which share a choice."""
     fits = tuning.row_class(rows) >= LEAST_CLASS and shape[0] % 32 == 0 and shape[1] % 64 == 0
-    if not fits or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    with gpu.entered(device):
+        busy = device.type != "cuda" or torch.cuda.is_current_stream_capturing()
+    if not fits or busy:
         return False
     return works(dtype, device)
 

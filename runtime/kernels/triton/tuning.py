@@ -70,8 +70,8 @@ def choose(
     key = f"{kernel} {'x'.join(str(v) for v in shape)} {str(x.dtype).removeprefix('torch.')}"
     if len(able) < len(candidates):  # the best of these is not the best of all
         key += " compiled ahead"
-    may_measure = enabled and not torch.cuda.is_current_stream_capturing()
     with gpu.entered(x.device):
+        may_measure = enabled and not torch.cuda.is_current_stream_capturing()
         best = tuning.recall(
             device, key, able, lambda: fastest(able, launch) if may_measure and len(able) > 1 else None
         )

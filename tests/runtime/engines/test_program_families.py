@@ -117,7 +117,7 @@ def rounded(name: str, scheme: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("scheme", ROUNDED)
 @pytest.mark.parametrize("name", ["Llama", "GptOss"])
 def test_models_that_round_their_inputs(name: str, scheme: str) -> None:
-    """A number between two codes may become either, in one engine or the other, and then others of its text may; until then all agree."""
+    """Codes flip at rounding boundaries between the engines: few rows must agree exactly, the others within the quantization error."""
     small, twin = rounded(name, scheme)
     lean, plain = native(small), TorchEngine(small, CPU)
     assert "reference" not in lean.explain().values()

@@ -6,15 +6,15 @@
  * Sums of products are then exact integers, whatever the order, the vectors or the number of threads; only groups are added
  * in float, in one fixed order. */
 
-/* How a layer wants its inputs rounded (activation_scheme.py). ROUND_NOT: they are not, but for what digits cannot hold. Otherwise they become
+/* How a layer quantizes its activations (activation_scheme.py). ROUND_NOT: it does not; digits alone limit their precision. Otherwise they become
  * codes: integers of `bits`, the same with a zero point, float8 or float4. Digits hold codes exactly, as integers: float8 in units
  * of 2^-9, float4 in halves, integers less their zero point. */
 enum { ROUND_NOT, ROUND_INTEGER, ROUND_ASYMMETRIC, ROUND_E4M3, ROUND_E2M1 };
-enum { SCALES_PLAIN, SCALES_E8M0, SCALES_E4M3 }; /* what scales are rounded to: the dtype of the input; a power of two; float8 over `global` */
+enum { SCALES_PLAIN, SCALES_E8M0, SCALES_E4M3 }; /* of scales: the input's dtype; a power of two; float8 over `global` */
 typedef struct {
-    int32_t kind, bits, scales, span; /* span: columns that share a scale, whole groups; a row or more: a token has one */
+    int32_t kind, bits, scales, span; /* span: columns that share a scale, a multiple of the group; a row or more: one scale a token */
     float threshold;           /* what is larger stays as it is, an outlier (outliers.h); INFINITY: nothing does */
-    float scale, zero, global; /* calibrated; scale 0: it and the zero point are made of the numbers themselves */
+    float scale, zero, global; /* static; scale 0: dynamic */
 } Rounding;
 
 /* How integer layers read their input. */

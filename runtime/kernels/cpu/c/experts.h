@@ -17,7 +17,7 @@ typedef struct {
     const Expert *expert;           /* [count], of one shape */
     int64_t count, hidden, inner;
     Reading first, second;          /* of gate and up, and of down */
-    int32_t apart;                  /* experts round what they read by scales of their own */
+    int32_t own_scales;             /* experts have static scales of their own for what they read */
     int32_t activation;             /* silu(up) | silu(gate) up | (up + 1) gate sigmoid(alpha gate), both held within +-limit */
     float alpha, limit;
 } Experts;
@@ -143,7 +143,7 @@ static int one_row(const Experts *e, const Routed *r) {
     int64_t most = 0;
     for (int64_t i = 0; i < e->count && r->rows == 1; i++)
         most = r->first[i + 1] - r->first[i] > most ? r->first[i + 1] - r->first[i] : most;
-    return r->rows == 1 && most <= 1 && !e->apart;
+    return r->rows == 1 && most <= 1 && !e->own_scales;
 }
 
 static const Rounding *rounding_of(const Experts *e, int64_t expert, int down) {
@@ -175,7 +175,7 @@ static void gather_pairs(const Experts *e, const Routed *r, const void *x, int t
         team_part(team, pairs * groups, 1, &start, &end);
         for (int64_t unit = start; unit < end; unit++) {
             int64_t p = unit / groups, row = r->source[p] / r->chosen, place;
-            if (e->apart && unit % groups == 0) cached.at = -1; /* another expert makes other scales of the same row */
+            if (e->own_scales && unit % groups == 0) cached.at = -1; /* another expert makes other scales of the same row */
             const Digits digits = digits_of_pair(e, r, 0, p, &place);
             quantize(x, type, row * apart, hidden, &digits, place, unit % groups, &cached);
         }

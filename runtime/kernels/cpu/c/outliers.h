@@ -2,7 +2,7 @@
  *
  * Every row adds its own, in the order of columns: its sums do not depend on the rows beside it, the threads or the vectors. */
 
-/* Those of groups [first, last) of a panel, whose codes are bytes (planes.h) at w, added to out [count, 32]. */
+/* Adds the outliers' products of groups [first, last) of a panel to out [count, 32]; w: the panel's codes, a byte each (planes.h). */
 static void add_outliers(const Linear *l, int64_t panel, int64_t first, int64_t last, const uint8_t *w, const Digits *x, int64_t row,
                          int64_t count, float *out) {
     const int base = KIND[l->kind].base;

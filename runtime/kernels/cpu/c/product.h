@@ -255,7 +255,7 @@ static int any_outliers(const Digits *x, int64_t g) {
 /* This member's rows of the weight, all rows of x. */
 SHARED void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, int add, const Team *team) {
     _Alignas(64) uint8_t codes[BYTES_ROOM(BLOCK_COLUMNS)];
-    _Alignas(64) float out[BLOCK_ROWS * PANEL], more[BLOCK_ROWS * PANEL]; /* more: products of outliers */
+    _Alignas(64) float out[BLOCK_ROWS * PANEL], extra[BLOCK_ROWS * PANEL]; /* extra: products of outliers */
     const int kind = l->kind, direct = kind != KIND_S24 && kind != 8 && DIRECT && (x->rows == 1 || x->rows * x->digits <= DIRECT);
     const int bytes = bytes_kind(kind);
     int64_t start, end;
@@ -268,23 +268,23 @@ SHARED void integer_part(const Linear *l, const Digits *x, void *y, int out_type
         for (int64_t row = 0; row < x->rows; row += BLOCK_ROWS) {
             int64_t count = x->rows - row < BLOCK_ROWS ? x->rows - row : BLOCK_ROWS;
             begin_rows(l, x, row, count, out);
-            if (x->outliers) memset(more, 0, (size_t)count * PANEL * 4);
+            if (x->outliers) memset(extra, 0, (size_t)count * PANEL * 4);
             for (Stretch run = before_panel(l, n / PANEL); next_stretch(l, &run, block);) {
                 run.cold = 1;
                 if (direct) {
                     (*TILES_OF[kind])[x->digits - 1][x->rows - 1](l, &run, x, 0, out);
                     for (int64_t g = run.first; x->outliers && g < run.last; g++)
                         if (any_outliers(x, g))
-                            add_outliers(l, run.panel, g, g + 1, as_bytes(l, run.w + run_bytes(l, g - run.first), 1, codes), x, 0, count, more);
+                            add_outliers(l, run.panel, g, g + 1, as_bytes(l, run.w + run_bytes(l, g - run.first), 1, codes), x, 0, count, extra);
                     continue;
                 }
                 const uint8_t *w = as_bytes(l, run.w, run.last - run.first, codes);
-                if (x->outliers) add_outliers(l, run.panel, run.first, run.last, w, x, row, count, more);
+                if (x->outliers) add_outliers(l, run.panel, run.first, run.last, w, x, row, count, extra);
                 run.cold = w == run.w, run.w = w;
                 if (amx.rows) amx_run(l, &amx, &run, x, row, count, out);
                 else run_tiles(l, &run, bytes, x, row, count, out);
             }
-            for (int64_t i = 0; i < count * PANEL && x->outliers; i++) out[i] += more[i];
+            for (int64_t i = 0; i < count * PANEL && x->outliers; i++) out[i] += extra[i];
             for (int64_t i = 0; i < count * PANEL && l->factor != 1; i++) out[i] = (float)(out[i] * l->factor);
             for (int64_t i = 0; i < count; i++)
                 put_row(y, out_type, (row + i) * out_stride + n, out + i * PANEL, l->bias ? l->bias + n : NULL, valid, add);
@@ -295,7 +295,7 @@ SHARED void integer_part(const Linear *l, const Digits *x, void *y, int out_type
 #endif
 
 #if IN_PART(STEPS)
-/* Where a dense layer's input is that was rounded: behind the same for products of many rows. */
+/* Where the rounded input of a dense layer lies: after the room that gemm_input takes. */
 static float *rounded_input(const Linear *l, void *memory, int64_t rows) {
     return (float *)((char *)memory + (l->rounding.kind ? gemm_bytes(rows, l->columns) : 0));
 }

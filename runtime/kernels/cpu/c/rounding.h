@@ -1,5 +1,5 @@
-/* Inputs as the codes that a layer's scheme asks for, step by step as runtime/kernels/activations.py makes them: in the arithmetic of their
- * dtype. A token's codes do not depend on the tokens beside it. */
+/* Quantizes activations, operation by operation as runtime/kernels/activations.py does: each result is rounded to the input's dtype. A token's
+ * codes do not depend on the tokens beside it. */
 INLINE float in_type(float value, const int type) {
     return type == TYPE_BF16 ? bf16_to_float(float_to_bf16(value)) : type == TYPE_F16 ? f16_to_float(float_to_f16(value)) : value;
 }
@@ -78,7 +78,7 @@ INLINE float code_of(float x, const int type, const int kind, float lowest, floa
     code = clamped(code, lowest, highest);
     return kind == ROUND_E4M3 ? round_e4m3(code) : kind == ROUND_E2M1 ? round_e2m1(code) : rintf(code) - grid->zero;
 }
-/* Of `count` numbers, less the zero point. Whether all are numbers. */
+/* Codes of `count` numbers, less the zero point. Returns whether none is NaN. */
 INLINE int codes_of(const float *restrict x, const int type, int count, const Rounding *r, const Grid *grid, float *restrict code) {
     const float lowest = lowest_code(r), highest = highest_code(r);
     int wrong = grid->scale != grid->scale;
@@ -109,7 +109,7 @@ static void put_codes(const float *restrict x, const float *restrict code, int c
     finish_digits(out, row, g, count, scale / factor);
 }
 
-/* As numbers of at most MOST_GROUP columns. */
+/* At most MOST_GROUP numbers from x[at] on as float32: in `buffer`, unless they are float32 already. */
 INLINE const float *numbers_at(const void *x, const int type, int64_t at, int count, float *buffer) {
     if (type == TYPE_F32) return (const float *)x + at;
     for (int i = 0; i < count; i++) buffer[i] = load_as(x, type, at + i);

@@ -197,5 +197,5 @@ def test_one_scale_for_all_tokens_is_refused_by_name() -> None:
     layer = layer_of("w8", "a8", (8, 32), torch.float32, 0)
     entry = ModuleEntry(Scheme(WEIGHTS["w8"].weights, ActivationScheme(strategy="tensor")), layer.entry.format)
     other = CompressedLinear.from_tensors(entry, (8, 32), layer.stored(), None, torch.float32)
-    with pytest.raises(CompressError, match="a token's result depend on the others"):
+    with pytest.raises(CompressError, match="makes a token's result depend on the others"):
         other.prepare("int8-c-rounded")

@@ -123,8 +123,8 @@ class RoundedKernel(PanelKernel):
     """Weights of integers, or 4-bit floats, times quantized activations.
 
     Codes of activations equal those of `activations.quantize_input` bit for bit, and are stored as digits: one or two for integers less
-    their zero point, one for float4, three for float8 (in units of 2^-9). Sums in a group of columns are exact integers. A row does not depend
-    on its neighbours, the threads or the CPU. Outliers, inputs that stay as they are (LLM.int8), are multiplied in float32.
+    their zero point, one for float4, three for float8 (in units of 2^-9). Sums in a group of columns are exact integers. A row does not
+    depend on its neighbours, the threads or the CPU. Outliers, inputs that stay as they are (LLM.int8), are multiplied in float32.
     """
 
     def __init__(self, name: str, panels: Panels) -> None:

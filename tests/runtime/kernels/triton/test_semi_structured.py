@@ -41,10 +41,10 @@ def test_not_where_the_product_is_wrong(wrong, monkeypatch, caplog):
     assert "are wrong on cpu" in caplog.text
 
 
-def test_worth_timing_only_for_many_rows_of_whole_blocks(monkeypatch):
+def test_worth_timing_only_for_many_rows_of_whole_blocks(machine, monkeypatch):
     monkeypatch.setattr(semi_structured, "works", lambda dtype, device: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    gpu = torch.device("cuda")
+    gpu = torch.device("cuda", 0)
     # Rows of one class share a choice, so all of them are offered the same.
     offered = [semi_structured.worth_timing(rows, (64, 128), torch.bfloat16, gpu) for rows in (129, 256, 257, 512)]
     assert offered == [False, False, True, True]

@@ -28,11 +28,11 @@ def test_float16_is_written_and_proven(made: Callable[..., Path], tmp_path: Path
     result = export.export(made(kind), "onnx", tmp_path / "out", quiet=True, dtype="float16", ort=ort)
     assert result.verification is not None
     metrics = result.verification.metrics
-    assert metrics["kl"] < (2e-2 if kind == "w8a8" else 1e-2)
+    assert metrics["kl"] < (5e-3 if kind == "w8a8" else 1e-3)
+    assert metrics["top1_agreement"] >= 0.9
     assert metrics["tokens"] == 128
-    assert (
-        metrics["same_tokens"] >= (0.5 if kind == "w8a8" else 0.8) * 128
-    )  # near ties end a row; so do inputs between two codes
+    if kind != "w8a8":  # whose rows end as soon as an input becomes another code
+        assert metrics["same_tokens"] >= 0.8 * 128  # near ties end the comparison of a row
     graph = onnx.load(str(result.path / "model.onnx"), load_external_data=False).graph
     logits = next(value for value in graph.output if value.name == "logits")
     assert logits.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -77,10 +77,6 @@ def row_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(each, dtype=torch.int32 if name in short else None) for name, each in found.items()}
 
 
-def _listed(numbers: Iterable[int]) -> str:
-    return "/".join(map(str, sorted(numbers)))
-
-
 class Tables(NamedTuple):
     """Cosines and sines of so many positions, of every rotation, and their addresses."""
 
@@ -126,7 +122,8 @@ class NativeEngine(FusedEngine):
         self._windows = windows(parts.blocks)
         self._tables = Tables(0, [], (ctypes.c_void_p * 0)())
         self._local = threading.local()
-        activations = f"{_listed(parts.digits)}-digit activations" if parts.digits else "dense"
+        digits = "/".join(map(str, sorted(parts.digits)))
+        activations = f"{digits}-digit activations" if digits else "dense"
         self.description = f"decoder in C ({found.isa_name().decode()}, {activations})"
 
     def explain(self) -> dict[str, str]:

@@ -112,11 +112,11 @@ class Entry:
 
     @cached_property
     def source(self) -> str:
-        """SHA-256 of the tokens of the kernel, of the functions it calls and of the constants it reads; comments do not count.
+        """SHA-256 of the tokens of the kernel, of the functions it calls, of the constants it reads and of `OPTIONS`; comments do not count.
 
         A kernel compiled ahead is launched only by a runtime that has the same.
         """
-        parts: dict[str, str] = {}
+        parts = {"OPTIONS": str(OPTIONS)}
         collect_source(self.fn, parts)
         return sha256("\n".join(f"{name} {text}" for name, text in sorted(parts.items())).encode()).hexdigest()
 

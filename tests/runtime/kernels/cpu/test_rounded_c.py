@@ -59,13 +59,16 @@ SHAPES = ((1, 96), (33, 384), (70, 192))
 WHOLE_BLOCKS = [shape for shape in SHAPES if shape[1] % 128 == 0]
 
 
+PAIRS = [  # no format stores float8 weights beside other activations than float ones
+    (weights, activations)
+    for weights, activations in itertools.product(WEIGHTS, ACTIVATIONS)
+    if weights != "float8" or ACTIVATIONS[activations].type == "float"
+]
+
+
 def layer_of(weights: str, activations: str, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> CompressedLinear:
-    """Skips what no format stores."""
     scheme = Scheme(WEIGHTS[weights].weights, ACTIVATIONS[activations], WEIGHTS[weights].sparsity)
-    try:
-        storage = formats.choose(scheme, shape)
-    except CompressError as error:
-        pytest.skip(str(error))
+    storage = formats.choose(scheme, shape)
     tensors = dict(storage.pack(random_weight(scheme, shape, dtype, seed)))
     given = {"input_scale": 0.02, "input_zero_point": -7, "input_global_scale": 300.0}
     for name, spec in scheme.activations.tensors(dtype).items():
@@ -106,8 +109,7 @@ def exact_weight(weight: CompressedWeight) -> torch.Tensor:
     return weight.scheme.weights.dequantize(weight.values, weight.parameters, torch.float32).double()
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize(("weights", "activations"), PAIRS)
 def test_codes_are_those_of_the_reference(weights: str, activations: str) -> None:
     """An activation that is one code off differs by far more than sums in float32 may."""
     shapes = WHOLE_BLOCKS if weights == "float8 blocks" else SHAPES
@@ -131,8 +133,10 @@ def test_codes_are_those_of_the_reference(weights: str, activations: str) -> Non
             )
 
 
-@pytest.mark.parametrize("weights", ["w8", "w3 asymmetric", "w4 2:4", "float8", "mxfp4"])
-@pytest.mark.parametrize("activations", ["a8", "a5 asymmetric", "a8 outliers", "float8", "nvfp4"])
+SOME = {"w8", "w3 asymmetric", "w4 2:4", "float8", "mxfp4"}, {"a8", "a5 asymmetric", "a8 outliers", "float8", "nvfp4"}
+
+
+@pytest.mark.parametrize(("weights", "activations"), [x for x in PAIRS if x[0] in SOME[0] and x[1] in SOME[1]])
 def test_the_batch_the_threads_and_the_instruction_set_do_not_matter(
     weights: str, activations: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,8 +159,7 @@ def test_the_batch_the_threads_and_the_instruction_set_do_not_matter(
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("weights", ["w8", "w3 asymmetric", "float8", "mxfp4"])
-@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize(("weights", "activations"), [x for x in PAIRS if x[0] in SOME[0]])
 def test_a_token_that_holds_no_numbers_spoils_only_itself(weights: str, activations: str) -> None:
     layer = layer_of(weights, activations, (33, 384), torch.float32, 0)
     layer.prepare()

@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
-from runtime.kernels.triton import aot, fused, jit, signature, tuning
+from runtime.engines.cuda.engine import take_over
+from runtime.kernels.triton import aot, fused, gpu, jit, signature, tuning
 from runtime.kernels.triton.aot import CudaDriver
 
 TARGET = 90
@@ -135,3 +136,13 @@ def test_candidates_are_timed_where_their_tensors_are(machine: Any, monkeypatch:
     assert tuning.choose("swiglu", (32,), arguments(3)[0], candidates, lambda config: None) == candidates[0]
     assert seen == [3, 3, 3]  # whether its stream is capturing is asked there too
     assert machine.device == 0
+
+
+def test_other_vendors_have_no_compute_capability(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm calls its devices cuda, and numbers that look like NVIDIA's: kernels and the fused engine leave them to torch."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    assert gpu.capability(torch.device("cuda", 1)) == (9, 4)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert gpu.capability(torch.device("cuda", 1)) < (8, 0)
+    engine = SimpleNamespace(device=torch.device("cuda", 1))
+    assert take_over(engine) is None

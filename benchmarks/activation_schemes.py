@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Decode and prefill on a CPU by scheme: weights alone, activations too, and llama.cpp's Q8_0 and Q4_0 (int8 activations in groups of 32).
 
-    python benchmarks/rounded_inputs.py --peers ~/peers/runtime [--shape 1.1b] [--rounds 3] [--output FILE]
+    python benchmarks/activation_schemes.py --peers ~/peers/runtime [--shape 1.1b] [--rounds 3] [--output FILE]
 
 Random weights rounded to nearest, head included: speed only. Every measurement is a process of its own, and the rounds go through all of
 them in turn. Medians; ratios are medians of those within the rounds. `before` is what computed a scheme without C kernels that round
@@ -95,7 +95,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="rows, separated by commas")
     parser.add_argument("--work", type=Path, help="keeps checkpoints and artifacts (default: a temporary directory)")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "rounded_inputs.json")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "activation_schemes.json")
     arguments = parser.parse_args()
     fixed = {"prompt_tokens": 64, "prefill_tokens": 256, "new_tokens": 24, "repeat": 1, "timeout": 900.0}
     for name, value in fixed.items():

@@ -112,7 +112,7 @@ class Entry:
 
     @cached_property
     def source(self) -> str:
-        """SHA-256 of the tokens of the kernel, of the functions it calls, of the constants it reads and of `OPTIONS`; comments do not count.
+        """SHA-256 of the tokens of the kernel, the functions it calls, the constants it reads and `OPTIONS`; comments do not count.
 
         A kernel compiled ahead is launched only by a runtime that has the same.
         """

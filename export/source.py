@@ -101,6 +101,12 @@ class Source:
         if quantization is not None:
             self.entries = entries_of(model, quantization, self.artifact.checkpoint.names())
             self.shapes |= linear_shapes(model)  # experts are apart now
+        turned = next((name for name, entry in self.entries.items() if entry.scheme.transform is not None), None)
+        if turned is not None:
+            raise RequestError(
+                f"{self.path}: {turned} transforms its input (input_transform), which no export carries: runtime.load() runs it, and in "
+                "transformers it loads with this package installed; export a recipe without input_transform"
+            )
         missing = [name for name in self.entries if name not in self.shapes]
         if missing:
             raise ArtifactError(f"{self.path}: config.json compresses {missing[0]}, which the model has no layer for")

@@ -43,7 +43,9 @@ class MethodEntry:
             found["written"] = self.written
         if isinstance(self.source, Method):
             return found | _of_registry(self.source, self.stage, self.written is not None)
-        return found | (_of_stage(self.source) if hasattr(self.source, "config") else _of_preset(self.source))
+        if hasattr(self.source, "config"):
+            return found | _of_stage(self.source)
+        return found | (_of_part(self.source) if hasattr(self.source, "needs") else _of_preset(self.source))
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,9 @@ class MethodGroup:
         return [field for field in described[0] if field["name"] in common]
 
 
-#: Of the parts of a policy and of a drafter, by the ends of their groups' names: what they are for, and how they are written.
+#: Of the parts of stages, of a policy and of a drafter, by the ends of their groups' names: what they are for, and how they are written.
 _PARTS = {
+    "input_transform": ("in which basis inputs and weights are rounded", "{method: ..., input_transform: NAME}"),
     "evict.score": ("which tokens stay", "{evict: {score: NAME, ...}}"),
     "evict.layers": ("how layers share the budget", "{evict: {layers: NAME, ...}}"),
     "evict.heads": ("how the heads of a layer share its budget", "{evict: {heads: NAME, ...}}"),
@@ -114,6 +117,9 @@ def method_groups() -> Iterator[MethodGroup]:
         if kind.name != "kv_cache":
             entries = [MethodEntry(kind.name, method.name, method) for method in kind.methods().values()]
             yield MethodGroup(kind.name, kind.summary, f"{kind.name}: {{method: NAME, ...}}", entries)
+            for key, methods in kind.parts().items():
+                named = [MethodEntry(f"{kind.name} {key}", method.name, method) for method in methods.values()]
+                yield _part(kind.name, key, named)
             continue
         entries = [MethodEntry(kind.name, preset.name, preset) for preset in PRESETS.values()]
         written = "kv_cache: NAME, or kv_cache: {method: NAME, ...}, or the keys below without a method"
@@ -163,6 +169,16 @@ def _of_stage(method: Any) -> dict[str, Any]:
             }
             for name, field in fields.items()
         ],
+    }
+
+
+def _of_part(method: Any) -> dict[str, Any]:
+    """Of what a field of a stage names, which has no fields itself."""
+    return {
+        "description": inspect.getdoc(method.find) or method.summary,
+        "paper": method.paper,
+        "needs": sorted(method.needs),
+        "fields": [],
     }
 
 

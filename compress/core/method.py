@@ -13,7 +13,7 @@ from compress.core.statistics import Statistics
 from runtime.config.plugins import entries, merge
 from runtime.formats.scheme import CompressedWeight, Scheme
 
-Need = Literal["hessian", "ranges", "drift", "gradients"]
+Need = Literal["hessian", "ranges", "drift", "gradients", "samples"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Problem:
         masks: of each weight, bool `[out, in]`, True = kept, as the pruning method chose them before; None: dense.
         output_hessians: of each weight, float32 `[out_i, out_i]` (`compress.model.output_hessians`), where the loss of the model counts and
             not the error of the output.
+        basis: of the inputs, in which weights are rounded (`compress.quantize.transforms.Basis`); None: the one they come in.
     """
 
     weights: list[torch.Tensor]
@@ -66,6 +67,7 @@ class Problem:
     constraints: list[Any] | None = None
     masks: list[torch.Tensor] | None = None
     output_hessians: list[torch.Tensor] | None = None
+    basis: Any = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class Method:
         config: pydantic class whose fields are the recipe's fields; its docstring is what `compress methods show` prints.
         summary: one line.
         paper: title, year and arXiv number of the source.
-        needs: what calibration must collect: `hessian` (mean of x x^T), `ranges` (per-channel means, minima, maxima).
+        needs: what calibration must collect: `hessian` (mean of x x^T), `ranges` (per-channel means, minima, maxima), `samples` (some
+            inputs).
         scales: of methods that transform the model before they round: `(weights, statistics, scheme, config) -> scale [in]` for
             weights that share an input; columns are multiplied by it, the input is divided by it.
         solve: of quantization methods that find the codes themselves: `(problem) -> a compressed weight for each`, zero where

@@ -13,6 +13,8 @@ from compress.core import file_matrix
 
 #: Columns of the second moments that are accumulated together.
 BLOCK = 512
+#: Inputs that are kept where a method asks for samples.
+SAMPLES = 2048
 #: Elements of the inputs that are converted to float32 at a time.
 ELEMENTS = 1 << 24
 
@@ -32,6 +34,7 @@ class Statistics:
             Hessian; None if not collected. `drifted`: `[in]` float32, mean of `(o - x)^2`.
         residual: `[out, in]` float32, mean of `(p - r) x^T`, where the layer's output is added to `r`, and to `p` in the original model;
             None if not collected. `residual_square`: `[out]` float32, mean of `(p - r)^2`.
+        samples: `[n, in]` float32, some of the inputs, drawn at random from those that this process has seen; None if not collected.
         tokens: how many tokens were seen.
         finite: False when a NaN or Inf was among the inputs.
     """
@@ -47,6 +50,7 @@ class Statistics:
     drifted: torch.Tensor | None = None
     residual: torch.Tensor | None = None
     residual_square: torch.Tensor | None = None
+    samples: torch.Tensor | None = None
 
     @property
     def columns(self) -> int:
@@ -59,8 +63,30 @@ class Statistics:
         found: dict[str, Any] = {name: getattr(self, name) / s for name in ("abs_mean", "minimum", "maximum")}
         found |= {name: _scaled(getattr(self, name), s) for name in ("hessian", "drift")}
         drifted = None if self.drifted is None else self.drifted / s.square()
-        residual = None if self.residual is None else self.residual / s
-        return replace(self, square_mean=self.square_mean / s.square(), drifted=drifted, residual=residual, **found)
+        residual, samples = (None if each is None else each / s for each in (self.residual, self.samples))
+        return replace(
+            self,
+            square_mean=self.square_mean / s.square(),
+            drifted=drifted,
+            residual=residual,
+            samples=samples,
+            **found,
+        )
+
+    def turned(self, turn: Callable[[torch.Tensor], torch.Tensor]) -> Statistics:
+        """Statistics of `x T`, where `turn` gives `rows T` for rows `[n, in]`, without drift and residual.
+
+        Ranges and means are those of the samples, NaN where there are none.
+        """
+        hessian = None if self.hessian is None else _turned(self.hessian, turn)
+        samples = None if self.samples is None else turn(self.samples)
+        seen = torch.full_like(self.abs_mean, torch.nan)[None] if samples is None else samples
+        if len(seen) == 0:
+            seen = torch.zeros_like(self.abs_mean)[None]
+        square = seen.square().mean(0) if hessian is None else hessian.diagonal().clone()
+        return Statistics(
+            hessian, seen.abs().mean(0), seen.amin(0), seen.amax(0), square, self.tokens, self.finite, samples=samples
+        )
 
     def to(self, device: torch.device | str) -> Statistics:
         """The same on a device."""
@@ -77,6 +103,7 @@ class StatisticsCollector:
         directory: they are in a file there (CPU only); None: in memory.
         drift: collect it too; every `add` is then given the original model's inputs.
         outputs: of the layer, where the drift of what its output is added to is collected too; 0: it is not.
+        samples: inputs that are kept, at most.
     """
 
     def __init__(
@@ -87,6 +114,7 @@ class StatisticsCollector:
         directory: Path | None = None,
         drift: bool = False,
         outputs: int = 0,
+        samples: int = 0,
     ) -> None:
         self.in_features = in_features
         self._drift = file_matrix.zeros(in_features, in_features, device, directory) if drift else None
@@ -100,6 +128,10 @@ class StatisticsCollector:
         self._maximum = torch.full((in_features,), -torch.inf, device=device)
         self._tokens = 0
         self._finite = True
+        self._most = samples
+        self._samples = torch.zeros(0, in_features, device=device)
+        self._draws = torch.zeros(0, device=device)
+        self._generator = torch.Generator().manual_seed(in_features)
 
     @torch.no_grad()
     def add(
@@ -118,6 +150,8 @@ class StatisticsCollector:
         for start in range(0, x.shape[0], step):
             part = x[start : start + step].to(self._abs)
             self._add(part)
+            if self._most:
+                self._add_samples(part)
             if self._drift is not None:
                 assert others is not None
                 self._add_drift(part, others[start : start + step].to(self._abs))
@@ -128,6 +162,12 @@ class StatisticsCollector:
     def _tokens_of(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         x = x.reshape(-1, x.shape[-1])
         return x if mask is None else x[mask.reshape(-1).to(x.device)]
+
+    def _add_samples(self, x: torch.Tensor) -> None:
+        """Keep the inputs with the largest of random numbers: any is among them as likely as any other."""
+        draws = torch.cat([self._draws, torch.rand(len(x), generator=self._generator).to(self._draws)])
+        kept = draws.topk(min(self._most, len(draws))).indices.sort().values
+        self._samples, self._draws = torch.cat([self._samples, x])[kept], draws[kept]
 
     def _add_drift(self, x: torch.Tensor, original: torch.Tensor) -> None:
         assert self._drift is not None
@@ -224,7 +264,19 @@ class StatisticsCollector:
             drifted=None if self._drift is None else self._drifted / tokens,
             residual=self._residual,
             residual_square=None if self._residual is None else self._residual_square / tokens,
+            samples=self._samples if self._most else None,
         )
+
+
+def _turned(hessian: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Second moments `T^T H T` of `x T`."""
+    half, found = file_matrix.empty_like(hessian), file_matrix.empty_like(hessian)
+    for source, target in ((hessian, half), (half, found)):
+        for rows in file_matrix.panels(len(hessian), BLOCK):
+            target[rows] = turn(source[:, rows].T.contiguous())
+            for matrix in (source, target):
+                file_matrix.let_go(matrix)
+    return found
 
 
 def _scaled(moments: torch.Tensor | None, s: torch.Tensor) -> torch.Tensor | None:

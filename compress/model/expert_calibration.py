@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,12 +90,16 @@ class ExpertCalibration:
         return [part for wave in found.values() for part in _parts(wave, groups)]
 
     def collect(
-        self, groups: list[InputGroup], forwards: Forwards, hessian: bool, original: Original | None = None
+        self,
+        groups: list[InputGroup],
+        forwards: Forwards,
+        needs: Collection[str],
+        original: Original | None = None,
     ) -> list[Statistics]:
-        """Statistics of groups, with what the recipe wants for experts that read too little."""
+        """Statistics of groups, with what the recipe wants for experts that read too little; arguments as of `collect`."""
         alone = all(expert_of(self.block, group.members[0]) is None for group in groups)
         collected = partial(
-            collect, self.block, forwards=forwards, hessian=hessian, team=self.team, place=self.place, original=original
+            collect, self.block, forwards=forwards, needs=needs, team=self.team, place=self.place, original=original
         )
         found = dict(enumerate(collected(groups, stop_early=alone)))
         starved = [

@@ -6,7 +6,7 @@ are those that were given the very same tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from torch import nn
 
 from compress.core.file_matrix import in_memory
 from compress.core.processes import Team
-from compress.core.statistics import Statistics, StatisticsCollector
+from compress.core.statistics import SAMPLES, Statistics, StatisticsCollector
 from compress.model.module_hooks import hooks
 from runtime.modeling.experts import Expert, expert_of
 from runtime.modeling.linear_modules import get_matrix
@@ -119,7 +119,7 @@ def collect(
     block: nn.Module,
     groups: list[InputGroup],
     forwards: Forwards,
-    hessian: bool = True,
+    needs: Collection[str] = ("hessian",),
     stop_early: bool = True,
     team: Team | None = None,
     place: Callable[[int], Path | None] = in_memory,
@@ -132,6 +132,7 @@ def collect(
             other tokens may be routed there.
         place: directory of the file that holds second moments of so many inputs; None: they are in memory.
         team: processes that read other batches and call this for the same groups.
+        needs: of `Need`, beside ranges: "hessian", "samples".
         stop_early: leave each forward pass once the last group's input was seen; what comes after cannot change it.
     """
     device = next(block.parameters()).device
@@ -145,8 +146,9 @@ def collect(
     }  # fmt: skip
     collectors = [
         StatisticsCollector(
-            group.in_features, hessian, device, place(group.in_features), drift,
+            group.in_features, "hessian" in needs, device, place(group.in_features), drift,
             get_matrix(block.get_submodule(group.members[0])).shape[0] if position in sums else 0,
+            SAMPLES if "samples" in needs else 0,
         )
         for position, (group, drift) in enumerate(zip(groups, drifts, strict=True))
     ]  # fmt: skip

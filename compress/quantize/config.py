@@ -64,6 +64,11 @@ class QuantizeConfig(BaseModel):
         None,
         description="Input scales: one a token at run time (dynamic, the default), or one in all from calibration (static).",
     )
+    input_transform: str | None = Field(
+        None,
+        description="Change of basis of the layer's inputs before they and the weights are rounded, a small product a token at run time: "
+        "hadamard, hadamard_groups (for each group of columns) or flatquant (learned), or another package's.",
+    )
     scales: Literal["hessian", "mse", "minmax", "positive"] = Field(
         "mse",
         description="How scales are found: least output error of a group, least weighted squared error, covering the range, or mse "

@@ -259,11 +259,15 @@ def _tensor_grid(weight, scheme, dtype, search, importance, mask, rows) -> Grid:
 
 
 def nearest_values(
-    weight: torch.Tensor, scheme: Representation, dtype: torch.dtype, importance: torch.Tensor | None = None
+    weight: torch.Tensor,
+    scheme: Representation,
+    dtype: torch.dtype,
+    importance: torch.Tensor | None = None,
+    search: Search = "mse",
 ) -> torch.Tensor:
     """`weight [out, in]` rounded to the nearest values of any representation, float32; arguments as for `make_grid`."""
     if isinstance(scheme, GridScheme):
-        grid = make_grid(weight, scheme.with_global_scale([weight]), dtype, "mse", importance)
+        grid = make_grid(weight, scheme.with_global_scale([weight]), dtype, search, importance)
         return grid.values(grid.codes(weight))
     parameters = scheme.fit(weight, dtype, importance)
     return scheme.dequantize(scheme.round(weight, parameters), parameters, torch.float32)

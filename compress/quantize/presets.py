@@ -8,9 +8,12 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from compress.quantize.config import CANDIDATES, QuantizeConfig
+from compress.quantize.transforms import METHODS as TRANSFORMS
+from runtime.config.messages import did_you_mean
 from runtime.errors import RequestError
 from runtime.formats.checks import why_not_activations
 from runtime.formats.grid import GridScheme
+from runtime.formats.input_transform import InputTransform
 from runtime.formats.k_quant import KQuant
 from runtime.formats.presets import PRESETS, preset
 from runtime.formats.representation import Representation
@@ -52,6 +55,32 @@ def _check_lossless(config: QuantizeConfig, scheme: Scheme, weights: Representat
     return scheme
 
 
+def _with_transform(config: QuantizeConfig, scheme: Scheme) -> Scheme:
+    """The scheme with the input transform that a recipe asks for; RequestError where it is unknown, or does not go with the rest."""
+    name, weights = config.input_transform, scheme.weights
+    if name is None or weights is None:
+        return scheme
+    if name not in TRANSFORMS:
+        raise RequestError(
+            f"input_transform '{name}' is unknown: {', '.join(TRANSFORMS)}{did_you_mean(name, list(TRANSFORMS))}"
+        )
+    method, piece, reason = TRANSFORMS[name], None, None
+    if weights.lossless:
+        reason = f"{weights.describe()} stores weights without loss"
+    elif scheme.sparsity is not None:
+        reason = "pruned weights are zero in the basis that their inputs come in only: leave the stage that prunes out"
+    elif config.budget is not None:
+        reason = "a budget measures layers in the basis that their inputs come in: give whole bits"
+    if method.by_group:
+        piece = weights.group_size
+        reason = reason or (
+            None if piece else f"it rotates groups of columns, and {weights.describe()} has none: give hadamard"
+        )
+    if reason is not None:
+        raise RequestError(f"input_transform {name}: {reason}")
+    return replace(scheme, transform=InputTransform(name, piece))
+
+
 def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -> Scheme:
     """The scheme that a recipe's fields mean.
 
@@ -64,12 +93,17 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
     """
     if config is None:
         return Scheme(sparsity=sparsity)
+    return _with_transform(config, _scheme_of(config, sparsity))
+
+
+def _scheme_of(config: QuantizeConfig, sparsity: str | None) -> Scheme:
+    """`resolve_scheme` without an input transform."""
     if config.budget is not None:
         return candidate_schemes(config, sparsity)[-1]
     if isinstance(config.scheme, dict):
         represented = _represented(config, config.scheme)
         if isinstance(represented, KQuant):
-            return resolve_scheme(config.model_copy(update={"scheme": represented.kind}), sparsity)
+            return _scheme_of(config.model_copy(update={"scheme": represented.kind}), sparsity)
         return _check_options(config, Scheme(represented, _activations(config, None, None), sparsity))
     scheme = preset(config.scheme) if config.scheme is not None else PRESETS["W4A16"]
     weights = scheme.grid

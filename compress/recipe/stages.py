@@ -88,6 +88,10 @@ class StageKind:
         """Registry of its methods: {word after `method:`: an object with `config`, a pydantic class}."""
         raise NotImplementedError
 
+    def parts(self) -> Mapping[str, Mapping[str, Any]]:
+        """{field of its methods: registry of what that field names}."""
+        return {}
+
     def validate(self, config: Any) -> None:
         """Raise `RequestError` where the fields of a valid config cannot be combined."""
 

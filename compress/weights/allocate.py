@@ -226,7 +226,7 @@ def _seen(
     block, prefix = streamed.blocks[index], streamed.block_prefix(index)
     runs = forwards(streamed, index, states, batches)
     groups = find_groups(block, runs[0][0], [name.removeprefix(prefix) for name in names])
-    found = collect(block, groups, runs, hessian=False)
+    found = collect(block, groups, runs, needs=())
     seen = {prefix + m: s for group, s in zip(groups, found, strict=True) for m in group.members}
     unreached = sorted(set(names) - set(seen))
     if unreached:

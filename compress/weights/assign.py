@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from compress.model.partial import PartialModel
-from compress.quantize import candidate_schemes, check_fits, resolve_scheme
+from compress.quantize import METHODS, candidate_schemes, check_fits, resolve_scheme
 from compress.recipe.models import Recipe
 from compress.recipe.stages import Stage
 from compress.recipe.targets import DEFAULT_IGNORE, ModuleInfo, matches, select, unmatched_message
@@ -126,10 +126,15 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
                 raise RequestError(f"{error}, or name it in ignore") from None
             formats.choose(possible, module.shape)
     scheme = next((one for one in candidates if one.grid is None), scheme)
-    if scheme.weights is not None and quantize is not None and scheme.grid is None:
+    if scheme.transform is not None and quantize is not None and METHODS[quantize.config.method].scales is not None:
+        text = f"method {quantize.config.method} scales inputs, and input_transform {scheme.transform.name} mixes them: give gptq or rtn"
+        raise RequestError(_at(recipe, quantize, ("input_transform",), text))
+    if scheme.weights is not None and quantize is not None and (scheme.grid is None or scheme.transform is not None):
         later = next((s for s in recipe.stages if s.kind == "recover" and s.index > quantize.index), None)
         if later is not None:
-            text = f"recovery trains weights on a grid, and stage {quantize.index} stores {module.name} as {scheme.weights.describe()}"
+            turned = "" if scheme.transform is None else f", in the basis of input_transform {scheme.transform.name}"
+            stored = f"{scheme.weights.describe()}{turned}"
+            text = f"recovery trains weights on a grid, and stage {quantize.index} stores {module.name} as {stored}"
             raise RequestError(_at(recipe, later, (), f"{text}; put the recover stage before it"))
     if quantize is not None and quantize.config.objective == "output":
         forms = [one.weights for one in candidates or (scheme,) if one.weights is not None]

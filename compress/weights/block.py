@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,10 +21,11 @@ from compress.model.input_statistics import Forwards, InputGroup, find_groups
 from compress.model.module_outputs import ModuleOutputs
 from compress.model.original_block import OriginalBlock, find_residual_layers
 from compress.model.tensor_model import same_input
+from compress.quantize.transforms import Basis
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.recipe import Recipe
 from compress.weights.layer_task import LayerTask, share_global_scale
-from compress.weights.packed_layer import SolvedLayer, simulate, solve_layers
+from compress.weights.packed_layer import SolvedLayer, find_basis, simulate, solve_layers
 from compress.weights.scale_folding import find_folds, fold
 from runtime.errors import CompressError
 from runtime.modeling.experts import expert_of
@@ -37,10 +39,11 @@ UNCALLED = "the block does not call this layer on text, but may use its weight i
 
 @dataclass
 class _Unit:
-    """Layers (names inside the block) that process `owner` solves together; `size`: their weights."""
+    """Layers (names inside the block) that process `owner` solves together; `basis`: in which; `size`: their weights."""
 
     statistics: Statistics | None
     owner: int
+    basis: Basis | None
     names: list[str] = field(default_factory=list)
     size: int = 0
 
@@ -202,9 +205,9 @@ class BlockJob:
         wanted = [i for i in positions if self._needs(groups[i])]
         if not wanted:
             return {}
-        hessian, drift = (any(need in self._needs(groups[i]) for i in wanted) for need in ("hessian", "drift"))
-        original = self.original.runs if drift and self.original is not None else None
-        found = self._experts.collect([groups[i] for i in wanted], self.forwards, hessian, original)
+        needs = set().union(*(self._needs(groups[i]) for i in wanted))
+        original = self.original.runs if "drift" in needs and self.original is not None else None
+        found = self._experts.collect([groups[i] for i in wanted], self.forwards, needs, original)
         return dict(zip(wanted, found, strict=True))
 
     def _transform(self, groups: list[InputGroup], all_groups: list[InputGroup]) -> dict[int, Statistics]:
@@ -278,17 +281,29 @@ class BlockJob:
         units: list[_Unit] = []
         for members, statistics in ready:
             first = len(units)
-            shared = {name: self._tasks[name] for name in members}
-            self._tasks |= share_global_scale(shared, [self._weight(name) for name in members])
+            bases = self._share_inputs(members, statistics)
             for name in members:
                 size, owner, task = shapes[name].numel(), owners[name], self._tasks[name]
                 alike = (u for u in units[first:] if u.owner == owner and u.size + size <= SOLVED_AT_ONCE)
                 unit = next((u for u in alike if self._tasks[u.names[0]].same_settings(task)), None)
                 if unit is None:
-                    units.append(unit := _Unit(statistics, owner))
+                    units.append(unit := _Unit(statistics, owner, bases.get(task.scheme.transform)))
                 unit.names.append(name)
                 unit.size += size
         return units
+
+    def _share_inputs(self, members: list[str], statistics: Statistics | None) -> dict[Any, Basis]:
+        """{input transform: the basis of layers that read one input}; their tasks get one global scale, where their scheme has one."""
+        weights = {name: self._weight(name) for name in members}
+        bases, tasks = dict[Any, Basis](), {name: self._tasks[name] for name in members}
+        for transform in dict.fromkeys(task.scheme.transform for task in tasks.values()):
+            alike = {name: task for name, task in tasks.items() if task.scheme.transform == transform}
+            own = [weights[name] for name in alike]
+            if transform is not None:
+                bases[transform] = find_basis(next(iter(alike.values())).scheme, own, statistics, self.team)
+                own = [bases[transform].weight(weight) for weight in own]
+            self._tasks |= share_global_scale(alike, own)
+        return bases
 
     def _weight(self, name: str) -> torch.Tensor:
         return self._scaled.get(name, get_matrix(self.block.get_submodule(name)))
@@ -333,7 +348,9 @@ class BlockJob:
                 name = self.prefix + unit.names[0]
                 self.reporter.warn(f"{name}: the loss does not depend on what it gives; fitted to that (propagated)")
                 hessians = None
-        return solve_layers(tasks, modules, weights, unit.statistics, self.dtype, self.constraints, hessians)
+        return solve_layers(
+            tasks, modules, weights, unit.statistics, self.dtype, self.constraints, hessians, unit.basis
+        )
 
     def _output_aware(self, name: str) -> bool:
         """Whether a layer's output Hessian counts: not that of a routed expert (none is collected)."""

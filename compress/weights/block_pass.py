@@ -19,7 +19,7 @@ from compress.core.files import disk_errors, sha256, written_beside
 from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import RunDirectory
-from compress.core.statistics import Statistics, StatisticsCollector
+from compress.core.statistics import SAMPLES, Statistics, StatisticsCollector
 from compress.core.tensors import finite, wide_products
 from compress.model.checkpoint_writer import shard_name
 from compress.model.hidden_states import HiddenStates
@@ -32,7 +32,7 @@ from compress.model.streamed import Batch, StreamedModel
 from compress.model.tensor_model import same_input
 from compress.weights.block import BlockJob, BlockResult
 from compress.weights.layer_task import LayerTask, share_global_scale
-from compress.weights.packed_layer import SolvedLayer, solve_layers, weight_digest
+from compress.weights.packed_layer import SolvedLayer, find_basis, solve_layers, weight_digest
 from compress.weights.plan import WeightPlan
 from runtime.checkpoint.headers import TensorEntry, read_header
 from runtime.errors import CompressError
@@ -467,15 +467,18 @@ def _outside(job: BlockPass, result: BlockResult) -> dict[str, nn.Module]:
 def _solve_outside(
     job: BlockPass, name: str, task: LayerTask, module: nn.Module, statistics: Statistics | None, result: BlockResult
 ) -> None:
-    weights, dtype = [get_matrix(module)], job.streamed.dtype
-    (layer,) = solve_layers({name: task}, [module], weights, statistics, dtype, job.plan.constraints)
+    weights, dtype, basis = [get_matrix(module)], job.streamed.dtype, None
+    if task.scheme.transform is not None:
+        basis = find_basis(task.scheme, weights, statistics, Team())  # only the main process is here
+    (layer,) = solve_layers({name: task}, [module], weights, statistics, dtype, job.plan.constraints, basis=basis)
     result.add_layer(name, layer, job.reporter)
 
 
 def _head_statistics(job: BlockPass, task: LayerTask, module: nn.Module, states: HiddenStates) -> Statistics:
     columns, device = get_matrix(module).shape[1], job.streamed.device
     place = job.plan.context.bounds.place(job.directory.work, columns)
-    collector = StatisticsCollector(columns, True, device, place, drift=task.propagated)
+    samples = SAMPLES if "samples" in task.needs else 0
+    collector = StatisticsCollector(columns, True, device, place, drift=task.propagated, samples=samples)
 
     def read(number: int, ids: torch.Tensor) -> torch.Tensor:
         return job.streamed.head_input(states.get(number).to(device), ids)

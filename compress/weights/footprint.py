@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from compress.core.memory_bounds import Bounds
-from compress.core.statistics import BLOCK, ELEMENTS
+from compress.core.statistics import BLOCK, ELEMENTS, SAMPLES
 from compress.evaluate.streamed import LOGIT_ROWS
 from compress.model.expert_calibration import AT_ONCE
 from compress.model.footprint import WHOLE_BYTES, Footprint, ModelSize, Rows, Speed, one_row_at_a_time, tokens
 from compress.model.output_hessians import states_per_token
+from compress.quantize.transforms.flatquant import ROWS
 from compress.weights.layer_task import LayerTask
 from compress.weights.plan import WeightPlan
 from compress.weights.sensitivity import MEASURED_TOKENS
@@ -30,6 +31,8 @@ from runtime.modeling.linear_modules import get_matrix
 LOOP, NEAREST = 9, 6
 #: What gradients go back through in a block, beside what a pass over it takes.
 BACKWARD = 4
+#: Float32 matrices of `ROWS` rows that learning an input transform takes, with their gradients.
+LEARNED = 16
 #: Panels of a matrix in a file that are in memory at once: of the factor, those it looks back at, and copies.
 FACTORED = 5
 
@@ -185,8 +188,9 @@ class WeightsFootprint:
     def _block(self, size: int, layers: list[_Layer], rows: Rows, bounds: Bounds, forward: int) -> int:
         """One block of `size` bytes, its results, and what is in memory at once to make them."""
         kept = sum(layer.packed for layer in layers)
-        # Layers with quantized activations give way to modules of their own; the originals come back afterwards.
-        kept += sum(layer.numel * self._item for layer in layers if layer.task.scheme.activations is not None)
+        # Layers with transformed or quantized inputs give way to modules of their own; the originals come back afterwards.
+        schemes = ((layer, layer.task.scheme) for layer in layers)
+        kept += sum(x.numel * self._item for x, s in schemes if s.activations is not None or s.transform is not None)
         transformed = any(layer.task.transform is not None for layer in layers)
         sequential = self._recipe.true_sequential
         groups = [list(group) for _, group in groupby(sorted(layers, key=_input), key=_input)]
@@ -214,7 +218,8 @@ class WeightsFootprint:
         # Of what the layer adds to, where it is alone: taken to be so.
         rows = max((layer.rows for layer in group if layer.task.propagated and not layer.home), default=0)
         panels = [min(side, 2 * BLOCK) if filed else side for side in (columns, rows)]
-        return 4 * columns * (matrices * panels[0] + panels[1])
+        samples = SAMPLES if any("samples" in layer.task.needs for layer in group) else 0
+        return 4 * columns * (matrices * panels[0] + panels[1] + samples)
 
     def _wave(self, group: list[_Layer], late: list[list[_Layer]], bounds: Bounds) -> int:
         """Second moments collected together with a group's: those of experts, up to a bound."""
@@ -257,6 +262,11 @@ class WeightsFootprint:
             pack = max(pack, layer.packed + 2 * self._item * layer.numel + layer.numel)
         if any(layer.task.propagated for layer in group):  # float32 weights that make up for the drift
             solved += 4 * numel
+        turned = [layer for layer in group if layer.task.scheme.transform is not None]
+        if turned:  # weights and second moments in another basis, or what it is learned with
+            moments = 2 * min(columns, 2 * BLOCK) if bounds.filed(columns) else 2 * columns
+            learned = LEARNED * ROWS if any("samples" in layer.task.needs for layer in turned) else 0
+            solved += 4 * sum(layer.numel for layer in turned) + 4 * columns * max(moments, learned)
         # Output Hessians, their factors, weights in another order, and their errors.
         if any(layer.task.output_aware for layer in group):
             solved += sum(2 * self._output_moments(layer) for layer in group) + 2 * 4 * numel

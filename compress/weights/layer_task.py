@@ -14,6 +14,7 @@ from compress.prune.config import PruneConfig
 from compress.prune.magnitude import MagnitudeConfig
 from compress.quantize.config import QuantizeConfig
 from compress.quantize.rtn import RTNConfig
+from compress.quantize.transforms import METHODS as TRANSFORMS
 from runtime.formats.scheme import Scheme
 
 
@@ -81,7 +82,7 @@ class LayerTask:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What calibration must collect for it ("hessian", "ranges", "drift", "gradients"); empty for data-free methods."""
+        """What calibration must collect for it ("hessian", "ranges", "drift", "gradients", "samples"); empty for data-free methods."""
         needs: set[str] = set().union(*(m.needs for m in self.methods))
         if self.propagated:
             needs |= {"hessian", "drift"}
@@ -90,6 +91,9 @@ class LayerTask:
         activations = self.scheme.activations
         if activations is not None and activations.calibrated:
             needs.add("ranges")
+        if self.scheme.transform is not None and not self.quantized:
+            needs |= set(TRANSFORMS[self.scheme.transform.name].needs)
+            needs |= {"samples"} if "ranges" in needs else set()  # ranges are those of the transformed inputs
         if self.candidates and not self.quantized:
             needs.add("ranges")
         if self.prune is not None and not self.pruned and self.prune.allocation != "uniform":
@@ -144,6 +148,7 @@ class LayerTask:
             span = "" if least is None else f"{least.describe()} to "
             text = f"{self.quantize.method} {span}{self.scheme.weights.describe()}"
             text += "" if self.quantize.objective == "layer" else f" {self.quantize.objective}"
+            text += "" if self.scheme.transform is None else f" {self.scheme.transform.name}"
             if self.scheme.activations is not None:
                 text += f" {self.scheme.activations.describe()}"
             parts.append(text)

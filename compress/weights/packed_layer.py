@@ -11,16 +11,20 @@ import torch
 from torch import nn
 
 from compress.core.method import Problem
+from compress.core.processes import Team
 from compress.core.statistics import Statistics
 from compress.core.tensors import finite
+from compress.quantize.input_grid import calibrated_tensors
+from compress.quantize.transforms import METHODS as TRANSFORMS
+from compress.quantize.transforms import Basis, Layers
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.weights.layer_task import LayerTask
 from compress.weights.solver.compensate import LayerResult
 from compress.weights.solver.group import solve_group
 from runtime import formats
 from runtime.errors import CompressError
-from runtime.formats.float8 import FLOAT8_MAXIMUM
 from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.representation import Tensors
 from runtime.formats.scheme import Scheme
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.modeling.linear_modules import get_matrix, set_matrix
@@ -36,7 +40,8 @@ class SolvedLayer:
     Attributes:
         tensors: what is stored, keys relative to the module ("weight_packed", ...), without the bias.
         entry: how `config.json` describes it.
-        digest: SHA-256 of the dequantized weight's bytes; the load-back gate compares it with what the disk gives.
+        dense: the dequantized weight, in the basis of its input transform.
+        digest: SHA-256 of its bytes; the load-back gate compares it with what the disk gives.
         record: the layer's line in the manifest; its error is None where the weight was settled before and is only stored.
     """
 
@@ -63,6 +68,17 @@ class SolvedLayer:
         return weight.dequantize().contiguous()
 
 
+def find_basis(scheme: Scheme, weights: Sequence[torch.Tensor], statistics: Statistics | None, team: Team) -> Basis:
+    """The basis of layers with these weights `[out_i, in]` that read one input; the main process of a team finds it."""
+    assert scheme.transform is not None
+    tensors: Tensors = {}
+    if team.is_main:
+        samples = None if statistics is None else statistics.samples
+        tensors = TRANSFORMS[scheme.transform.name].find(Layers(list(weights), scheme, samples))
+        tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+    return Basis(scheme.transform, tensors if team.size == 1 else team.broadcast(tensors))
+
+
 def weight_digest(dense: torch.Tensor) -> str:
     """SHA-256 over the bytes of a dense weight (any dtype); both zeros count as one."""
     digest = hashlib.sha256()
@@ -79,6 +95,7 @@ def solve_layers(
     dtype: torch.dtype,
     constraints: Mapping[str, WeightConstraint],
     output_hessians: list[torch.Tensor] | None = None,
+    basis: Basis | None = None,
 ) -> list[SolvedLayer]:
     """Solve and pack layers that share an input.
 
@@ -89,6 +106,7 @@ def solve_layers(
         dtype: of the model.
         constraints: masks and grids of layers, by name.
         output_hessians: of each, where the loss of the model counts.
+        basis: that they are rounded in; None: the one their input comes in.
     """
     names, task = list(tasks), next(iter(tasks.values()))
     sparsity = None if task.prune is None else [own.share for own in tasks.values()]
@@ -98,7 +116,7 @@ def solve_layers(
         settled = [one.restricted(mask=task.pruned, grid=task.quantized) for one in found]
     problem = Problem(
         list(weights), statistics, task.prune, task.quantize, task.scheme, dtype, names, sparsity, settled,
-        output_hessians=output_hessians,
+        output_hessians=output_hessians, basis=basis,
     )  # fmt: skip
     solved, form = solve_group(problem), task.scheme.weights
     if form is not None and form.lossless:
@@ -107,15 +125,14 @@ def solve_layers(
                 layer.weight.dequantize().view(torch.uint8), weight.to(dtype).contiguous().view(torch.uint8)
             ):
                 raise CompressError(f"{name}: {form.describe()} does not give the weight back exactly")
+    inputs = _input_tensors(task.scheme, statistics, basis, dtype)
     return [
-        _pack(name, own, layer, _activation_tensors(own.scheme, statistics, dtype), module)
+        _pack(name, own, layer, {key: tensor.clone() for key, tensor in inputs.items()}, module)
         for (name, own), layer, module in zip(tasks.items(), solved, modules, strict=True)
     ]
 
 
-def _pack(
-    name: str, task: LayerTask, solved: LayerResult, inputs: dict[str, torch.Tensor], module: nn.Module
-) -> SolvedLayer:
+def _pack(name: str, task: LayerTask, solved: LayerResult, inputs: Tensors, module: nn.Module) -> SolvedLayer:
     """Pack through the layer's format; that the stored tensors unpack to the same weight is proven once the shard is written."""
     weight = solved.weight
     shape = rows, columns = weight.shape
@@ -140,43 +157,26 @@ def _pack(
     )
 
 
-def _activation_tensors(scheme: Scheme, statistics: Statistics | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What the calibrated range of the inputs says of a static grid: `input_scale` `[1]` in `dtype` (and `input_zero_point`), or
-    `input_global_scale`, with which the largest value becomes 6 at the largest scale."""
-    activations = scheme.activations
-    if activations is None or not activations.calibrated:
-        return {}
+def _input_tensors(scheme: Scheme, statistics: Statistics | None, basis: Basis | None, dtype: torch.dtype) -> Tensors:
+    """What is stored of a layer's inputs: a calibrated grid, and the basis that they are rounded in."""
+    found = {} if basis is None else dict(basis.tensors)
+    if scheme.activations is None or not scheme.activations.calibrated:
+        return found
     assert statistics is not None
-    low = torch.clamp(statistics.minimum.min(), max=0.0)
-    high = torch.clamp(statistics.maximum.max(), min=0.0)
-    if activations.dynamic == "local":
-        largest = torch.maximum(-low, high)
-        found = FLOAT8_MAXIMUM * 6 / torch.where(largest > 0, largest, FLOAT8_MAXIMUM * 6).float()
-        return {"input_global_scale": found.clamp(max=torch.finfo(torch.float32).max).reshape(1).cpu()}
-    if activations.type == "float":
-        scale = torch.maximum(-low, high) / FLOAT8_MAXIMUM
-        return {"input_scale": _positive(scale, dtype)}
-    levels = 2**activations.bits
-    if activations.symmetric:
-        return {"input_scale": _positive(torch.maximum(-low, high) / (levels / 2 - 1), dtype)}
-    scale = _positive((high - low) / (levels - 1), dtype)
-    zero = torch.round(-(levels // 2) - low / scale.float()).clamp(-(levels // 2), levels // 2 - 1)
-    return {"input_scale": scale, "input_zero_point": zero.reshape(1).to(torch.int8)}
-
-
-def _positive(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return scale.float().clamp_min(torch.finfo(dtype).tiny * 16).reshape(1).to(dtype).cpu()
+    seen = statistics if basis is None else basis.statistics(statistics)
+    return found | calibrated_tensors(scheme.activations, seen.minimum.min(), seen.maximum.max(), dtype)
 
 
 def simulate(block: nn.Module, name: str, solved: SolvedLayer) -> None:
     """Make the layer compute what the artifact will compute, so that later layers are calibrated on the truth.
 
     Weight-only: the Linear holds the dequantized weight, bit for bit that of the reference kernel. With
-    quantized activations the artifact's own module takes its place.
+    transformed inputs or quantized activations the artifact's own module takes its place.
     """
     module = block.get_submodule(name)
     device = get_matrix(module).device
-    if solved.entry.scheme.activations is None:
+    scheme = solved.entry.scheme
+    if scheme.activations is None and scheme.transform is None:
         set_matrix(module, solved.dense.to(device))
         return
     tensors, bias = {k: v.to(device) for k, v in solved.tensors.items()}, module.bias

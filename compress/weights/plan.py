@@ -210,6 +210,8 @@ def _check_reached(streamed: StreamedModel, tasks: dict[str, LayerTask], left: l
     for name, task in list(tasks.items()):
         module = streamed.model.get_submodule(name)
         embedding = isinstance(module, nn.Embedding)
+        if embedding and task.scheme.transform is not None:
+            raise RequestError(f"{name} is an embedding, whose rows are looked up: it has no input_transform")
         if embedding and (task.needs or task.scheme.activations is not None):
             methods = ", ".join(m.name for m in task.methods)
             if task.propagated:

@@ -127,7 +127,7 @@ class Measurement:
             dense: dict[int, dict[str, torch.Tensor]] = {candidate: {} for candidate in self._measured}
             for wave in own:
                 needs = {need for position in wave for name in groups[position].members for need in tasks[name].needs}
-                found = experts.collect([groups[position] for position in wave], runs, hessian="hessian" in needs)
+                found = experts.collect([groups[position] for position in wave], runs, needs=needs)
                 for position, statistics in zip(wave, found, strict=True):
                     if statistics.finite:  # else the pass says so
                         self._solve(unit, block, groups[position], tasks, prefix, statistics, dense)

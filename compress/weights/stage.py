@@ -239,6 +239,12 @@ class Quantize(WeightsRoom):
 
         return METHODS
 
+    def parts(self) -> Mapping[str, Mapping[str, Any]]:
+        """Input transforms."""
+        from compress.quantize.transforms import METHODS
+
+        return {"input_transform": METHODS}
+
     def validate(self, config: Any) -> None:
         """Raise `RequestError` where the fields make no scheme, too."""
         from compress.quantize import resolve_scheme

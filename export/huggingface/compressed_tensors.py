@@ -76,8 +76,9 @@ class CompressedTensors(Layout):
 
         def make() -> Mapping[str, torch.Tensor]:
             weight = regrid(source.weight(module), grid_of(entry))
-            inputs = source.input_scale(module), source.input_zero_point(module)
-            tensors = formats.get(entry.format).pack(weight, *inputs)
+            inputs = {"input_scale": source.input_scale(module), "input_zero_point": source.input_zero_point(module)}
+            given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+            tensors = formats.get(entry.format).pack(weight, **given)
             return {f"{module}.{name}": tensor for name, tensor in tensors.items()}
 
         return [Part(specs, make)]

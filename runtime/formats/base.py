@@ -79,22 +79,19 @@ class Format(ABC):
         """Every tensor of a module on disk, by its name inside the module.
 
         `dtype` is the dtype of the model (scales have it); `count` the number of stored values, for formats whose size depends on it.
-        Calibrated activation schemes add tensors of their own (`input_scale`, ...), which `pack` writes when it is given them.
+        Calibrated activation schemes (`input_scale`, ...) and input transforms add tensors of their own, which `pack` writes when it is
+        given them.
 
         Raises:
             RequestError: the format cannot store this scheme at this shape.
         """
         self._require(scheme, shape)
-        return self.weight_tensors(scheme, shape, dtype, count) | input_tensors(scheme, dtype)
+        return self.weight_tensors(scheme, shape, dtype, count) | input_tensors(scheme, shape, dtype)
 
-    def pack(
-        self,
-        weight: CompressedWeight,
-        input_scale: torch.Tensor | None = None,
-        input_zero_point: torch.Tensor | None = None,
-        input_global_scale: torch.Tensor | None = None,
-    ) -> Tensors:
-        """Tensors of `tensors(...)` for this weight. Bit-exact: `unpack` gives back the same dequantized matrix.
+    def pack(self, weight: CompressedWeight, **inputs: torch.Tensor) -> Tensors:
+        """Tensors of `tensors(...)` for this weight, with those `inputs` of `input_tensors` that are given.
+
+        Bit-exact: `unpack` gives back the same dequantized matrix.
 
         Raises:
             RequestError: the format cannot store this scheme.
@@ -103,12 +100,8 @@ class Format(ABC):
         weight = _on_cpu(weight)  # where files are written from
         self._require(weight.scheme, weight.shape)
         out = {name: tensor.contiguous() for name, tensor in self.pack_weight(weight).items()}
-        inputs = {
-            "input_scale": input_scale,
-            "input_zero_point": input_zero_point,
-            "input_global_scale": input_global_scale,
-        }
-        return out | {name: tensor.cpu().reshape(1) for name, tensor in inputs.items() if tensor is not None}
+        specs = input_tensors(weight.scheme, weight.shape, weight.dtype)
+        return out | {name: tensor.cpu().reshape(specs[name].shape) for name, tensor in inputs.items()}
 
     def unpack(
         self,
@@ -267,6 +260,8 @@ class SparseFormat(GridFormat):
         reason = why_not_weights(scheme, shape) or self.why_not_pattern(scheme, shape)
         if reason is None and scheme.activations is not None:
             reason = "weights with quantized activations are stored dense"
+        if reason is None and scheme.transform is not None:
+            reason = "weights in another basis of the inputs are stored dense"
         return reason
 
     @abstractmethod
@@ -333,9 +328,10 @@ class OwnFormat(Format):
         return _own(scheme).select_rows(tensors, shape, rows)
 
 
-def input_tensors(scheme: Scheme, dtype: torch.dtype) -> dict[str, TensorSpec]:
-    """What calibration of the inputs has left: `ActivationScheme.tensors`."""
-    return {} if scheme.activations is None else scheme.activations.tensors(scale_dtype(dtype))
+def input_tensors(scheme: Scheme, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """What is stored of the inputs: `ActivationScheme.tensors` and `InputTransform.tensors`."""
+    found = {} if scheme.activations is None else scheme.activations.tensors(scale_dtype(dtype))
+    return found if scheme.transform is None else found | scheme.transform.tensors(shape[1])
 
 
 def _packs_zero_point(grid: GridScheme) -> bool:

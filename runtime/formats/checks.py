@@ -73,6 +73,8 @@ def join(where: str, name: str) -> str:
 def why_not_weights(scheme: Scheme, shape: Shape) -> str | None:
     """Reasons no format has a remedy for: grids that do not exist, and representations that bring tensors of their own."""
     if scheme.weights is None:
+        if scheme.transform is not None:
+            return "inputs are transformed but weights are not quantized"
         return "activations are quantized but weights are not" if scheme.activations is not None else None
     if scheme.grid is None:
         return f"it stores integers and float8, not {scheme.weights.describe()}"
@@ -80,8 +82,9 @@ def why_not_weights(scheme: Scheme, shape: Shape) -> str | None:
 
 
 def why_not_activations(scheme: Scheme, shape: Shape) -> str | None:
-    """The reason the inputs of a layer of this shape cannot be rounded as the scheme says; None when they can."""
-    return None if scheme.activations is None else scheme.activations.why_not(shape[1])
+    """The reason the inputs of a layer of this shape cannot be transformed and rounded as the scheme says; None when they can."""
+    reason = None if scheme.transform is None else scheme.transform.why_not(shape[1])
+    return reason if reason is not None or scheme.activations is None else scheme.activations.why_not(shape[1])
 
 
 def _check_range(codes: torch.Tensor, scheme: GridScheme, what: str) -> None:

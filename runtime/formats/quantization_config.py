@@ -2,7 +2,7 @@
 compressed-tensors.
 
 What compressed-tensors can express is written as its own configuration, so other engines read it. As soon as one module
-needs a format of ours, or rounds its inputs in a way of ours, the method is called `compress` (see `runtime.layers.hf`): the
+needs a format of ours, or transforms or rounds its inputs in a way of ours, the method is called `compress` (see `runtime.layers.hf`): the
 same layout, plus `sparsity` in each group and `value_counts` for formats whose size depends on the data.
 """
 
@@ -35,8 +35,12 @@ class ModuleEntry:
     @property
     def own(self) -> bool:
         """Whether only this runtime computes such a module: compressed-tensors has no words for its format or for its inputs."""
-        activations = self.scheme.activations
-        return formats.get(self.format).own or (activations is not None and activations.own)
+        scheme, activations = self.scheme, self.scheme.activations
+        return (
+            formats.get(self.format).own
+            or scheme.transform is not None
+            or (activations is not None and activations.own)
+        )
 
 
 def entry_to_dict(entry: ModuleEntry) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from runtime.formats.block_float import BlockFloat
 from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.float8_block import Float8Block
 from runtime.formats.grid import GridScheme
+from runtime.formats.input_transform import InputTransform
 from runtime.formats.k_quant import KQuant
 from runtime.formats.representation import Representation, Tensors
 from runtime.formats.trellis import Trellis
@@ -43,12 +44,14 @@ def representation_of(config: Mapping[str, Any]) -> Representation:
 class Scheme:
     """Everything about one compressed linear layer. `weights=None`: values stay float and only zeros are removed.
 
-    `sparsity` is None, `"unstructured"`, `"N:M"` (at most N non-zeros in each M consecutive columns), or `"block:RxC"`.
+    `sparsity` is None, `"unstructured"`, `"N:M"` (at most N non-zeros in each M consecutive columns), or `"block:RxC"`. With a `transform`
+    weights and activations are those of another basis of the inputs.
     """
 
     weights: Representation | None = None
     activations: ActivationScheme | None = None
     sparsity: str | None = None
+    transform: InputTransform | None = None
 
     @property
     def grid(self) -> GridScheme | None:
@@ -69,6 +72,8 @@ class Scheme:
             config["input_activations"] = self.activations.to_config()
         if self.sparsity is not None:
             config["sparsity"] = self.sparsity
+        if self.transform is not None:
+            config["input_transform"] = self.transform.to_config()
         return config
 
     @classmethod
@@ -87,7 +92,13 @@ class Scheme:
         elif w:
             group = w.get("group_size") if w["strategy"] == "group" else None
             weights = GridScheme(w["num_bits"], w["type"], w["symmetric"], w["strategy"], group)
-        return cls(weights, ActivationScheme.from_arguments(a) if a else None, config.get("sparsity"))
+        turned = config.get("input_transform")
+        return cls(
+            weights,
+            ActivationScheme.from_arguments(a) if a else None,
+            config.get("sparsity"),
+            None if turned is None else InputTransform.from_config(turned),
+        )
 
 
 @dataclass

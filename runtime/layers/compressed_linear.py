@@ -195,7 +195,8 @@ class CompressedLinear(CompressedModule, nn.Linear):
         """`forward` without gradients."""
         if self.choice is None:  # nobody has looked at the tensors yet
             self.check()
-        flat = x.reshape(-1, self.in_features).to(self.dtype)
+        transform, flat = self.entry.scheme.transform, x.reshape(-1, self.in_features)
+        flat = (flat if transform is None else transform.of_inputs(flat, self._tensors())).to(self.dtype)
         kernel = kernel_table.REFERENCE if self.choice is None else self.choice.kernel(flat.shape[0])
         y = kernel.run(flat, self._tensors(), self.layer, None if bias is None else bias.to(self.dtype))
         return y.view(*x.shape[:-1], self.out_features).to(x.dtype)

@@ -83,14 +83,16 @@ class CompressedModule(nn.Module):
         return {name: self._tensor(name) for name in self._specs}
 
     def compressed_weight(self) -> CompressedWeight:
-        """The weight as codes, scales and mask; ArtifactError when the tensors are not right."""
+        """The weight as codes, scales and mask, of inputs as they are transformed; ArtifactError when the tensors are not right."""
         if self.kernel is None:
             self.check()
         return (self.kernel or kernel_table.REFERENCE).restore(self._tensors(), self.layer)
 
-    def dequantize(self) -> torch.Tensor:
-        """Dense weight `[rows, columns]` in `self.dtype`."""
-        return self.compressed_weight().dequantize()
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Dense weight `[rows, columns]`, of inputs as they come, in `dtype` (None: the module's)."""
+        weight = replace(self.compressed_weight(), dtype=dtype or self.dtype).dequantize()
+        transform = self.entry.scheme.transform
+        return weight if transform is None else transform.of_weight(weight, self._tensors())
 
     def dense(self, dtype: torch.dtype | None = None) -> nn.Module:
         """The plain torch module that holds the dequantized weight."""
@@ -105,7 +107,7 @@ class CompressedModule(nn.Module):
             if tensor.device.type == "meta":
                 raise ArtifactError(f"tensor {join(where, name)} was not loaded")
         formats.get(self.entry.format).validate(tensors, self.entry.scheme, self.shape, self.stored_dtype, where)
-        for name, spec in input_tensors(self.entry.scheme, self.stored_dtype).items():
+        for name, spec in input_tensors(self.entry.scheme, self.shape, self.stored_dtype).items():
             check_tensor(tensors, name, spec, where)
         for name in ("input_scale", "input_global_scale", "weight_global_scale"):
             scale = tensors.get(name)

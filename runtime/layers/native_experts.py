@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from runtime.formats.input_transform import matrices
 from runtime.kernels.cpu import experts as c_experts
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import CKernel
@@ -24,6 +25,7 @@ class CLinears:
 
     def __init__(self) -> None:
         self.keep: list[torch.Tensor] = []
+        self._matrices: list[torch.Tensor] = []  # of input transforms
 
     def of(self, module: nn.Module, name: str) -> library.Linear | str:
         """The layer, a dense one as it lies in memory; or the reason why C does not compute it. `name` is what reasons call it."""
@@ -34,7 +36,16 @@ class CLinears:
             bias = None if module.bias is None else module.bias.detach().float()
             tensors = module._tensors()
             self.keep += [*tensors.values(), *([] if bias is None else [bias])]
-            return kernel.linear(tensors, module.layer, bias)
+            found = kernel.linear(tensors, module.layer, bias)
+            if module.entry.scheme.transform is not None:
+                left, right = matrices(tensors)
+                found.basis = library.Basis(
+                    1 if left is None else len(left),
+                    len(right),
+                    None if left is None else self._matrix(left),
+                    self._matrix(right),
+                )
+            return found
         if not is_matrix(module):
             return f"{name} is a {type(module).__name__}"
         return self.dense(rows_of(module), module._parameters.get("bias"), name)
@@ -52,6 +63,13 @@ class CLinears:
             weight=weight.data_ptr(),
             bias=None if bias is None else self.vector(bias),
         )
+
+    def _matrix(self, matrix: torch.Tensor) -> int:
+        """Address of a matrix in float32, the same for equal ones: what layers of one input make of it is computed once."""
+        known = next((each for each in self._matrices if torch.equal(each, matrix.float())), None)
+        if known is None:
+            self._matrices.append(known := matrix.detach().float().contiguous())
+        return known.data_ptr()
 
     def vector(self, weight: torch.Tensor) -> int:
         """Address of a weight in float32."""
@@ -94,6 +112,8 @@ def read_experts(module: nn.Module, layout: Layout, gate: Gate, reader: CLinears
                 found = reader.dense(weight, bias, f"{name}.{projection}")
             if isinstance(found, str):
                 return found
+            if found.basis.right:
+                return f"{name}.{projection} transforms its input, which C does not do for experts"
             row.append(found)
         rows.append((row[0] if layout.gate else None, row[-2], row[-1]))
     made = c_experts.experts_of(rows, gate.kind, gate.alpha, gate.limit)

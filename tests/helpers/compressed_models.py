@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from weight_cases import random_mask
 from runtime import formats
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.dfloat11 import DFloat11
+from runtime.formats.input_transform import InputTransform
 from runtime.formats.k_quant import KQuant
 from runtime.formats.quantization_config import ModuleEntry, build
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
@@ -36,6 +38,17 @@ SCHEMES = {
     "trellis": Scheme(Trellis(32)),
     "dfloat11": Scheme(DFloat11()),
 }
+
+
+def random_matrices(transform: InputTransform, columns: int, name: str) -> dict[str, torch.Tensor]:
+    """Matrices of an input transform, neither orthogonal nor symmetric; the same for the same name, as of layers of one input."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    found = {}
+    for key, spec in transform.tensors(columns).items():
+        size = spec.shape[0]
+        spread = torch.linalg.qr(torch.randn(size, size, generator=generator)).Q
+        found[key] = (spread + 0.2 * torch.randn(size, size, generator=generator) / size**0.5).contiguous()
+    return found
 
 
 def nearest(weight: torch.Tensor, scheme: Scheme) -> CompressedWeight:
@@ -89,10 +102,11 @@ def compress(model: Any, path: Path, choose: Any) -> dict[str, CompressedWeight]
             continue
         storage, scheme = formats.get(chosen[0]), chosen[1]
         transposed = type(module).__name__ == "Conv1D"
-        dense = module.weight.data
-        weight = nearest(dense.T.contiguous() if transposed else dense, scheme)
+        dense, turned = module.weight.data.T.contiguous() if transposed else module.weight.data, scheme.transform
+        matrices = {} if turned is None else random_matrices(turned, dense.shape[1], name.rpartition(".")[0])
+        weight = nearest(dense if turned is None else turned.to_weight(dense, matrices).to(dense.dtype), scheme)
         tensors.pop(f"{name}.weight", None)
-        packed = storage.pack(weight)
+        packed = storage.pack(weight) | matrices
         tensors |= {f"{name}.{key}": value for key, value in packed.items()}
         entries[name] = ModuleEntry(scheme, chosen[0], storage.stored_count(packed))
         weights[name] = weight

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from compressed_models import SCHEMES, nearest
+from compressed_models import SCHEMES, nearest, random_matrices
 from torch import nn
 
 from runtime import formats
@@ -105,13 +105,15 @@ def compressed(model: Any, scheme: Scheme = SCHEMES["pack-quantized"]) -> tuple[
     for name, module in model.named_modules():
         if not is_matrix(module) or not name.startswith(f"{blocks}."):
             continue
-        weight = nearest(get_matrix(module).detach().contiguous(), scheme)
+        given, turned = get_matrix(module).detach().contiguous(), scheme.transform
+        matrices = {} if turned is None else random_matrices(turned, given.shape[1], name.rpartition(".")[0])
+        weight = nearest(given if turned is None else turned.to_weight(given, matrices), scheme)
         shape = weight.shape
         plain = type(grid) is GridScheme and grid.type == "int"
         form = formats.get("packed") if plain else formats.choose(scheme, shape)
         entry = ModuleEntry(scheme, form.name)
         bias = None if module.bias is None else module.bias.detach()
-        tensors = form.pack(weight)
+        tensors = form.pack(weight) | matrices
         if (
             scheme.activations is not None
         ):  # calibrated numbers: the same for layers of one input, others for every expert
@@ -124,6 +126,6 @@ def compressed(model: Any, scheme: Scheme = SCHEMES["pack-quantized"]) -> tuple[
         layer.prepare()
         small.set_submodule(name, layer)
         twin = dense.get_submodule(name)
-        turned = weight.dequantize()
-        twin.weight = nn.Parameter(turned.T.contiguous() if is_conv1d(module) else turned)
+        plain_weight = layer.dequantize()
+        twin.weight = nn.Parameter(plain_weight.T.contiguous() if is_conv1d(module) else plain_weight)
     return small, dense

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -198,7 +197,7 @@ def _fill(draft: PreTrainedModel, name: str, place: torch.Tensor, target: PreTra
 def _value(origin: nn.Module, key: str) -> torch.Tensor | None:
     if isinstance(origin, CompressedModule) and key == "weight":
         # In float32: rounded to the target's, codes times scales would no longer be what its kernels compute with.
-        return replace(origin.compressed_weight(), dtype=torch.float32).dequantize()
+        return origin.dequantize(torch.float32)
     if isinstance(origin, Experts):
         whole = origin.whole(key, _value)
         if whole is not None:

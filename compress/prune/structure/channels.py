@@ -113,7 +113,7 @@ class ChannelRemoval(Removal):
         name, columns = channels.consumer, channels.columns.each * channels.count
         runs = forwards(self.whole, index, self.states["hidden"], self.batches[:-1])
         group = InputGroup([name.removeprefix(self.whole.block_prefix(index))], columns)
-        (found,) = collect(self.whole.blocks[index], [group], runs, hessian="hessian" in self.job.needs)
+        (found,) = collect(self.whole.blocks[index], [group], runs, needs=self.job.needs)
         if not found.finite:
             raise CompressError(f"{name}: its calibration inputs hold NaN or Inf")
         if found.tokens == 0:

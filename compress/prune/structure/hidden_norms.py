@@ -202,7 +202,7 @@ def _sizes(block: nn.Module, prefix: str, readers: Collection[str], runs: Any) -
     """Mean size of each dimension, over the mean of all, of each input that some of these layers share: float32 `[dimensions]`."""
     groups = find_groups(block, runs[0][0], readers)
     found = []
-    for group, statistics in zip(groups, collect(block, groups, runs, hessian=False) if groups else [], strict=True):
+    for group, statistics in zip(groups, collect(block, groups, runs, needs=()) if groups else [], strict=True):
         if not statistics.finite:
             raise CompressError(f"{prefix}{group.members[0]}: its calibration inputs hold NaN or Inf")
         mean = statistics.abs_mean.cpu()

@@ -44,7 +44,7 @@ def solve_group(problem: Problem) -> list[LayerResult]:
     original = [weight.detach() for weight in problem.weights]
     names = problem.names or [f"weight {i}" for i in range(len(original))]
     prune, quantize, settled = problem.prune, problem.quantize, list[WeightConstraint]()
-    problem = replace(problem, weights=original, names=names, scheme=problem.scheme.for_weights(original))
+    problem = replace(problem, weights=original, names=names)
     if problem.constraints is not None:
         if len(problem.constraints) != len(original):
             raise CompressError(f"{names[0]}: what recovery has left of it is gone; run again without --resume")
@@ -60,6 +60,11 @@ def solve_group(problem: Problem) -> list[LayerResult]:
     ):
         original, share = propagated(original, statistics, names[0])
         problem, noted = replace(problem, weights=original), {"propagated": round(share, 4)}
+    if problem.basis is not None:
+        original = [problem.basis.weight(weight) for weight in original]
+        statistics = None if statistics is None else problem.basis.statistics(statistics)
+        problem = replace(problem, weights=original, statistics=statistics)
+    problem = replace(problem, scheme=problem.scheme.for_weights(original))
     if prune is not None:
         problem.sparsity = problem.sparsity or [prune.target_sparsity] * len(original)
         problem.masks = [own.mask for own in settled if own.mask is not None] or _ranked_masks(problem)

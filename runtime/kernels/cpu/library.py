@@ -97,6 +97,12 @@ class Rounding(ctypes.Structure):
     )
 
 
+class Basis(ctypes.Structure):
+    """`Basis` of linear.h: what inputs are multiplied by; all zero: nothing."""
+
+    _fields_ = (*fields(ctypes.c_int32, "left", "right"), *fields(ctypes.c_void_p, "l", "r"))
+
+
 class Linear(ctypes.Structure):
     """`Linear` of linear.h."""
 
@@ -104,6 +110,7 @@ class Linear(ctypes.Structure):
         *fields(ctypes.c_int32, "kind", "weight_type", "scale_type", "group", "share", "code_bits", "digits"),
         *fields(ctypes.c_int64, "rows", "columns", "groups"),
         ("rounding", Rounding),
+        ("basis", Basis),
         ("factor", ctypes.c_double),
         *fields(ctypes.c_void_p, "weight", "scale", "least", "zero", "sums", "bias", "runs", "first_run"),
         *fields(ctypes.c_void_p, "codes", "exponents", "escapes", "offsets"),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from compress.core.orthogonal import hadamard_matrix
 from compress.rotate import METHODS, keep_mean
-from compress.rotate.hadamard import hadamard_matrix
 from compress.rotate.rotation import SideRotation
 
 

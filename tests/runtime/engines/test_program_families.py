@@ -21,6 +21,7 @@ from runtime.engines.native.take_over import disproof, kinds, take_over
 from runtime.engines.program.operations import UnknownError, decode, encode
 from runtime.engines.program.read import read
 from runtime.engines.torch.engine import TorchEngine
+from runtime.formats.input_transform import InputTransform
 from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.presets import preset
 from runtime.formats.scheme import GridScheme, Scheme
@@ -130,11 +131,58 @@ def test_models_that_round_their_inputs(name: str, scheme: str) -> None:
     assert error(found, wanted) < 1.5 * error(TorchEngine(twin, CPU).logits(TEXTS), wanted)
 
 
+TURNED = {
+    "integers": SCHEMES["pack-quantized"],
+    "groups of 8": (SCHEMES["pack-quantized"], 8),
+    "float8": FLOAT8,
+    "W4A4": preset("W4A4"),
+    "LLM.int8": preset("LLM.int8"),
+    "FP8_DYNAMIC": preset("FP8_DYNAMIC"),
+    "NVFP4": (preset("NVFP4"), 16),
+}
+
+
+@functools.cache
+def turned(name: str, kind: str) -> tuple[Any, Any]:
+    """Layers that transform their inputs, and dense ones of the same weights; sizes that no vector divides, where nothing forbids them."""
+    scheme, piece = TURNED[kind] if isinstance(TURNED[kind], tuple) else (TURNED[kind], None)  # type: ignore[misc]
+    odd = scheme.activations is None and piece is None
+    sizes = {} if odd else {"hidden_size": 128, "head_dim": 32, "intermediate_size": 384, "num_attention_heads": 4}
+    return compressed(model_of(name, **sizes), replace(scheme, transform=InputTransform("random", piece)))
+
+
+@pytest.mark.parametrize("kind", TURNED)
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Cohere2"])
+def test_models_that_transform_their_inputs(name: str, kind: str) -> None:
+    """In C as in modules, and as plain layers of the weights that they stand for."""
+    if name == "GPT2" and kind not in ("integers", "float8"):
+        name = "Phi3"
+    small, twin = turned(name, kind)
+    lean, plain = native(small), TorchEngine(small, CPU)
+    own = [each for each in lean.parts.inputs if isinstance(each, library.Linear) and each.basis.right]
+    assert own
+    assert all((each.basis.left * each.basis.right == each.columns) != isinstance(TURNED[kind], tuple) for each in own)
+    wanted, found = plain.logits(TEXTS), lean.logits(TEXTS)
+    if not own[0].rounding.kind:
+        assert error(found, wanted) < 1e-5
+        assert error(found, TorchEngine(twin, CPU).logits(TEXTS)) < 1e-5
+        return
+    rows = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert float((rows < 1e-4).float().mean()) > 0.02
+    assert error(found, wanted) < 1.5 * error(TorchEngine(twin, CPU).logits(TEXTS), wanted)
+
+
 @pytest.mark.parametrize(
-    ("name", "scheme"), [*((name, None) for name in FAMILIES), *(("GptOss", each) for each in ROUNDED)]
+    ("name", "scheme"),
+    [
+        *((name, None) for name in FAMILIES),
+        *(("GptOss", each) for each in ROUNDED),
+        *(("Llama", each) for each in TURNED),
+    ],
 )
 def test_bits_do_not_depend_on_cuts_neighbours_or_threads(name: str, scheme: str | None) -> None:
-    lean = dense(name)[1] if scheme is None else native(rounded(name, scheme)[0])
+    made = turned if scheme in TURNED and name == "Llama" else rounded
+    lean = dense(name)[1] if scheme is None else native(made(name, scheme)[0])
     texts = [TEXTS[0, :67].tolist(), TEXTS[1, :5].tolist(), TEXTS[1, :33].tolist()]
     alone = torch.stack([lean.step(lean.new_pages(2), [Chunk(text, 0, [1, 0])])[0] for text in texts])
     pool = lean.new_pages(6)

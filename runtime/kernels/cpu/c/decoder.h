@@ -8,7 +8,7 @@ static int64_t bytes_of(const Decoder *d, int kind, int64_t rows) {
         for (int64_t j = 0; j < (i < d->layers ? d->blocks[i].count : d->tail_count); j++) {
             if (ops[j].kind != kind) continue;
             int64_t bytes = kind == OP_MIXTURE ? mixture_memory(ops[j].mixture.router, ops[j].mixture.experts, rows)
-                                               : linear_memory(&ops[j].linear, rows);
+                                               : input_memory(&ops[j].linear, rows);
             most = bytes > most ? bytes : most;
         }
     }

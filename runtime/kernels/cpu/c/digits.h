@@ -17,7 +17,7 @@ typedef struct {
     float scale, zero, global; /* static; scale 0: dynamic */
 } Rounding;
 
-/* How integer layers read their input. */
+/* How layers read their input. */
 typedef struct {
     int64_t groups; /* 0: as numbers */
     int32_t group, digits;

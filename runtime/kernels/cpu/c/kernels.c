@@ -18,6 +18,7 @@
 #include "tiles.h"
 #include "pack.h"
 #include "elementwise.h"
+#include "basis.h"
 #include "experts.h"
 #include "kv_page.h"
 #include "kv_codes.h"

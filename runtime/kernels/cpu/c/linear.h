@@ -2,6 +2,10 @@
  *
  * Weights are panel after panel, group after group: planes of codes (planes.h), integers as code + 2^(bits - 1), or 2:4 (sparse.h). Scales
  * are [panel, scale groups, 32]; levels, which some kinds have, lie between the codes. Every output is the same whatever tile, vector width or thread computed it. */
+typedef struct { /* the basis that an input is read in (basis.h) */
+    int32_t left, right; /* right 0: the one it comes in */
+    const float *l, *r;  /* [left, left], [right, right] */
+} Basis;
 typedef struct {
     int32_t kind, weight_type, scale_type; /* weight_type: of KIND_DENSE */
     int32_t group, share;                   /* `share` groups of the activations have one scale of the weight */
@@ -9,6 +13,7 @@ typedef struct {
     int32_t digits;                         /* of an activation; KIND_DENSE: unused */
     int64_t rows, columns, groups;
     Rounding rounding;
+    Basis basis; /* in programs only: what linear_run is given is in it already */
     double factor;         /* of all results: what scales have in common; KIND_DENSE: unused */
     const uint8_t *weight; /* KIND_DENSE: [rows, columns] of weight_type */
     const void *scale;     /* KIND_DENSE: NULL, or float32 [rows] */

@@ -26,7 +26,7 @@ static void run_linear(Run *run, const Op *op, const Team *team) {
     const Linear *l = &op->linear;
     float *y = row_of(run, op->to, op->to_at, 0);
     int64_t apart = run->width[op->to];
-    if (l->kind == KIND_DENSE && run->rows <= FEW_ROWS && !l->rounding.kind) {
+    if (l->kind == KIND_DENSE && run->rows <= FEW_ROWS && !l->rounding.kind && !l->basis.right) {
         settle(run, BIT(op->from), BIT(op->to), team);
         dense_part(l, row_of(run, op->from, op->from_at, 0), run->width[op->from], run->rows, y, TYPE_F32, apart, op->add, team);
         return;
@@ -34,7 +34,7 @@ static void run_linear(Run *run, const Op *op, const Team *team) {
     prepare_input(run, op, team);
     settle(run, INPUT_BIT, BIT(op->to), team);
     if (l->kind == KIND_DENSE && run->rows <= FEW_ROWS)
-        dense_part(l, rounded_input(l, run->memory, run->rows), l->columns, run->rows, y, TYPE_F32, apart, op->add, team);
+        dense_part(l, run->numbers, run->apart, run->rows, y, TYPE_F32, apart, op->add, team);
     else if (l->kind == KIND_DENSE) gemm_part(l, (const float *)run->memory, run->rows, y, TYPE_F32, apart, op->add, team);
     else integer_part(l, &run->digits, y, TYPE_F32, apart, op->add, team);
 }

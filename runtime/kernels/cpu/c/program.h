@@ -133,6 +133,8 @@ typedef struct {
     const int64_t *position, *base, *path, *budget;
     char *memory, *experts, *partials, *kept; /* of inputs of linear layers, of mixtures, of attention, of rows that stay */
     Digits digits;   /* in `memory`, or numbers of dense layers (gemm.h) */
+    const float *numbers; /* of a dense layer and few rows, `apart` from row to row */
+    int64_t apart;
     const Op *input; /* whose input is there; NULL: of no buffer as it is now */
     uint64_t read, written; /* since the last barrier, by any thread */
 } Run;
@@ -178,23 +180,33 @@ static void narrow_rows(Run *run, const Team *team) {
     run->input = NULL;
 }
 
-/* The input of an integer layer, or of a dense one of many rows, into run->memory, where the last layer's does not serve: layers of one
+static int64_t input_memory(const Linear *l, int64_t rows) { return align64(linear_memory(l, rows)) + basis_bytes(&l->basis, rows, l->columns); }
+
+/* The input of an integer layer, or of a dense one that is rounded, turned or of many rows, into run->memory, where the last layer's does not serve: layers of one
  * input come one after another. */
 static void prepare_input(Run *run, const Op *op, const Team *team) {
     const Linear *l = &op->linear, *last = run->input ? &run->input->linear : NULL;
     const Input in = input_of(l), before = last ? input_of(last) : in;
     const float *x = row_of(run, op->from, op->from_at, 0);
-    const int64_t apart = run->width[op->from];
+    int64_t apart = run->width[op->from];
     if (last && run->input->from == op->from && run->input->from_at == op->from_at && last->columns == l->columns &&
-        !memcmp(&in, &before, sizeof in))
+        !memcmp(&in, &before, sizeof in) && !memcmp(&l->basis, &last->basis, sizeof l->basis))
         return;
     settle(run, BIT(op->from), INPUT_BIT, team);
+    if (l->basis.right) {
+        float *memory = (float *)(run->memory + align64(linear_memory(l, run->rows)));
+        x = turn_rows(x, apart, run->rows, l->columns, &l->basis, memory, team), apart = l->columns;
+        team_barrier(team);
+    }
     if (l->kind == KIND_DENSE) {
-        float *rounded = l->rounding.kind ? rounded_input(l, run->memory, run->rows) : NULL;
-        if (rounded) round_rows(x, TYPE_F32, apart, run->rows, l->columns, &l->rounding, rounded, team);
-        if (rounded && run->rows > FEW_ROWS) team_barrier(team);
-        if (run->rows > FEW_ROWS)
-            gemm_input(rounded ? rounded : x, TYPE_F32, rounded ? l->columns : apart, run->rows, l->columns, (float *)run->memory, team);
+        if (l->rounding.kind) {
+            float *rounded = rounded_input(l, run->memory, run->rows);
+            round_rows(x, TYPE_F32, apart, run->rows, l->columns, &l->rounding, rounded, team);
+            if (run->rows > FEW_ROWS) team_barrier(team);
+            x = rounded, apart = l->columns;
+        }
+        if (run->rows > FEW_ROWS) gemm_input(x, TYPE_F32, apart, run->rows, l->columns, (float *)run->memory, team);
+        run->numbers = x, run->apart = apart;
     } else {
         run->digits = digits_in(run->memory, run->rows, &in);
         quantize_rows(x, TYPE_F32, apart, l->columns, &run->digits, team);

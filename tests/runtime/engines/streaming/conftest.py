@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from runtime.engines import choose
 from runtime.engines.streaming import engine as streaming
 from runtime.engines.streaming import load as loading
 from runtime.engines.streaming.plan import plan
+from runtime.formats.input_transform import InputTransform
 from runtime.formats.k_quant import KQuant
 from runtime.formats.scheme import Scheme
 
@@ -24,7 +26,7 @@ BLOCKS = 5
 
 @pytest.fixture(scope="session")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Compressed Llamas: integers, NVFP4, k-quants, trellis codes, DFloat11 (lean engine); a GPT-2 (transformers' modules). Read only."""
+    """Compressed Llamas (lean engine): integers, transformed inputs, NVFP4, k-quants, trellis, DFloat11; a GPT-2 (modules). Read only."""
     home = tmp_path_factory.mktemp("streaming")
     compress(llama(num_hidden_layers=BLOCKS), home / "llama", inside_blocks("pack-quantized"))
     compress(llama(num_hidden_layers=BLOCKS), home / "floats", inside_blocks("nvfp4-pack-quantized"))
@@ -33,6 +35,12 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     compress(wide, home / "k_quants", lambda n: ("k_quant", minima) if n.endswith("_proj") else None)
     small = llama(num_hidden_layers=2)
     compress(small, home / "trellis", inside_blocks("trellis"))
+    turned = replace(SCHEMES["pack-quantized"], transform=InputTransform("random"))
+    compress(
+        llama(num_hidden_layers=BLOCKS),
+        home / "turned",
+        lambda n: ("pack-quantized", turned) if n.endswith("_proj") else None,
+    )
     scheme = ("packed", SCHEMES["packed"])
     compress(gpt2(n_layer=BLOCKS), home / "gpt2", lambda n: scheme if n.rpartition(".")[2].startswith("c_") else None)
     return {path.name: path for path in home.iterdir()}

@@ -1,0 +1,112 @@
+"""FlatQuant: matrices learned so that inputs and weights lose least when both are rounded (Sun et al., 2024, arXiv 2410.09426).
+
+The paper learns all transforms of a block against its output. Here those of one input are learned against the outputs of the layers that
+read it, which needs no backward pass through the block; the solver that follows (GPTQ) makes up for more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from compress.quantize.grid import nearest_values
+from compress.quantize.input_grid import calibrated_tensors
+from compress.quantize.transforms import hadamard
+from compress.quantize.transforms.method import Layers, TransformMethod
+from runtime.formats.activation_scheme import ActivationScheme
+from runtime.formats.input_transform import matrices, multiplied
+from runtime.formats.representation import Tensors
+from runtime.formats.scheme import Scheme
+from runtime.kernels.activations import fake_quantize
+
+STEPS = 200
+RATE = 0.02
+#: Rows of the weights, of all layers together, that a loss is computed with.
+ROWS = 1024
+#: Inputs in a step.
+BATCH = 256
+
+
+def find(layers: Layers) -> Tensors:
+    """Matrices of the least squared error of the outputs, rounded to nearest: learned from Hadamard ones, or these where learning does not
+    help on the quarter of the samples that is held out."""
+    transform, samples = layers.scheme.transform, layers.samples
+    assert transform is not None
+    assert samples is not None
+    start = hadamard.find(layers)
+    stacked = torch.cat([weight.detach().float() for weight in layers.weights])
+    generator = torch.Generator().manual_seed(len(stacked))
+    rows = torch.randperm(len(stacked), generator=generator)[:ROWS].sort().values
+    weight = stacked[rows.to(stacked.device)]
+    del stacked
+    start = {name: tensor.to(weight.device) for name, tensor in start.items()}
+    held = samples[::4]
+    shown = samples[torch.arange(len(samples)) % 4 != 0]
+    if len(shown) == 0:
+        return start
+    loss = _loss(layers.scheme, weight)
+    learned = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
+    optimizer = torch.optim.Adam(learned.values(), lr=RATE / weight.shape[1] ** 0.25)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    best, least = start, _held_out(loss, held, start)
+    for step in range(1, STEPS + 1):
+        batch = shown[torch.randint(len(shown), (BATCH,), generator=generator).to(shown.device)]
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            loss(batch, learned).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        if step % (STEPS // 8) == 0:
+            now = {name: tensor.detach().clone() for name, tensor in learned.items()}
+            if (found := _held_out(loss, held, now)) < least:
+                best, least = now, found
+    return best
+
+
+Loss = Callable[[torch.Tensor, Tensors], torch.Tensor]
+
+
+@torch.no_grad()
+def _held_out(loss: Loss, held: torch.Tensor, tensors: Tensors) -> float:
+    """The loss on inputs that nothing was learned from; infinite where a matrix cannot be inverted."""
+    found = float(loss(held, tensors))
+    return found if found == found else float("inf")
+
+
+def _loss(scheme: Scheme, weight: torch.Tensor) -> Loss:
+    """`(inputs [n, in], matrices) -> ` squared error of the outputs, relative to them."""
+    weights = scheme.weights
+    assert weights is not None
+
+    def loss(x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        turned = multiplied(weight, *matrices(tensors, lambda each: torch.linalg.inv(each).T))
+        inputs = multiplied(x, *matrices(tensors))
+        rounded = _straight(turned, nearest_values(turned.detach(), weights, torch.float32, search="minmax"))
+        given = inputs
+        if scheme.activations is not None:
+            given = _straight(inputs, _rounded_inputs(inputs.detach(), scheme.activations))
+        wanted = x @ weight.T
+        return (given @ rounded.T - wanted).square().sum() / wanted.square().sum().clamp(min=1e-30)
+
+    return loss
+
+
+def _straight(value: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """`rounded` with the gradient of `value`."""
+    return value + (rounded - value).detach()
+
+
+def _rounded_inputs(x: torch.Tensor, activations: ActivationScheme) -> torch.Tensor:
+    """Inputs rounded as at run time; calibrated scales are those of these inputs."""
+    tensors = calibrated_tensors(activations, x.min(), x.max(), torch.float32)
+    return fake_quantize(x, activations, {name: tensor.to(x.device) for name, tensor in tensors.items()})
+
+
+METHOD = TransformMethod(
+    "flatquant",
+    summary="learns the matrices that let inputs and weights round best",
+    paper="Sun et al., FlatQuant, 2024, arXiv 2410.09426",
+    find=find,
+    needs=frozenset({"samples"}),
+)

@@ -1,0 +1,99 @@
+"""Change of basis of a layer's inputs: a product with two small matrices, which spreads outliers before inputs and weights are rounded.
+
+Kronecker products of learned matrices are those of FlatQuant (Sun et al., 2024, arXiv 2410.09426), of Hadamard matrices the online
+rotations of QuaRot (Ashkboos et al., 2024, arXiv 2404.00456), and one matrix for every group of columns that of MR-GPTQ (Egiazarian et al.,
+2025, arXiv 2509.23202).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runtime.formats.representation import Tensors, TensorSpec
+
+LEFT, RIGHT = "input_left", "input_right"
+
+
+@dataclass(frozen=True)
+class InputTransform:
+    """`x [..., in]` becomes `x T`: each piece of a row, as a matrix `X [left, right]`, becomes `L^T X R`.
+
+    A layer stores `W T^-T`, so that the product is that of `x` and `W`.
+
+    Attributes:
+        name: of the method that found the matrices.
+        piece: columns of a piece, for which there is one matrix `R`; None: all columns of a row, with `L` and `R` as square as can be.
+    """
+
+    name: str
+    piece: int | None = None
+
+    def sizes(self, columns: int) -> tuple[int, int]:
+        """(left, right) for rows of `columns` numbers."""
+        if self.piece is not None:
+            return 1, self.piece
+        left = next(size for size in range(math.isqrt(columns), 0, -1) if columns % size == 0)
+        return left, columns // left
+
+    def why_not(self, columns: int) -> str | None:
+        """The reason rows of `columns` numbers have no such transform; None when they have."""
+        if self.piece is not None and columns % self.piece:
+            return f"input transform {self.name} wants a multiple of {self.piece} columns, not {columns}"
+        return None
+
+    def tensors(self, columns: int) -> dict[str, TensorSpec]:
+        """Its matrices as a module stores them."""
+        left, right = self.sizes(columns)
+        found = {RIGHT: TensorSpec((right, right), torch.float32)}
+        return found if left == 1 else found | {LEFT: TensorSpec((left, left), torch.float32)}
+
+    def of_inputs(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """`x T` for `x [..., in]`, in the dtype of `x`; computed in float32 (float64 where `x` is)."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return multiplied(x.to(dtype), *matrices(tensors)).to(x.dtype)
+
+    def to_weight(self, weight: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """`W T^-T` of a weight `[out, in]`, what the layer stores: float32, or float64 where the weight is."""
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return multiplied(wide, *matrices(tensors, lambda each: torch.linalg.inv(each.double()).T))
+
+    def of_weight(self, weight: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """`W` of what the layer stores, in its dtype; computed in float32."""
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return multiplied(wide, *matrices(tensors, lambda each: each.T)).to(weight.dtype)
+
+    def to_config(self) -> dict[str, Any]:
+        """As `config_groups` has it."""
+        return {"name": self.name} | ({} if self.piece is None else {"piece": self.piece})
+
+    @classmethod
+    def from_config(cls, config: Any) -> InputTransform:
+        """Inverse of `to_config`; ValueError for what is none."""
+        if not isinstance(config, Mapping) or not isinstance(config.get("name"), str):
+            raise ValueError(f"input_transform is {config!r}, expected its name")
+        piece = config.get("piece")
+        if piece is not None and (isinstance(piece, bool) or not isinstance(piece, int) or piece < 1):
+            raise ValueError(f"input_transform has piece {piece!r}, expected a positive integer")
+        return cls(config["name"], piece)
+
+
+def matrices(
+    tensors: Tensors, change: Callable[[torch.Tensor], torch.Tensor] = lambda each: each
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """`L` (None: there is none) and `R` among the tensors of a module, or what `change` makes of each."""
+    left = tensors.get(LEFT)
+    return None if left is None else change(left), change(tensors[RIGHT])
+
+
+def multiplied(x: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor) -> torch.Tensor:
+    """`L^T X R` of every piece of the rows `[..., n]`, in the dtype of `x`."""
+    right = right.to(x.dtype)
+    if left is None:
+        return (x.unflatten(-1, (-1, len(right))) @ right).flatten(-2)
+    pieces = x.unflatten(-1, (-1, len(left), len(right)))
+    return (left.to(x.dtype).T @ (pieces @ right)).flatten(-3)

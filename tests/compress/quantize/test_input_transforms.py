@@ -1,0 +1,328 @@
+"""Input transforms: the same function in another basis, statistics as of transformed inputs, and what learning gains."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from weight_cases import random_weight
+
+import compress
+import runtime
+from compress.core.orthogonal import why_not
+from compress.core.statistics import Statistics, StatisticsCollector
+from compress.quantize.transforms import METHODS, Basis, Layers, flatquant
+from compress.recipe import load
+from compress.run.plan import make_plan
+from runtime import formats
+from runtime.errors import ArtifactError, RequestError
+from runtime.formats.input_transform import InputTransform, matrices, multiplied
+from runtime.formats.presets import preset
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import Scheme
+from runtime.kernels.activations import fake_quantize
+from runtime.layers.compressed_linear import CompressedLinear
+
+W4A4 = replace(preset("W4A4"), transform=InputTransform("flatquant"))
+
+
+def random_basis(columns: int, piece: int | None = None, seed: int = 0) -> Basis:
+    transform = InputTransform("random", piece)
+    generator = torch.Generator().manual_seed(seed)
+    specs = transform.tensors(columns).items()
+    return Basis(transform, {name: torch.randn(spec.shape, generator=generator) for name, spec in specs})
+
+
+def statistics_of(x: torch.Tensor, directory: Path | None = None, samples: int = 4096) -> Statistics:
+    collector = StatisticsCollector(x.shape[1], True, directory=directory, samples=samples)
+    for part in x.split(37):
+        collector.add(part)
+    return collector.finish()
+
+
+# ---------------------------------------------------------------- the basis
+@pytest.mark.parametrize(
+    ("columns", "piece"), [(96, None), (101, None), (88, 8), (1, None), (2, None), (64, 64), (30, 1)]
+)
+def test_the_product_stays_in_float64(columns: int, piece: int | None) -> None:
+    torch.manual_seed(columns)
+    basis = random_basis(columns, piece)
+    left, right = basis.transform.sizes(columns)
+    tensors = {name: tensor.double() + 2 * torch.eye(len(tensor)) for name, tensor in basis.tensors.items()}
+    x, weight = torch.randn(5, 3, columns).double(), torch.randn(7, columns).double()
+    turned = basis.transform.to_weight(weight, tensors)
+    torch.testing.assert_close(basis.transform.of_inputs(x, tensors) @ turned.T, x @ weight.T, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(basis.transform.of_weight(turned, tensors), weight, rtol=1e-9, atol=1e-9)
+    # as one matrix, by its definition
+    own = torch.kron(tensors.get("input_left", torch.eye(1).double()), tensors["input_right"])
+    whole = torch.block_diag(*[own] * (columns // (left * right)))
+    torch.testing.assert_close(basis.transform.of_inputs(x, tensors), x @ whole)
+
+
+def test_sizes_are_as_square_as_can_be() -> None:
+    assert [InputTransform("", None).sizes(n) for n in (5632, 11008, 2048, 7, 1)] == [
+        (64, 88),
+        (86, 128),
+        (32, 64),
+        (1, 7),
+        (1, 1),
+    ]
+    assert InputTransform("", 16).sizes(64) == (1, 16)
+    assert "multiple of 16 columns, not 40" in str(InputTransform("hadamard_groups", 16).why_not(40))
+
+
+@pytest.mark.parametrize(
+    "given", [3, {}, {"name": 1}, {"name": "a", "piece": 0}, {"name": "a", "piece": True}, {"name": "a", "piece": "8"}]
+)
+def test_a_config_that_means_nothing_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match="input_transform"):
+        InputTransform.from_config(given)
+
+
+@pytest.mark.parametrize("scheme", [W4A4, replace(preset("NVFP4"), transform=InputTransform("x", 16))])
+def test_schemes_come_back_from_their_config(scheme: Scheme) -> None:
+    assert Scheme.from_config(json.loads(json.dumps(scheme.to_config()))) == scheme
+
+
+@pytest.mark.parametrize("filed", [False, True])
+@pytest.mark.parametrize(("columns", "piece"), [(96, None), (88, 8), (1030, None)])
+def test_statistics_in_a_basis_are_those_of_transformed_inputs(
+    tmp_path: Path, columns: int, piece: int | None, filed: bool
+) -> None:
+    x = torch.randn(200, columns) * torch.linspace(0.1, 5, columns) + 0.3
+    basis = random_basis(columns, piece)
+    found = basis.statistics(statistics_of(x, tmp_path if filed else None))
+    wanted = statistics_of(basis.transform.of_inputs(x, basis.tensors))
+    assert found.hessian is not None
+    assert wanted.hessian is not None
+    scale = float(wanted.hessian.abs().max())
+    torch.testing.assert_close(torch.as_tensor(found.hessian), wanted.hessian, rtol=1e-4, atol=1e-5 * scale)
+    for name in ("minimum", "maximum", "abs_mean"):
+        torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.square_mean, wanted.square_mean, rtol=1e-3, atol=1e-5 * scale)
+    assert found.tokens == 200
+
+
+def test_samples_are_drawn_from_all_inputs() -> None:
+    x = torch.arange(20000.0)[:, None].expand(-1, 3)
+    found = statistics_of(x, samples=500).samples
+    assert found is not None
+    assert found.shape == (500, 3)
+    assert len(found[:, 0].unique()) == 500
+    assert abs(float(found[:, 0].mean()) - 10000) < 1000
+    assert statistics_of(x, samples=0).samples is None
+
+
+def test_ranges_are_unknown_without_samples_and_zero_without_inputs() -> None:
+    basis = random_basis(12)
+    assert bool(basis.statistics(statistics_of(torch.randn(5, 12), samples=0)).maximum.isnan().all())
+    assert bool((basis.statistics(StatisticsCollector(12, samples=8).finish()).maximum == 0).all())
+
+
+# ---------------------------------------------------------------- the methods
+def planted(tokens: int, columns: int, seed: int) -> torch.Tensor:
+    """Inputs with outliers in some dimensions, and dimensions that go together."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, columns, generator=generator)
+    x[:, 3::17] *= 30
+    x[:, 5::11] += 4 * x[:, 4:-1:11][:, : x[:, 5::11].shape[1]]
+    return x
+
+
+def error_of(tensors: dict[str, torch.Tensor], weight: torch.Tensor, x: torch.Tensor) -> float:
+    """Relative error of outputs rounded to nearest, straight from the definition."""
+    assert W4A4.activations is not None
+    left, right = matrices(tensors)
+    whole = right if left is None else torch.kron(left, right)
+    turned, inputs = weight @ torch.linalg.inv(whole).T, x @ whole
+    scale = turned.unflatten(1, (-1, 16)).abs().amax(-1, keepdim=True) / 7.5
+    rounded = (turned.unflatten(1, (-1, 16)) / scale).round().clamp(-8, 7) * scale
+    given = fake_quantize(inputs, W4A4.activations, {})
+    return float((given @ rounded.flatten(1).T - x @ weight.T).norm() / (x @ weight.T).norm())
+
+
+def found_by(method: str, weight: torch.Tensor, x: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    assert W4A4.grid is not None
+    scheme = Scheme(replace(W4A4.grid, group_size=16), W4A4.activations, None, InputTransform(method))
+    return METHODS[method].find(Layers([weight[:50], weight[50:]], scheme, x))
+
+
+def test_outliers_cost_less_rotated_and_least_learned() -> None:
+    weight, x = torch.randn(80, 96, generator=torch.Generator().manual_seed(1)), planted(600, 96, 0)
+    fresh = planted(300, 96, 9)
+    plain = error_of({"input_right": torch.eye(96)}, weight, fresh)
+    rotated = error_of(found_by("hadamard", weight, None), weight, fresh)
+    learned = error_of(found_by("flatquant", weight, x), weight, fresh)
+    assert rotated < 0.8 * plain
+    assert learned < 0.85 * rotated
+
+
+@pytest.mark.parametrize("columns", [96, 101, 86 * 4])
+def test_hadamard_matrices_are_orthogonal_and_always_the_same(columns: int) -> None:
+    found = found_by("hadamard", torch.randn(60, columns), None)
+    for name, matrix in found.items():
+        torch.testing.assert_close(matrix @ matrix.T, torch.eye(len(matrix)), atol=1e-5, rtol=0)
+        assert why_not(len(matrix)) or bool((matrix.abs() - len(matrix) ** -0.5).abs().max() < 1e-6), (
+            "entries of one size"
+        )
+        assert torch.equal(matrix, found_by("hadamard", torch.randn(60, columns), None)[name])
+
+
+def test_learning_gives_the_same_matrices_again() -> None:
+    weight, x = torch.randn(60, 32), planted(200, 32, 0)
+    once, again = (found_by("flatquant", weight, x) for _ in range(2))
+    assert once.keys() == again.keys()
+    assert all(torch.equal(once[name], again[name]) for name in once)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 200])
+def test_learning_that_does_not_help_leaves_hadamard_matrices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Steps far too large, no samples, or one: nothing is stored that is worse on inputs which were held out."""
+    monkeypatch.setattr(flatquant, "RATE", 1e6)
+    weight = torch.randn(60, 32)
+    found, start = (found_by(name, weight, planted(count, 32, 0)) for name in ("flatquant", "hadamard"))
+    assert all(torch.equal(found[name], start[name]) for name in start)
+
+
+# ---------------------------------------------------------------- in a recipe
+SIZES: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "W4A16": {"scheme": "W4A16", "group_size": 32, "input_transform": "hadamard"},
+    "W4A4": {"scheme": "W4A4", "group_size": 32, "input_transform": "hadamard"},
+    "W4A4 learned": {"scheme": "W4A4", "group_size": 32, "input_transform": "flatquant"},
+    "W8A8 static": {"scheme": "W8A8-INT8", "activation_mode": "static", "input_transform": "hadamard"},
+    "NVFP4": {"scheme": "NVFP4", "input_transform": "hadamard_groups"},
+    "MXFP4 learned": {"scheme": "MXFP4", "input_transform": "flatquant"},
+    "trellis": {"scheme": {"representation": "trellis", "group_size": 32}, "input_transform": "hadamard"},
+}
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_artifact_computes_what_its_layers_stand_for(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, kind: str, method: str
+) -> None:
+    model = make_checkpoint(**SIZES)
+    request = recipe(model, {"quantize": {"method": method, **KINDS[kind]}})
+    made = compress.apply(request, output=tmp_path / "out", quiet=True)
+    manifest = json.loads((made.path / "compress.json").read_text())
+    assert KINDS[kind]["input_transform"] in manifest["layers"][0]["method"]
+    assert {reader["name"] for reader in manifest["readable_by"] if reader["how"] == "yes"} == {"this runtime"}
+    ids = torch.randint(3, 250, (2, 24))
+    reference = runtime.load(made.path, kernels="reference", device="cpu", dtype="float32")
+    layers = [each for each in reference.engine.module.modules() if isinstance(each, CompressedLinear)]
+    assert len(layers) == 14
+    for layer in layers[:7]:  # a product, straight from the definition
+        x = torch.randn(9, layer.in_features)
+        tensors, scheme = layer.stored(), layer.entry.scheme
+        turned = multiplied(x, *matrices(tensors))
+        given = turned if scheme.activations is None else fake_quantize(turned, scheme.activations, tensors)
+        torch.testing.assert_close(layer(x), given @ layer.compressed_weight().dequantize().T, rtol=1e-4, atol=1e-4)
+        own = x @ layer.dequantize().T
+        near = (layer(x) - own).norm() / own.norm()
+        assert near < (1e-5 if scheme.activations is None else 0.5)
+    native = runtime.load(made.path, device="cpu", dtype="float32")
+    wanted, found = (each.engine.logits(ids) for each in (reference, native))
+    rows = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert float(rows.median()) < (0.2 if "A4" in kind or "FP4" in kind else 2e-2 if "A8" in kind else 1e-4)
+
+
+def test_transformers_runs_it_with_this_package(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    request = recipe(make_checkpoint(**SIZES), {"quantize": {"method": "rtn", **KINDS["W4A16"]}})
+    path = compress.apply(request, output=tmp_path / "out", quiet=True).path
+    ids = torch.randint(3, 250, (1, 24))
+    wanted = runtime.load(path, kernels="reference", device="cpu", dtype="float32").engine.logits(ids)
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    torch.testing.assert_close(theirs(ids).logits, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("quality", [{"objective": "propagated"}, {"quality": "best"}])
+def test_objectives_beyond_the_layer_go_with_it(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, quality: dict[str, Any]
+) -> None:
+    stage = {"quantize": {"method": "gptq", **KINDS["W4A4"], **quality}}
+    request = recipe(
+        make_checkpoint(**SIZES), stage, calibration={"data": "bundled", "samples": 16, "sequence_length": 64}
+    )
+    made = compress.apply(request, output=tmp_path / "out", quiet=True)
+    layers = json.loads((made.path / "compress.json").read_text())["layers"]
+    assert all(layer["error"] < 0.3 for layer in layers)
+    assert any("propagated" in layer["notes"] for layer in layers)
+
+
+def test_experts_have_it_too(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
+    model = make_checkpoint("mixtral", num_local_experts=4)
+    stage = {"quantize": {"method": "gptq", "bits": 4, "group_size": 16, "input_transform": "hadamard"}}
+    made = compress.apply(recipe(model, stage), output=tmp_path / "out", quiet=True)
+    ids = torch.randint(3, 250, (2, 24))
+    wanted, found = (runtime.load(made.path, kernels=k, device="cpu", dtype="float32") for k in ("reference", "auto"))
+    assert "transforms its input, which C does not do for experts" in found.explain()["model"]
+    torch.testing.assert_close(found.engine.logits(ids), wanted.engine.logits(ids), rtol=1e-3, atol=1e-4)
+
+
+REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "unknown": ([{"quantize": {"method": "rtn", "input_transform": "hadamrd"}}], "did you mean 'hadamard'"),
+    "no groups": ([{"quantize": {"method": "rtn", "scheme": "W8A8-INT8", "input_transform": "hadamard_groups"}}], "give hadamard"),
+    "lossless": ([{"quantize": {"method": "rtn", "scheme": "DF11", "input_transform": "hadamard"}}], "without loss"),
+    "pruned": (
+        [
+            {"prune": {"method": "magnitude", "sparsity": 0.5}},
+            {"quantize": {"method": "rtn", "bits": 4, "group_size": 32, "input_transform": "hadamard"}},
+        ],
+        "leave the stage that prunes out",
+    ),
+    "budget": ([{"quantize": {"method": "gptq", "bits": 3.5, "group_size": 32, "input_transform": "hadamard"}}], "give whole bits"),
+    "scales": ([{"quantize": {"method": "awq", "group_size": 32, "input_transform": "hadamard"}}], "give gptq or rtn"),
+    "recovery": (
+        [
+            {"quantize": {"method": "rtn", "bits": 4, "group_size": 32, "input_transform": "hadamard"}},
+            {"recover": {"method": "finetune", "steps": 1}},
+        ],
+        "in the basis of input_transform hadamard",
+    ),
+    "table": (
+        [{"quantize": {"method": "rtn", "bits": 8, "group_size": 32, "targets": ["Embedding"], "input_transform": "hadamard"}}],
+        "is an embedding",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_go_with_it_is_refused_before_anything_is_made(
+    make_checkpoint: Any, recipe: Any, what: str
+) -> None:
+    stages, said = REFUSED[what]
+    with pytest.raises(RequestError, match=said):
+        make_plan(load(recipe(make_checkpoint(**SIZES), *stages)))
+
+
+def test_exports_refuse_it_by_name(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
+    import export
+
+    made = compress.apply(
+        recipe(make_checkpoint(**SIZES), {"quantize": {"method": "rtn", **KINDS["W4A4"]}}),
+        output=tmp_path / "out",
+        quiet=True,
+    )
+    for target in ("onnx", "gguf", "huggingface", "tensorrt", "triton"):
+        with pytest.raises(RequestError, match=r"q_proj transforms its input .*runtime.load\(\) runs it"):
+            export.export(made.path, target, output=tmp_path / target)
+
+
+def test_a_damaged_matrix_is_named() -> None:
+    scheme = replace(preset("W4A16"), transform=InputTransform("hadamard"))
+    tensors = formats.choose(scheme, (16, 128)).pack(random_weight(scheme, (16, 128)), **random_basis(128).tensors)
+    entry = ModuleEntry(scheme, "pack-quantized")
+    CompressedLinear.from_tensors(entry, (16, 128), tensors, None, torch.float32)
+    for name, wrong in (("input_left", torch.eye(16)), ("input_right", torch.eye(16, dtype=torch.int32))):
+        with pytest.raises(ArtifactError, match=f"tensor {name} "):
+            CompressedLinear.from_tensors(entry, (16, 128), tensors | {name: wrong}, None, torch.float32)
+    del tensors["input_left"]
+    with pytest.raises(ArtifactError, match="tensor input_left is missing"):
+        CompressedLinear.from_tensors(entry, (16, 128), tensors, None, torch.float32)

@@ -101,12 +101,6 @@ class Source:
         if quantization is not None:
             self.entries = entries_of(model, quantization, self.artifact.checkpoint.names())
             self.shapes |= linear_shapes(model)  # experts are apart now
-        turned = next((name for name, entry in self.entries.items() if entry.scheme.transform is not None), None)
-        if turned is not None:
-            raise RequestError(
-                f"{self.path}: {turned} transforms its input (input_transform), which no export carries: runtime.load() runs it, and in "
-                "transformers it loads with this package installed; export a recipe without input_transform"
-            )
         missing = [name for name in self.entries if name not in self.shapes]
         if missing:
             raise ArtifactError(f"{self.path}: config.json compresses {missing[0]}, which the model has no layer for")
@@ -162,13 +156,22 @@ class Source:
         return storage.unpack(tensors, entry.scheme, shape, self.dtype, module)
 
     def matrix(self, module: str) -> torch.Tensor:
-        """`[rows, columns]` of any linear layer or embedding, dequantized."""
-        return self.weight(module).dequantize() if module in self.entries else self.dense(f"{module}.weight")
+        """`[rows, columns]` of any linear layer or embedding, dequantized, of inputs as they come."""
+        if module not in self.entries:
+            return self.dense(f"{module}.weight")
+        transform, weight = self.entries[module].scheme.transform, self.weight(module).dequantize()
+        return weight if transform is None else transform.of_weight(weight, self.input_matrices(module))
 
     def optional(self, name: str) -> torch.Tensor | None:
         """A stored tensor, None where there is none."""
         stored = self._stored(name)
         return self.artifact.checkpoint.get(stored) if self.artifact.checkpoint.has(stored) else None
+
+    def input_matrices(self, module: str) -> dict[str, torch.Tensor]:
+        """Matrices of the input transform, as `InputTransform.tensors` names them; none where there is no transform."""
+        transform = self.entries[module].scheme.transform
+        names = () if transform is None else transform.tensors(self.shapes[module][1])
+        return {name: self.artifact.checkpoint.get(self._stored(f"{module}.{name}")) for name in names}
 
     def input_scale(self, module: str) -> torch.Tensor | None:
         """The static activation scale, `[1]` in the model's dtype; None where activations are dynamic or not quantized."""

@@ -129,6 +129,7 @@ class Target(ABC):
         options: class of its options.
         keeps_cache: what it writes is an artifact for `runtime.load`, whose KV-cache policy goes along.
         representations: names of the representations of weights that it can write.
+        transforms_inputs: it can write layers that transform their inputs.
     """
 
     name: ClassVar[str]
@@ -138,13 +139,14 @@ class Target(ABC):
     options: ClassVar[type[Options]] = Options
     keeps_cache: ClassVar[bool] = False
     representations: ClassVar[frozenset[str]] = frozenset({GridScheme.name})
+    transforms_inputs: ClassVar[bool] = False
 
     def open(self, path: str | Path, trust_remote_code: bool) -> Any:
         """What is exported: an artifact; a target may also take an export of its own that is to be finished (a build bundle)."""
         return Source(path, trust_remote_code)
 
     def reason_against(self, source: Any, options: Any) -> str | None:
-        """Why this artifact cannot be written: a representation that the target does not know, or what `why_not` says; None when it can."""
+        """Why this artifact cannot be written: what the target has no word for, or what `why_not` says; None when it can."""
         for module, entry in source.entries.items() if isinstance(source, Source) else ():
             weights = entry.scheme.weights
             if weights is not None and weights.name not in self.representations:
@@ -152,6 +154,8 @@ class Target(ABC):
                     f"the weights of {module} are stored as representation {weights.name} ({weights.describe()}), and it writes "
                     f"only {' and '.join(sorted(self.representations))}"
                 )
+            if entry.scheme.transform is not None and not self.transforms_inputs:
+                return f"{module} transforms its inputs (input_transform {entry.scheme.transform.name}), which it has no word for"
         return self.why_not(source, options)
 
     @abstractmethod

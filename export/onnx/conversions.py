@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -62,6 +63,8 @@ def growth(source: Source, module: str, spoken: Dialect) -> int:
         # Products of integers are scaled in float32; where they are said with Q/DQ 16 bits may do, a byte or two a column less.
         width = 4 if multiplies_integers(scheme) else source.dtype.itemsize
         stored = grid_bytes(scheme.grid, shape, layer_rules(scheme, spoken), width)
+        specs = {} if scheme.transform is None else scheme.transform.tensors(shape[1])
+        stored += sum(math.prod(spec.shape) for spec in specs.values()) * spoken.dtype.itemsize
     return stored - source.module_bytes(module)
 
 

@@ -27,6 +27,7 @@ class OnnxTarget(Target):
     extra: ClassVar[str | None] = "onnx"
     packages: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnx_ir", "onnxruntime")
     options: ClassVar[type[Options]] = OnnxOptions
+    transforms_inputs: ClassVar[bool] = True
 
     def why_not(self, source: Source, options: Any) -> str | None:
         if is_speech(source.config):

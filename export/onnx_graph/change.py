@@ -93,13 +93,13 @@ def _layer(job: Job, name: str, rules: Rules, float_inputs: bool) -> CompressedL
         grid = to_grid(weight, rules, True, name)
         strategy: Any = "group" if grid.block is not None else "channel" if grid.scale.dim() else "tensor"
         scale = grid.scale.t().contiguous() if grid.block is not None else grid.scale.unsqueeze(-1)
-        anew = Scheme(GridScheme(grid.bits, "int", True, strategy, grid.block), acts)
+        anew = Scheme(GridScheme(grid.bits, "int", True, strategy, grid.block), acts, transform=scheme.transform)
         values = grid.codes.t().contiguous()
         weight = replace(weight, values=values, scale=scale, zero_point=None, mask=None, scheme=anew)
     else:
         weight = replace(weight, scheme=replace(scheme, activations=acts))
     storage = formats.choose(weight.scheme, source.shapes[name])
-    tensors = storage.pack(weight)
+    tensors = storage.pack(weight, **source.input_matrices(name))
     entry = ModuleEntry(weight.scheme, storage.name, storage.stored_count(tensors))
     if acts is not None:
         inputs = {"input_scale": source.input_scale(name), "input_zero_point": source.input_zero_point(name)}

@@ -21,6 +21,7 @@ from export.onnx_graph.matmul_nbits import matmul_nbits, widened
 from export.onnx_graph.store import onnx_type
 from export.source import Source
 from export.target import Job
+from runtime.formats.input_transform import LEFT, RIGHT, matrices
 from runtime.formats.scheme import ActivationScheme
 from runtime.kernels.activations import code_limits
 
@@ -136,6 +137,8 @@ def written_grid(job: Job, module: str, dialect: Dialect) -> Grid:
 def _compressed(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
     scheme, grid = job.source.entries[module].scheme, written_grid(job, module, dialect)
     acts = scheme.activations
+    if scheme.transform is not None:
+        x = _transformed(b, job.source, module, x, dialect.dtype)
     if acts is None:
         return _product(b, module, x, grid, dialect)
     integers = multiplies_integers(scheme)
@@ -150,6 +153,17 @@ def _compressed(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Di
     if integers:
         return _integer_product(b, module, quantized, grid, dialect)
     return _product(b, module, _dequantize(b, quantized, x, dialect.dtype), grid, dialect)
+
+
+def _transformed(b: Builder, source: Source, module: str, x: onnx_ir.Value, dtype: torch.dtype) -> onnx_ir.Value:
+    """`L^T X R` of every piece of the rows, see `InputTransform`."""
+    left, right = matrices(source.input_matrices(module))
+    sizes = [-1, 1 if left is None else len(left), len(right)]
+    pieces = b.op("Reshape", [x, b.constant(sizes)], "input/pieces")
+    found = b.op("MatMul", [pieces, b.stored(f"{module}.{RIGHT}", right, dtype)], "input/right")
+    if left is not None:
+        found = b.op("MatMul", [b.stored(f"{module}.{LEFT}", left.T.contiguous(), dtype), found], "input/left")
+    return b.op("Reshape", [found, b.op("Shape", [x], "input/shape")], "input/transformed", like=x)
 
 
 def _integer_product(b: Builder, module: str, x: Quantized, grid: Grid, dialect: Dialect) -> onnx_ir.Value:
@@ -262,7 +276,7 @@ def groups(job: Job, marks: Iterable[onnx_ir.Node]) -> dict[onnx_ir.Node, list[o
         entry = job.source.entries.get(module)
         if entry is None or entry.scheme.grid is None or entry.scheme.grid.type != "int":
             continue
-        if entry.scheme.activations is None:
+        if entry.scheme.activations is None and entry.scheme.transform is None:
             found.setdefault((mark.inputs[0], module.rpartition(".")[0], entry.scheme.grid), []).append(mark)
     # A layer that is called twice keeps a matrix of its own, which both calls share.
     once = {module for module, count in Counter(modules).items() if count == 1}

@@ -44,6 +44,7 @@ class TensorrtTarget(Target):
     extra: ClassVar[str | None] = "tensorrt"
     packages: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnx_ir")
     options = TensorrtOptions
+    transforms_inputs: ClassVar[bool] = True
 
     def open(self, path: str | Path, trust_remote_code: bool) -> Any:
         """A bundle to finish, or an artifact."""

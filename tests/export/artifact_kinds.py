@@ -40,6 +40,19 @@ STAGES: dict[str, list[dict[str, Any]]] = {
     "mxfp4": [{"quantize": {"method": "rtn", "scheme": "MXFP4"}}],
     "mxfp8": [{"quantize": {"method": "rtn", "scheme": "MXFP8"}}],
     "fp8_block": [{"quantize": {"method": "rtn", "scheme": "FP8_BLOCK"}}],
+    "turned_w4": [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32, "input_transform": "hadamard"}}],
+    "turned_w4_groups": [
+        {
+            "quantize": {
+                "method": "rtn",
+                "scheme": "W4A16",
+                "group_size": 64,
+                "scales": "positive",
+                "input_transform": "hadamard_groups",
+            }
+        }
+    ],
+    "turned_w8a8": [{"quantize": {"method": "rtn", "scheme": "W8A8-INT8", "input_transform": "hadamard"}}],
     "bitmap": [{"prune": {"method": "magnitude", "pattern": "unstructured", "sparsity": 0.6}}],
 }
 MATRIX = ("dense", "w4_g128", "w4_g32_asymmetric", "w8a8", "fp8", "sparse_w4")

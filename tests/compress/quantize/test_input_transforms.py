@@ -302,19 +302,6 @@ def test_what_does_not_go_with_it_is_refused_before_anything_is_made(
         make_plan(load(recipe(make_checkpoint(**SIZES), *stages)))
 
 
-def test_exports_refuse_it_by_name(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
-    import export
-
-    made = compress.apply(
-        recipe(make_checkpoint(**SIZES), {"quantize": {"method": "rtn", **KINDS["W4A4"]}}),
-        output=tmp_path / "out",
-        quiet=True,
-    )
-    for target in ("onnx", "gguf", "huggingface", "tensorrt", "triton"):
-        with pytest.raises(RequestError, match=r"q_proj transforms its input .*runtime.load\(\) runs it"):
-            export.export(made.path, target, output=tmp_path / target)
-
-
 def test_a_damaged_matrix_is_named() -> None:
     scheme = replace(preset("W4A16"), transform=InputTransform("hadamard"))
     tensors = formats.choose(scheme, (16, 128)).pack(random_weight(scheme, (16, 128)), **random_basis(128).tensors)

@@ -27,19 +27,22 @@ from where import commit
 HERE = Path(__file__).resolve().parent
 WEIGHTS = ("W8A16", "W4A16")
 ACTIVATIONS = ("W8A8-INT8", "LLM.int8", "W4A8", "W4A4", "W4AFP8", "FP8_DYNAMIC", "MXFP8", "MXFP4")
+TURNED = "W4A4, transformed inputs"
 #: {scheme: its kernel before}; one stands for all that were dequantized at every call.
 BEFORE = {"W8A8-INT8": "w8a8-cpu", "FP8_DYNAMIC": "reference"}
-BESIDE = {"W8A8-INT8": ("W8A16", "llama.cpp Q8_0"), "LLM.int8": ("W8A8-INT8",), "W4A8": ("W4A16", "llama.cpp Q4_0")}
+BESIDE = {
+    "W8A8-INT8": ("W8A16", "llama.cpp Q8_0"), "LLM.int8": ("W8A8-INT8",), "W4A8": ("W4A16", "llama.cpp Q4_0"), TURNED: ("W4A4",),
+}  # fmt: skip
 SPEEDS = ("decode_tokens_per_second", "prefill_tokens_per_second")
 
 
 def engines() -> dict[str, Engine]:
     """Rows, and what they read: registered with the other benchmarks' artifacts."""
-    for scheme in (*WEIGHTS, *ACTIVATIONS):
-        decode_engines.ARTIFACTS[scheme] = [
-            {"quantize": {"method": "rtn", "scales": "minmax", "ignore": [], "scheme": scheme}}
-        ]
-    found = {each: Engine(each, "ours", each, {"kernels": "auto"}) for each in (*WEIGHTS, *ACTIVATIONS)}
+    settings = {each: {"scheme": each} for each in (*WEIGHTS, *ACTIVATIONS)}
+    settings[TURNED] = {"scheme": "W4A4", "input_transform": "hadamard"}
+    for name, own in settings.items():
+        decode_engines.ARTIFACTS[name] = [{"quantize": {"method": "rtn", "scales": "minmax", "ignore": [], **own}}]
+    found = {each: Engine(each, "ours", each, {"kernels": "auto"}) for each in settings}
     found |= {f"{each} before": Engine(each, "ours", each, {"kernels": kernel}) for each, kernel in BEFORE.items()}
     for kind in ("Q8_0", "Q4_0"):
         found[f"llama.cpp {kind}"] = Engine(
@@ -93,7 +96,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=list(SHAPES), default="1.1b")
     parser.add_argument("--threads", default="1,2", help="separated by commas")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="rows, separated by commas")
+    parser.add_argument("--only", default="", help="rows, separated by semicolons")
     parser.add_argument("--work", type=Path, help="keeps checkpoints and artifacts (default: a temporary directory)")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "activation_schemes.json")
     arguments = parser.parse_args()
@@ -108,7 +111,7 @@ def main() -> None:
     arguments = parse()
     rows = {name: each for name, each in engines().items() if each.script == "ours" or arguments.peers}
     if arguments.only:
-        rows = {name: rows[name] for name in arguments.only.split(",")}
+        rows = {name: rows[name] for name in arguments.only.split(";")}
     arguments.peers = arguments.peers or ""
     with tempfile.TemporaryDirectory() as scratch:
         work = ((arguments.work or Path(scratch)) / arguments.shape).resolve()

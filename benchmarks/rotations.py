@@ -1,7 +1,9 @@
 #!/usr/bin/env python
-"""The stage `rotate` beside the same recipe without it: KL divergence to the original on held-out text; JSON.
+"""The stage `rotate` and input transforms beside the same recipe without them: KL divergence to the original on held-out text; JSON.
 
-    python benchmarks/rotations.py --output benchmarks/results/rotations.json
+    python benchmarks/rotations.py --ways plain hadamard orthogonal --output benchmarks/results/rotations.json
+    python benchmarks/rotations.py --cells "W4A4 g128" "W3A16 g128" NVFP4 MXFP4 --ways plain hadamard inputs both groups flatquant \
+        --output benchmarks/results/input_transforms.json
 
 Two bundled models, as they are and in their principal axes: rotated so that the dimensions of the hidden state are the eigenvectors of its
 second moments. That is the same function with the outliers that large models have by themselves: few dimensions hold most of the energy.
@@ -38,9 +40,15 @@ CELLS: dict[str, dict[str, Any]] = {
     "W4A16 g128": {"quantize": {"method": "gptq", "bits": 4}},
     "W3A16 g128": {"quantize": {"method": "gptq", "bits": 3}},
     "W2A16 g64": {"quantize": {"method": "gptq", "bits": 2, "group_size": 64}},
+    "NVFP4": {"quantize": {"method": "gptq", "scheme": "NVFP4"}},
+    "MXFP4": {"quantize": {"method": "gptq", "scheme": "MXFP4"}},
     "values int2": {"kv_cache": {"keys": "plain", "values": "int2"}},
 }
-WAYS = ("plain", "hadamard", "orthogonal")
+#: The method of a stage `rotate`, or none; and the `input_transform` of what quantizes.
+WAYS: dict[str, tuple[str | None, str | None]] = {
+    "plain": (None, None), "hadamard": ("hadamard", None), "orthogonal": ("orthogonal", None), "inputs": (None, "hadamard"),
+    "both": ("hadamard", "hadamard"), "groups": (None, "hadamard_groups"), "flatquant": (None, "flatquant"),
+}  # fmt: skip
 
 
 def principal_axes(model: Path) -> torch.Tensor:
@@ -72,7 +80,10 @@ def in_principal_axes(model: Path, output: Path) -> Path:
 
 def measured(model: Path, way: str, cell: dict[str, Any]) -> dict[str, float]:
     """KL divergence of the artifact to its model."""
-    stages = [] if way == "plain" else [{"rotate": {"method": way}}]
+    rotation, transform = WAYS[way]
+    stages = [] if rotation is None else [{"rotate": {"method": rotation}}]
+    if transform is not None:
+        cell = {"quantize": {**cell["quantize"], "input_transform": transform}}
     stages += [cell] if cell else []
     recipe = {"name": "cell", "model": str(model), "calibration": CALIBRATION, "stages": stages, "evaluate": EVALUATION}
     with tempfile.TemporaryDirectory() as directory:
@@ -84,11 +95,18 @@ def measured(model: Path, way: str, cell: dict[str, Any]) -> dict[str, float]:
     }  # fmt: skip
 
 
+def _means_something(cell: dict[str, Any], way: str) -> bool:
+    """Whether there is something to transform, and something to do at all."""
+    return "quantize" in cell if WAYS[way][1] is not None else bool(cell) or way != "plain"
+
+
 def main() -> None:
     """Every cell that is not in the file yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--models", nargs="+", default=["stdlib-4m", "stdlib-qwen3-4m"])
+    parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=list(CELLS))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"cells": {}}
@@ -100,8 +118,10 @@ def main() -> None:
         for name in arguments.models:
             for axes in ("as trained", "principal axes"):
                 own = found["cells"].setdefault(f"{name}, {axes}", {})
-                missing = [(cell, way) for cell in CELLS for way in WAYS if way not in own.get(cell, {})]
-                missing = [(cell, way) for cell, way in missing if CELLS[cell] or way != "plain"]
+                missing = [
+                    (cell, way) for cell in arguments.cells for way in arguments.ways if way not in own.get(cell, {})
+                ]
+                missing = [(cell, way) for cell, way in missing if _means_something(CELLS[cell], way)]
                 if not missing:
                     continue
                 model = MODELS / name

@@ -20,7 +20,7 @@ class MethodEntry:
 
     Attributes:
         source: a method of a stage, a preset of cache policies, or a method of a registry.
-        written: how `drafter=` names it; None: it is no drafter's.
+        written: how it is asked for, of drafters and of what a field of a stage names; None: `method: NAME`.
     """
 
     stage: str
@@ -118,7 +118,11 @@ def method_groups() -> Iterator[MethodGroup]:
             entries = [MethodEntry(kind.name, method.name, method) for method in kind.methods().values()]
             yield MethodGroup(kind.name, kind.summary, f"{kind.name}: {{method: NAME, ...}}", entries)
             for key, methods in kind.parts().items():
-                named = [MethodEntry(f"{kind.name} {key}", method.name, method) for method in methods.values()]
+                asked = f"{kind.name}: {_PARTS[key][1]}"
+                named = [
+                    MethodEntry(f"{kind.name} {key}", method.name, method, asked.replace("NAME", method.name))
+                    for method in methods.values()
+                ]
                 yield _part(kind.name, key, named)
             continue
         entries = [MethodEntry(kind.name, preset.name, preset) for preset in PRESETS.values()]

@@ -77,8 +77,7 @@ class CompressedTensors(Layout):
         def make() -> Mapping[str, torch.Tensor]:
             weight = regrid(source.weight(module), grid_of(entry))
             inputs = {"input_scale": source.input_scale(module), "input_zero_point": source.input_zero_point(module)}
-            given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-            tensors = formats.get(entry.format).pack(weight, **given)
+            tensors = formats.get(entry.format).pack(weight, **inputs)
             return {f"{module}.{name}": tensor for name, tensor in tensors.items()}
 
         return [Part(specs, make)]

@@ -88,7 +88,7 @@ class Format(ABC):
         self._require(scheme, shape)
         return self.weight_tensors(scheme, shape, dtype, count) | input_tensors(scheme, shape, dtype)
 
-    def pack(self, weight: CompressedWeight, **inputs: torch.Tensor) -> Tensors:
+    def pack(self, weight: CompressedWeight, **inputs: torch.Tensor | None) -> Tensors:
         """Tensors of `tensors(...)` for this weight, with those `inputs` of `input_tensors` that are given.
 
         Bit-exact: `unpack` gives back the same dequantized matrix.
@@ -101,7 +101,9 @@ class Format(ABC):
         self._require(weight.scheme, weight.shape)
         out = {name: tensor.contiguous() for name, tensor in self.pack_weight(weight).items()}
         specs = input_tensors(weight.scheme, weight.shape, weight.dtype)
-        return out | {name: tensor.cpu().reshape(specs[name].shape) for name, tensor in inputs.items()}
+        return out | {
+            name: tensor.cpu().reshape(specs[name].shape) for name, tensor in inputs.items() if tensor is not None
+        }
 
     def unpack(
         self,

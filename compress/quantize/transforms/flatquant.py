@@ -21,7 +21,7 @@ from runtime.formats.scheme import Scheme
 from runtime.kernels.activations import fake_quantize
 
 STEPS = 200
-RATE = 0.02
+RATE = 0.05
 #: Rows of the weights, of all layers together, that a loss is computed with.
 ROWS = 1024
 #: Inputs in a step.

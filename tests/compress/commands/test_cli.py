@@ -252,12 +252,14 @@ def test_methods_are_listed_and_shown(capsys):
     from compress.prune import METHODS as PRUNE
     from compress.prune.structure import METHODS as STRUCTURE
     from compress.quantize import METHODS as QUANTIZE
+    from compress.quantize.transforms import METHODS as TRANSFORMS
     from compress.rotate import METHODS as ROTATE
 
     code, out, _ = run(capsys, "methods", "--json")
     assert code == 0
     listed = {(entry["stage"], entry["name"]) for entry in json.loads(out)["methods"]}
     weights = {*(("prune", name) for name in PRUNE), *(("quantize", name) for name in QUANTIZE)}
+    transforms = {("quantize input_transform", name) for name in TRANSFORMS}
     drafts = {("draft", name) for name in DRAFT}
     models = {
         (stage, name)
@@ -266,7 +268,7 @@ def test_methods_are_listed_and_shown(capsys):
     }
     assert {
         (stage, name) for stage, name in listed if not stage.startswith(("kv_cache", "drafter"))
-    } == weights | drafts | models
+    } == weights | transforms | drafts | models
     code, out, _ = run(capsys, "methods")
     assert "sparsegpt" in out
     for _, name in weights:
@@ -274,6 +276,11 @@ def test_methods_are_listed_and_shown(capsys):
         assert code == 0
         assert "Source: " in out
         assert "targets: a list of texts" in out
+    for _, name in transforms:
+        code, out, _ = run(capsys, "methods", "show", name)
+        assert code == 0
+        assert f"quantize: {{method: ..., input_transform: {name}}}" in out
+        assert "arXiv" in out
     for stage, name in models:
         code, out, _ = run(capsys, "methods", "show", name)
         assert code == 0

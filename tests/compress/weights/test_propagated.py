@@ -177,9 +177,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Statistics], lis
     rows: list[torch.Tensor] = []
     solve, run = block.solve_layers, block_pass.run_block
 
-    def noted(tasks: Any, modules: Any, weights: Any, statistics: Any, *others: Any) -> Any:
+    def noted(tasks: Any, modules: Any, weights: Any, statistics: Any, *others: Any, **named: Any) -> Any:
         known[next(iter(tasks))] = statistics
-        return solve(tasks, modules, weights, statistics, *others)
+        return solve(tasks, modules, weights, statistics, *others, **named)
 
     def begun(job: Any, index: int, states: Any) -> Any:
         rows[:] = [ids for ids, _ in job.batches[:-1]] or rows

@@ -314,7 +314,7 @@ def test_static_activations_add_their_tensors():
     scheme = Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme(8, "int", False, False, "tensor"))
     storage = formats.get("int-quantized")
     scale, zero = torch.tensor(0.5, dtype=torch.bfloat16), torch.tensor(3, dtype=torch.int8)
-    tensors = storage.pack(random_weight(scheme, (8, 64)), scale, zero)
+    tensors = storage.pack(random_weight(scheme, (8, 64)), input_scale=scale, input_zero_point=zero)
     specs = storage.tensors(scheme, (8, 64), torch.bfloat16)
     assert {k: (tuple(t.shape), t.dtype) for k, t in tensors.items()} == {
         k: (s.shape, s.dtype) for k, s in specs.items()

@@ -69,13 +69,14 @@ class SolvedLayer:
 
 
 def find_basis(scheme: Scheme, weights: Sequence[torch.Tensor], statistics: Statistics | None, team: Team) -> Basis:
-    """The basis of layers with these weights `[out_i, in]` that read one input; the main process of a team finds it."""
+    """The basis of layers with these weights `[out_i, in]` that read one input, as it is stored; the main process of a team finds it."""
     assert scheme.transform is not None
     tensors: Tensors = {}
     if team.is_main:
         samples = None if statistics is None else statistics.samples
         tensors = TRANSFORMS[scheme.transform.name].find(Layers(list(weights), scheme, samples))
-        tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        specs = scheme.transform.tensors(weights[0].shape[1])
+        tensors = {name: tensor.to("cpu", specs[name].dtype) for name, tensor in tensors.items()}
     return Basis(scheme.transform, tensors if team.size == 1 else team.broadcast(tensors))
 
 

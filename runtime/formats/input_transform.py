@@ -47,10 +47,10 @@ class InputTransform:
         return None
 
     def tensors(self, columns: int) -> dict[str, TensorSpec]:
-        """Its matrices as a module stores them."""
+        """Its matrices as a module stores them: in 16 bits, since the weight is that of the rounded ones."""
         left, right = self.sizes(columns)
-        found = {RIGHT: TensorSpec((right, right), torch.float32)}
-        return found if left == 1 else found | {LEFT: TensorSpec((left, left), torch.float32)}
+        found = {RIGHT: TensorSpec((right, right), torch.float16)}
+        return found if left == 1 else found | {LEFT: TensorSpec((left, left), torch.float16)}
 
     def of_inputs(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """`x T` for `x [..., in]`, in the dtype of `x`; computed in float32 (float64 where `x` is)."""

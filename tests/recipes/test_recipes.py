@@ -37,7 +37,7 @@ BITS = {
     "llama_kv4": 4.2,
     "llama_w4_tensorrt": 4.2,
     "llama_w4afp8": 4.2,
-    "llama_w4a4": 4.2,
+    "llama_w4a4": 4.3,
     "llama_nvfp4": 4.6,
     "llama_mxfp4": 4.3,
     "llama_w8a8": 8.2,

@@ -34,7 +34,7 @@ class TransformMethod:
 
     Attributes:
         name: as a recipe says it (`input_transform: hadamard`). summary, paper: as of `compress.core.method.Method`.
-        find: the matrices (`InputTransform.tensors`, float32), invertible; the same for the same layers.
+        find: the matrices (`InputTransform.tensors`, in float32), invertible; the same for the same layers.
         needs: what calibration must collect.
         by_group: one matrix for every group of columns of the weights' scheme, not one for a row.
     """

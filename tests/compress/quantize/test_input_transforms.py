@@ -228,7 +228,11 @@ def test_an_artifact_computes_what_its_layers_stand_for(
     native = runtime.load(made.path, device="cpu", dtype="float32")
     wanted, found = (each.engine.logits(ids) for each in (reference, native))
     rows = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-    assert float(rows.median()) < (0.2 if "A4" in kind or "FP4" in kind else 2e-2 if "A8" in kind else 1e-4)
+    if scheme.activations is None:
+        assert float(rows.max()) < 1e-4
+    else:  # an input on the boundary of two codes may become either, and what follows with it
+        assert float(rows.min()) < 1e-5
+        assert float(rows.median()) < (0.5 if scheme.activations.bits == 4 else 0.05)
 
 
 def test_transformers_runs_it_with_this_package(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:

@@ -168,8 +168,9 @@ def test_every_process_keeps_to_the_memory_limit_or_it_is_said(
         ("llama", {}, ({"quantize": {**GPTQ["quantize"], "objective": "propagated"}},), "own spill", 2),
         ("llama", {}, ({"quantize": {**GPTQ["quantize"], "objective": "output"}},), "own", 2),
         ("llama", {"tie_word_embeddings": False}, (AWQ, {"quantize": {**GPTQ["quantize"], "targets": ["lm_head"]}}), "own", 2),
+        ("llama", {}, ({"quantize": {**GPTQ["quantize"], "input_transform": "hadamard"}},), "own spill", 2),
     ],
-    ids=["sparse-spilled", "mixture", "propagated-spilled", "output", "awq-and-head"],
+    ids=["sparse-spilled", "mixture", "propagated-spilled", "output", "awq-and-head", "transformed-spilled"],
 )  # fmt: skip
 def test_calibration_is_shared(
     make_checkpoint: Any, recipe: Any, together: Any, alone: Any, family: str, changes: Any, stages: Any, what: str, processes: int

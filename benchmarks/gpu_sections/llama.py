@@ -1,37 +1,22 @@
-#!/usr/bin/env python
-"""Decode speed on a GPU: the lean engine with and without CUDA graphs, against the bandwidth bound and transformers' compiled decode.
+"""Whole Llama of random weights made on the device: the fused engine, dense and in 4 bits, beside transformers and the bandwidth bound.
 
-    python benchmarks/decode_gpu.py --output benchmarks/results/decode_gpu.json      an 8B Llama, made on the GPU
-    python benchmarks/decode_gpu.py --tiny                                           a smoke test, on a CPU too
-
-Random weights: speed only. First the engine is checked on this device: attention against plain torch, logits against
-transformers' own forward pass, graphs against plain calls. The bound of a step is what it must read (packed weights, head, norms,
-keys and values) at the copy bandwidth measured here; the aim is 75 % of it. A step ends when its tokens are on the host;
-`device_ms` is the same without reading them back. What cannot run is in the JSON with its reason.
+The bound of a decode step is what it must read (packed weights, head, norms, keys and values) at the copy bandwidth measured here. A step
+ends when its tokens are on the host; `device_ms` is the same without reading them back.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
-import platform
 import random
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from runtime.engines.base import Chunk
-from runtime.engines.cuda import CudaEngine, ops
-from runtime.engines.cuda.cache import CacheLayer
+from gpu_sections.bench import Bench, Row
+from runtime.engines.base import Chunk, Engine
+from runtime.engines.cuda import CudaEngine
 from runtime.engines.cuda.engine import CudaGraphs
 from runtime.engines.llama_structure import read_program
 from runtime.engines.torch.engine import TorchEngine
@@ -39,22 +24,113 @@ from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import GridScheme, Scheme
 from runtime.layers.compressed_linear import CompressedLinear
 
-AIM = 0.75
 GROUP = 128
 SHAPES: dict[str, dict[str, int]] = {
     "8b": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 32768,
     },
     "1b": {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 32768,
     },
     "tiny": {
         "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512,
     },
 }  # fmt: skip
+#: (sequences, tokens before each decode step); the first are measured with every engine.
+DECODE = ((1, 512), (8, 512), (32, 512), (1, 8192), (8, 8192), (64, 2048))
+PREFILL = ((1, 512), (1, 4096), (8, 1024))
+STEPS = 48
+NEEDS = 24e9  # bytes of an 8B model in bfloat16, its cache and what computes it
+
+
+def check(bench: Bench) -> None:
+    """Logits against transformers' own, steps with graphs against steps without, dense and in 4 bits."""
+    shape = SHAPES[bench.pick("1b", "tiny")] | bench.pick({"num_hidden_layers": 4}, {})
+    model = dense_model(shape, bench.device)
+    for weights in ("bf16", "w4"):
+        if weights == "w4":
+            bench.fact(kernels=pack(model))
+        ids = random.Random(1).choices(range(512), k=140)
+        with torch.inference_mode():
+            wanted = model(torch.tensor([ids], device=bench.device)).logits[0, 129:].float()
+        found = {graphs: engine_logits(lean(model, bench, graphs), ids) for graphs in (True, False)}
+        bench.case(f"logits, {weights}", float((found[True] - wanted).norm() / wanted.norm()), 0.05)
+        bench.case(f"graphs, {weights}", float((found[True] - found[False]).abs().max()), 0.0)
+
+
+def engine_logits(engine: CudaEngine, ids: Sequence[int]) -> torch.Tensor:
+    """After each of the last tokens of 140: a prompt in two chunks, then one by one."""
+    pool, table = engine.new_pages(6), [4, 0, 3]
+    engine.step(pool, [Chunk(ids[:70], 0, table)])
+    rows = [engine.step(pool, [Chunk(ids[70:130], 70, table)])[0]]
+    rows += [engine.step(pool, [Chunk([token], 130 + i, table)])[0] for i, token in enumerate(ids[130:])]
+    return torch.stack(rows)
+
+
+def timing(bench: Bench) -> None:
+    """Ours in 4 bits first, then dense, then transformers."""
+    bandwidth, operations = bench.limits()
+    name = chosen_shape(bench)
+    for weights in ("w4", "bf16"):
+        model = dense_model(SHAPES[name], bench.device)
+        if weights == "w4":
+            bench.fact(kernels=pack(model))
+        measure_engine(bench, lean(model, bench, True), weights, (bandwidth, operations))
+        if weights == "bf16":
+            for batch, depth in decode_cells(bench)[:2]:
+                for static in (False, True):
+                    kind = "compiled" if static else "eager"
+                    if bench.enough(f"transformers {kind}, batch {batch}", bench.pick(60 if static else 15, 1)):
+                        row: Row = {"engine": f"transformers bf16, {kind}", "batch": batch, "depth": depth}
+                        bench.peer(row, "step_ms", lambda b=batch, d=depth, s=static: generate_ms(bench, model, b, d, s))
+                        bench.add(row)
+        del model
+        bench.recover()
+
+
+def chosen_shape(bench: Bench) -> str:
+    """The 8B shape, or a smaller one where it does not fit, which the facts then say."""
+    free = bench.free_bytes()
+    name = bench.pick("8b" if free >= NEEDS else "1b", "tiny")
+    why = None if name != "1b" else f"the 8B shape takes {NEEDS / 1e9:.0f} GB and {free / 1e9:.0f} GB are free"
+    bench.fact(shape=name, config=SHAPES[name], **({"smaller_because": why} if why else {}))
+    return name
+
+
+def decode_cells(bench: Bench) -> Sequence[tuple[int, int]]:
+    """(batch, depth) of the decode steps."""
+    return bench.pick(DECODE, ((1, 40), (3, 40)))
+
+
+def measure_engine(bench: Bench, engine: CudaEngine, weights: str, limits: tuple[float, float]) -> None:
+    """Decode steps and prefill of the fused engine."""
+    bandwidth, operations = limits
+    for batch, depth in decode_cells(bench):
+        if not bench.enough(f"{weights}, decode, batch {batch}, depth {depth}"):
+            continue
+        if batch * (depth + 3 * STEPS) * engine.page_bytes / engine.page_size > 0.8 * bench.free_bytes():
+            bench.fact(**{f"left out: batch {batch}, depth {depth}, {weights}": "its cache does not fit"})
+            continue
+        row: Row = {"engine": f"fused {weights}", "batch": batch, "depth": depth, "bytes": step_bytes(engine, batch, depth)}
+        bench.ours(row, "step_ms", lambda r=row, b=batch, d=depth: decode_ms(bench, engine, b, d, r))
+        if row["step_ms"]:
+            row["tokens_per_second"] = batch / row["step_ms"] * 1e3
+            row["share_of_bandwidth_bound"] = row["bytes"] / bandwidth * 1e3 / row["step_ms"]
+        bench.add(row)
+        engine.trim()
+    for batch, length in bench.pick(PREFILL, ((1, 40), (2, 33))):
+        if bench.enough(f"{weights}, prefill, batch {batch}, {length} tokens"):
+            row = {"engine": f"fused {weights}", "batch": batch, "prompt": length}
+            bench.ours(row, "prefill_ms", lambda b=batch, n=length: prefill_ms(bench, engine, b, n))
+            if row["prefill_ms"]:
+                done = 2 * batch * length * product_weights(engine)
+                row["tokens_per_second"] = batch * length / row["prefill_ms"] * 1e3
+                row["share_of_bf16_limit"] = done / operations * 1e3 / row["prefill_ms"]
+            bench.add(row)
+            engine.trim()
 
 
 # -------------------------------------------------------------------- models
@@ -68,35 +144,63 @@ def dense_model(shape: dict[str, int], device: torch.device) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def pack(model: Any, kernels: str) -> str:
-    """Replace the layers of all blocks by random 4-bit ones, one at a time; returns what computes them."""
-    device, used = model.device, set()
+def pack(model: Any, device: torch.device | None = None) -> str:
+    """Replace the linear layers of all blocks by random 4-bit ones, one at a time; returns what computes them.
+
+    Args:
+        device: of the new ones; None: the model's.
+    """
+    device, used = device or model.device, set()
     entry = ModuleEntry(Scheme(GridScheme(4, "int", True, "group", GROUP)), "pack-quantized")
     for layer in model.model.layers:
-        for parent in (layer.self_attn, layer.mlp):
+        for parent in list(layer.modules()):
             for name, old in list(parent.named_children()):
                 if not isinstance(old, nn.Linear):
                     continue
                 shape = (old.out_features, old.in_features)
                 setattr(parent, name, nn.Identity())  # the dense weight goes before the packed one comes
                 del old
-                tensors = {}
-                for key, spec in CompressedLinear.specs(entry, shape, torch.bfloat16).items():
-                    if key == "weight_shape":
-                        tensors[key] = torch.tensor(shape, dtype=spec.dtype, device=device)
-                    elif spec.dtype.is_floating_point:  # outputs of about the size of the inputs
-                        scale = 0.2 / shape[1] ** 0.5
-                        tensors[key] = torch.full(spec.shape, scale, dtype=spec.dtype, device=device)
-                    else:
-                        tensors[key] = torch.randint(-(2**31), 2**31, spec.shape, dtype=spec.dtype, device=device)
-                new = CompressedLinear.from_tensors(entry, shape, tensors, None, torch.bfloat16)
-                new.prepare(kernels)
+                new = random_linear(entry, shape, device)
                 used.add(new.kernel_name)
                 setattr(parent, name, new)
     return ", ".join(sorted(used))
 
 
-def step_bytes(engine: CudaEngine, batch: int, positions: float) -> int:
+def random_linear(entry: ModuleEntry, shape: tuple[int, int], device: torch.device) -> CompressedLinear:
+    """A layer of random codes, whose outputs have about the size of its inputs."""
+    tensors = {}
+    for key, spec in CompressedLinear.specs(entry, shape, torch.bfloat16).items():
+        if key == "weight_shape":
+            tensors[key] = torch.tensor(shape, dtype=spec.dtype, device=device)
+        elif spec.dtype.is_floating_point:
+            tensors[key] = torch.full(spec.shape, 0.2 / shape[1] ** 0.5, dtype=spec.dtype, device=device)
+        else:
+            tensors[key] = torch.randint(-(2**31), 2**31, spec.shape, dtype=spec.dtype, device=device)
+    new = CompressedLinear.from_tensors(entry, shape, tensors, None, torch.bfloat16)
+    new.prepare("auto")
+    return new
+
+
+def lean(model: Any, bench: Bench, graphs: bool) -> CudaEngine:
+    """The fused engine over a model."""
+    program = read_program(model, fuse=True)
+    if isinstance(program, str):
+        raise RuntimeError(f"the fused engine does not take this model over: {program}")
+    capture = CudaGraphs(bench.device) if graphs and not bench.dry else None
+    engine = CudaEngine(TorchEngine(model, bench.device), program, capture=capture)
+    bench.fact(engine=engine.description)
+    return engine
+
+
+# -------------------------------------------------------------------- figures
+def product_weights(engine: CudaEngine) -> int:
+    """Weights that a prompt's token is multiplied with; the head is for the last one alone."""
+    blocks = engine.parts.blocks
+    layers = [layer for b in blocks for layer in (*b.qkv.layers, b.output, *b.gate_up.layers, b.down)]
+    return sum(layer.out_features * layer.in_features for layer in layers)
+
+
+def step_bytes(engine: CudaEngine, batch: int, depth: float) -> int:
     """What one decode step must read: weights as they are held (no embedding table), keys and values of all positions."""
     parts = engine.parts
     modules = [parts.head]
@@ -105,244 +209,82 @@ def step_bytes(engine: CudaEngine, batch: int, positions: float) -> int:
     tensors = [tensor for module in modules for tensor in [*module.parameters(), *module.buffers()]]
     norms = [block.input_norm for block in parts.blocks] + [block.mlp_norm for block in parts.blocks]
     weights = sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *norms])
-    return int(weights + batch * positions * engine.page_bytes / engine.page_size)
+    return int(weights + batch * depth * engine.page_bytes / engine.page_size)
 
 
-# -------------------------------------------------------------------- time
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes read and written a second by a copy of `size` bytes: the best of several."""
-    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    best = float("inf")
-    for _ in range(10):
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(5):
-            target.copy_(source)
-        synchronize(device)
-        best = min(best, (time.perf_counter() - start) / 5)
-    return 2 * size / best
-
-
-def sequences(engine: CudaEngine, batch: int, context: int, steps: int) -> tuple[Any, Iterator[list[Chunk]]]:
-    """A pool and the pieces of one step after another; each `next` wants the tokens sent to it."""
-    each = -(-(context + steps) // engine.page_size)
+def tables(engine: Engine, batch: int, positions: int) -> list[list[int]]:
+    """Pages of each sequence, out of order as after some serving."""
+    each = -(-positions // engine.page_size)
     order = list(range(batch * each))
     random.Random(0).shuffle(order)
-    tables = [order[row * each : (row + 1) * each] for row in range(batch)]
-
-    def pieces() -> Iterator[list[Chunk]]:
-        for place in range(context, context + steps):
-            yield [Chunk([(place + row) % 97], place, table) for row, table in enumerate(tables)]
-
-    return engine.new_pages(batch * each), pieces()
+    return [order[row * each : (row + 1) * each] for row in range(batch)]
 
 
-def decode_speed(engine: CudaEngine, batch: int, context: int, steps: int) -> dict[str, Any]:
-    """Milliseconds of a step: median with the tokens read back each time, and the mean without."""
-    warm = 8
-    pool, pieces = sequences(engine, batch, context, warm + 2 * steps)
-    for _ in range(warm):
-        engine.step(pool, next(pieces)).argmax(-1).tolist()
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        engine.step(pool, next(pieces)).argmax(-1).tolist()
-        times.append(time.perf_counter() - start)
-    synchronize(engine.device)
-    start = time.perf_counter()
-    for _ in range(steps):
-        engine.step(pool, next(pieces)).argmax(-1)
-    synchronize(engine.device)
-    device = (time.perf_counter() - start) / steps
-    median = statistics.median(times)
-    return {
-        "step_ms": round(median * 1e3, 4), "device_ms": round(device * 1e3, 4), "tokens_per_second": round(batch / median, 1),
-    }  # fmt: skip
+def decode_ms(bench: Bench, engine: Engine, batch: int, depth: int, row: Row, tokens: int = 1) -> float:
+    """Milliseconds of a step with its tokens read back: the median; `row` gets the mean without reading them.
 
-
-def transformers_speed(model: Any, batch: int, context: int, steps: int, static: bool) -> dict[str, Any]:
-    """`generate`, from the difference of a long and a short run. With a static cache transformers compiles the decode step
-    (`mode="reduce-overhead"`) where the device is a GPU.
+    Args:
+        depth: positions in the cache, whose content does not matter.
+        tokens: of each sequence in a step; more than one are verified, as drafts are.
     """
-    ids = torch.randint(0, model.config.vocab_size, (batch, context), device=model.device)
+    steps, warm = bench.pick(STEPS, 2), bench.pick(8, 1)
+    total = depth + (warm + 2 * steps) * tokens
+    own = tables(engine, batch, total)
+    pool = engine.new_pages(batch * len(own[0]))
+
+    def chunks() -> Iterator[list[Chunk]]:
+        for place in range(depth, total, tokens):
+            ids = [(place + i) % 97 for i in range(tokens)]
+            yield [Chunk(ids, place, table, outputs=tokens) for table in own]
+
+    each = chunks()
+
+    def step() -> torch.Tensor:
+        return engine.verify(pool, next(each))[0].argmax(-1)
+
+    for _ in range(warm):
+        step().tolist()
+    times = [bench.wall(lambda: step().tolist()) for _ in range(steps)]
+    row["device_ms"] = bench.wall(lambda: [step() for _ in range(steps)]) / steps * 1e3
+    return statistics.median(times) * 1e3
+
+
+def prefill_ms(bench: Bench, engine: Engine, batch: int, length: int) -> float:
+    """Milliseconds until prompts are in the cache and their last logits on the host: the median."""
+    own = tables(engine, batch, length)
+    pool = engine.new_pages(batch * len(own[0]))
+    chunks = [Chunk([(i + row) % 97 for i in range(length)], 0, table) for row, table in enumerate(own)]
+
+    def read() -> None:  # as the scheduler does: at most so many rows at once
+        most = max(1, engine.most_rows // length)
+        for first in range(0, batch, most):
+            for start in range(0, length, engine.most_rows):
+                part = [
+                    Chunk(chunk.tokens[start : start + engine.most_rows], start, chunk.pages)
+                    for chunk in chunks[first : first + most]
+                ]
+                engine.step(pool, part).argmax(-1).tolist()
+
+    read()
+    return statistics.median(bench.wall(read) for _ in range(bench.pick(5, 1))) * 1e3
+
+
+@torch.inference_mode()
+def generate_ms(bench: Bench, model: Any, batch: int, depth: int, static: bool) -> float:
+    """Milliseconds a step of transformers' `generate`, from the difference of a long and a short run. With a static cache transformers
+    compiles the decode step (`mode="reduce-overhead"`) where the device is a GPU.
+    """
+    ids = torch.randint(0, model.config.vocab_size, (batch, depth), device=model.device)
     options: dict[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
     if static:
         options["cache_implementation"] = "static"
 
     def run(count: int) -> float:
-        synchronize(model.device)
-        start = time.perf_counter()
-        model.generate(ids, max_new_tokens=count, min_new_tokens=count, **options)
-        synchronize(model.device)
-        return time.perf_counter() - start
+        return bench.wall(lambda: model.generate(ids, max_new_tokens=count, min_new_tokens=count, **options))
 
-    long, short = 2 * steps, 8
-    for _ in range(2):  # one size of static cache for both: the longest first
+    long, short = bench.pick((2 * STEPS, 8), (4, 2))
+    for _ in range(bench.pick(2, 1)):  # one size of static cache for both: the longest first
         run(long)
-    seconds = statistics.median(run(long) for _ in range(3)) - statistics.median(run(short) for _ in range(3))
-    each = seconds / (long - short)
-    return {"step_ms": round(each * 1e3, 4), "tokens_per_second": round(batch / each, 1)}
-
-
-# -------------------------------------------------------------------- checks
-def attention_error(device: torch.device) -> float:
-    """Decode attention as the engine computes it here, against plain torch: largest error over ragged lengths and a window."""
-    generator, worst = torch.Generator().manual_seed(0), 0.0
-    keys, values = (torch.randn(2, 200, 64, 8, 128, generator=generator).to(device, torch.bfloat16)).unbind(0)
-    positions = torch.tensor([0, 63, 64, 1000, 3001], dtype=torch.int32, device=device)
-    tables = torch.randint(0, 200, (5, 64), generator=generator, dtype=torch.int32).to(device)
-    q = torch.randn(5, 32, 128, generator=generator).to(device, torch.bfloat16)
-    for window in (0, 700):
-        arguments = (q, CacheLayer(keys, values), tables, positions, 128**-0.5, window)
-        found, wanted = ops.choose(device).decode_attention(*arguments), ops.decode_attention(*arguments)
-        worst = max(worst, float((found.float() - wanted.float()).abs().max()))
-    return worst
-
-
-def check(model: Any, device: torch.device, fuse: bool) -> dict[str, Any]:
-    """Largest relative errors; raises when one is too large to be rounding."""
-    ids = random.Random(1).choices(range(512), k=140)
-    with torch.inference_mode():
-        wanted = model(torch.tensor([ids], device=device)).logits[0, 129:].float()
-    out: dict[str, Any] = {"attention": attention_error(device)}
-    logits = {}
-    for graphs in (True, False):
-        engine = lean(model, device, graphs, fuse)
-        pool = engine.new_pages(6)
-        table = [4, 0, 3]
-        engine.step(pool, [Chunk(ids[:70], 0, table)])
-        rows = [engine.step(pool, [Chunk(ids[70:130], 70, table)])[0]]
-        rows += [engine.step(pool, [Chunk([token], 130 + i, table)])[0] for i, token in enumerate(ids[130:])]
-        logits[graphs] = torch.stack(rows)
-    out["logits"] = float((logits[True] - wanted).norm() / wanted.norm())
-    out["graphs_differ"] = float((logits[True] - logits[False]).abs().max())
-    if not (out["attention"] < 0.02 and out["logits"] < 0.05 and out["graphs_differ"] == 0):
-        raise SystemExit(f"the engine is wrong on this device: {out}")
-    return out
-
-
-def lean(model: Any, device: torch.device, graphs: bool, fuse: bool) -> CudaEngine:
-    program = read_program(model, fuse)
-    if isinstance(program, str):
-        raise SystemExit(f"the lean engine does not take this model over: {program}")
-    capture = CudaGraphs(device) if graphs and device.type == "cuda" else None
-    return CudaEngine(TorchEngine(model, device), program, capture=capture)
-
-
-# -------------------------------------------------------------------- all of it
-def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return measure()
-    except Exception as error:  # what a peer cannot do is a result
-        return {"error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-    finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    device = torch.device(arguments.device)
-    shape = SHAPES["tiny" if arguments.tiny else arguments.shape]
-    bandwidth = copy_bandwidth(device, (1 << 22) if arguments.tiny else (1 << 30))
-    result: dict[str, Any] = {
-        "shape": shape, "context": arguments.context, "steps": arguments.steps, "machine": machine(device),
-        "copy_bandwidth": bandwidth, "aim": AIM, "rows": [],
-    }  # fmt: skip
-
-    def add(name: str, batch: int, found: dict[str, Any], size: int = 0) -> None:
-        if size and "step_ms" in found:
-            bound = size / bandwidth
-            found |= {"bytes": size, "bound_ms": round(bound * 1e3, 4)}
-            found["share_of_bound"] = round(bound * 1e3 / found["step_ms"], 3)
-            found["reaches_aim"] = found["share_of_bound"] >= AIM
-        result["rows"].append({"engine": name, "batch": batch, **found})
-        print(json.dumps(result["rows"][-1]), file=sys.stderr, flush=True)
-
-    model = dense_model(shape, device)
-    peers = {"transformers bf16, static cache, compiled": True, "transformers bf16, eager": False}
-    for name, static in {} if arguments.no_peers else peers.items():
-        for batch in arguments.batches:
-            found = attempt(
-                lambda b=batch, s=static: transformers_speed(model, b, arguments.context, arguments.steps, s)
-            )
-            add(name, batch, found)
-    if not arguments.no_peers:
-        torch.compiler.reset()
-        model = dense_model(shape, device)  # nothing of what was compiled stays with it
-    for weights in ("bf16", "w4"):
-        if weights == "w4":
-            result["kernels"] = pack(model, arguments.kernels)
-        result[f"check_{weights}"] = check(model, device, fuse=True)
-        for graphs in (True, False):
-            engine = lean(model, device, graphs, fuse=True)
-            result[f"lean_{weights}"] = {
-                "products_a_block": sum(len(x.layers) for x in (engine.parts.blocks[0].qkv, engine.parts.blocks[0].gate_up)) + 2,
-                "ops": engine.decoder.ops.name,
-            }  # fmt: skip
-            for batch in arguments.batches:
-                found = attempt(lambda e=engine, b=batch: decode_speed(e, b, arguments.context, arguments.steps))
-                size = step_bytes(engine, batch, arguments.context + arguments.steps)
-                add(f"ours {weights}, {'graphs' if graphs else 'no graphs'}", batch, found, size)
-                engine.trim()
-            del engine
-            gc.collect()
-    return result
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    import transformers
-
-    found: dict[str, Any] = {
-        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "cuda": torch.version.cuda, "device": str(device), "when": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
-    try:
-        import triton
-
-        found["triton"] = triton.__version__
-    except ImportError:
-        found["triton"] = None
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found |= {
-            "gpu": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "memory": properties.total_memory,
-        }
-    else:
-        found["cpu"] = platform.processor() or platform.machine()
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=["8b", "1b"], default="8b")
-    parser.add_argument("--tiny", action="store_true", help="a model of two small layers, a few steps")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--context", type=int, default=512, help="positions in the cache when decoding starts")
-    parser.add_argument("--steps", type=int, default=128)
-    parser.add_argument("--kernels", default="auto")
-    parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    if arguments.device == "cpu" and not arguments.tiny:
-        raise SystemExit("an 8B model on a CPU takes hours: use --tiny there")
-    if arguments.device == "cuda":
-        arguments.device = "cuda:0"
-    if arguments.tiny:
-        arguments.context, arguments.steps = min(arguments.context, 64), min(arguments.steps, 12)
-    text = json.dumps(measure(arguments), indent=1)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
-    print(text)
-
-
-if __name__ == "__main__":
-    main()
+    rounds = range(bench.pick(3, 1))
+    each = statistics.median(run(long) for _ in rounds) - statistics.median(run(short) for _ in rounds)
+    return each / (long - short) * 1e3

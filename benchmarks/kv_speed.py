@@ -55,6 +55,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--no-peaks", dest="peaks", action="store_false", help="no processes that measure peak memory")
     parser.add_argument(
         "--peak-of", metavar="CACHE", help="print the peak memory of this cache alone, for --lengths and --batches"
     )
@@ -192,7 +193,8 @@ def decode(arguments: argparse.Namespace, length: int, batch: int) -> dict[str, 
                 facts[name] = {"cache_bytes": size}
     for name, seconds in speed.items():
         facts[name]["tokens_per_second"] = round(batch * arguments.steps / statistics.median(seconds), 2)
-        facts[name]["peak_bytes"] = measured_peak(arguments, name, length, batch)
+        if arguments.peaks:
+            facts[name]["peak_bytes"] = measured_peak(arguments, name, length, batch)
     compared = {
         f"{mine} against {peer}": ratio(speed, peer, mine)
         for mine, peer in (
@@ -278,7 +280,7 @@ def mine(
     for layer in cache.layers:
         keys, values = (torch.randn(*shape[:2], length, shape[3], dtype=dtype, device=model.device) for _ in range(2))
         layer.lazy_initialization(keys, values)
-        layer.append(keys, values, None)
+        layer.append(keys, values, None, True)
         layer.seen = length
         layer.settle()
         if kept is not None:

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "name", ["matvec", "few_rows", "many_rows", "w8a8", "sparse24", "fused", "linear", "order", "script"]
+    "name", ["matvec", "few_rows", "many_rows", "w8a8", "sparse24", "fused", "linear", "order"]
 )
 def test_interpreted(name, tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]

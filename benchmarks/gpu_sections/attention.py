@@ -41,7 +41,7 @@ def check(bench: Bench) -> None:
         bench.case(f"rotation, {'with' if norms else 'without'} norms", rotation_error(bench, norms), 0.02)
     count, kv_heads, size = heads(bench)
     for name, policy in STORAGES.items():
-        for length in bench.pick((64, 1024, 8192), (64, 128)):
+        for length in bench.pick((64, 1024, 8192), (96,)):
             try:
                 bench.case(f"cache {name}, {length} tokens", stored_error(bench, policy, length, dtype), 0.02)
             except Exception as error:
@@ -117,7 +117,7 @@ def stored_error(bench: Bench, policy: dict[str, Any], length: int, dtype: torch
 def timing(bench: Bench) -> None:
     """Each depth and batch, the fused engine's kernel and every storage beside torch's attention."""
     bandwidth, _ = bench.limits()
-    for batch, length in bench.pick(CELLS, ((1, 64), (2, 128))):
+    for batch, length in bench.pick(CELLS, ((2, 64),)):
         if bench.enough(f"batch {batch}, {length} tokens"):
             bench.add(cell(bench, batch, length, bandwidth))
 

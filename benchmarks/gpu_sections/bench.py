@@ -158,8 +158,9 @@ class Bench:
                 call()
 
         replay = self._captured(every)
-        times = [self.timed(replay) / len(calls) for _ in range(self.pick(REPEATS, 1) + 2)]
-        return statistics.median(times[2:])
+        for _ in range(self.pick(2, 0)):
+            replay()
+        return statistics.median(self.timed(replay) / len(calls) for _ in range(self.pick(REPEATS, 1)))
 
     def _captured(self, run: Callable[[], None]) -> Callable[[], Any]:
         if self.dry:

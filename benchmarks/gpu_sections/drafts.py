@@ -23,11 +23,11 @@ TIES = 0.25  # of the texts may differ: a step of several rows rounds differentl
 
 def check(bench: Bench) -> None:
     """Logits of verified chains against single steps, and texts with a drafter against texts without."""
-    shape = SHAPES[bench.pick("1b", "tiny")] | {"num_hidden_layers": 2}
+    shape = SHAPES[bench.pick("1b", "tiny")] | bench.pick({"num_hidden_layers": 2}, {})
     model = dense_model(shape, bench.device)
     pack(model)
     engine = lean(model, bench, True)
-    ids = random.Random(1).choices(range(512), k=bench.pick(80, 24))
+    ids = random.Random(1).choices(range(512), k=bench.pick(80, 20))
     pool, start = engine.new_pages(4), len(ids) - 8
     engine.step(pool, [Chunk(ids[:start], 0, [1, 0])])
     single = [engine.step(pool, [Chunk([token], start + i, [1, 0])])[0] for i, token in enumerate(ids[start:])]

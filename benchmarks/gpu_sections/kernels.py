@@ -17,7 +17,7 @@ from gpu_sections.bench import Bench, Row, said
 from gpu_sections.kernel_cases import cases, codes8, error_of, float8s, int_weight, sparse_weight
 
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-TINY = {"o": (32, 128), "down": (64, 256)}
+TINY = {"down": (32, 256)}
 ROWS = (1, 16, 64, 256, 2048)
 PEER_COPIES = 16  # of a peer's weight, which may be slow to pack
 

@@ -20,7 +20,7 @@ CELLS = ((8192, 1), (1024, 16), (32768, 4))  # tokens, sequences
 
 def check(bench: Bench) -> None:
     """Logits over compressed caches, a token at a time after a prompt, against the same model with a plain cache."""
-    shape = SHAPES[bench.pick("1b", "tiny")] | {"num_hidden_layers": 2}
+    shape = SHAPES[bench.pick("1b", "tiny")] | bench.pick({"num_hidden_layers": 2}, {})
     ids = random.Random(1).choices(range(512), k=bench.pick(600, 150))
     ends = (0, len(ids) - bench.pick(40, 3))  # some tokens become old while they are generated, and are stored in few bits
     wanted = engine_logits(TorchEngine(dense_model(shape, bench.device), bench.device), ids, ends)
@@ -40,6 +40,6 @@ def timing(bench: Bench) -> None:
         most_bytes=0.8 * bench.free_bytes(), peaks=False,
     )  # fmt: skip
     bench.fact(layers=arguments.layers, shape="layers of the 1.1B shape")
-    for length, batch in bench.pick(CELLS, ((192, 1),)):
+    for length, batch in bench.pick(CELLS, ((128, 1),)):
         if bench.enough(f"{length} tokens, batch {batch}", bench.pick(20, 1)):
             bench.add({"tokens": length, "batch": batch, **kv_speed.decode(arguments, length, batch)})

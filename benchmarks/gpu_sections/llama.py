@@ -17,7 +17,7 @@ from torch import nn
 from gpu_sections.bench import Bench, Row
 from runtime.engines.base import Chunk, Engine
 from runtime.engines.cuda import CudaEngine
-from runtime.engines.cuda.engine import CudaGraphs
+from runtime.engines.cuda.engine import PAGE, CudaGraphs
 from runtime.engines.llama_structure import read_program
 from runtime.engines.torch.engine import TorchEngine
 from runtime.formats.quantization_config import ModuleEntry
@@ -35,7 +35,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 32768,
     },
     "tiny": {
-        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 1, "vocab_size": 512, "max_position_embeddings": 512,
     },
 }  # fmt: skip
@@ -53,7 +53,7 @@ def check(bench: Bench) -> None:
     for weights in ("bf16", "w4"):
         if weights == "w4":
             bench.fact(kernels=pack(model))
-        ids = random.Random(1).choices(range(512), k=bench.pick(140, 68))
+        ids = random.Random(1).choices(range(512), k=bench.pick(140, 36))
         ends = (len(ids) // 2, len(ids) - 10)  # of two chunks of a prompt, which is followed by single tokens
         with torch.inference_mode():
             wanted = model(torch.tensor([ids], device=bench.device)).logits[0, ends[1] - 1 :].float()
@@ -104,7 +104,7 @@ def chosen_shape(bench: Bench) -> str:
 
 def decode_cells(bench: Bench) -> Sequence[tuple[int, int]]:
     """(batch, depth) of the decode steps."""
-    return bench.pick(DECODE, ((1, 40), (3, 8)))
+    return bench.pick(DECODE, ((1, 20), (2, 8)))
 
 
 def measure_engine(bench: Bench, engine: CudaEngine, weights: str, limits: tuple[float, float]) -> None:
@@ -125,7 +125,7 @@ def measure_engine(bench: Bench, engine: CudaEngine, weights: str, limits: tuple
             row["share_of_bandwidth_bound"] = row["bytes"] / bandwidth * 1e3 / row["step_ms"]
         bench.add(row)
         engine.trim()
-    for batch, length in bench.pick(PREFILL, ((1, 20), (2, 7))):
+    for batch, length in bench.pick(PREFILL, ((2, 7),)):
         if bench.enough(f"{weights}, prefill, batch {batch}, {length} tokens"):
             row = {"engine": f"fused {weights}", "batch": batch, "prompt": length}
             bench.ours(row, "prefill_ms", lambda b=batch, n=length: prefill_ms(bench, engine, b, n))
@@ -191,7 +191,7 @@ def lean(model: Any, bench: Bench, graphs: bool) -> CudaEngine:
     if isinstance(program, str):
         raise RuntimeError(f"the fused engine does not take this model over: {program}")
     capture = CudaGraphs(bench.device) if graphs and not bench.dry else None
-    engine = CudaEngine(TorchEngine(model, bench.device), program, capture=capture)
+    engine = CudaEngine(TorchEngine(model, bench.device), program, page_size=bench.pick(PAGE, 16), capture=capture)
     bench.fact(engine=engine.description)
     return engine
 

@@ -113,7 +113,10 @@ def why_not(results: Results, section: Section, part: str, share: float) -> Outc
     if check is not None and check["status"] == "missing peer":
         return {"status": "missing peer", "reason": check["reason"]}
     if check is not None and check["status"] in ("failed", "left out"):
-        return {"status": "left out", "reason": f"its check {'failed' if check['status'] == 'failed' else 'was left out'}"}
+        return {
+            "status": "left out",
+            "reason": f"its check {'failed' if check['status'] == 'failed' else 'was left out'}",
+        }
     if share < LEAST:
         return {"status": "left out", "reason": f"its share of the time left is {max(share, 0):.0f} s"}
     return None
@@ -189,7 +192,7 @@ def main(given: Sequence[str] | None = None, sections: Sequence[Section] = SECTI
         ROOT / "build" / "gpu_dry_run.json" if options.dry_run else HERE / "results" / "gpu.json"
     )
     command = [sys.executable, str(HERE / "gpu_sections" / "machine.py"), *(["--dry-run"] if options.dry_run else [])]
-    asked = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    asked = subprocess.run(command, capture_output=True, text=True)
     if asked.returncode:
         say(asked.stderr.strip().splitlines()[-1])
         return 2

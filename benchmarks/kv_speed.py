@@ -165,7 +165,9 @@ def stored(policy: dict[str, Any], keys: torch.Tensor, values: torch.Tensor) -> 
         part = slice(start, start + 8)
         counts = torch.zeros_like(pages)
         counts[part] = pages[part]
-        region.append_pages(region.encoded(*(states[part].reshape(-1, PAGE, size) for states in (keys, values))), counts)
+        region.append_pages(
+            region.encoded(*(states[part].reshape(-1, PAGE, size) for states in (keys, values))), counts
+        )
     return region
 
 

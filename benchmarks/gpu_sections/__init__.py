@@ -1,7 +1,7 @@
 """Sections of `benchmarks/gpu.py`: what is checked and timed on a GPU, one module each.
 
 A module has `check(bench)`, `timing(bench)`, or both. They record what they find on the bench, so that what was found before a crash or
-a timeout is kept. `check` records cases, `timing` rows; whatever they raise is the reason why the part failed, `MissingPeer` excepted.
+a timeout is kept. `check` records cases, `timing` rows; whatever they raise is the reason why the part failed, `MissingPeerError` excepted.
 """
 
 from __future__ import annotations

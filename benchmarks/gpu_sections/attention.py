@@ -39,7 +39,6 @@ def check(bench: Bench) -> None:
         bench.case(f"paged attention, window {window}", attention_error(bench, window), 0.02)
     for norms in (False, True):
         bench.case(f"rotation, {'with' if norms else 'without'} norms", rotation_error(bench, norms), 0.02)
-    count, kv_heads, size = heads(bench)
     for name, policy in STORAGES.items():
         for length in bench.pick((64, 1024, 8192), (96,)):
             try:
@@ -87,7 +86,9 @@ def rotation_error(bench: Bench, norms: bool) -> float:
     for which in (ops.TORCH, ops.choose(device)):
         layer = CacheLayer(*torch.zeros(2, 5, PAGE, kv_heads, size, dtype=torch.bfloat16, device=device))
         out.append((which.rotate_and_store(qkv, weights, 1e-5, rotations, Rows(places, places, places), layer), *layer))
-    return max(float((a - b).norm() / b.norm()) for b, a in zip(*((t.float() for t in each) for each in out), strict=True))
+    return max(
+        float((a - b).norm() / b.norm()) for b, a in zip(*((t.float() for t in each) for each in out), strict=True)
+    )
 
 
 def cache(bench: Bench, rows: int, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 REPEATS = 15
 
 
-class MissingPeer(Exception):
+class MissingPeerError(Exception):
     """What a section is compared with, or built on, is not installed. The message is one sentence."""
 
 
@@ -193,7 +193,6 @@ class Bench:
         source = torch.empty(self.pick(1 << 30, 1 << 20), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         bandwidth = 2 * source.numel() / self.seconds([lambda: target.copy_(source)] * 2)
-        del source, target
         size = self.pick(8192, 64)
         a, b = (torch.randn(size, size, device=self.device).bfloat16() for _ in range(2))
         operations = 2 * size**3 / self.seconds([lambda: a @ b] * 2)
@@ -213,13 +212,12 @@ class Bench:
 
 
 def require(package: str, name: str) -> None:
-    """MissingPeer unless a package can be imported; `name` is what people call it."""
+    """MissingPeerError unless a package can be imported; `name` is what people call it."""
     if importlib.util.find_spec(package) is None:
-        raise MissingPeer(f"{name} is not installed")
+        raise MissingPeerError(f"{name} is not installed")
 
 
 def said(error: BaseException) -> str:
     """An exception in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:240]}" if lines else type(error).__name__
-

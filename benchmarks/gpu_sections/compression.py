@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from make_random_llama import TOKENIZER_FILES, write
 
 from gpu_sections.bench import Bench
-from make_random_llama import TOKENIZER_FILES, write
 
 BUNDLED = Path(__file__).resolve().parents[2] / "recipes" / "checkpoints" / "stdlib-4m"
 SHAPES: dict[str, dict[str, int]] = {

@@ -12,7 +12,7 @@ import torch
 from compress.evaluate.drafters import decode
 from gpu_sections.bench import Bench, Row
 from gpu_sections.llama import SHAPES, chosen_shape, decode_ms, dense_model, lean, pack
-from runtime.engines.base import Chunk
+from runtime.engines.base import Chunk, Engine
 
 LENGTHS = (2, 4, 8, 16)  # tokens verified at once
 FREE = ("lookup", "suffix")  # drafters without weights
@@ -50,14 +50,7 @@ def timing(bench: Bench) -> None:
     model = dense_model(SHAPES[chosen_shape(bench)], bench.device)
     bench.fact(kernels=pack(model))
     engine = lean(model, bench, True)
-    for batch in bench.pick((1, 8), (1,)):
-        depth, row = bench.pick(512, 8), Row(batch=batch)
-        if not bench.enough(f"verification, batch {batch}", bench.pick(10, 1)):
-            continue
-        bench.ours(row, "step_ms", lambda b=batch, d=depth: decode_ms(bench, engine, b, d, {}))
-        for length in LENGTHS[: bench.pick(4, 1)]:
-            bench.ours(row, f"verify_{length}_ms", lambda b=batch, d=depth, n=length: decode_ms(bench, engine, b, d, {}, n))
-        bench.add(row)
+    verification(bench, engine)
     del engine, model
     bench.recover()
     prompts = texts(bench)
@@ -66,6 +59,20 @@ def timing(bench: Bench) -> None:
             row = {"model": "bundled, 4M weights", "drafter": drafter or "none"}
             bench.ours(row, "tokens_per_second", lambda d=drafter, r=row: bundled_speed(bench, d, prompts, r))
             bench.add(row)
+
+
+def verification(bench: Bench, engine: Engine) -> None:
+    """Milliseconds of steps that verify so many tokens of each sequence."""
+    for batch in bench.pick((1, 8), (1,)):
+        depth, row = bench.pick(512, 8), Row(batch=batch)
+        if not bench.enough(f"verification, batch {batch}", bench.pick(10, 1)):
+            continue
+        bench.ours(row, "step_ms", lambda b=batch, d=depth: decode_ms(bench, engine, b, d, {}))
+        for length in LENGTHS[: bench.pick(4, 1)]:
+            bench.ours(
+                row, f"verify_{length}_ms", lambda b=batch, d=depth, n=length: decode_ms(bench, engine, b, d, {}, n)
+            )
+        bench.add(row)
 
 
 def loaded(bench: Bench, drafter: str | bool) -> Any:

@@ -1,6 +1,6 @@
 """gpt-fast on the shape of section `llama`: compiled decode steps in bfloat16, and with its int4 weights. Needs a checkout of it.
 
-Its models are built from a config with random weights; a step is its model's forward pass and an argmax, compiled as its `generate.py` does.
+Its models get random weights; a step is a forward pass and an argmax, compiled as its `generate.py` does.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from gpu_sections.bench import Bench, MissingPeer, Row
+from gpu_sections.bench import Bench, MissingPeerError, Row
 from gpu_sections.llama import GROUP, SHAPES, STEPS, chosen_shape, decode_cells
 
 
 def timing(bench: Bench) -> None:
     """Decode steps at the batches and depths of ours, one at a time: each compiles anew."""
     if bench.gpt_fast is None:
-        raise MissingPeer("gpt-fast has no package; --gpt-fast CHECKOUT names one")
+        raise MissingPeerError("gpt-fast has no package; --gpt-fast CHECKOUT names one")
     if not (bench.gpt_fast / "model.py").is_file():
-        raise MissingPeer(f"{bench.gpt_fast} has no model.py of gpt-fast")
+        raise MissingPeerError(f"{bench.gpt_fast} has no model.py of gpt-fast")
     sys.path.insert(0, str(bench.gpt_fast))
     shape = SHAPES[chosen_shape(bench)]
     for weights in ("bf16", "w4"):

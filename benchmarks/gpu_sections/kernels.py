@@ -105,7 +105,7 @@ def products(bench: Bench, shape: tuple[int, int], rows: int) -> Row:
 
 
 def annotate(row: Row, bandwidth: float, operations: float) -> None:
-    """Beside seconds: times as fast as cuBLAS and as each peer, and the share of what the chip does with so many bytes and bf16 products."""
+    """Beside seconds: times as fast as each peer, and the share of what the chip does with so many bytes and bf16 products."""
     (n, k), rows = row["shape"], row["rows"]
     peers = [name for name in ("cublas_bf16", "cublas_fp16", *product_peers.PEERS) if row.get(name)]
     for name, size in row["bytes"].items():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import random
 
+import kv_speed
 import torch
 
-import kv_speed
 from gpu_sections.bench import Bench
 from gpu_sections.llama import SHAPES, dense_model, engine_logits
 from runtime.engines.torch.engine import TorchEngine
@@ -22,7 +22,10 @@ def check(bench: Bench) -> None:
     """Logits over compressed caches, a token at a time after a prompt, against the same model with a plain cache."""
     shape = SHAPES[bench.pick("1b", "tiny")] | bench.pick({"num_hidden_layers": 2}, {})
     ids = random.Random(1).choices(range(512), k=bench.pick(600, 150))
-    ends = (0, len(ids) - bench.pick(40, 3))  # some tokens become old while they are generated, and are stored in few bits
+    ends = (
+        0,
+        len(ids) - bench.pick(40, 3),
+    )  # some tokens become old while they are generated, and are stored in few bits
     wanted = engine_logits(TorchEngine(dense_model(shape, bench.device), bench.device), ids, ends)
     for name, limit in LIMITS.items():
         engine = TorchEngine(dense_model(shape, bench.device), bench.device)

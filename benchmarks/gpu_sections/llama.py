@@ -82,15 +82,20 @@ def timing(bench: Bench) -> None:
             bench.fact(kernels=pack(model))
         measure_engine(bench, lean(model, bench, True), weights, (bandwidth, operations))
         if weights == "bf16":
-            for batch, depth in decode_cells(bench)[:2]:
-                for static in (False, True):
-                    kind = "compiled" if static else "eager"
-                    if bench.enough(f"transformers {kind}, batch {batch}", bench.pick(60 if static else 15, 1)):
-                        row: Row = {"engine": f"transformers bf16, {kind}", "batch": batch, "depth": depth}
-                        bench.peer(row, "step_ms", lambda b=batch, d=depth, s=static: generate_ms(bench, model, b, d, s))
-                        bench.add(row)
+            measure_transformers(bench, model)
         del model
         bench.recover()
+
+
+def measure_transformers(bench: Bench, model: Any) -> None:
+    """Decode steps of `generate`, eager and compiled."""
+    for batch, depth in decode_cells(bench)[:2]:
+        for kind, seconds in (("eager", 15), ("compiled", 60)):
+            if bench.enough(f"transformers {kind}, batch {batch}", bench.pick(seconds, 1)):
+                row: Row = {"engine": f"transformers bf16, {kind}", "batch": batch, "depth": depth}
+                static = kind == "compiled"
+                bench.peer(row, "step_ms", lambda b=batch, d=depth, s=static: generate_ms(bench, model, b, d, s))
+                bench.add(row)
 
 
 def chosen_shape(bench: Bench) -> str:
@@ -118,7 +123,12 @@ def measure_engine(bench: Bench, engine: CudaEngine, weights: str, limits: tuple
             reason = f"its cache takes {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
             bench.add({"engine": f"fused {weights}", "batch": batch, "depth": depth, "step_ms": None, "reason": reason})
             continue
-        row: Row = {"engine": f"fused {weights}", "batch": batch, "depth": depth, "bytes": step_bytes(engine, batch, depth)}
+        row: Row = {
+            "engine": f"fused {weights}",
+            "batch": batch,
+            "depth": depth,
+            "bytes": step_bytes(engine, batch, depth),
+        }
         bench.ours(row, "step_ms", lambda r=row, b=batch, d=depth: decode_ms(bench, engine, b, d, r))
         if row["step_ms"]:
             row["tokens_per_second"] = batch / row["step_ms"] * 1e3

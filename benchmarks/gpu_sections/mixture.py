@@ -50,7 +50,9 @@ def timing(bench: Bench) -> None:
     rows: list[Row] = [{"batch": b, "depth": d, "layers": layers} for b, d in bench.pick(CELLS, ((1, 20), (2, 8)))]
     for row in rows[:2]:
         if bench.enough(f"transformers, batch {row['batch']}", bench.pick(20, 1)):
-            bench.peer(row, "transformers_bf16_ms", lambda r=row: generate_ms(bench, model, r["batch"], r["depth"], False))
+            bench.peer(
+                row, "transformers_bf16_ms", lambda r=row: generate_ms(bench, model, r["batch"], r["depth"], False)
+            )
     pack_experts(bench, model)
     engine = engine_over(bench, model)
     for row in rows:
@@ -74,7 +76,9 @@ def dense(bench: Bench, shape: dict[str, int]) -> Any:
     """A random Qwen3-MoE in bfloat16, made on the device."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    config = Qwen3MoeConfig(**shape, tie_word_embeddings=False, norm_topk_prob=True, bos_token_id=None, eos_token_id=None)
+    config = Qwen3MoeConfig(
+        **shape, tie_word_embeddings=False, norm_topk_prob=True, bos_token_id=None, eos_token_id=None
+    )
     torch.manual_seed(0)
     with torch.device(bench.device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

@@ -30,7 +30,12 @@ def summary(content: Content, root: Path) -> str:
         ("passed", ("passed", "done")), ("failed", ("failed",)), ("left out", ("incomplete", "left out", "missing peer")),
     ):  # fmt: skip
         lines.append(f"{title}:")
-        found = [(n, part, o) for n, parts in content["sections"].items() for part, o in parts.items() if o["status"] in statuses]
+        found = [
+            (n, part, o)
+            for n, parts in content["sections"].items()
+            for part, o in parts.items()
+            if o["status"] in statuses
+        ]
         for name, part, outcome in found:
             reason = f": {outcome['reason']}" if "reason" in outcome else ""
             lines.append(f"  {name}, {part}{reason}")
@@ -89,7 +94,11 @@ def speed(content: Content) -> str:
             text = f"{row['batch']} at depth {row['depth']}: {row['tokens_per_second']:.0f} tokens/s"
             if row.get("share_of_bandwidth_bound"):
                 text += f", {row['share_of_bandwidth_bound']:.0%} of the bandwidth bound"
-            for peer, section in (("vllm w4", "vllm"), ("gpt-fast w4", "gpt_fast"), ("transformers bf16, eager", "llama")):
+            for peer, section in (
+                ("vllm w4", "vllm"),
+                ("gpt-fast w4", "gpt_fast"),
+                ("transformers bf16, eager", "llama"),
+            ):
                 theirs = only(content, section, "step_ms", engine=peer, **where)
                 text += f", {theirs / row['step_ms']:.2f}x {peer}" if theirs else ""
             told.append(text)
@@ -97,7 +106,10 @@ def speed(content: Content) -> str:
     for count in sorted({row["rows"] for row in products}):
         ratios = [row["w4a16_times_as_fast_as"]["cublas_bf16"] for row in products if row["rows"] == count]
         told.append(f"W4A16 products of {count} rows {min(ratios):.2f}x to {max(ratios):.2f}x cuBLAS bf16")
-    return on(content, f"On {{gpu}}, {shape} shape in 4 bits: {'; '.join(told)}." if told else "Speed was not measured on {gpu}.")
+    return on(
+        content,
+        f"On {{gpu}}, {shape} shape in 4 bits: {'; '.join(told)}." if told else "Speed was not measured on {gpu}.",
+    )
 
 
 def checks(content: Content) -> str:
@@ -129,8 +141,12 @@ def tensorrt(content: Content) -> str:
     """Whether engines build, and their speed beside ours."""
     outcome = part(content, "tensorrt", "check")
     if outcome.get("status") != "passed":
-        return on(content, f"TensorRT on {{gpu}}: {outcome.get('status', 'left out')}, {outcome.get('reason', 'no reason')}.")
-    ours, theirs = (only(content, "tensorrt", "tokens_per_second", engine=name, batch=1) for name in ("runtime", "TensorRT"))
+        return on(
+            content, f"TensorRT on {{gpu}}: {outcome.get('status', 'left out')}, {outcome.get('reason', 'no reason')}."
+        )
+    ours, theirs = (
+        only(content, "tensorrt", "tokens_per_second", engine=name, batch=1) for name in ("runtime", "TensorRT")
+    )
     ratio = f", one sequence at {theirs / ours:.2f}x of this runtime's tokens/s" if ours and theirs else ""
     return on(content, f"TensorRT engines of the bundled model build and verify on {{gpu}}{ratio}.")
 

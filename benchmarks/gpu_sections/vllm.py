@@ -11,7 +11,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-
 from gpu_sections.bench import Bench, Row, require
 from gpu_sections.llama import GROUP, PREFILL, SHAPES, STEPS, chosen_shape, decode_cells
 from runtime.formats.quantization_config import ModuleEntry, build
@@ -89,5 +88,3 @@ def median_ms(bench: Bench, model: Any, batch: int, length: int, new: int) -> fl
 
     run()
     return statistics.median(bench.wall(run) for _ in range(bench.pick(3, 1))) * 1e3
-
-

@@ -29,7 +29,7 @@ def main() -> int:
 
     import torch
 
-    from gpu_sections.bench import Bench, MissingPeer, said
+    from gpu_sections.bench import Bench, MissingPeerError, said
 
     bench = Bench(options.dry_run, options.seconds, options.result, options.work, options.gpt_fast)
     try:
@@ -39,7 +39,7 @@ def main() -> int:
             repair()
         torch.manual_seed(0)
         getattr(importlib.import_module(options.module), options.part)(bench)
-    except MissingPeer as missing:
+    except MissingPeerError as missing:
         bench.fact(reason=str(missing))
         return 3
     except Exception as error:

@@ -38,7 +38,13 @@ def test_lines_are_marked() -> None:
 
 def test_every_line_that_says_nothing_ran_is_marked() -> None:
     marked = {(path, number) for path, number, *_ in marked_lines(ROOT)}
-    words = ("not run on a GPU", "not been run on a GPU", "not run on hardware", "nothing ran on a GPU", "has run on a GPU yet")
+    words = (
+        "not run on a GPU",
+        "not been run on a GPU",
+        "not run on hardware",
+        "nothing ran on a GPU",
+        "has run on a GPU yet",
+    )
     for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if any(each in line for each in words):
@@ -50,7 +56,10 @@ def test_the_summary_says_what_to_replace() -> None:
     assert "  kernels, check\n" in text
     assert "  llama, check: wrong numbers\n    logits, w4: 0.5\n" in text
     assert "  tensorrt, check: TensorRT is not installed\n" in text
-    assert "8b shape in 4 bits: 1 at depth 512: 250 tokens/s, 1.50x vllm w4; W4A16 products of 1 rows 2.50x to 3.25x cuBLAS" in text
+    assert (
+        "8b shape in 4 bits: 1 at depth 512: 250 tokens/s, 1.50x vllm w4; W4A16 products of 1 rows 2.50x to 3.25x cuBLAS"
+        in text
+    )
     assert "Ran on NVIDIA H100 at commit abc, checks passed: kernels; failed: llama; missing peer: tensorrt." in text
     number = next(n for path, n, name, _ in marked_lines(ROOT) if path == Path("README.md") and name == "status")
     assert f"  README.md:{number}: " in text

@@ -17,7 +17,7 @@ def gptq_marlin_gemm(
     return a.new_zeros(size_m, size_n)
 
 
-def machete_prepack_B(
+def machete_prepack_B(  # noqa: N802
     b_q_weight: torch.Tensor, a_type: torch.dtype, b_type: str, group_scales_type: torch.dtype | None
 ) -> torch.Tensor:
     assert b_q_weight.stride(0) == 1, "columns lie together"

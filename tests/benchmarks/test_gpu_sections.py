@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu
@@ -94,6 +95,70 @@ def test_tensorrt_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("export.tensorrt.build.missing", lambda: "TensorRT is not installed")
     with pytest.raises(MissingPeerError, match="TensorRT is not installed"):
         tensorrt.timing(bench(tmp_path))
+
+
+# ---------------------------------------------------------------- the device's clock
+class Device:
+    """CUDA's events, graphs and synchronization, made up: a call takes 3 ms, a replay 2 ms of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, captures: bool) -> None:
+        self.milliseconds, self.captures, self.replays, self.capturing = 0.0, captures, 0, False
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = device.milliseconds
+
+            def synchronize(self) -> None:
+                pass
+
+            def elapsed_time(self, end: Event) -> float:
+                return end.at - self.at
+
+        class Graph:
+            def replay(self) -> None:
+                device.replays += 1
+                device.milliseconds += 2.0 * device.calls
+
+        class Capture:
+            def __init__(self, graph: Graph) -> None:
+                if not captures:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+
+            def __enter__(self) -> None:
+                device.calls, device.capturing = 0, True
+
+            def __exit__(self, *_: object) -> None:
+                device.capturing = False
+
+        for name, value in (("Event", Event), ("CUDAGraph", Graph), ("graph", Capture)):
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+
+    def call(self) -> None:
+        if self.capturing:
+            self.calls += 1
+        else:
+            self.milliseconds += 3.0
+
+
+@pytest.mark.parametrize(("captures", "seconds"), [(True, 2e-3), (False, 3e-3)])
+def test_a_gpu_is_timed_by_events_around_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: bool, seconds: float
+) -> None:
+    device, found = Device(monkeypatch, captures), Bench(False, 600, tmp_path / "record.json", tmp_path)
+    assert found.seconds([device.call] * 4) == pytest.approx(seconds)
+    assert (device.replays > 10) == captures
+
+
+def test_weights_in_turn_exceed_twice_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Bench(False, 600, tmp_path / "record.json", tmp_path)
+    properties = SimpleNamespace(L2_cache_size=50 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert [found.copies(size) for size in (1 << 10, 8 << 20, 60 << 20, 1 << 30)] == [64, 14, 3, 2]
 
 
 # ---------------------------------------------------------------- what checks notice

@@ -39,7 +39,7 @@ def timing(bench: Bench) -> None:
         for file in TOKENIZER_FILES:
             if (BUNDLED / file).exists():
                 shutil.copyfile(BUNDLED / file, source / file)
-    samples, length = bench.pick((128, 2048), (2, 64))
+    samples, length = bench.pick((48, 2048), (2, 64))
     calibration = {"data": "bundled", "samples": samples, "sequence_length": length}
     bench.fact(shape=name, **SHAPES[name], calibration=calibration)
     for method in METHODS:

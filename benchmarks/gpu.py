@@ -44,7 +44,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }  # fmt: skip
 Outcome = dict[str, Any]
-Launch = Callable[[Section, str, float], Outcome]
+Launch = Callable[[Section, str, float, float], Outcome]  # section, part, its share of the time, when it is ended
 
 
 @dataclass
@@ -101,7 +101,7 @@ def run(results: Results, sections: Sequence[Section], seconds: float, launch: L
         if outcome is None:
             say(f"{section.name}: {part}, up to {share:.0f} s")
             started = time.monotonic()
-            outcome = launch(section, part, share)
+            outcome = launch(section, part, share, min(share * STRETCH, remaining))
             outcome["seconds"] = round(time.monotonic() - started, 1)
         results.put(section, part, outcome)
         say(f"{section.name}: {part} {outcome['status']}" + (f": {outcome['reason']}" if "reason" in outcome else ""))
@@ -125,7 +125,7 @@ def why_not(results: Results, section: Section, part: str, share: float) -> Outc
 def launcher(options: argparse.Namespace, work: Path) -> Launch:
     """Starts a part in a process of its own and reads what it recorded."""
 
-    def launch(section: Section, part: str, share: float) -> Outcome:
+    def launch(section: Section, part: str, share: float, limit: float) -> Outcome:
         work.mkdir(parents=True, exist_ok=True)
         log, file = work / f"{section.name}.{part}.log", work / f"{section.name}.{part}.json"
         file.unlink(missing_ok=True)
@@ -134,7 +134,7 @@ def launcher(options: argparse.Namespace, work: Path) -> Launch:
         command += ["--dry-run"] if options.dry_run else []
         command += ["--gpt-fast", str(options.gpt_fast)] if options.gpt_fast else []
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        done = measure(command, log, os.environ | ENVIRONMENT | {"PYTHONPATH": paths}, share * STRETCH)
+        done = measure(command, log, os.environ | ENVIRONMENT | {"PYTHONPATH": paths}, limit)
         found: Outcome = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         return judge(part, found, done.returncode, done.timed_out, log)
 

@@ -92,6 +92,16 @@ class Bench:
             self.fail(f"{name}: {error:.3g}, at most {limit:.3g} is rounding")
         self._write()
 
+    def merge(self, record: Row) -> None:
+        """Add what a check of other cases, in another process, has recorded."""
+        self.record["cases"] += record["cases"]
+        for name in ("failed", "left_out"):
+            self.record[name] += record[name]
+        worst = self.record["facts"].setdefault("worst", {})
+        for kind, error in record["facts"].get("worst", {}).items():
+            worst[kind] = max(worst.get(kind, 0.0), error) if error == error else error
+        self._write()
+
     def fail(self, reason: str) -> None:
         """Record that something of ours is wrong or does not run; the section goes on."""
         self.record["failed"].append(reason)

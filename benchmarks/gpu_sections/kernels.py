@@ -6,8 +6,14 @@ it (the fused operations reuse theirs, as a decode step does), and all are repla
 
 from __future__ import annotations
 
+import itertools
+import json
+import multiprocessing
+import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,22 +25,48 @@ from gpu_sections.kernel_cases import cases, codes8, error_of, float8s, int_weig
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 TINY = {"down": (32, 256)}
 ROWS = (1, 16, 64, 256, 2048)
+MOST_PROCESSES, PROCESS_BYTES = 8, int(6e9)  # of the check, and what one may take of the device's memory
 PEER_COPIES = 16  # of a peer's weight, which may be slow to pack
 
 
 def check(bench: Bench) -> None:
-    """Every kernel against its reference, and a second call against the first."""
+    """Every kernel against its reference, and a second call against the first. Hundreds are compiled, so several processes share them."""
+    count = bench.pick(min(MOST_PROCESSES, (os.cpu_count() or 1) // 2, bench.free_bytes() // PROCESS_BYTES), 2)
+    spawn = multiprocessing.get_context("spawn")  # of a forked process CUDA is unusable
+    with ProcessPoolExecutor(max(1, count), mp_context=spawn) as pool:
+        files = [bench.file.with_suffix(f".{number}.json") for number in range(max(1, count))]
+        parts = [
+            pool.submit(check_part, bench.dry, bench.left() - 5, file, i, len(files)) for i, file in enumerate(files)
+        ]
+        for file, part in zip(files, parts, strict=True):
+            try:
+                bench.merge(part.result())
+            except Exception as error:  # a process that died takes the others' results along, but not their files
+                if file.exists():
+                    bench.merge(json.loads(file.read_text(encoding="utf-8")))
+                bench.fail(f"{file.stem}: {said(error)}")
+
+
+def check_part(dry: bool, seconds: float, file: Path, number: int, count: int) -> Row:
+    """What is recorded of every `count`-th case, in a process of its own."""
     from runtime.kernels.triton import tuning
 
+    if dry:
+        from triton_interpreter import repair
+
+        repair()
+    bench = Bench(dry, seconds, file, file.parent)
+    torch.manual_seed(number)
     tuning.enabled = False  # odd shapes are not worth tuning; every candidate is checked on some
-    for case in cases(bench.device.type, bench.dry):
-        if not bench.enough(f"{case.name} and all after it"):
-            return
+    for case in itertools.islice(cases(bench.device.type, bench.dry), number, None, count):
+        if not bench.enough(f"{case.name} and each {count}th after it"):
+            break
         try:
             bench.case(case.name, error_of(case), case.tolerance)
         except Exception as error:
             bench.fail(f"{case.name}: {said(error)}")
             bench.recover()
+    return bench.record
 
 
 def timing(bench: Bench) -> None:

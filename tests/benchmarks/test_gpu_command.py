@@ -23,11 +23,13 @@ class Workers:
         self.outcomes = outcomes or {}
         self.calls: list[str] = []
         self.shares: list[float] = []
+        self.limits: list[float] = []
 
-    def __call__(self, section: Section, part: str, share: float) -> dict[str, Any]:
+    def __call__(self, section: Section, part: str, share: float, limit: float) -> dict[str, Any]:
         name = f"{section.name} {part}"
         self.calls.append(name)
         self.shares.append(share)
+        self.limits.append(limit)
         return dict(self.outcomes.get(name, {"status": "passed" if part == "check" else "done"}))
 
 
@@ -46,7 +48,7 @@ def test_all_checks_come_before_any_timing(results: Any) -> None:
 def test_each_part_is_on_disk_before_the_next_begins(results: Any) -> None:
     found, seen = results(), []
 
-    def launch(section: Section, part: str, share: float) -> dict[str, Any]:
+    def launch(section: Section, part: str, share: float, limit: float) -> dict[str, Any]:
         content = json.loads(found.path.read_text()) if found.path.exists() else {"sections": {}}
         seen.append(sum(len(parts) for parts in content["sections"].values()))
         return {"status": "passed" if part == "check" else "done"}
@@ -112,15 +114,17 @@ def test_time_is_shared_by_what_parts_are_expected_to_take(results: Any, monkeyp
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
 
     class Slow(Workers):
-        def __call__(self, section: Section, part: str, share: float) -> dict[str, Any]:
+        def __call__(self, section: Section, part: str, share: float, limit: float) -> dict[str, Any]:
             now[0] += share / 2 if section is ONE else share
-            return super().__call__(section, part, share)
+            return super().__call__(section, part, share, limit)
 
     workers = Slow()
     gpu.run(results(), SECTIONS, 240, workers)
     assert workers.shares[0] == pytest.approx(30)
     assert workers.shares[1] == pytest.approx(225 * 30 / 210)  # what the first left is everybody's
     assert now[0] <= 240
+    assert workers.limits[0] == pytest.approx(1.5 * 30), "a part may take more than its share"
+    assert workers.limits[-1] == workers.shares[-1], "but never more than is left"
 
 
 def test_what_time_does_not_suffice_for_is_left_out_and_said(
@@ -130,9 +134,9 @@ def test_what_time_does_not_suffice_for_is_left_out_and_said(
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
 
     class Overrun(Workers):
-        def __call__(self, section: Section, part: str, share: float) -> dict[str, Any]:
+        def __call__(self, section: Section, part: str, share: float, limit: float) -> dict[str, Any]:
             now[0] += 90
-            return super().__call__(section, part, share)
+            return super().__call__(section, part, share, limit)
 
     found, workers = results(), Overrun()
     gpu.run(found, SECTIONS, 185, workers)

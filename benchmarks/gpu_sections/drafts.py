@@ -34,7 +34,7 @@ def check(bench: Bench) -> None:
     engine.step(pool, [Chunk(ids[:start], 0, [3, 2])])
     chain = engine.verify(pool, [Chunk(ids[start:], start, [3, 2], outputs=8)])[0].float()
     wanted = torch.stack(single).float()
-    bench.case("logits, a chain of 8", float((chain - wanted).norm() / wanted.norm()), 0.02)
+    bench.case("logits, a chain of 8", float((chain - wanted).norm() / wanted.norm()), 0.05)
     del engine, model
     bench.recover()
     plain, prompts = loaded(bench, False), texts(bench)

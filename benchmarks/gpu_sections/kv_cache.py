@@ -14,7 +14,7 @@ from runtime.engines.torch.engine import TorchEngine
 from runtime.kv_cache.policy.policy import Policy
 
 #: {policy: largest relative error of logits}. Of random weights, whose attention is even: evicting a token costs little.
-LIMITS = {"ours plain": 0.02, "ours int8": 0.05, "ours fp8": 0.1, "ours int4": 0.2}
+LIMITS = {"ours plain": 0.05, "ours int8": 0.05, "ours fp8": 0.1, "ours int4": 0.2}
 CELLS = ((8192, 1), (1024, 16), (32768, 4))  # tokens, sequences
 
 

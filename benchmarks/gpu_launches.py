@@ -1,16 +1,25 @@
 """Kernels compiled for a GPU that is not here, and what the compiler says of them: registers, spills, shared memory.
 
+    python benchmarks/gpu_launches.py [--output benchmarks/results/triton_registers.json]     sm_80, sm_90 and sm_100, without a GPU
+
 The wrappers are called with meta tensors while every launch is recorded instead of run, so what is compiled is what a GPU
-would get: same constants, same specialization of arguments. Used by `kernels_gpu.py --compile-only` and by the tests.
+would get: same constants, same specialization of arguments. The tests use the functions.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import platform
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from export.triton_aot.worker import compile_variant, resources
 from runtime.kernels.triton import gpu, signature
@@ -149,3 +158,33 @@ def report(name: str, call: Callable[[], Any], capability: int) -> dict[str, dic
         kernel = build(launch, capability)
         out[f"{name}: {launch.kernel.__name__}"] = resources(kernel, capability)
     return out
+
+
+def registers() -> dict[str, Any]:
+    """Registers, spills and shared memory of every hot kernel for each architecture."""
+    import triton
+
+    table: dict[str, Any] = {}
+    for name, (call, least) in hot_launches().items():
+        for capability in (80, 90, 100):
+            if capability >= least:
+                print(f"sm_{capability} {name}", file=sys.stderr, flush=True)
+                for kernel, used in report(name, call, capability).items():
+                    table.setdefault(kernel, {})[f"sm_{capability}"] = used
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
+    return {"versions": versions, "kernels": table}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="write the JSON there too")
+    options = parser.parse_args()
+    text = json.dumps(registers(), indent=1)
+    print(text)
+    if options.output:
+        options.output.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

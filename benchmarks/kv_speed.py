@@ -55,6 +55,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--no-peaks", dest="peaks", action="store_false", help="no processes that measure peak memory")
     parser.add_argument(
         "--peak-of", metavar="CACHE", help="print the peak memory of this cache alone, for --lengths and --batches"
     )
@@ -112,9 +113,7 @@ def ratio(seconds: dict[str, list[float]], slow: str, fast: str) -> float:
 def attention(arguments: argparse.Namespace, length: int, batch: int) -> dict[str, Any]:
     """Milliseconds of one layer's attention for one new token, and ratios to torch's."""
     from runtime.kv_cache.kernels import attend_region
-    from runtime.kv_cache.pages import PAGE
-    from runtime.kv_cache.policy.policy import Policy
-    from runtime.kv_cache.region import Queries, Region
+    from runtime.kv_cache.region import Queries
 
     heads, kv_heads, size = 32, 8, 128
     dtype, device = torch.bfloat16, torch.device(arguments.device)
@@ -137,17 +136,8 @@ def attention(arguments: argparse.Namespace, length: int, batch: int) -> dict[st
         # One new token: query heads of a key head may as well be queries, which is faster.
         states = states[0].view(batch, kv_heads, -1, size), *states[1:]
         runs[name] = lambda s=states: functional.scaled_dot_product_attention(*s, scale=scale)
-    pages = torch.full((rows,), length // PAGE, device=device)
     for name, policy in STORED.items():
-        tiers = Policy.parse(policy, name).plan().storage.tiers
-        codecs = (tiers[0].keys, tiers[0].values) if tiers else (None, None)
-        region = Region(rows, (size, size), dtype, device, *codecs)
-        for start in range(0, rows, 8):  # a piece at a time: encoding works in float32
-            part = slice(start, start + 8)
-            counts = torch.zeros_like(pages)
-            counts[part] = pages[part]
-            pieces = [states[part].reshape(-1, PAGE, size) for states in (keys, values)]
-            region.append_pages(region.encoded(*pieces), counts)
+        region = stored(policy, keys, values)
         grouped = query.view(rows, heads // kv_heads, size)
         runs[name] = lambda r=region, q=grouped: attend_region(Queries(q, scale), r)
     seconds = in_turn(runs, arguments.rounds, arguments.device)
@@ -158,6 +148,27 @@ def attention(arguments: argparse.Namespace, length: int, batch: int) -> dict[st
         "int4 against sdpa bfloat16, enable_gqa": ratio(seconds, "sdpa bfloat16, enable_gqa", "ours int4"),
         "plain against sdpa bfloat16": ratio(seconds, "sdpa bfloat16", "ours plain"),
     }
+
+
+def stored(policy: dict[str, Any], keys: torch.Tensor, values: torch.Tensor) -> Any:
+    """Keys and values `[rows, tokens, size]`, whole pages of them, as a policy stores what is not recent."""
+    from runtime.kv_cache.pages import PAGE
+    from runtime.kv_cache.policy.policy import Policy
+    from runtime.kv_cache.region import Region
+
+    rows, length, size = keys.shape
+    tiers = Policy.parse(policy, "policy").plan().storage.tiers
+    codecs = (tiers[0].keys, tiers[0].values) if tiers else (None, None)
+    region = Region(rows, (size, size), keys.dtype, keys.device, *codecs)
+    pages = torch.full((rows,), length // PAGE, device=keys.device)
+    for start in range(0, rows, 8):  # a piece at a time: encoding works in float32
+        part = slice(start, start + 8)
+        counts = torch.zeros_like(pages)
+        counts[part] = pages[part]
+        region.append_pages(
+            region.encoded(*(states[part].reshape(-1, PAGE, size) for states in (keys, values))), counts
+        )
+    return region
 
 
 # ---------------------------------------------------------------- whole steps
@@ -184,7 +195,8 @@ def decode(arguments: argparse.Namespace, length: int, batch: int) -> dict[str, 
                 facts[name] = {"cache_bytes": size}
     for name, seconds in speed.items():
         facts[name]["tokens_per_second"] = round(batch * arguments.steps / statistics.median(seconds), 2)
-        facts[name]["peak_bytes"] = measured_peak(arguments, name, length, batch)
+        if arguments.peaks:
+            facts[name]["peak_bytes"] = measured_peak(arguments, name, length, batch)
     compared = {
         f"{mine} against {peer}": ratio(speed, peer, mine)
         for mine, peer in (
@@ -270,7 +282,7 @@ def mine(
     for layer in cache.layers:
         keys, values = (torch.randn(*shape[:2], length, shape[3], dtype=dtype, device=model.device) for _ in range(2))
         layer.lazy_initialization(keys, values)
-        layer.append(keys, values, None)
+        layer.append(keys, values, None, True)
         layer.seen = length
         layer.settle()
         if kept is not None:

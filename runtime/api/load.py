@@ -19,7 +19,7 @@ from runtime.config.dtypes import read_dtype
 from runtime.config.settings import is_off
 from runtime.decoding.seq2seq import generation_config
 from runtime.drafting.config.artifact_draft import CHOICE
-from runtime.engines.base import EngineOptions
+from runtime.engines.base import Engine, EngineOptions
 from runtime.engines.blueprint import Blueprint
 from runtime.engines.choose import load_engine, load_export, recall_engine
 from runtime.errors import ArtifactError, RequestError
@@ -55,6 +55,7 @@ _OPTIONS = [
     "drafter",
     "adapter",
     "prefix_cache",
+    "cache_memory",
     "scheme",
     "trust_remote_code",
 ]
@@ -84,6 +85,7 @@ def load(
     drafter: Any = None,
     adapter: str | Path | None = None,
     prefix_cache: int | str | None = None,
+    cache_memory: int | str | None = None,
     scheme: str | None = None,
     trust_remote_code: bool = False,
     **unknown: Any,
@@ -121,6 +123,10 @@ def load(
             with the same beginning are not computed again, the longest unused dropped first; 0: nothing outlives a call. A cache that
             grew larger for the calls that were running is freed when the last of them ends. None: 512 MiB, or a sixteenth of the memory
             that is free if that is less; with `max_memory`, never more than that leaves for the cache.
+        cache_memory: bytes, or "8GB", that the KV cache which all calls share takes at most, on engines with a paged cache; a call's own
+            `cache_memory` gives it a cache of its own. None: on a GPU 0.85 of the memory that is free once the weights are there; on a
+            CPU 2 GB, or a quarter of the free memory if that is less, and more only where one prompt needs it. A second model on the
+            same GPU finds room only where this is given.
         scheme: for an uncompressed checkpoint: round the linear layers of its blocks to the nearest integers while they are read, at each
             load: "W8A16", "W8A8-INT8", "LLM.int8" or another integer preset. The weights are those of `compress apply` with method rtn and
             scales minmax.
@@ -135,6 +141,7 @@ def load(
     bound = None if max_memory is None else byte_count("max_memory", max_memory)
     nothing = prefix_cache in (0, "0")
     kept = None if prefix_cache is None else 0 if nothing else byte_count("prefix_cache", prefix_cache)
+    cache = None if cache_memory is None else byte_count("cache_memory", cache_memory)
     if drafter is not None and drafter is not False:
         from runtime.drafting.config.build import check_written
 
@@ -154,6 +161,7 @@ def load(
             ("drafter", drafter not in (None, False), "cannot take tokens back"),
             ("adapter", beside is not None, "has its layers compiled"),
             ("kv_cache", kv_cache is not None and not is_off(kv_cache), "has a cache of its own"),
+            ("cache_memory", cache is not None, "has a cache of its own"),
             ("scheme", scheme is not None, "has its weights compiled"),
         ):
             if asked:
@@ -187,10 +195,11 @@ def load(
             raise RequestError(
                 f"drafter: {artifact.path} is an {blueprint.kind}; only causal language models are drafted for"
             )
-        if bound is not None:
-            raise RequestError(
-                f"max_memory: {artifact.path} is an {blueprint.kind}, which is loaded whole; leave it out"
-            )
+        for name, limit in (("max_memory", bound), ("cache_memory", cache)):
+            if limit is not None:
+                raise RequestError(
+                    f"{name}: {artifact.path} is an {blueprint.kind}, which is loaded whole; leave it out"
+                )
         return _model(blueprint.kind, _whole_engine(blueprint), artifact, trust_remote_code)
     brings = (artifact.manifest or {}).get("draft") is not None or (artifact.path / CHOICE).is_file()
     drafts = None
@@ -202,6 +211,8 @@ def load(
         from runtime.drafting.memory_budget import load_both
 
         engine, drafts = load_both(blueprint, checked, bound, policy, drafter, trust_remote_code)
+    if cache is not None:
+        _bound_cache(engine, cache, artifact)
     speculation = None
     if (drafter is not None or brings) and (drafts is None or not drafts.left_out):
         from runtime.drafting.config.build import Target, choose_speculation
@@ -211,6 +222,19 @@ def load(
     model = _model("decoder", engine, artifact, trust_remote_code, kept, lazy=known is not None)
     model.speculation = speculation
     return model
+
+
+def _bound_cache(engine: Engine, most: int, artifact: Artifact) -> None:
+    """Let the cache that calls share take at most so many bytes.
+
+    Raises:
+        RequestError: on this engine caches grow with their sequences.
+    """
+    if engine.lockstep and getattr(engine, "cache_factory", None) is None:
+        raise RequestError(
+            f"cache_memory needs an engine with a paged KV cache, and {artifact.path} runs on one without"
+        )
+    engine.cache_budget = most if engine.cache_budget is None else min(most, engine.cache_budget)
 
 
 def _is_for_c(artifact: Artifact) -> bool:

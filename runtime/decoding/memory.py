@@ -9,8 +9,9 @@ from runtime.errors import RequestError
 from runtime.system.memory import available_bytes
 
 _DEFAULT = 2 * 10**9
-_SHARE = 0.25  # of the memory that is free, for a call that says nothing
+_SHARE = 0.25  # of the memory that is free on a CPU, for a call that says nothing
 _MOST = 0.75  # of it, where a single prompt needs more than that
+_GPU_SHARE = 0.85  # of what is free on a GPU, with the weights there: the rest is for a step's activations, graphs and workspaces
 
 
 KEPT = 512 * 2**20
@@ -44,8 +45,10 @@ def most_pages(engine: Engine, largest: int, cache_memory: int | None, drafts: i
     allowed, limit = _allowed(engine, cache_memory)
     bound = allowed // engine.page_bytes
     if cache_memory is None and engine.cache_budget is None:
-        usual = int(min(_DEFAULT, _SHARE * available_bytes(engine.device))) // engine.page_bytes
-        bound = min(bound, max(usual, largest))
+        usual = allowed if _on_gpu(engine) else int(min(_DEFAULT, _SHARE * _available(engine)))
+        bound = min(bound, max(usual // engine.page_bytes, largest))
+        if engine.spare_pages >= largest:  # with graphs captured over them: more pages are not worth capturing anew
+            bound = engine.spare_pages
     if largest > bound:
         need = _gigabytes(largest * engine.page_bytes)
         raise RequestError(
@@ -86,13 +89,22 @@ def cache_bound(engine: Engine, needs: Sequence[int], cache_memory: int | None) 
 
 def _allowed(engine: Engine, cache_memory: int | None) -> tuple[int, str]:
     """Bytes that the cache of a call may take at most, and how a message says that and what changes it."""
-    most = int(_MOST * available_bytes(engine.device))
+    most = int((_GPU_SHARE if _on_gpu(engine) else _MOST) * _available(engine))
     if cache_memory is not None:
         return cache_memory, f"cache_memory allows {_gigabytes(cache_memory)}: raise it"
     if engine.cache_budget is not None:
         most = min(engine.cache_budget, most)
-        return most, f"max_memory leaves {_gigabytes(most)}: raise it, set cache_memory"
+        return most, f"max_memory or cache_memory of the load leaves {_gigabytes(most)}: raise it, set cache_memory"
     return most, f"{_gigabytes(most)} of the free memory can be used: free some"
+
+
+def _on_gpu(engine: Engine) -> bool:
+    return engine.device.type == "cuda"
+
+
+def _available(engine: Engine) -> int:
+    """Memory for a new pool: what is free, and what the engine has from an earlier pool."""
+    return available_bytes(engine.device) + engine.spare_pages * engine.page_bytes
 
 
 def _gigabytes(count: int) -> str:

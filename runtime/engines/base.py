@@ -147,6 +147,7 @@ class Engine(ABC):
         lockstep: all sequences of a pool begin in its first step, with their whole prompts, and take part in every step until they end.
         padding_is_exact: False when a left-padded row of a lockstep engine is not computed as it would be alone.
         cache_budget: bytes that the pages of calls may take that say nothing; only engines under a bound have it.
+        spare_pages: pages that the next pool gets without taking memory, because an earlier one has left them.
     """
 
     device: torch.device
@@ -173,6 +174,11 @@ class Engine(ABC):
     def draft_rows(self) -> int:
         """Tokens that a step of drafts should have at most."""
         return self.most_rows
+
+    @property
+    def spare_pages(self) -> int:
+        """Pages that the next pool gets without taking memory; 0 by default."""
+        return 0
 
     @abstractmethod
     def new_pages(self, count: int, drafts: bool = False) -> Any:

@@ -123,8 +123,8 @@ class GenerationOptions:
         ignore_eos: go on after an end-of-sequence token.
         cache_memory: bytes, or a text like "2GB", that the KV cache of this call takes at most (engines with a paged cache, and
             models whose cache is compressed). With a paged cache the call then has one of its own and takes turns with other calls.
-            None: all calls share a cache of 2 GB or a quarter of the memory that is free, whichever is less, and more only where one
-            prompt needs it; for a model loaded with `max_memory`, of what that leaves.
+            None: all calls share a cache of the size that `runtime.load` says at its own `cache_memory`; for a model loaded with
+            `max_memory`, of what that leaves.
         prefill_chunk: most prompt tokens that are read in one step, beside the sequences that decode (engines with a paged
             cache). None: as many as the engine takes.
         cancel: a `threading.Event` (or whatever has `is_set()`) that any thread may set: the call ends before its next step, with what

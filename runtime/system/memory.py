@@ -32,11 +32,12 @@ def free_bytes() -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of a device, in bytes; of this process on the CPU (`free_bytes`)."""
+    """Free memory of a device, in bytes; of this process on the CPU (`free_bytes`). Of a GPU with what torch's allocator holds unused."""
     if device.type == "cuda":
         import torch
 
-        return int(torch.cuda.mem_get_info(device)[0])
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
     return free_bytes()
 
 

@@ -182,7 +182,10 @@ def check_memory(lengths: Lengths, target: Target, place: Place) -> None:
     if need > free:
         raise UnfitError(place, f"{takes}, and {free / 1e9:.3g} GB are free; draft fewer (nodes)")
     if left is not None and need > left:
-        raise UnfitError(place, f"{takes}, and max_memory leaves {left / 1e9:.3g} GB: raise it, or draft fewer (nodes)")
+        raise UnfitError(
+            place,
+            f"{takes}, and max_memory or cache_memory leaves {left / 1e9:.3g} GB: raise it, or draft fewer (nodes)",
+        )
 
 
 # ---------------------------------------------------------------- drafters

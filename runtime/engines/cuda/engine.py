@@ -253,6 +253,12 @@ class CudaEngine(FusedEngine):
             if self._spare is None or self._spare.count < memory.count:
                 self._spare = memory
 
+    @property
+    def spare_pages(self) -> int:
+        """Of the pool that was thrown away last, or larger."""
+        memory = self._spare
+        return 0 if memory is None else memory.count
+
     def trim(self) -> None:
         """Give back the memory that waits for the next pool."""
         self._spare = None

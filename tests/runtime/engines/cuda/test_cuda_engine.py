@@ -238,3 +238,18 @@ def test_what_is_not_taken_over() -> None:
         reason = read_program(model)
         assert isinstance(reason, str)
         assert word in reason
+
+
+def test_pages_of_a_pool_that_was_thrown_away_are_known() -> None:
+    """The next pool's size counts on them: they are not free memory any more."""
+    which = engine(build("Llama"))
+    assert which.spare_pages == 0
+    pool = which.new_pages(6)
+    assert which.spare_pages == 0
+    del pool
+    assert which.spare_pages == 6
+    smaller = which.new_pages(4)
+    assert (smaller.memory.count, which.spare_pages) == (6, 0)
+    del smaller
+    which.trim()
+    assert which.spare_pages == 0

@@ -1,0 +1,193 @@
+"""Made-up weights, and the cases of every kernel against its float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+class Case(NamedTuple):
+    """`run` must give `expected` up to a relative error of `tolerance`, launched as `config` says (None: as it chooses)."""
+
+    name: str
+    run: Callable[[], torch.Tensor]
+    expected: torch.Tensor
+    tolerance: float
+    config: dict[str, Any] | None = None
+
+
+def int_weight(n: int, k: int, group: int, field: int, device: str, zero: bool = False, seed: int = 0) -> Any:
+    from triton_references import reorder
+
+    generator = torch.Generator(device).manual_seed(seed)
+    low, groups = -(1 << field - 1), -(-k // group) if group else 1
+    codes = torch.randint(low, -low, (n, k), dtype=torch.int8, device=device, generator=generator)
+    scale = ((torch.rand(n, groups, device=device, generator=generator) - 0.4) * 0.02).bfloat16()
+    zeros = (
+        torch.randint(low, -low, (n, groups), dtype=torch.int8, device=device, generator=generator) if zero else None
+    )
+    return reorder(codes, scale, zeros, group, field)
+
+
+def sparse_weight(n: int, k: int, group: int, device: str, seed: int = 0) -> Any:
+    from triton_references import sparse
+
+    generator = torch.Generator(device).manual_seed(seed)
+    pairs = torch.tensor([[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]], device=device)
+    chosen = pairs[torch.randint(0, 6, (n, k // 4), device=device, generator=generator)]
+    codes = torch.randint(-8, 8, (n, k // 2), dtype=torch.int8, device=device, generator=generator)
+    scale = (
+        (torch.rand(n, -(-k // group) if group else 1, device=device, generator=generator) - 0.4) * 0.02
+    ).bfloat16()
+    return sparse(codes, chosen, scale, None, k, group)
+
+
+def codes8(shape: tuple[int, int], float8: bool, device: str) -> torch.Tensor:
+    if float8:
+        return (torch.randn(shape, device=device) * 100).clamp(-448, 448).to(FLOAT8)
+    return torch.randint(-128, 128, shape, dtype=torch.int8, device=device)
+
+
+def error_of(case: Case) -> float:
+    """Relative error of a case, not a number where a second call gives other bits."""
+    import triton_references as references
+
+    with references.forced(case.config):
+        y = case.run()
+        error = float((y.double() - case.expected).norm() / case.expected.norm().clamp(min=1e-30))
+        return error if torch.equal(y, case.run()) else float("nan")
+
+
+def cases(device: str, small: bool) -> Iterator[Case]:
+    """Every kernel as it launches by itself, then every launch that tuning may choose; `small`: few and tiny ones."""
+    shapes = [(1, 1), (7, 172)] if small else [
+        (4096, 4096), (28672, 4096), (4096, 14336), (4099, 4100), (256, 4096), (127, 1000), (33, 260), (7, 172), (1, 1),
+    ]  # fmt: skip
+    for n, k in shapes:
+        yield from integer_cases(n, k, device, small)
+        yield from w8a8_cases(n, k, device, small)
+        if k % 4 == 0:
+            yield from sparse_cases(n, k, device, small)
+    yield from fused_cases(device, small)
+    yield from candidate_cases(*((7, 172) if small else (4096, 4096)), device, small)
+    if not small:
+        yield from candidate_cases(4099, 4100, device, small)
+
+
+def integer_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case]:
+    """Integer weights of 4 and 8 bits: dequantized, and multiplied with few and many rows."""
+    import triton_references as references
+
+    from runtime.kernels.triton import few_rows, many_rows, matvec
+
+    grids = [(0, True), (128, False), (16, True), (48, False)]
+    functions = (
+        (matvec.matvec, (1, 2)),
+        (few_rows.few_rows, (3, 16, 33)),
+        (many_rows.many_rows, (65, 300, 1024)),
+    )
+    for field in (4, 8):
+        for group, zero in grids[:2] if small else grids:
+            if group > k or (n * k > 1 << 25 and group not in (0, 128)):
+                continue
+            w = int_weight(n, k, group, field, device, zero)
+            dense = references.dequantize(w, torch.bfloat16)
+            label = f"{n}x{k} w{field} group {group}{' asymmetric' if zero else ''}"
+            yield Case(f"dequantize, {label}", partial(many_rows.dequantize, w, torch.bfloat16), dense.double(), 0.0)
+            dense = references.dequantize(w, torch.float64).t()
+            for function, counts in functions:
+                for m in counts[:1] if small else counts:
+                    x = torch.randn(m, k, device=device).bfloat16()
+                    bias = torch.randn(n, device=device).bfloat16()
+                    expected = x.double() @ dense + bias.double()
+                    yield Case(f"{function.__name__}, {label} rows {m}", partial(function, x, w, bias), expected, 5e-3)
+
+
+def candidate_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case]:
+    """Every launch that tuning may choose for one shape; in the interpreter the defaults alone."""
+    import triton_references as references
+
+    from runtime.kernels.triton import few_rows, many_rows, matvec, semi_structured, sparse24_w4, w8a8
+
+    first = 1 if small else None
+    w, sparse = int_weight(n, k, 128, 4, device), sparse_weight(n, k, 128, device)
+    dense = references.dequantize(w, torch.float64).t()
+    for module, counts in ((matvec, (1, 2)), (few_rows, (16, 64)), (many_rows, (64, 200, 1024))):
+        function = getattr(module, module.__name__.rpartition(".")[2])
+        for m in counts[:1] if small else counts:
+            x = torch.randn(m, k, device=device).bfloat16()
+            for c in module.configurations(m, w)[:first]:
+                name = f"{function.__name__}, {n}x{k} rows {m} {c}"
+                yield Case(name, partial(function, x, w), x.double() @ dense, 5e-3, c)
+    if not small and n % 32 == 0 and k % 64 == 0:  # 2:4 for many rows, on sparse tensor cores
+        halved = sparse24_w4.dequantize(sparse, torch.bfloat16)
+        for m in (300, 1024):
+            x = torch.randn(m, k, device=device).bfloat16()
+            expected = x.double() @ halved.double().t()
+            yield Case(f"semi_structured, {n}x{k} rows {m}", partial(semi_structured.linear, x, halved), expected, 5e-3)
+    x = torch.randn(1, k, device=device).bfloat16()
+    expected = references.linear(x, sparse)
+    for c in sparse24_w4.configurations(sparse)[:first]:
+        yield Case(f"sparse24, {n}x{k} {c}", partial(sparse24_w4.linear, x, sparse), expected, 8e-3, c)
+    for float8 in float8s(device):
+        for m in (3,) if small else (16, 65, 1024):
+            case = w8a8_case(n, k, m, float8, device)
+            for c in w8a8.configurations(m, (n, k))[:first]:
+                yield case._replace(name=f"{case.name} {c}", config=c)
+
+
+def float8s(device: str) -> tuple[bool, ...]:
+    """The 8-bit kinds that the device computes: integers, and floats or not."""
+    return (False, True) if device == "cpu" or torch.cuda.get_device_capability() >= (8, 9) else (False,)
+
+
+def w8a8_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case]:
+    """Products of 8-bit codes of weights and activations."""
+    for float8 in float8s(device):
+        for m in (3,) if small else (1, 16, 65, 1024):
+            yield w8a8_case(n, k, m, float8, device)
+
+
+def w8a8_case(n: int, k: int, rows: int, float8: bool, device: str) -> Case:
+    """One of them, with quantized activations."""
+    import triton_references as references
+
+    from runtime.kernels.triton import w8a8
+
+    weight, w_scale = codes8((n, k), float8, device), (torch.rand(n, device=device) * 0.01).bfloat16()
+    codes, scale, _ = w8a8.quantize(torch.randn(rows, k, device=device).bfloat16(), float8)
+    run = partial(w8a8.product, codes, scale, weight, w_scale, torch.bfloat16)
+    name = f"w8a8, {n}x{k} {'float8' if float8 else 'int8'} rows {rows}"
+    return Case(name, run, references.w8a8(codes, scale, weight, w_scale), 5e-3)
+
+
+def sparse_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case]:
+    """2:4 weights of 4 bits."""
+    import triton_references as references
+
+    from runtime.kernels.triton import sparse24_w4
+
+    for group in (0, 128) if k >= 128 else (0,):
+        s = sparse_weight(n, k, group, device)
+        for m in (1,) if small else (1, 3, 32):
+            x = torch.randn(m, k, device=device).bfloat16()
+            name = f"sparse24, {n}x{k} group {group} rows {m}"
+            yield Case(name, partial(sparse24_w4.linear, x, s), references.linear(x, s), 8e-3)
+
+
+def fused_cases(device: str, small: bool) -> Iterator[Case]:
+    """Norms and activations."""
+    from runtime.engines.cuda import ops
+    from runtime.kernels.triton import fused
+
+    for tokens, size in ((3, 100),) if small else ((1, 4096), (7, 100), (513, 4096)):
+        x, residual, w = (torch.randn(s, device=device).bfloat16() for s in ((tokens, size), (tokens, size), (size,)))
+        expected = ops.rms_norm(x.double(), w.double(), 1e-5, residual.double())[0]
+        norm = partial(fused.rms_norm, x, w, 1e-5, residual)
+        yield Case(f"rms_norm, {tokens}x{size}", lambda norm=norm: norm()[0], expected, 8e-3)
+        yield Case(f"swiglu, {tokens}x{size}", partial(fused.swiglu, x), ops.swiglu([x.double()]), 8e-3)

@@ -155,7 +155,7 @@ class Target(ABC):
                     f"only {' and '.join(sorted(self.representations))}"
                 )
             if entry.scheme.transform is not None and not self.transforms_inputs:
-                return f"{module} transforms its inputs (input_transform {entry.scheme.transform.name}), which it has no word for"
+                return f"{module} transforms its inputs (input_transform {entry.scheme.transform.name}), which it cannot express"
         return self.why_not(source, options)
 
     @abstractmethod

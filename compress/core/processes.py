@@ -224,7 +224,7 @@ class Team:
     def add_up(self, collector: StatisticsCollector) -> None:
         """Make the sums of a collector those of what all processes have seen; all call it for the same collectors in the same order."""
         if self.size > 1:
-            collector.pool(_all_reduce)
+            collector.pool(_all_reduce, self.rank, self.size)
 
     def deal(self, costs: Sequence[float]) -> list[int]:
         """The rank of each of some independent tasks: the costliest first, each to the process with the least load."""

@@ -34,7 +34,7 @@ class Statistics:
             Hessian; None if not collected. `drifted`: `[in]` float32, mean of `(o - x)^2`.
         residual: `[out, in]` float32, mean of `(p - r) x^T`, where the layer's output is added to `r`, and to `p` in the original model;
             None if not collected. `residual_square`: `[out]` float32, mean of `(p - r)^2`.
-        samples: `[n, in]` float32, some of the inputs, drawn at random from those that this process has seen; None if not collected.
+        samples: `[n, in]` float32, some of the inputs, drawn at random; None if not collected.
         tokens: how many tokens were seen.
         finite: False when a NaN or Inf was among the inputs.
     """
@@ -73,13 +73,13 @@ class Statistics:
             **found,
         )
 
-    def turned(self, turn: Callable[[torch.Tensor], torch.Tensor]) -> Statistics:
-        """Statistics of `x T`, where `turn` gives `rows T` for rows `[n, in]`, without drift and residual.
+    def transformed(self, transform: Callable[[torch.Tensor], torch.Tensor]) -> Statistics:
+        """Statistics of `x T`, where `transform` gives `rows T` for rows `[n, in]`, without drift and residual.
 
-        Ranges and means are those of the samples, NaN where there are none.
+        Ranges and means are those of the samples; NaN where none were kept.
         """
-        hessian = None if self.hessian is None else _turned(self.hessian, turn)
-        samples = None if self.samples is None else turn(self.samples)
+        hessian = None if self.hessian is None else _transformed(self.hessian, transform)
+        samples = None if self.samples is None else transform(self.samples)
         seen = torch.full_like(self.abs_mean, torch.nan)[None] if samples is None else samples
         if len(seen) == 0:
             seen = torch.zeros_like(self.abs_mean)[None]
@@ -163,11 +163,25 @@ class StatisticsCollector:
         x = x.reshape(-1, x.shape[-1])
         return x if mask is None else x[mask.reshape(-1).to(x.device)]
 
-    def _add_samples(self, x: torch.Tensor) -> None:
-        """Keep the inputs with the largest of random numbers: any is among them as likely as any other."""
-        draws = torch.cat([self._draws, torch.rand(len(x), generator=self._generator).to(self._draws)])
+    def _add_samples(self, x: torch.Tensor, draws: torch.Tensor | None = None) -> None:
+        """Keep the inputs with the largest random numbers `draws` (None: new ones): any is among them as likely as any other."""
+        if draws is None:
+            draws = torch.rand(len(x), generator=self._generator).to(self._draws)
+        draws = torch.cat([self._draws, draws])
         kept = draws.topk(min(self._most, len(draws))).indices.sort().values
         self._samples, self._draws = torch.cat([self._samples, x])[kept], draws[kept]
+
+    def _pool_samples(self, reduce: Callable[[torch.Tensor, str], None], rank: int, size: int) -> None:
+        """Keep the same of the samples of all processes in each of them."""
+        own, draws = self._samples, self._draws
+        self._samples, self._draws = own[:0], draws[:0]
+        for other in range(size):
+            sent = torch.zeros(self._most, self.in_features + 1, device=own.device)
+            if other == rank:
+                sent[: len(own), :-1], sent[: len(own), -1] = own, 1 + draws
+            reduce(sent, "sum")
+            there = sent[:, -1] > 0
+            self._add_samples(sent[there, :-1], sent[there, -1] - 1)
 
     def _add_drift(self, x: torch.Tensor, original: torch.Tensor) -> None:
         assert self._drift is not None
@@ -202,12 +216,13 @@ class StatisticsCollector:
         # NaN and Inf both survive in the extremes, so two small reductions are enough.
         self._finite = self._finite and bool(torch.isfinite(low).all() and torch.isfinite(high).all())
 
-    def pool(self, reduce: Callable[[torch.Tensor, str], None]) -> None:
+    def pool(self, reduce: Callable[[torch.Tensor, str], None], rank: int, size: int) -> None:
         """Add up what several collectors have seen, each in a process of its own.
 
         Args:
             reduce: makes a tensor, in place, the "sum", "min" or "max" of those that the processes call it with; all call it with
                 tensors of the same shapes in the same order.
+            rank, size: number of this process, and of all.
         """
         if self._hessian is not None:
             for start in range(0, self.in_features, BLOCK):
@@ -233,6 +248,8 @@ class StatisticsCollector:
         counts = torch.tensor([self._tokens, int(not self._finite)], device=self._abs.device)
         reduce(counts, "sum")
         self._tokens, self._finite = int(counts[0]), not bool(counts[1])
+        if self._most:
+            self._pool_samples(reduce, rank, size)
 
     def finish(self) -> Statistics:
         """The means so far. The collector hands its buffers over and cannot be used afterwards."""
@@ -268,12 +285,12 @@ class StatisticsCollector:
         )
 
 
-def _turned(hessian: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _transformed(hessian: torch.Tensor, transform: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Second moments `T^T H T` of `x T`."""
     half, found = file_matrix.empty_like(hessian), file_matrix.empty_like(hessian)
     for source, target in ((hessian, half), (half, found)):
         for rows in file_matrix.panels(len(hessian), BLOCK):
-            target[rows] = turn(source[:, rows].T.contiguous())
+            target[rows] = transform(source[:, rows].T.contiguous())
             for matrix in (source, target):
                 file_matrix.let_go(matrix)
     return found

@@ -11,7 +11,7 @@ from compress.quantize.config import CANDIDATES, QuantizeConfig
 from compress.quantize.transforms import METHODS as TRANSFORMS
 from runtime.config.messages import did_you_mean
 from runtime.errors import RequestError
-from runtime.formats.checks import why_not_activations
+from runtime.formats.checks import why_not_inputs
 from runtime.formats.grid import GridScheme
 from runtime.formats.input_transform import InputTransform
 from runtime.formats.k_quant import KQuant
@@ -64,7 +64,7 @@ def _with_transform(config: QuantizeConfig, scheme: Scheme) -> Scheme:
         raise RequestError(
             f"input_transform '{name}' is unknown: {', '.join(TRANSFORMS)}{did_you_mean(name, list(TRANSFORMS))}"
         )
-    method, piece, reason = TRANSFORMS[name], None, None
+    method, block_size, reason = TRANSFORMS[name], None, None
     if weights.lossless:
         reason = f"{weights.describe()} stores weights without loss"
     elif scheme.sparsity is not None:
@@ -72,13 +72,13 @@ def _with_transform(config: QuantizeConfig, scheme: Scheme) -> Scheme:
     elif config.budget is not None:
         reason = "a budget measures layers in the basis that their inputs come in: give whole bits"
     if method.by_group:
-        piece = weights.group_size
+        block_size = weights.group_size
         reason = reason or (
-            None if piece else f"it rotates groups of columns, and {weights.describe()} has none: give hadamard"
+            None if block_size else f"it rotates groups of columns, and {weights.describe()} has none: give hadamard"
         )
     if reason is not None:
         raise RequestError(f"input_transform {name}: {reason}")
-    return replace(scheme, transform=InputTransform(name, piece))
+    return replace(scheme, transform=InputTransform(name, block_size))
 
 
 def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -> Scheme:
@@ -247,6 +247,6 @@ def check_fits(scheme: Scheme, shape: tuple[int, int], name: str = "weight") -> 
         text += "" if scheme.grid is None else f"; give at most {shape[1]} or 'channel'"
         raise RequestError(f"{name}: {text}")
     reason = None if scheme.weights is None else scheme.weights.why_not(shape)
-    reason = reason or why_not_activations(scheme, shape)
+    reason = reason or why_not_inputs(scheme, shape)
     if reason is not None:
         raise RequestError(f"{name}: {reason}")

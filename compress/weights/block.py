@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,8 +23,8 @@ from compress.model.tensor_model import same_input
 from compress.quantize.transforms import Basis
 from compress.quantize.weight_constraint import WeightConstraint
 from compress.recipe import Recipe
-from compress.weights.layer_task import LayerTask, share_global_scale
-from compress.weights.packed_layer import SolvedLayer, find_basis, simulate, solve_layers
+from compress.weights.layer_task import LayerTask
+from compress.weights.packed_layer import SolvedLayer, share_inputs, simulate, solve_layers
 from compress.weights.scale_folding import find_folds, fold
 from runtime.errors import CompressError
 from runtime.modeling.experts import expert_of
@@ -281,29 +280,18 @@ class BlockJob:
         units: list[_Unit] = []
         for members, statistics in ready:
             first = len(units)
-            bases = self._share_inputs(members, statistics)
+            weights = {name: self._weight(name) for name in members}
+            shared, bases = share_inputs({name: self._tasks[name] for name in members}, weights, statistics, self.team)
+            self._tasks |= shared
             for name in members:
                 size, owner, task = shapes[name].numel(), owners[name], self._tasks[name]
                 alike = (u for u in units[first:] if u.owner == owner and u.size + size <= SOLVED_AT_ONCE)
                 unit = next((u for u in alike if self._tasks[u.names[0]].same_settings(task)), None)
                 if unit is None:
-                    units.append(unit := _Unit(statistics, owner, bases.get(task.scheme.transform)))
+                    units.append(unit := _Unit(statistics, owner, bases.get(name)))
                 unit.names.append(name)
                 unit.size += size
         return units
-
-    def _share_inputs(self, members: list[str], statistics: Statistics | None) -> dict[Any, Basis]:
-        """{input transform: the basis of layers that read one input}; their tasks get one global scale, where their scheme has one."""
-        weights = {name: self._weight(name) for name in members}
-        bases, tasks = dict[Any, Basis](), {name: self._tasks[name] for name in members}
-        for transform in dict.fromkeys(task.scheme.transform for task in tasks.values()):
-            alike = {name: task for name, task in tasks.items() if task.scheme.transform == transform}
-            own = [weights[name] for name in alike]
-            if transform is not None:
-                bases[transform] = find_basis(next(iter(alike.values())).scheme, own, statistics, self.team)
-                own = [bases[transform].weight(weight) for weight in own]
-            self._tasks |= share_global_scale(alike, own)
-        return bases
 
     def _weight(self, name: str) -> torch.Tensor:
         return self._scaled.get(name, get_matrix(self.block.get_submodule(name)))

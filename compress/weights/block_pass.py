@@ -30,9 +30,10 @@ from compress.model.output_hessians import BackwardPass, OutputHessians, states_
 from compress.model.source import SourceCheckpoint
 from compress.model.streamed import Batch, StreamedModel
 from compress.model.tensor_model import same_input
+from compress.quantize.transforms import Basis
 from compress.weights.block import BlockJob, BlockResult
-from compress.weights.layer_task import LayerTask, share_global_scale
-from compress.weights.packed_layer import SolvedLayer, find_basis, solve_layers, weight_digest
+from compress.weights.layer_task import LayerTask
+from compress.weights.packed_layer import SolvedLayer, share_inputs, solve_layers, weight_digest
 from compress.weights.plan import WeightPlan
 from runtime.checkpoint.headers import TensorEntry, read_header
 from runtime.errors import CompressError
@@ -434,14 +435,15 @@ def compress_outside(job: BlockPass, result: BlockResult, states: HiddenStates) 
     plan, context, streamed = job.plan, job.plan.context, job.streamed
     left = {name: module for name, module in _outside(job, result).items() if not isinstance(module, nn.Embedding)}
     tasks = {name: plan.tasks[name] for name in left}
-    for names in same_input(left) if not streamed.runs else ():
-        tasks |= share_global_scale({name: tasks[name] for name in names}, [get_matrix(left[name]) for name in names])
-    for name, module in left.items():
-        statistics = _head_statistics(job, tasks[name], module, states) if tasks[name].needs else None
+    for names in [[name] for name in left] if streamed.runs else same_input(left):
+        first, weights = names[0], {name: get_matrix(left[name]) for name in names}
+        statistics = _head_statistics(job, tasks[first], left[first], states) if tasks[first].needs else None
         if statistics is not None and not statistics.finite:
-            result.skip_nonfinite(name, "its calibration inputs hold", context.recipe)
-        elif job.team.is_main:
-            _solve_outside(job, name, tasks[name], module, statistics, result)
+            result.skip_nonfinite(first, "its calibration inputs hold", context.recipe)
+            continue
+        shared, bases = share_inputs({name: tasks[name] for name in names}, weights, statistics, job.team)
+        for name in names if job.team.is_main else ():
+            _solve_outside(job, name, shared[name], left[name], statistics, result, bases.get(name))
     if not job.team.is_main:
         return None
     changed = {}
@@ -465,11 +467,15 @@ def _outside(job: BlockPass, result: BlockResult) -> dict[str, nn.Module]:
 
 
 def _solve_outside(
-    job: BlockPass, name: str, task: LayerTask, module: nn.Module, statistics: Statistics | None, result: BlockResult
+    job: BlockPass,
+    name: str,
+    task: LayerTask,
+    module: nn.Module,
+    statistics: Statistics | None,
+    result: BlockResult,
+    basis: Basis | None = None,
 ) -> None:
-    weights, dtype, basis = [get_matrix(module)], job.streamed.dtype, None
-    if task.scheme.transform is not None:
-        basis = find_basis(task.scheme, weights, statistics, Team())  # only the main process is here
+    weights, dtype = [get_matrix(module)], job.streamed.dtype
     (layer,) = solve_layers({name: task}, [module], weights, statistics, dtype, job.plan.constraints, basis=basis)
     result.add_layer(name, layer, job.reporter)
 

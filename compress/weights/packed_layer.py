@@ -18,7 +18,7 @@ from compress.quantize.input_grid import calibrated_tensors
 from compress.quantize.transforms import METHODS as TRANSFORMS
 from compress.quantize.transforms import Basis, Layers
 from compress.quantize.weight_constraint import WeightConstraint
-from compress.weights.layer_task import LayerTask
+from compress.weights.layer_task import LayerTask, share_global_scale
 from compress.weights.solver.compensate import LayerResult
 from compress.weights.solver.group import solve_group
 from runtime import formats
@@ -68,16 +68,32 @@ class SolvedLayer:
         return weight.dequantize().contiguous()
 
 
-def find_basis(scheme: Scheme, weights: Sequence[torch.Tensor], statistics: Statistics | None, team: Team) -> Basis:
-    """The basis of layers with these weights `[out_i, in]` that read one input, as it is stored; the main process of a team finds it."""
-    assert scheme.transform is not None
-    tensors: Tensors = {}
-    if team.is_main:
-        samples = None if statistics is None else statistics.samples
-        tensors = TRANSFORMS[scheme.transform.name].find(Layers(list(weights), scheme, samples))
-        specs = scheme.transform.tensors(weights[0].shape[1])
-        tensors = {name: tensor.to("cpu", specs[name].dtype) for name, tensor in tensors.items()}
-    return Basis(scheme.transform, tensors if team.size == 1 else team.broadcast(tensors))
+def share_inputs(
+    tasks: Mapping[str, LayerTask], weights: Mapping[str, torch.Tensor], statistics: Statistics | None, team: Team
+) -> tuple[dict[str, LayerTask], dict[str, Basis]]:
+    """Layers that read one input: their tasks with one global scale, where their scheme has one, and the basis that each is rounded in, one
+    for all of one input transform, where they have any. The main process of a team finds it.
+
+    Args:
+        weights: `[out_i, in]` of each. statistics: of the input; None where no method needs any.
+    """
+    shared, bases = dict[str, LayerTask](), dict[str, Basis]()
+    for transform in dict.fromkeys(task.scheme.transform for task in tasks.values()):
+        alike = {name: task for name, task in tasks.items() if task.scheme.transform == transform}
+        own = [weights[name] for name in alike]
+        if transform is not None:
+            scheme, samples = next(iter(alike.values())).scheme, None if statistics is None else statistics.samples
+            found: Tensors = {}
+            if team.is_main:
+                found = TRANSFORMS[transform.name].find(Layers(own, scheme, samples))
+            specs = transform.tensors(own[0].shape[1])
+            stored = {name: tensor.to("cpu", specs[name].dtype) for name, tensor in found.items()}
+            basis = Basis(transform, team.broadcast(stored))
+            bases |= dict.fromkeys(alike, basis)
+            if any(task.scheme.has_global_scale for task in alike.values()):
+                own = [basis.weight(weight) for weight in own]
+        shared |= share_global_scale(alike, own)
+    return shared, bases
 
 
 def weight_digest(dense: torch.Tensor) -> str:
@@ -164,8 +180,12 @@ def _input_tensors(scheme: Scheme, statistics: Statistics | None, basis: Basis |
     if scheme.activations is None or not scheme.activations.calibrated:
         return found
     assert statistics is not None
-    seen = statistics if basis is None else basis.statistics(statistics)
-    return found | calibrated_tensors(scheme.activations, seen.minimum.min(), seen.maximum.max(), dtype)
+    low, high = statistics.minimum, statistics.maximum
+    if basis is not None:
+        assert statistics.samples is not None
+        seen = basis.inputs(statistics.samples) if len(statistics.samples) else torch.zeros_like(low)
+        low, high = seen, seen
+    return found | calibrated_tensors(scheme.activations, low.min(), high.max(), dtype)
 
 
 def simulate(block: nn.Module, name: str, solved: SolvedLayer) -> None:

@@ -21,7 +21,7 @@ from runtime.formats.bitpack import (
     unpack_rows,
     unpack_stream,
 )  # fmt: skip
-from runtime.formats.checks import check_tensor, check_weight, join, why_not_activations, why_not_weights
+from runtime.formats.checks import check_tensor, check_weight, join, why_not_inputs, why_not_weights
 from runtime.formats.float8 import FLOAT8
 from runtime.formats.grid import GridScheme, scale_dtype
 from runtime.formats.representation import Representation, Shape, Tensors, TensorSpec, rows_of
@@ -290,7 +290,7 @@ class OwnFormat(Format):
             return f"it stores weights of representation {self.name}"
         if scheme.sparsity is not None:
             return f"representation {self.name} stores dense weights only"
-        return scheme.weights.why_not(shape) or why_not_activations(scheme, shape)
+        return scheme.weights.why_not(shape) or why_not_inputs(scheme, shape)
 
     def weight_tensors(
         self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None

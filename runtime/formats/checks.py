@@ -78,10 +78,10 @@ def why_not_weights(scheme: Scheme, shape: Shape) -> str | None:
         return "activations are quantized but weights are not" if scheme.activations is not None else None
     if scheme.grid is None:
         return f"it stores integers and float8, not {scheme.weights.describe()}"
-    return scheme.grid.why_not(shape) or why_not_activations(scheme, shape)
+    return scheme.grid.why_not(shape) or why_not_inputs(scheme, shape)
 
 
-def why_not_activations(scheme: Scheme, shape: Shape) -> str | None:
+def why_not_inputs(scheme: Scheme, shape: Shape) -> str | None:
     """The reason the inputs of a layer of this shape cannot be transformed and rounded as the scheme says; None when they can."""
     reason = None if scheme.transform is None else scheme.transform.why_not(shape[1])
     return reason if reason is not None or scheme.activations is None else scheme.activations.why_not(shape[1])

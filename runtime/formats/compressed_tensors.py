@@ -6,7 +6,7 @@ import torch
 
 from runtime.formats.base import GridFormat, OwnFormat
 from runtime.formats.block_float import BlockFloat
-from runtime.formats.checks import check_weight, why_not_activations, why_not_weights
+from runtime.formats.checks import check_weight, why_not_inputs, why_not_weights
 from runtime.formats.float8_block import Float8Block
 from runtime.formats.representation import Shape, Tensors, rows_of
 from runtime.formats.scheme import CompressedWeight, Scheme
@@ -88,7 +88,7 @@ class BlockFloats(OwnFormat):
             return f"it stores block floats of {self.bits} bits with {self.scales} scales"
         if scheme.sparsity is not None:
             return "it stores no pruned weights"
-        return weights.why_not(shape) or why_not_activations(scheme, shape)
+        return weights.why_not(shape) or why_not_inputs(scheme, shape)
 
     def select_rows(self, tensors: Tensors, scheme: Scheme, shape: Shape, rows: torch.Tensor) -> Tensors:
         common = "weight_global_scale"

@@ -17,33 +17,38 @@ import torch
 from runtime.formats.representation import Tensors, TensorSpec
 
 LEFT, RIGHT = "input_left", "input_right"
+MOST = 1024
+"""Rows of a matrix, at most: what a prime number of columns would ask for is no small product any more."""
 
 
 @dataclass(frozen=True)
 class InputTransform:
-    """`x [..., in]` becomes `x T`: each piece of a row, as a matrix `X [left, right]`, becomes `L^T X R`.
+    """`x [..., in]` becomes `x T`: each block of a row, as a matrix `X [left, right]`, becomes `L^T X R`.
 
     A layer stores `W T^-T`, so that the product is that of `x` and `W`.
 
     Attributes:
         name: of the method that found the matrices.
-        piece: columns of a piece, for which there is one matrix `R`; None: all columns of a row, with `L` and `R` as square as can be.
+        block_size: columns of a block, all of which have one matrix `R`; None: a row is one block, with `L` and `R` as square as can be.
     """
 
     name: str
-    piece: int | None = None
+    block_size: int | None = None
 
     def sizes(self, columns: int) -> tuple[int, int]:
         """(left, right) for rows of `columns` numbers."""
-        if self.piece is not None:
-            return 1, self.piece
+        if self.block_size is not None:
+            return 1, self.block_size
         left = next(size for size in range(math.isqrt(columns), 0, -1) if columns % size == 0)
         return left, columns // left
 
     def why_not(self, columns: int) -> str | None:
         """The reason rows of `columns` numbers have no such transform; None when they have."""
-        if self.piece is not None and columns % self.piece:
-            return f"input transform {self.name} wants a multiple of {self.piece} columns, not {columns}"
+        if self.block_size is not None and columns % self.block_size:
+            return f"input transform {self.name} wants a multiple of {self.block_size} columns, not {columns}"
+        largest = max(self.sizes(columns))
+        if largest > MOST:
+            return f"{columns} columns have no two factors of at most {MOST}, the sizes of the matrices of input transform {self.name}"
         return None
 
     def tensors(self, columns: int) -> dict[str, TensorSpec]:
@@ -69,17 +74,19 @@ class InputTransform:
 
     def to_config(self) -> dict[str, Any]:
         """As `config_groups` has it."""
-        return {"name": self.name} | ({} if self.piece is None else {"piece": self.piece})
+        return {"name": self.name} | ({} if self.block_size is None else {"block_size": self.block_size})
 
     @classmethod
     def from_config(cls, config: Any) -> InputTransform:
         """Inverse of `to_config`; ValueError for what is none."""
         if not isinstance(config, Mapping) or not isinstance(config.get("name"), str):
             raise ValueError(f"input_transform is {config!r}, expected its name")
-        piece = config.get("piece")
-        if piece is not None and (isinstance(piece, bool) or not isinstance(piece, int) or piece < 1):
-            raise ValueError(f"input_transform has piece {piece!r}, expected a positive integer")
-        return cls(config["name"], piece)
+        block_size = config.get("block_size")
+        if block_size is not None and (
+            isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1
+        ):
+            raise ValueError(f"input_transform has block_size {block_size!r}, expected a positive integer")
+        return cls(config["name"], block_size)
 
 
 def matrices(
@@ -91,9 +98,9 @@ def matrices(
 
 
 def multiplied(x: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor) -> torch.Tensor:
-    """`L^T X R` of every piece of the rows `[..., n]`, in the dtype of `x`."""
+    """`L^T X R` of every block of the rows `[..., n]`, in the dtype of `x`."""
     right = right.to(x.dtype)
     if left is None:
         return (x.unflatten(-1, (-1, len(right))) @ right).flatten(-2)
-    pieces = x.unflatten(-1, (-1, len(left), len(right)))
-    return (left.to(x.dtype).T @ (pieces @ right)).flatten(-3)
+    blocks = x.unflatten(-1, (-1, len(left), len(right)))
+    return (left.to(x.dtype).T @ (blocks @ right)).flatten(-3)

@@ -183,7 +183,7 @@ def _entry(key: str, group: Any, default_format: Any) -> ModuleEntry:
     try:
         scheme = Scheme.from_config(cleaned)
     except (TypeError, ValueError) as error:
-        raise ArtifactError(f"{where}.weights: {error}") from None
+        raise ArtifactError(f"{where}: {error}") from None
     name = group.get("format") or default_format
     if name == "naive-quantized":  # what compressed-tensors calls the same layout without activations
         name = "int-quantized" if scheme.grid and scheme.grid.type == "int" else "float-quantized"

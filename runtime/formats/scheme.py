@@ -58,6 +58,13 @@ class Scheme:
         """`weights` where they are on a grid with plain scales, which most kernels and other engines read; None otherwise."""
         return self.weights if type(self.weights) is GridScheme else None
 
+    @property
+    def has_global_scale(self) -> bool:
+        """Whether the grid wants a global scale of the weights, and has none yet."""
+        return (
+            isinstance(self.weights, BlockFloat) and self.weights.scales == "e4m3" and self.weights.global_scale is None
+        )
+
     def for_weights(self, weights: Sequence[torch.Tensor]) -> Scheme:
         """The scheme with the global scale of these weights `[out_i, in]`; itself where it has none, or has it already."""
         grid = self.weights

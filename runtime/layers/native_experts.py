@@ -25,7 +25,7 @@ class CLinears:
 
     def __init__(self) -> None:
         self.keep: list[torch.Tensor] = []
-        self._matrices: list[torch.Tensor] = []  # of input transforms
+        self._matrices: dict[bytes, torch.Tensor] = {}  # of input transforms, by their bytes
 
     def of(self, module: nn.Module, name: str) -> library.Linear | str:
         """The layer, a dense one as it lies in memory; or the reason why C does not compute it. `name` is what reasons call it."""
@@ -66,10 +66,8 @@ class CLinears:
 
     def _matrix(self, matrix: torch.Tensor) -> int:
         """Address of a matrix in float32, the same for equal ones: what layers of one input make of it is computed once."""
-        known = next((each for each in self._matrices if torch.equal(each, matrix.float())), None)
-        if known is None:
-            self._matrices.append(known := matrix.detach().float().contiguous())
-        return known.data_ptr()
+        own = matrix.detach().float().contiguous().clone()  # not in a file that streamed weights are read from
+        return self._matrices.setdefault(own.numpy().tobytes(), own).data_ptr()
 
     def vector(self, weight: torch.Tensor) -> int:
         """Address of a weight in float32."""

@@ -41,13 +41,17 @@ SCHEMES = {
 
 
 def random_matrices(transform: InputTransform, columns: int, name: str) -> dict[str, torch.Tensor]:
-    """Matrices of an input transform, neither orthogonal nor symmetric; the same for the same name, as of layers of one input."""
+    """Matrices of an input transform, neither orthogonal nor symmetric: those of layers of one input (or of all, where the transform is
+    called "same") are equal."""
+    name = "" if transform.name == "same" else name
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     found = {}
     for key, spec in transform.tensors(columns).items():
         size = spec.shape[0]
         spread = torch.linalg.qr(torch.randn(size, size, generator=generator)).Q
-        found[key] = (spread + 0.2 * torch.randn(size, size, generator=generator) / size**0.5).contiguous()
+        found[key] = (
+            (spread + 0.2 * torch.randn(size, size, generator=generator) / size**0.5).to(spec.dtype).contiguous()
+        )
     return found
 
 

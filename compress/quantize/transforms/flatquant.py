@@ -6,7 +6,9 @@ read it, which needs no backward pass through the block; the solver that follows
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -15,6 +17,7 @@ from compress.quantize.input_grid import calibrated_tensors
 from compress.quantize.transforms import hadamard
 from compress.quantize.transforms.method import Layers, TransformMethod
 from runtime.formats.activation_scheme import ActivationScheme
+from runtime.formats.grid import GridScheme
 from runtime.formats.input_transform import matrices, multiplied
 from runtime.formats.representation import Tensors
 from runtime.formats.scheme import Scheme
@@ -31,37 +34,44 @@ BATCH = 256
 def find(layers: Layers) -> Tensors:
     """Matrices of the least squared error of the outputs, rounded to nearest: learned from Hadamard ones, or these where learning does not
     help on the quarter of the samples that is held out."""
-    transform, samples = layers.scheme.transform, layers.samples
-    assert transform is not None
+    samples, start = layers.samples, hadamard.find(layers)
     assert samples is not None
-    start = hadamard.find(layers)
-    stacked = torch.cat([weight.detach().float() for weight in layers.weights])
-    generator = torch.Generator().manual_seed(len(stacked))
-    rows = torch.randperm(len(stacked), generator=generator)[:ROWS].sort().values
-    weight = stacked[rows.to(stacked.device)]
-    del stacked
-    start = {name: tensor.to(weight.device) for name, tensor in start.items()}
-    held = samples[::4]
-    shown = samples[torch.arange(len(samples)) % 4 != 0]
+    held, shown = samples[::4], samples[torch.arange(len(samples)) % 4 != 0]
     if len(shown) == 0:
         return start
+    weight = _some_rows(layers.weights)
+    start = {name: tensor.to(weight.device) for name, tensor in start.items()}
     loss = _loss(layers.scheme, weight)
     learned = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
+    generator = torch.Generator().manual_seed(len(weight))
     optimizer = torch.optim.Adam(learned.values(), lr=RATE / weight.shape[1] ** 0.25)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     best, least = start, _held_out(loss, held, start)
-    for step in range(1, STEPS + 1):
-        batch = shown[torch.randint(len(shown), (BATCH,), generator=generator).to(shown.device)]
-        optimizer.zero_grad()
-        with torch.enable_grad():
-            loss(batch, learned).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        schedule.step()
-        if step % (STEPS // 8) == 0:
-            now = {name: tensor.detach().clone() for name, tensor in learned.items()}
-            if (found := _held_out(loss, held, now)) < least:
-                best, least = now, found
+    with suppress(torch.linalg.LinAlgError):  # no further where a matrix cannot be inverted any more
+        for step in range(1, STEPS + 1):
+            batch = shown[torch.randint(len(shown), (BATCH,), generator=generator).to(shown.device)]
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                loss(batch, learned).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+            if step % (STEPS // 8) == 0:
+                now = {name: tensor.detach().clone() for name, tensor in learned.items()}
+                if (found := _held_out(loss, held, now)) < least:
+                    best, least = now, found
     return best
+
+
+def _some_rows(weights: list[torch.Tensor]) -> torch.Tensor:
+    """At most `ROWS` rows of all the weights, float32, of each as many as its share."""
+    total = sum(map(len, weights))
+    generator = torch.Generator().manual_seed(total)
+    found = []
+    for weight in weights:
+        count = -(-len(weight) * min(ROWS, total) // total)
+        rows = torch.randperm(len(weight), generator=generator)[:count].sort().values
+        found.append(weight.detach()[rows.to(weight.device)].float())
+    return torch.cat(found)
 
 
 Loss = Callable[[torch.Tensor, Tensors], torch.Tensor]
@@ -69,15 +79,24 @@ Loss = Callable[[torch.Tensor, Tensors], torch.Tensor]
 
 @torch.no_grad()
 def _held_out(loss: Loss, held: torch.Tensor, tensors: Tensors) -> float:
-    """The loss on inputs that nothing was learned from; infinite where a matrix cannot be inverted."""
-    found = float(loss(held, tensors))
-    return found if found == found else float("inf")
+    """The loss on inputs that nothing was learned from, with the matrices as they are stored; infinite where one cannot be inverted."""
+    try:
+        found = float(loss(held, {name: tensor.half().float() for name, tensor in tensors.items()}))
+    except torch.linalg.LinAlgError:
+        return float("inf")
+    return found if math.isfinite(found) else float("inf")
+
+
+def _learned_with(scheme: Scheme) -> GridScheme:
+    """The grid that weights are rounded to in every step: theirs, or in place of what takes minutes to round, one of as many bits."""
+    weights = scheme.weights
+    assert weights is not None
+    return weights if isinstance(weights, GridScheme) else GridScheme(max(2, round(weights.bits)), strategy="channel")
 
 
 def _loss(scheme: Scheme, weight: torch.Tensor) -> Loss:
     """`(inputs [n, in], matrices) -> ` squared error of the outputs, relative to them."""
-    weights = scheme.weights
-    assert weights is not None
+    weights = _learned_with(scheme)
 
     def loss(x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         turned = multiplied(weight, *matrices(tensors, lambda each: torch.linalg.inv(each).T))

@@ -1,4 +1,4 @@
-"""Random Hadamard matrices at run time: over whole rows (Ashkboos et al., QuaRot, 2024), or over each group of columns (MR-GPTQ, 2025)."""
+"""Random Hadamard matrices at run time: over whole rows (Ashkboos et al., QuaRot, 2024), or each group of columns (MR-GPTQ, 2025)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ METHOD = TransformMethod(
 )
 BY_GROUP = TransformMethod(
     "hadamard_groups",
-    summary="rotates every group of inputs by a random Hadamard matrix",
+    summary="rotates every group of columns by one random Hadamard matrix",
     paper="Egiazarian et al., Bridging the Gap Between Promise and Performance for Microscaling FP4 Quantization, 2025, arXiv 2509.23202",
     find=find,
     by_group=True,

@@ -20,7 +20,7 @@ class Layers:
 
     Attributes:
         weights: `[out_i, in]` each, of any float dtype. scheme: what they are to become.
-        samples: float32 `[tokens, in]`, some of the inputs; None where the method does not need them.
+        samples: float32 `[tokens, in]`, some of the inputs, none where no token was seen; None where the method does not need them.
     """
 
     weights: list[torch.Tensor]
@@ -34,7 +34,7 @@ class TransformMethod:
 
     Attributes:
         name: as a recipe says it (`input_transform: hadamard`). summary, paper: as of `compress.core.method.Method`.
-        find: the matrices (`InputTransform.tensors`, in float32), invertible; the same for the same layers.
+        find: the matrices (`InputTransform.tensors`, in float32), finite and invertible; the same for the same layers.
         needs: what calibration must collect.
         by_group: one matrix for every group of columns of the weights' scheme, not one for a row.
     """
@@ -58,10 +58,15 @@ class Basis:
         """A weight `[out, in]` in it, float32."""
         return self.transform.to_weight(weight, self._on(weight.device))
 
-    def statistics(self, statistics: Statistics) -> Statistics:
-        """Statistics of the inputs in it; without drift, which is made up for before."""
-        tensors = self._on(statistics.abs_mean.device)
-        return statistics.turned(lambda rows: self.transform.of_inputs(rows, tensors))
+    def statistics(self, statistics: Statistics) -> Statistics | None:
+        """Statistics of the inputs in it, without drift, which is made up for before; None where ranges alone were collected."""
+        if statistics.hessian is None and statistics.samples is None:
+            return None
+        return statistics.transformed(self.inputs)
+
+    def inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """Inputs `[..., in]` in it."""
+        return self.transform.of_inputs(x, self._on(x.device))
 
     def _on(self, device: torch.device) -> Tensors:
         return {name: tensor.to(device) for name, tensor in self.tensors.items()}

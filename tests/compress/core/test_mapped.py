@@ -84,7 +84,7 @@ def test_sums_in_files_can_be_pooled(tmp_path: Path) -> None:
     here, there = StatisticsCollector(600), StatisticsCollector(600, directory=tmp_path)
     for collector in (here, there):
         collector.add(x)
-        collector.pool(lambda tensor, kind: tensor.mul_(2) if kind == "sum" else tensor)  # two of the same
+        collector.pool(lambda tensor, kind: tensor.mul_(2) if kind == "sum" else tensor, 0, 2)  # two of the same
     assert torch.equal(here.finish().hessian, there.finish().hessian)
 
 

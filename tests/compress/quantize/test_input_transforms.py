@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,8 @@ from runtime.layers.compressed_linear import CompressedLinear
 W4A4 = replace(preset("W4A4"), transform=InputTransform("flatquant"))
 
 
-def random_basis(columns: int, piece: int | None = None, seed: int = 0) -> Basis:
-    transform = InputTransform("random", piece)
+def random_basis(columns: int, block_size: int | None = None, seed: int = 0) -> Basis:
+    transform = InputTransform("random", block_size)
     generator = torch.Generator().manual_seed(seed)
     specs = transform.tensors(columns).items()
     return Basis(transform, {name: torch.randn(spec.shape, generator=generator) for name, spec in specs})
@@ -46,11 +48,11 @@ def statistics_of(x: torch.Tensor, directory: Path | None = None, samples: int =
 
 # ---------------------------------------------------------------- the basis
 @pytest.mark.parametrize(
-    ("columns", "piece"), [(96, None), (101, None), (88, 8), (1, None), (2, None), (64, 64), (30, 1)]
+    ("columns", "block_size"), [(96, None), (101, None), (88, 8), (1, None), (2, None), (64, 64), (30, 1)]
 )
-def test_the_product_stays_in_float64(columns: int, piece: int | None) -> None:
+def test_the_product_stays_in_float64(columns: int, block_size: int | None) -> None:
     torch.manual_seed(columns)
-    basis = random_basis(columns, piece)
+    basis = random_basis(columns, block_size)
     left, right = basis.transform.sizes(columns)
     tensors = {name: tensor.double() + 2 * torch.eye(len(tensor)) for name, tensor in basis.tensors.items()}
     x, weight = torch.randn(5, 3, columns).double(), torch.randn(7, columns).double()
@@ -73,10 +75,20 @@ def test_sizes_are_as_square_as_can_be() -> None:
     ]
     assert InputTransform("", 16).sizes(64) == (1, 16)
     assert "multiple of 16 columns, not 40" in str(InputTransform("hadamard_groups", 16).why_not(40))
+    assert InputTransform("hadamard").why_not(11008) is None
+    assert "11003 columns have no two factors of at most 1024" in str(InputTransform("hadamard").why_not(11003))
 
 
 @pytest.mark.parametrize(
-    "given", [3, {}, {"name": 1}, {"name": "a", "piece": 0}, {"name": "a", "piece": True}, {"name": "a", "piece": "8"}]
+    "given",
+    [
+        3,
+        {},
+        {"name": 1},
+        {"name": "a", "block_size": 0},
+        {"name": "a", "block_size": True},
+        {"name": "a", "block_size": "8"},
+    ],
 )
 def test_a_config_that_means_nothing_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match="input_transform"):
@@ -89,13 +101,14 @@ def test_schemes_come_back_from_their_config(scheme: Scheme) -> None:
 
 
 @pytest.mark.parametrize("filed", [False, True])
-@pytest.mark.parametrize(("columns", "piece"), [(96, None), (88, 8), (1030, None)])
+@pytest.mark.parametrize(("columns", "block_size"), [(96, None), (88, 8), (1030, None)])
 def test_statistics_in_a_basis_are_those_of_transformed_inputs(
-    tmp_path: Path, columns: int, piece: int | None, filed: bool
+    tmp_path: Path, columns: int, block_size: int | None, filed: bool
 ) -> None:
     x = torch.randn(200, columns) * torch.linspace(0.1, 5, columns) + 0.3
-    basis = random_basis(columns, piece)
+    basis = random_basis(columns, block_size)
     found = basis.statistics(statistics_of(x, tmp_path if filed else None))
+    assert found is not None
     wanted = statistics_of(basis.transform.of_inputs(x, basis.tensors))
     assert found.hessian is not None
     assert wanted.hessian is not None
@@ -117,10 +130,48 @@ def test_samples_are_drawn_from_all_inputs() -> None:
     assert statistics_of(x, samples=0).samples is None
 
 
-def test_ranges_are_unknown_without_samples_and_zero_without_inputs() -> None:
+def test_processes_keep_the_same_samples_of_all_of_them() -> None:
+    """One has seen many inputs, one a few, one none."""
+    parts = [
+        torch.arange(start, stop, dtype=torch.float32)[:, None].expand(-1, 3)
+        for start, stop in ((0, 900), (900, 905), (0, 0))
+    ]
+    collectors = [StatisticsCollector(3, samples=64) for _ in parts]
+    barrier, sent = threading.Barrier(3), [torch.empty(0)] * 3
+
+    def share(rank: int) -> Statistics:
+        def reduce(tensor: torch.Tensor, how: str) -> None:
+            sent[rank] = tensor.clone()
+            barrier.wait()
+            every = torch.stack(sent)
+            tensor.copy_(every.sum(0) if how == "sum" else every.amin(0) if how == "min" else every.amax(0))
+            barrier.wait()
+
+        collectors[rank].add(parts[rank])
+        collectors[rank].pool(reduce, rank, 3)
+        return collectors[rank].finish()
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(share, range(3)))
+    assert all(each.tokens == 905 for each in found)
+    first = found[0].samples
+    assert first is not None
+    assert len(first[:, 0].unique()) == 64
+    assert all(each.samples is not None and torch.equal(each.samples, first) for each in found)
+    few = [StatisticsCollector(3, samples=64) for _ in range(2)]
+    few[0].add(parts[1])
+    few[0].pool(lambda *_: None, 0, 1)
+    assert torch.equal(few[0].finish().samples, parts[1])  # type: ignore[arg-type]
+
+
+def test_ranges_of_other_layers_alone_say_nothing_and_no_inputs_have_none() -> None:
+    """What was collected for a layer that reads the same input, without a Hessian and without samples."""
     basis = random_basis(12)
-    assert bool(basis.statistics(statistics_of(torch.randn(5, 12), samples=0)).maximum.isnan().all())
-    assert bool((basis.statistics(StatisticsCollector(12, samples=8).finish()).maximum == 0).all())
+    collector = StatisticsCollector(12, hessian=False)
+    collector.add(torch.randn(5, 12))
+    assert basis.statistics(collector.finish()) is None
+    assert bool(basis.statistics(statistics_of(torch.randn(5, 12), samples=0)).maximum.isnan().all())  # type: ignore[union-attr]
+    assert bool((basis.statistics(StatisticsCollector(12, samples=8).finish()).maximum == 0).all())  # type: ignore[union-attr]
 
 
 # ---------------------------------------------------------------- the methods
@@ -179,6 +230,17 @@ def test_learning_gives_the_same_matrices_again() -> None:
     assert all(torch.equal(once[name], again[name]) for name in once)
 
 
+def test_a_matrix_that_cannot_be_inverted_ends_learning(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(60, 32), planted(200, 32, 0)
+    start = found_by("hadamard", weight, None)
+    singular = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
+    monkeypatch.setattr(flatquant.hadamard, "find", lambda _layers: singular)
+    found = found_by("flatquant", weight, x)
+    assert all(torch.equal(found[name], singular[name]) for name in singular), (
+        "it began there, and found nothing better"
+    )
+
+
 @pytest.mark.parametrize("count", [0, 1, 3, 200])
 def test_learning_that_does_not_help_leaves_hadamard_matrices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Steps far too large, no samples, or one: nothing is stored that is worse on inputs which were held out."""
@@ -197,6 +259,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "W8A8 static": {"scheme": "W8A8-INT8", "activation_mode": "static", "input_transform": "hadamard"},
     "NVFP4": {"scheme": "NVFP4", "input_transform": "hadamard_groups"},
     "MXFP4 learned": {"scheme": "MXFP4", "input_transform": "flatquant"},
+    "trellis learned": {"scheme": {"representation": "trellis", "group_size": 32}, "input_transform": "flatquant"},
     "trellis": {"scheme": {"representation": "trellis", "group_size": 32}, "input_transform": "hadamard"},
 }
 

@@ -25,6 +25,7 @@ GPTQ = {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}
 SPARSE = {"prune": {"method": "sparsegpt", "pattern": "2:4"}}
 AWQ = {"quantize": {"method": "awq", "scheme": "W4A16_ASYM", "group_size": 32}}
 RTN = {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32}}
+STATIC = {"scheme": "W8A8-INT8", "activation_mode": "static"}
 # Sums of float32 numbers depend on their order, and compensating solvers make of a last bit another code here and there, which later
 # columns and layers then make up for. So codes differ, and what they are good for does not.
 TOLERANCE = 2e-2
@@ -169,8 +170,9 @@ def test_every_process_keeps_to_the_memory_limit_or_it_is_said(
         ("llama", {}, ({"quantize": {**GPTQ["quantize"], "objective": "output"}},), "own", 2),
         ("llama", {"tie_word_embeddings": False}, (AWQ, {"quantize": {**GPTQ["quantize"], "targets": ["lm_head"]}}), "own", 2),
         ("llama", {}, ({"quantize": {**GPTQ["quantize"], "input_transform": "hadamard"}},), "own spill", 2),
+        ("llama", {}, ({"quantize": {"method": "rtn", **STATIC, "input_transform": "hadamard"}},), "own", 2),
     ],
-    ids=["sparse-spilled", "mixture", "propagated-spilled", "output", "awq-and-head", "transformed-spilled"],
+    ids=["sparse-spilled", "mixture", "propagated-spilled", "output", "awq-and-head", "transformed-spilled", "transformed-static"],
 )  # fmt: skip
 def test_calibration_is_shared(
     make_checkpoint: Any, recipe: Any, together: Any, alone: Any, family: str, changes: Any, stages: Any, what: str, processes: int

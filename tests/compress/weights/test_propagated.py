@@ -156,7 +156,7 @@ def test_drift_counts_real_tokens_only_is_pooled_and_scaled() -> None:
     for half, part in zip(halves, (slice(0, 50), slice(50, 120)), strict=True):
         half.add(x[part], mask[part], original[part])
     sent: list[tuple[torch.Tensor, str]] = []
-    halves[1].pool(lambda tensor, how: sent.append((tensor.clone(), how)))
+    halves[1].pool(lambda tensor, how: sent.append((tensor.clone(), how)), 1, 2)
     combine: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
 
     def reduce(tensor: torch.Tensor, how: str) -> None:
@@ -164,7 +164,7 @@ def test_drift_counts_real_tokens_only_is_pooled_and_scaled() -> None:
         assert alike == how
         combine[how](tensor, other, out=tensor)
 
-    halves[0].pool(reduce)
+    halves[0].pool(reduce, 0, 2)
     pooled = halves[0].finish()
     assert relative(pooled.drift, found.drift) < 1e-5
     assert relative(pooled.drifted, found.drifted) < 1e-5

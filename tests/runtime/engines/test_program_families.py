@@ -145,10 +145,10 @@ TURNED = {
 @functools.cache
 def turned(name: str, kind: str) -> tuple[Any, Any]:
     """Layers that transform their inputs, and dense ones of the same weights; sizes that no vector divides, where nothing forbids them."""
-    scheme, piece = TURNED[kind] if isinstance(TURNED[kind], tuple) else (TURNED[kind], None)  # type: ignore[misc]
-    odd = scheme.activations is None and piece is None
+    scheme, block_size = TURNED[kind] if isinstance(TURNED[kind], tuple) else (TURNED[kind], None)  # type: ignore[misc]
+    odd = scheme.activations is None and block_size is None
     sizes = {} if odd else {"hidden_size": 128, "head_dim": 32, "intermediate_size": 384, "num_attention_heads": 4}
-    return compressed(model_of(name, **sizes), replace(scheme, transform=InputTransform("random", piece)))
+    return compressed(model_of(name, **sizes), replace(scheme, transform=InputTransform("random", block_size)))
 
 
 @pytest.mark.parametrize("kind", TURNED)

@@ -1,4 +1,4 @@
-/* Inputs in another basis (input_transform.py): each piece of left * right columns, as a matrix X [left, right], becomes L^T X R. */
+/* Inputs in another basis (input_transform.py): each block of left * right columns, as a matrix X [left, right], becomes L^T X R. */
 
 /* out [n] = the sum over k of factor[k * apart] times row k of matrix [count, n]: every sum in the order of k, whatever the vectors. */
 static void sum_rows(const float *factor, int64_t apart, int64_t count, const float *matrix, int64_t n, float *out) {
@@ -24,18 +24,18 @@ static void sum_rows(const float *factor, int64_t apart, int64_t count, const fl
     }
 }
 
-static int64_t basis_bytes(const Basis *b, int64_t rows, int64_t columns) { return b->right ? 2 * rows * columns * 4 : 0; }
+static int64_t basis_bytes(const Basis *b, int64_t rows, int64_t columns) { return b->right ? (b->left > 1 ? 2 : 1) * rows * columns * 4 : 0; }
 
 /* This member's share of x [rows, columns], `stride` apart; all members come here. Returns where the result [rows, columns] is in `memory` of
  * basis_bytes(...), once all have come to the next barrier. */
-static const float *turn_rows(const float *x, int64_t stride, int64_t rows, int64_t columns, const Basis *b, float *memory, const Team *team) {
-    const int64_t left = b->left, right = b->right, lines = columns / right; /* of all pieces of a row */
-    float *out = memory + rows * columns;
+static const float *transform_rows(const float *x, int64_t stride, int64_t rows, int64_t columns, const Basis *b, float *memory, const Team *team) {
+    const int64_t left = b->left, right = b->right, lines = columns / right; /* of all blocks of a row */
     int64_t start, end;
     team_part(team, rows * lines, 1, &start, &end);
     for (int64_t unit = start; unit < end; unit++)
         sum_rows(x + unit / lines * stride + unit % lines * right, 1, right, b->r, right, memory + unit * right);
     if (left == 1) return memory;
+    float *out = memory + rows * columns;
     team_barrier(team);
     for (int64_t unit = start; unit < end; unit++)
         sum_rows(b->l + unit % left, left, left, memory + unit / left * left * right, right, out + unit * right);

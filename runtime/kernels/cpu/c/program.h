@@ -182,7 +182,7 @@ static void narrow_rows(Run *run, const Team *team) {
 
 static int64_t input_memory(const Linear *l, int64_t rows) { return align64(linear_memory(l, rows)) + basis_bytes(&l->basis, rows, l->columns); }
 
-/* The input of an integer layer, or of a dense one that is rounded, turned or of many rows, into run->memory, where the last layer's does not serve: layers of one
+/* The input of an integer layer, or of a dense one that is transformed, rounded or of many rows, into run->memory, where the last layer's does not serve: layers of one
  * input come one after another. */
 static void prepare_input(Run *run, const Op *op, const Team *team) {
     const Linear *l = &op->linear, *last = run->input ? &run->input->linear : NULL;
@@ -195,7 +195,7 @@ static void prepare_input(Run *run, const Op *op, const Team *team) {
     settle(run, BIT(op->from), INPUT_BIT, team);
     if (l->basis.right) {
         float *memory = (float *)(run->memory + align64(linear_memory(l, run->rows)));
-        x = turn_rows(x, apart, run->rows, l->columns, &l->basis, memory, team), apart = l->columns;
+        x = transform_rows(x, apart, run->rows, l->columns, &l->basis, memory, team), apart = l->columns;
         team_barrier(team);
     }
     if (l->kind == KIND_DENSE) {

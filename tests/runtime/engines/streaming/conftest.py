@@ -35,7 +35,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     compress(wide, home / "k_quants", lambda n: ("k_quant", minima) if n.endswith("_proj") else None)
     small = llama(num_hidden_layers=2)
     compress(small, home / "trellis", inside_blocks("trellis"))
-    turned = replace(SCHEMES["pack-quantized"], transform=InputTransform("random"))
+    turned = replace(SCHEMES["pack-quantized"], transform=InputTransform("same"))
     compress(
         llama(num_hidden_layers=BLOCKS),
         home / "turned",

@@ -17,9 +17,15 @@ KEPT = 512 * 2**20
 _KEPT_SHARE = 1 / 16  # of the memory that is free
 
 
+def free_bytes(engine: Engine) -> int:
+    """Memory that is free on the engine's device, in bytes; of several ranks, which must decide alike, the least."""
+    found = available_bytes(engine.device)
+    return found if engine.ranks is None else engine.ranks.least(found)
+
+
 def kept_bytes(engine: Engine) -> int:
     """Memory that the pages of ended calls may take where `runtime.load` was told nothing."""
-    return int(min(KEPT, _KEPT_SHARE * available_bytes(engine.device)))
+    return int(min(KEPT, _KEPT_SHARE * free_bytes(engine)))
 
 
 def pages_of(engine: Engine, positions: int) -> int:
@@ -44,7 +50,7 @@ def most_pages(engine: Engine, largest: int, cache_memory: int | None, drafts: i
     allowed, limit = _allowed(engine, cache_memory)
     bound = allowed // engine.page_bytes
     if cache_memory is None and engine.cache_budget is None:
-        usual = int(min(_DEFAULT, _SHARE * available_bytes(engine.device))) // engine.page_bytes
+        usual = int(min(_DEFAULT, _SHARE * free_bytes(engine))) // engine.page_bytes
         bound = min(bound, max(usual, largest))
     if largest > bound:
         need = _gigabytes(largest * engine.page_bytes)
@@ -86,7 +92,7 @@ def cache_bound(engine: Engine, needs: Sequence[int], cache_memory: int | None) 
 
 def _allowed(engine: Engine, cache_memory: int | None) -> tuple[int, str]:
     """Bytes that the cache of a call may take at most, and how a message says that and what changes it."""
-    most = int(_MOST * available_bytes(engine.device))
+    most = int(_MOST * free_bytes(engine))
     if cache_memory is not None:
         return cache_memory, f"cache_memory allows {_gigabytes(cache_memory)}: raise it"
     if engine.cache_budget is not None:

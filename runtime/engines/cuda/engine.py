@@ -34,6 +34,7 @@ from runtime.kernels.triton import gpu
 if TYPE_CHECKING:
     from runtime.engines.torch.engine import TorchEngine
     from runtime.kv_cache.policy.policy import Policy
+    from runtime.system.ranks import Ranks
 
 PAGE = 64
 MOST_ROWS = 2048
@@ -209,6 +210,7 @@ class CudaEngine(FusedEngine):
         buckets: batch sizes that decode steps are captured for, ascending; larger batches are computed in parts.
         capture: how a decode step is captured; None: it is not. `take_over` gives CUDA graphs on CUDA devices.
         computing: `ops.choose(device)` by default.
+        ranks: that compute the model together (`tensor_parallel`), where `parts` is the program of one of them.
     """
 
     def __init__(
@@ -220,8 +222,10 @@ class CudaEngine(FusedEngine):
         buckets: Sequence[int] = BUCKETS,
         capture: Capture | None = None,
         computing: ops.Ops | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__(torch_engine, parts)
+        self.ranks = ranks
         self.page_size = page_size
         self.page_bytes = 2 * len(parts.blocks) * page_size * parts.kv_heads * parts.head_dim * parts.dtype.itemsize
         self.most_rows = MOST_ROWS
@@ -235,7 +239,8 @@ class CudaEngine(FusedEngine):
         self._spare_lock = threading.RLock()  # a pool may be collected in the middle of anything, in `new_pages` too
         self._lock = threading.RLock()
         graphs = "no graphs" if capture is None else "decode steps as CUDA graphs"
-        self.description = f"fused decoder, {self.decoder.ops.name} kernels, {graphs}"
+        among = "" if ranks is None else f", rank {ranks.rank} of {ranks.size}"
+        self.description = f"fused decoder, {self.decoder.ops.name} kernels, {graphs}{among}"
 
     # ---------------------------------------------------------------- pages
     def new_pages(self, count: int, drafts: bool = False) -> Pool:

@@ -195,16 +195,28 @@ def load(
         for name, asked, why in (
             ("max_memory", bound is not None, "the part of each rank is loaded whole; leave it out"),
             ("adapter", beside is not None, "an adapter is not divided among ranks; leave it out, or merge it"),
-            ("kv_cache", policy is not None, "a compressed cache is not divided among ranks; kv_cache=False has a plain one"),
-            ("drafter", drafter not in (None, False), "ranks would draft by their own clocks; drafter=False has no drafts"),
-            ("drafter", brings and drafter is None, "the artifact brings a draft, and ranks verify none; drafter=False has no drafts"),
+            (
+                "kv_cache",
+                policy is not None,
+                "a compressed cache is not divided among ranks; kv_cache=False has a plain one",
+            ),
+            (
+                "drafter",
+                drafter not in (None, False),
+                "ranks would draft by their own clocks; drafter=False has no drafts",
+            ),
+            (
+                "drafter",
+                brings and drafter is None,
+                "the artifact brings a draft, and ranks verify none; drafter=False has no drafts",
+            ),
         ):
             if asked:
                 raise RequestError(f"{name}: {artifact.path} is loaded with tensor_parallel={tensor_parallel}: {why}")
         if blueprint.kind != "decoder":
             text = f"{artifact.path} is an {blueprint.kind}, and only causal language models are divided among ranks"
             raise RequestError(f"tensor_parallel={tensor_parallel}: {text}")
-        return _model("decoder", load_rank(blueprint, tensor_parallel, kept), artifact, trust_remote_code, kept)
+        return _model("decoder", load_rank(blueprint, tensor_parallel, kept, scheme), artifact, trust_remote_code, kept)
     known = recall_engine(blueprint, checked, policy) if bound is None else None
     if known is None and blueprint.kind != "decoder":
         if drafter not in (None, False):

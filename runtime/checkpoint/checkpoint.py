@@ -111,9 +111,7 @@ class Checkpoint:
         entry = self.entry(name)
         (first, stop, _), *_ = (each.indices(size) for each, size in zip(index, entry.shape, strict=True))
         row, count = entry.nbytes // max(1, entry.shape[0]), max(0, stop - first)
-        rows = replace(
-            entry, shape=(count, *entry.shape[1:]), offset=entry.offset + first * row, nbytes=count * row
-        )
+        rows = replace(entry, shape=(count, *entry.shape[1:]), offset=entry.offset + first * row, nbytes=count * row)
         if len(index) == 2:
             begin, end, _ = index[1].indices(entry.shape[1])
             size = row // max(1, entry.shape[1])

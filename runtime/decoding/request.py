@@ -256,7 +256,9 @@ def seeds_of_ranks(ranks: Ranks, prompts: Prompts, options: GenerationOptions, s
         RequestError: on all ranks, where they do not; or the call could end on one rank alone.
     """
     if options.cancel is not None:
-        raise RequestError("cancel: an event of one process cannot end a call that ranks of tensor parallelism compute together")
+        raise RequestError(
+            "cancel: an event of one process cannot end a call that ranks of tensor parallelism compute together"
+        )
     ranks.check_call("the prompts or options of a call", (prompts.ids, replace(options, progress=False)))
     return ranks.first(seeds)
 

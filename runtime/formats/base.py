@@ -175,11 +175,15 @@ class Format(ABC):
 
     def _axes(self, scheme: Scheme, shape: Shape, dtype: torch.dtype) -> dict[str, Axes]:
         if self.counted:
-            raise RequestError(f"format {self.name} cannot be cut: its values are one stream, whose places depend on the weights")
+            raise RequestError(
+                f"format {self.name} cannot be cut: its values are one stream, whose places depend on the weights"
+            )
         found = {}
         for name, spec in self.tensors(scheme, shape, dtype).items():
             if spec.axes is None:
-                raise RequestError(f"format {self.name} cannot be cut: it does not say which rows and columns {name} holds (`TensorSpec.axes`)")
+                raise RequestError(
+                    f"format {self.name} cannot be cut: it does not say which rows and columns {name} holds (`TensorSpec.axes`)"
+                )
             found[name] = spec.axes
         return found
 

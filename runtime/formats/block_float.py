@@ -145,7 +145,9 @@ class BlockFloat(GridScheme):
         packed = TensorSpec((shape[0], shape[1] // 2), torch.uint8, (ROWS, Along(1, 2)))
         specs = {"weight_packed": packed} if self.e2m1 else {"weight": TensorSpec(shape, FLOAT8, (ROWS, COLUMNS))}
         specs["weight_scale"] = TensorSpec(self.parameter_shape(shape), _SCALE_DTYPES[self.scales], self.parameter_axes)
-        return specs | ({"weight_global_scale": TensorSpec((1,), torch.float32, (None,))} if self.scales == "e4m3" else {})
+        return specs | (
+            {"weight_global_scale": TensorSpec((1,), torch.float32, (None,))} if self.scales == "e4m3" else {}
+        )
 
     def encode(self, codes: torch.Tensor, parameters: Tensors) -> Tensors:
         weight = {"weight_packed": pack_e2m1(codes)} if self.e2m1 else {"weight": codes}

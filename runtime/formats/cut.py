@@ -22,7 +22,7 @@ class Along:
 
     @classmethod
     def words(cls, axis: int, bits: int, per: int = 1) -> Along:
-        """Of int32 words that are one stream of codes of `bits` bits, each for `per` rows or columns: it can be cut wherever a word begins."""
+        """Of int32 words, a stream of codes of `bits` bits, each for `per` rows or columns; cut where code and word begin together."""
         common = gcd(32, bits)
         return cls(axis, 32 // common * per, bits // common)
 

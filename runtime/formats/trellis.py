@@ -125,7 +125,9 @@ class Trellis(Representation):
         rows, columns = shape
         return {
             "weight_words": TensorSpec((rows, columns // VECTOR), torch.int32, (ROWS, Along(1, VECTOR))),
-            "weight_scale": TensorSpec((rows, columns // self.group_size), scale_dtype(dtype), (ROWS, Along(1, self.group_size))),
+            "weight_scale": TensorSpec(
+                (rows, columns // self.group_size), scale_dtype(dtype), (ROWS, Along(1, self.group_size))
+            ),
         }
 
     def encode(self, codes: torch.Tensor, parameters: Tensors) -> Tensors:

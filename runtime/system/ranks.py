@@ -87,7 +87,9 @@ class Ranks:
         every = self.every(name)
         kinds = {each == "cpu" for each in every}
         if len(kinds) > 1 or (kinds == {False} and len(set(every)) < self.size):
-            raise RequestError("tensor_parallel: each rank computes on a GPU of its own, or all compute on CPUs; leave out device")
+            raise RequestError(
+                "tensor_parallel: each rank computes on a GPU of its own, or all compute on CPUs; leave out device"
+            )
 
     # ---------------------------------------------------------------- in steps, on the device
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
@@ -121,14 +123,18 @@ class Ranks:
         every = self.every(value)
         other = next((rank for rank, each in enumerate(every) if each != every[0]), None)
         if other is not None:
-            raise RequestError(f"tensor_parallel: {what} of rank {other} is not that of rank 0; all ranks make the same calls")
+            raise RequestError(
+                f"tensor_parallel: {what} of rank {other} is not that of rank 0; all ranks make the same calls"
+            )
 
     def check_call(self, what: str, asked: Any) -> None:
         """RequestError where calls come from two threads, whose order may differ between ranks; or, on all, where ranks are asked for
         different things."""
         self._thread = self._thread or threading.get_ident()
         if self._thread != threading.get_ident():
-            raise RequestError("tensor_parallel: calls of several threads reach the ranks in different orders; make all calls in one thread")
+            raise RequestError(
+                "tensor_parallel: calls of several threads reach the ranks in different orders; make all calls in one thread"
+            )
         self.check_same(what, hashlib.sha256(repr(asked).encode()).hexdigest())
 
 

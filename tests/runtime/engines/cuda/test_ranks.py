@@ -23,11 +23,12 @@ from runtime.engines.cuda import CudaEngine
 from runtime.engines.llama_structure import Program, read_program
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow  # all of it is one launch of two processes
 HERE = Path(__file__).parent
 NEW = 3
 #: Family, changes of its config, dtype, and bits of the linear layers in groups of 32.
 MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype, int | None]] = {
-    "W4A16": ("Qwen2", {"intermediate_size": 160}, torch.bfloat16, 4),
+    "W4A16": ("Qwen2", {"num_hidden_layers": 1, "hidden_size": 32}, torch.bfloat16, 4),
     "dense": ("Llama", {"mlp_bias": True, "attention_bias": True}, torch.bfloat16, None),
     "one head for all": ("Llama, one head for all", {"tie_word_embeddings": True}, torch.float32, None),
 }
@@ -63,7 +64,7 @@ def decisive(model: Model) -> list[list[int]]:
         if float((best[:, 0] - best[:, 1]).min()) > 0.1 * spread:
             chosen.append(ids)
     assert len({len(ids) for ids in chosen}) >= 3, "prompts are not ragged"
-    return sorted(chosen, key=len)[:: len(chosen) // 2]
+    return sorted(chosen, key=len)[:: len(chosen) - 1]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,10 @@ def ranks(
     """What each of two processes has seen (`ranks_of_processes.py`)."""
     output = tmp_path_factory.mktemp("output")
     dense = str(models["dense"][1])
-    asked = {name: {"path": str(path), "prompts": prompts, "new": NEW} for name, (_, path, prompts) in models.items()}
+    asked = {
+        name: {"path": str(path), "prompts": prompts, "new": NEW, "more": name != "W4A16"}
+        for name, (_, path, prompts) in models.items()
+    }
     (output / "asked.json").write_text(json.dumps({"generate": asked, "refuse": dense, "capture": dense}))
     paths = os.pathsep.join([str(HERE), str(HERE.parents[3] / "benchmarks"), *filter(None, sys.path)])
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -97,14 +101,14 @@ def ranks(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_processes_give_the_tokens_of_one(name: str, models: Any, ranks: list[dict[str, Any]]) -> None:
-    one, path, prompts = models[name]
+    one, _, prompts = models[name]
     for rank, every in enumerate(ranks):
         found = every[name]
         assert found["engine"].startswith("fused decoder, triton kernels")
         assert f"rank {rank} of 2" in found["engine"]
         assert found["heads"] == [2, 1], "a rank has the heads of both"
         assert found["greedy"] == one.generate(prompts, max_new_tokens=NEW, ignore_eos=True)
-        assert found["streamed"] == found["greedy"][0]
+        assert found.get("streamed", found["greedy"][0]) == found["greedy"][0]
     if name == "W4A16":
         assert "triton" in ranks[0][name]["kernels"]["model.layers.0.mlp.down_proj"]
 
@@ -121,21 +125,19 @@ def test_they_give_those_of_another_engine(models: Any, ranks: list[dict[str, An
 def test_draws_from_seeds_are_those_of_one_process(name: str, models: Any, ranks: list[dict[str, Any]]) -> None:
     one, _, prompts = models[name]
     seeds = [3 + row for row in range(len(prompts))]
-    wanted = one.generate(
-        prompts, max_new_tokens=NEW, ignore_eos=True, temperature=1.0, top_k=50, seed=seeds
-    )
+    wanted = one.generate(prompts, max_new_tokens=NEW, ignore_eos=True, temperature=1.0, top_k=50, seed=seeds)
     assert ranks[0][name]["seeded"] == ranks[1][name]["seeded"]
     if name == "one head for all":  # of others, numbers near the border of two tokens may fall on either side
         assert ranks[0][name]["seeded"] == wanted
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["dense", "one head for all"])
 def test_ranks_agree_to_the_bit(name: str, ranks: list[dict[str, Any]]) -> None:
     """Logits, and draws for which nobody gave a seed."""
     first, second = (every[name] for every in ranks)
     assert first["logits"] == second["logits"]
     assert first["drawn"] == second["drawn"]
-    assert first["drawn"] != first["greedy"]
+    assert first["drawn"] != first["greedy"][:2]
 
 
 def test_all_reduces_are_in_the_captured_step(ranks: list[dict[str, Any]]) -> None:

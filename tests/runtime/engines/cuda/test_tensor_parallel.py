@@ -75,17 +75,18 @@ def save(directory: Path, name: str, scheme: Scheme | None = None, head: Scheme 
 
 
 INT4 = int_scheme(4, False, 32)
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "GQA": (2, {"name": "Llama"}),
     "a copy of a head each": (4, {"name": "Llama"}),
     "one head for all, biases": (2, {"name": "Llama, one head for all"}),
     "8 ranks": (8, {"name": "Llama", "num_attention_heads": 8, "head_dim": 8, "num_key_value_heads": 4}),
-    "3 ranks": (3, {"name": "Qwen3", "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 100, "hidden_size": 96}),
+    "3 ranks": (3, {"name": "Qwen3", **SIX_HEADS, "intermediate_size": 100}),
     "tied": (2, {"name": "Qwen2", "tie_word_embeddings": True}),
     "window": (2, {"name": "Mistral, window"}),
     "biases of the MLP": (2, {"name": "Llama", "mlp_bias": True, "attention_bias": True}),
     "int4 g32, uneven channels": (2, {"name": "Qwen2", "scheme": INT4}),
-    "int4 g32, a group a rank": (3, {"name": "Llama", "scheme": INT4, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32, "hidden_size": 96}),
+    "int4 g32, a group a rank": (3, {"name": "Llama", "scheme": INT4, **SIX_HEADS, "head_dim": 32}),
     "int4 head": (2, {"name": "Llama", "scheme": INT4, "head": int_scheme(4, False, 32), "vocab_size": 109}),
     "int3 channel": (2, {"name": "Llama", "scheme": int_scheme(3, True, "channel"), "head_dim": 32}),
     "int8 channel": (2, {"name": "Llama", "scheme": int_scheme(8, False, "channel")}),
@@ -144,7 +145,10 @@ def test_heads_of_ranks() -> None:
             assert own == [key + place // here for place in range(end - first)]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size", "allowed"), [(6, 2, 4, "2, 6"), (9, 3, 2, "3"), (5, 5, 2, "5"), (1, 1, 2, "not be cut")])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "allowed"),
+    [(6, 2, 4, "2, 6"), (9, 3, 2, "3"), (5, 5, 2, "5"), (1, 1, 2, "not be cut")],
+)
 def test_heads_that_do_not_divide(heads: int, kv_heads: int, size: int, allowed: str) -> None:
     with pytest.raises(RequestError, match=f"{heads} query heads and {kv_heads} .*{size} ranks.*{allowed}"):
         heads_of_ranks(heads, kv_heads, size)
@@ -160,6 +164,9 @@ def test_channels_are_spread_by_whole_groups() -> None:
         assert (bounds[0][0], bounds[-1][1]) == (0, total)
         assert all(first % step == 0 and first < end for first, end in bounds)
         assert max(end - first for first, end in bounds) - min(end - first for first, end in bounds[:-1]) <= step
+    assert spread(11008, 1, 4, "") == [(0, 2752), (2752, 5504), (5504, 8256), (8256, 11008)]
+    assert [end - first for first, end in spread(11008, 128, 4, "")] == [2688, 2816, 2688, 2816]
+    assert all(end % 64 == 0 for _, end in spread(11008, 1, 3, ""))
     with pytest.raises(RequestError, match="64 channels are 2 groups of 32"):
         spread(64, 32, 3, "channels")
 
@@ -211,7 +218,9 @@ def test_options_that_do_not_go_with_it(
         runtime.load(tiny_llama(), **{"device": "cpu", "tensor_parallel": 2, **options})
 
 
-def test_an_artifact_with_a_draft_says_how_it_loads(tiny_llama: Callable[..., Path], tmp_path: Path, nobody: None) -> None:
+def test_an_artifact_with_a_draft_says_how_it_loads(
+    tiny_llama: Callable[..., Path], tmp_path: Path, nobody: None
+) -> None:
     import shutil
 
     from runtime.drafting.config.artifact_draft import CHOICE

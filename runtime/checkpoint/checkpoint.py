@@ -117,7 +117,9 @@ class Checkpoint:
             size = row // max(1, entry.shape[1])
             if _PAGE <= (end - begin) * size < row:
                 return self._read(rows, (begin * size, end * size))
-        return self._read(rows)[(slice(None), *index[1:])].contiguous()
+        found = self._read(rows)
+        part = found[(slice(None), *index[1:])]
+        return found if part.shape == found.shape else part.clone(memory_format=torch.contiguous_format)
 
     def _read(self, entry: TensorEntry, span: tuple[int, int] | None = None) -> torch.Tensor:
         """A tensor; of a matrix only the bytes `span` of each row, if given."""

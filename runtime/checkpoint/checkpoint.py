@@ -115,7 +115,7 @@ class Checkpoint:
         if len(index) == 2:
             begin, end, _ = index[1].indices(entry.shape[1])
             size = row // max(1, entry.shape[1])
-            if _PAGE <= (end - begin) * size < row:
+            if count and _PAGE <= (end - begin) * size < row:
                 return self._read(rows, (begin * size, end * size))
         found = self._read(rows)
         part = found[(slice(None), *index[1:])]

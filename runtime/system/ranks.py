@@ -1,13 +1,13 @@
 """Ranks of tensor parallelism: the processes that compute one model together, one on each device, as one of them sees the others.
 
-Every rank runs the same calls in the same order, schedules and samples for itself, and must come to the same decisions, or they wait for
-each other forever. They do by construction:
+Every rank makes the same calls in the same order, and schedules for itself. Ranks must come to the same decisions, or they wait for each
+other forever. They do by construction:
 
-- logits are gathered (`gather`): every rank gets the bytes that each other rank has computed, whatever kernels they chose. What is
-  summed (`sum_`) is added in one place and then sent to all, by ring and tree algorithms of gloo and NCCL alike, so it has the same
-  bits everywhere too;
-- random numbers come from seeds, which are those of rank 0 where the caller gives none (`first`);
-- what depends on free memory depends on the least of all ranks (`least`);
+- tokens are those that rank 0 has chosen (`chosen`): sampling on GPUs is not deterministic to the last bit. Logits are gathered
+  (`gather`), so each rank has the bytes that the others have computed, whatever kernels they chose. What is summed (`sum_`) is added in
+  one place and then sent to all, by every algorithm of gloo and NCCL, so it has the same bits everywhere too;
+- seeds are those of rank 0 where the caller gives none (`first`);
+- what depends on free memory depends on the least of all ranks (`least`), and memory with captured graphs is used again by all or none;
 - nothing else that a rank decides depends on time or on other threads: calls come from one thread (`check_call`), and what would
   decide by time (drafts) or by events of one process (`cancel`) is refused.
 """
@@ -93,7 +93,8 @@ class Ranks:
 
     # ---------------------------------------------------------------- in steps, on the device
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place; the same bits in each. May be captured in a CUDA graph once it has run outside of one."""
+        """The sum over all ranks, in place where it can be; the same bits in each. May be captured in a CUDA graph once it has run outside of one."""
+        x = x.contiguous()
         distributed.all_reduce(x, group=self._group)
         return x
 
@@ -102,6 +103,11 @@ class Ranks:
         found = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         _gather(found, x.contiguous(), group=self._group)
         return list(found.split(x.shape[0]))
+
+    def chosen(self, x: torch.Tensor) -> torch.Tensor:
+        """What rank 0 has, in the place of `x`, on this rank's device."""
+        distributed.broadcast(x, 0, group=self._group)
+        return x
 
     # ---------------------------------------------------------------- between steps, on the host
     def every(self, value: Value) -> list[Value]:

@@ -12,6 +12,7 @@ from decode steps, all in one pass, whose number of rows counts in the same way.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import weakref
@@ -236,6 +237,7 @@ class CudaEngine(FusedEngine):
             self.decoder = Decoder(parts, computing or ops.choose(self.device), self._width * page_size)
         # Of pools that were thrown away the largest, with the graphs captured over it.
         self._spare: Memory | None = None
+        self._numbers = itertools.count()
         self._spare_lock = threading.RLock()  # a pool may be collected in the middle of anything, in `new_pages` too
         self._lock = threading.RLock()
         graphs = "no graphs" if capture is None else "decode steps as CUDA graphs"
@@ -248,7 +250,13 @@ class CudaEngine(FusedEngine):
         with self._spare_lock:
             memory, self._spare = self._spare, None
         with self._on_device():
-            if memory is None or memory.count < count:
+            usable = memory is not None and memory.count >= count
+            if self.ranks is not None:
+                # When a pool is collected may differ between ranks. Each must capture graphs when the others do: the runs before a
+                # capture sum over the ranks.
+                every = self.ranks.every(memory.number if memory is not None and usable else None)
+                usable = usable and len(set(every)) == 1
+            if memory is None or not usable:
                 del memory
                 memory = self.make_memory(count)
             return Pool(memory, count, self._release)
@@ -360,7 +368,7 @@ class CudaEngine(FusedEngine):
 
     def make_memory(self, count: int) -> Memory:
         """Pages that no pool shares."""
-        return Memory(self.parts, self.page_size, count, self.device)
+        return Memory(self.parts, self.page_size, count, self.device, next(self._numbers))
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Events, pinned memory and captures are those of the current device."""

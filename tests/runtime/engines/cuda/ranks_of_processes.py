@@ -15,6 +15,7 @@ from triton_interpreter import repair, watch
 import runtime
 from runtime import kernels as table
 from runtime.checkpoint.artifact import Artifact
+from runtime.decoding import step
 from runtime.engines.base import Chunk
 from runtime.engines.blueprint import Blueprint
 from runtime.engines.cuda import ops
@@ -79,6 +80,34 @@ def refusals(path: str, ranks: Ranks) -> dict[str, str]:
     return found
 
 
+def astray(path: str, ranks: Ranks) -> list[list[int]]:
+    """Tokens without and with a sampler that goes wrong on rank 1."""
+    model = runtime.load(path, device="cpu", tensor_parallel=2)
+    found = [model.generate([7, 8, 9], max_new_tokens=3, ignore_eos=True, temperature=1.0, seed=1)]
+    sample = step.next_tokens
+    step.next_tokens = lambda *given: (sample(*given) + ranks.rank) % 101
+    found.append(model.generate([7, 8, 9], max_new_tokens=3, ignore_eos=True, temperature=1.0, seed=1))
+    step.next_tokens = sample
+    return found
+
+
+def memories(path: str, ranks: Ranks) -> list[bool]:
+    """Whether memory is used again: where both ranks have let go of it, and where one has not."""
+    whole = Blueprint(Artifact(path), ranks.device, "reference", None, False)
+    which = RankBlueprint(whole, ranks).engine(computing=ops.TORCH, page_size=16)
+    pool = which.new_pages(3)
+    found, first = [], pool.memory
+    del pool
+    pool = which.new_pages(2)
+    found.append(pool.memory is first)
+    held = pool if ranks.rank else None  # as by a cycle that the garbage collector has not come to
+    del pool
+    second = which.new_pages(2)
+    found.append(second.memory is first)
+    del held
+    return found
+
+
 def captured(path: str, ranks: Ranks) -> dict[str, Any]:
     """Steps with a stand-in for CUDA graphs: what is in them, and what they compute."""
     fake = Fake()
@@ -86,9 +115,8 @@ def captured(path: str, ranks: Ranks) -> dict[str, Any]:
     which = RankBlueprint(whole, ranks).engine(capture=fake, computing=ops.TORCH, page_size=16, buckets=(1, 4))
     pool = which.new_pages(4)
     found = []
-    for step in range(4):
-        rows = [1, 3, 2, 1][step]
-        found.append(which.step(pool, [Chunk([40 + row], step, [row]) for row in range(rows)]))
+    for place, rows in enumerate([1, 3, 2, 1]):
+        found.append(which.step(pool, [Chunk([40 + row], place, [row]) for row in range(rows)]))
     calls = [[name for name, *_ in trace.steps if name.startswith("c10d")] for trace in fake.traces]
     return {
         "layers": len(which.parts.blocks),
@@ -108,6 +136,8 @@ def main() -> None:
     ranks = Ranks.join(2, torch.device("cpu"))
     found["refused"] = refusals(asked["refuse"], ranks)
     found["captured"] = captured(asked["capture"], ranks)
+    found["astray"] = astray(asked["refuse"], ranks)
+    found["memories"] = memories(asked["capture"], ranks)
     (output / f"{ranks.rank}.json").write_text(json.dumps(found))
 
 

@@ -93,7 +93,10 @@ class Ranks:
 
     # ---------------------------------------------------------------- in steps, on the device
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place where it can be; the same bits in each. May be captured in a CUDA graph once it has run outside of one."""
+        """The sum over all ranks, in place where it can be; the same bits in each.
+
+        May be captured in a CUDA graph once it has run outside of one.
+        """
         x = x.contiguous()
         distributed.all_reduce(x, group=self._group)
         return x

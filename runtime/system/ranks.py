@@ -153,7 +153,10 @@ def rank_device(device: str | torch.device) -> torch.device:
     Raises:
         RequestError: there is no such device, or ranks cannot compute on it.
     """
-    chosen = torch.device("cuda") if device == "auto" and torch.cuda.is_available() else choose_device(device)
+    if str(device) in ("auto", "cuda") and torch.cuda.is_available():
+        chosen = torch.device("cuda")  # and nothing is put on the first GPU, which is another rank's
+    else:
+        chosen = choose_device(device)
     if chosen.type not in ("cpu", "cuda"):
         raise RequestError(f"tensor_parallel: ranks compute on CUDA GPUs or, for tests, on CPUs, not on {chosen.type}")
     if chosen.type != "cuda" or chosen.index is not None:

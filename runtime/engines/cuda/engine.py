@@ -78,8 +78,14 @@ class CudaGraphs:
             graph.replay()
             return output
 
+        replay.graph = graph  # type: ignore[attr-defined]
         self._alive.add(replay)
         return replay
+
+    def reset(self) -> None:
+        """Drop what was captured, which cannot be replayed any more: NCCL closes no communicator that graphs use."""
+        for replay in list(self._alive):
+            replay.graph.reset()  # type: ignore[attr-defined]
 
 
 _FEW = 4  # page tables that are sent one by one

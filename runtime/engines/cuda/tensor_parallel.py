@@ -16,6 +16,7 @@ as in vLLM: no rank rounds more coarsely than one process would, but results are
 
 from __future__ import annotations
 
+import atexit
 import copy
 import logging
 import math
@@ -121,7 +122,9 @@ class RankBlueprint(Blueprint):
                 raise RequestError(
                     "tensor_parallel: the GPU engine needs NVIDIA GPUs of compute capability 8.0 or later"
                 )
-            capture = capture or CudaGraphs(self.device)
+            if capture is None:
+                capture = CudaGraphs(self.device)
+                atexit.register(capture.reset)  # before `Ranks` closes its connections
         engine = self.build()
         program = read_program(engine.module, fuse=True)
         assert isinstance(program, Program), program

@@ -42,8 +42,8 @@ def in_thread(call: Any) -> Any:
     return found[0]
 
 
-def generate(path: str, prompts: list[list[int]], new: int, more: bool) -> dict[str, Any]:
-    model = runtime.load(path, device="cpu", tensor_parallel=2)
+def generate(path: str, prompts: list[list[int]], new: int, more: bool, kernels: str) -> dict[str, Any]:
+    model = runtime.load(path, device="cpu", tensor_parallel=2, kernels=kernels)
     plain: dict[str, Any] = {"max_new_tokens": new, "ignore_eos": True}
     draws = plain | {"temperature": 1.0}
     found = {

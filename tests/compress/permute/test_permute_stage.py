@@ -14,17 +14,18 @@ from random_models import UNLIMITED
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
+from compress.permute.stage import PermutedCheckpoint
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import RequestError
 
 PERMUTE = {"permute": {"method": "activation"}}
 
 
-def applied(model: Path, text: Path, output: Path, *stages: dict[str, Any]) -> Path:
+def applied(model: Path, text: Path, output: Path, *stages: dict[str, Any], resume: bool = False) -> Path:
     data = {"data": str(text), "samples": 4, "sequence_length": 64}
     recipe = {"name": "permuted", "model": str(model), "stages": [PERMUTE, *stages], "calibration": data}
     recipe["evaluate"] = {**data, "samples": 2, **UNLIMITED}
-    return compress.apply(recipe, output=output, quiet=True).path
+    return compress.apply(recipe, output=output, resume=resume, quiet=True).path
 
 
 def record(path: Path) -> dict[str, Any]:
@@ -103,3 +104,27 @@ def test_quantized_it_is_read_by_any_engine(tiny_llama: Callable[..., Path], tin
     assert config["config_groups"]["group_0"]["weights"].get("actorder") is None
     assert not [name for name in Checkpoint(made).names() if "g_idx" in name]
     assert len(record(made)["orders"]) == 2
+
+
+def test_an_interrupted_run_gives_the_same_bytes(
+    tiny_llama: Callable[..., Path], tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = applied(tiny_llama(), tiny_text, tmp_path / "whole")
+    block = PermutedCheckpoint.block
+
+    def interrupted(self: PermutedCheckpoint, index: int) -> Any:
+        if index == 1:
+            raise KeyboardInterrupt
+        return block(self, index)
+
+    monkeypatch.setattr(PermutedCheckpoint, "block", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        applied(tiny_llama(), tiny_text, tmp_path / "resumed")
+    seen: list[int] = []
+    monkeypatch.setattr(PermutedCheckpoint, "block", lambda self, index: (seen.append(index), block(self, index))[1])
+    resumed = applied(tiny_llama(), tiny_text, tmp_path / "resumed", resume=True)
+    assert seen == [1]
+    files = [{file.name: file.read_bytes() for file in path.glob("*.safetensors")} for path in (whole, resumed)]
+    assert files[0]
+    assert files[0] == files[1]
+    assert record(whole)["orders"] == record(resumed)["orders"]

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 METHOD_PAGES = {
     "structure": "Methods of the stage `structure`: structured pruning, which makes shapes smaller.",
     "rotate": "Methods of the stage `rotate`: orthogonal matrices folded into the weights, which spread outliers.",
+    "permute": "Methods of the stage `permute`: channels renumbered, which keeps the function.",
     "prune": "Methods of the stage `prune`: weights that become zero.",
     "quantize": "Methods of the stage `quantize`: weights, and activations, in few bits.",
     "recover": "Methods of the stage `recover`: training that wins quality back.",

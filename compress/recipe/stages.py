@@ -28,6 +28,7 @@ Phase = Literal["model", "layers", "artifact"]
 _ENTRIES = {
     "structure": "compress.prune.structure.stage:STAGE",
     "rotate": "compress.rotate.stage:STAGE",
+    "permute": "compress.permute.stage:STAGE",
     "prune": "compress.weights.stage:PRUNE",
     "quantize": "compress.weights.stage:QUANTIZE",
     "recover": "compress.distill.recover.stage:STAGE",

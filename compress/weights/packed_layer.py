@@ -53,13 +53,20 @@ class SolvedLayer:
     record: dict[str, Any] = field(default_factory=dict)
 
     def without_dense(self) -> SolvedLayer:
-        """On the CPU and without the dense weight, which its tensors unpack to."""
-        tensors = {key: value.cpu() for key, value in self.tensors.items()}
+        """On the CPU, without the dense weight, which its tensors unpack to, and with float8 as bytes, which torch does not pickle."""
+        moved = {key: value.cpu() for key, value in self.tensors.items()}
+        tensors = {key: value.view(torch.uint8) if value.dtype.itemsize == 1 else value for key, value in moved.items()}
         return replace(self, tensors=tensors, dense=torch.empty(0, dtype=self.dense.dtype))
 
     def with_dense(self) -> SolvedLayer:
         """The layer that was sent without its dense weight."""
-        return replace(self, dense=self.unpacked(self.tensors))
+        specs = formats.get(self.entry.format).tensors(
+            self.entry.scheme, self.shape, self.dense.dtype, self.entry.count
+        )
+        bytes_of = {key for key, spec in specs.items() if spec.dtype.itemsize == 1}
+        tensors = {k: value.view(specs[k].dtype) if k in bytes_of else value for k, value in self.tensors.items()}
+        sent = replace(self, tensors=tensors)
+        return replace(sent, dense=sent.unpacked(tensors))
 
     def unpacked(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """The dense weight that stored tensors unpack to, contiguous."""

@@ -21,7 +21,7 @@ from runtime.decoding.seq2seq import generation_config
 from runtime.drafting.config.artifact_draft import CHOICE
 from runtime.engines.base import Engine, EngineOptions
 from runtime.engines.blueprint import Blueprint
-from runtime.engines.choose import load_engine, load_export, recall_engine
+from runtime.engines.choose import load_engine, load_export, load_rank, recall_engine
 from runtime.errors import ArtifactError, RequestError
 from runtime.kernels.cpu import library
 from runtime.kv_cache.policy.policy import choose_policy
@@ -29,6 +29,7 @@ from runtime.layers.adapter import check_adapter
 from runtime.sampling.options import reject_unknown
 from runtime.system.describe import integer, show
 from runtime.system.device import choose_device
+from runtime.system.ranks import MOST, rank_device
 from runtime.system.sizes import byte_count
 
 _log = logging.getLogger("compress.kv_cache")
@@ -56,6 +57,7 @@ _OPTIONS = [
     "adapter",
     "prefix_cache",
     "cache_memory",
+    "tensor_parallel",
     "scheme",
     "trust_remote_code",
 ]
@@ -86,6 +88,7 @@ def load(
     adapter: str | Path | None = None,
     prefix_cache: int | str | None = None,
     cache_memory: int | str | None = None,
+    tensor_parallel: int = 1,
     scheme: str | None = None,
     trust_remote_code: bool = False,
     **unknown: Any,
@@ -127,6 +130,10 @@ def load(
             `cache_memory` gives it a cache of its own. None: on a GPU 0.85 of the memory that is free once the weights are there; on a
             CPU 2 GB, or a quarter of the free memory if that is less, and more only where one prompt needs it. A second model on the
             same GPU finds room only where this is given.
+        tensor_parallel: ranks that compute the model together, 1 to 8 (docs/guides/serve.md): processes that `torchrun --nproc-per-node N
+            script.py` starts, each with a GPU of its own ("cpu" is for tests). All load the same directory with the same options and make
+            the same calls, in one thread; each gets the same results. Only the engine with CUDA graphs does it: of models of the shape
+            of Llama, Mistral, Qwen2 and Qwen3, with a plain cache and no drafts.
         scheme: for an uncompressed checkpoint: round the linear layers of its blocks to the nearest integers while they are read, at each
             load: "W8A16", "W8A8-INT8", "LLM.int8" or another integer preset. The weights are those of `compress apply` with method rtn and
             scales minmax.
@@ -136,7 +143,8 @@ def load(
         RequestError: a wrong option. ArtifactError: the directory cannot be used. Both say why in one sentence.
     """
     reject_unknown(unknown, _OPTIONS, "load")
-    target = read_device(device)
+    together = integer(1, MOST)("tensor_parallel", tensor_parallel) > 1
+    target = rank_device(device) if together else read_device(device)
     compute = read_dtype(dtype)
     bound = None if max_memory is None else byte_count("max_memory", max_memory)
     nothing = prefix_cache in (0, "0")
@@ -163,6 +171,7 @@ def load(
             ("kv_cache", kv_cache is not None and not is_off(kv_cache), "has a cache of its own"),
             ("cache_memory", cache is not None, "has a cache of its own"),
             ("scheme", scheme is not None, "has its weights compiled"),
+            ("tensor_parallel", together, "computes on one device"),
         ):
             if asked:
                 raise RequestError(f"{name}: {export.path} is an export, whose engine {why}; load the artifact instead")
@@ -185,10 +194,40 @@ def load(
         from runtime.layers.rounding import round_artifact
 
         artifact = round_artifact(artifact, scheme, trust_remote_code)
+    brings = (artifact.manifest or {}).get("draft") is not None or (artifact.path / CHOICE).is_file()
     blueprint = Blueprint(artifact, target, kernels, compute, trust_remote_code, beside)
     policy = choose_policy(kv_cache, artifact, lambda: blueprint.config)
     for sentence in () if policy is None else policy.idle(blueprint.config):
         _log.warning("kv_cache.%s", sentence)
+    if together:
+        for name, asked, why in (
+            ("max_memory", bound is not None, "the part of each rank is loaded whole; leave it out"),
+            ("adapter", beside is not None, "an adapter is not divided among ranks; leave it out, or merge it"),
+            (
+                "kv_cache",
+                policy is not None,
+                "a compressed cache is not divided among ranks; kv_cache=False has a plain one",
+            ),
+            (
+                "drafter",
+                drafter not in (None, False),
+                "ranks would draft by their own clocks; drafter=False has no drafts",
+            ),
+            (
+                "drafter",
+                brings and drafter is None,
+                "the artifact brings a draft, and ranks verify none; drafter=False has no drafts",
+            ),
+        ):
+            if asked:
+                raise RequestError(f"{name}: {artifact.path} is loaded with tensor_parallel={tensor_parallel}: {why}")
+        if blueprint.kind != "decoder":
+            text = f"{artifact.path} is an {blueprint.kind}, and only causal language models are divided among ranks"
+            raise RequestError(f"tensor_parallel={tensor_parallel}: {text}")
+        engine = load_rank(blueprint, tensor_parallel, kept, scheme)
+        if cache is not None:
+            _bound_cache(engine, cache, artifact)
+        return _model("decoder", engine, artifact, trust_remote_code, kept)
     known = recall_engine(blueprint, checked, policy) if bound is None else None
     if known is None and blueprint.kind != "decoder":
         if drafter not in (None, False):
@@ -201,7 +240,6 @@ def load(
                     f"{name}: {artifact.path} is an {blueprint.kind}, which is loaded whole; leave it out"
                 )
         return _model(blueprint.kind, _whole_engine(blueprint), artifact, trust_remote_code)
-    brings = (artifact.manifest or {}).get("draft") is not None or (artifact.path / CHOICE).is_file()
     drafts = None
     if known is not None:
         engine = known

@@ -163,6 +163,7 @@ class Model(GeneratingModel):
     def logits(self, input_ids: torch.Tensor | Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits of every position: token ids `[batch, seq]` to float32 `[batch, seq, vocab]` on the model's device."""
         ids = self._reader.read_rows(input_ids)
+        self._agree(ids.tolist())
         return self._run(self.engine.logits, ids.to(self.engine.device))
 
     @overload
@@ -173,11 +174,17 @@ class Model(GeneratingModel):
     def score(self, text: Any) -> Any:
         """Log-likelihood and perplexity of a text (or token ids), or of each of a list of them."""
         texts = self._reader.read(text, "text")
+        self._agree(texts.ids)
         for ids in texts.ids:
             if len(ids) < 2:
                 raise RequestError("a text needs at least two tokens to have a likelihood")
         scores = [self._score(ids) for ids in texts.ids]
         return scores if texts.are_batch else scores[0]
+
+    def _agree(self, ids: Any) -> None:
+        """RequestError, on all ranks that compute the model, where they are not asked for the same."""
+        if self.engine.ranks is not None:
+            self.engine.ranks.check_call("token ids", ids)
 
     def _score(self, ids: list[int]) -> Score:
         engine, caller = self.engine, Caller(self._turns)

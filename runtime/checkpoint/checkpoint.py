@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MAXIMUM_JSON_BYTES = 256_000_000
 SAMPLE_BYTES = 64 * 1024
 SAMPLES = 16
+_PAGE = 4096  # bytes that a disk reads at least
 
 
 class Checkpoint:
@@ -100,18 +102,42 @@ class Checkpoint:
         size = entry.nbytes // entry.shape[0]
         return self._read(replace(entry, shape=entry.shape[1:], offset=entry.offset + index * size, nbytes=size))
 
-    def _read(self, entry: TensorEntry) -> torch.Tensor:
-        buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
+    def get_part(self, name: str, index: Sequence[slice]) -> torch.Tensor:
+        """Part of a tensor, a slice without a step for each dimension.
+
+        Rows outside of it are not read; nor are columns of a matrix, unless those of the part are so few that the disk reads the others
+        all the same.
+        """
+        entry = self.entry(name)
+        (first, stop, _), *_ = (each.indices(size) for each, size in zip(index, entry.shape, strict=True))
+        row, count = entry.nbytes // max(1, entry.shape[0]), max(0, stop - first)
+        rows = replace(entry, shape=(count, *entry.shape[1:]), offset=entry.offset + first * row, nbytes=count * row)
+        if len(index) == 2:
+            begin, end, _ = index[1].indices(entry.shape[1])
+            size = row // max(1, entry.shape[1])
+            if count and _PAGE <= (end - begin) * size < row:
+                return self._read(rows, (begin * size, end * size))
+        found = self._read(rows)
+        part = found[(slice(None), *index[1:])]
+        return found if part.shape == found.shape else part.clone(memory_format=torch.contiguous_format)
+
+    def _read(self, entry: TensorEntry, span: tuple[int, int] | None = None) -> torch.Tensor:
+        """A tensor; of a matrix only the bytes `span` of each row, if given."""
+        rows, row = (1, entry.nbytes) if span is None else (entry.shape[0], entry.nbytes // entry.shape[0])
+        begin, end = span or (0, row)
+        buffer = torch.empty(rows * (end - begin), dtype=torch.uint8)
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         with reading(entry.file), entry.file.open("rb", buffering=0) as stream:
-            stream.seek(entry.offset)
-            done = 0
-            while done < entry.nbytes:
-                count = stream.readinto(view[done:])
-                if not count:
-                    raise ArtifactError(f"{entry.file} is truncated: it ended while tensor {entry.name} was being read")
-                done += count
-        return buffer.view(entry.dtype).reshape(entry.shape)
+            for number in range(rows):
+                stream.seek(entry.offset + number * row + begin)
+                done, wanted = number * (end - begin), (number + 1) * (end - begin)
+                while done < wanted:
+                    count = stream.readinto(view[done:wanted])
+                    if not count:
+                        text = f"{entry.file} is truncated: it ended while tensor {entry.name} was being read"
+                        raise ArtifactError(text)
+                    done += count
+        return buffer.view(entry.dtype).reshape(entry.shape if span is None else (rows, -1))
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) of config.json, all headers, all file sizes and up to 16 samples of 64 KiB of each file's data.

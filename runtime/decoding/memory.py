@@ -18,9 +18,19 @@ KEPT = 512 * 2**20
 _KEPT_SHARE = 1 / 16  # of the memory that is free
 
 
+def free_bytes(engine: Engine) -> int:
+    """Memory for a new pool, in bytes: what is free on the engine's device, and what it has from an earlier pool."""
+    return _least(engine, available_bytes(engine.device) + engine.spare_pages * engine.page_bytes)
+
+
+def _least(engine: Engine, found: int) -> int:
+    """A number that may differ from rank to rank, which must decide alike: the least of all."""
+    return found if engine.ranks is None else engine.ranks.least(found)
+
+
 def kept_bytes(engine: Engine) -> int:
     """Memory that the pages of ended calls may take where `runtime.load` was told nothing."""
-    return int(min(KEPT, _KEPT_SHARE * available_bytes(engine.device)))
+    return int(min(KEPT, _KEPT_SHARE * free_bytes(engine)))
 
 
 def pages_of(engine: Engine, positions: int) -> int:
@@ -45,10 +55,11 @@ def most_pages(engine: Engine, largest: int, cache_memory: int | None, drafts: i
     allowed, limit = _allowed(engine, cache_memory)
     bound = allowed // engine.page_bytes
     if cache_memory is None and engine.cache_budget is None:
-        usual = allowed if _on_gpu(engine) else int(min(_DEFAULT, _SHARE * _available(engine)))
+        usual = allowed if _on_gpu(engine) else int(min(_DEFAULT, _SHARE * free_bytes(engine)))
         bound = min(bound, max(usual // engine.page_bytes, largest))
-        if engine.spare_pages >= largest:  # with graphs captured over them: more pages are not worth capturing anew
-            bound = engine.spare_pages
+        spare = _least(engine, engine.spare_pages)
+        if spare >= largest:  # with graphs captured over them: more pages are not worth capturing anew
+            bound = spare
     if largest > bound:
         need = _gigabytes(largest * engine.page_bytes)
         raise RequestError(
@@ -89,7 +100,7 @@ def cache_bound(engine: Engine, needs: Sequence[int], cache_memory: int | None) 
 
 def _allowed(engine: Engine, cache_memory: int | None) -> tuple[int, str]:
     """Bytes that the cache of a call may take at most, and how a message says that and what changes it."""
-    most = int((_GPU_SHARE if _on_gpu(engine) else _MOST) * _available(engine))
+    most = int((_GPU_SHARE if _on_gpu(engine) else _MOST) * free_bytes(engine))
     if cache_memory is not None:
         return cache_memory, f"cache_memory allows {_gigabytes(cache_memory)}: raise it"
     if engine.cache_budget is not None:
@@ -100,11 +111,6 @@ def _allowed(engine: Engine, cache_memory: int | None) -> tuple[int, str]:
 
 def _on_gpu(engine: Engine) -> bool:
     return engine.device.type == "cuda"
-
-
-def _available(engine: Engine) -> int:
-    """Memory for a new pool: what is free, and what the engine has from an earlier pool."""
-    return available_bytes(engine.device) + engine.spare_pages * engine.page_bytes
 
 
 def _gigabytes(count: int) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,9 @@ from runtime.sampling.prompts import Prompts
 from runtime.sampling.sampling import generators
 from runtime.sampling.stats import GenerationStats
 from runtime.sampling.text import StopStrings
+
+if TYPE_CHECKING:
+    from runtime.system.ranks import Ranks
 
 GROUP_ROWS = 64
 # Padding that a group may always hold, in tokens, and as a share of its own tokens.
@@ -144,6 +147,8 @@ class CausalRequest(Request):
             for i, ids in enumerate(prompts.ids)
         ]
         super().__init__(decoding, prompts, options, prompts.ids, limits)
+        if engine.ranks is not None:
+            self._seeds = seeds_of_ranks(engine.ranks, prompts, options, self._seeds)
         self._streams = streams
         self._groups = self._rows(limits) if engine.lockstep else [self._paged(limits)]
 
@@ -242,6 +247,20 @@ def room(prompt: int, wanted: int | None, context: int | None, name: str = "the 
             f"max_new_tokens {wanted} and {name} of {prompt} tokens exceed the model's context of {context}: at most {left} fit"
         )
     return wanted
+
+
+def seeds_of_ranks(ranks: Ranks, prompts: Prompts, options: GenerationOptions, seeds: list[int]) -> list[int]:
+    """The seeds of rank 0, for a call that all ranks make alike.
+
+    Raises:
+        RequestError: on all ranks, where they do not; or the call could end on one rank alone.
+    """
+    if options.cancel is not None:
+        raise RequestError(
+            "cancel: an event of one process cannot end a call that ranks of tensor parallelism compute together"
+        )
+    ranks.check_call("the prompts or options of a call", (prompts.ids, replace(options, progress=False)))
+    return ranks.first(seeds)
 
 
 def seeds_of(options: GenerationOptions, count: int) -> list[int]:

@@ -231,7 +231,10 @@ class Steps:
             if options.repetition_penalty != 1.0:
                 seen = torch.stack([_seen(sequence, logits) for sequence in sequences])  # type: ignore[misc]
             draws = [sequence.generator for sequence in sequences if sequence.generator is not None]
-            for sequence, token in zip(sequences, next_tokens(mine, seen, options, draws).tolist(), strict=True):
+            tokens = next_tokens(mine, seen, options, draws)
+            if self.engine.ranks is not None:
+                tokens = self.engine.ranks.chosen(tokens)
+            for sequence, token in zip(sequences, tokens.tolist(), strict=True):
                 self._append(sequence, [token])
                 self._leave(sequence)
 

@@ -12,6 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from runtime.kv_cache.policy.policy import Policy
+    from runtime.system.ranks import Ranks
 
 
 class Retention(Protocol):
@@ -148,6 +149,7 @@ class Engine(ABC):
         padding_is_exact: False when a left-padded row of a lockstep engine is not computed as it would be alone.
         cache_budget: bytes that the pages of calls may take that say nothing; only engines under a bound have it.
         spare_pages: pages that the next pool gets without taking memory, because an earlier one has left them.
+        ranks: that compute the model together, of which this engine is one; None: it computes alone.
     """
 
     device: torch.device
@@ -164,6 +166,7 @@ class Engine(ABC):
     cache_budget: int | None = None
     overhead: Overhead = Overhead()
     policy: Policy | None = None
+    ranks: Ranks | None = None
 
     @property
     def logits_width(self) -> int:

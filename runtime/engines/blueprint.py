@@ -29,6 +29,7 @@ class Blueprint:
     none of them.
 
     Attributes:
+        checkpoint: the tensors that the skeleton needs.
         dtype: what is computed in; `stored_dtype`: what most weights are stored in.
         adapter: directory of an adapter (`runtime.layers.adapter`) that is added when the weights are read; None: there is none.
     """
@@ -45,6 +46,7 @@ class Blueprint:
         if not isinstance(artifact.config.get("quantization_config", {}), dict):
             raise ArtifactError(f"{artifact.path}/config.json: quantization_config is not an object")
         self.artifact, self.device, self.kernels, self.adapter = artifact, device, kernels, adapter
+        self.checkpoint = artifact.checkpoint
         self.trust_remote_code = trust_remote_code
         self.stored_dtype = main_dtype(artifact.checkpoint)
         self.dtype = dtype or self.stored_dtype
@@ -61,6 +63,10 @@ class Blueprint:
 
     @cached_property
     def _skeleton(self) -> tuple[PreTrainedModel, frozenset[str]]:
+        return self.build_skeleton()
+
+    def build_skeleton(self) -> tuple[PreTrainedModel, frozenset[str]]:
+        """A skeleton with its compressed modules, and their names."""
         names = self.artifact.checkpoint.names()
         module = build_skeleton(self.config, self.stored_dtype, bool(self.trust_remote_code), names)
         compressed = install_compressed(module, self.artifact.config, names)
@@ -90,8 +96,8 @@ class Blueprint:
 
     def build_module(self) -> PreTrainedModel:
         """Read the artifact's tensors into memory and lay them out for the kernels."""
-        checkpoint, (module, compressed) = self.artifact.checkpoint, self._skeleton
-        module = fill(module, checkpoint, self.dtype, self.device, compressed, bool(self.trust_remote_code))
+        module, compressed = self._skeleton
+        module = fill(module, self.checkpoint, self.dtype, self.device, compressed, bool(self.trust_remote_code))
         to_device(module, self.device)
         if compressed:
             from runtime.layers.compressed_linear import prepare_all

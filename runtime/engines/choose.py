@@ -83,6 +83,16 @@ def load_engine(
         return choose_engine(blueprint.build(), blueprint, policy)
 
 
+def load_rank(blueprint: Blueprint, size: int, *options: Any) -> Engine:
+    """The engine of this process's part of a model, one of `size` (`runtime.engines.cuda.tensor_parallel`).
+
+    Args:
+        blueprint: of the whole. options: what else must be alike on all ranks.
+    """
+    load: Callable[..., Engine] = resolve_name("runtime.engines.cuda.tensor_parallel:load")
+    return load(blueprint, size, *options)
+
+
 def recall_engine(blueprint: Blueprint, verify: bool = False, policy: Policy | None = None) -> Engine | None:
     """The native engine of a program that an earlier load has read, without transformers' code of the model; None: no such engine.
 

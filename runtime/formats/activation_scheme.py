@@ -96,12 +96,12 @@ class ActivationScheme:
         """What calibration leaves on disk, `[1]` each, for scales of `dtype`: `input_scale` (and `input_zero_point`), or
         `input_global_scale`."""
         if self.dynamic == "local":
-            return {"input_global_scale": TensorSpec((1,), torch.float32)}
+            return {"input_global_scale": TensorSpec((1,), torch.float32, (None,))}
         if self.dynamic:
             return {}
-        specs = {"input_scale": TensorSpec((1,), dtype)}
+        specs = {"input_scale": TensorSpec((1,), dtype, (None,))}
         if not self.symmetric:
-            specs["input_zero_point"] = TensorSpec((1,), torch.int8 if self.type == "int" else FLOAT8)
+            specs["input_zero_point"] = TensorSpec((1,), torch.int8 if self.type == "int" else FLOAT8, (None,))
         return specs
 
     def to_config(self) -> dict[str, Any]:

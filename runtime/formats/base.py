@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from math import lcm
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from runtime.formats.bitpack import (
     unpack_stream,
 )  # fmt: skip
 from runtime.formats.checks import check_tensor, check_weight, join, why_not_inputs, why_not_weights
+from runtime.formats.cut import ROWS, Along, Axes, Cut, Index
 from runtime.formats.float8 import FLOAT8
 from runtime.formats.grid import GridScheme, scale_dtype
 from runtime.formats.representation import Representation, Shape, Tensors, TensorSpec, rows_of
@@ -141,6 +143,52 @@ class Format(ABC):
     def validate_content(self, tensors: Tensors, shape: Shape, where: str) -> None:  # noqa: B027
         """Raise ArtifactError when numbers that steer the unpacking (positions, counts) contradict each other."""
 
+    def unit(self, scheme: Scheme, shape: Shape, dtype: torch.dtype, axis: int) -> int:
+        """Rows (`axis` 0) or columns (1) that stay together where the weight is cut: it is cut at multiples of so many.
+
+        Raises:
+            RequestError: it cannot be cut at all; the message names the format and the reason.
+        """
+        every = self._axes(scheme, shape, dtype).values()
+        found = [along.span for axes in every for along in axes if along is not None and along.axis == axis]
+        if axis == 0:
+            return lcm(*found)
+        transform, activations = scheme.transform, scheme.activations
+        if transform is not None and transform.block_size is None:
+            raise RequestError(
+                f"format {self.name} cannot be cut: input transform {transform.name} mixes all columns, and hadamard_groups those of groups"
+            )
+        inputs = (None if transform is None else transform.block_size, activations and activations.group_size)
+        return lcm(*found, *(each or 1 for each in inputs))
+
+    def cut(self, scheme: Scheme, dtype: torch.dtype, cut: Cut) -> dict[str, Index]:
+        """Where the rows or columns of a cut lie in each tensor of `tensors`; `weight_shape` then says the shape of the whole.
+
+        Scales that all rows or columns share go to every part.
+
+        Raises:
+            RequestError: as `unit`; a unit straddles the cut; or the format cannot store the part. The message names the format.
+        """
+        axes = self._axes(scheme, cut.whole, dtype)
+        reason = cut.why_not(self.unit(scheme, cut.whole, dtype, cut.axis)) or self.why_not(scheme, cut.shape)
+        if reason is not None:
+            raise RequestError(f"format {self.name} cannot be cut to shape {list(cut.shape)}: {reason}")
+        return {name: cut.index(own) for name, own in axes.items()}
+
+    def _axes(self, scheme: Scheme, shape: Shape, dtype: torch.dtype) -> dict[str, Axes]:
+        if self.counted:
+            raise RequestError(
+                f"format {self.name} cannot be cut: its values are one stream, whose places depend on the weights"
+            )
+        found = {}
+        for name, spec in self.tensors(scheme, shape, dtype).items():
+            if spec.axes is None:
+                raise RequestError(
+                    f"format {self.name} cannot be cut: it does not say which rows and columns {name} holds (`TensorSpec.axes`)"
+                )
+            found[name] = spec.axes
+        return found
+
     def stored_count(self, tensors: Tensors, where: str = "") -> int | None:
         """How many values the tensors hold, for formats whose size depends on it; None for the others."""
         return None
@@ -174,6 +222,9 @@ class GridFormat(Format):
         """Shape of the values that are stored: rows, or one stream of `count`."""
         return shape
 
+    #: Columns of a row that each stored value stands for.
+    columns_per_value: int = 1
+
     def split(self, weight: CompressedWeight) -> tuple[Tensors, torch.Tensor]:
         """The tensors of `position_tensors`, and the values that are stored."""
         return {}, weight.values
@@ -188,17 +239,19 @@ class GridFormat(Format):
         self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
     ) -> dict[str, TensorSpec]:
         grid, values = scheme.grid, self.value_shape(shape, count)
-        specs = self.position_tensors(shape) | {"weight_shape": TensorSpec((2,), torch.int64)}
+        specs = self.position_tensors(shape) | {"weight_shape": TensorSpec((2,), torch.int64, (None,))}
+        per = self.columns_per_value
         if grid is not None and grid.type == "int":
             words = (*values[:-1], packed_words(values[-1], grid.bits))
-            specs["weight_packed"] = TensorSpec(words, torch.int32)
+            specs["weight_packed"] = TensorSpec(words, torch.int32, (ROWS, Along.words(1, grid.bits, per)))
         else:
-            specs["weight_values"] = TensorSpec(values, dtype if grid is None else FLOAT8)
+            specs["weight_values"] = TensorSpec(values, dtype if grid is None else FLOAT8, (ROWS, Along(1, per)))
         if grid is not None:
             specs |= grid.parameter_tensors(shape, dtype)
             if _packs_zero_point(grid):
                 rows, groups = grid.parameter_shape(shape)
-                specs["weight_zero_point"] = TensorSpec((packed_words(rows, grid.bits), groups), torch.int32)
+                axes = Along.words(0, grid.bits), grid.parameter_axes[1]
+                specs["weight_zero_point"] = TensorSpec((packed_words(rows, grid.bits), groups), torch.int32, axes)
         return specs
 
     def pack_weight(self, weight: CompressedWeight) -> Tensors:

@@ -10,6 +10,7 @@ import torch
 
 from runtime.errors import CompressError
 from runtime.formats.bitpack import row_slices
+from runtime.formats.cut import COLUMNS, ROWS, Along
 from runtime.formats.float8 import FLOAT8, FLOAT8_MAXIMUM, indexable, round_float8, widen
 from runtime.formats.grid import GridScheme, Rounding
 from runtime.formats.representation import Shape, Tensors, TensorSpec
@@ -141,10 +142,12 @@ class BlockFloat(GridScheme):
         return {name: joined.get(name, parameter) for name, parameter in parts[0].items()}
 
     def tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        packed = TensorSpec((shape[0], shape[1] // 2), torch.uint8)
-        specs = {"weight_packed": packed} if self.e2m1 else {"weight": TensorSpec(shape, FLOAT8)}
-        specs["weight_scale"] = TensorSpec(self.parameter_shape(shape), _SCALE_DTYPES[self.scales])
-        return specs | ({"weight_global_scale": TensorSpec((1,), torch.float32)} if self.scales == "e4m3" else {})
+        packed = TensorSpec((shape[0], shape[1] // 2), torch.uint8, (ROWS, Along(1, 2)))
+        specs = {"weight_packed": packed} if self.e2m1 else {"weight": TensorSpec(shape, FLOAT8, (ROWS, COLUMNS))}
+        specs["weight_scale"] = TensorSpec(self.parameter_shape(shape), _SCALE_DTYPES[self.scales], self.parameter_axes)
+        return specs | (
+            {"weight_global_scale": TensorSpec((1,), torch.float32, (None,))} if self.scales == "e4m3" else {}
+        )
 
     def encode(self, codes: torch.Tensor, parameters: Tensors) -> Tensors:
         weight = {"weight_packed": pack_e2m1(codes)} if self.e2m1 else {"weight": codes}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from runtime.errors import CompressError
+from runtime.formats.cut import COLUMNS, ROWS, Along
 from runtime.formats.float8 import FLOAT8, FLOAT8_MAXIMUM, round_float8, widen
 from runtime.formats.representation import Representation, Shape, Tensors, TensorSpec
 
@@ -74,8 +75,9 @@ class Float8Block(Representation):
         raise CompressError(f"rows of {self.describe()} weights share their scales and cannot be looked up one by one")
 
     def tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        scales = TensorSpec((-(-shape[0] // self.height), -(-shape[1] // self.width)), dtype)
-        return {"weight": TensorSpec(shape, FLOAT8), "weight_scale": scales}
+        blocks = (-(-shape[0] // self.height), -(-shape[1] // self.width))
+        scales = TensorSpec(blocks, dtype, (Along(0, self.height), Along(1, self.width)))
+        return {"weight": TensorSpec(shape, FLOAT8, (ROWS, COLUMNS)), "weight_scale": scales}
 
     def encode(self, codes: torch.Tensor, parameters: Tensors) -> Tensors:
         return {"weight": codes, "weight_scale": parameters["scale"]}

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from runtime.formats.bitpack import row_slices
+from runtime.formats.cut import COLUMNS, ROWS, Along, Axes
 from runtime.formats.float8 import FLOAT8, FLOAT8_MAXIMUM, round_float8, widen
 from runtime.formats.representation import Representation, Shape, Tensors, TensorSpec
 
@@ -205,12 +206,19 @@ class GridScheme(Representation):
 
     def parameter_tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Scales and zero points as they lie on disk where nothing packs them."""
-        grid = self.parameter_shape(shape)
-        specs = {"weight_scale": TensorSpec(grid, scale_dtype(dtype))}
-        return specs if self.symmetric else specs | {"weight_zero_point": TensorSpec(grid, torch.int8)}
+        grid, axes = self.parameter_shape(shape), self.parameter_axes
+        specs = {"weight_scale": TensorSpec(grid, scale_dtype(dtype), axes)}
+        return specs if self.symmetric else specs | {"weight_zero_point": TensorSpec(grid, torch.int8, axes)}
+
+    @property
+    def parameter_axes(self) -> Axes:
+        """What the dimensions of scales and zero points follow."""
+        if self.strategy == "tensor":
+            return (None,)
+        return ROWS, Along(1, self.group_size) if self.strategy == "group" and self.group_size else None
 
     def tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        return {"weight": TensorSpec(shape, self.code_dtype), **self.parameter_tensors(shape, dtype)}
+        return {"weight": TensorSpec(shape, self.code_dtype, (ROWS, COLUMNS)), **self.parameter_tensors(shape, dtype)}
 
     def encode(self, codes: torch.Tensor, parameters: Tensors) -> Tensors:
         return {"weight": codes, **{f"weight_{name}": tensor for name, tensor in parameters.items()}}

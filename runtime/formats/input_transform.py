@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from runtime.formats.cut import Axes
 from runtime.formats.representation import Tensors, TensorSpec
 
 LEFT, RIGHT = "input_left", "input_right"
@@ -54,8 +55,9 @@ class InputTransform:
     def tensors(self, columns: int) -> dict[str, TensorSpec]:
         """Its matrices as a module stores them: in 16 bits, since the weight is that of the rounded ones."""
         left, right = self.sizes(columns)
-        found = {RIGHT: TensorSpec((right, right), torch.float16)}
-        return found if left == 1 else found | {LEFT: TensorSpec((left, left), torch.float16)}
+        whole: Axes = (None, None)
+        found = {RIGHT: TensorSpec((right, right), torch.float16, whole)}
+        return found if left == 1 else found | {LEFT: TensorSpec((left, left), torch.float16, whole)}
 
     def of_inputs(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """`x T` for `x [..., in]`, in the dtype of `x`; computed in float32 (float64 where `x` is)."""

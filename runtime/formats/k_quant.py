@@ -10,6 +10,7 @@ import torch
 
 from runtime.errors import CompressError
 from runtime.formats.bitpack import row_slices
+from runtime.formats.cut import ROWS, Along
 from runtime.formats.grid import GridScheme, Rounding
 from runtime.formats.representation import Shape, Tensors, TensorSpec
 
@@ -214,7 +215,9 @@ class KQuant(GridScheme):
 
     # ---------------------------------------------------------------- on disk
     def tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        return {"weight_blocks": TensorSpec((shape[0], shape[1] // self.facts.block * self.block_bytes), torch.uint8)}
+        along = Along(1, self.facts.block, self.block_bytes)
+        size = shape[1] // self.facts.block * self.block_bytes
+        return {"weight_blocks": TensorSpec((shape[0], size), torch.uint8, (ROWS, along))}
 
     def encode(self, codes: torch.Tensor, parameters: Tensors) -> Tensors:
         shape = (codes.shape[0], codes.shape[1])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
 from runtime.config.plugins import entries
 from runtime.config.settings import configure
+from runtime.formats.cut import Axes
 from runtime.formats.float8 import indexable
 
 Shape = tuple[int, int]
@@ -21,10 +22,16 @@ GROUP = "compress.formats"
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of one tensor on disk."""
+    """Shape and dtype of one tensor on disk.
+
+    Attributes:
+        axes: which rows and columns of the matrix its dimensions hold, so that ranks of tensor parallelism can read a part of it; None:
+            it cannot be cut.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    axes: Axes | None = field(default=None, compare=False)
 
     @property
     def bytes(self) -> int:
@@ -114,7 +121,8 @@ class Representation(ABC):
 
     @abstractmethod
     def tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """Tensors on disk of a matrix of this shape in a model of `dtype`, by their names inside the module."""
+        """Tensors on disk of a matrix of this shape in a model of `dtype`, by their names inside the module; with `axes`, where tensor
+        parallelism shall be able to cut them."""
 
     def expected_count(self, shape: Shape) -> int | None:
         """About how long the tensor `counted` is; None where there is none."""

@@ -15,6 +15,7 @@ from runtime.errors import ArtifactError, CompressError
 from runtime.formats.base import SparseFormat
 from runtime.formats.bitpack import row_slices
 from runtime.formats.checks import join, kept
+from runtime.formats.cut import ROWS, Along
 from runtime.formats.float8 import indexable
 from runtime.formats.representation import Shape, Tensors, TensorSpec
 from runtime.formats.scheme import CompressedWeight, Scheme
@@ -49,6 +50,7 @@ class Sparse24(SparseFormat):
 
     name = "sparse24"
     positions = "weight_metadata"
+    columns_per_value = 2
 
     def why_not_pattern(self, scheme: Scheme, shape: Shape) -> str | None:
         match = re.fullmatch(r"(\d+):(\d+)", scheme.sparsity or "")
@@ -67,7 +69,7 @@ class Sparse24(SparseFormat):
         return ((nibbles & 3 == place) | (nibbles >> 2 == place)).flatten(1)
 
     def position_tensors(self, shape: Shape) -> dict[str, TensorSpec]:
-        return {"weight_metadata": TensorSpec((shape[0], -(-shape[1] // 8)), torch.uint8)}
+        return {"weight_metadata": TensorSpec((shape[0], -(-shape[1] // 8)), torch.uint8, (ROWS, Along(1, 8)))}
 
     def value_shape(self, shape: Shape, count: int | None) -> tuple[int, ...]:
         return shape[0], shape[1] // 2

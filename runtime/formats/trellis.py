@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from runtime.formats.bitpack import row_slices
+from runtime.formats.cut import ROWS, Along
 from runtime.formats.grid import scale_dtype
 from runtime.formats.representation import Representation, Shape, Tensors, TensorSpec
 from runtime.system import native
@@ -123,8 +124,10 @@ class Trellis(Representation):
     def tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:
         rows, columns = shape
         return {
-            "weight_words": TensorSpec((rows, columns // VECTOR), torch.int32),
-            "weight_scale": TensorSpec((rows, columns // self.group_size), scale_dtype(dtype)),
+            "weight_words": TensorSpec((rows, columns // VECTOR), torch.int32, (ROWS, Along(1, VECTOR))),
+            "weight_scale": TensorSpec(
+                (rows, columns // self.group_size), scale_dtype(dtype), (ROWS, Along(1, self.group_size))
+            ),
         }
 
     def encode(self, codes: torch.Tensor, parameters: Tensors) -> Tensors:

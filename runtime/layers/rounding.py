@@ -6,7 +6,7 @@ What is rounded, and to which codes, is as by `compress apply` with method `rtn`
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -179,3 +179,7 @@ class RoundedCheckpoint(Checkpoint):
     def get_item(self, name: str, index: int) -> torch.Tensor:
         """Item `index` of a tensor along its first dimension."""
         return self.get(name)[index] if name in self._weight_of else self._files.get_item(name, index)
+
+    def get_part(self, name: str, index: Sequence[slice]) -> torch.Tensor:
+        """Part of a tensor, a slice for each dimension. Of a weight that is rounded, all is read and rounded before it is cut."""
+        return self.get(name)[tuple(index)].clone() if name in self._weight_of else self._files.get_part(name, index)

@@ -84,6 +84,8 @@ class Trace(TorchDispatchMode):
         self.steps.append((name, *map(self._describe, arguments)))
 
     def _describe(self, value: Any) -> Any:
+        if isinstance(value, torch.ScriptObject):  # a process group, or what is done with it
+            return str(value._type())
         if not isinstance(value, torch.Tensor):
             return value
         address = 0

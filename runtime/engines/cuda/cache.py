@@ -34,17 +34,18 @@ class Memory:
     Attributes:
         tensors: keys and values of the first layer, of the second, ...
         scratch: the page that padding writes to.
+        number: of the memories that an engine has made.
         steps: `runtime.engines.cuda.engine.Steps` over this memory, whose graphs hold its addresses; made on first use.
     """
 
-    def __init__(self, program: Program, page_size: int, count: int, device: torch.device) -> None:
+    def __init__(self, program: Program, page_size: int, count: int, device: torch.device, number: int = 0) -> None:
         shape = (count + 1, page_size, program.kv_heads, program.head_dim)
         # Zeros: the plain attention multiplies what it masks, and memory that was never written may hold NaN.
         self.tensors = [torch.zeros(shape, dtype=program.dtype, device=device) for _ in range(2 * len(program.blocks))]
         self.keys, self.values = self.tensors[0::2], self.tensors[1::2]
         self.layers = [CacheLayer(*layer) for layer in zip(self.keys, self.values, strict=True)]
         self.count = self.scratch = count
-        self.page_size = page_size
+        self.page_size, self.number = page_size, number
         self.steps: Any = None
 
 

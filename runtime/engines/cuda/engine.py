@@ -12,6 +12,7 @@ from decode steps, all in one pass, whose number of rows counts in the same way.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import weakref
@@ -34,6 +35,7 @@ from runtime.kernels.triton import gpu
 if TYPE_CHECKING:
     from runtime.engines.torch.engine import TorchEngine
     from runtime.kv_cache.policy.policy import Policy
+    from runtime.system.ranks import Ranks
 
 PAGE = 64
 MOST_ROWS = 2048
@@ -76,8 +78,14 @@ class CudaGraphs:
             graph.replay()
             return output
 
+        replay.graph = graph  # type: ignore[attr-defined]
         self._alive.add(replay)
         return replay
+
+    def reset(self) -> None:
+        """Drop what was captured, which cannot be replayed any more: NCCL closes no communicator that graphs use."""
+        for replay in list(self._alive):
+            replay.graph.reset()  # type: ignore[attr-defined]
 
 
 _FEW = 4  # page tables that are sent one by one
@@ -209,6 +217,7 @@ class CudaEngine(FusedEngine):
         buckets: batch sizes that decode steps are captured for, ascending; larger batches are computed in parts.
         capture: how a decode step is captured; None: it is not. `take_over` gives CUDA graphs on CUDA devices.
         computing: `ops.choose(device)` by default.
+        ranks: that compute the model together (`tensor_parallel`), where `parts` is the program of one of them.
     """
 
     def __init__(
@@ -220,8 +229,10 @@ class CudaEngine(FusedEngine):
         buckets: Sequence[int] = BUCKETS,
         capture: Capture | None = None,
         computing: ops.Ops | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__(torch_engine, parts)
+        self.ranks = ranks
         self.page_size = page_size
         self.page_bytes = 2 * len(parts.blocks) * page_size * parts.kv_heads * parts.head_dim * parts.dtype.itemsize
         self.most_rows = MOST_ROWS
@@ -232,10 +243,12 @@ class CudaEngine(FusedEngine):
             self.decoder = Decoder(parts, computing or ops.choose(self.device), self._width * page_size)
         # Of pools that were thrown away the largest, with the graphs captured over it.
         self._spare: Memory | None = None
+        self._numbers = itertools.count()
         self._spare_lock = threading.RLock()  # a pool may be collected in the middle of anything, in `new_pages` too
         self._lock = threading.RLock()
         graphs = "no graphs" if capture is None else "decode steps as CUDA graphs"
-        self.description = f"fused decoder, {self.decoder.ops.name} kernels, {graphs}"
+        among = "" if ranks is None else f", rank {ranks.rank} of {ranks.size}"
+        self.description = f"fused decoder, {self.decoder.ops.name} kernels, {graphs}{among}"
 
     # ---------------------------------------------------------------- pages
     def new_pages(self, count: int, drafts: bool = False) -> Pool:
@@ -243,7 +256,13 @@ class CudaEngine(FusedEngine):
         with self._spare_lock:
             memory, self._spare = self._spare, None
         with self._on_device():
-            if memory is None or memory.count < count:
+            usable = memory is not None and memory.count >= count
+            if self.ranks is not None:
+                # When a pool is collected may differ between ranks. Each must capture graphs when the others do: the runs before a
+                # capture sum over the ranks.
+                every = self.ranks.every(memory.number if memory is not None and usable else None)
+                usable = usable and len(set(every)) == 1
+            if memory is None or not usable:
                 del memory
                 memory = self.make_memory(count)
             return Pool(memory, count, self._release)
@@ -361,7 +380,7 @@ class CudaEngine(FusedEngine):
 
     def make_memory(self, count: int) -> Memory:
         """Pages that no pool shares."""
-        return Memory(self.parts, self.page_size, count, self.device)
+        return Memory(self.parts, self.page_size, count, self.device, next(self._numbers))
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Events, pinned memory and captures are those of the current device."""

@@ -263,7 +263,12 @@ def test_methods_are_listed_and_shown(capsys):
     drafts = {("draft", name) for name in DRAFT}
     models = {
         (stage, name)
-        for stage, methods in (("structure", STRUCTURE), ("rotate", ROTATE), ("recover", RECOVER))
+        for stage, methods in (
+            ("structure", STRUCTURE),
+            ("rotate", ROTATE),
+            ("permute", ["activation"]),
+            ("recover", RECOVER),
+        )
         for name in methods
     }
     assert {
@@ -285,9 +290,8 @@ def test_methods_are_listed_and_shown(capsys):
         code, out, _ = run(capsys, "methods", "show", name)
         assert code == 0
         assert "Source: " in out
-        assert {"structure": "ratio: a number", "rotate": "hidden: true or false", "recover": "squarehead: a number"}[
-            stage
-        ] in out
+        fields = {"structure": "ratio: a number", "rotate": "hidden: true or false", "recover": "squarehead: a number"}
+        assert fields.get(stage, "method: activation") in out
     for name in DRAFT:
         code, out, _ = run(capsys, "methods", "show", name)
         assert code == 0
@@ -356,7 +360,7 @@ def test_methods_are_grouped_in_the_order_of_a_recipe(capsys):
     _, out, _ = run(capsys, "methods", "--json")
     groups = json.loads(out)["groups"]
     names = [group["stage"] for group in groups if " " not in group["stage"]]
-    assert names == ["structure", "rotate", "recover", "prune", "quantize", "kv_cache", "draft", "drafter"]
+    assert names == ["structure", "rotate", "permute", "recover", "prune", "quantize", "kv_cache", "draft", "drafter"]
     _, out, _ = run(capsys, "methods")
     places = [out.index(f"{group['stage']}: {group['summary']}") for group in groups]
     assert places == sorted(places)

@@ -170,9 +170,13 @@ def test_every_process_keeps_to_the_memory_limit_or_it_is_said(
         ("llama", {}, ({"quantize": {**GPTQ["quantize"], "objective": "output"}},), "own", 2),
         ("llama", {"tie_word_embeddings": False}, (AWQ, {"quantize": {**GPTQ["quantize"], "targets": ["lm_head"]}}), "own", 2),
         ("llama", {}, ({"quantize": {**GPTQ["quantize"], "input_transform": "hadamard"}},), "own spill", 2),
+        ("llama", {}, ({"quantize": {"method": "gptq", "scheme": "NVFP4", "input_transform": "hadamard_groups"}},), "own", 2),
         ("llama", {}, ({"quantize": {"method": "rtn", **STATIC, "input_transform": "hadamard"}},), "own", 2),
     ],
-    ids=["sparse-spilled", "mixture", "propagated-spilled", "output", "awq-and-head", "transformed-spilled", "transformed-static"],
+    ids=[
+        "sparse-spilled", "mixture", "propagated-spilled", "output", "awq-and-head", "transformed-spilled", "transformed-fp4",
+        "transformed-static",
+    ],
 )  # fmt: skip
 def test_calibration_is_shared(
     make_checkpoint: Any, recipe: Any, together: Any, alone: Any, family: str, changes: Any, stages: Any, what: str, processes: int

@@ -124,8 +124,8 @@ def load(
             the model, not the fused engine. None: no adapter.
         prefix_cache: bytes, or "512MB": on engines with a paged cache, what the KV cache of ended calls may take, so that later prompts
             with the same beginning are not computed again, the longest unused dropped first; 0: nothing outlives a call. A cache that
-            grew larger for the calls that were running is freed when the last of them ends. None: 512 MiB, or a sixteenth of the memory
-            that is free if that is less; with `max_memory`, never more than that leaves for the cache.
+            grew larger for the calls that were running is freed when the last of them ends (on a GPU it waits for the next ones). None: 512
+            MiB, or a sixteenth of the memory that is free if that is less; with `max_memory`, never more than that leaves for the cache.
         cache_memory: bytes, or "8GB", that the KV cache which all calls share takes at most, on engines with a paged cache; a call's own
             `cache_memory` gives it a cache of its own. None: on a GPU 0.85 of the memory that is free once the weights are there; on a
             CPU 2 GB, or a quarter of the free memory if that is less, and more only where one prompt needs it. A second model on the
@@ -224,7 +224,7 @@ def load(
         if blueprint.kind != "decoder":
             text = f"{artifact.path} is an {blueprint.kind}, and only causal language models are divided among ranks"
             raise RequestError(f"tensor_parallel={tensor_parallel}: {text}")
-        engine = load_rank(blueprint, tensor_parallel, kept, scheme)
+        engine = load_rank(blueprint, tensor_parallel, kept, cache, scheme)
         if cache is not None:
             _bound_cache(engine, cache, artifact)
         return _model("decoder", engine, artifact, trust_remote_code, kept)

@@ -6,7 +6,7 @@ import copy
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
@@ -128,7 +128,14 @@ class Model(GeneratingModel):
         pages (64 tokens) up to `runtime.load(prefix_cache=)`; while a session lives they keep all that fit. Transformers' modules keep
         the last sequence of a session if the cache is plain and can be cropped (no recurrent layers, no full sliding window) and there
         is no draft; otherwise whole prompts are computed again.
+
+        Raises:
+            RequestError: the model is computed by several ranks.
         """
+        if self.engine.ranks is not None:
+            raise RequestError(
+                "session: ranks of tensor parallelism may forget one at different times; set prefix_cache of runtime.load"
+            )
         found = copy.copy(self)
         if self._scheduler is not None:
             self._scheduler.keep_for(found)
@@ -153,17 +160,19 @@ class Model(GeneratingModel):
                 f"images: {function} takes only text; load {self.artifact.path} with transformers' AutoModelForImageTextToText "
                 "after `import runtime` (docs/models.md)"
             )
-        options = GenerationOptions.from_keywords(keywords, function, self.eos_token_ids)
-        decoding = replace(
-            self._decoding(), speculation=self.speculation, scheduler=self._scheduler, session=self._session
-        )
-        return CausalRequest(decoding, self._reader.read(prompt), options, streams=function == "stream")
+        with self._refusing_alike():
+            options = GenerationOptions.from_keywords(keywords, function, self.eos_token_ids)
+            decoding = replace(
+                self._decoding(), speculation=self.speculation, scheduler=self._scheduler, session=self._session
+            )
+            return CausalRequest(decoding, self._reader.read(prompt), options, streams=function == "stream")
 
     # ---------------------------------------------------------------- logits and likelihood
     def logits(self, input_ids: torch.Tensor | Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits of every position: token ids `[batch, seq]` to float32 `[batch, seq, vocab]` on the model's device."""
-        ids = self._reader.read_rows(input_ids)
-        self._agree(ids.tolist())
+        with self._refusing_alike():
+            ids = self._reader.read_rows(input_ids)
+            self._agree(ids.tolist())
         return self._run(self.engine.logits, ids.to(self.engine.device))
 
     @overload
@@ -173,13 +182,18 @@ class Model(GeneratingModel):
 
     def score(self, text: Any) -> Any:
         """Log-likelihood and perplexity of a text (or token ids), or of each of a list of them."""
-        texts = self._reader.read(text, "text")
-        self._agree(texts.ids)
-        for ids in texts.ids:
-            if len(ids) < 2:
-                raise RequestError("a text needs at least two tokens to have a likelihood")
+        with self._refusing_alike():
+            texts = self._reader.read(text, "text")
+            for ids in texts.ids:
+                if len(ids) < 2:
+                    raise RequestError("a text needs at least two tokens to have a likelihood")
+            self._agree(texts.ids)
         scores = [self._score(ids) for ids in texts.ids]
         return scores if texts.are_batch else scores[0]
+
+    def _refusing_alike(self) -> AbstractContextManager[None]:
+        """Around what reads a call: of ranks that compute the model together, all refuse it or none."""
+        return nullcontext() if self.engine.ranks is None else self.engine.ranks.refusing_alike()
 
     def _agree(self, ids: Any) -> None:
         """RequestError, on all ranks that compute the model, where they are not asked for the same."""

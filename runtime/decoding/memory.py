@@ -101,7 +101,7 @@ def cache_bound(engine: Engine, needs: Sequence[int], cache_memory: int | None) 
 def _allowed(engine: Engine, cache_memory: int | None) -> tuple[int, str]:
     """Bytes that the cache of a call may take at most, and how a message says that and what changes it."""
     most = int((_GPU_SHARE if _on_gpu(engine) else _MOST) * free_bytes(engine))
-    if cache_memory is not None:
+    if cache_memory is not None and not (_on_gpu(engine) and cache_memory > most):
         return cache_memory, f"cache_memory allows {_gigabytes(cache_memory)}: raise it"
     if engine.cache_budget is not None:
         most = min(engine.cache_budget, most)

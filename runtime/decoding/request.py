@@ -148,7 +148,8 @@ class CausalRequest(Request):
         ]
         super().__init__(decoding, prompts, options, prompts.ids, limits)
         if engine.ranks is not None:
-            self._seeds = seeds_of_ranks(engine.ranks, prompts, options, self._seeds)
+            asked = (prompts.ids, replace(options, progress=False), sorted(decoding.eos), streams)
+            self._seeds = seeds_of_ranks(engine.ranks, options, asked, self._seeds)
         self._streams = streams
         self._groups = self._rows(limits) if engine.lockstep else [self._paged(limits)]
 
@@ -249,8 +250,8 @@ def room(prompt: int, wanted: int | None, context: int | None, name: str = "the 
     return wanted
 
 
-def seeds_of_ranks(ranks: Ranks, prompts: Prompts, options: GenerationOptions, seeds: list[int]) -> list[int]:
-    """The seeds of rank 0, for a call that all ranks make alike.
+def seeds_of_ranks(ranks: Ranks, options: GenerationOptions, asked: Any, seeds: list[int]) -> list[int]:
+    """The seeds of rank 0, for a call that all ranks make alike: with the same of all that is `asked`.
 
     Raises:
         RequestError: on all ranks, where they do not; or the call could end on one rank alone.
@@ -259,7 +260,7 @@ def seeds_of_ranks(ranks: Ranks, prompts: Prompts, options: GenerationOptions, s
         raise RequestError(
             "cancel: an event of one process cannot end a call that ranks of tensor parallelism compute together"
         )
-    ranks.check_call("the prompts or options of a call", (prompts.ids, replace(options, progress=False)))
+    ranks.check_call("the prompts or options of a call", asked)
     return ranks.first(seeds)
 
 

@@ -4,12 +4,13 @@ Every rank makes the same calls in the same order, and schedules for itself. Ran
 other forever. They do by construction:
 
 - tokens are those that rank 0 has chosen (`chosen`): sampling on GPUs is not deterministic to the last bit. Logits are gathered
-  (`gather`), so each rank has the bytes that the others have computed, whatever kernels they chose. What is summed (`sum_`) is added in
-  one place and then sent to all, by every algorithm of gloo and NCCL, so it has the same bits everywhere too;
+  (`all_gather`), so each rank has the bytes that the others have computed, whatever kernels they chose. Sums (`all_reduce`) are
+  added in one place and then sent to all, by every algorithm of gloo and NCCL, so they have the same bits everywhere too;
 - seeds are those of rank 0 where the caller gives none (`first`);
 - what depends on free memory depends on the least of all ranks (`least`), and memory with captured graphs is used again by all or none;
 - nothing else that a rank decides depends on time or on other threads: calls come from one thread (`check_call`), and what would
-  decide by time (drafts) or by events of one process (`cancel`) is refused.
+  decide by time (drafts), by events of one process (`cancel`) or by when something is collected (sessions) is refused;
+- a call that one rank refuses is refused on all (`refusing_alike`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import hashlib
 import os
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -33,6 +36,16 @@ _PATIENCE = timedelta(days=30)  # between two calls: ranks wait for the slowest 
 Value = TypeVar("Value")
 # torch 2.13 has given it another name.
 _gather: Any = getattr(distributed, "all_gather_single", None) or getattr(distributed, "all_gather_into_tensor", None)
+
+
+class _Refusal(str):
+    """Why a rank refused what it was asked for."""
+
+    __slots__ = ()
+
+
+class DisagreementError(RequestError):
+    """Ranks are asked for different things, or one has refused: all raise it."""
 
 
 class Ranks:
@@ -92,7 +105,7 @@ class Ranks:
             )
 
     # ---------------------------------------------------------------- in steps, on the device
-    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place where it can be; the same bits in each.
 
         May be captured in a CUDA graph once it has run outside of one.
@@ -101,7 +114,7 @@ class Ranks:
         distributed.all_reduce(x, group=self._group)
         return x
 
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """`x` `[rows, ...]`, of one shape on all ranks, of each of them. May be captured likewise."""
         found = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         _gather(found, x.contiguous(), group=self._group)
@@ -128,17 +141,33 @@ class Ranks:
         return min(self.every(number))
 
     def check_same(self, what: str, value: Any) -> None:
-        """RequestError, on all ranks, where they do not say the same."""
+        """DisagreementError, on all ranks, where they do not say the same, or one has refused (`refusing_alike`)."""
         every = self.every(value)
+        for rank, each in enumerate(every):
+            if isinstance(each, _Refusal) and not isinstance(value, _Refusal):
+                raise DisagreementError(f"tensor_parallel: rank {rank} refused: {each}")
+        if isinstance(value, _Refusal):  # its own reason is better
+            return
         other = next((rank for rank, each in enumerate(every) if each != every[0]), None)
         if other is not None:
-            raise RequestError(
+            raise DisagreementError(
                 f"tensor_parallel: {what} of rank {other} is not that of rank 0; all ranks make the same calls"
             )
 
+    @contextmanager
+    def refusing_alike(self) -> Iterator[None]:
+        """Around what reads a call up to its `check_call`: where it is refused on one rank, the others' `check_call` raises too."""
+        try:
+            yield
+        except DisagreementError:
+            raise
+        except Exception as error:
+            self.check_same("", _Refusal(error))
+            raise
+
     def check_call(self, what: str, asked: Any) -> None:
-        """RequestError where calls come from two threads, whose order may differ between ranks; or, on all, where ranks are asked for
-        different things."""
+        """RequestError where calls come from two threads, whose order may differ between ranks; DisagreementError, on all, where ranks are
+        asked for different things."""
         self._thread = self._thread or threading.get_ident()
         if self._thread != threading.get_ident():
             raise RequestError(

@@ -104,13 +104,20 @@ class Steps:
 
     Args:
         buckets: batch sizes, ascending. width: most pages of a sequence. capture: None: never.
+        alone: steps that cannot be captured run without; ranks, whose warm-up runs sum over all of them, must fail together.
     """
 
     def __init__(
-        self, decoder: Decoder, memory: Memory, buckets: Sequence[int], width: int, capture: Capture | None
+        self,
+        decoder: Decoder,
+        memory: Memory,
+        buckets: Sequence[int],
+        width: int,
+        capture: Capture | None,
+        alone: bool = True,
     ) -> None:
         device = memory.keys[0].device
-        self._decoder, self._capture = decoder, capture
+        self._decoder, self._capture, self._alone = decoder, capture, alone
         # The memory owns its steps: a reference back would keep it until the garbage collector comes by.
         self._memory: Memory = weakref.proxy(memory)
         self.buckets = list(buckets)
@@ -204,6 +211,8 @@ class Steps:
             try:
                 return self._capture(compute)
             except (RuntimeError, NotImplementedError) as error:
+                if not self._alone:
+                    raise
                 self._capture = None
                 _say_once(first_line(error))
         return compute
@@ -324,7 +333,9 @@ class CudaEngine(FusedEngine):
                 states.append(x.to(torch.float32, copy=True))
 
         if rows and memory.steps is None:
-            memory.steps = Steps(self.decoder, memory, self.buckets, self._width, self._capture)
+            memory.steps = Steps(
+                self.decoder, memory, self.buckets, self._width, self._capture, alone=self.ranks is None
+            )
         most = self.buckets[-1]
         for first in range(0, len(rows), most):
             add(*memory.steps.run(rows[first : first + most]))

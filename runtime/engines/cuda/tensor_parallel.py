@@ -339,7 +339,7 @@ class SummedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[rows, out]`, the same bits on every rank."""
-        return self._ranks.sum_(self.layer(x))
+        return self._ranks.all_reduce(self.layer(x))
 
 
 class GatheredHead(nn.Module):
@@ -363,7 +363,7 @@ class GatheredHead(nn.Module):
         missing = max(self._widths) - own.shape[1]
         if missing:  # all send equally much
             own = nn.functional.pad(own, (0, missing))
-        every = self._ranks.gather(own)
+        every = self._ranks.all_gather(own)
         return torch.cat([part[:, :width] for part, width in zip(every, self._widths, strict=True)], dim=1)
 
 

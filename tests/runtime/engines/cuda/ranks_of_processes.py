@@ -69,10 +69,17 @@ def refusals(path: str, ranks: Ranks) -> dict[str, str]:
         "prompts": refused(lambda: model.generate(mine, max_new_tokens=2)),
         "options": refused(lambda: model.generate([1, 2], max_new_tokens=2 + ranks.rank)),
         "scored": refused(lambda: model.score(mine)),
+        "one alone": refused(lambda: model.generate([1, 2], max_new_tokens=2 - 2 * ranks.rank)),
+        "short": refused(lambda: model.score([1, 2][ranks.rank :])),
+        "streamed": refused(lambda: (model.generate, model.stream)[ranks.rank]([1, 2], max_new_tokens=2)),
+        "session": refused(model.session),
         "thread": in_thread(lambda: refused(lambda: model.generate([1, 2], max_new_tokens=2))),
         "cancel": refused(lambda: model.generate([1, 2], cancel=threading.Event())),
         "load": refused(
             lambda: runtime.load(path, device="cpu", tensor_parallel=2, kernels=["auto", "reference"][ranks.rank])
+        ),
+        "cache_memory": refused(
+            lambda: runtime.load(path, device="cpu", tensor_parallel=2, cache_memory=["8MB", "9MB"][ranks.rank])
         ),
         "size": refused(lambda: runtime.load(path, device="cpu", tensor_parallel=4)),
     }

@@ -59,6 +59,7 @@ def test_the_artifact_says_its_order_and_has_the_same_weights(
     assert float((permuted - whole).norm() / whole.norm()) < 1e-13
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["qwen2", "phi3", "gpt2", "starcoder2", "falcon", "olmo"])
 def test_families_compute_what_they_did(name: str, tiny_text: Path, tmp_path: Path) -> None:
     """Fused gate and up projections, biases of channels, transposed weights: to the last bits in float64."""

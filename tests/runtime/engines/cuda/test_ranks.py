@@ -68,7 +68,8 @@ def decisive(model: Model) -> list[list[int]]:
         if float((best[:, 0] - best[:, 1]).min()) > 0.1 * spread:
             chosen.append(ids)
     assert len({len(ids) for ids in chosen}) >= 3, "prompts are not ragged"
-    return sorted(chosen, key=len)[:: len(chosen) - 1]
+    chosen.sort(key=len)
+    return [chosen[0], chosen[len(chosen) // 2], chosen[-1]]
 
 
 def permuted(model: Path, text: Path, output: Path) -> Path:

@@ -95,6 +95,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", MODELS)
 def test_ranks_compute_what_one_does(case: str, tmp_path: Path) -> None:
     size, model = MODELS[case]

@@ -5,20 +5,23 @@
     python benchmarks/gpu.py --only kernels llama --again kernels                      some sections, one of them once more
     python benchmarks/gpu.py --dry-run                                                 the same code on a CPU: tiny, interpreted
 
-Sections are those of `gpu_sections`. Each part of a section (check, timing) runs in a process of its own, so that a fault of the device
-or a lack of memory costs that part alone, and is in the JSON as soon as it ends. All checks come before all timings; a section whose
-check fails is not timed. The minutes are shared by what parts are expected to take; what is left out for lack of time is recorded. A
-rerun on the same machine and sources goes on with what is not finished. Peers are used where they are installed: torchao, gemlite, vLLM
+Sections are those of `gpu_sections`. Each part of a section (check, timing) runs in a process of its own, so that a fault of the device or
+a lack of memory costs that part alone, and is in the JSON as soon as it ends. All checks come before all timings; a section whose check
+fails or is left out is not timed. The minutes are shared by what parts are expected to take; what is left out for lack of time is recorded.
+A rerun on the same machine and sources goes on with what is not finished. Peers are used where they are installed: torchao, gemlite, vLLM
 (Marlin, Machete, whole models), TensorRT, and gpt-fast from `--gpt-fast CHECKOUT`.
 
-Exit code 0: every check passed and nothing of ours failed (missing peers and timings left out do not count); 1: not so; 2: no GPU.
+Exit code 0: every check passed or lacks its peer, and no timing failed (peers that raise and timings left out or incomplete do not
+count, but a peer that kills its process or takes too long does); 1: not so; 2: no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -27,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_sections import SECTIONS, Section
+from gpu_sections import MISSING, SECTIONS, Section
 from gpu_sections.files import write_json
 from gpu_sections.summary import summary
 from measure import last_error, measure
@@ -37,7 +40,6 @@ ROOT = HERE.parent
 NOTE = "dry run on a CPU: tiny shapes, interpreted kernels; no figure in this file is a measurement"
 LEAST = 10.0  # seconds: a part with less is left out
 STRETCH = 1.5  # a part is ended when it takes so many times its share
-MISSING = 3  # exit code of a worker
 PARTS = ("check", "timing")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1",
@@ -56,16 +58,30 @@ class Results:
 
     @classmethod
     def open(cls, path: Path, key: dict[str, Any], dry: bool) -> Results:
-        """Those of an earlier run of the same machine and sources, or new ones; others are moved aside."""
+        """Those of an earlier run of the same machine and sources, moved aside or not, or new ones; others are moved aside."""
         content: dict[str, Any] = {"dry_run": dry, **({"note": NOTE} if dry else {}), **key, "sections": {}}
         if path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
             if all(found.get(name) == content[name] for name in ("dry_run", "machine", "sources")):
                 return cls(path, found)
-            aside = path.with_name(f"{path.stem}_{found.get('sources', 'other')}{path.suffix}")
+            aside = cls.aside(path, found)
             path.replace(aside)
             say(f"{path} is of another machine or other sources: it is {aside.name} now")
+        earlier = cls.aside(path, content)
+        if earlier.exists():
+            earlier.replace(path)
+            say(f"{earlier.name} is of this machine and these sources: it is {path} again")
+            return cls(path, json.loads(path.read_text(encoding="utf-8")))
         return cls(path, content)
+
+    @staticmethod
+    def aside(path: Path, content: dict[str, Any]) -> Path:
+        """Where results lie while `path` is of others: the name has their sources and machine, and a hash of all that it is known by."""
+        machine = content.get("machine", {})
+        device = re.sub(r"\W+", "-", machine.get("device", "other"))
+        known = json.dumps([machine, content.get("dry_run")], sort_keys=True).encode()
+        name = f"{path.stem}_{content.get('sources', 'other')}_{device}_{hashlib.sha256(known).hexdigest()[:8]}"
+        return path.with_name(name + path.suffix)
 
     def of(self, section: Section, part: str) -> Outcome | None:
         """What is known of a part."""
@@ -136,12 +152,12 @@ def launcher(options: argparse.Namespace, work: Path) -> Launch:
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         done = measure(command, log, os.environ | ENVIRONMENT | {"PYTHONPATH": paths}, limit)
         found: Outcome = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        return judge(part, found, done.returncode, done.timed_out, log)
+        return judge(section, part, found, done.returncode, done.timed_out, log)
 
     return launch
 
 
-def judge(part: str, found: Outcome, code: int, timed_out: bool, log: Path) -> Outcome:
+def judge(section: Section, part: str, found: Outcome, code: int, timed_out: bool, log: Path) -> Outcome:
     """The outcome of a process from what it recorded and how it ended."""
     facts = found.get("facts", {})
     reason = facts.pop("reason", None)
@@ -158,6 +174,8 @@ def judge(part: str, found: Outcome, code: int, timed_out: bool, log: Path) -> O
         return {"status": "failed", "reason": f"{len(found['failed'])} failed, first {found['failed'][0]}", **kept}
     if part == "check" and not found.get("cases") and not found.get("left_out"):
         return {"status": "failed", "reason": "it checked nothing", **kept}
+    if part == "timing" and section.for_peer and not found.get("peer_figures"):
+        return {"status": "incomplete", "reason": "no figure of the peer", **kept}
     if found.get("left_out"):
         return {"status": "incomplete", "reason": f"{len(found['left_out'])} left out for lack of time", **kept}
     return {"status": "passed" if part == "check" else "done", **kept}
@@ -169,6 +187,12 @@ def exit_code(results: Results, sections: Sequence[Section]) -> int:
     timings = [results.of(section, "timing") for section in sections]
     passed = all(found is not None and found["status"] in ("passed", "missing peer") for found in checks)
     return 0 if passed and not any(found is not None and found["status"] == "failed" for found in timings) else 1
+
+
+def ask_machine(dry: bool) -> subprocess.CompletedProcess[str]:
+    """Its process, which says what results are known by."""
+    command = [sys.executable, str(HERE / "gpu_sections" / "machine.py"), *(["--dry-run"] if dry else [])]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def say(text: str) -> None:
@@ -191,8 +215,7 @@ def main(given: Sequence[str] | None = None, sections: Sequence[Section] = SECTI
     output = options.output or (
         ROOT / "build" / "gpu_dry_run.json" if options.dry_run else HERE / "results" / "gpu.json"
     )
-    command = [sys.executable, str(HERE / "gpu_sections" / "machine.py"), *(["--dry-run"] if options.dry_run else [])]
-    asked = subprocess.run(command, capture_output=True, text=True)
+    asked = ask_machine(options.dry_run)
     if asked.returncode:
         say(asked.stderr.strip().splitlines()[-1])
         return 2

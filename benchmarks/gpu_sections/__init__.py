@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MISSING = 3  # exit code of a worker that lacks a peer
+
 
 @dataclass(frozen=True)
 class Section:
@@ -18,12 +20,14 @@ class Section:
         check: seconds that the check is expected to take on a GPU, compilation included; 0: there is none.
         timing: likewise of the timing. Both are shares of the time that is left, not limits.
         module: that computes it.
+        for_peer: it times a peer alone: without a figure of it the timing is incomplete.
     """
 
     name: str
     check: float
     timing: float
     module: str = ""
+    for_peer: bool = False
 
     def home(self) -> str:
         """Name of the module to import."""
@@ -35,8 +39,8 @@ SECTIONS = (
     Section("kernels", 180, 240),
     Section("attention", 60, 60),
     Section("llama", 60, 180),
-    Section("vllm", 0, 180),
-    Section("gpt_fast", 0, 90),
+    Section("vllm", 0, 180, for_peer=True),
+    Section("gpt_fast", 0, 90, for_peer=True),
     Section("mixture", 30, 75),
     Section("kv_cache", 30, 90),
     Section("drafts", 45, 60),

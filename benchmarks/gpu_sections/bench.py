@@ -36,14 +36,18 @@ class Bench:
         gpt_fast: checkout of gpt-fast; None: there is none.
 
     Attributes:
-        device: of tensors. record: {"cases", "failed", "left_out", "rows", "facts", "missing_peers"}.
+        device: of tensors.
+        record: {"cases", "failed", "left_out", "rows", "facts", "missing_peers", "failed_peers", "peer_figures"}.
     """
 
     def __init__(self, dry: bool, seconds: float, file: Path, work: Path, gpt_fast: Path | None = None) -> None:
         self.dry, self.file, self.work, self.gpt_fast = dry, file, work, gpt_fast
         self.device = torch.device("cpu" if dry else "cuda:0")
         self._end = time.monotonic() + seconds
-        self.record: Row = {"cases": 0, "failed": [], "left_out": [], "rows": [], "facts": {}, "missing_peers": {}}
+        self.record: Row = {
+            "cases": 0, "failed": [], "left_out": [], "rows": [], "facts": {}, "missing_peers": {}, "failed_peers": {},
+            "peer_figures": 0,
+        }  # fmt: skip
 
     # ---------------------------------------------------------------- shapes, time and memory
     def pick(self, real: Value, dry: Value) -> Value:
@@ -69,6 +73,10 @@ class Bench:
         gc.collect()
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def free_share(self) -> float:
+        """Part of the device's memory that nobody has taken."""
+        return 1.0 if self.dry else self.free_bytes() / torch.cuda.get_device_properties(self.device).total_memory
 
     # ---------------------------------------------------------------- records
     def add(self, row: Row) -> None:
@@ -119,14 +127,24 @@ class Bench:
 
     def peer(self, row: Row, name: str, measure: Callable[[], Any]) -> None:
         """A figure of a peer: `row[name]`, or the reason why there is none, which is a result too."""
-        row[name] = None
+        row[name] = self.of_peer(row, name, measure)
+        self.record["peer_figures"] += row[name] is not None
+
+    def of_peer(self, row: Row, name: str, make: Callable[[], Value]) -> Value | None:
+        """What a peer makes, as its model; None: it raised, and the reason is in the row and the record."""
+        label = f"{row['engine']}, {name}" if "engine" in row else name
         try:
-            row[name] = measure()
+            return make()
         except ImportError as error:
-            self.record["missing_peers"][name] = said(error)
+            self.record["missing_peers"][label] = said(error)
+            return None
         except Exception as error:
-            row[f"{name}_reason"] = said(error)
-            self.recover()
+            reason = said(error)
+        row[f"{name}_reason"] = reason
+        self.record["failed_peers"].setdefault(label, reason)
+        self._write()  # before what ends the section where the device is poisoned
+        self.recover()
+        return None
 
     def recover(self) -> None:
         """After an exception: what it held is freed. A fault that poisons the device raises here and ends the section."""

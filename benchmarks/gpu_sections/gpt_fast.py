@@ -30,8 +30,11 @@ def timing(bench: Bench) -> None:
         model = None
         for batch, depth in decode_cells(bench):
             if bench.enough(f"gpt-fast {weights}, batch {batch}, depth {depth}", bench.pick(30, 1)):
-                model = model or built(bench, shape, weights == "w4")
                 row: Row = {"engine": f"gpt-fast {weights}", "batch": batch, "depth": depth}
+                model = model or bench.of_peer(row, "model", lambda w=weights: built(bench, shape, w == "w4"))
+                if model is None:
+                    bench.add(row)
+                    break
                 bench.peer(row, "step_ms", lambda b=batch, d=depth, m=model: step_ms(bench, m, b, d))
                 bench.add(row)
         del model

@@ -43,6 +43,13 @@ def summary(content: Content, root: Path) -> str:
             lines += [f"    no {peer}: {why}" for peer, why in outcome.get("missing_peers", {}).items()]
         if not found:
             lines.append("  nothing")
+    broken = [
+        f"  {n}, {which}, {peer}: {why}"
+        for n, parts in content["sections"].items()
+        for which, o in parts.items()
+        for peer, why in o.get("failed_peers", {}).items()
+    ]
+    lines += ["peers that failed:", *(broken or ["  nothing"])]
     lines.append("lines to replace (none by figures of a dry run):" if content["dry_run"] else "lines to replace:")
     said = {name: write(content) for name, write in LINES.items()}
     for path, number, name, line in marked_lines(root):

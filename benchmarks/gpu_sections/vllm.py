@@ -16,20 +16,26 @@ from gpu_sections.llama import GROUP, PREFILL, SHAPES, STEPS, chosen_shape, deco
 from runtime.formats.quantization_config import ModuleEntry, build
 from runtime.formats.scheme import GridScheme, Scheme
 
-SHARE = 0.45  # of the memory, each of two models
+#: Of the free memory. The first leaves room for the second, in case that vLLM does not free all of it.
+SHARES = {"w4": 0.45, "bf16": 0.9}
 
 
 def timing(bench: Bench) -> None:
     """Decode steps and prefill at the batches and depths of ours."""
     require("vllm", "vLLM")
     name = chosen_shape(bench)
-    for weights in ("w4", "bf16"):
+    for weights, share in SHARES.items():
         if not bench.enough(f"vLLM {weights}", bench.pick(45, 1)):
             continue
-        model = load(checkpoint(bench.work / f"vllm-{name}-{weights}", SHAPES[name], weights == "w4"))
+        path = checkpoint(bench.work / f"vllm-{name}-{weights}", SHAPES[name], weights == "w4")
+        row: Row = {"engine": f"vllm {weights}"}
+        model = bench.of_peer(row, "model", lambda p=path, s=share: load(p, s * bench.free_share()))
+        if model is None:
+            bench.add(row)
+            continue
         for batch, depth in decode_cells(bench):
             if bench.enough(f"vLLM {weights}, batch {batch}, depth {depth}"):
-                row: Row = {"engine": f"vllm {weights}", "batch": batch, "depth": depth}
+                row = {"engine": f"vllm {weights}", "batch": batch, "depth": depth}
                 bench.peer(row, "step_ms", lambda b=batch, d=depth, m=model: step_ms(bench, m, b, d))
                 bench.add(row)
         for batch, length in bench.pick(PREFILL, ((1, 20),)):
@@ -57,13 +63,13 @@ def checkpoint(path: Path, shape: dict[str, int], packed: bool) -> Path:
     return path
 
 
-def load(path: Path) -> Any:
-    """vLLM's engine over random weights."""
+def load(path: Path, share: float) -> Any:
+    """vLLM's engine over random weights, with this share of the device's memory."""
     from vllm import LLM
 
     return LLM(
         str(path), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=16384,
-        gpu_memory_utilization=SHARE, enable_prefix_caching=False, disable_log_stats=True,
+        gpu_memory_utilization=share, enable_prefix_caching=False, disable_log_stats=True,
     )  # fmt: skip
 
 

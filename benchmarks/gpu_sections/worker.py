@@ -14,7 +14,7 @@ sys.path[0:1] = [str(HERE.parent), str(HERE.parents[1]), str(HERE.parents[1] / "
 
 
 def main() -> int:
-    """Exit code 0: done; 3: a peer is missing; 1: failed. `--result` says more."""
+    """Exit code 0: done; `MISSING`: a peer is missing; 1: failed. `--result` says more."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("module")
     parser.add_argument("part", choices=["check", "timing"])
@@ -29,6 +29,7 @@ def main() -> int:
 
     import torch
 
+    from gpu_sections import MISSING
     from gpu_sections.bench import Bench, MissingPeerError, said
 
     bench = Bench(options.dry_run, options.seconds, options.result, options.work, options.gpt_fast)
@@ -41,7 +42,7 @@ def main() -> int:
         getattr(importlib.import_module(options.module), options.part)(bench)
     except MissingPeerError as missing:
         bench.fact(reason=str(missing))
-        return 3
+        return MISSING
     except Exception as error:
         bench.fact(reason=said(error))
         raise

@@ -12,7 +12,7 @@ import pytest
 from gpu_sections import Section
 
 KEY = {"machine": {"device": "made up"}, "commit": "abc", "sources": "123"}
-ONE, TWO, PEER = Section("one", 30, 60), Section("two", 30, 60), Section("peer", 0, 60)
+ONE, TWO, PEER = Section("one", 30, 60), Section("two", 30, 60), Section("peer", 0, 60, for_peer=True)
 SECTIONS = (ONE, TWO, PEER)
 
 
@@ -81,8 +81,20 @@ def test_results_of_others_are_moved_aside(results: Any, tmp_path: Path, changes
     workers, found = Workers(), results(**changes)
     gpu.run(found, SECTIONS, 1000, workers)
     assert len(workers.calls) == 5
-    aside = json.loads((tmp_path / "gpu_123.json").read_text())
+    (path,) = tmp_path.glob("gpu_123_made-up_*.json")
+    aside = json.loads(path.read_text())
     assert (aside["machine"], aside["sources"]) == (KEY["machine"], KEY["sources"])
+
+
+def test_machines_in_turn_lose_nothing(results: Any, tmp_path: Path) -> None:
+    ours, other = {}, {"machine": KEY["machine"] | {"torch": "another"}}  # the same device and sources
+    gpu.run(results(**ours), [ONE], 1000, Workers())
+    gpu.run(results(**other), [TWO], 1000, Workers())
+    for turn in (ours, other) * 2:
+        workers = Workers()
+        gpu.run(results(**turn), [TWO if turn else ONE], 1000, workers)
+        assert workers.calls == [], "it goes on with what was moved aside"
+    assert len(list(tmp_path.glob("gpu*.json"))) == 2
 
 
 def test_a_failed_check_costs_its_own_timing_alone(results: Any) -> None:
@@ -104,9 +116,19 @@ def test_a_missing_peer_is_no_failure(results: Any) -> None:
 
 @pytest.mark.parametrize("status", ["incomplete", "left out"])
 def test_a_check_that_was_not_finished_is_not_passed(results: Any, status: str) -> None:
-    found = results()
-    gpu.run(found, SECTIONS, 1000, Workers({"two check": {"status": status, "reason": "no time"}}))
+    workers, found = Workers({"two check": {"status": status, "reason": "no time"}}), results()
+    gpu.run(found, SECTIONS, 1000, workers)
     assert gpu.exit_code(found, SECTIONS) == 1
+    assert ("two timing" in workers.calls) == (status == "incomplete"), (
+        "what was checked so far is no reason not to time"
+    )
+
+
+@pytest.mark.parametrize(("status", "code"), [("failed", 1), ("incomplete", 0), ("left out", 0), ("missing peer", 0)])
+def test_of_timings_only_a_failed_one_counts(results: Any, status: str, code: int) -> None:
+    found = results()
+    gpu.run(found, SECTIONS, 1000, Workers({"peer timing": {"status": status, "reason": "no"}}))
+    assert gpu.exit_code(found, SECTIONS) == code
 
 
 def test_time_is_shared_by_what_parts_are_expected_to_take(results: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +182,7 @@ def test_what_time_does_not_suffice_for_is_left_out_and_said(
         ({"cases": 2, "facts": {"reason": "ValueError: no"}}, 1, False, "failed", "ValueError: no"),
         ({"cases": 2}, -6, False, "failed", "signal 6: an illegal memory access"),
         ({"cases": 2}, -9, True, "failed", "longer than its time"),
-        ({"facts": {"reason": "vLLM is not installed"}}, 3, False, "missing peer", "vLLM is not installed"),
+        ({"facts": {"reason": "vLLM is not installed"}}, gpu.MISSING, False, "missing peer", "vLLM is not installed"),
     ],
 )
 def test_how_a_process_ended(
@@ -168,11 +190,21 @@ def test_how_a_process_ended(
 ) -> None:
     log = tmp_path / "log"
     log.write_text("CUDA error\nan illegal memory access\n")
-    outcome = gpu.judge("check", found, code, timed_out, log)
+    outcome = gpu.judge(ONE, "check", found, code, timed_out, log)
     assert outcome["status"] == status
     assert (reason is None) == ("reason" not in outcome)
     assert reason is None or reason in outcome["reason"]
     assert outcome.get("cases") == found.get("cases"), "what was recorded before is kept"
+
+
+@pytest.mark.parametrize(
+    ("section", "figures", "status"), [(PEER, 0, "incomplete"), (PEER, 1, "done"), (ONE, 0, "done")]
+)
+def test_a_section_for_a_peer_needs_a_figure_of_it(tmp_path: Path, section: Section, figures: int, status: str) -> None:
+    found = {"rows": [{"step_ms": None}], "failed_peers": {"vllm": "ValueError: no"}, "peer_figures": figures}
+    outcome = gpu.judge(section, "timing", found, 0, False, tmp_path / "log")
+    assert outcome["status"] == status
+    assert outcome["failed_peers"] == {"vllm": "ValueError: no"}
 
 
 SOURCES = {
@@ -190,8 +222,10 @@ def test_processes_that_fail_cost_their_section_alone(
     for name, source in SOURCES.items():
         (tmp_path / f"section_{name}.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(gpu, "STRETCH", 0.05)
-    sections = [Section(name, 100, 100 * (name == "works"), f"section_{name}") for name in SOURCES]
+    monkeypatch.setattr(gpu, "STRETCH", 0.1)  # of 35 s for the one that sleeps, and of minutes for the others
+    sections = [
+        Section(name, 4 if name == "sleeps" else 100, 100 * (name == "works"), f"section_{name}") for name in SOURCES
+    ]
     command = ["--dry-run", "--output", str(tmp_path / "out.json"), "--work", str(tmp_path / "work"), "--minutes", "30"]
     assert gpu.main(command, sections) == 1
     content = json.loads((tmp_path / "out.json").read_text())
@@ -203,6 +237,7 @@ def test_processes_that_fail_cost_their_section_alone(
     assert "signal 6" in checks["aborts"]["reason"]
     assert checks["raises"]["reason"] == "ValueError: a sentence"
     assert "longer" in checks["sleeps"]["reason"]
+    assert checks["sleeps"]["seconds"] < 5
     assert content["sections"]["works"]["timing"]["rows"] == [{"seconds": 1.0}]
     assert content["dry_run"]
     assert all(part["dry_run"] for parts in content["sections"].values() for part in parts.values())

@@ -24,7 +24,8 @@ CONTENT: dict[str, Any] = {
                 {"engine": "fused w4", "batch": 1, "depth": 512, "step_ms": 4.0, "tokens_per_second": 250.0},
             ]},
         },
-        "vllm": {"timing": {"status": "done", "rows": [{"engine": "vllm w4", "batch": 1, "depth": 512, "step_ms": 6.0}]}},
+        "vllm": {"timing": {"status": "done", "rows": [{"engine": "vllm w4", "batch": 1, "depth": 512, "step_ms": 6.0}],
+                            "failed_peers": {"vllm bf16, model": "ValueError: no memory"}}},
         "tensorrt": {"check": {"status": "missing peer", "reason": "TensorRT is not installed"}},
     },
 }  # fmt: skip
@@ -56,6 +57,7 @@ def test_the_summary_says_what_to_replace() -> None:
     assert "  kernels, check\n" in text
     assert "  llama, check: wrong numbers\n    logits, w4: 0.5\n" in text
     assert "  tensorrt, check: TensorRT is not installed\n" in text
+    assert "peers that failed:\n  vllm, timing, vllm bf16, model: ValueError: no memory\nlines to replace:\n" in text
     assert (
         "8b shape in 4 bits: 1 at depth 512: 250 tokens/s, 1.50x vllm w4; W4A16 products of 1 rows 2.50x to 3.25x cuBLAS"
         in text

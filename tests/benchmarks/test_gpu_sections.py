@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +15,7 @@ import gpu
 import pytest
 import torch
 from fake_tensorrt.install import install
-from gpu_sections import SECTIONS, Section, llama, tensorrt
+from gpu_sections import SECTIONS, Section, gpt_fast, llama, tensorrt, vllm
 from gpu_sections.bench import Bench, MissingPeerError
 from gpu_sections.kernel_cases import Case, error_of
 
@@ -41,6 +44,12 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gpu")
 
 
+@pytest.fixture(scope="session")
+def machine() -> subprocess.CompletedProcess[str]:
+    """The machine's process, run once for all dry runs."""
+    return gpu.ask_machine(dry=True)
+
+
 def dry_run(section: str, work: Path, output: Path, *more: str) -> tuple[int, dict[str, Any]]:
     command = ["--dry-run", "--only", section, "--minutes", "30", "--work", str(work), "--output", str(output), *more]
     code = gpu.main(command)
@@ -49,8 +58,16 @@ def dry_run(section: str, work: Path, output: Path, *more: str) -> tuple[int, di
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
-def test_dry_run(name: str, work: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run(
+    name: str,
+    work: Path,
+    tmp_path: Path,
+    cache: Path,
+    machine: subprocess.CompletedProcess[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(STAND_INS))
+    monkeypatch.setattr(gpu, "ask_machine", lambda dry: machine)
     code, parts = dry_run(name, work, tmp_path / "out.json", "--gpt-fast", str(STAND_INS / "gpt_fast"))
     assert code == 0, parts
     cases, columns = EXPECTED[name]
@@ -206,8 +223,90 @@ def test_ours_that_raises_is_a_failure_and_a_peers_is_not(tmp_path: Path) -> Non
     found.peer(row, "tinygemm", breaks)
     found.peer(row, "gemlite", missing)
     assert row == {"w4a16": None, "tinygemm": None, "gemlite": None, "tinygemm_reason": "RuntimeError: out of memory"}
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["failed_peers"] == {"tinygemm": "RuntimeError: out of memory"}
+    assert found.record["peer_figures"] == 0
+    found.peer(row, "marlin", lambda: 1.0)
+    assert (row["marlin"], found.record["peer_figures"]) == (1.0, 1)
     assert found.record["failed"] == ["w4a16: RuntimeError: out of memory"]
     assert list(found.record["missing_peers"]) == ["gemlite"]
+
+
+class VLLM:
+    """The stand-in for vLLM in this process, with what its engines are asked for; some of them are rejected."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *rejected: str) -> None:
+        spec = importlib.util.spec_from_file_location("vllm", STAND_INS / "vllm" / "__init__.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        engine, self.shares = module.LLM, {}
+
+        def build(path: str, *, gpu_memory_utilization: float, **options: Any) -> Any:
+            weights = Path(path).name.split("-")[-1]
+            self.shares[weights] = gpu_memory_utilization
+            if weights in rejected:
+                raise ValueError(f"{weights} is not supported")
+            return engine(path, **options)
+
+        monkeypatch.setattr(module, "LLM", build)
+        monkeypatch.setitem(sys.modules, "vllm", module)
+
+
+@pytest.mark.parametrize("rejected", [(), ("w4",), ("bf16",), ("w4", "bf16")])
+def test_a_model_that_vllm_rejects_costs_its_figures_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejected: tuple[str, ...]
+) -> None:
+    VLLM(monkeypatch, *rejected)
+    found = bench(tmp_path)
+    vllm.timing(found)
+    figures = {row["engine"] for row in found.record["rows"] if row.get("step_ms") is not None}
+    assert figures == {f"vllm {weights}" for weights in ("w4", "bf16") if weights not in rejected}
+    assert found.record["failed_peers"] == {
+        f"vllm {weights}, model": f"ValueError: {weights} is not supported" for weights in rejected
+    }
+    (section,) = (section for section in SECTIONS if section.name == "vllm")
+    outcome = gpu.judge(section, "timing", found.record, 0, False, tmp_path / "log")
+    assert outcome["status"] == ("incomplete" if len(rejected) == 2 else "done")
+
+
+def test_a_model_that_gpt_fast_rejects_costs_its_figures_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(bench: Bench, shape: dict[str, int], packed: bool) -> object:
+        if not packed:
+            raise RuntimeError("no")
+        return object()
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(gpt_fast, "built", built)
+    monkeypatch.setattr(gpt_fast, "step_ms", lambda *_: 1.0)
+    monkeypatch.setattr(gpt_fast, "decode_cells", lambda _: ((1, 8), (2, 8)))
+    found = Bench(True, 600, tmp_path / "record.json", tmp_path, STAND_INS / "gpt_fast")
+    gpt_fast.timing(found)
+    assert [(row["engine"], row["batch"], row.get("step_ms")) for row in found.record["rows"]] == [
+        ("gpt-fast bf16", 1, None), ("gpt-fast w4", 1, 1.0), ("gpt-fast w4", 2, 1.0),
+    ]  # fmt: skip
+    assert found.record["failed_peers"] == {"gpt-fast bf16, model": "RuntimeError: no"}
+
+
+def test_models_fit_in_their_share_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines, total = VLLM(monkeypatch), 25.2e9
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (llama.NEEDS, total))
+        patch.setattr(torch.cuda, "empty_cache", lambda: None)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+        free = Bench(False, 600, tmp_path / "record.json", tmp_path).free_share()
+    assert free == pytest.approx(llama.NEEDS / total)
+    monkeypatch.setattr(Bench, "free_share", lambda self: free)
+    vllm.timing(bench(tmp_path))
+    with torch.device("meta"):
+        model = llama.dense_model(llama.SHAPES["8b"], torch.device("meta"))
+    table = model.get_input_embeddings().weight.numel()
+    linear = sum(p.numel() for p in model.parameters()) - 2 * table
+    cache = 2 * 2 * 32 * 8 * 128 * 16384  # of one sequence, without which vLLM does not start
+    weights = {"bf16": 2 * linear + 4 * table, "w4": linear * (4 + 16 / 128) / 8 + 4 * table}
+    for name, size in weights.items():
+        assert engines.shares[name] * total > size + cache + 1e9, name  # and what computes
 
 
 def test_cells_without_time_are_recorded(tmp_path: Path) -> None:

@@ -31,13 +31,13 @@ class ThreadRanks:
         self._barrier.wait()
         return found
 
-    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of what all have."""
         self.sums += 1
         total = torch.stack(self.every(x.clone())).sum(0)
         return x.copy_(total)
 
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """What each has."""
         found = self.every(x.clone())
         assert len({each.shape for each in found}) == 1, "ranks send tensors of different shapes"

@@ -7,11 +7,13 @@ import itertools
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import products
 import pytest
 import torch
+from compressed_models import SCHEMES
 from llama_engines import model_of as llama
 from llama_engines import native as engine_of
 from program_families import FAMILIES, FLOAT8, compressed, model_of
@@ -21,6 +23,7 @@ from weight_cases import int_scheme
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import NativeEngine
 from runtime.formats.dfloat11 import DFloat11
+from runtime.formats.input_transform import InputTransform
 from runtime.formats.scheme import Scheme
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import CKernel
@@ -186,6 +189,8 @@ def record_engines(recorder: Recorder, quantized: bool) -> None:
         model = model_of(name)
         kinds = {"dense": model, "int4": compressed(model)[0]} if quantized and "," not in name else {"dense": model}
         if name == "Llama":
+            for label, scheme in (("transformed", SCHEMES["pack-quantized"]), ("transformed fp8", FLOAT8)):
+                kinds[label] = compressed(model, replace(scheme, transform=InputTransform("random")))[0]
             kinds["nvfp4"] = compressed(
                 model_of(name, hidden_size=96, intermediate_size=128), products.FLOATS["nvfp4"]
             )[0]

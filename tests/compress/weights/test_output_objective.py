@@ -221,10 +221,17 @@ def test_they_foretell_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     solve = block.solve_layers
 
     def noted(
-        tasks: Any, modules: Any, weights: Any, statistics: Any, dtype: Any, constraints: Any, hessians: Any
+        tasks: Any,
+        modules: Any,
+        weights: Any,
+        statistics: Any,
+        dtype: Any,
+        constraints: Any,
+        hessians: Any,
+        *others: Any,
     ) -> Any:
         found.update({name: (statistics.hessian.clone(), h) for name, h in zip(tasks, hessians, strict=True)})
-        return solve(tasks, modules, weights, statistics, dtype, constraints, hessians)
+        return solve(tasks, modules, weights, statistics, dtype, constraints, hessians, *others)
 
     monkeypatch.setattr(block, "solve_layers", noted)
     request = {

@@ -156,7 +156,7 @@ class Source:
         return storage.unpack(tensors, entry.scheme, shape, self.dtype, module)
 
     def matrix(self, module: str) -> torch.Tensor:
-        """`[rows, columns]` of any linear layer or embedding, dequantized, of inputs as they come."""
+        """`[rows, columns]` of any linear layer or embedding, dequantized, for untransformed inputs."""
         if module not in self.entries:
             return self.dense(f"{module}.weight")
         transform, weight = self.entries[module].scheme.transform, self.weight(module).dequantize()

@@ -132,8 +132,8 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
     if scheme.weights is not None and quantize is not None and (scheme.grid is None or scheme.transform is not None):
         later = next((s for s in recipe.stages if s.kind == "recover" and s.index > quantize.index), None)
         if later is not None:
-            turned = "" if scheme.transform is None else f", in the basis of input_transform {scheme.transform.name}"
-            stored = f"{scheme.weights.describe()}{turned}"
+            basis = "" if scheme.transform is None else f", in the basis of input_transform {scheme.transform.name}"
+            stored = f"{scheme.weights.describe()}{basis}"
             text = f"recovery trains weights on a grid, and stage {quantize.index} stores {module.name} as {stored}"
             raise RequestError(_at(recipe, later, (), f"{text}; put the recover stage before it"))
     if quantize is not None and quantize.config.objective == "output":

@@ -19,7 +19,8 @@ from runtime.formats.representation import Tensors, TensorSpec
 
 LEFT, RIGHT = "input_left", "input_right"
 MOST = 1024
-"""Rows of a matrix, at most: what a prime number of columns would ask for is no small product any more."""
+"""Rows of a matrix, at most: for a prime number of columns it would be as wide as the layer."""
+STORED = torch.float16
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class InputTransform:
         """Its matrices as a module stores them: in 16 bits, since the weight is that of the rounded ones."""
         left, right = self.sizes(columns)
         whole: Axes = (None, None)
-        found = {RIGHT: TensorSpec((right, right), torch.float16, whole)}
-        return found if left == 1 else found | {LEFT: TensorSpec((left, left), torch.float16, whole)}
+        found = {RIGHT: TensorSpec((right, right), STORED, whole)}
+        return found if left == 1 else found | {LEFT: TensorSpec((left, left), STORED, whole)}
 
     def of_inputs(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """`x T` for `x [..., in]`, in the dtype of `x`; computed in float32 (float64 where `x` is)."""

@@ -99,12 +99,12 @@ class Scheme:
         elif w:
             group = w.get("group_size") if w["strategy"] == "group" else None
             weights = GridScheme(w["num_bits"], w["type"], w["symmetric"], w["strategy"], group)
-        turned = config.get("input_transform")
+        transform = config.get("input_transform")
         return cls(
             weights,
             ActivationScheme.from_arguments(a) if a else None,
             config.get("sparsity"),
-            None if turned is None else InputTransform.from_config(turned),
+            None if transform is None else InputTransform.from_config(transform),
         )
 
 

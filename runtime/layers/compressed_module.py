@@ -14,6 +14,7 @@ from runtime import kernels as kernel_table
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.base import input_tensors
 from runtime.formats.checks import Tensors, TensorSpec, check_tensor, join
+from runtime.formats.input_transform import LEFT, RIGHT
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import CompressedWeight
 from runtime.kernels import Choice, Kernel, Layer
@@ -83,13 +84,13 @@ class CompressedModule(nn.Module):
         return {name: self._tensor(name) for name in self._specs}
 
     def compressed_weight(self) -> CompressedWeight:
-        """The weight as codes, scales and mask, of inputs as they are transformed; ArtifactError when the tensors are not right."""
+        """The weight as codes, scales and mask, in the basis of its input transform; ArtifactError when the tensors are not right."""
         if self.kernel is None:
             self.check()
         return (self.kernel or kernel_table.REFERENCE).restore(self._tensors(), self.layer)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Dense weight `[rows, columns]`, of inputs as they come, in `dtype` (None: the module's)."""
+        """Dense weight `[rows, columns]` for untransformed inputs, in `dtype` (None: the module's)."""
         weight = replace(self.compressed_weight(), dtype=dtype or self.dtype).dequantize()
         transform = self.entry.scheme.transform
         return weight if transform is None else transform.of_weight(weight, self._tensors())
@@ -113,6 +114,9 @@ class CompressedModule(nn.Module):
             scale = tensors.get(name)
             if scale is not None and not bool((scale > 0) & scale.isfinite()):
                 raise ArtifactError(f"tensor {join(where, name)} is {float(scale)}, expected a positive number")
+        for name in (LEFT, RIGHT):
+            if name in tensors and not bool(tensors[name].isfinite().all()):
+                raise ArtifactError(f"tensor {join(where, name)} holds NaN or Inf")
 
     # ---------------------------------------------------------------- buffers
     @property

@@ -18,7 +18,7 @@ from compress.quantize.transforms import hadamard
 from compress.quantize.transforms.method import Layers, TransformMethod
 from runtime.formats.activation_scheme import ActivationScheme
 from runtime.formats.grid import GridScheme
-from runtime.formats.input_transform import matrices, multiplied
+from runtime.formats.input_transform import STORED, matrices, multiplied
 from runtime.formats.representation import Tensors
 from runtime.formats.scheme import Scheme
 from runtime.kernels.activations import fake_quantize
@@ -81,7 +81,7 @@ Loss = Callable[[torch.Tensor, Tensors], torch.Tensor]
 def _held_out(loss: Loss, held: torch.Tensor, tensors: Tensors) -> float:
     """The loss on inputs that nothing was learned from, with the matrices as they are stored; infinite where one cannot be inverted."""
     try:
-        found = float(loss(held, {name: tensor.half().float() for name, tensor in tensors.items()}))
+        found = float(loss(held, {name: tensor.to(STORED).float() for name, tensor in tensors.items()}))
     except torch.linalg.LinAlgError:
         return float("inf")
     return found if math.isfinite(found) else float("inf")
@@ -99,9 +99,9 @@ def _loss(scheme: Scheme, weight: torch.Tensor) -> Loss:
     weights = _learned_with(scheme)
 
     def loss(x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
-        turned = multiplied(weight, *matrices(tensors, lambda each: torch.linalg.inv(each).T))
+        transformed = multiplied(weight, *matrices(tensors, lambda each: torch.linalg.inv(each).T))
         inputs = multiplied(x, *matrices(tensors))
-        rounded = _straight(turned, nearest_values(turned.detach(), weights, torch.float32, search="minmax"))
+        rounded = _straight(transformed, nearest_values(transformed.detach(), weights, torch.float32, search="minmax"))
         given = inputs
         if scheme.activations is not None:
             given = _straight(inputs, _rounded_inputs(inputs.detach(), scheme.activations))

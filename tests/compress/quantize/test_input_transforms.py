@@ -378,6 +378,10 @@ def test_a_damaged_matrix_is_named() -> None:
     for name, wrong in (("input_left", torch.eye(16)), ("input_right", torch.eye(16, dtype=torch.int32))):
         with pytest.raises(ArtifactError, match=f"tensor {name} "):
             CompressedLinear.from_tensors(entry, (16, 128), tensors | {name: wrong}, None, torch.float32)
+    damaged = CompressedLinear.from_tensors(entry, (16, 128), tensors, None, torch.float32)
+    damaged._buffers["input_right"] = torch.full_like(tensors["input_right"], torch.nan)
+    with pytest.raises(ArtifactError, match="tensor input_right holds NaN or Inf"):
+        damaged.prepare()
     del tensors["input_left"]
     with pytest.raises(ArtifactError, match="tensor input_left is missing"):
         CompressedLinear.from_tensors(entry, (16, 128), tensors, None, torch.float32)

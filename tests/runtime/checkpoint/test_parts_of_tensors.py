@@ -67,7 +67,9 @@ def read_by(call: Callable[[], object]) -> int:
     return so_far() - before - between
 
 
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count reads")
+@pytest.mark.skipif(
+    not Path("/proc/self/io").exists(), reason="needs /proc/self/io, which counts the bytes that a process has read"
+)
 @pytest.mark.parametrize(
     ("name", "index"),
     [

@@ -44,10 +44,15 @@ CELLS: dict[str, dict[str, Any]] = {
     "MXFP4": {"quantize": {"method": "gptq", "scheme": "MXFP4"}},
     "values int2": {"kv_cache": {"keys": "plain", "values": "int2"}},
 }
-#: The method of a stage `rotate`, or none; and the `input_transform` of what quantizes.
-WAYS: dict[str, tuple[str | None, str | None]] = {
-    "plain": (None, None), "hadamard": ("hadamard", None), "orthogonal": ("orthogonal", None), "inputs": (None, "hadamard"),
-    "both": ("hadamard", "hadamard"), "groups": (None, "hadamard_groups"), "flatquant": (None, "flatquant"),
+#: What stages `rotate` do not reach.
+INSIDE = "re:.*(o_proj|down_proj)"
+#: The method of a stage `rotate`, or none; the `input_transform` of what quantizes, or none; and of which layers.
+WAYS: dict[str, tuple[str | None, str | None, str]] = {
+    "plain": (None, None, "Linear"), "hadamard": ("hadamard", None, "Linear"), "orthogonal": ("orthogonal", None, "Linear"),
+    "inputs": (None, "hadamard", "Linear"), "both": ("hadamard", "hadamard", "Linear"), "groups": (None, "hadamard_groups", "Linear"),
+    "flatquant": (None, "flatquant", "Linear"), "spinquant": ("spinquant", None, "Linear"),
+    "hadamard and inside": ("hadamard", "hadamard", INSIDE), "spinquant and inside": ("spinquant", "hadamard", INSIDE),
+    "spinquant and flatquant inside": ("spinquant", "flatquant", INSIDE),
 }  # fmt: skip
 
 
@@ -80,11 +85,11 @@ def in_principal_axes(model: Path, output: Path) -> Path:
 
 def measured(model: Path, way: str, cell: dict[str, Any]) -> dict[str, float]:
     """KL divergence of the artifact to its model."""
-    rotation, transform = WAYS[way]
+    rotation, transform, targets = WAYS[way]
     stages = [] if rotation is None else [{"rotate": {"method": rotation}}]
-    if transform is not None:
-        cell = {"quantize": {**cell["quantize"], "input_transform": transform}}
     stages += [cell] if cell else []
+    if transform is not None:
+        stages.append({"quantize": {**cell["quantize"], "input_transform": transform, "targets": [targets]}})
     recipe = {"name": "cell", "model": str(model), "calibration": CALIBRATION, "stages": stages, "evaluate": EVALUATION}
     with tempfile.TemporaryDirectory() as directory:
         metrics = compress.apply(recipe, output=f"{directory}/out", quiet=True).metrics

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from compress.core.method import registry
-from compress.rotate import hadamard, orthogonal
+from compress.rotate import hadamard, orthogonal, spinquant
 from compress.rotate.method import RotateMethod
 
-METHODS: dict[str, RotateMethod] = registry("compress.rotate", hadamard.METHOD, orthogonal.METHOD)
+METHODS: dict[str, RotateMethod] = registry("compress.rotate", hadamard.METHOD, orthogonal.METHOD, spinquant.METHOD)
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -23,7 +23,8 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def hidden_matrix(method: str, facts: Mapping[str, Any]) -> torch.Tensor:
-    """What a stage has rotated the hidden state by: float64 `[size, size]`, a row for each dimension before.
+    """What a stage has rotated the hidden state by, or what a learned matrix started as: float64 `[size, size]`, a row for each dimension
+    before.
 
     Args:
         facts: "matrix" of the stage's record: "size", "seed", and "keeps_mean" where a vector of equal numbers stays as it is.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -30,6 +31,19 @@ class RotateConfig(BaseModel):
 
 
 @dataclass(frozen=True)
+class Site:
+    """A norm of the hidden state, by what it gives and what reads that.
+
+    Attributes:
+        inputs: float32 `[tokens, hidden]`, what the norm gives over calibration text, without its weights.
+        rows: float32 `[n, hidden]`, some rows of the linear layers that read it, with the weights of the norm.
+    """
+
+    inputs: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
 class RotateMethod:
     """One method of `compress.rotate.METHODS`.
 
@@ -37,7 +51,9 @@ class RotateMethod:
         config: of its fields, the first of which, `method`, says its name. summary, paper: as of `compress.core.method.Method`.
         matrix: `(size, generator) -> [size, size]` float64, orthogonal.
         why_not: the reason it has none of a size; None: it has.
-        needs: what must be collected from calibration text; nothing.
+        learn: `(start [size, size], sites, config) -> ` a better matrix of the hidden state, float64 and orthogonal, which keeps the
+            vector of equal numbers where `start` does; None: matrices do not depend on the model.
+        needs: what must be collected from calibration text.
     """
 
     config: type[RotateConfig]
@@ -45,6 +61,7 @@ class RotateMethod:
     summary: str
     paper: str
     why_not: Callable[[int], str | None] = lambda _size: None
+    learn: Callable[[torch.Tensor, Sequence[Site], Any], torch.Tensor] | None = None
     needs: Collection[str] = ()
 
     @property

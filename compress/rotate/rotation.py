@@ -112,6 +112,15 @@ class HiddenRotation:
         assert weight is not None
         return weight.float() + self.norms[norm].offset
 
+    def given(self, norm: str, x: torch.Tensor) -> torch.Tensor:
+        """What a norm without weights gives for inputs `[n, hidden]`, float32; a bias is divided by them, as in `fold_norms`."""
+        x = x.float()
+        if self.norms[norm].centred:
+            x = x - x.mean(1, keepdim=True)
+        x = x / x.square().mean(1, keepdim=True).sqrt().clamp_min(1e-30)
+        bias = self.read(f"{norm}.bias")
+        return x if bias is None else x + bias.float() / self.gain(norm)
+
     def fold_norms(self, names: Iterable[str]) -> Rotation:
         """Norms without weights of their own: layers that read them have those. A bias `b` becomes `b / gain`, rotated."""
         found = Rotation()
@@ -126,6 +135,33 @@ class HiddenRotation:
             found.sides[f"{name}.bias"] = [SideRotation(0, self.matrix, 1 / gain)]
         return found
 
+    def norms_of(self, prefix: str) -> list[str]:
+        """Names of a block's norms."""
+        return [name for name in self.norms if name.startswith(prefix)]
+
+    def readers(self, block: nn.Module, prefix: str, run: Callable[[], object]) -> dict[str, str]:
+        """{name of a module of a block: the norm whose output it reads}, of one run.
+
+        Raises:
+            RequestError: no linear layer reads a norm.
+        """
+        norms = self.norms_of(prefix)
+        owners = sorted(
+            {part.name.rpartition(".")[0] for part in self.slices if part.name.startswith(prefix)} - set(norms)
+        )
+        modules = {name: block.get_submodule(name.removeprefix(prefix)) for name in (*owners, *norms)}
+        reads = _read_norms(modules, norms, run)
+        unread = sorted(set(norms) - set(reads.values()))
+        if len(unread) == 1:  # what it gives may be multiplied by a number on its way
+            alone = [name for name in owners if name not in reads and self._reads(modules[name], name)]
+            reads |= dict.fromkeys(alone, unread[0])
+        if unread and not set(unread) <= set(reads.values()):
+            raise RequestError(
+                f"{unread[0]}: no linear layer reads the output of this norm (post-norms, as in Gemma 2 and OLMo 2), so its weights cannot "
+                "be folded; set hidden: false"
+            )
+        return reads
+
     def of_block(self, block: nn.Module, prefix: str, run: Run) -> Rotation:
         """The rotation of a block's tensors.
 
@@ -136,19 +172,9 @@ class HiddenRotation:
             RequestError: the block would compute something else.
         """
         slices = [part for part in self.slices if part.name.startswith(prefix)]
-        norms = [name for name in self.norms if name.startswith(prefix)]
+        reads, norms = self.readers(block, prefix, lambda: run(block, False)), self.norms_of(prefix)
         owners = sorted({part.name.rpartition(".")[0] for part in slices} - set(norms))
-        modules = {name: block.get_submodule(name.removeprefix(prefix)) for name in (*owners, *norms)}
-        reads = _read_norms(modules, norms, lambda: run(block, False))
-        unread = sorted(set(norms) - set(reads.values()))
-        if len(unread) == 1:  # what it gives may be multiplied by a number on its way
-            alone = [name for name in owners if name not in reads and self._reads(modules[name], name)]
-            reads |= dict.fromkeys(alone, unread[0])
-        if unread and not set(unread) <= set(reads.values()):
-            raise RequestError(
-                f"{unread[0]}: no linear layer reads the output of this norm (post-norms, as in Gemma 2 and OLMo 2), so its weights cannot "
-                "be folded; set hidden: false"
-            )
+        modules = {name: block.get_submodule(name.removeprefix(prefix)) for name in owners}
         found, ambiguous = self.fold_norms(norms), list[tuple[str, SideRotation, SideRotation]]()
         for owner in owners:
             gain = self.gain(reads[owner]) if owner in reads else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from compress.model.checkpoint_writer import PREDICTING, config_dict, write_zero
 from compress.model.config_sizes import resized, size_of
 from compress.model.context import Context
 from compress.model.couplings import Slices, shapes
-from compress.model.footprint import Footprint, ModelSize, Rows, Speed
+from compress.model.footprint import Footprint, ModelSize, Rows, Speed, tokens
 from compress.model.hidden_states import HiddenStates
 from compress.model.rewrite import Lines, Pass, Rewrite, Tensors
 from compress.model.source import DerivedCheckpoint
@@ -33,6 +33,7 @@ from compress.report.elements import section, table
 from compress.rotate import METHODS, hidden_matrix, seeded
 from compress.rotate.method import RotateConfig
 from compress.rotate.rotation import TOLERANCE, Comparison, HiddenRotation, Rotation, rotate_values, value_pairs
+from compress.rotate.sites import ELEMENTS, collect_sites
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
 
@@ -69,6 +70,16 @@ class RotateJob(Job):
         return self.stage.config
 
     @property
+    def learns(self) -> bool:
+        """Whether the matrix of the hidden state is learned from calibration text."""
+        return METHODS[self.stage.method].learn is not None and self.settings.hidden
+
+    @property
+    def needs(self) -> set[str]:
+        """See `Job.needs`."""
+        return set(METHODS[self.stage.method].needs) if self.learns else set()
+
+    @property
     def stored(self) -> int:
         """See `Job.stored`."""
         return self.whole.stored
@@ -98,11 +109,23 @@ class RotateJob(Job):
         whole, itemsize, matrix = self.whole, self.whole.itemsize, 32 * self.whole.hidden**2
         needed = (itemsize + 16) * whole.outside + (itemsize + 16) * whole.block + 4 * whole.hidden**2
         on_cpu = context.streamed.device.type == "cpu"
-        return Footprint(
+        found = Footprint(
             memory=matrix + (needed if on_cpu else 2 * itemsize * whole.outside), device=0 if on_cpu else needed,
             seconds=2.0 * whole.total * whole.hidden / speed.single,
             advice="its embeddings and its largest block need that much; use a machine with more",
         )  # fmt: skip
+        if not self.learns:
+            return found
+        # Inputs and rows of all sites, and a dozen matrices of the descent; each step multiplies as many of them.
+        states, learning = whole.states(rows), 8 * ELEMENTS + 64 * whole.hidden**2
+        learning += itemsize * (whole.outside + whole.block) + whole.forward(rows)
+        steps = getattr(self.settings, "steps", 0)
+        seconds = 2.0 * whole.inside * tokens(rows) / speed.single + 16.0 * steps * whole.hidden**3 / speed.single
+        return found.after(
+            Footprint(
+                memory=learning if on_cpu else 0, device=0 if on_cpu else learning, states=states, seconds=seconds
+            )
+        )
 
     def warnings(self, context: Context, size: int) -> list[str]:
         """A head that grows into a tensor of its own; layers that are left out."""
@@ -136,7 +159,8 @@ class RotateJob(Job):
         )  # which layers, and how wide, an earlier stage would leave was not known before
         if self.settings.hidden:
             streamed.checkpoint.dropped |= dict.fromkeys(streamed.predicting, PREDICTING)
-        run = Pass(job, streamed, [probe], probe, store.output, store.work, store.spill, reporter)
+        batches = context.batches if job.learns else [probe]
+        run = Pass(job, streamed, batches, probe, store.output, store.work, store.spill, reporter)
         with origin.located(self.stage.path):
             rotated = RotatedCheckpoint(run)
             found = rotated.write()
@@ -185,8 +209,22 @@ class RotatedCheckpoint(Rewrite[RotateJob]):
         # Norms without weights are not seen; some take the mean away.
         keeps_mean = not norms or any(norm.centred for norm in norms.values())
         self.matrix = {"size": self.job.whole.hidden, "seed": self.job.settings.seed, "keeps_mean": keeps_mean}
-        matrix = hidden_matrix(self.job.stage.method, self.matrix).float().to(self.whole.device)
-        self._hidden = HiddenRotation(matrix, self.job.slices, norms, self._read)
+        matrix = hidden_matrix(self.job.stage.method, self.matrix)
+        self._hidden = HiddenRotation(matrix.float().to(self.whole.device), self.job.slices, norms, self._read)
+        if self.job.learns:
+            matrix = self.run.tensors_once("rotation.safetensors", lambda: {"matrix": self._learned(matrix)})["matrix"]
+            self._hidden = replace(self._hidden, matrix=matrix.float().to(self.whole.device))
+
+    def _learned(self, start: torch.Tensor) -> torch.Tensor:
+        """The matrix of a method that learns it, float64."""
+        assert self._hidden is not None
+        learn = METHODS[self.job.stage.method].learn
+        assert learn is not None
+        sites = collect_sites(self.run, self._hidden)
+        self.run.reporter.phase(f"{self.job.stage.kind}: learning the rotation", 1)
+        found = learn(start, sites, self.job.settings).contiguous()
+        self.run.reporter.step("learned")
+        return found
 
     def _read(self, name: str) -> torch.Tensor | None:
         """A tensor of the whole model, on its device; None where it has none of this name."""
@@ -325,6 +363,11 @@ def prepare(context: Context, stage: Stage) -> RotateJob:
     if not stage.config.hidden:
         return RotateJob(stage, config, ModelSize.of(streamed), heads=heads)
     size = size_of(config, "hidden").count
+    learns = METHODS[stage.method].learn is not None
+    later = [other for other in context.recipe.stages if other.kind == "recover" and other.index > stage.index]
+    if learns and later:
+        text = f"compares hidden states with the original model's, whose rotation by {stage.method} is not kept; rotate by hadamard"
+        raise RequestError(origin.at(later[0].path, text))
     with origin.located((*stage.path, "hidden")):
         if reason := METHODS[stage.method].why_not(size):
             raise RequestError(reason)

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import torch
 
+from compress.core.learning import descend, straight
 from compress.quantize.grid import nearest_values
 from compress.quantize.input_grid import calibrated_tensors
 from compress.quantize.transforms import hadamard
@@ -44,21 +45,16 @@ def find(layers: Layers) -> Tensors:
     loss = _loss(layers.scheme, weight)
     learned = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
     generator = torch.Generator().manual_seed(len(weight))
-    optimizer = torch.optim.Adam(learned.values(), lr=RATE / weight.shape[1] ** 0.25)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+
+    def of_a_batch() -> torch.Tensor:
+        return loss(shown[torch.randint(len(shown), (BATCH,), generator=generator).to(shown.device)], learned)
+
     best, least = start, _held_out(loss, held, start)
     with suppress(torch.linalg.LinAlgError):  # no further where a matrix cannot be inverted any more
-        for step in range(1, STEPS + 1):
-            batch = shown[torch.randint(len(shown), (BATCH,), generator=generator).to(shown.device)]
-            optimizer.zero_grad()
-            with torch.enable_grad():
-                loss(batch, learned).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            schedule.step()
-            if step % (STEPS // 8) == 0:
-                now = {name: tensor.detach().clone() for name, tensor in learned.items()}
-                if (found := _held_out(loss, held, now)) < least:
-                    best, least = now, found
+        for _ in descend(learned.values(), RATE / weight.shape[1] ** 0.25, STEPS, of_a_batch):
+            now = {name: tensor.detach().clone() for name, tensor in learned.items()}
+            if (found := _held_out(loss, held, now)) < least:
+                best, least = now, found
     return best
 
 
@@ -101,19 +97,16 @@ def _loss(scheme: Scheme, weight: torch.Tensor) -> Loss:
     def loss(x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         transformed = multiplied(weight, *matrices(tensors, lambda each: torch.linalg.inv(each).T))
         inputs = multiplied(x, *matrices(tensors))
-        rounded = _straight(transformed, nearest_values(transformed.detach(), weights, torch.float32, search="minmax"))
-        given = inputs
-        if scheme.activations is not None:
-            given = _straight(inputs, _rounded_inputs(inputs.detach(), scheme.activations))
+        nearest = nearest_values(transformed.detach(), weights, torch.float32, search="minmax")
+        rounded = straight(transformed, nearest, weights.width(weight.shape[1]), whole=weights.strategy == "tensor")
+        given, activations = inputs, scheme.activations
+        if activations is not None:
+            nearest = _rounded_inputs(inputs.detach(), activations)
+            given = straight(inputs, nearest, activations.group_size, whole=activations.strategy == "tensor")
         wanted = x @ weight.T
         return (given @ rounded.T - wanted).square().sum() / wanted.square().sum().clamp(min=1e-30)
 
     return loss
-
-
-def _straight(value: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """`rounded` with the gradient of `value`."""
-    return value + (rounded - value).detach()
 
 
 def _rounded_inputs(x: torch.Tensor, activations: ActivationScheme) -> torch.Tensor:

@@ -1,0 +1,129 @@
+"""SpinQuant: a rotation of the hidden state that is learned, so that inputs of few bits lose least (Liu et al., 2024, arXiv 2405.16406).
+
+The paper descends on the loss of the whole model, whose inputs are rounded. Here it is the error of the outputs of the layers that read
+the hidden state, all of them at once, which needs no backward pass through the model: it is read block by block, as everywhere. Values of
+heads (R2) are rotated by random matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from compress.core.learning import descend, straight
+from compress.core.orthogonal import orthogonal_matrix, random_hadamard_matrix, why_not
+from compress.rotate.method import RotateConfig, RotateMethod, Site
+from runtime.formats.activation_scheme import ActivationScheme
+from runtime.kernels.activations import fake_quantize
+
+RATE = 0.16
+"""Over the root of the size: 0.01 for 256 dimensions."""
+#: Of a step: sites, and tokens of each.
+SITES, TOKENS = 8, 128
+
+
+class SpinQuantConfig(RotateConfig):
+    """Rotate the hidden state by a matrix that is learned from calibration text, from a random Hadamard one on."""
+
+    method: Literal["spinquant"] = Field("spinquant", description="Name of the method.")
+    input_bits: int = Field(4, ge=2, le=8, description="Bits of the inputs that the rotation is learned for.")
+    steps: int = Field(200, ge=8, le=10_000, description="Steps of gradient descent.")
+
+    @model_validator(mode="after")
+    def _learns_something(self) -> SpinQuantConfig:
+        if not self.hidden:
+            raise ValueError("spinquant learns the rotation of the hidden state; with hidden: false take hadamard")
+        return self
+
+
+def matrix(size: int, generator: torch.Generator) -> torch.Tensor:
+    """A random Hadamard matrix, or an orthogonal one where its size has none."""
+    make = orthogonal_matrix if why_not(size) else random_hadamard_matrix
+    return make(size, generator)
+
+
+def learn(start: torch.Tensor, sites: Sequence[Site], config: SpinQuantConfig) -> torch.Tensor:
+    """See `RotateMethod.learn`; `start` where no step helps on the quarter of the tokens that is held out."""
+    generator = torch.Generator().manual_seed(config.seed)
+    scheme = ActivationScheme(bits=config.input_bits)
+    device = sites[0].inputs.device
+    sites = [site for site in sites if len(site.inputs) > 1]
+    held = [Site(site.inputs[::4], site.rows) for site in sites]
+    shown = [Site(site.inputs[torch.arange(len(site.inputs)) % 4 != 0], site.rows) for site in sites]
+    first = start.to(device, torch.float32)
+    turned = _Turned(first)
+
+    def of_a_batch() -> torch.Tensor:
+        rotation, total = turned(), torch.zeros((), device=device)
+        for number in torch.randperm(len(shown), generator=generator)[:SITES].tolist():
+            site = shown[number]
+            tokens = torch.randint(len(site.inputs), (TOKENS,), generator=generator).to(device)
+            total = total + _loss(site.inputs[tokens], site.rows, rotation, scheme)
+        return total
+
+    @torch.no_grad()
+    def judged(rotation: torch.Tensor) -> float:
+        return sum(float(_loss(site.inputs, site.rows, rotation, scheme)) for site in held)
+
+    if not sites:
+        return start
+    best, least = start, judged(first)
+    for _ in descend(turned.parameters(), RATE / len(start) ** 0.5, config.steps, of_a_batch):
+        now = _orthogonal(turned().detach().double())
+        if (found := judged(now.float())) < least:
+            best, least = now.cpu(), found
+    return best
+
+
+class _Turned(nn.Module):
+    """`start` times an orthogonal matrix that is learned: the identity at first. Both keep the vector of equal numbers, or neither."""
+
+    def __init__(self, start: torch.Tensor) -> None:
+        super().__init__()
+        size = len(start)
+        ones = torch.full((size,), size**-0.5, device=start.device)
+        self._start, self._mirror = start, torch.empty(0)
+        if torch.allclose(ones @ start, ones, atol=1e-4):
+            # What swaps that vector and the first axis; the matrix turns the other axes.
+            axis = ones - torch.eye(size, device=start.device)[0]
+            self._mirror = torch.eye(size, device=start.device) - 2 * torch.outer(axis, axis) / axis.square().sum()
+            size -= 1
+        layer = nn.Linear(size, size, bias=False, device=start.device)
+        with torch.no_grad():
+            layer.weight.copy_(torch.eye(size))
+        self.layer = parametrizations.orthogonal(layer, orthogonal_map="cayley")
+
+    def forward(self) -> torch.Tensor:
+        own = self.layer.weight
+        assert isinstance(own, torch.Tensor)
+        if len(self._mirror):
+            own = self._mirror @ torch.block_diag(torch.ones_like(own[:1, :1]), own) @ self._mirror
+        return self._start @ own
+
+
+def _loss(x: torch.Tensor, rows: torch.Tensor, rotation: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
+    """Squared error of the outputs of `rows` `[n, hidden]` with rotated inputs `[tokens, hidden]` rounded, relative to them."""
+    turned = x @ rotation
+    rounded = straight(turned, fake_quantize(turned.detach(), scheme, {}))
+    lost = (rounded - turned) @ rotation.T
+    return (lost @ rows.T).square().sum() / (x @ rows.T).square().sum().clamp_min(1e-30)
+
+
+def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """The orthogonal matrix next to one that is so up to rounding: a step of Newton's iteration."""
+    return matrix @ (3 * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device) - matrix.T @ matrix) / 2
+
+
+METHOD = RotateMethod(
+    SpinQuantConfig,
+    matrix,
+    summary="rotates the hidden state by a matrix learned for inputs of few bits",
+    paper="Liu et al., SpinQuant, 2024, arXiv 2405.16406",
+    learn=learn,
+    needs=frozenset({"samples"}),
+)

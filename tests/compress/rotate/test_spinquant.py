@@ -1,0 +1,170 @@
+"""Rotations that are learned: orthogonal, better on inputs that were not shown, and folded like any other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_models import UNLIMITED
+from test_rotate_stage import applied, logits, record, source
+
+import compress
+from compress.rotate import keep_mean, spinquant
+from compress.rotate.method import Site
+from compress.rotate.stage import RotatedCheckpoint
+from runtime.errors import RequestError
+from runtime.formats.activation_scheme import ActivationScheme
+from runtime.kernels.activations import fake_quantize
+
+SPINQUANT = {"rotate": {"method": "spinquant", "steps": 24}}
+
+
+def drawn(size: int, seed: int = 0) -> list[Site]:
+    """Inputs with a few heavy directions, and what reads them."""
+    draw = torch.Generator().manual_seed(seed)
+    sites = []
+    for _ in range(3):
+        basis = torch.linalg.qr(torch.randn(size, size, generator=draw))[0]
+        spread = torch.ones(size)
+        spread[: max(1, size // 8)] = 20
+        inputs = torch.randn(400, size, generator=draw) * spread @ basis
+        sites.append(Site(inputs, torch.randn(32, size, generator=draw)))
+    return sites
+
+
+def lost(sites: list[Site], matrix: torch.Tensor, bits: int = 4) -> float:
+    """Relative squared error of the outputs, step by step."""
+    found = 0.0
+    for site in sites:
+        turned = site.inputs @ matrix.float()
+        rounded = fake_quantize(turned, ActivationScheme(bits=bits), {})
+        outputs, wanted = (rounded @ matrix.float().T) @ site.rows.T, site.inputs @ site.rows.T
+        found += float((outputs - wanted).square().sum() / wanted.square().sum())
+    return found / len(sites)
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("size", [16, 52])
+def test_learned_matrices_are_orthogonal_and_lose_less(size: int, mean: bool) -> None:
+    start = spinquant.matrix(size, torch.Generator().manual_seed(0))
+    start = keep_mean(start) if mean else start
+    sites = drawn(size)
+    found = spinquant.learn(start, sites, spinquant.SpinQuantConfig(steps=80))
+    assert found.dtype == torch.float64
+    assert torch.allclose(found @ found.T, torch.eye(size, dtype=torch.float64), atol=1e-9)
+    ones = torch.ones(size, dtype=torch.float64)
+    assert torch.allclose(ones @ found, ones, atol=1e-5) == mean
+    unseen = [
+        Site(torch.randn(300, size) @ torch.linalg.cholesky(one.inputs.T @ one.inputs / 400).T, one.rows)
+        for one in sites
+    ]
+    assert lost(unseen, found) < 0.8 * lost(unseen, start)
+
+
+def test_two_dimensions_come_near_the_best_angle() -> None:
+    """Every rotation of the plane is tried."""
+    draw = torch.Generator().manual_seed(4)
+    site = Site(
+        torch.randn(800, 2, generator=draw) @ torch.tensor([[3.0, 1.0], [0.0, 0.4]]), torch.randn(8, 2, generator=draw)
+    )
+
+    def turned(angle: float) -> torch.Tensor:
+        return torch.tensor(
+            [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64
+        )
+
+    losses = [lost([site], turned(step * math.pi / 360)) for step in range(360)]
+    start = turned(math.pi / 4)
+    found = spinquant.learn(start, [site], spinquant.SpinQuantConfig(steps=200))
+    least, most = min(losses), lost([site], start)
+    assert lost([site], found) <= most
+    assert lost([site], found) < least + 0.35 * (most - least)
+
+
+def test_where_no_step_helps_the_matrix_stays() -> None:
+    """Inputs of zeros lose nothing; one alone leaves none to judge by."""
+    start = spinquant.matrix(8, torch.Generator().manual_seed(0))
+    for inputs in (torch.zeros(9, 8), torch.randn(1, 8)):
+        found = spinquant.learn(start, [Site(inputs, torch.ones(2, 8))], spinquant.SpinQuantConfig(steps=8))
+        assert torch.equal(found, start)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "olmo", "starcoder2", "qwen3_next"])
+def test_a_rotated_model_computes_what_it_did(name: str, tiny_text: Path, tmp_path: Path) -> None:
+    model = source(name, tmp_path / "source")
+    text = {"data": str(tiny_text), "sequence_length": 32, "samples": 8}
+    made = applied(model, tmp_path / "out", SPINQUANT, calibration=text).path
+    assert float((logits(made) - logits(model)).norm() / logits(model).norm()) < 1e-5
+    assert record(made)["matrix"]["size"]
+
+
+def test_an_interrupted_run_gives_the_same_bytes(
+    tiny_llama: Callable[..., Path], tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matrix is learned once."""
+    text = {"data": str(tiny_text), "sequence_length": 32, "samples": 8}
+    recipe = {"name": "rotated", "model": str(tiny_llama()), "stages": [SPINQUANT], "calibration": text}
+    whole = compress.apply(recipe, output=tmp_path / "whole", quiet=True).path
+    block = RotatedCheckpoint.block
+
+    def interrupted(self: RotatedCheckpoint, index: int) -> Any:
+        if index == 1:
+            raise KeyboardInterrupt
+        return block(self, index)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RotatedCheckpoint, "block", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compress.apply(recipe, output=tmp_path / "resumed", quiet=True)
+    monkeypatch.setattr(RotatedCheckpoint, "_learned", None)
+    resumed = compress.apply(recipe, output=tmp_path / "resumed", resume=True, quiet=True).path
+    files = [{file.name: file.read_bytes() for file in path.glob("*.safetensors")} for path in (whole, resumed)]
+    assert files[0] == files[1] != {}
+
+
+def test_inputs_of_4_bits_lose_less_than_with_a_random_matrix(
+    tiny_llama: Callable[..., Path], tiny_text: Path, tmp_path: Path
+) -> None:
+    quantize = {"quantize": {"method": "rtn", "bits": 8, "group_size": 32, "activations": "int4"}}
+    settings = {
+        "calibration": {"data": str(tiny_text), "sequence_length": 64, "samples": 16},
+        "evaluate": {**UNLIMITED, "data": "bundled", "samples": 8, "sequence_length": 64},
+    }
+    kl = [
+        applied(tiny_llama(), tmp_path / method, {"rotate": {"method": method}}, quantize, **settings).metrics["kl"]
+        for method in ("hadamard", "spinquant")
+    ]
+    assert kl[1] < kl[0]
+
+
+def test_what_needs_the_matrix_later_is_refused_before_the_run(
+    tiny_llama: Callable[..., Path], tiny_text: Path, tmp_path: Path
+) -> None:
+    recover = {"recover": {"method": "finetune", "steps": 1, "samples": 8, "batch_size": 2}}
+    text = {"data": str(tiny_text), "sequence_length": 32, "samples": 8}
+    with pytest.raises(
+        RequestError, match=r"stages.1.recover: .* rotation by spinquant is not kept; rotate by hadamard"
+    ):
+        applied(tiny_llama(), tmp_path / "out", SPINQUANT, recover, calibration=text)
+    with pytest.raises(
+        RequestError, match="spinquant learns the rotation of the hidden state; with hidden: false take hadamard"
+    ):
+        applied(tiny_llama(), tmp_path / "out", {"rotate": {"method": "spinquant", "hidden": False}})
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_plan_counts_what_learning_takes(tiny_llama: Callable[..., Path], tiny_text: Path) -> None:
+    text = {"data": str(tiny_text), "sequence_length": 32, "samples": 8}
+    plans = [
+        compress.plan(
+            {"name": "x", "model": str(tiny_llama()), "calibration": text, "stages": [{"rotate": {"method": method}}]}
+        )
+        for method in ("hadamard", "spinquant")
+    ]
+    assert plans[1].peak_memory > plans[0].peak_memory + 2**25
+    assert plans[1].seconds > plans[0].seconds

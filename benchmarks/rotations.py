@@ -83,7 +83,7 @@ def in_principal_axes(model: Path, output: Path) -> Path:
     return compress.apply({"name": "axes", "model": str(model), "stages": [stage]}, output=output, quiet=True).path
 
 
-def measured(model: Path, way: str, cell: dict[str, Any]) -> dict[str, float]:
+def measured(model: Path, way: str, cell: dict[str, Any]) -> dict[str, Any]:
     """KL divergence of the artifact to its model."""
     rotation, transform, targets = WAYS[way]
     stages = [] if rotation is None else [{"rotate": {"method": rotation}}]
@@ -96,7 +96,7 @@ def measured(model: Path, way: str, cell: dict[str, Any]) -> dict[str, float]:
     cached = metrics.get("kv_cache")
     return {
         "kl": cached["kl"] if cached else metrics["kl"],
-        "perplexity": metrics["after"]["perplexity"], "perplexity_before": metrics["before"]["perplexity"],
+        "perplexity": metrics["after"]["perplexity"], "perplexity_before": metrics["before"]["perplexity"], "cpu": cpu_name(),
     }  # fmt: skip
 
 

@@ -32,11 +32,11 @@ class RotateConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Site:
-    """A norm of the hidden state, by what it gives and what reads that.
+    """Inputs of linear layers that a matrix rotates, over calibration text: what a norm of the hidden state gives, without its weights, or
+    the values of all heads.
 
     Attributes:
-        inputs: float32 `[tokens, hidden]`, what the norm gives over calibration text, without its weights.
-        rows: float32 `[n, hidden]`, some rows of the linear layers that read it, with the weights of the norm.
+        inputs: float32 `[tokens, in]`. rows: float32 `[n, in]`, some rows of the layers that read them, with the weights of the norm.
     """
 
     inputs: torch.Tensor
@@ -51,8 +51,8 @@ class RotateMethod:
         config: of its fields, the first of which, `method`, says its name. summary, paper: as of `compress.core.method.Method`.
         matrix: `(size, generator) -> [size, size]` float64, orthogonal.
         why_not: the reason it has none of a size; None: it has.
-        learn: `(start [size, size], sites, config) -> ` a better matrix of the hidden state, float64 and orthogonal, which keeps the
-            vector of equal numbers where `start` does; None: matrices do not depend on the model.
+        learn: `(start [size, size], sites, config) -> ` a better matrix, float64 and orthogonal, which keeps the vector of equal numbers
+            where `start` does; inputs of sites are whole pieces of that size. None: matrices do not depend on the model.
         needs: what must be collected from calibration text.
     """
 

@@ -1,8 +1,8 @@
 """SpinQuant: a rotation of the hidden state that is learned, so that inputs of few bits lose least (Liu et al., 2024, arXiv 2405.16406).
 
 The paper descends on the loss of the whole model, whose inputs are rounded. Here it is the error of the outputs of the layers that read
-the hidden state, all of them at once, which needs no backward pass through the model: it is read block by block, as everywhere. Values of
-heads (R2) are rotated by random matrices.
+the hidden state, all of them at once (R1), and of each layer that reads the values of heads (R2), which needs no backward pass through the
+model: it is read block by block, as everywhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SITES, TOKENS = 8, 128
 
 
 class SpinQuantConfig(RotateConfig):
-    """Rotate the hidden state by a matrix that is learned from calibration text, from a random Hadamard one on."""
+    """Rotate the hidden state, and the values of each block, by matrices that are learned from calibration text, from random ones on."""
 
     method: Literal["spinquant"] = Field("spinquant", description="Name of the method.")
     input_bits: int = Field(4, ge=2, le=8, description="Bits of the inputs that the rotation is learned for.")
@@ -107,11 +107,16 @@ class _Turned(nn.Module):
 
 
 def _loss(x: torch.Tensor, rows: torch.Tensor, rotation: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
-    """Squared error of the outputs of `rows` `[n, hidden]` with rotated inputs `[tokens, hidden]` rounded, relative to them."""
-    turned = x @ rotation
+    """Squared error of the outputs of `rows` `[n, in]` with rotated inputs `[tokens, in]` rounded, relative to them."""
+    turned = _by_pieces(x, rotation)
     rounded = straight(turned, fake_quantize(turned.detach(), scheme, {}))
-    lost = (rounded - turned) @ rotation.T
+    lost = _by_pieces(rounded - turned, rotation.T)
     return (lost @ rows.T).square().sum() / (x @ rows.T).square().sum().clamp_min(1e-30)
+
+
+def _by_pieces(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Rows `[n, in]`, each as many times as long as the matrix as a layer has heads, rotated piece by piece."""
+    return (x.unflatten(-1, (-1, len(rotation))) @ rotation).flatten(-2)
 
 
 def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
@@ -122,7 +127,7 @@ def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 METHOD = RotateMethod(
     SpinQuantConfig,
     matrix,
-    summary="rotates the hidden state by a matrix learned for inputs of few bits",
+    summary="rotates the hidden state and values by matrices learned for inputs of few bits",
     paper="Liu et al., SpinQuant, 2024, arXiv 2405.16406",
     learn=learn,
     needs=frozenset({"samples"}),

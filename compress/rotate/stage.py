@@ -31,9 +31,17 @@ from compress.prune.structure.removal import check_finite
 from compress.recipe.stages import Stage
 from compress.report.elements import section, table
 from compress.rotate import METHODS, hidden_matrix, seeded
-from compress.rotate.method import RotateConfig
-from compress.rotate.rotation import TOLERANCE, Comparison, HiddenRotation, Rotation, rotate_values, value_pairs
-from compress.rotate.sites import ELEMENTS, collect_sites
+from compress.rotate.method import RotateConfig, Site
+from compress.rotate.rotation import (
+    TOLERANCE,
+    Comparison,
+    HiddenRotation,
+    Rotation,
+    ValuePair,
+    rotate_values,
+    value_pairs,
+)
+from compress.rotate.sites import ELEMENTS, collect_sites, value_site
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
 
@@ -116,7 +124,7 @@ class RotateJob(Job):
         )  # fmt: skip
         if not self.learns:
             return found
-        # Inputs and rows of all sites, and a dozen matrices of the descent; each step multiplies as many of them.
+        # Inputs and rows of all sites, and a dozen matrices of the descent.
         states, learning = whole.states(rows), 8 * ELEMENTS + 64 * whole.hidden**2
         learning += itemsize * (whole.outside + whole.block) + whole.forward(rows)
         steps = getattr(self.settings, "steps", 0)
@@ -199,7 +207,7 @@ class RotatedCheckpoint(Rewrite[RotateJob]):
     """
 
     def __init__(self, run: Pass[RotateJob]) -> None:
-        super().__init__(run, {"hidden": run.streamed}, [run.probe])
+        super().__init__(run, {"hidden": run.streamed}, [*(run.batches if run.job.learns else ()), run.probe])
         self._pair: tuple[str, str, int] | None = None
         self.matrix: dict[str, Any] | None = None
         self._hidden: HiddenRotation | None = None
@@ -216,15 +224,28 @@ class RotatedCheckpoint(Rewrite[RotateJob]):
             self._hidden = replace(self._hidden, matrix=matrix.float().to(self.whole.device))
 
     def _learned(self, start: torch.Tensor) -> torch.Tensor:
-        """The matrix of a method that learns it, float64."""
+        """The matrix of the hidden state of a method that learns it, float64."""
         assert self._hidden is not None
-        learn = METHODS[self.job.stage.method].learn
-        assert learn is not None
         sites = collect_sites(self.run, self._hidden)
         self.run.reporter.phase(f"{self.job.stage.kind}: learning the rotation", 1)
-        found = learn(start, sites, self.job.settings).contiguous()
+        found = self._learn(start, sites)
         self.run.reporter.step("learned")
         return found
+
+    def _learned_of_head(self, index: int, pair: ValuePair) -> torch.Tensor:
+        site = value_site(self.whole, index, self.states["hidden"], self.batches[:-1], pair.consumer)
+        return self._learn(pair.matrix.double().cpu(), [site]).float().to(pair.matrix.device)
+
+    def _learn(self, start: torch.Tensor, sites: list[Site]) -> torch.Tensor:
+        learn = METHODS[self.job.stage.method].learn
+        assert learn is not None
+        with torch.inference_mode(False):  # tensors that were made in it have no part in autograd
+            own = [Site(site.inputs.clone(), site.rows.clone()) for site in sites]
+            return learn(start.clone(), own, self.job.settings).contiguous()
+
+    def _of_probe(self) -> torch.Tensor:
+        """The hidden state of the probe that enters the current block."""
+        return self.states["hidden"].get(len(self.batches) - 1)
 
     def _read(self, name: str) -> torch.Tensor | None:
         """A tensor of the whole model, on its device; None where it has none of this name."""
@@ -237,7 +258,7 @@ class RotatedCheckpoint(Rewrite[RotateJob]):
         names = whole.block_names(index)
         check_finite({name: whole.checkpoint.get(name) for name in names})
         block = copy.deepcopy(whole.blocks[index]).float()
-        state = self.states["hidden"].get(0).to(whole.device).float()
+        state = self._of_probe().to(whole.device).float()
         hidden, matrix = self._hidden, None if self._hidden is None else self._hidden.matrix
 
         def run(module: nn.Module, rotated: bool) -> torch.Tensor:
@@ -249,8 +270,12 @@ class RotatedCheckpoint(Rewrite[RotateJob]):
             pairs = value_pairs(block, job.heads, job.whole.hidden, self._of_head)
             pairs.sort(key=lambda pair: pair.name != self._pair)  # as a rule that of the block before
             compare = lambda consumer: Comparison(block, prefix, run, [consumer], matrix)  # noqa: E731
-            rotation, pair = rotate_values(block, prefix, rotation, compare, pairs)
+            turned, pair = rotate_values(block, prefix, rotation, compare, pairs)
             self._pair = self._pair if pair is None else pair.name
+            if pair is not None and job.learns:
+                learned = replace(pair, matrix=self._learned_of_head(index, pair))
+                turned, pair = rotate_values(block, prefix, rotation, compare, [learned, pair])
+            rotation = turned
         self.advance(index)
         values = "" if pair is None else pair.producer
         weights = [parameter for name, parameter in block.named_parameters() if prefix + name in rotation.sides]
@@ -302,7 +327,7 @@ class RotatedCheckpoint(Rewrite[RotateJob]):
         rotated.checkpoint = DerivedCheckpoint(
             rotated.checkpoint, lambda name: rotation(name, self._stored(name).float())
         )
-        state = self.states["hidden"].get(0).to(whole.device).float()
+        state = self._of_probe().to(whole.device).float()
         entered = HiddenStates(2)
         given = []
         for number, (model, own) in enumerate(((original, state), (rotated, state @ matrix))):

@@ -92,7 +92,7 @@ class RowCodebook(Representation):
         lost = mass * (weight - values).square()
         places = lost.topk(count, dim=1).indices.sort(dim=1).values
         parameters = self._fit(weight, dtype, mass.scatter(1, places, 0.0))
-        return parameters | {"outlier_columns": _stored_columns(places)}
+        return parameters | {"outlier_columns": stored_columns(places)}
 
     def _fit(self, weight: torch.Tensor, dtype: torch.dtype, mass: torch.Tensor) -> Tensors:
         """Levels and scales where errors cost `mass` `[out, in]`."""
@@ -124,7 +124,7 @@ class RowCodebook(Representation):
         codes = codes[:, 0]
         if "outlier_columns" not in parameters:
             return values[None], codes.to(torch.int8)
-        apart = (_columns_of(parameters) == first).any(1)
+        apart = (columns_of(parameters["outlier_columns"]) == first).any(1)
         exact = columns[0].to(parameters["scale"].dtype)
         codes = torch.where(apart, _code_of(exact), codes)
         return torch.where(apart, exact.float(), values)[None], codes.to(_code_dtype(exact.dtype))
@@ -133,9 +133,13 @@ class RowCodebook(Representation):
         codes = self._numbers(weight, parameters)
         if "outlier_columns" not in parameters:
             return codes
-        places = _columns_of(parameters)
-        exact = weight.gather(1, places).to(parameters["scale"].dtype)
-        return codes.to(_code_dtype(exact.dtype)).scatter_(1, places, _code_of(exact).to(_code_dtype(exact.dtype)))
+        exact = weight.gather(1, columns_of(parameters["outlier_columns"])).to(parameters["scale"].dtype)
+        return self.with_outliers(codes, parameters, exact)
+
+    def with_outliers(self, codes: torch.Tensor, parameters: Tensors, exact: torch.Tensor) -> torch.Tensor:
+        """Codes `[out, in]` with those of the outliers, whose values are `exact` `[out, count]` in the dtype of the scales."""
+        wide = _code_dtype(exact.dtype)
+        return codes.to(wide).scatter_(1, columns_of(parameters["outlier_columns"]), _code_of(exact).to(wide))
 
     def _numbers(self, weight: torch.Tensor, parameters: Tensors) -> torch.Tensor:
         """Numbers of the nearest levels, int8 `[out, in]`."""
@@ -225,7 +229,7 @@ class RowCodebook(Representation):
     def encode(self, codes: torch.Tensor, parameters: Tensors) -> Tensors:
         found, half = {}, 2 ** (self.bits - 1)
         if "outlier_columns" in parameters:
-            places = _columns_of(parameters)
+            places = columns_of(parameters["outlier_columns"])
             found["weight_outlier_columns"] = parameters["outlier_columns"]
             found["weight_outliers"] = _value_of(codes.gather(1, places), parameters["scale"].dtype)
             codes = codes.scatter(1, places, 0).to(torch.int8)
@@ -242,16 +246,14 @@ class RowCodebook(Representation):
         if not self.outliers:
             return codes, parameters
         parameters["outlier_columns"] = tensors["weight_outlier_columns"]
-        exact = tensors["weight_outliers"]
-        wide = _code_dtype(exact.dtype)
-        return codes.to(wide).scatter_(1, _columns_of(parameters), _code_of(exact).to(wide)), parameters
+        return self.with_outliers(codes, parameters, tensors["weight_outliers"]), parameters
 
     def find_corruption(self, tensors: Tensors, shape: Shape) -> tuple[str, str] | None:
         if (tensors["weight_levels"].diff(dim=1) < 0).any():
             return "weight_levels", "has a row whose levels are not in ascending order"
         if not self.outliers:
             return None
-        places = _columns_of({"outlier_columns": tensors["weight_outlier_columns"]})
+        places = columns_of(tensors["weight_outlier_columns"])
         if (places >= shape[1]).any() or (places.diff(dim=1) <= 0).any():
             return "weight_outlier_columns", f"has a row that does not name columns below {shape[1]} in ascending order"
         return None
@@ -260,12 +262,14 @@ class RowCodebook(Representation):
 # Outliers: columns are unsigned numbers in int16, codes are the bits of the values.
 
 
-def _stored_columns(places: torch.Tensor) -> torch.Tensor:
+def stored_columns(places: torch.Tensor) -> torch.Tensor:
+    """Numbers of columns as they are stored, int16."""
     return torch.where(places >= 1 << 15, places - (1 << 16), places).to(torch.int16)
 
 
-def _columns_of(parameters: Tensors) -> torch.Tensor:
-    return parameters["outlier_columns"].long() & 0xFFFF
+def columns_of(stored: torch.Tensor) -> torch.Tensor:
+    """Inverse of `stored_columns`, int64."""
+    return stored.long() & 0xFFFF
 
 
 def _code_dtype(dtype: torch.dtype) -> torch.dtype:

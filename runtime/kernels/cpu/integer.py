@@ -24,6 +24,7 @@ from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.library import bytes_at, tensor_of
 from runtime.kernels.cpu.panels import FP4, K_QUANTS, PANEL, TRELLIS, W4, W8, Panels
+from runtime.kernels.cpu.row_codebook import CODEBOOKS
 from runtime.kernels.cpu.sparse24 import S24
 from runtime.system import instruction_sets, processes
 
@@ -251,5 +252,7 @@ KERNELS: tuple[PanelKernel, ...] = (
     IntegerKernel("k-quant-c-fast", K_QUANTS, fast=True),
     IntegerKernel("trellis-c", TRELLIS),
     IntegerKernel("trellis-c-fast", TRELLIS, fast=True),
-    *(DenseTiles(panels) for panels in (S24, W4, W8, FP4, K_QUANTS, TRELLIS)),
+    IntegerKernel("row-codebook-c", CODEBOOKS),
+    IntegerKernel("row-codebook-c-fast", CODEBOOKS, fast=True),
+    *(DenseTiles(panels) for panels in (S24, W4, W8, FP4, K_QUANTS, TRELLIS, CODEBOOKS)),
 )

@@ -97,9 +97,8 @@ class RowCodebook(Representation):
     def _fit(self, weight: torch.Tensor, dtype: torch.dtype, mass: torch.Tensor) -> Tensors:
         """Levels and scales where errors cost `mass` `[out, in]`."""
         rows, columns = weight.shape
-        size = self.group_size or max(1, columns)
-        groups = weight.view(rows, -1, size)
-        weigh = mass.view(rows, -1, size)
+        size = self.group_size or columns
+        groups, weigh = (each.unflatten(1, (columns // self.group_size if self.group_size else 1, size)) for each in (weight, mass))
         spread = ((groups.square() * weigh).sum(-1) / weigh.sum(-1).clamp(min=1e-30)).sqrt()
         levels, scale = weight.new_zeros(rows, 2**self.bits), spread
         for step in range(_REFITS + 1 if self.group_size else 1):
@@ -143,15 +142,15 @@ class RowCodebook(Representation):
 
     def _numbers(self, weight: torch.Tensor, parameters: Tensors) -> torch.Tensor:
         """Numbers of the nearest levels, int8 `[out, in]`."""
-        levels, scale = parameters["levels"].float(), parameters["scale"].float()
+        levels, scale, columns = parameters["levels"].float(), parameters["scale"].float(), weight.shape[1]
         middle = (levels[:, 1:] + levels[:, :-1]) / 2
-        units = weight.unflatten(1, (scale.shape[1], -1)) / scale.where(scale > 0, 1)[..., None]
+        units = weight.unflatten(1, (scale.shape[1], columns // scale.shape[1])) / scale.where(scale > 0, 1)[..., None]
         return torch.searchsorted(middle, units.flatten(1)).to(torch.int8)
 
     def _values(self, numbers: torch.Tensor, parameters: Tensors) -> torch.Tensor:
         """Float32 values of levels `numbers` `[out, in]`."""
-        scale = parameters["scale"].float()
-        values = parameters["levels"].float().gather(1, numbers.long()).unflatten(1, (scale.shape[1], -1))
+        scale, columns = parameters["scale"].float(), numbers.shape[1]
+        values = parameters["levels"].float().gather(1, numbers.long()).unflatten(1, (scale.shape[1], columns // scale.shape[1]))
         return (values * scale[..., None]).flatten(1)
 
     def refit(
@@ -202,7 +201,7 @@ class RowCodebook(Representation):
             part, own = codes[start:stop], scale[start:stop]
             apart = None if part.dtype == torch.int8 else part >= _OUTLIER
             number = part if apart is None else part.masked_fill(apart, 0)
-            values = levels[start:stop].gather(1, number.long()).unflatten(1, (own.shape[1], -1)) * own[..., None]
+            values = levels[start:stop].gather(1, number.long()).unflatten(1, (own.shape[1], columns // own.shape[1])) * own[..., None]
             out[start:stop] = values.flatten(1)
             if apart is not None:
                 out[start:stop][apart] = _value_of(part[apart], scale.dtype).to(dtype)
@@ -249,7 +248,7 @@ class RowCodebook(Representation):
         return self.with_outliers(codes, parameters, tensors["weight_outliers"]), parameters
 
     def find_corruption(self, tensors: Tensors, shape: Shape) -> tuple[str, str] | None:
-        if (tensors["weight_levels"].diff(dim=1) < 0).any():
+        if (tensors["weight_levels"].short().diff(dim=1) < 0).any():
             return "weight_levels", "has a row whose levels are not in ascending order"
         if not self.outliers:
             return None

@@ -81,16 +81,17 @@ class RowCodebook(Representation):
 
     # ---------------------------------------------------------------- what codes are
     def fit(self, weight: torch.Tensor, dtype: torch.dtype, importance: torch.Tensor | None = None) -> Tensors:
-        """Levels and scales; outliers are the weights whose rounding costs most."""
+        """Levels and scales. Outliers are the weights whose rounding costs most, with levels that the largest weights did not draw away."""
         rows, columns = weight.shape
         cost = weight.new_ones(columns) if importance is None else importance.float().clamp(min=1e-12)
-        mass, count = cost.expand(rows, columns), self.count(columns)
-        if not count:
+        mass = cost.expand(rows, columns)
+        if not self.outliers:
             return self._fit(weight, dtype, mass)
-        parameters = self._fit(weight, dtype, mass)
+        largest = (mass * weight.square()).topk(self.count(columns), dim=1).indices
+        parameters = self._fit(weight, dtype, mass.scatter(1, largest, 0.0))
         values = self._values(self._numbers(weight, parameters), parameters)
         lost = mass * (weight - values).square()
-        places = lost.topk(count, dim=1).indices.sort(dim=1).values
+        places = lost.topk(self.count(columns), dim=1).indices.sort(dim=1).values
         parameters = self._fit(weight, dtype, mass.scatter(1, places, 0.0))
         return parameters | {"outlier_columns": stored_columns(places)}
 

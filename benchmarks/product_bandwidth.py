@@ -133,7 +133,9 @@ class Weight:
             linear.table = linear.scale + scales
             if linear.apart:
                 places = torch.randint(0, columns, (rows * linear.apart,), dtype=torch.int32)
-                self._keep[0][codes + scales + table :].view(torch.uint8)[: 4 * len(places)].copy_(places.view(torch.uint8))
+                self._keep[0][codes + scales + table :].view(torch.uint8)[: 4 * len(places)].copy_(
+                    places.view(torch.uint8)
+                )
                 linear.apart_columns, linear.apart_values = linear.table + table, linear.table + table + 4 * len(places)
             if facts is not None and facts.minimum:
                 linear.least = linear.scale + scales // 2

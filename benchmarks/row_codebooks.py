@@ -78,7 +78,9 @@ def stored_bits(artifact: Path, model: Path) -> float:
     """Bits a weight of the compressed layers, everything counted."""
     files = [safe_open(file, "pt") for folder in (artifact, model) for file in sorted(folder.glob("*.safetensors"))]
     tensors = {folder: {} for folder in (artifact, model)}
-    for file, folder in zip(files, [p.parent for f in (artifact, model) for p in sorted(f.glob("*.safetensors"))], strict=True):
+    for file, folder in zip(
+        files, [p.parent for f in (artifact, model) for p in sorted(f.glob("*.safetensors"))], strict=True
+    ):
         tensors[folder] |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     layers = [name.removesuffix("weight_packed") for name in tensors[artifact] if name.endswith(".weight_packed")]
     size = sum(

@@ -158,7 +158,12 @@ class Representation(ABC):
         return torch.stack(codes, dim=1)
 
     def refit(
-        self, weight: torch.Tensor, codes: torch.Tensor, parameters: Tensors, moments: Callable[[torch.Tensor], torch.Tensor], energy: torch.Tensor
+        self,
+        weight: torch.Tensor,
+        codes: torch.Tensor,
+        parameters: Tensors,
+        moments: Callable[[torch.Tensor], torch.Tensor],
+        energy: torch.Tensor,
     ) -> tuple[torch.Tensor, Tensors] | None:
         """Parameters that suit codes better, and the codes under them; None: there is nothing to gain. Rows share no parameters.
 

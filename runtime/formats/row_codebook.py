@@ -62,7 +62,9 @@ class RowCodebook(Representation):
         if self.group_size is not None and (self.group_size < 16 or self.group_size % 16):
             raise ValueError(f"group_size of row_codebook is {self.group_size}, expected a multiple of 16")
         if not 0 <= self.outliers <= MOST_OUTLIERS:
-            raise ValueError(f"outliers of row_codebook are {self.outliers}, expected a fraction of 0 to {MOST_OUTLIERS}")
+            raise ValueError(
+                f"outliers of row_codebook are {self.outliers}, expected a fraction of 0 to {MOST_OUTLIERS}"
+            )
 
     def why_not(self, shape: Shape) -> str | None:
         if self.group_size is not None and shape[1] % self.group_size:
@@ -73,7 +75,9 @@ class RowCodebook(Representation):
 
     def describe(self) -> str:
         group = "" if self.group_size is None else f" g{self.group_size}"
-        return f"codebook {self.bits} bits{group}" + (f" with {100 * self.outliers:g} % outliers" if self.outliers else "")
+        return f"codebook {self.bits} bits{group}" + (
+            f" with {100 * self.outliers:g} % outliers" if self.outliers else ""
+        )
 
     def count(self, columns: int) -> int:
         """Outliers of a row."""
@@ -97,26 +101,26 @@ class RowCodebook(Representation):
 
     def _fit(self, weight: torch.Tensor, dtype: torch.dtype, mass: torch.Tensor) -> Tensors:
         """Levels and scales where errors cost `mass` `[out, in]`."""
-        rows, columns = weight.shape
-        size = self.group_size or columns
-        groups, weigh = (each.unflatten(1, (columns // self.group_size if self.group_size else 1, size)) for each in (weight, mass))
+        columns = weight.shape[1]
+        shape = (columns // self.group_size, self.group_size) if self.group_size else (1, columns)
+        groups, weigh = weight.unflatten(1, shape), mass.unflatten(1, shape)
         spread = ((groups.square() * weigh).sum(-1) / weigh.sum(-1).clamp(min=1e-30)).sqrt()
-        levels, scale = weight.new_zeros(rows, 2**self.bits), spread
-        for step in range(_REFITS + 1 if self.group_size else 1):
-            if step:
-                values = self._values(self._numbers(weight, parameters), {**parameters, "scale": torch.ones_like(scale)})
-                values = values.view_as(groups)
-                norm = (values.square() * weigh).sum(-1)
-                spread = ((groups * values * weigh).sum(-1) / norm.clamp(min=1e-30)).clamp(min=0)
+        for last in [*[False] * (_REFITS if self.group_size else 0), True]:
             levels, unit = _fit_levels(groups, weigh, spread, 2**self.bits)
-            scale = (spread * unit[:, None]).to(scale_dtype(dtype))
-            parameters = {"levels": levels, "scale": scale}
+            parameters = {"levels": levels, "scale": (spread * unit[:, None]).to(scale_dtype(dtype))}
+            if last:
+                break
+            numbers = self._numbers(weight, parameters)
+            values = levels.float().gather(1, numbers.long()).view_as(groups)
+            norm = (values.square() * weigh).sum(-1)
+            spread = ((groups * values * weigh).sum(-1) / norm.clamp(min=1e-30)).clamp(min=0)
         return parameters
 
     def nearest(
         self, columns: torch.Tensor, parameters: Tensors, first: int, metric: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        levels, scale = parameters["levels"].float(), parameters["scale"][:, first // (self.group_size or first + 1)].float()
+        group = 0 if self.group_size is None else first // self.group_size
+        levels, scale = parameters["levels"].float(), parameters["scale"][:, group].float()
         middle = (levels[:, 1:] + levels[:, :-1]) / 2
         units = columns[0] / scale.where(scale > 0, 1)
         codes = torch.searchsorted(middle, units[:, None])
@@ -151,13 +155,23 @@ class RowCodebook(Representation):
     def _values(self, numbers: torch.Tensor, parameters: Tensors) -> torch.Tensor:
         """Float32 values of levels `numbers` `[out, in]`."""
         scale, columns = parameters["scale"].float(), numbers.shape[1]
-        values = parameters["levels"].float().gather(1, numbers.long()).unflatten(1, (scale.shape[1], columns // scale.shape[1]))
+        values = (
+            parameters["levels"]
+            .float()
+            .gather(1, numbers.long())
+            .unflatten(1, (scale.shape[1], columns // scale.shape[1]))
+        )
         return (values * scale[..., None]).flatten(1)
 
     def refit(
-        self, weight: torch.Tensor, codes: torch.Tensor, parameters: Tensors, moments: Callable[[torch.Tensor], torch.Tensor], energy: torch.Tensor
+        self,
+        weight: torch.Tensor,
+        codes: torch.Tensor,
+        parameters: Tensors,
+        moments: Callable[[torch.Tensor], torch.Tensor],
+        energy: torch.Tensor,
     ) -> tuple[torch.Tensor, Tensors] | None:
-        """Levels by least squares, outliers fixed: conjugate gradients, preconditioned by the diagonal; the scale moves with their range."""
+        """Levels by least squares, outliers fixed: conjugate gradients, preconditioned by the diagonal. The scale follows their range."""
         levels, scale = parameters["levels"].float(), parameters["scale"].float()
         apart = None if codes.dtype == torch.int8 else codes >= _OUTLIER
         number = (codes if apart is None else codes.masked_fill(apart, 0)).long()
@@ -202,7 +216,10 @@ class RowCodebook(Representation):
             part, own = codes[start:stop], scale[start:stop]
             apart = None if part.dtype == torch.int8 else part >= _OUTLIER
             number = part if apart is None else part.masked_fill(apart, 0)
-            values = levels[start:stop].gather(1, number.long()).unflatten(1, (own.shape[1], columns // own.shape[1])) * own[..., None]
+            values = (
+                levels[start:stop].gather(1, number.long()).unflatten(1, (own.shape[1], columns // own.shape[1]))
+                * own[..., None]
+            )
             out[start:stop] = values.flatten(1)
             if apart is not None:
                 out[start:stop][apart] = _value_of(part[apart], scale.dtype).to(dtype)
@@ -338,7 +355,7 @@ def best_levels(points: torch.Tensor, mass: torch.Tensor, count: int, reach: int
 
 
 def _search(turn: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tensor:
-    """The dynamic programme: `turn` `[rows, 2 choices - 1]` is `2 P1 - (a + b) P0` at each middle, `ends` `[rows, 2]` are P0 and P1 of all."""
+    """Dynamic programming: `turn` `[rows, 2 choices - 1]` is `2 P1 - (a + b) P0` at each middle, `ends` `[rows, 2]` P0 and P1 of all."""
     rows, choices = len(turn), turn.shape[1] // 2 + 1
     library = _library() if turn.device.type == "cpu" else None
     if library is not None:

@@ -348,7 +348,9 @@ class Solved:
         self.codes, self.lost = torch.where(better[:, None], codes, self.codes), torch.minimum(self.lost, lost)
         if parameters is not self.parameters:
             pairs = ((name, parameters[name], old) for name, old in self.parameters.items())
-            self.parameters = {name: torch.where(better.view(-1, *[1] * (old.dim() - 1)), new, old) for name, new, old in pairs}
+            self.parameters = {
+                name: torch.where(better.view(-1, *[1] * (old.dim() - 1)), new, old) for name, new, old in pairs
+            }
 
 
 @dataclass
@@ -384,8 +386,8 @@ class VectorSolver:
             parameters: of these rows.
 
         Returns:
-            Codes `[rows, in / vector]`; parameters; output error of each row `[rows]`, never above that of rounding to nearest; bool `[rows]`, True
-            where rounding to nearest beat the column loop.
+            Codes `[rows, in / vector]`; parameters; output error of each row `[rows]`, never above that of rounding to nearest; bool
+            `[rows]`, True where rounding to nearest beat the column loop.
         """
         rounding = loop.VectorRounding(self.scheme, parameters, self.order)
         loop.run(target.T[self.order], self.factor, rounding, block=self.options.block_size)
@@ -410,7 +412,9 @@ class VectorSolver:
     def _refit(self, target: torch.Tensor, found: Solved) -> bool:
         """Refit the parameters to the codes, in place; whether the representation has a way to."""
         energy = file_matrix.diagonal(self.hessian).clamp(min=0)
-        better = self.scheme.refit(target, found.codes, found.parameters, lambda error: file_matrix.product(self.hessian, error.T).T, energy)
+        better = self.scheme.refit(
+            target, found.codes, found.parameters, lambda error: file_matrix.product(self.hessian, error.T).T, energy
+        )
         if better is not None:
             found.improve(*better, self._lost(target, *better))
         return better is not None

@@ -1,4 +1,4 @@
-"""Row codebooks as the C kernels read them: codes in panels of 32 rows, beside them the levels of each row, and weights that are stored apart."""
+"""Row codebooks as the C kernels read them: codes in panels of 32 rows, the levels of each row, and weights that are stored apart."""
 
 from __future__ import annotations
 

@@ -68,7 +68,15 @@ def test_unpack_is_the_exact_inverse_of_pack(name, sparsity):
         stored += 1
     some = {"sparse24": ("2:4", "1:4"), "bitmap": tuple(p for p in PATTERNS if p)}
     some |= dict.fromkeys(
-        ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "k_quant", "trellis", "row_codebook", "dfloat11"),
+        (
+            "nvfp4-pack-quantized",
+            "mxfp4-pack-quantized",
+            "mxfp8-quantized",
+            "k_quant",
+            "trellis",
+            "row_codebook",
+            "dfloat11",
+        ),
         (None,),
     )
     assert (stored > 0) == (sparsity in some.get(name, tuple(PATTERNS)))

@@ -153,9 +153,9 @@ def test_the_loop_beats_nearest_levels_and_a_grid():
     lost = []
     for fields in ({"scheme": {"representation": "row_codebook", "bits": 2}}, {"bits": 2, "group_size": 64}):
         config = METHODS["gptq"].config(method="gptq", **fields)
-        solved = solve_group(
-            Problem([weight], statistics, None, config, resolve_scheme(config), torch.float32, ["a"])
-        )[0]
+        solved = solve_group(Problem([weight], statistics, None, config, resolve_scheme(config), torch.float32, ["a"]))[
+            0
+        ]
         error = weight - solved.weight.dequantize()
         lost.append(float((error @ statistics.hessian * error).sum()))
         assert solved.lost == pytest.approx(lost[-1], rel=2e-3)

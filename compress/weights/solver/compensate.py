@@ -394,13 +394,11 @@ class VectorSolver:
         codes, nearest = rounding.codes, self.scheme.round(target, parameters)
         lost, least = self._lost(target, codes, parameters), self._lost(target, nearest, parameters)
         worse = lost > least
-        codes, lost = torch.where(worse[:, None], nearest, codes), torch.minimum(lost, least)
         found = Solved(codes, parameters, lost)
+        found.improve(nearest, parameters, least)
         added, sweeps = self.factor.added, self.options.sweeps
-        if not added:  # without inputs there is nothing to gain
-            return codes, parameters, lost, worse
-        refits = self._refit(target, found)
-        for _ in range(sweeps if refits else 1):  # in turn
+        refits = bool(added) and self._refit(target, found)  # without inputs there is nothing to gain
+        for _ in range(0 if not added else sweeps if refits else 1):  # in turn
             if sweeps:
                 form, own = self.scheme, found.parameters
                 refined = refine_vectors(target, found.codes, form, own, self.hessian, added, 1 if refits else sweeps)

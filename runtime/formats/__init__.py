@@ -20,6 +20,7 @@ from runtime.formats.compressed_tensors import BlockFloats, Naive, Packed, PackQ
 from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.k_quant import KQuant
 from runtime.formats.representation import Shape, TensorSpec
+from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.scheme import Scheme
 from runtime.formats.sparse24 import Sparse24
 from runtime.formats.trellis import Trellis
@@ -37,6 +38,7 @@ _BUILT_IN: tuple[Format, ...] = (
     OwnFormat(KQuant),
     OwnFormat(DFloat11),
     OwnFormat(Trellis),
+    OwnFormat(RowCodebook),
     Packed(),
     Sparse24(),
     Bitmap(),

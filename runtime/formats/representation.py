@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -156,6 +156,24 @@ class Representation(ABC):
         columns, step = weight.T.contiguous(), self.vector
         codes = [self.nearest(columns[j : j + step], parameters, j)[1] for j in range(0, len(columns), step)]
         return torch.stack(codes, dim=1)
+
+    def refit(
+        self,
+        weight: torch.Tensor,
+        codes: torch.Tensor,
+        parameters: Tensors,
+        moments: Callable[[torch.Tensor], torch.Tensor],
+        energy: torch.Tensor,
+    ) -> tuple[torch.Tensor, Tensors] | None:
+        """Parameters that suit codes better, and the codes under them; None: there is nothing to gain. Rows share no parameters.
+
+        Args:
+            weight: float32 `[rows, in]`.
+            codes, parameters: of these rows.
+            moments: `e [rows, in]` times the second moments of the inputs, H: errors `e` of the rows cost `e H e^T`.
+            energy: `[in]` diagonal of H.
+        """
+        return None
 
     def rows(self, parameters: Tensors, index: torch.Tensor | slice) -> Tensors:
         """Parameters of these rows (int64 `[n]` or a slice); all parameters unchanged where rows share them."""

@@ -22,6 +22,7 @@ from runtime.formats.grid import GridScheme
 from runtime.formats.input_transform import InputTransform
 from runtime.formats.k_quant import KQuant
 from runtime.formats.representation import Representation, Tensors
+from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.trellis import Trellis
 
 
@@ -36,7 +37,7 @@ def representation_of(config: Mapping[str, Any]) -> Representation:
     name = config["representation"]
     if not isinstance(name, str):
         raise ValueError(f"representation is {name!r}, expected a name")
-    own: dict[str, type[Representation]] = {kind.name: kind for kind in (KQuant, DFloat11, Trellis)}
+    own: dict[str, type[Representation]] = {kind.name: kind for kind in (KQuant, DFloat11, Trellis, RowCodebook)}
     return (own.get(name) or representation.find(name)).from_config(config)
 
 

@@ -53,6 +53,9 @@ STAGES: dict[str, list[dict[str, Any]]] = {
         }
     ],
     "turned_w8a8": [{"quantize": {"method": "rtn", "scheme": "W8A8-INT8", "input_transform": "hadamard"}}],
+    "row_codebook": [
+        {"quantize": {"method": "rtn", "scheme": {"representation": "row_codebook", "bits": 3, "outliers": 0.01}}}
+    ],
     "bitmap": [{"prune": {"method": "magnitude", "pattern": "unstructured", "sparsity": 0.6}}],
 }
 MATRIX = ("dense", "w4_g128", "w4_g32_asymmetric", "w8a8", "fp8", "sparse_w4")
@@ -70,6 +73,6 @@ K_QUANTS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 # What no other engine has a word for.
-OURS = ("llm_int8",)
+OURS = ("llm_int8", "row_codebook")
 # What only the layout of compressed-tensors has words for.
 BLOCK_FLOATS = ("nvfp4_weights", "mxfp4_weights", "nvfp4", "mxfp4", "mxfp8", "fp8_block")

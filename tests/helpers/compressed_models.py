@@ -18,6 +18,7 @@ from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.input_transform import InputTransform
 from runtime.formats.k_quant import KQuant
 from runtime.formats.quantization_config import ModuleEntry, build
+from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 from runtime.formats.trellis import Trellis
 from runtime.modeling.skeleton import linear_shapes
@@ -36,6 +37,7 @@ SCHEMES = {
     "nvfp4-pack-quantized": Scheme(BlockFloat(4, group_size=16, scales="e4m3")),
     "k_quant": Scheme(KQuant("IQ4_NL")),
     "trellis": Scheme(Trellis(32)),
+    "row_codebook": Scheme(RowCodebook(4, None, 0.01)),
     "dfloat11": Scheme(DFloat11()),
 }
 

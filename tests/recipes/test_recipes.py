@@ -47,6 +47,7 @@ BITS = {
     "llama_3.5bit": 3.5,
     "llama_w2_best": 2.3,
     "llama_w2_trellis": 2.2,
+    "llama_w4_codebook": 4.6,
     "llama_w3_best": 3.3,
     "llama_w4_best": 4.2,
     "llama_phone": 4.6,

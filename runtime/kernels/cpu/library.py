@@ -70,9 +70,10 @@ PARTS = (5, 4, 0, 2, 1, 3)  # of it (c/parts.h): seconds on a busy Zen 3, AVX-51
 #: Of a `Linear`; integers of so many bits are that number.
 KINDS = {"dense": 0, "s24": 1, "e2m1": 10} | {f"w{bits}": bits for bits in range(2, 9)}
 KINDS |= {"IQ4_NL": 12, "Q2_K": 13, "Q3_K": 14, "Q4_K": 15, "Q5_K": 16, "Q6_K": 17, "IQ4_XS": 18}  # of GGUF
-KINDS |= {"trellis": 19}
+KINDS |= {"trellis": 19, "codebook2": 23, "codebook3": 24, "codebook4": 25}  # 20 to 22 are codes that were made bytes
 # Of kinds that are not the bits of their codes: those, and bytes of levels that a row has for 32 columns.
 _BYTES = {10: (4, 0), 12: (4, 0), 13: (2, 2), 14: (3, 2), 15: (4, 2), 16: (5, 2), 17: (6, 2), 18: (4, 1), 19: (2, 0)}
+_BYTES |= {23: (2, 0), 24: (3, 0), 25: (4, 0)}
 ROUNDINGS = {"integer": 1, "asymmetric": 2, "e4m3": 3, "e2m1": 4}  # of activations
 ROUNDED_SCALES = {None: 0, "e8m0": 1, "e4m3": 2}  # of their scales
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -108,12 +109,12 @@ class Linear(ctypes.Structure):
 
     _fields_ = (
         *fields(ctypes.c_int32, "kind", "weight_type", "scale_type", "group", "share", "code_bits", "digits"),
-        *fields(ctypes.c_int64, "rows", "columns", "groups"),
+        *fields(ctypes.c_int64, "rows", "columns", "groups", "apart"),
         ("rounding", Rounding),
         ("basis", Basis),
         ("factor", ctypes.c_double),
         *fields(ctypes.c_void_p, "weight", "scale", "least", "zero", "sums", "bias", "runs", "first_run"),
-        *fields(ctypes.c_void_p, "codes", "exponents", "escapes", "offsets"),
+        *fields(ctypes.c_void_p, "codes", "exponents", "escapes", "table", "apart_columns", "apart_values", "offsets"),
     )
 
 

@@ -44,18 +44,18 @@ PANEL = 32
 def to_panels(tensors: Tensors, layer: Layer) -> Tensors:
     """Scales and zero points of stored tensors as panels."""
     scale, rows = tensors["weight_scale"], layer.shape[0]
-    out = {"scale": _panels(scale, rows)}
+    out = {"scale": panels_of(scale, rows)}
     if scale.dtype not in library.SCALES or (scale.dtype == FLOAT8 and bool(scale.isnan().any())):
         out |= {"scale": out["scale"].float(), "stored_scale": scale}
     if "weight_global_scale" in tensors:
         out["global_scale"] = tensors["weight_global_scale"]
     zero = layer.storage.zero_point(tensors, layer.grid)
     if zero is not None:
-        out["zero_point"] = _panels(zero, rows)
+        out["zero_point"] = panels_of(zero, rows)
     return out
 
 
-def _panels(grid: torch.Tensor, rows: int) -> torch.Tensor:
+def panels_of(grid: torch.Tensor, rows: int) -> torch.Tensor:
     """`[out, groups]` (or `[1]`: one for all) -> `[panels, groups, 32]`."""
     grid = grid.view(1, 1).expand(rows, 1) if grid.dim() == 1 else grid
     panels = -(-rows // PANEL)
@@ -188,6 +188,10 @@ class Dense(Panels):
     def kind(self, layer: Layer) -> str:
         return f"w{layer.grid.bits}"
 
+    def width(self, layer: Layer) -> int:
+        """Bits of a code."""
+        return layer.grid.bits
+
     def numbers(self, codes: torch.Tensor, layer: Layer) -> torch.Tensor:
         """What codes of the panels count, int8."""
         return _signed(codes, layer.grid.bits)
@@ -237,7 +241,7 @@ class Dense(Panels):
 
     def _reader(self, tensors: Tensors, layer: Layer) -> tuple[Callable[[slice], torch.Tensor], Tensors]:
         """A function that makes some rows' words `[rows, words]`, and the prepared scales and zero points."""
-        columns, bits, group = layer.shape[1], layer.grid.bits, self.group(layer)
+        columns, bits, group = layer.shape[1], self.width(layer), self.group(layer)
         if _streams(layer):
             layer.storage.validate(tensors, layer.entry.scheme, layer.shape, layer.dtype)
             packed = words_of(tensors["weight_packed"])
@@ -257,11 +261,11 @@ class Dense(Panels):
 
         return row_words, self.scales(tensors, weight, layer)
 
-    def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
-        (rows, columns), bits, group = layer.shape, layer.grid.bits, self.group(layer)
-        packed, kept, groups = tensors["weight"], None, -(-columns // group)
-        if "runs" in tensors:
-            kept = kept_of(tensors, groups)
+    def values(self, tensors: Tensors, layer: Layer, kept: torch.Tensor | None = None) -> torch.Tensor:
+        """What the codes count, int8 `[out, in]`. `kept`: bool `[panels, groups]`, those that are stored; None: all."""
+        (rows, columns), bits, group = layer.shape, self.width(layer), self.group(layer)
+        packed, groups = tensors["weight"], -(-columns // group)
+        if kept is not None:
             packed = packed.new_zeros(*kept.shape, packed.shape[-1]).masked_scatter_(kept[..., None], packed)
         panels = packed.shape[0]
         words = packed.view(panels, -1).view(torch.int32).view(panels, -1, PANEL)
@@ -276,6 +280,12 @@ class Dense(Panels):
             assert codes is not None
             part = values[start * PANEL : end * PANEL]
             part.copy_(self.numbers(codes, layer).flatten(1)[: part.shape[0], :columns])
+        return values
+
+    def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
+        (rows, columns), group = layer.shape, self.group(layer)
+        kept = kept_of(tensors, -(-columns // group)) if "runs" in tensors else None
+        values = self.values(tensors, layer, kept)
         weight = weight_of(values, layer.storage.mask(tensors, columns), tensors, layer)
         if kept is None:
             return weight
@@ -347,7 +357,7 @@ class KQuants(Dense):
         return self._grid(layer).unsigned(numbers).view(torch.int8)
 
     def scales(self, tensors: Tensors, weight: CompressedWeight, layer: Layer) -> Tensors:
-        panels = {name: _panels(p, layer.shape[0]) for name, p in weight.parameters.items()}
+        panels = {name: panels_of(p, layer.shape[0]) for name, p in weight.parameters.items()}
         found = {new: panels[name] for new, name in (("scale", "d"), ("least", "dmin")) if name in panels}
         if not self._levels(layer):
             return found
@@ -419,11 +429,11 @@ class Trellises(Panels):
 
     def pack(self, tensors: Tensors, layer: Layer) -> Tensors:
         rows, columns = layer.shape
-        words = _panels(tensors["weight_words"], rows)
+        words = panels_of(tensors["weight_words"], rows)
         groups = columns // self.group(layer)
         return {
             "weight": words.view(torch.uint8).view(len(words), groups, -1),
-            "scale": _panels(tensors["weight_scale"], rows),
+            "scale": panels_of(tensors["weight_scale"], rows),
         }
 
     def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
@@ -442,4 +452,4 @@ TRELLIS = Trellises()
 
 
 def _streams(layer: Layer) -> bool:
-    return layer.grid.bits == 4 and layer.entry.format in _STREAMS
+    return layer.entry.format in _STREAMS and layer.grid.bits == 4

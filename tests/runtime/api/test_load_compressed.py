@@ -42,6 +42,7 @@ OWN_KERNELS = {
     "mxfp8-quantized": "float8-c",
     "k_quant": "k-quant-c",
     "trellis": "trellis-c",
+    "row_codebook": "row-codebook-c",
     "dfloat11": "dfloat11-c",
 }
 

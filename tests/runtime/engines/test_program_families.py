@@ -79,6 +79,7 @@ OWN_KERNELS = {
     **dict.fromkeys(("mxfp4-pack-quantized", "nvfp4-pack-quantized"), "fp4-c"),
     "mxfp8-quantized": "float8-c",
     "trellis": "trellis-c",
+    "row_codebook": "row-codebook-c",
     **dict.fromkeys(KINDS, "k-quant-c"),
 }
 

@@ -19,6 +19,7 @@ from runtime.formats.grid import GridScheme
 from runtime.formats.input_transform import InputTransform
 from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.scheme import Scheme
 from runtime.formats.trellis import Trellis
 from runtime.layers.compressed_linear import CompressedLinear
@@ -50,6 +51,8 @@ CASES: dict[str, tuple[str, Scheme, tuple[int, int]]] = {
     "nvfp4": ("nvfp4-pack-quantized", Scheme(BlockFloat(4, group_size=16, scales="e4m3")), (19, 256)),
     **{kind: ("k_quant", Scheme(KQuant(kind)), (9, 1024)) for kind in KINDS},
     "trellis": ("trellis", Scheme(Trellis(64)), (9, 256)),
+    **{f"codebook {bits}": ("row_codebook", Scheme(RowCodebook(bits)), (33, 422)) for bits in (2, 3, 4)},
+    "codebook groups": ("row_codebook", Scheme(RowCodebook(3, 48)), (9, 384)),
 }  # fmt: skip
 
 

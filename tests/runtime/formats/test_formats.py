@@ -13,6 +13,7 @@ from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.k_quant import KINDS, KQuant
+from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 from runtime.formats.trellis import Trellis
 
@@ -26,6 +27,7 @@ GRIDS = [
     GridScheme(8, "float", True, "channel"), GridScheme(8, "float", True, "tensor"),
     BlockFloat(4), BlockFloat(8), BlockFloat(4, group_size=16, scales="e4m3"), *map(KQuant, KINDS),
     *map(DFloat11, (2, 3, 4)), Trellis(16), Trellis(32),
+    *map(RowCodebook, (2, 3, 4)), RowCodebook(3, 16), RowCodebook(2, 32, 0.02), RowCodebook(4, None, 0.05),
 ]  # fmt: skip
 PATTERNS = [None, "unstructured", "2:4", "1:4", "4:8", "3:16", "block:4x8"]
 
@@ -66,7 +68,16 @@ def test_unpack_is_the_exact_inverse_of_pack(name, sparsity):
         stored += 1
     some = {"sparse24": ("2:4", "1:4"), "bitmap": tuple(p for p in PATTERNS if p)}
     some |= dict.fromkeys(
-        ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "k_quant", "trellis", "dfloat11"), (None,)
+        (
+            "nvfp4-pack-quantized",
+            "mxfp4-pack-quantized",
+            "mxfp8-quantized",
+            "k_quant",
+            "trellis",
+            "row_codebook",
+            "dfloat11",
+        ),
+        (None,),
     )
     assert (stored > 0) == (sparsity in some.get(name, tuple(PATTERNS)))
 
@@ -76,7 +87,7 @@ def test_select_rows_is_the_matrix_of_these_rows(name):
     storage, done = formats.get(name), 0
     index = torch.tensor([5, 0, 0, 6, 2])
     for grid, sparsity in itertools.product([*GRIDS, None], (None, "unstructured", "2:4")):
-        wide = 256 if isinstance(grid, KQuant) else 160 if isinstance(grid, BlockFloat | Trellis) else 172
+        wide = 256 if isinstance(grid, KQuant) else 160 if isinstance(grid, BlockFloat | Trellis | RowCodebook) else 172
         scheme, columns = Scheme(grid, None, sparsity), wide
         if (grid is None and sparsity is None) or storage.why_not(scheme, (7, columns)):
             continue
@@ -246,6 +257,7 @@ def case(name):
         "mxfp8-quantized": Scheme(BlockFloat(8)),
         "k_quant": Scheme(KQuant("IQ4_NL")),
         "trellis": Scheme(Trellis(32)),
+        "row_codebook": Scheme(RowCodebook(3, 32, 0.02)),
         "dfloat11": Scheme(DFloat11()),
         "sparse24": int_scheme(4, True, 32, "2:4"),
         "bitmap": int_scheme(4, True, 32, "unstructured"),

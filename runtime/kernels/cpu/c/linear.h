@@ -11,7 +11,7 @@ typedef struct {
     int32_t group, share;                   /* `share` groups of the activations have one scale of the weight */
     int32_t code_bits;                      /* of DF11 */
     int32_t digits;                         /* of an activation; KIND_DENSE: unused */
-    int64_t rows, columns, groups;
+    int64_t rows, columns, groups, apart;   /* apart: weights of each row that are stored beside the codes (apart.h) */
     Rounding rounding;
     Basis basis; /* in programs only: what linear_run is given is in it already */
     double factor;         /* of all results: what scales have in common; KIND_DENSE: unused */
@@ -24,6 +24,9 @@ typedef struct {
     const int64_t *runs;      /* NULL: all groups are stored. Or [runs, 3]: groups [first, last) of a panel are, how many before; */
     const int64_t *first_run; /* [panels + 1]: where those of a panel begin. Weights of other groups are zero. */
     const uint8_t *codes, *exponents, *escapes; /* of DF11: [rows, code_bits, ceil(columns / 8)], [2^code_bits - 1], of all rows */
+    const uint8_t *table;                       /* of row codebooks: levels + 128, [panel, 2^bits / 4, 32, 4] */
+    const int32_t *apart_columns;               /* [panel, apart, 32]: columns of the weights that are stored apart */
+    const void *apart_values;                   /* likewise, of scale_type; their codes are 0 */
     const int64_t *offsets;                     /* of DF11: [rows + 1], where the escapes of a row begin */
 } Linear;
 
@@ -150,7 +153,7 @@ INLINE I whole_sum(P part[2 * STREAMS], int s, const int own, const int kind) {
 
 /* Eights of columns of a unit, times S streams of x, of codes of `reach` bits. With levels, which half the unit has (`width` 16) or all of it
  * has (32), sums are complete at its end; without, those that are 16 bits wide. */
-INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t apart, const int H, const int S, const int kind,
+INLINE void unit_run(const uint8_t *w, int cold, const RowTable *rows, const int8_t *digit, int64_t apart, const int H, const int S, const int kind,
                      const int reach, const int width, const Levels *level, const int eights, P part[VECTORS][2 * STREAMS],
                      I sum[VECTORS][2 * STREAMS]) {
     const int bits = KIND[kind].bits, own = APART(H, S) ? S : 0, lines = unit_pieces(bits, eights) * PIECE / 64;
@@ -160,7 +163,7 @@ INLINE void unit_run(const uint8_t *w, int cold, const int8_t *digit, int64_t ap
         Eight codes[VECTORS];
         const int line = lines * k / eights; /* asked for in turn with the dots: many at once would wait for each other */
         if (cold) fetch(w + 64 * line, 64 * (lines * (k + 1) / eights - line));
-        UNROLL for (int h = 0; h < H; h++) codes[h] = eight_columns(w + h * LANES * 4, &small[h], kind, k, own > 0, reach == 8 && !WIDE_SUMS);
+        UNROLL for (int h = 0; h < H; h++) codes[h] = eight_columns(w + h * LANES * 4, &small[h], &rows[h], kind, k, own > 0, reach == 8 && !WIDE_SUMS);
 #if WIDE_SUMS
         UNROLL for (int s = 0; s < S; s++) {
             X front = x_load(digit + s * apart + k * 8), back = x_load(digit + s * apart + k * 8 + 4);
@@ -206,6 +209,8 @@ INLINE void tile_planes(const Linear *l, const Stretch *run, int h0, const int H
     const int base = KIND[l->kind].base;
     Scales scales = first_scales(l, run);
     F result[VECTORS][STREAMS];
+    RowTable rows[VECTORS];
+    UNROLL for (int h = 0; h < H; h++) rows[h] = row_table(l->table + run->panel * table_bytes(kind), kind, h0 + h);
     UNROLL for (int h = 0; h < H; h++) UNROLL for (int m = 0; m < M; m++) result[h][m] = f_load(out + m * PANEL + (h0 + h) * LANES);
     for (int64_t g = run->first; g < run->last; g++) {
         I sum[VECTORS][2 * STREAMS], offset[VECTORS];
@@ -221,10 +226,10 @@ INLINE void tile_planes(const Linear *l, const Stretch *run, int h0, const int H
                 UNROLL for (int h = 0; h < H; h++) level[h] = levels_of(w, given, h0 + h);
                 w += levels;
             }
-            unit_run(w + h0 * LANES * 4, run->cold, digit, x->apart, H, S, kind, reach, width, level, EIGHTS, part, sum);
+            unit_run(w + h0 * LANES * 4, run->cold, rows, digit, x->apart, H, S, kind, reach, width, level, EIGHTS, part, sum);
         }
         if (left) {
-            unit_run(w + h0 * LANES * 4, run->cold, digit, x->apart, H, S, kind, reach, 0, NULL, EIGHTS / 2, part, sum);
+            unit_run(w + h0 * LANES * 4, run->cold, rows, digit, x->apart, H, S, kind, reach, 0, NULL, EIGHTS / 2, part, sum);
             w += unit_pieces(bits, EIGHTS / 2) * PIECE, digit += 16;
         }
 #if WIDE_SUMS

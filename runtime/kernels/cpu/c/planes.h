@@ -2,11 +2,13 @@
  *
  * A kind of weights is the bits of its integers, or another representation. Floats of 4 bits (KIND_E2M1, as numbers of halves) and IQ4 are
  * looked up in a table; a trellis code is an 8-bit window into a word of 16
- * weights, and its value is a sum of two table entries (runtime/formats/trellis.py).
+ * weights, and its value is a sum of two table entries (runtime/formats/trellis.py). Row codebooks have a table for every row, of levels of
+ * 8 bits (runtime/formats/row_codebook.py).
  * Of the block types of GGUF, a group has a float scale, and every `width` columns of it an integer that the scale is
  * multiplied by, its level; some have a minimum as well, a level of a second scale, which is taken off. */
 enum {
-    KIND_DENSE = 0, KIND_S24 = 1, KIND_E2M1 = 10, KIND_IQ4_NL = 12, KIND_Q2_K, KIND_Q3_K, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K, KIND_IQ4_XS, KIND_TRELLIS
+    KIND_DENSE = 0, KIND_S24 = 1, KIND_E2M1 = 10, KIND_IQ4_NL = 12, KIND_Q2_K, KIND_Q3_K, KIND_Q4_K, KIND_Q5_K, KIND_Q6_K, KIND_IQ4_XS, KIND_TRELLIS,
+    KIND_CODEBOOK_2 = 23, KIND_CODEBOOK_3, KIND_CODEBOOK_4
 };
 /* Sign, two bits of exponent and one of mantissa: 0, 1, 2, 3, 4, 6, 8, 12 halves, and their negatives. */
 static const uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -16,7 +18,7 @@ static const uint8_t IQ4_HIGH[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 11, 12
 /* LOW and HIGH of trellis.py. */
 static const uint8_t TRELLIS_LOW[16] = {9, 33, 16, 21, 21, 12, 0, 28, 7, 13, 22, 30, 21, 21, 9, 0};
 static const uint8_t TRELLIS_HIGH[16] = {30, 10, 17, 13, 21, 10, 22, 25, 4, 18, 2, 14, 11, 26, 9, 10};
-enum { NO_TABLE, TABLE_E2M1, TABLE_IQ4, TABLE_TRELLIS };
+enum { NO_TABLE, TABLE_E2M1, TABLE_IQ4, TABLE_TRELLIS, TABLE_ROWS };
 enum { NO_MINIMUM, MINIMUM, NIBBLES }; /* a byte of its own; scale and minimum in one, the scale in the low nibble */
 typedef struct {
     uint8_t bits;        /* of a code */
@@ -34,6 +36,9 @@ static const Kind KIND[] = {
     [KIND_Q6_K] = {6, 6, 32, NO_TABLE, 16},
     [KIND_IQ4_XS] = {4, 8, 128, TABLE_IQ4, 32},
     [KIND_TRELLIS] = {2, 6, 32, TABLE_TRELLIS},
+    [KIND_CODEBOOK_2] = {2, 8, 128, TABLE_ROWS},
+    [KIND_CODEBOOK_3] = {3, 8, 128, TABLE_ROWS},
+    [KIND_CODEBOOK_4] = {4, 8, 128, TABLE_ROWS},
 };
 
 /*
@@ -90,6 +95,16 @@ INLINE Small small_planes(const uint8_t *w, const int bits, const int eights) {
 
 typedef struct { W low, high; } Eight;
 
+/* Levels + 128 of the rows of a vector, the h-th of the panel whose levels are at `table`: a piece has four of each row. */
+typedef struct { W piece[4]; } RowTable;
+INLINE RowTable row_table(const uint8_t *table, const int kind, const int h) {
+    RowTable found;
+    if (KIND[kind].table == TABLE_ROWS)
+        UNROLL for (int i = 0; i < 1 << (KIND[kind].bits - 2); i++) found.piece[i] = w_load(table + i * PIECE + h * LANES * 4);
+    return found;
+}
+INLINE int64_t table_bytes(const int kind) { return KIND[kind].table == TABLE_ROWS ? (int64_t)PIECE << (KIND[kind].bits - 2) : 0; } /* of a panel */
+
 /* Values + 32 of eight columns of each word: `low` from the windows that are its bytes, `high` from those 4 bits further on, which have the
  * same nibbles. */
 INLINE Eight trellis_columns(const W words) {
@@ -99,8 +114,9 @@ INLINE Eight trellis_columns(const W words) {
 }
 
 /* Codes of the k-th eight columns of the unit at w: four in `low`, four in `high`. `apart`: integers of up to 4 bits stay 4 bits up in
- * `high`. `raw`: what would be looked up is not yet. Shifts bring bits of neighbours along, which masks take away. */
-INLINE Eight eight_columns(const uint8_t *w, const Small *small, const int kind, const int k, const int apart, const int raw) {
+ * `high`. `raw`: what would be looked up is not yet, except in tables of rows. Shifts bring bits of neighbours along, which masks take away. */
+INLINE Eight eight_columns(const uint8_t *w, const Small *small, const RowTable *rows, const int kind, const int k, const int apart,
+                           const int raw) {
     const int bits = KIND[kind].bits, table = KIND[kind].table, mask = (1 << bits) - 1, place = 2 * (k % 2);
     W v;
     if (bits == 8) return (Eight){w_load(w + 2 * k * PIECE), w_load(w + (2 * k + 1) * PIECE)};
@@ -109,6 +125,7 @@ INLINE Eight eight_columns(const uint8_t *w, const Small *small, const int kind,
     else v = place ? w_shift(small->two[k / 2], -place) : small->two[k / 2];
     if (bits <= 4) {
         if (bits == 3) v = w_select(0x33, v, w_shift(small->one, 2 - k));
+        if (table == TABLE_ROWS) return (Eight){w_lookup_rows(rows->piece, bits, v), w_lookup_rows(rows->piece, bits, w_shift(v, -4))};
         if (table && !raw) {
             const uint8_t *numbers = table == TABLE_IQ4 ? IQ4 : E2M1;
             return (Eight){w_lookup(numbers, w_and(v, mask)), w_lookup(numbers, w_and(w_shift(v, -4), mask))};

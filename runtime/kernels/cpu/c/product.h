@@ -37,7 +37,7 @@
 #define MIDDLE 11
 #define WIDE_32 22
 #endif
-INLINE int are_bytes(const int kind) { return kind == NARROW || kind == MIDDLE || kind == BYTES || kind >= BYTES_16; }
+INLINE int are_bytes(const int kind) { return kind == NARROW || kind == MIDDLE || kind == BYTES || (kind >= BYTES_16 && kind < KIND_CODEBOOK_2); }
 INLINE int reach_of(const int kind) {
     if (!are_bytes(kind)) return KIND[kind].reach;
     return kind == BYTES || kind == WIDE_32 ? 8 : kind == NARROW ? 4 : kind == BYTES_16 ? 6 : 5;
@@ -120,6 +120,7 @@ typedef tile_t Tiles[3][MOST_ROWS]; /* [digits - 1][rows - 1] */
      {tile_##B##_3_1, tile_##B##_3_2, tile_##B##_3_3}}
 DECLARED const Tiles TILES_2, TILES_3, TILES_4, TILES_5, TILES_6, TILES_7, TILES_9, TILES_10;
 DECLARED const Tiles TILES_12, TILES_13, TILES_14, TILES_15, TILES_16, TILES_17, TILES_18, TILES_19, TILES_20, TILES_21;
+DECLARED const Tiles TILES_23, TILES_24, TILES_25;
 #if IN_PART(TILES)
 #if DIRECT
 FEW_TILES(2, DIRECT)
@@ -136,9 +137,12 @@ SHARED const Tiles TILES_2 = FEW(2), TILES_3 = FEW(3), TILES_4 = FEW(4), TILES_5
 #if DIRECT
 FEW_TILES(6, DIRECT)
 FEW_TILES(7, DIRECT)
+FEW_TILES(23, DIRECT) /* KIND_CODEBOOK_2, ... */
+FEW_TILES(24, DIRECT)
+FEW_TILES(25, DIRECT)
 #endif
 ALL_TILES(9, MOST_STREAMS)
-SHARED const Tiles TILES_6 = FEW(6), TILES_7 = FEW(7), TILES_9 = ALL(9);
+SHARED const Tiles TILES_6 = FEW(6), TILES_7 = FEW(7), TILES_9 = ALL(9), TILES_23 = FEW(23), TILES_24 = FEW(24), TILES_25 = FEW(25);
 #endif
 #if IN_PART(LEVEL_TILES)
 #if DIRECT
@@ -181,29 +185,32 @@ ALL_TILES(1, MOST_STREAMS)
 static const Tiles TILES_1 = ALL(1);
 static const Tiles *const TILES_OF[] = {
     NULL,      &TILES_1,  &TILES_2,  &TILES_3,  &TILES_4,  &TILES_5,  &TILES_6,  &TILES_7,  &TILES_8,  &TILES_9,  &TILES_10,
-    &TILES_11, &TILES_12, &TILES_13, &TILES_14, &TILES_15, &TILES_16, &TILES_17, &TILES_18, &TILES_19, &TILES_20, &TILES_21, &TILES_22}; /* [kind] */
+    &TILES_11, &TILES_12, &TILES_13, &TILES_14, &TILES_15, &TILES_16, &TILES_17, &TILES_18, &TILES_19, &TILES_20, &TILES_21, &TILES_22,
+    &TILES_23, &TILES_24, &TILES_25}; /* [kind] */
 #endif
 
 /* Codes of groups [first, last) of a panel as bytes, four columns a piece; levels as they are. */
 #define EXPAND(KIND_)                                                                                                            \
-    static void expand_##KIND_(const Linear *l, const uint8_t *w, int64_t groups, uint8_t *out) {                                \
+    static void expand_##KIND_(const Linear *l, int64_t panel, const uint8_t *w, int64_t groups, uint8_t *out) {                 \
         const int bits = KIND[KIND_].bits, levels = level_bytes(KIND_);                                                          \
+        const uint8_t *table = l->table + panel * table_bytes(KIND_);                                                           \
         for (; groups; groups--)                                                                                                \
             for (int left = l->group; left > 0; left -= 32) {                                                                   \
                 const int eights = left >= 32 ? EIGHTS : EIGHTS / 2;                                                            \
                 fetch(w, levels + unit_pieces(bits, EIGHTS) * PIECE);                                                           \
                 memcpy(out, w, (size_t)levels);                                                                                 \
                 w += levels, out += levels;                                                                                     \
-                if (left >= 32) expand_unit(w, KIND_, EIGHTS, out);                                                              \
-                else expand_unit(w, KIND_, EIGHTS / 2, out);                                                                     \
+                if (left >= 32) expand_unit(w, table, KIND_, EIGHTS, out);                                                       \
+                else expand_unit(w, table, KIND_, EIGHTS / 2, out);                                                                    \
                 w += unit_pieces(bits, eights) * PIECE, out += 2 * eights * PIECE;                                              \
             }                                                                                                                   \
     }
-INLINE void expand_unit(const uint8_t *w, const int kind, const int eights, uint8_t *out) {
+INLINE void expand_unit(const uint8_t *w, const uint8_t *table, const int kind, const int eights, uint8_t *out) {
     UNROLL for (int h = 0; h < VECTORS; h++) {
-        Small small = small_planes(w + h * LANES * 4, KIND[kind].bits, eights);
+        const Small small = small_planes(w + h * LANES * 4, KIND[kind].bits, eights);
+        const RowTable rows = row_table(table, kind, h);
         UNROLL for (int k = 0; k < eights; k++) {
-            Eight codes = eight_columns(w + h * LANES * 4, &small, kind, k, 0, 0);
+            Eight codes = eight_columns(w + h * LANES * 4, &small, &rows, kind, k, 0, 0);
             w_store(out + 2 * k * PIECE + h * LANES * 4, codes.low);
             w_store(out + (2 * k + 1) * PIECE + h * LANES * 4, codes.high);
         }
@@ -211,14 +218,16 @@ INLINE void expand_unit(const uint8_t *w, const int kind, const int eights, uint
 }
 EXPAND(2) EXPAND(3) EXPAND(4) EXPAND(5) EXPAND(6) EXPAND(7) EXPAND(10)
 EXPAND(12) EXPAND(13) EXPAND(14) EXPAND(15) EXPAND(16) EXPAND(17) EXPAND(18) EXPAND(19)
-static void (*const EXPAND_OF[])(const Linear *, const uint8_t *, int64_t, uint8_t *) = {
+EXPAND(23) EXPAND(24) EXPAND(25)
+static void (*const EXPAND_OF[])(const Linear *, int64_t, const uint8_t *, int64_t, uint8_t *) = {
     NULL,     NULL,      expand_2,  expand_3,  expand_4,  expand_5,  expand_6,  expand_7,  NULL,     NULL,
-    expand_10, NULL, expand_12, expand_13, expand_14, expand_15, expand_16, expand_17, expand_18, expand_19}; /* [kind] */
+    expand_10, NULL, expand_12, expand_13, expand_14, expand_15, expand_16, expand_17, expand_18, expand_19,
+    NULL, NULL, NULL, expand_23, expand_24, expand_25}; /* [kind] */
 
-/* Codes of so many groups as bytes, in `out` if they are not; 2:4 as they are. */
-static const uint8_t *as_bytes(const Linear *l, const uint8_t *w, int64_t groups, uint8_t *out) {
+/* Codes of so many groups of a panel as bytes, in `out` if they are not; 2:4 as they are. */
+static const uint8_t *as_bytes(const Linear *l, int64_t panel, const uint8_t *w, int64_t groups, uint8_t *out) {
     if (l->kind == KIND_S24 || l->kind == 8) return w;
-    EXPAND_OF[l->kind](l, w, groups, out);
+    EXPAND_OF[l->kind](l, panel, w, groups, out);
     return out;
 }
 #define BYTES_ROOM(COLUMNS) ((COLUMNS) * PANEL + (COLUMNS) / 32 * MOST_LEVELS)
@@ -275,16 +284,17 @@ SHARED void integer_part(const Linear *l, const Digits *x, void *y, int out_type
                     (*TILES_OF[kind])[x->digits - 1][x->rows - 1](l, &run, x, 0, out);
                     for (int64_t g = run.first; x->outliers && g < run.last; g++)
                         if (any_outliers(x, g))
-                            add_outliers(l, run.panel, g, g + 1, as_bytes(l, run.w + run_bytes(l, g - run.first), 1, codes), x, 0, count, extra);
+                            add_outliers(l, run.panel, g, g + 1, as_bytes(l, run.panel, run.w + run_bytes(l, g - run.first), 1, codes), x, 0, count, extra);
                     continue;
                 }
-                const uint8_t *w = as_bytes(l, run.w, run.last - run.first, codes);
+                const uint8_t *w = as_bytes(l, run.panel, run.w, run.last - run.first, codes);
                 if (x->outliers) add_outliers(l, run.panel, run.first, run.last, w, x, row, count, extra);
                 run.cold = w == run.w, run.w = w;
                 if (amx.rows) amx_run(l, &amx, &run, x, row, count, out);
                 else run_tiles(l, &run, bytes, x, row, count, out);
             }
             for (int64_t i = 0; i < count * PANEL && x->outliers; i++) out[i] += extra[i];
+            if (l->apart) add_apart(l, n / PANEL, x, row, count, out);
             for (int64_t i = 0; i < count * PANEL && l->factor != 1; i++) out[i] = (float)(out[i] * l->factor);
             for (int64_t i = 0; i < count; i++)
                 put_row(y, out_type, (row + i) * out_stride + n, out + i * PANEL, l->bias ? l->bias + n : NULL, valid, add);

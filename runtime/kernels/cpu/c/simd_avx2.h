@@ -32,6 +32,18 @@ static inline W w_rotate_byte(W w) {
 static inline W w_lookup(const uint8_t table[16], W w) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), w);
 }
+/* Levels of rows: each lane's own table of 4, 8 or 16 bytes, four of them a piece, by the low bits of its bytes; others mean nothing. */
+static inline W w_lookup_rows(const W *piece, const int bits, W codes) {
+    const W lanes = _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c));
+    const W at = _mm256_or_si256(w_and(codes, 3), lanes);
+    W found = _mm256_shuffle_epi8(piece[0], at);
+    if (bits == 2) return found;
+    const W odd = w_shift(codes, 5); /* bit 2 where blends look for it */
+    found = _mm256_blendv_epi8(found, _mm256_shuffle_epi8(piece[1], at), odd);
+    if (bits == 3) return found;
+    const W other = _mm256_blendv_epi8(_mm256_shuffle_epi8(piece[2], at), _mm256_shuffle_epi8(piece[3], at), odd);
+    return _mm256_blendv_epi8(found, other, w_shift(codes, 4));
+}
 static inline X x_load(const int8_t *p) {
     int32_t four;
     memcpy(&four, p, 4);

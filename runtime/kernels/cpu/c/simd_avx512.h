@@ -37,6 +37,19 @@ static inline W w_rotate_byte(W w) { return w_rotate(w, 8); }
 static inline W w_lookup(const uint8_t table[16], W w) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), w);
 }
+/* Levels of rows: each lane's own table of 4, 8 or 16 bytes, four of them a piece, by the low bits of its bytes; others mean nothing. */
+static inline W w_lookup_rows(const W *piece, const int bits, W codes) {
+    static const uint8_t first[16] = {0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12};
+    const W lanes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)first));
+    const W at = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi8(3), lanes, 0xea); /* codes & 3 | lanes */
+    W found = _mm512_shuffle_epi8(piece[0], at);
+    if (bits == 2) return found;
+    const __mmask64 odd = _mm512_test_epi8_mask(codes, _mm512_set1_epi8(4));
+    found = _mm512_mask_shuffle_epi8(found, odd, piece[1], at);
+    if (bits == 3) return found;
+    const W other = _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(piece[2], at), odd, piece[3], at);
+    return _mm512_mask_mov_epi8(found, _mm512_test_epi8_mask(codes, _mm512_set1_epi8(8)), other);
+}
 static inline X x_load(const int8_t *p) {
     int32_t four;
     memcpy(&four, p, 4);

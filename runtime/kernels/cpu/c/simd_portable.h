@@ -26,6 +26,16 @@ static inline W w_lookup(const uint8_t table[16], W w) {
     for (int i = 0; i < 64; i++) bytes[i] = table[bytes[i]];
     return w_load(bytes);
 }
+/* Levels of rows: each lane's own table of 4, 8 or 16 bytes, four of them a piece, by the low bits of its bytes; others mean nothing. */
+static inline W w_lookup_rows(const W *piece, const int bits, W codes) {
+    uint8_t bytes[64];
+    memcpy(bytes, &codes, 64);
+    for (int i = 0; i < 64; i++) {
+        const int code = bytes[i] & ((1 << bits) - 1);
+        bytes[i] = (uint8_t)(piece[code / 4][i / 4] >> 8 * (code % 4));
+    }
+    return w_load(bytes);
+}
 static inline X x_load(const int8_t *p) { return (X){{p[0], p[1], p[2], p[3]}}; }
 static inline I i_set1(int32_t v) { return v - (I){0}; }
 static inline I i_zero(void) { return (I){0}; }

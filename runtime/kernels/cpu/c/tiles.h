@@ -48,7 +48,7 @@ static void tile_job(void *p, const Team *team) {
                 zero[i] = base + (l->zero ? l->zero[set + i] : 0);
             }
             const int stored = more && run.first == g;
-            const uint8_t *codes = stored ? as_bytes(l, run.w, 1, bytes) : NULL;
+            const uint8_t *codes = stored ? as_bytes(l, panel, run.w, 1, bytes) : NULL;
             if (stored) more = next_stretch(l, &run, 1);
             if (l->kind != KIND_S24) {
                 for (int64_t k = g * l->group, c = 0; c < l->group && k + c < l->columns; c++) {
@@ -78,6 +78,11 @@ static void tile_job(void *p, const Team *team) {
                 }
             }
         }
+        for (int64_t j = 0; j < l->apart; j++)
+            for (int i = 0; i < valid; i++) {
+                const int64_t at = (panel * l->apart + j) * PANEL + i;
+                store_as(t->out, t->type, l->apart_columns[at] * total + row + i, load_as(l->apart_values, l->scale_type, at));
+            }
     }
 }
 

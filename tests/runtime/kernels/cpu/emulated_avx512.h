@@ -7,6 +7,7 @@
 typedef union { uint8_t u8[16]; int8_t i8[16]; } __m128i;
 typedef union { uint16_t u16[16]; int16_t i16[16]; } __m256i;
 typedef union { uint8_t u8[64]; int8_t i8[64]; uint16_t u16[32]; uint32_t u32[16]; int32_t i32[16]; } __m512i;
+typedef uint64_t __mmask64;
 typedef union { float f[16]; uint32_t u32[16]; } __m512;
 
 #define MAKE static inline
@@ -77,6 +78,15 @@ MAKE __m512i _mm512_shuffle_epi8(__m512i a, __m512i b) {
     __m512i r;
     BYTE r.u8[i] = b.u8[i] & 0x80 ? 0 : a.u8[i / 16 * 16 + (b.u8[i] & 15)];
     return r;
+}
+MAKE __mmask64 _mm512_test_epi8_mask(__m512i a, __m512i b) {
+    __mmask64 r = 0;
+    BYTE r |= (__mmask64)((a.u8[i] & b.u8[i]) != 0) << i;
+    return r;
+}
+MAKE __m512i _mm512_mask_mov_epi8(__m512i a, __mmask64 m, __m512i b) { BYTE a.u8[i] = m >> i & 1 ? b.u8[i] : a.u8[i]; return a; }
+MAKE __m512i _mm512_mask_shuffle_epi8(__m512i src, __mmask64 m, __m512i a, __m512i b) {
+    return _mm512_mask_mov_epi8(src, m, _mm512_shuffle_epi8(a, b));
 }
 MAKE __m512i _mm512_broadcast_i32x4(__m128i a) { __m512i r; BYTE r.u8[i] = a.u8[i % 16]; return r; }
 MAKE __m512i _mm512_cvtepi8_epi32(__m128i a) { __m512i r; LANE r.i32[i] = a.i8[i]; return r; }

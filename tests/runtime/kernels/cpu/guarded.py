@@ -44,7 +44,9 @@ def guarded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check(native: ctypes.CDLL, kind: str, scheme: object, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    storage = None if kind in ("e2m1", "k", "t") else {None: "packed", "2:4": "sparse24"}.get(scheme.sparsity, "bitmap")
+    storage = (
+        None if kind in ("e2m1", "k", "t", "c") else {None: "packed", "2:4": "sparse24"}.get(scheme.sparsity, "bitmap")
+    )
     made = products.case(kind, scheme, shape, dtype, storage=storage)
     x = torch.randn(21, shape[1]).to(dtype)
     for digits in (1, 2, 3):
@@ -105,9 +107,14 @@ def main() -> None:
                 ("s24", int_scheme(4, True, 32, "2:4")), ("w4", int_scheme(4, False, 16, "block:32x16")),
                 ("w8", int_scheme(5, True, 32, "block:32x32")), *(("e2m1", scheme) for scheme in products.FLOATS.values()),
                 *(("k", scheme) for scheme in products.K_QUANTS.values()),
-                *(("t", scheme) for scheme in products.TRELLISES),
+                *(("t", scheme) for scheme in products.TRELLISES), *(("c", scheme) for scheme in products.ROW_CODEBOOKS),
             ):  # fmt: skip
-                if shape[1] % {"e2m1": 32, "k": 256, "t": scheme.weights.group_size}.get(kind, 1):
+                if shape[1] % {
+                    "e2m1": 32,
+                    "k": 256,
+                    "t": scheme.weights.group_size,
+                    "c": scheme.weights.group_size or 1,
+                }.get(kind, 1):
                     continue
                 if (scheme.weights.group_size or 1) > shape[1] or (scheme.sparsity and shape[1] % 4):
                     continue

@@ -12,14 +12,17 @@ import torch
 from weight_cases import random_weight
 
 from runtime import formats
+from runtime.formats.bitpack import unpack_rows
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.float8_block import Float8Block
 from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 from runtime.formats.trellis import Trellis, window_values, windows
 from runtime.kernels import Layer
 from runtime.kernels.cpu import library, panels
+from runtime.kernels.cpu.integer import CODEBOOKS
 from runtime.kernels.cpu.sparse24 import S24
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.system import native
@@ -33,10 +36,15 @@ LAYOUTS = {
     "e2m1": panels.FP4,
     "k": panels.K_QUANTS,
     "t": panels.TRELLIS,
-}  # of codes up to 4 bits, up to 8, 2:4, 4-bit floats, block types of GGUF, trellises
+    "c": CODEBOOKS,
+}  # of codes up to 4 bits, up to 8, 2:4, 4-bit floats, block types of GGUF, trellises, row codebooks
 FLOATS = {"mxfp4": Scheme(BlockFloat(4)), "nvfp4": Scheme(BlockFloat(4, group_size=16, scales="e4m3"))}
 K_QUANTS = {kind: Scheme(KQuant(kind)) for kind in KINDS}
 TRELLISES = [Scheme(Trellis(group)) for group in (16, 48, 512)]
+ROW_CODEBOOKS = [
+    Scheme(RowCodebook(*fields))
+    for fields in ((2,), (3, 48), (4, None, 0.02), (2, 16, 0.05), (4, 512), (3, None, 0.01))
+]
 MXFP8 = Scheme(BlockFloat(8))
 BLOCKS = Scheme(Float8Block())
 #: {multiple of columns: schemes of activations too}
@@ -102,8 +110,8 @@ def of(kind: str, weight: CompressedWeight, storage: str | None = None) -> Case:
 
 
 def whole(scheme: Scheme, columns: int) -> int:
-    """At least so many columns, of which trellises want whole groups."""
-    size = scheme.weights.group_size if isinstance(scheme.weights, Trellis) else 1
+    """At least so many columns, of which trellises and codebooks want whole groups."""
+    size = scheme.weights.group_size or 1 if isinstance(scheme.weights, Trellis | RowCodebook) else 1
     return -(-columns // size) * size
 
 
@@ -159,11 +167,27 @@ def exact_weight(weight: CompressedWeight) -> torch.Tensor:
     if isinstance(scheme, Trellis):
         numbers = windows(weight.values.flatten(), window_values().double()).T.reshape(weight.shape)
         return numbers * weight.parameters["scale"].double().repeat_interleave(scheme.group_size, 1)
+    if isinstance(scheme, RowCodebook):
+        return codebook_weight(weight, scheme)
     assert weight.scale is not None
     codes = weight.values.double()
     if weight.zero_point is not None:
         codes = codes - scheme.spread(weight.zero_point, columns).double()
     return codes * scheme.spread(weight.scale, columns).double()
+
+
+def codebook_weight(weight: CompressedWeight, scheme: RowCodebook) -> torch.Tensor:
+    """Row after row, as the tensors on disk say it."""
+    tensors = scheme.encode(weight.values, weight.parameters)
+    codes = unpack_rows(tensors["weight_packed"], scheme.bits, weight.shape[1]).long() + 2 ** (scheme.bits - 1)
+    scale = tensors["weight_scale"].double()
+    found = torch.stack([row[numbers] for row, numbers in zip(tensors["weight_levels"].double(), codes, strict=True)])
+    found *= scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
+    if scheme.outliers:
+        places = tensors["weight_outlier_columns"].long() % (1 << 16)
+        for row, columns, values in zip(found, places, tensors["weight_outliers"].double(), strict=True):
+            row[columns] = values
+    return found
 
 
 def k_terms(weight: CompressedWeight) -> tuple[torch.Tensor, torch.Tensor]:

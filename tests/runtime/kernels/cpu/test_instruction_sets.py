@@ -26,14 +26,14 @@ GRIDS = [
     ("w8", int_scheme(5, True, 16)), ("s24", int_scheme(4, True, 64, "2:4")),
     ("s24", int_scheme(3, True, "channel", "2:4")), ("s24", int_scheme(4, True, 160, "2:4")),
     *(("e2m1", scheme) for scheme in products.FLOATS.values()), *(("k", scheme) for scheme in products.K_QUANTS.values()),
-    *(("t", scheme) for scheme in products.TRELLISES),
+    *(("t", scheme) for scheme in products.TRELLISES), *(("c", scheme) for scheme in products.ROW_CODEBOOKS),
 ]  # fmt: skip
 TILED = [
     ("w4", int_scheme(4, True, 32)), ("w4", int_scheme(4, False, 48)), ("w8", int_scheme(8, True, 32)),
     ("w8", int_scheme(8, False, 16)), ("w4", int_scheme(3, False, 32)), ("w8", int_scheme(7, True, 80)),
     ("s24", int_scheme(4, True, 32, "2:4")), *(("e2m1", scheme) for scheme in products.FLOATS.values()),
     *(("k", scheme) for scheme in products.K_QUANTS.values()),
-    *(("t", scheme) for scheme in products.TRELLISES),
+    *(("t", scheme) for scheme in products.TRELLISES), *(("c", scheme) for scheme in products.ROW_CODEBOOKS),
 ]  # fmt: skip
 STORAGE = {"s24": "sparse24", "w4": "packed", "w8": "packed"}
 ROWS = 13
@@ -66,7 +66,7 @@ def test_every_instruction_set_gives_the_same(kind, scheme, emulated):
         768
         if kind == "k"
         else products.whole(scheme, 480)
-        if kind == "t"
+        if kind in ("t", "c")
         else 544
         if kind in ("s24", "e2m1")
         else 537

@@ -100,6 +100,10 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
             wide = columns // scheme.weights.group_size * scheme.weights.group_size
             case = products.case("t", scheme, (rows, wide), torch.bfloat16)
             made.append((case.layout.linear(case.prepared, case.layer, None), case))
+        for scheme in products.ROW_CODEBOOKS[at:3]:
+            wide = products.whole(scheme, columns)
+            case = products.case("c", scheme, (rows, wide), torch.bfloat16)
+            made.append((case.layout.linear(case.prepared, case.layer, None), case))
         for kind in list(products.K_QUANTS)[at::4]:
             case = products.case("k", products.K_QUANTS[kind], (rows, 256), torch.bfloat16)
             made.append((case.layout.linear(case.prepared, case.layer, None), case))

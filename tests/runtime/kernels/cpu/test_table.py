@@ -17,6 +17,7 @@ from runtime.formats.block_float import BlockFloat
 from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.float8_block import Float8Block
 from runtime.formats.k_quant import KQuant
+from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.formats.trellis import Trellis
 from runtime.kernels import tuning
@@ -105,6 +106,9 @@ needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler"
         (Scheme(DFloat11()), torch.float64, "reference", "reference"),
         (Scheme(Trellis(64)), torch.bfloat16, "trellis-c", "trellis-c-fast"),
         (Scheme(Trellis(64)), torch.float64, "reference", "reference"),
+        (Scheme(RowCodebook()), torch.bfloat16, "row-codebook-c", "row-codebook-c-fast"),
+        (Scheme(RowCodebook(2, 64, 0.01)), torch.float16, "row-codebook-c", "row-codebook-c-fast"),
+        (Scheme(RowCodebook()), torch.float64, "reference", "reference"),
         (Scheme(None, None, "2:4"), torch.bfloat16, "reference", "reference"),
     ],
     ids=str,

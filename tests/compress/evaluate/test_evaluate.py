@@ -7,7 +7,9 @@ import shutil
 
 import pytest
 import torch
+from random_models import UNLIMITED
 
+import compress
 import runtime
 from compress.evaluate import TokenMetrics, evaluate, metrics, parameter_count
 from runtime.checkpoint.artifact import Artifact
@@ -177,3 +179,21 @@ class TestEvaluate:
         )
         with pytest.raises(RequestError, match="tokenizer"):
             evaluate(model, reference=other)
+
+
+@pytest.mark.parametrize("target", ["model.embed_tokens", "lm_head"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_and_heads_are_compared_with_the_originals(tied, target, tiny_llama, tiny_text, tmp_path):
+    """What is rounded in place before the blocks run is not what the artifact is compared with."""
+    source = str(tiny_llama(tie_word_embeddings=tied))
+    text = {**UNLIMITED, "data": str(tiny_text), "sequence_length": 64, "samples": 4, "max_perplexity_increase": "900%"}
+
+    def metrics_of(name):
+        stage = {"quantize": {"method": "rtn", "bits": 2, "group_size": 32, "targets": [name]}}
+        recipe = {"name": "outside", "model": source, "stages": [stage], "evaluate": text}
+        return compress.apply(recipe, output=tmp_path / name, quiet=True).metrics
+
+    inside, outside = metrics_of("model.layers.0.mlp.up_proj"), metrics_of(target)
+    assert outside["before"] == inside["before"]
+    assert outside["after"] != outside["before"]
+    assert outside["kl"] > 1e-5

@@ -4,6 +4,8 @@
     python benchmarks/rotations.py --ways plain hadamard orthogonal --output benchmarks/results/rotations.json
     python benchmarks/rotations.py --cells "W4A4 g128" "W3A16 g128" NVFP4 MXFP4 --ways plain hadamard inputs both groups flatquant \
         --output benchmarks/results/input_transforms.json
+    python benchmarks/rotations.py --cells "W4A4 g128" --ways spinquant "hadamard and inside" "spinquant and inside" \
+        "spinquant and flatquant inside" --output benchmarks/results/input_transforms.json
 
 Two bundled models, as they are and in their principal axes: rotated so that the dimensions of the hidden state are the eigenvectors of its
 second moments. That is the same function with the outliers that large models have by themselves: few dimensions hold most of the energy.
@@ -96,7 +98,8 @@ def measured(model: Path, way: str, cell: dict[str, Any]) -> dict[str, Any]:
     cached = metrics.get("kv_cache")
     return {
         "kl": cached["kl"] if cached else metrics["kl"],
-        "perplexity": metrics["after"]["perplexity"], "perplexity_before": metrics["before"]["perplexity"], "cpu": cpu_name(),
+        "perplexity": metrics["after"]["perplexity"], "perplexity_before": metrics["before"]["perplexity"], 
+        "cpu": cpu_name(), "commit": commit(),
     }  # fmt: skip
 
 
@@ -116,7 +119,8 @@ def main() -> None:
     torch.set_num_threads(1)
     found = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"cells": {}}
     found |= {
-        "machine": {"cpu": cpu_name(), "python": platform.python_version(), "torch": torch.__version__, "threads": 1},
+        "machine": {
+        "cpu": cpu_name(), "commit": commit(), "python": platform.python_version(), "torch": torch.__version__, "threads": 1},
         "commit": commit(), "calibration": CALIBRATION, "evaluation": EVALUATION,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:

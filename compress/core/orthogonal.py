@@ -37,6 +37,20 @@ def orthogonal_matrix(size: int, generator: torch.Generator) -> torch.Tensor:
     return q * r.diagonal().sign()
 
 
+def keep_mean(matrix: torch.Tensor) -> torch.Tensor:
+    """The rotation followed by a reflection, so that a vector of equal numbers stays as it is.
+
+    A norm that takes the mean away first (LayerNorm) then gives the rotated output for a rotated input.
+    """
+    ones = torch.full((len(matrix),), len(matrix) ** -0.5, dtype=matrix.dtype)
+    difference = ones @ matrix - ones
+    size = difference.norm()
+    if size < 1e-12:
+        return matrix
+    axis = difference / size
+    return matrix - 2 * torch.outer(matrix @ axis, axis)
+
+
 def why_not(size: int) -> str | None:
     """The reason there is no matrix of a size; None: there is one."""
     if _order(size) is None:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from compress.core.method import registry
+from compress.core.orthogonal import keep_mean
 from compress.rotate import hadamard, orthogonal, spinquant
 from compress.rotate.method import RotateMethod
+from runtime.errors import CompressError
 
 METHODS: dict[str, RotateMethod] = registry("compress.rotate", hadamard.METHOD, orthogonal.METHOD, spinquant.METHOD)
 
@@ -22,8 +24,8 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def hidden_matrix(method: str, facts: Mapping[str, Any]) -> torch.Tensor:
-    """What a stage has rotated the hidden state by, or what a learned matrix started as: float64 `[size, size]`, a row for each dimension
+def start_matrix(method: str, facts: Mapping[str, Any]) -> torch.Tensor:
+    """What a method that learns begins with, and others rotate the hidden state by: float64 `[size, size]`, a row for each dimension
     before.
 
     Args:
@@ -33,15 +35,12 @@ def hidden_matrix(method: str, facts: Mapping[str, Any]) -> torch.Tensor:
     return keep_mean(matrix) if facts["keeps_mean"] else matrix
 
 
-def keep_mean(matrix: torch.Tensor) -> torch.Tensor:
-    """The rotation followed by a reflection, so that a vector of equal numbers stays as it is.
+def hidden_matrix(method: str, facts: Mapping[str, Any]) -> torch.Tensor:
+    """What a stage has rotated the hidden state by, from its record; see `start_matrix`.
 
-    A norm that takes the mean away first (LayerNorm) then gives the rotated output for a rotated input.
+    Raises:
+        CompressError: it was learned, and is kept nowhere but in the weights.
     """
-    ones = torch.full((len(matrix),), len(matrix) ** -0.5, dtype=matrix.dtype)
-    difference = ones @ matrix - ones
-    size = difference.norm()
-    if size < 1e-12:
-        return matrix
-    axis = difference / size
-    return matrix - 2 * torch.outer(matrix @ axis, axis)
+    if METHODS[method].learn is not None:
+        raise CompressError(f"the rotation that {method} has learned is kept nowhere but in the weights")
+    return start_matrix(method, facts)

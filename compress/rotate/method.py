@@ -53,6 +53,7 @@ class RotateMethod:
         why_not: the reason it has none of a size; None: it has.
         learn: `(start [size, size], sites, config) -> ` a better matrix, float64 and orthogonal, which keeps the vector of equal numbers
             where `start` does; inputs of sites are whole pieces of that size. None: matrices do not depend on the model.
+        cost: `(config, size) -> ` about as many multiplications as learning takes the time of.
         needs: what must be collected from calibration text.
     """
 
@@ -62,6 +63,7 @@ class RotateMethod:
     paper: str
     why_not: Callable[[int], str | None] = lambda _size: None
     learn: Callable[[torch.Tensor, Sequence[Site], Any], torch.Tensor] | None = None
+    cost: Callable[[Any, int], float] = lambda _config, _size: 0.0
     needs: Collection[str] = ()
 
     @property

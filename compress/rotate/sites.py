@@ -1,4 +1,4 @@
-"""Collection of what layers read of the hidden state over calibration text, for rotations that are learned."""
+"""Collection of what layers read over calibration text, of the hidden state and of values, for rotations that are learned."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch import nn
 
 from compress.core.statistics import SAMPLES, Statistics
 from compress.model.couplings import input_dim
+from compress.model.footprint import Footprint, ModelSize, Rows, Speed, tokens
 from compress.model.hidden_states import HiddenStates
 from compress.model.input_statistics import InputGroup, collect, forwards
 from compress.model.rewrite import Pass
 from compress.model.streamed import Batch, StreamedModel
 from compress.rotate.method import Site
 from compress.rotate.rotation import HiddenRotation
-from runtime.errors import CompressError, RequestError
+from runtime.errors import CompressError
 
 #: Rows of the layers that read a site.
 ROWS = 256
@@ -28,7 +29,7 @@ def collect_sites(run: Pass[Any], hidden: HiddenRotation) -> list[Site]:
     """The sites of all blocks, in one pass over the model; tensors are on its device.
 
     Raises:
-        CompressError: inputs hold NaN or Inf, or there are none. RequestError: no linear layer reads a norm.
+        CompressError: inputs hold NaN or Inf, or there are none.
     """
     streamed, batches = run.streamed, run.batches
     size, generator = len(hidden.matrix), torch.Generator().manual_seed(0)
@@ -38,10 +39,10 @@ def collect_sites(run: Pass[Any], hidden: HiddenRotation) -> list[Site]:
     def visit(index: int, states: HiddenStates) -> str:
         prefix, block = streamed.block_prefix(index), streamed.blocks[index]
         runs = forwards(streamed, index, states, batches)
-        read: dict[str, list[str]] = {}
+        read: dict[str, list[str]] = {norm: [] for norm in hidden.norms_of(prefix)}
         for name, norm in hidden.readers(block, prefix, runs[0][0]).items():
             if input_dim(block.get_submodule(name.removeprefix(prefix))) is not None:
-                read.setdefault(norm, []).append(name)
+                read[norm].append(name)
         groups = [InputGroup([norm.removeprefix(prefix)], size) for norm in read]
         collected = collect(block, groups, runs, needs=("samples",), stop_early=False) if groups else []
         for (norm, layers), statistics in zip(read.items(), collected, strict=True):
@@ -52,15 +53,17 @@ def collect_sites(run: Pass[Any], hidden: HiddenRotation) -> list[Site]:
         return ""
 
     def rows_of(norm: str, layers: list[str]) -> torch.Tensor:
-        weights = [weight_of(streamed.model.get_submodule(name)) for name in layers]
-        rows = torch.cat([_some(weight, min(most, ROWS), generator).float() for weight in weights])
-        return _some(rows, min(most, ROWS), generator) * hidden.gain(norm)
+        most_rows = min(most, ROWS)
+        if layers:
+            weights = [weight_of(streamed.model.get_submodule(name)) for name in layers]
+            rows = _some(
+                torch.cat([_some(weight, most_rows, generator).float() for weight in weights]), most_rows, generator
+            )
+        else:  # routed experts in one tensor: every direction of what they read counts alike
+            rows = torch.randn(most_rows, size, generator=generator).to(streamed.device)
+        return rows * hidden.gain(norm)
 
     run.visit("inputs of layers", batches, visit)
-    if not found:
-        raise RequestError(
-            "no linear layer reads the hidden state, so there is nothing to learn a rotation from; take hadamard"
-        )
     return found
 
 
@@ -92,6 +95,21 @@ def _finite(statistics: Statistics, name: str) -> torch.Tensor:
     if not statistics.finite or statistics.samples is None or len(statistics.samples) == 0:
         raise CompressError(f"{name}: its calibration inputs hold NaN or Inf, or there are none")
     return statistics.samples
+
+
+def learning(whole: ModelSize, rows: Rows, cost: float, speed: Speed, on_cpu: bool) -> Footprint:
+    """Footprint of learning from sites: a pass that collects them, and another, which writes, that collects values.
+
+    Args:
+        cost: multiplications, see `RotateMethod.cost`. on_cpu: the model computes there.
+    """
+    # Inputs and rows of all sites, those of a block before some are drawn, and the matrices of the descent.
+    memory = 8 * ELEMENTS + 16 * SAMPLES * whole.hidden + 192 * whole.hidden**2
+    memory += whole.itemsize * (whole.outside + whole.block) + whole.forward(rows)
+    seconds = (8.0 * whole.inside * tokens(rows) + cost) / speed.single  # each block runs twice in both passes
+    return Footprint(
+        memory=memory if on_cpu else 0, device=0 if on_cpu else memory, states=whole.states(rows), seconds=seconds
+    )
 
 
 def _some(rows: torch.Tensor, most: int, generator: torch.Generator) -> torch.Tensor:

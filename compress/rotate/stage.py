@@ -19,7 +19,7 @@ from compress.model.checkpoint_writer import PREDICTING, config_dict, write_zero
 from compress.model.config_sizes import resized, size_of
 from compress.model.context import Context
 from compress.model.couplings import Slices, shapes
-from compress.model.footprint import Footprint, ModelSize, Rows, Speed, tokens
+from compress.model.footprint import Footprint, ModelSize, Rows, Speed
 from compress.model.hidden_states import HiddenStates
 from compress.model.rewrite import Lines, Pass, Rewrite, Tensors
 from compress.model.source import DerivedCheckpoint
@@ -30,7 +30,7 @@ from compress.prune.structure.hidden_norms import find_norms
 from compress.prune.structure.removal import check_finite
 from compress.recipe.stages import Stage
 from compress.report.elements import section, table
-from compress.rotate import METHODS, hidden_matrix, seeded
+from compress.rotate import METHODS, seeded, start_matrix
 from compress.rotate.method import RotateConfig, Site
 from compress.rotate.rotation import (
     TOLERANCE,
@@ -41,7 +41,7 @@ from compress.rotate.rotation import (
     rotate_values,
     value_pairs,
 )
-from compress.rotate.sites import ELEMENTS, collect_sites, value_site
+from compress.rotate.sites import collect_sites, learning, value_site
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
 
@@ -79,8 +79,8 @@ class RotateJob(Job):
 
     @property
     def learns(self) -> bool:
-        """Whether the matrix of the hidden state is learned from calibration text."""
-        return METHODS[self.stage.method].learn is not None and self.settings.hidden
+        """Whether matrices are learned from calibration text."""
+        return METHODS[self.stage.method].learn is not None
 
     @property
     def needs(self) -> set[str]:
@@ -124,16 +124,11 @@ class RotateJob(Job):
         )  # fmt: skip
         if not self.learns:
             return found
-        # Inputs and rows of all sites, and a dozen matrices of the descent.
-        states, learning = whole.states(rows), 8 * ELEMENTS + 64 * whole.hidden**2
-        learning += itemsize * (whole.outside + whole.block) + whole.forward(rows)
-        steps = getattr(self.settings, "steps", 0)
-        seconds = 2.0 * whole.inside * tokens(rows) / speed.single + 16.0 * steps * whole.hidden**3 / speed.single
-        return found.after(
-            Footprint(
-                memory=learning if on_cpu else 0, device=0 if on_cpu else learning, states=states, seconds=seconds
-            )
-        )
+        method, hidden = METHODS[self.stage.method], whole.hidden
+        heads = max(_head_widths(context.streamed), default=0) * self.settings.values
+        cost = method.cost(self.settings, hidden * self.settings.hidden)
+        cost += len(context.streamed.blocks) * method.cost(self.settings, heads)
+        return found.after(learning(whole, rows, cost, speed, on_cpu))
 
     def warnings(self, context: Context, size: int) -> list[str]:
         """A head that grows into a tensor of its own; layers that are left out."""
@@ -203,7 +198,7 @@ class RotatedCheckpoint(Rewrite[RotateJob]):
     """Writer of a rotated model.
 
     Attributes:
-        matrix: what `hidden_matrix` takes; None: the hidden state is not rotated.
+        matrix: what `start_matrix` takes; None: the hidden state is not rotated.
     """
 
     def __init__(self, run: Pass[RotateJob]) -> None:
@@ -217,7 +212,7 @@ class RotatedCheckpoint(Rewrite[RotateJob]):
         # Norms without weights are not seen; some take the mean away.
         keeps_mean = not norms or any(norm.centred for norm in norms.values())
         self.matrix = {"size": self.job.whole.hidden, "seed": self.job.settings.seed, "keeps_mean": keeps_mean}
-        matrix = hidden_matrix(self.job.stage.method, self.matrix)
+        matrix = start_matrix(self.job.stage.method, self.matrix)
         self._hidden = HiddenRotation(matrix.float().to(self.whole.device), self.job.slices, norms, self._read)
         if self.job.learns:
             matrix = self.run.tensors_once("rotation.safetensors", lambda: {"matrix": self._learned(matrix)})["matrix"]
@@ -239,8 +234,11 @@ class RotatedCheckpoint(Rewrite[RotateJob]):
     def _learn(self, start: torch.Tensor, sites: list[Site]) -> torch.Tensor:
         learn = METHODS[self.job.stage.method].learn
         assert learn is not None
+        own: list[Site] = []
         with torch.inference_mode(False):  # tensors that were made in it have no part in autograd
-            own = [Site(site.inputs.clone(), site.rows.clone()) for site in sites]
+            while sites:  # one after the other, so that all are not there twice
+                site = sites.pop(0)
+                own.append(Site(site.inputs.clone(), site.rows.clone()))
             return learn(start.clone(), own, self.job.settings).contiguous()
 
     def _of_probe(self) -> torch.Tensor:
@@ -275,6 +273,10 @@ class RotatedCheckpoint(Rewrite[RotateJob]):
             if pair is not None and job.learns:
                 learned = replace(pair, matrix=self._learned_of_head(index, pair))
                 turned, pair = rotate_values(block, prefix, rotation, compare, [learned, pair])
+                if pair is not learned:
+                    self.run.reporter.warn(
+                        f"{prefix}{learned.producer}: its learned rotation is not exact; a random one is taken"
+                    )
             rotation = turned
         self.advance(index)
         values = "" if pair is None else pair.producer
@@ -288,8 +290,7 @@ class RotatedCheckpoint(Rewrite[RotateJob]):
     @lru_cache  # noqa: B019 - it lives as long as the run
     def _of_head(self, width: int) -> torch.Tensor | None:
         """Matrix of the values of a head, float32; None where the method has none of this size."""
-        method = METHODS[self.job.stage.method]
-        if method.why_not(width) is not None:
+        if (method := METHODS[self.job.stage.method]).why_not(width) is not None:
             return None
         return method.matrix(width, seeded(self.job.settings.seed + 1)).float().to(self.whole.device)
 
@@ -388,9 +389,8 @@ def prepare(context: Context, stage: Stage) -> RotateJob:
     if not stage.config.hidden:
         return RotateJob(stage, config, ModelSize.of(streamed), heads=heads)
     size = size_of(config, "hidden").count
-    learns = METHODS[stage.method].learn is not None
     later = [other for other in context.recipe.stages if other.kind == "recover" and other.index > stage.index]
-    if learns and later:
+    if later and METHODS[stage.method].learn is not None:
         text = f"compares hidden states with the original model's, whose rotation by {stage.method} is not kept; rotate by hadamard"
         raise RequestError(origin.at(later[0].path, text))
     with origin.located((*stage.path, "hidden")):

@@ -272,7 +272,7 @@ def run_pass(job: BlockPass) -> None:
             errors = {layer["name"].partition(f".{index}.")[2]: layer["error"] for layer in record["layers"]}
             reporter.tracking.log({"block": index, "layer_error": errors})
     last = compress_outside(job, embeddings, states)
-    if outside:  # the artifact is compared with the original, whose embeddings are others
+    if outside:  # `evaluate` runs the original in this model too, and reads its embeddings again
         streamed.release_outside()
     if last is not None:
         job.commit("outside", last)

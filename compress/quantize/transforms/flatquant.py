@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import torch
 
-from compress.core.learning import descend, straight
+from compress.core.learning import descend, straight_through
 from compress.quantize.grid import nearest_values
 from compress.quantize.input_grid import calibrated_tensors
 from compress.quantize.transforms import hadamard
@@ -22,7 +22,7 @@ from runtime.formats.grid import GridScheme
 from runtime.formats.input_transform import STORED, matrices, multiplied
 from runtime.formats.representation import Tensors
 from runtime.formats.scheme import Scheme
-from runtime.kernels.activations import fake_quantize
+from runtime.kernels.activations import fake_quantize, outliers
 
 STEPS = 200
 RATE = 0.05
@@ -98,11 +98,10 @@ def _loss(scheme: Scheme, weight: torch.Tensor) -> Loss:
         transformed = multiplied(weight, *matrices(tensors, lambda each: torch.linalg.inv(each).T))
         inputs = multiplied(x, *matrices(tensors))
         nearest = nearest_values(transformed.detach(), weights, torch.float32, search="minmax")
-        rounded = straight(transformed, nearest, weights.width(weight.shape[1]), whole=weights.strategy == "tensor")
-        given, activations = inputs, scheme.activations
-        if activations is not None:
-            nearest = _rounded_inputs(inputs.detach(), activations)
-            given = straight(inputs, nearest, activations.group_size, whole=activations.strategy == "tensor")
+        rounded = straight_through(
+            transformed, nearest, weights.width(weight.shape[1]), weights.strategy == "tensor", weights.symmetric
+        )
+        given = inputs if scheme.activations is None else _rounded_inputs(inputs, scheme.activations)
         wanted = x @ weight.T
         return (given @ rounded.T - wanted).square().sum() / wanted.square().sum().clamp(min=1e-30)
 
@@ -110,9 +109,17 @@ def _loss(scheme: Scheme, weight: torch.Tensor) -> Loss:
 
 
 def _rounded_inputs(x: torch.Tensor, activations: ActivationScheme) -> torch.Tensor:
-    """Inputs rounded as at run time; calibrated scales are those of these inputs."""
-    tensors = calibrated_tensors(activations, x.min(), x.max(), torch.float32)
-    return fake_quantize(x, activations, {name: tensor.to(x.device) for name, tensor in tensors.items()})
+    """Inputs rounded as at run time, with a gradient; calibrated scales are those of these inputs."""
+    fixed = x.detach()
+    tensors = calibrated_tensors(activations, fixed.min(), fixed.max(), torch.float32)
+    rounded = fake_quantize(fixed, activations, {name: tensor.to(x.device) for name, tensor in tensors.items()})
+    # What stays as it is has no part in a scale.
+    kept = torch.zeros_like(fixed, dtype=torch.bool) if activations.outliers is None else outliers(fixed, activations)
+    others = straight_through(
+        x.masked_fill(kept, 0), rounded.masked_fill(kept, 0), activations.group_size, activations.strategy == "tensor",
+        activations.symmetric,
+    )  # fmt: skip
+    return torch.where(kept, x, others)
 
 
 METHOD = TransformMethod(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from random_models import UNLIMITED
 from test_rotate_stage import applied, logits, record, source
 
 import compress
-from compress.rotate import keep_mean, spinquant
+from compress.prune.structure.hidden_norms import Norm
+from compress.rotate import METHODS, hidden_matrix, keep_mean, spinquant
 from compress.rotate.method import Site
+from compress.rotate.rotation import HiddenRotation
 from compress.rotate.stage import RotatedCheckpoint
-from runtime.errors import RequestError
+from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.errors import CompressError, RequestError
 from runtime.formats.activation_scheme import ActivationScheme
 from runtime.kernels.activations import fake_quantize
 
@@ -57,9 +61,12 @@ def test_learned_matrices_are_orthogonal_and_lose_less(size: int, mean: bool) ->
     assert found.dtype == torch.float64
     assert torch.allclose(found @ found.T, torch.eye(size, dtype=torch.float64), atol=1e-9)
     ones = torch.ones(size, dtype=torch.float64)
-    assert torch.allclose(ones @ found, ones, atol=1e-5) == mean
+    assert torch.allclose(ones @ found, ones, atol=1e-12) == mean
+    fresh = torch.Generator().manual_seed(9)
     unseen = [
-        Site(torch.randn(300, size) @ torch.linalg.cholesky(one.inputs.T @ one.inputs / 400).T, one.rows)
+        Site(
+            torch.randn(300, size, generator=fresh) @ torch.linalg.cholesky(one.inputs.T @ one.inputs / 400).T, one.rows
+        )
         for one in sites
     ]
     assert lost(unseen, found) < 0.8 * lost(unseen, start)
@@ -85,10 +92,39 @@ def test_two_dimensions_come_near_the_best_angle(angle: float) -> None:
     assert lost([site], found) < least + 0.2 * (most - least)
 
 
+def test_values_of_several_heads_are_rotated_by_one_matrix() -> None:
+    """Inputs are three pieces long; what was not shown loses less, too."""
+    sites = [Site(site.inputs, site.rows) for site in drawn(48)[:1]]
+    start = spinquant.matrix(16, torch.Generator().manual_seed(0))
+    found = spinquant.learn(start, sites, spinquant.SpinQuantConfig(steps=80))
+    whole = [torch.block_diag(matrix, matrix, matrix) for matrix in (start, found)]
+    held = [Site(site.inputs[::4], site.rows) for site in sites]
+    assert lost(held, whole[1]) < 0.95 * lost(held, whole[0])
+
+
+@pytest.mark.parametrize(("centred", "offset"), [(False, 0.0), (False, 1.0), (True, 0.0)])
+def test_what_norms_give_without_their_weights(centred: bool, offset: float) -> None:
+    """A bias is divided by the weights, as where it is folded."""
+    draw = torch.Generator().manual_seed(2)
+    weight, bias, x = (
+        torch.rand(8, generator=draw) + 0.5,
+        torch.randn(8, generator=draw),
+        torch.randn(5, 8, generator=draw) + 1,
+    )
+    tensors = {"n.weight": weight - offset} | ({"n.bias": bias} if centred else {})
+    hidden = HiddenRotation(torch.eye(8), [], {"n": Norm("n", offset, centred)}, tensors.get)
+    norm = torch.nn.LayerNorm(8, eps=0.0) if centred else torch.nn.RMSNorm(8, eps=0.0)
+    with torch.no_grad():
+        norm.weight.copy_(weight)
+        if centred:
+            norm.bias.copy_(bias)
+        assert torch.allclose(hidden.given("n", x) * hidden.gain("n"), norm(x), atol=1e-5)
+
+
 def test_where_no_step_helps_the_matrix_stays() -> None:
     """Inputs of zeros lose nothing; one alone leaves none to judge by."""
     start = spinquant.matrix(8, torch.Generator().manual_seed(0))
-    for inputs in (torch.zeros(9, 8), torch.randn(1, 8)):
+    for inputs in (torch.zeros(9, 8), torch.ones(1, 8)):
         found = spinquant.learn(start, [Site(inputs, torch.ones(2, 8))], spinquant.SpinQuantConfig(steps=8))
         assert torch.equal(found, start)
 
@@ -121,10 +157,44 @@ def test_an_interrupted_run_gives_the_same_bytes(
         patched.setattr(RotatedCheckpoint, "block", interrupted)
         with pytest.raises(KeyboardInterrupt):
             compress.apply(recipe, output=tmp_path / "resumed", quiet=True)
-    monkeypatch.setattr(RotatedCheckpoint, "_learned", None)
+
+    def learn_values(start: torch.Tensor, sites: list[Site], config: Any) -> torch.Tensor:
+        assert len(start) == 16, "the matrix of the hidden state is there"
+        return spinquant.learn(start, sites, config)
+
+    monkeypatch.setitem(METHODS, "spinquant", replace(METHODS["spinquant"], learn=learn_values))
     resumed = compress.apply(recipe, output=tmp_path / "resumed", resume=True, quiet=True).path
     files = [{file.name: file.read_bytes() for file in path.glob("*.safetensors")} for path in (whole, resumed)]
     assert files[0] == files[1] != {}
+
+
+def test_values_alone_are_learned_where_the_hidden_state_stays(tiny_text: Path, tmp_path: Path) -> None:
+    """Post-norms do not fold."""
+    model = source("gemma2", tmp_path / "source")
+    text = {"data": str(tiny_text), "sequence_length": 32, "samples": 8}
+    stages = [{"rotate": {"method": method, "hidden": False}} for method in ("hadamard", "spinquant")]
+    made = [applied(model, tmp_path / str(index), stage, calibration=text).path for index, stage in enumerate(stages)]
+    for path in made:
+        assert float((logits(path) - logits(model)).norm() / logits(model).norm()) < 1e-5
+        assert record(path)["values"] == 2
+    values = [Checkpoint(path).get("model.layers.0.self_attn.v_proj.weight") for path in made]
+    assert not torch.equal(*values)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_every_norm_is_a_site(name: str, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that routed experts in one tensor read, too."""
+    seen: list[int] = []
+
+    def learn(start: torch.Tensor, sites: list[Site], _config: Any) -> torch.Tensor:
+        seen.append(len(sites))
+        assert all(len(site.inputs) > 8 and len(site.rows) > 8 for site in sites)
+        return start
+
+    monkeypatch.setitem(METHODS, "spinquant", replace(METHODS["spinquant"], learn=learn))
+    text = {"data": str(tiny_text), "sequence_length": 32, "samples": 8}
+    applied(source(name, tmp_path / "source"), tmp_path / "out", SPINQUANT, calibration=text)
+    assert seen == [4, 1, 1]  # two norms of two blocks; then the values of each block
 
 
 def test_inputs_of_4_bits_lose_less_than_with_a_random_matrix(
@@ -151,10 +221,8 @@ def test_what_needs_the_matrix_later_is_refused_before_the_run(
         RequestError, match=r"stages.1.recover: .* rotation by spinquant is not kept; rotate by hadamard"
     ):
         applied(tiny_llama(), tmp_path / "out", SPINQUANT, recover, calibration=text)
-    with pytest.raises(
-        RequestError, match="spinquant learns the rotation of the hidden state; with hidden: false take hadamard"
-    ):
-        applied(tiny_llama(), tmp_path / "out", {"rotate": {"method": "spinquant", "hidden": False}})
+    with pytest.raises(CompressError, match="kept nowhere but in the weights"):
+        hidden_matrix("spinquant", {"size": 64, "seed": 0, "keeps_mean": False})
     assert not (tmp_path / "out").exists()
 
 

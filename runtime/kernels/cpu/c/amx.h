@@ -4,9 +4,10 @@
  * columns of 16 rows of the weight) is a row of B (unsigned): nothing is repacked. The sums of a group leave the tiles as exact integers,
  * and finish_group adds them to the result: the same bits as with vectors. 2:4 weights, those with levels and few streams stay with those. */
 #ifdef __AMX_INT8__
-/* Taken from so many streams on. Measured on a Xeon with AMX: 1.7 to 2.1 times as fast as vectors from 6 streams on where codes are made
- * bytes first (fewer read them at their own width), and 1.3 from 12 on, not before, where they are bytes already. */
-#define AMX_STREAMS(KIND) ((KIND) == 8 ? 12 : 5)
+/* Taken from so many streams on, by the kind of codes. W4 and W8 were measured on a Xeon with AMX: where codes are made bytes first (up to
+ * four streams read them at their own width instead) tiles are 1.7 to 2.1 times as fast as vectors from 6 streams on; where they are bytes
+ * already, 1.3 times from 12 on, and slower for 8. */
+#define AMX_STREAMS(CODES) ((CODES) == 8 ? 12 : 5)
 #define AMX_COLUMNS 512 /* of codes made bytes at a time: 16 KiB, which the first cache holds while rows pass; twice or half as many made no difference. */
 #define TILE_ROWS 16
 /* What was written at AT, and elsewhere, is in memory now: GCC is not told what tile instructions read. */

@@ -409,8 +409,10 @@ def take_over(engine: TorchEngine, policy: Policy | None = None) -> CudaEngine |
     if gpu.capability(engine.device) < (8, 0):
         _log.info("the fused GPU engine needs an NVIDIA GPU of compute capability 8.0 or later")
         return None
-    program = read_program(engine.module, fuse=True)
+    computing = ops.choose(engine.device)
+    # Without Triton every expert would compute every row.
+    program = read_program(engine.module, fuse=True, mixtures=computing is not ops.TORCH)
     if isinstance(program, Program):
-        return CudaEngine(engine, program, capture=CudaGraphs(engine.device))
+        return CudaEngine(engine, program, capture=CudaGraphs(engine.device), computing=computing)
     _log.info("the fused GPU engine does not fit this model: %s", program)
     return None

@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime.engines.cuda.cache import CacheLayer, Rows
+from runtime.engines.llama_structure import RoutedExperts
+from runtime.engines.program.mixtures import choose as choose_experts
+from runtime.modeling.experts import Experts
 
 _log = logging.getLogger("compress.engine")
 
@@ -106,6 +109,30 @@ def decode_attention(
     return torch.einsum("rkgt,rtkd->rkgd", weights, v).reshape(rows, heads, size).to(q.dtype)
 
 
+def router_logits(x: Tensor, experts: RoutedExperts) -> Tensor:
+    """`[rows, experts]` of rows `[rows, hidden]`, in the router's dtype."""
+    return functional.linear(x.to(experts.router.dtype), experts.router)
+
+
+def mixture(x: Tensor, experts: RoutedExperts) -> Tensor:
+    """The weighted sum of what the chosen experts make of rows `[rows, hidden]`, `[rows, hidden]`; in float32 up to its last rounding.
+
+    Every expert computes all rows: which ones are its own is not known to the host.
+    """
+    index, weights = choose_experts(router_logits(x, experts).float(), experts.routing, None)
+    module, total = experts.module, torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for number in range(len(experts.router)):
+        if isinstance(module, Experts):
+            y = module.run(number, x)
+        else:
+            wide, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
+            y = functional.linear(swiglu([functional.linear(x, wide[number])]), down[number])
+        mine = index == number
+        weight = weights.masked_fill(~mine, 0.0).sum(-1, keepdim=True)
+        total += torch.where(mine.any(-1, keepdim=True), y.float() * weight, 0.0)
+    return total.to(x.dtype)
+
+
 @dataclass(frozen=True)
 class Ops:
     """Functions with the arguments and results of those in this file.
@@ -119,9 +146,10 @@ class Ops:
     swiglu: Callable[[Sequence[Tensor]], Tensor]
     rotate_and_store: Callable[..., Tensor]
     decode_attention: Callable[..., Tensor]
+    mixture: Callable[[Tensor, RoutedExperts], Tensor]
 
 
-TORCH = Ops("torch", rms_norm, swiglu, rotate_and_store, decode_attention)
+TORCH = Ops("torch", rms_norm, swiglu, rotate_and_store, decode_attention, mixture)
 
 
 def choose(device: torch.device) -> Ops:
@@ -145,12 +173,23 @@ def choose(device: torch.device) -> Ops:
 def kernels() -> Ops:
     """Those of triton, compiled when they are first launched, or ahead."""
     from runtime.engines.cuda import paged_attention, rotary_store
-    from runtime.kernels.triton import fused
+    from runtime.kernels.triton import experts as grouped
+    from runtime.kernels.triton import fused, routing
 
     def joined_swiglu(parts: Sequence[Tensor]) -> Tensor:
         return fused.swiglu(parts[0]) if len(parts) == 1 else swiglu(parts)
 
-    return Ops("triton", fused.rms_norm, joined_swiglu, rotary_store.rotate_and_store, paged_attention.decode_attention)
+    def stacked_mixture(x: Tensor, experts: RoutedExperts) -> Tensor:
+        stacks, rule = experts.stacks, experts.routing
+        if stacks is None:
+            return mixture(x, experts)
+        chosen, weights = routing.route(router_logits(x, experts), rule.chosen, rule.score == "chosen", rule.scale)
+        return grouped.experts(x, chosen, weights, stacks.gate_up, stacks.down)
+
+    return Ops(
+        "triton", fused.rms_norm, joined_swiglu, rotary_store.rotate_and_store, paged_attention.decode_attention,
+        stacked_mixture,
+    )  # fmt: skip
 
 
 def with_fallback(ops: Ops) -> Ops:
@@ -169,5 +208,5 @@ def with_fallback(ops: Ops) -> Ops:
 
         return call
 
-    names = ("rms_norm", "swiglu", "rotate_and_store", "decode_attention")
+    names = ("rms_norm", "swiglu", "rotate_and_store", "decode_attention", "mixture")
     return Ops(f"{ops.name}, compiled ahead", *(guarded(name) for name in names))

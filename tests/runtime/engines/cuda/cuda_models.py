@@ -30,6 +30,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 32},
     "Mistral": {"sliding_window": None},
     "Mistral, window": {"sliding_window": 11},
+    "Mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "Qwen3Moe": {
+        "head_dim": 32, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True,
+    },
+    "Qwen3Moe, one dense layer": {
+        "moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 4, "mlp_only_layers": [0],
+    },
 }  # fmt: skip
 
 

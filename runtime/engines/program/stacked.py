@@ -79,7 +79,9 @@ def _layers(module: Experts, names: Sequence[str]) -> list[list[nn.Module]]:
 
 
 def _are_dense(layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
-    return all(type(layer) is nn.Linear and layer.weight.dtype == dtype and not layer._forward_hooks for layer in layers)
+    return all(
+        type(layer) is nn.Linear and layer.weight.dtype == dtype and not layer._forward_hooks for layer in layers
+    )
 
 
 def _stack(module: Experts, names: Sequence[str]) -> Stack:
@@ -104,9 +106,7 @@ def _stack(module: Experts, names: Sequence[str]) -> Stack:
             whole.register_buffer(PREPARED + name, tensor[number], persistent=False)
     shape = (tensors["words"].shape[2], first.in_features)
     kernel: WeightOnlyTriton = first.kernel
-    return Stack(
-        tensors["words"], tensors["scale"], tensors.get("zero_point"), shape, first.layer.group, kernel.field
-    )
+    return Stack(tensors["words"], tensors["scale"], tensors.get("zero_point"), shape, first.layer.group, kernel.field)
 
 
 def _join(expert: nn.Module, layers: Sequence[CompressedLinear]) -> CompressedLinear:

@@ -1,0 +1,207 @@
+"""Mixtures of experts in the engine: transformers' tokens, weights as one tensor a projection, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import mixture_models
+import pytest
+import torch
+from cuda_models import W4, W8, apart, build, engine, packed
+from fake_graph import Fake
+from torch import nn
+
+from runtime.engines.base import Chunk
+from runtime.engines.cuda import engine as engine_module
+from runtime.engines.cuda import ops, take_over
+from runtime.engines.llama_structure import Program, RoutedExperts, read_program
+from runtime.engines.torch.engine import TorchEngine
+from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
+from runtime.modeling.experts import Experts
+
+FAMILIES = ["Mixtral", "Qwen3Moe", "Qwen3Moe, one dense layer"]
+IDS = list(range(3, 24))
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Of distinct memory."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def mixtures(model: Any, fuse: bool = True) -> list[RoutedExperts]:
+    program = read_program(model, fuse)
+    assert isinstance(program, Program), program
+    return program.mixtures
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
+    model = build(name)
+    wanted = model.generate(torch.tensor([IDS]), max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
+    which = engine(model, buckets=(2,))
+    pool, tokens = which.new_pages(3), list(IDS)
+    tokens.append(int(which.step(pool, [Chunk(tokens, 0, [2, 0, 1])])[0].argmax()))
+    while len(tokens) < wanted.shape[1]:
+        last = Chunk(tokens[-1:], len(tokens) - 1, [2, 0, 1])
+        tokens.append(int(which.step(pool, [last])[0].argmax()))
+    assert tokens == wanted[0].tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("form", ["in one", "one by one", "4 bits", "8 bits"])
+def test_weights_are_stacked_in_the_memory_of_the_modules(name: str, form: str) -> None:
+    changes: dict[str, Callable[[Any], Any]] = {
+        "in one": lambda m: m, "one by one": apart, "4 bits": packed, "8 bits": lambda m: packed(m, W8),
+    }  # fmt: skip
+    model = changes[form](build(name))
+    with torch.inference_mode():
+        wanted = model(torch.tensor([IDS])).logits
+    held = weight_bytes(model)
+    first = mixtures(model)
+    assert weight_bytes(model) == held
+    with torch.inference_mode():  # transformers' modules go on working
+        torch.testing.assert_close(model(torch.tensor([IDS])).logits, wanted)
+    for old, new in zip(first, mixtures(model), strict=True):  # a second engine has the same memory
+        assert old.stacks is not None
+        assert new.stacks is not None
+        for side in ("gate_up", "down"):
+            a, b = getattr(old.stacks, side), getattr(new.stacks, side)
+            assert a.count == len(old.router)
+            for x, y in zip(a.operands, b.operands, strict=True):
+                assert (x.data_ptr(), x.shape, x.stride()) == (y.data_ptr(), y.shape, y.stride())
+    assert weight_bytes(model) == held
+
+
+@pytest.mark.parametrize("scheme", [W4, W8], ids=["4 bits", "8 bits"])
+def test_stacks_hold_the_weights_of_the_experts(scheme: Scheme) -> None:
+    from triton_references import dequantize
+
+    from runtime.kernels.triton.layout import Weight
+
+    model = packed(build("Mixtral"), scheme)
+    experts = next(each for each in model.modules() if isinstance(each, Experts))
+    wanted = [
+        [expert.get_submodule(name).dequantize() for name in ("gate_proj", "up_proj", "down_proj")]  # type: ignore[operator]
+        for expert in experts.one_by_one()
+    ]
+    stacks = mixtures(model)[0].stacks
+    assert stacks is not None
+    for number, (gate, up, down) in enumerate(wanted):
+        for stack, dense in ((stacks.gate_up, torch.cat([gate, up])), (stacks.down, down)):
+            zero = None if stack.zero is None else stack.zero[number]
+            one = Weight(stack.words[number], stack.scale[number], zero, stack.shape, stack.group, stack.field)
+            assert torch.equal(dequantize(one, torch.float16), dense)
+
+
+def test_an_engine_over_packed_experts() -> None:
+    """In plain torch: every expert computes every row."""
+    model = packed(build("Qwen3Moe"))
+    with torch.inference_mode():
+        wanted = model(torch.tensor([IDS])).logits[0].float()
+    which = engine(model, buckets=(1,))
+    pool = which.new_pages(2)
+    which.step(pool, [Chunk(IDS[:-1], 0, [1, 0])])
+    found = which.step(pool, [Chunk(IDS[-1:], len(IDS) - 1, [1, 0])])[0]
+    assert float((found - wanted[-1]).norm() / wanted[-1].norm()) < 1e-2
+
+
+def test_steps_over_packed_experts_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from runtime.kernels.triton import jit
+
+    fake = Fake()
+    which = engine(packed(build("Mixtral")), capture=fake, computing=ops.kernels(), buckets=(1, 8, 16, 64))
+    monkeypatch.setattr(jit.Entry, "launcher", fake.launch)
+    pool = which.new_pages(70)
+    for count in (1, 8, 9, 64, 5):
+        which.step(pool, [Chunk([row], 0, [row]) for row in range(count)])
+        which.step(pool, [Chunk([row], 1, [row]) for row in range(count)])
+    launched = [{entry[0] for entry in trace.steps} for trace in fake.traces]
+    grouped = ["experts.experts_vector_kernel" if size <= 8 else "experts.experts_kernel" for size in (1, 8, 16, 64)]
+    for found, kernel in zip(launched, grouped, strict=True):
+        assert {name for name in found if name.startswith("experts.")} == {kernel, "experts.combine_kernel"}
+        assert ("routing.order_kernel" in found) == (kernel == "experts.experts_kernel")
+
+
+# ---------------------------------------------------------------- what is refused
+INT8 = Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme(8, "int", True, True, "token"))
+
+
+def one_other() -> Any:
+    model = packed(build("Mixtral"))
+    other = packed(build("Mixtral"), W8)
+    for mine, its in zip(model.modules(), other.modules(), strict=True):
+        if isinstance(mine, Experts):
+            mine[1].up_proj = its[1].up_proj
+    return model
+
+
+def one_dense() -> Any:
+    model = packed(build("Mixtral"))
+    experts = next(each for each in model.modules() if isinstance(each, Experts))
+    layer: Any = experts[2]
+    layer.down_proj = layer.down_proj.dense()
+    return model
+
+
+def watched() -> Any:
+    model = apart(build("Mixtral"))
+    experts: Any = next(each for each in model.modules() if isinstance(each, Experts))
+    experts[0].up_proj.register_forward_hook(lambda *_: None)
+    return model
+
+
+def without_kernels() -> Any:
+    model = packed(build("Mixtral"))
+    for experts in [each for each in model.modules() if isinstance(each, Experts)]:
+        for layer in experts.modules():
+            if hasattr(layer, "unprepare"):
+                layer.unprepare()
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "experts of other bits": (one_other, "up_proj of its experts: compressed in different ways"),
+    "a dense expert": (one_dense, "down_proj of its experts: layers are of different kinds"),
+    "a hook": (watched, "layers are of different kinds"),
+    "other kernels": (without_kernels, "computed by reference, and only integer weights"),
+    "scales of tensors": (
+        lambda: packed(build("Mixtral"), Scheme(GridScheme(4, "int", True, "tensor"))), "one scale for several rows",
+    ),
+    "biases": (lambda: mixture_models.model_of("GptOss"), "chooses experts by more than a softmax"),
+    "shared experts": (lambda: mixture_models.model_of("Qwen2Moe"), "operations of model.layers.0 are not a Llama's"),
+    "groups": (lambda: mixture_models.model_of("Glm4Moe"), "not computed as a Llama is"),
+    "scaled residuals": (lambda: mixture_models.model_of("GraniteMoe"), "not computed as a Llama is"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name: str) -> None:
+    make, said = REFUSED[name]
+    model = make()
+    names = {key: id(module) for key, module in model.named_modules()}
+    reason = read_program(model, fuse=True)
+    assert isinstance(reason, str)
+    assert said in reason
+    assert {key: id(module) for key, module in model.named_modules()} == names, "nothing was joined"
+
+
+def test_ranks_do_not_divide_mixtures() -> None:
+    assert read_program(build("Mixtral"), mixtures=False) == (
+        "MixtralForCausalLM is not computed as a Llama is: model.layers.0 has routed experts"
+    )
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_it_takes_mixtures_where_triton_is(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module.ops, "choose", lambda _: ops.kernels() if installed else ops.TORCH)
+    monkeypatch.setattr(engine_module.gpu, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(engine_module, "CudaGraphs", lambda _: Fake())
+    monkeypatch.setattr(TorchEngine, "device", SimpleNamespace(type="cuda", index=0), raising=False)
+    model = TorchEngine(build("Mixtral"), torch.device("cpu"))
+    monkeypatch.setattr(engine_module, "CudaEngine", lambda *_, **options: options["computing"].name)
+    model.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    assert take_over(model) == ("triton" if installed else None)

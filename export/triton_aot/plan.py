@@ -15,10 +15,12 @@ from export.target import missing_packages
 from export.triton_aot.options import TritonOptions
 from runtime import kernels as table
 from runtime.engines import llama_structure
-from runtime.engines.program import joined
+from runtime.engines.llama_structure import FeedForward, RoutedExperts
+from runtime.engines.program import joined, stacked
 from runtime.kernels import REFERENCE, Choice, Kernel, Layer
 from runtime.kernels.triton import gpu, jit, tuning
 from runtime.kernels.triton.base import ROWS, TritonKernel
+from runtime.kernels.triton.linear import W4A16Triton, W8A16Triton
 from runtime.kernels.triton.signature import Variant, of
 from runtime.layers.compressed_linear import CompressedLinear
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 META = torch.device("meta")
+STACKED = {W4A16Triton.name, W8A16Triton.name}  # kernels whose weights may be those of experts computed together
 
 #: Names of kernels computed by Triton end so; the others are torch's.
 _TRITON = "-triton"
@@ -58,7 +61,7 @@ def why_not(source: Source, options: TritonOptions) -> str | None:
     kernels = {kernel for found in computed for kernel in found.values()}
     if any(kernel.endswith(_TRITON) for kernel in kernels):
         return None
-    if kernels - {REFERENCE.name} and llama_structure.why_not(source.skeleton) is None:
+    if kernels - {REFERENCE.name} and llama_structure.why_not(source.skeleton, mixtures=False) is None:
         return None  # its layers are torch's (float8), and the fused engine's own kernels Triton's
     count = f"any of its {len(computed[0])} compressed layers"
     return f"no Triton kernel computes {count} on {', '.join(options.gpus)} ({tally(computed[0])})"
@@ -137,7 +140,7 @@ def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bo
         stack.enter_context(gpu.assuming(capability))
         stack.enter_context(torch.inference_mode())
         kernels = prepare(model)
-        odd = llama_structure.why_not(model)
+        odd = llama_structure.why_not(model) or _why_not_stacked(model, kernels)
         reason = "its cache is compressed" if odd is None and policy else odd
         launches = stack.enter_context(jit.recording())
         # By themselves too where they are joined: the table asks about each of them before.
@@ -149,6 +152,22 @@ def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bo
         if odd is None:
             call_decoder(model)
     return Launches(list(dict.fromkeys(of(launch) for launch in launches)), kernels, reason)
+
+
+def _why_not_stacked(model: PreTrainedModel, kernels: dict[str, str]) -> str | None:
+    """The reason why the fused engine does not compute the experts of a prepared model together; None: it does, or there are none."""
+    program = llama_structure.read_program(model)
+    assert not isinstance(program, str), program
+    names = {module: name for name, module in model.named_modules()}
+    for mixture in program.mixtures:
+        name = names[mixture.module]
+        others = {kernel for layer, kernel in kernels.items() if layer.startswith(f"{name}.")} - STACKED
+        if others:
+            return f"{name}: experts are computed by {others.pop()}"
+        reason = stacked.why_not(mixture.module, program.dtype)
+        if reason is not None:
+            return f"{name}: {reason}"
+    return None
 
 
 def prepare(model: nn.Module) -> dict[str, str]:
@@ -186,10 +205,12 @@ def call_decoder(model: PreTrainedModel) -> None:
     from runtime.engines.cuda import engine, ops
     from runtime.engines.cuda.cache import Memory, Rows
     from runtime.engines.cuda.decoder import Decoder
+    from runtime.kernels.triton import experts
 
     parts = llama_structure.read_program(model)
     assert not isinstance(parts, str), parts  # `why_not` was asked
-    blocks = [replace(block, qkv=_joined(block.qkv), gate_up=_joined(block.gate_up)) for block in parts.blocks]
+    blocks = [replace(block, qkv=_joined(block.qkv), mlp=_whole_mlp(block.mlp)) for block in parts.blocks]
+    counts = {count for each in parts.mixtures for count in experts.token_counts(len(each.router), each.routing.chosen)}
     parts = replace(parts, blocks=blocks)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     width = -(-(context or engine.UNLIMITED) // engine.PAGE)
@@ -197,7 +218,7 @@ def call_decoder(model: PreTrainedModel) -> None:
     decoder.rotations = decoder.rotations.to(META)
     memory = Memory(parts, engine.PAGE, 1, META)
     hidden = parts.final_norm.shape[0]
-    for rows in ROWS:
+    for rows in sorted({*ROWS, *counts}):
         # They are parts of one tensor in a step (`Steps`), so their addresses may be anything.
         numbers = [torch.empty(rows + 1, dtype=torch.int32, device=META)[1:] for _ in range(3)]
         tables = torch.empty(rows, width, dtype=torch.int32, device=META)
@@ -210,6 +231,12 @@ def call_decoder(model: PreTrainedModel) -> None:
 
         x = torch.empty(rows, hidden, dtype=parts.dtype, device=META)
         decoder(x, Rows(*numbers), memory, attend)
+
+
+def _whole_mlp(mlp: FeedForward | RoutedExperts) -> FeedForward | RoutedExperts:
+    if isinstance(mlp, RoutedExperts):
+        return replace(mlp, stacks=stacked.stack_experts(mlp.module))
+    return replace(mlp, gate_up=_joined(mlp.gate_up))
 
 
 def _joined(layers: joined.Joined) -> joined.Joined:

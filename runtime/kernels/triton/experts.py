@@ -16,10 +16,11 @@ from runtime.kernels.triton.codes import ONE, dequantize_tile, row_major
 from runtime.kernels.triton.jit import cdiv, entry, next_power_of_2, tl
 from runtime.kernels.triton.layout import DENSE, Stack
 from runtime.kernels.triton.matvec import vector_product
-from runtime.kernels.triton.routing import Order, sort_pairs
+from runtime.kernels.triton.routing import Order, part_pairs, sort_pairs
 from runtime.kernels.triton.tuning import Config
 
 MAXIMUM_VECTORS = 16  # pairs
+_ROWS = (16, 32, 64, 128)  # places of a block
 _COLUMNS = 64  # of a dense weight, multiplied at once
 
 
@@ -110,7 +111,15 @@ def combine(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def block_rows(pairs: int, experts: int) -> int:
     """Places of a block: about the pairs that an expert has if all have as many."""
-    return next(size for size in (16, 32, 64, 128) if size == 128 or pairs <= size * experts)
+    return next((size for size in _ROWS if pairs <= size * experts), _ROWS[-1])
+
+
+def token_counts(experts: int, choices: int) -> list[int]:
+    """Numbers of tokens that between them make every launch of `experts`: the first ones past each limit where others take over, two
+    because what is compiled for one of them may assume that 16 divides its pairs.
+    """
+    limits = (MAXIMUM_VECTORS, part_pairs(experts), *(size * experts for size in _ROWS[:-1]))
+    return sorted({1, 2, *(limit // choices + more for limit in limits for more in (1, 2))})
 
 
 def configurations(rows: int, weight: Stack) -> list[Config]:

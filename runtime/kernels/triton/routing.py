@@ -89,10 +89,12 @@ def count_kernel(chosen, counts, P, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):
 
 @entry
 def order_kernel(
-    chosen, counts, order, blocks, P, parts, count,
+    chosen, counts, order, blocks, P, E,
     PAIRS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     part, own = tl.program_id(0), tl.arange(0, EXPERTS)
+    parts, used = tl.cdiv(P, PAIRS), tl.minimum(P, E)
+    count = used + (P - used) // ROWS  # `most_blocks`: as an argument, it would be compiled for by chance
     hits = _hits(chosen, part, P, PAIRS, EXPERTS)
     if ALONE:  # one part: nothing was counted
         total = tl.sum(hits, 0)
@@ -144,11 +146,15 @@ def most_blocks(pairs: int, experts: int, rows: int) -> int:
     return used + (pairs - used) // rows
 
 
+def part_pairs(experts: int) -> int:
+    """Pairs that one program puts in order."""
+    return max(16, min(128, _TABLE // next_power_of_2(experts)))
+
+
 def sort_pairs(chosen: torch.Tensor, experts: int, rows: int) -> Order:
     """The order of pairs whose experts are `chosen`, int32 `[T, choices]` in `[0, experts)`, T > 0, in blocks of `rows`."""
     count, device = chosen.numel(), chosen.device
-    padded = max(2, next_power_of_2(experts))
-    size = max(16, min(128, _TABLE // padded))
+    padded, size = max(2, next_power_of_2(experts)), part_pairs(experts)
     parts, most = cdiv(count, size), most_blocks(count, experts, rows)
     pairs = torch.empty(count, dtype=torch.int32, device=device)
     blocks = torch.empty(3, most, dtype=torch.int32, device=device)
@@ -157,7 +163,7 @@ def sort_pairs(chosen: torch.Tensor, experts: int, rows: int) -> Order:
         counts = torch.empty(parts, padded, dtype=torch.int32, device=device)
         count_kernel[(parts,)](chosen, counts, count, PAIRS=size, EXPERTS=padded, num_warps=4)
     order_kernel[(max(parts, cdiv(most, size)),)](
-        chosen, counts, pairs, blocks, count, parts, most,
+        chosen, counts, pairs, blocks, count, experts,
         PAIRS=size, EXPERTS=padded, ROWS=rows, TOGETHER=max(2, min(16, _TABLE // padded)), ALONE=alone, num_warps=4,
     )  # fmt: skip
     return Order(pairs, blocks, rows)

@@ -95,11 +95,11 @@ def whole(name: str) -> None:
 def mixture(name: str, scheme: Scheme) -> None:
     """The engine over packed experts, against the modules: logits, and tokens where the best two are apart."""
     draw, steps = random.Random(0), 4
-    ids = draw.choices(range(101), k=9)
+    ids = draw.choices(range(101), k=14)
     model = cuda_models.packed(cuda_models.build(name), scheme)
     with torch.inference_mode():
         wanted = model(torch.tensor([ids])).logits[0, -steps - 1 :].float()
-    which = cuda_models.engine(model, buckets=(1, 4), capture=None)
+    which = cuda_models.engine(model, buckets=(1, 2), capture=None)
     assert len(which.parts.mixtures) == 2
     assert all(each.stacks is not None for each in which.parts.mixtures)
     pool, end = which.new_pages(2), len(ids) - steps

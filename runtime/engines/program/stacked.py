@@ -89,17 +89,15 @@ def _stack(module: Experts, names: Sequence[str]) -> Stack:
     first = layers[0][0]
     if type(first) is nn.Linear:
         flat = [layer for each in layers for layer in each]
-        whole = together([layer.weight.detach() for layer in flat])
-        for layer, weight in zip(flat, whole, strict=True):
+        every = together([layer.weight.detach() for layer in flat])
+        for layer, weight in zip(flat, every, strict=True):
             layer.weight = nn.Parameter(weight, requires_grad=False)
-        return Stack.dense(whole.view(len(layers), -1, whole.shape[-1]))
-    every = [[layer._tensors() for layer in each] for each in layers]
-    tensors = {
-        name: torch.cat([together([each[i][name] for each in every]) for i in range(len(names))], dim=2)
-        if len(layers[0]) > 1
-        else together([each[0][name] for each in every])
-        for name in every[0][0]
-    }
+        return Stack.dense(every.view(len(layers), -1, every.shape[-1]))
+    held = [[layer._tensors() for layer in each] for each in layers]
+    tensors = {}
+    for name in held[0][0]:
+        sides = [together([each[side][name] for each in held]) for side in range(len(held[0]))]
+        tensors[name] = sides[0] if len(sides) == 1 else torch.cat(sides, dim=2)
     for number, own in enumerate(layers):
         whole = own[0] if len(own) == 1 else _join(module.one_by_one()[number], own)
         for name, tensor in tensors.items():

@@ -1,10 +1,12 @@
 """Experts of a mixture: products of tokens with the weight of the expert that each is sent to, packed or dense.
 
-One launch a projection. Up to `MAXIMUM_VECTORS` pairs of a token and an expert are matrix-vector products by `matvec.py`'s program, if
-the weights are packed; more are sorted (`routing.py`), and a block of pairs of one expert is a product on tensor cores. The grid has the
-most blocks that there may be, and programs of blocks that there are not end at once. Either way weights of experts that no token is sent
-to are not read. In products on tensor cores the weight is the left operand: Hopper's instruction takes that one from registers, where it
-is dequantized, and 16 tokens are enough for the other. It is rounded to the activations' dtype first.
+One launch a projection. Where one or two tokens are computed with packed weights, each pair of a token and an expert is a matrix-vector
+product by `matvec.py`'s program. Else pairs are sorted (`routing.py`), and a block of pairs of one expert is a product on tensor cores.
+The grid has the most blocks that there may be, and programs of blocks that there are not end at once. Either way weights of experts that
+no token is sent to are not read.
+
+In products on tensor cores the weight, rounded to the activations' dtype, is the left operand: Hopper's instruction takes that one from
+registers, where it is dequantized, and 16 tokens are enough for the other.
 """
 
 from __future__ import annotations
@@ -15,11 +17,10 @@ from runtime.kernels.triton import fused, tuning
 from runtime.kernels.triton.codes import ONE, dequantize_tile, row_major
 from runtime.kernels.triton.jit import cdiv, entry, next_power_of_2, tl
 from runtime.kernels.triton.layout import DENSE, Stack
-from runtime.kernels.triton.matvec import vector_product
+from runtime.kernels.triton.matvec import MAXIMUM_ROWS, vector_product
 from runtime.kernels.triton.routing import Order, part_pairs, sort_pairs
 from runtime.kernels.triton.tuning import Config
 
-MAXIMUM_VECTORS = 16  # pairs
 _ROWS = (16, 32, 64, 128)  # places of a block
 _COLUMNS = 64  # of a dense weight, multiplied at once
 
@@ -118,8 +119,8 @@ def token_counts(experts: int, choices: int) -> list[int]:
     """Numbers of tokens that between them make every launch of `experts`: the first ones past each limit where others take over, two
     because what is compiled for one of them may assume that 16 divides its pairs.
     """
-    limits = (MAXIMUM_VECTORS, part_pairs(experts), *(size * experts for size in _ROWS[:-1]))
-    return sorted({1, 2, *(limit // choices + more for limit in limits for more in (1, 2))})
+    limits = (0, MAXIMUM_ROWS * choices, part_pairs(experts), *(size * experts for size in _ROWS[:-1]))
+    return sorted({limit // choices + more for limit in limits for more in (1, 2)})
 
 
 def configurations(rows: int, weight: Stack) -> list[Config]:
@@ -185,7 +186,7 @@ def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, gate_u
     if tokens == 0:
         return torch.empty_like(x)
     order = None
-    if gate_up.field == DENSE or down.field == DENSE or chosen.numel() > MAXIMUM_VECTORS:
+    if gate_up.field == DENSE or down.field == DENSE or tokens > MAXIMUM_ROWS:
         order = sort_pairs(chosen, gate_up.count, block_rows(chosen.numel(), gate_up.count))
     inner = fused.swiglu(products(x, gate_up, chosen, order, choices))
     return combine(products(inner, down, chosen, order, 1), weights)

@@ -5,8 +5,9 @@ product by `matvec.py`'s program. Else pairs are sorted (`routing.py`), and a bl
 The grid has the most blocks that there may be, and programs of blocks that there are not end at once. Either way weights of experts that
 no token is sent to are not read.
 
-In products on tensor cores the weight, rounded to the activations' dtype, is the left operand: Hopper's instruction takes that one from
-registers, where it is dequantized, and 16 tokens are enough for the other.
+A block of up to 32 pairs is `few_rows.py`'s product. In larger ones, and in those of dense weights, the weight is rounded to the
+activations' dtype and is the left operand, so that its rows, of which there are always enough, fill the tensor cores' 64, and pairs their
+other side, which may be narrow.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 
 from runtime.kernels.triton import fused, tuning
 from runtime.kernels.triton.codes import ONE, dequantize_tile, row_major
-from runtime.kernels.triton.jit import cdiv, entry, next_power_of_2, tl
+from runtime.kernels.triton.few_rows import few_rows_sums
+from runtime.kernels.triton.jit import cdiv, entry, jit, next_power_of_2, tl
 from runtime.kernels.triton.layout import DENSE, Stack
 from runtime.kernels.triton.matvec import MAXIMUM_ROWS, vector_product
 from runtime.kernels.triton.routing import Order, part_pairs, sort_pairs
@@ -23,6 +25,31 @@ from runtime.kernels.triton.tuning import Config
 
 _ROWS = (16, 32, 64, 128)  # places of a block
 _COLUMNS = 64  # of a dense weight, multiplied at once
+
+
+@jit
+def _many_rows_sums(
+    rows, words, scale, zero, owned, one, N, K, tiles, groups,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Products `[BLOCK_N, BLOCK_M]` of rows `owned` of a weight, dense or packed, with the rows at the pointers `rows` `[BLOCK_M, 1]`."""
+    word, column = tl.arange(0, 16), tl.arange(0, COLUMNS)
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for t in tl.range(0, tiles, num_stages=STAGES):
+        k = t * COLUMNS + column[None, :]
+        if FIELD == 16:
+            dense = words + owned.to(tl.int64)[:, None] * K + k
+            w = tl.load(dense) if EVEN_K else tl.load(dense, mask=k < K, other=0.0)
+        else:
+            codes = tl.load(words + tl.cast(t, tl.int64) * N * 16 + owned[:, None] * 16 + word[None, :])
+            w = dequantize_tile(
+                codes, one, scale, zero, owned, t, N, groups, BLOCK_N, GROUP, FIELD, RUN, ASYMMETRIC,
+                rows.dtype.element_ty,
+            )  # fmt: skip
+        a = tl.load(rows + k) if EVEN_K else tl.load(rows + k, mask=k < K, other=0.0)
+        sums = tl.dot(w, tl.trans(a), sums, input_precision="ieee")
+    return sums
 
 
 @entry
@@ -38,35 +65,23 @@ def experts_kernel(
         return
     first, end = tl.load(blocks + count + block), tl.load(blocks + 2 * count + block)
     place = first + tl.arange(0, BLOCK_M)
-    pair = tl.load(pairs + tl.minimum(place, end - 1)).to(
-        tl.int64
-    )  # past the end the last one again, which is not stored
+    pair = tl.load(pairs + tl.minimum(place, end - 1)).to(tl.int64)  # past the end the last one again, which is not stored
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     owned = tl.minimum(n, N - 1)
-    word, column = tl.arange(0, 16), tl.arange(0, COLUMNS)
     rows = x + (pair // SHARED)[:, None] * stride
-    scale += expert * groups * N
-    zero += expert * groups * N
+    grids = expert * groups * N
     words += expert * N * (K if FIELD == 16 else tiles * 16)
-    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for t in tl.range(0, tiles, num_stages=STAGES):
-        k = t * COLUMNS + column[None, :]
-        if FIELD == 16:
-            dense = words + owned.to(tl.int64)[:, None] * K + k
-            if EVEN_K:
-                w = tl.load(dense)
-            else:
-                w = tl.load(dense, mask=k < K, other=0.0)
-        else:
-            codes = tl.load(words + tl.cast(t, tl.int64) * N * 16 + owned[:, None] * 16 + word[None, :])
-            w = dequantize_tile(
-                codes, one, scale, zero, owned, t, N, groups, BLOCK_N, GROUP, FIELD, RUN, ASYMMETRIC, x.dtype.element_ty
-            )
-        if EVEN_K:
-            a = tl.load(rows + k)
-        else:
-            a = tl.load(rows + k, mask=k < K, other=0.0)
-        sums = tl.dot(w, tl.trans(a), sums, input_precision="ieee")
+    if FIELD != 16 and BLOCK_M <= 32:
+        sums = few_rows_sums(
+            rows, words, scale + grids, zero + grids, owned, 0, tiles, N, K, groups,
+            GROUP, FIELD, RUN, ASYMMETRIC, EVEN_K, BLOCK_M, BLOCK_N, STAGES,
+        )  # fmt: skip
+        sums = tl.trans(sums)
+    else:
+        sums = _many_rows_sums(
+            rows, words, scale + grids, zero + grids, owned, one, N, K, tiles, groups,
+            GROUP, FIELD, RUN, ASYMMETRIC, EVEN_K, BLOCK_M, BLOCK_N, COLUMNS, STAGES,
+        )  # fmt: skip
     target = out + pair[None, :] * N + n[:, None]
     tl.store(target, sums.to(out.dtype.element_ty), mask=(place < end)[None, :] & (n < N)[:, None])
 

@@ -65,7 +65,9 @@ def experts_kernel(
         return
     first, end = tl.load(blocks + count + block), tl.load(blocks + 2 * count + block)
     place = first + tl.arange(0, BLOCK_M)
-    pair = tl.load(pairs + tl.minimum(place, end - 1)).to(tl.int64)  # past the end the last one again, which is not stored
+    pair = tl.load(pairs + tl.minimum(place, end - 1)).to(
+        tl.int64
+    )  # past the end the last one again, which is not stored
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     owned = tl.minimum(n, N - 1)
     rows = x + (pair // SHARED)[:, None] * stride

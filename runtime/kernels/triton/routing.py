@@ -111,18 +111,15 @@ def order_kernel(
     places = tl.cumsum(hits, 0) - 1 + (start + before)[None, :]
     at = part * PAIRS + tl.arange(0, PAIRS)
     tl.store(order + tl.sum(hits * places, 1), at, mask=at < P)
-    # The table of blocks: those that this program has the numbers of.
+    # The table of blocks: of each expert some, so that programs share them, and in the end those that there are not.
     cut = (total + ROWS - 1) // ROWS
     ends = tl.cumsum(cut, 0)
-    block = part * PAIRS + tl.arange(0, PAIRS)
-    expert = tl.sum((ends[None, :] <= block[:, None]).to(tl.int32), 1)
-    its = (expert[:, None] == own[None, :]).to(tl.int32)
-    first = tl.sum(its * (start - (ends - cut) * ROWS)[None, :], 1) + block * ROWS
-    end = tl.sum(its * (start + total)[None, :], 1)
-    inside = block < count
-    tl.store(blocks + block, tl.where(expert < EXPERTS, expert, -1), mask=inside)
-    tl.store(blocks + count + block, first, mask=inside)
-    tl.store(blocks + 2 * count + block, tl.minimum(first + ROWS, end), mask=inside)
+    for i in range(part, tl.max(cut, 0), tl.num_programs(0)):
+        block, begin = ends - cut + i, start + i * ROWS
+        tl.store(blocks + block, own, mask=i < cut)
+        tl.store(blocks + count + block, begin, mask=i < cut)
+        tl.store(blocks + 2 * count + block, tl.minimum(begin + ROWS, start + total), mask=i < cut)
+    tl.store(blocks + at, -1, mask=(at >= tl.max(ends, 0)) & (at < count))
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,7 @@ def most_blocks(pairs: int, experts: int, rows: int) -> int:
 
 def part_pairs(experts: int) -> int:
     """Pairs that one program puts in order."""
-    return max(16, min(128, _TABLE // next_power_of_2(experts)))
+    return max(16, min(64, _TABLE // next_power_of_2(experts)))
 
 
 def sort_pairs(chosen: torch.Tensor, experts: int, rows: int) -> Order:
@@ -164,6 +161,6 @@ def sort_pairs(chosen: torch.Tensor, experts: int, rows: int) -> Order:
         count_kernel[(parts,)](chosen, counts, count, PAIRS=size, EXPERTS=padded, num_warps=4)
     order_kernel[(max(parts, cdiv(most, size)),)](
         chosen, counts, pairs, blocks, count, experts,
-        PAIRS=size, EXPERTS=padded, ROWS=rows, TOGETHER=max(2, min(16, _TABLE // padded)), ALONE=alone, num_warps=4,
+        PAIRS=size, EXPERTS=padded, ROWS=rows, TOGETHER=max(2, min(16, _TABLE // padded)), ALONE=alone, num_warps=8,
     )  # fmt: skip
     return Order(pairs, blocks, rows)

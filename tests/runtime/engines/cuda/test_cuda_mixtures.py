@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,9 @@ from runtime.engines.cuda import engine as engine_module
 from runtime.engines.cuda import ops, take_over
 from runtime.engines.llama_structure import Program, RoutedExperts, read_program
 from runtime.engines.torch.engine import TorchEngine
-from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
+from runtime.formats.input_transform import InputTransform
+from runtime.formats.scheme import GridScheme, Scheme
+from runtime.layers.compressed_linear import CompressedLinear
 from runtime.modeling.experts import Experts
 
 FAMILIES = ["Mixtral", "Qwen3Moe", "Qwen3Moe, one dense layer"]
@@ -127,9 +130,6 @@ def test_steps_over_packed_experts_can_be_captured(monkeypatch: pytest.MonkeyPat
 
 
 # ---------------------------------------------------------------- what is refused
-INT8 = Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme(8, "int", True, True, "token"))
-
-
 def one_other() -> Any:
     model = packed(build("Mixtral"))
     other = packed(build("Mixtral"), W8)
@@ -163,10 +163,19 @@ def without_kernels() -> Any:
     return model
 
 
+def transformed() -> Any:
+    model = packed(build("Mixtral"))
+    scheme = replace(W4, transform=InputTransform("hadamard_groups", 16))
+    for layer in [each for each in model.modules() if isinstance(each, CompressedLinear)]:
+        layer.entry = replace(layer.entry, scheme=scheme)
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "experts of other bits": (one_other, "up_proj of its experts: compressed in different ways"),
     "a dense expert": (one_dense, "down_proj of its experts: layers are of different kinds"),
     "a hook": (watched, "layers are of different kinds"),
+    "transformed inputs": (transformed, "its experts: inputs are transformed"),
     "other kernels": (without_kernels, "computed by reference, and only integer weights"),
     "scales of tensors": (
         lambda: packed(build("Mixtral"), Scheme(GridScheme(4, "int", True, "tensor"))), "one scale for several rows",

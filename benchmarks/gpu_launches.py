@@ -93,16 +93,21 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
 def expert_launches() -> dict[str, Callable[[], Any]]:
     """{name: call with meta tensors}: a layer of experts in the shape of Qwen3-30B-A3B, routing included, for so many tokens."""
     from runtime.kernels.triton import experts, routing
-    from runtime.kernels.triton.layout import DENSE, Stack, tile_columns
+    from runtime.kernels.triton.layout import Stack, tile_columns
 
     count, hidden, inner, choices = 128, 2048, 768, 8
 
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
+    def dense(tokens: int, dtype: torch.dtype) -> torch.Tensor:
+        chosen, weights = routing.route(meta(tokens, count, dtype=dtype), choices, True)
+        gate_up, down = (
+            Stack.dense(meta(count, *side, dtype=dtype)) for side in ((2 * inner, hidden), (hidden, inner))
+        )
+        return experts.experts(meta(tokens, hidden, dtype=dtype), chosen, weights, gate_up, down)
+
     def stack(n: int, k: int, field: int, group: int, zero: bool) -> Stack:
-        if field == DENSE:
-            return Stack.dense(meta(count, n, k))
         words, grids = (
             meta(count, k // tile_columns(field), n, 16, dtype=torch.int32),
             (count, k // group if group else 1, n),
@@ -117,7 +122,8 @@ def expert_launches() -> dict[str, Callable[[], Any]]:
     calls: dict[str, Callable[[], Any]] = {}
     for tokens in (1, 16, 512, 1024, 2048):
         calls[f"experts w4 {tokens}"] = partial(layer, tokens, 4)
-        calls[f"experts bf16 {tokens}"] = partial(layer, tokens, DENSE)
+        calls[f"experts bf16 {tokens}"] = partial(dense, tokens, torch.bfloat16)
+    calls["experts fp32"] = partial(dense, 512, torch.float32)
     for tokens in (1, 16, 2048):
         calls[f"experts w4 asymmetric {tokens}"] = partial(layer, tokens, 4, zero=True)
         calls[f"experts w8 {tokens}"] = partial(layer, tokens, 8, 0)

@@ -2,12 +2,12 @@
 
 One launch a projection. Where one or two tokens are computed with packed weights, each pair of a token and an expert is a matrix-vector
 product by `matvec.py`'s program. Else pairs are sorted (`routing.py`), and a block of pairs of one expert is a product on tensor cores.
-The grid has the most blocks that there may be, and programs of blocks that there are not end at once. Either way weights of experts that
+The grid has the most blocks that there may be, and programs past the last block return at once. Either way weights of experts that
 no token is sent to are not read.
 
 A block of up to 32 pairs is `few_rows.py`'s product. In larger ones, and in those of dense weights, the weight is rounded to the
 activations' dtype and is the left operand, so that its rows, of which there are always enough, fill the tensor cores' 64, and pairs their
-other side, which may be narrow.
+other side, which may be narrow. Products in float32 are exact to its rounding, without tensor cores, in blocks of 16 pairs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from runtime.kernels.triton.matvec import MAXIMUM_ROWS, vector_product
 from runtime.kernels.triton.routing import Order, part_pairs, sort_pairs
 from runtime.kernels.triton.tuning import Config
 
-_ROWS = (16, 32, 64, 128)  # places of a block
+ROWS = (16, 32, 64, 128)  #: Places of a block.
 _COLUMNS = 64  # of a dense weight, multiplied at once
+_EXACT: list[tuple[int, int, int]] = [(64, 4, 3), (32, 4, 3)]  # of float32: without tensor cores, larger blocks spill
 
 
 @jit
@@ -33,7 +34,10 @@ def _many_rows_sums(
     GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Products `[BLOCK_N, BLOCK_M]` of rows `owned` of a weight, dense or packed, with the rows at the pointers `rows` `[BLOCK_M, 1]`."""
+    """Products `[BLOCK_N, BLOCK_M]` of rows `owned` of a weight, dense or packed, with the rows at the pointers `rows` `[BLOCK_M, 1]`.
+
+    The loop is `many_rows_kernel`'s with the operands swapped, which transposes its layouts: neither could call the other's.
+    """
     word, column = tl.arange(0, 16), tl.arange(0, COLUMNS)
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for t in tl.range(0, tiles, num_stages=STAGES):
@@ -59,16 +63,15 @@ def experts_kernel(
     SHARED: tl.constexpr, GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    block, count = tl.program_id(1), tl.num_programs(1)
+    block, count = tl.program_id(0), tl.num_programs(0)
     expert = tl.load(blocks + block).to(tl.int64)
     if expert < 0:
         return
     first, end = tl.load(blocks + count + block), tl.load(blocks + 2 * count + block)
     place = first + tl.arange(0, BLOCK_M)
-    pair = tl.load(pairs + tl.minimum(place, end - 1)).to(
-        tl.int64
-    )  # past the end the last one again, which is not stored
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Past the end the last one again, which is not stored.
+    pair = tl.load(pairs + tl.minimum(place, end - 1)).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     owned = tl.minimum(n, N - 1)
     rows = x + (pair // SHARED)[:, None] * stride
     grids = expert * groups * N
@@ -127,16 +130,18 @@ def combine(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def block_rows(pairs: int, experts: int) -> int:
-    """Places of a block: about the pairs that an expert has if all have as many."""
-    return next((size for size in _ROWS if pairs <= size * experts), _ROWS[-1])
+def block_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
+    """Places of a block: about the pairs that an expert has if all have as many; the fewest in float32."""
+    if dtype == torch.float32:
+        return ROWS[0]
+    return next((size for size in ROWS if pairs <= size * experts), ROWS[-1])
 
 
 def token_counts(experts: int, choices: int) -> list[int]:
-    """Numbers of tokens that between them make every launch of `experts`: the first ones past each limit where others take over, two
+    """Numbers of tokens that between them make every launch of `experts` in float16 or bfloat16: the first ones past each limit where others take over, two
     because what is compiled for one of them may assume that 16 divides its pairs.
     """
-    limits = (0, MAXIMUM_ROWS * choices, part_pairs(experts), *(size * experts for size in _ROWS[:-1]))
+    limits = (0, MAXIMUM_ROWS * choices, part_pairs(experts), *(size * experts for size in ROWS[:-1]))
     return sorted({limit // choices + more for limit in limits for more in (1, 2)})
 
 
@@ -144,6 +149,8 @@ def configurations(rows: int, weight: Stack) -> list[Config]:
     """Launches on tensor cores worth trying for blocks of `rows`, the default first."""
     chosen = {16: [(64, 4, 4), (128, 4, 3), (64, 4, 3)], 32: [(64, 4, 3), (128, 4, 3), (128, 8, 3)],
               64: [(128, 8, 3), (128, 4, 3), (64, 4, 3)], 128: [(128, 8, 3), (128, 8, 2), (64, 4, 3)]}[rows]  # fmt: skip
+    if weight.words.dtype == torch.float32:
+        chosen = _EXACT
     columns = _COLUMNS if weight.field == DENSE else weight.tile
     return [
         {"BLOCK_M": rows, "BLOCK_N": n, "COLUMNS": columns, "num_warps": warps, "STAGES": stages}
@@ -151,7 +158,7 @@ def configurations(rows: int, weight: Stack) -> list[Config]:
     ]
 
 
-def vector_configurations(weight: Stack) -> list[Config]:
+def pair_configurations(weight: Stack) -> list[Config]:
     """Launches of matrix-vector products worth trying, the default first."""
     chosen = [(16, 4, 4), (8, 4, 4), (8, 4, 2), (16, 2, 4), (8, 8, 4)]
     return [{"BLOCK_N": n, "TILES": tiles, "num_warps": warps} for n, tiles, warps in chosen]
@@ -179,13 +186,14 @@ def products(x: torch.Tensor, weight: Stack, chosen: torch.Tensor, order: Order 
                 SHARED=shared, **weight.constants, EVEN_K=columns % (config["TILES"] * weight.tile) == 0, **config,
             )  # fmt: skip
         else:
-            experts_kernel[(cdiv(n, config["BLOCK_N"]), order.blocks.shape[1])](
+            # Blocks of one expert are neighbours on the axis that runs fastest: they read the same weight rows out of the L2 cache.
+            experts_kernel[(order.blocks.shape[1], cdiv(n, config["BLOCK_N"]))](
                 x, *weight.operands, order.pairs, order.blocks, out, x.stride(0), n, columns, tiles, groups, ONE,
                 SHARED=shared, **weight.constants, EVEN_K=columns % config["COLUMNS"] == 0, **config,
             )  # fmt: skip
 
     if out.numel():
-        candidates = vector_configurations(weight) if order is None else configurations(order.rows, weight)
+        candidates = pair_configurations(weight) if order is None else configurations(order.rows, weight)
         key = (*weight.key, weight.count, shared, tuning.row_class(count), 0 if order is None else order.rows)
         launch(tuning.choose("experts", key, x, candidates, launch))
     return out
@@ -204,6 +212,6 @@ def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, gate_u
         return torch.empty_like(x)
     order = None
     if gate_up.field == DENSE or down.field == DENSE or tokens > MAXIMUM_ROWS:
-        order = sort_pairs(chosen, gate_up.count, block_rows(chosen.numel(), gate_up.count))
+        order = sort_pairs(chosen, gate_up.count, block_rows(chosen.numel(), gate_up.count, x.dtype))
     inner = fused.swiglu(products(x, gate_up, chosen, order, choices))
     return combine(products(inner, down, chosen, order, 1), weights)

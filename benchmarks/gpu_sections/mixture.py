@@ -33,18 +33,24 @@ TINY = {
 }  # fmt: skip
 CELLS = ((1, 512), (8, 512), (32, 512))
 PREFILL = ((1, 2048),)
-TOKENS = (1, 2, 3, 16, 200, 513, 1100, 2100)  # of a layer's check: every size of blocks
+LAYER = (16, 8)  # of a layer's check: experts, and choices of a token
+TOKENS = (1, 2, 3, 16, 33, 65, 200, 2100)  # every size of blocks
 MOST_LAYERS = 12
 
 
 def check(bench: Bench) -> None:
     """Layers of experts against float64; then logits, a token at a time after a prompt, against the same weights dequantized."""
-    for packed in (True, False):
-        for tokens in bench.pick(TOKENS, (1, 9)):
-            kind = "packed" if packed else "dense"
-            name = f"{kind} experts, {tokens} tokens"
-            if bench.enough(name):
-                bench.case(name, layer_error(bench, tokens, packed), 1e-2)
+    from runtime.kernels.triton import experts
+    from runtime.kernels.triton.layout import DENSE
+
+    (count, choices), dtype = LAYER, torch.bfloat16
+    assert {experts.block_rows(tokens * choices, count, dtype) for tokens in TOKENS} == set(experts.ROWS)
+    cases = [(field, 32, tokens) for field in (4, DENSE) for tokens in bench.pick(TOKENS, (1, 9))]
+    for field, group, tokens in [*cases, *((8, 128, tokens) for tokens in bench.pick((2, 33, 2100), ()))]:
+        kind = "dense" if field == DENSE else f"{field}-bit"
+        name = f"{kind} experts, {tokens} tokens"
+        if bench.enough(name):
+            bench.case(name, layer_error(bench, tokens, field, group), 1e-2)
     model = dense(bench, SHAPE | {"num_hidden_layers": 2} if not bench.dry else TINY)
     pack_experts(bench, model)
     steps = bench.pick(10, 4)
@@ -57,27 +63,27 @@ def check(bench: Bench) -> None:
     bench.case("logits, packed experts", float((found - wanted).norm() / wanted.norm()), 0.05)
 
 
-def layer_error(bench: Bench, tokens: int, packed: bool) -> float:
-    """Relative error of a layer's experts for rows of random numbers, not a number where a second call gives other bits."""
+def layer_error(bench: Bench, tokens: int, field: int, group: int) -> float:
+    """Relative error of a layer's experts for rows of random numbers; NaN if a second call differs."""
     from triton_references import dequantize
 
     from gpu_sections.kernel_cases import int_weight
     from runtime.kernels.triton import experts, routing
-    from runtime.kernels.triton.layout import Stack
+    from runtime.kernels.triton.layout import DENSE, Stack
 
-    count, choices, hidden, inner = bench.pick((16, 8, 2048, 768), (4, 2, 64, 32))
+    count, choices, hidden, inner = bench.pick((*LAYER, 2048, 768), (4, 2, 64, 32))
     device = bench.device
     torch.manual_seed(tokens)
 
     def weights(n: int, k: int) -> tuple[Stack, torch.Tensor]:
         """Of all experts, and as they are multiplied."""
-        if not packed:
+        if field == DENSE:
             every = (torch.randn(count, n, k, device=device) / k**0.5).bfloat16()
             return Stack.dense(every), every.double()
-        some = [int_weight(n, k, 32, 4, device.type, True, seed) for seed in range(count)]
+        some = [int_weight(n, k, group, field, device.type, True, seed) for seed in range(count)]
         words, scale, zero = (torch.stack(each) for each in zip(*(w.operands for w in some), strict=True))
         matrices = torch.stack([dequantize(w, torch.bfloat16).double() for w in some])
-        return Stack(words, scale, zero, (n, k), 32, 4), matrices
+        return Stack(words, scale, zero, (n, k), group, field), matrices
 
     (gate_up, wide), (down, narrow) = weights(2 * inner, hidden), weights(hidden, inner)
     x, logits = (torch.randn(tokens, size, device=device).bfloat16() for size in (hidden, count))

@@ -48,7 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 32, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True,
     },
     "Qwen3Moe, one dense layer": {
-        "moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 4, "mlp_only_layers": [0],
+        "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": False, "mlp_only_layers": [0],
     },
 }  # fmt: skip
 

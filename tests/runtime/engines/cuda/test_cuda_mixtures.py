@@ -129,6 +129,20 @@ def test_steps_over_packed_experts_can_be_captured(monkeypatch: pytest.MonkeyPat
         assert ("routing.order_kernel" in found) == (kernel == "experts.experts_kernel")
 
 
+@pytest.mark.parametrize(("name", "of_chosen"), [("Qwen3Moe", True), ("Qwen3Moe, one dense layer", False)])
+def test_the_kernel_gets_the_rule_of_the_router(name: str, of_chosen: bool) -> None:
+    from runtime.kernels.triton import jit
+
+    model = build(name)
+    mixture = mixtures(model)[0]
+    mixture = replace(mixture, routing=replace(mixture.routing, scale=2.5))  # which neither family has
+    with jit.recording() as launches:
+        ops.kernels().mixture(torch.empty(3, model.config.hidden_size), mixture)
+    (route,) = [launch for launch in launches if launch.kernel.__name__ == "route_kernel"]
+    choices = model.config.num_experts_per_tok
+    assert [route.arguments[key] for key in ("CHOICES", "OF_CHOSEN", "factor")] == [choices, of_chosen, 2.5]
+
+
 # ---------------------------------------------------------------- what is refused
 def one_other() -> Any:
     model = packed(build("Mixtral"))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import WEIGHTS, assert_close, rows, weight
+from triton_interpreter import watched
 from triton_references import dequantize, forced
 
 from runtime.kernels.triton import experts as kernels
@@ -53,6 +54,16 @@ def test_packed(case, field):
             assert_close(y, expected(x, [dequantize(w, torch.float64) for w in every], chosen), dtype)
 
 
+@pytest.mark.parametrize("field", [4, 8])
+def test_packed_in_the_largest_blocks(field):
+    stack, every = packed((5, 100, 32, True), field)
+    chosen = torch.tensor([[3]] * 130 + [[1], [0]], dtype=torch.int32)  # a whole block, and the rest of another
+    x, order = rows(len(chosen), 100), sort_pairs(chosen, COUNT, 128)
+    with forced(narrow(stack.tile, 128)):
+        y = kernels.products(x, stack, chosen, order, 1)
+    assert_close(y, expected(x, [dequantize(w, torch.bfloat16) for w in every], chosen), torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 100), (40, 64)])
 def test_dense(n, k, dtype):
@@ -100,10 +111,14 @@ def test_layer(tokens, fields):
     assert kernels.experts(x[:0], chosen[:0], shares[:0], *stacks).shape == (0, hidden)
 
 
-def test_weights_of_experts_that_nobody_chose_are_not_read():
-    """Their tensors could be anywhere: the interpreter notices addresses outside, and NaN would show."""
-    stack = Stack.dense(torch.randn(COUNT, 8, 64).bfloat16())
-    stack.words[1] = float("nan")
-    chosen = torch.tensor([[0, 2], [3, 0]], dtype=torch.int32)
-    for order in (sort_pairs(chosen, COUNT, 16),):
-        assert kernels.products(rows(2, 64), stack, chosen, order, 2).isfinite().all()
+@pytest.mark.parametrize("form", ["dense", "few rows", "many rows", "vector"])
+def test_weights_of_experts_that_nobody_chose_are_not_read(form):
+    chosen, size = torch.tensor([[0, 2], [3, 0]], dtype=torch.int32), 64 if form == "many rows" else 16
+    stack = Stack.dense(torch.randn(COUNT, 8, 64).bfloat16()) if form == "dense" else packed((8, 64, 16, True), 4)[0]
+    order = None if form == "vector" else sort_pairs(chosen, COUNT, size)
+    with watched() as launches:
+        y = kernels.products(rows(2, 64), stack, chosen, order, 2)
+    (launch,) = launches
+    assert y.isfinite().all()
+    for tensor in {stack.words, stack.scale, stack.words if stack.zero is None else stack.zero}:
+        assert [launch.loads(each) for each in tensor] == [True, False, True, True]

@@ -27,9 +27,8 @@ def route_kernel(
     row, at, slot = tl.cast(tl.program_id(0), tl.int64), tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     low = float("-inf")
     score = tl.load(logits + row * stride + at, mask=at < E, other=low).to(tl.float32)
-    key = tl.where(
-        score == score, score, low
-    )  # whatever the numbers are, so many different experts of those are chosen
+    # NaN counts as the lowest: whatever the logits are, so many different experts that exist are chosen.
+    key = tl.where(score == score, score, low)
     free = at < E
     places, best = tl.zeros([SLOTS], tl.int32), tl.full([SLOTS], low, tl.float32)
     for i in range(CHOICES):
@@ -94,7 +93,8 @@ def order_kernel(
 ):  # fmt: skip
     part, own = tl.program_id(0), tl.arange(0, EXPERTS)
     parts, used = tl.cdiv(P, PAIRS), tl.minimum(P, E)
-    count = used + (P - used) // ROWS  # `most_blocks`: as an argument, it would be compiled for by chance
+    # `most_blocks`, computed here: as an argument Triton would specialize on whether 16 divides it.
+    count = used + (P - used) // ROWS
     hits = _hits(chosen, part, P, PAIRS, EXPERTS)
     if ALONE:  # one part: nothing was counted
         total = tl.sum(hits, 0)

@@ -16,11 +16,10 @@ from export.triton_aot.options import TritonOptions
 from runtime import kernels as table
 from runtime.engines import llama_structure
 from runtime.engines.llama_structure import FeedForward, RoutedExperts
-from runtime.engines.program import joined, stacked
+from runtime.engines.program import expert_stacks, joined
 from runtime.kernels import REFERENCE, Choice, Kernel, Layer
 from runtime.kernels.triton import gpu, jit, tuning
 from runtime.kernels.triton.base import ROWS, TritonKernel
-from runtime.kernels.triton.linear import W4A16Triton, W8A16Triton
 from runtime.kernels.triton.signature import Variant, of
 from runtime.layers.compressed_linear import CompressedLinear
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 META = torch.device("meta")
-STACKED = {W4A16Triton.name, W8A16Triton.name}  # kernels whose weights may be those of experts computed together
 
 #: Names of kernels computed by Triton end so; the others are torch's.
 _TRITON = "-triton"
@@ -61,10 +59,20 @@ def why_not(source: Source, options: TritonOptions) -> str | None:
     kernels = {kernel for found in computed for kernel in found.values()}
     if any(kernel.endswith(_TRITON) for kernel in kernels):
         return None
-    if kernels - {REFERENCE.name} and llama_structure.why_not(source.skeleton, mixtures=False) is None:
+    if kernels - {REFERENCE.name} and _fits_engine(source):
         return None  # its layers are torch's (float8), and the fused engine's own kernels Triton's
     count = f"any of its {len(computed[0])} compressed layers"
     return f"no Triton kernel computes {count} on {', '.join(options.gpus)} ({tally(computed[0])})"
+
+
+def _fits_engine(source: Source) -> bool:
+    """Whether the fused engine runs an artifact of whose layers Triton computes none: its experts, if it has any, are dense."""
+    program = llama_structure.read_program(source.skeleton)
+    if isinstance(program, str):
+        return False
+    names = {module: name for name, module in source.skeleton.named_modules()}
+    experts = tuple(f"{names[mixture.module]}." for mixture in program.mixtures)
+    return not any(name.startswith(experts) for name in source.entries)
 
 
 def layers(source: Source, options: TritonOptions, capability: int) -> dict[str, str]:
@@ -161,10 +169,11 @@ def _why_not_stacked(model: PreTrainedModel, kernels: dict[str, str]) -> str | N
     names = {module: name for name, module in model.named_modules()}
     for mixture in program.mixtures:
         name = names[mixture.module]
-        others = {kernel for layer, kernel in kernels.items() if layer.startswith(f"{name}.")} - STACKED
-        if others:
-            return f"{name}: experts are computed by {others.pop()}"
-        reason = stacked.why_not(mixture.module, program.dtype)
+        # These became dense layers, which the runtime has not.
+        odd = {kernel for layer, kernel in others(kernels).items() if layer.startswith(f"{name}.")}
+        if odd:
+            return f"{name}: experts are computed by {min(odd)}"
+        reason = expert_stacks.why_not(mixture.module, program.dtype)
         if reason is not None:
             return f"{name}: {reason}"
     return None
@@ -235,7 +244,7 @@ def call_decoder(model: PreTrainedModel) -> None:
 
 def _whole_mlp(mlp: FeedForward | RoutedExperts) -> FeedForward | RoutedExperts:
     if isinstance(mlp, RoutedExperts):
-        return replace(mlp, stacks=stacked.stack_experts(mlp.module))
+        return replace(mlp, stacks=expert_stacks.stack_experts(mlp.module))
     return replace(mlp, gate_up=_joined(mlp.gate_up))
 
 
@@ -256,9 +265,7 @@ def _whole(layers: list[nn.Module]) -> CompressedLinear | None:
     kernel = first.kernel
     if not isinstance(kernel, TritonKernel):
         return None
-    rows, bias = sum(x.out_features for x in linear), any(x.bias is not None for x in linear)
-    whole = CompressedLinear(first.entry, (rows, first.in_features), bias, first.stored_dtype)
-    whole.dtype = first.dtype
+    whole = joined.empty_whole(linear)
     if best(whole.layer).layout != kernel.layout:
         return None
     _imagine(whole, kernel)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from runtime.engines.program import expert_stacks
 from runtime.engines.program import operations as typed
-from runtime.engines.program import stacked
 from runtime.engines.program.joined import Joined
 from runtime.engines.program.leaves import norm_parameters
 from runtime.engines.program.operations import (
@@ -60,7 +60,7 @@ class RoutedExperts:
     router: torch.Tensor
     routing: Routing
     module: nn.Module
-    stacks: stacked.Stacks | None
+    stacks: expert_stacks.Stacks | None
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ def read_program(model: PreTrainedModel, fuse: bool = False, mixtures: bool = Tr
 
     Args:
         model: of transformers, its weights in place.
-        fuse: join q/k/v, gate/up (see `Joined.of`) and experts (`stacked`); the model's modules then share or hand over their weights.
+        fuse: join q/k/v, gate/up (see `Joined.of`) and experts (`expert_stacks`); the model's modules then share or hand over their
+            weights.
         mixtures: blocks may have routed experts.
     """
     program = read(model)
@@ -127,6 +128,15 @@ def why_not(model: PreTrainedModel, mixtures: bool = True) -> str | None:
     """The reason why this is not a decoder that the fused engines know; None when it is. `mixtures` as of `read_program`."""
     program = read_program(model, mixtures=mixtures)
     return program if isinstance(program, str) else None
+
+
+def _more(rule: Routing) -> str:
+    """What a router has beyond the softmax."""
+    has = {
+        "a sigmoid": rule.score == "sigmoid", "groups": rule.groups > 1, "a bias": rule.bias is not None,
+        "a correction": rule.correction is not None,
+    }  # fmt: skip
+    return ", ".join(name for name, there in has.items() if there)
 
 
 class _Match:
@@ -228,11 +238,13 @@ class _Match:
 
     def _check_experts(self, mixture: Mixture, dtype: torch.dtype) -> None:
         rule, layout, name = mixture.routing, mixture.layout, mixture.experts
-        if rule.score == "sigmoid" or rule.groups > 1 or rule.bias is not None or rule.correction is not None:
-            raise typed.UnknownError(f"{rule.module} chooses experts by more than a softmax of its logits")
+        if _more(rule):
+            raise typed.UnknownError(
+                f"{rule.module} chooses experts by more than a softmax of its logits: {_more(rule)}"
+            )
         if mixture.gate.kind != "silu" or layout.bias or layout.transposed or layout.interleaved:
             raise typed.UnknownError(f"experts of {name} have biases, another gate, or another layout than Mixtral's")
-        reason = stacked.why_not(self.model.get_submodule(name), dtype) if self.fuse else None
+        reason = expert_stacks.why_not(self.model.get_submodule(name), dtype) if self.fuse else None
         if reason is not None:
             raise typed.UnknownError(f"{name}: {reason}")
 
@@ -266,7 +278,7 @@ class _Match:
 
     def _experts(self, mixture: Mixture) -> RoutedExperts:
         module, router = self.model.get_submodule(mixture.experts), self.model.get_submodule(mixture.routing.module)
-        stacks = stacked.stack_experts(module) if self.fuse else None
+        stacks = expert_stacks.stack_experts(module) if self.fuse else None
         return RoutedExperts(router.get_parameter("weight").detach(), mixture.routing, module, stacks)
 
     def _vector(self, norm: NormWeights, dtype: torch.dtype) -> torch.Tensor:

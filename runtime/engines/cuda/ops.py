@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from runtime.engines.cuda.cache import CacheLayer, Rows
-from runtime.engines.llama_structure import RoutedExperts
+from runtime.engines.llama_structure import Program, RoutedExperts, read_program
+from runtime.engines.program import expert_stacks
 from runtime.engines.program.mixtures import choose as choose_experts
 from runtime.modeling.experts import Experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _log = logging.getLogger("compress.engine")
 
@@ -193,7 +197,10 @@ def kernels() -> Ops:
 
 
 def with_fallback(ops: Ops) -> Ops:
-    """Plain torch for every call that no kernel was compiled ahead for (the log says which), where there is no compiler."""
+    """Plain torch for every call that no kernel was compiled ahead for (the log says which), where there is no compiler.
+
+    Not for mixtures: see `missing_launch`.
+    """
 
     def guarded(name: str) -> Callable[..., Any]:
         from runtime.kernels.triton.jit import MissingKernelError
@@ -208,5 +215,35 @@ def with_fallback(ops: Ops) -> Ops:
 
         return call
 
-    names = ("rms_norm", "swiglu", "rotate_and_store", "decode_attention", "mixture")
-    return Ops(f"{ops.name}, compiled ahead", *(guarded(name) for name in names))
+    names = ("rms_norm", "swiglu", "rotate_and_store", "decode_attention")
+    changes: dict[str, Any] = {name: guarded(name) for name in names}
+    return replace(ops, name=f"{ops.name}, compiled ahead", **changes)
+
+
+def missing_launch(model: PreTrainedModel, device: torch.device) -> str | None:
+    """Where there is no compiler, the first launch of a model's experts that no kernel was compiled ahead for; None: all are there.
+
+    In torch every expert would compute every row, so they are asked for before an engine takes a model over.
+    """
+    from runtime.kernels.triton import aot, jit
+    from runtime.kernels.triton import experts as grouped
+
+    program = None if jit.INSTALLED else read_program(model)
+    if not isinstance(program, Program):
+        return None
+    layers: dict[Hashable, RoutedExperts] = {}
+    for each in program.mixtures:
+        if expert_stacks.why_not(each.module, program.dtype) is None:  # else the model is refused for that
+            stacks = expert_stacks.blank_stacks(each.module)
+            tensors = (each.router, *stacks.gate_up.operands, *stacks.down.operands)
+            facts = (replace(each.routing, module=""), *((tensor.shape, tensor.dtype) for tensor in tensors))
+            layers[facts] = replace(each, router=each.router.to("meta"), stacks=stacks)
+    compute = kernels().mixture
+
+    def every_launch() -> None:
+        for layer in layers.values():
+            count, hidden = layer.router.shape
+            for tokens in grouped.token_counts(count, layer.routing.chosen):
+                compute(torch.empty(tokens, hidden, dtype=program.dtype, device="meta"), layer)
+
+    return aot.missing(every_launch, device)

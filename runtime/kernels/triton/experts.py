@@ -138,8 +138,8 @@ def block_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
 
 
 def token_counts(experts: int, choices: int) -> list[int]:
-    """Numbers of tokens that between them make every launch of `experts` in float16 or bfloat16: the first ones past each limit where others take over, two
-    because what is compiled for one of them may assume that 16 divides its pairs.
+    """Numbers of tokens that between them make every launch of `experts` in float16 or bfloat16: the first ones past each limit where
+    others take over, two because what is compiled for one of them may assume that 16 divides its pairs.
     """
     limits = (0, MAXIMUM_ROWS * choices, part_pairs(experts), *(size * experts for size in ROWS[:-1]))
     return sorted({limit // choices + more for limit in limits for more in (1, 2)})

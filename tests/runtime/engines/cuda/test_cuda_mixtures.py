@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import mixture_models
 import pytest
 import torch
+from ahead_cases import CPU, FakeDriver, write_kernels
 from cuda_models import W4, W8, apart, build, engine, packed
 from fake_graph import Fake
 from torch import nn
@@ -143,6 +145,16 @@ def test_the_kernel_gets_the_rule_of_the_router(name: str, of_chosen: bool) -> N
     assert [route.arguments[key] for key in ("CHOICES", "OF_CHOSEN", "factor")] == [choices, of_chosen, 2.5]
 
 
+@pytest.mark.parametrize("make", [packed, apart, lambda model: model], ids=["packed", "one by one", "in one"])
+def test_explain_names_what_computes_the_experts(make: Callable[[Any], Any]) -> None:
+    model = make(build("Qwen3Moe"))
+    in_torch = engine(model, computing=ops.TORCH).explain()
+    assert "experts-triton" not in in_torch.values()
+    found = engine(model, computing=ops.kernels()).explain()
+    assert {kernel for layer, kernel in found.items() if ".experts" in layer} == {"experts-triton"}
+    assert {kernel for layer, kernel in found.items() if ".experts" not in layer} <= set(in_torch.values())
+
+
 # ---------------------------------------------------------------- what is refused
 def one_other() -> Any:
     model = packed(build("Mixtral"))
@@ -168,6 +180,13 @@ def watched() -> Any:
     return model
 
 
+def watched_before() -> Any:
+    model = packed(build("Mixtral"))
+    experts: Any = next(each for each in model.modules() if isinstance(each, Experts))
+    experts[0].up_proj.register_forward_pre_hook(lambda *_: None)
+    return model
+
+
 def without_kernels() -> Any:
     model = packed(build("Mixtral"))
     for experts in [each for each in model.modules() if isinstance(each, Experts)]:
@@ -189,12 +208,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "experts of other bits": (one_other, "up_proj of its experts: compressed in different ways"),
     "a dense expert": (one_dense, "down_proj of its experts: layers are of different kinds"),
     "a hook": (watched, "layers are of different kinds"),
+    "a hook before a packed layer": (watched_before, "compressed in different ways"),
     "transformed inputs": (transformed, "its experts: inputs are transformed"),
     "other kernels": (without_kernels, "computed by reference, and only integer weights"),
     "scales of tensors": (
         lambda: packed(build("Mixtral"), Scheme(GridScheme(4, "int", True, "tensor"))), "one scale for several rows",
     ),
-    "biases": (lambda: mixture_models.model_of("GptOss"), "chooses experts by more than a softmax"),
+    "biases": (lambda: mixture_models.model_of("GptOss"), "by more than a softmax of its logits: a bias"),
     "shared experts": (lambda: mixture_models.model_of("Qwen2Moe"), "operations of model.layers.0 are not a Llama's"),
     "groups": (lambda: mixture_models.model_of("Glm4Moe"), "not computed as a Llama is"),
     "scaled residuals": (lambda: mixture_models.model_of("GraniteMoe"), "not computed as a Llama is"),
@@ -228,3 +248,45 @@ def test_it_takes_mixtures_where_triton_is(installed: bool, monkeypatch: pytest.
     monkeypatch.setattr(engine_module, "CudaEngine", lambda *_, **options: options["computing"].name)
     model.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
     assert take_over(model) == ("triton" if installed else None)
+
+
+@pytest.mark.parametrize("form", ["dense", "one by one", "packed"])
+def test_without_a_compiler_every_launch_must_have_been_compiled(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runtime.kernels.triton import aot, experts, jit, signature
+
+    make: dict[str, Callable[[], Any]] = {
+        "dense": lambda: build("Mixtral").half(), "one by one": lambda: apart(build("Mixtral").half()),
+        "packed": lambda: packed(build("Qwen3Moe")),
+    }  # fmt: skip
+    model = make[form]()
+    names = {key: id(module) for key, module in model.named_modules()}
+    monkeypatch.setattr(jit, "INSTALLED", False)
+    missing = ops.missing_launch(model, CPU)
+    assert missing == "routing.route_kernel", "none was offered"
+    assert {key: id(module) for key, module in model.named_modules()} == names, "nothing was joined"
+    joined = make[form]()
+    with jit.recording() as launches:
+        for each in mixtures(joined):
+            for tokens in experts.token_counts(len(each.router), each.routing.chosen):
+                ops.kernels().mixture(torch.empty(tokens, 64, dtype=torch.float16, device="meta"), on_meta(each))
+    variants = list(dict.fromkeys(signature.of(launch) for launch in launches))
+    try:
+        aot.offer(write_kernels(tmp_path / "most", variants[:-1]), CPU, FakeDriver())
+        assert ops.missing_launch(model, CPU) == variants[-1].describe()
+        aot.offer(write_kernels(tmp_path / "all", variants), CPU, FakeDriver())
+        assert ops.missing_launch(model, CPU) is None
+    finally:
+        aot.withdraw()
+
+
+def on_meta(experts: RoutedExperts) -> RoutedExperts:
+    def blank(stack: Any) -> Any:
+        zero = None if stack.zero is None else stack.zero.to("meta")
+        return replace(stack, words=stack.words.to("meta"), scale=stack.scale.to("meta"), zero=zero)
+
+    stacks = experts.stacks
+    assert stacks is not None
+    held = replace(stacks, gate_up=blank(stacks.gate_up), down=blank(stacks.down))
+    return replace(experts, router=experts.router.to("meta"), stacks=held)

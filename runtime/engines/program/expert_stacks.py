@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.engines.program.joined import Part, alike
+from runtime.engines.program.joined import Part, alike, empty_whole, hand_over, has_hooks
+from runtime.formats.checks import Tensors
 from runtime.kernels.triton.layout import Stack
 from runtime.kernels.triton.linear import WeightOnlyTriton
 from runtime.layers.compressed_linear import CompressedLinear
@@ -40,7 +41,9 @@ def why_not(module: nn.Module, dtype: torch.dtype) -> str | None:
     """
     if not isinstance(module, Experts):
         others = {parameter.dtype for parameter in module.parameters()} - {dtype}
-        return f"its experts are in {others.pop()}, its norms in {dtype}".replace("torch.", "") if others else None
+        if not others:
+            return None
+        return f"its experts are in {min(others, key=str)}, its norms in {dtype}".replace("torch.", "")
     for names in (_GATE_UP, _DOWN):
         layers = [layer for each in _layers(module, names) for layer in each]
         reason = None if _are_dense(layers, dtype) else _why_not_packed(layers, dtype)
@@ -72,16 +75,36 @@ def stack_experts(module: nn.Module) -> Stacks:
     return Stacks(_stack(module, _GATE_UP), _stack(module, _DOWN))
 
 
+def blank_stacks(module: nn.Module) -> Stacks:
+    """What `stack_experts` would make, on meta; the module stays as it is."""
+    if not isinstance(module, Experts):
+        wide, down = (module.get_parameter(name).detach().to("meta") for name in ("gate_up_proj", "down_proj"))
+        return Stacks(Stack.dense(wide), Stack.dense(down))
+    return Stacks(_blank(module, _GATE_UP), _blank(module, _DOWN))
+
+
+def _blank(module: Experts, names: Sequence[str]) -> Stack:
+    layers: list[list[Any]] = _layers(module, names)
+    own, count = layers[0], len(layers)
+
+    def every(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        whole = torch.cat([tensor.detach().to("meta") for tensor in tensors], dim)
+        return whole.expand(count, *whole.shape)
+
+    if type(own[0]) is nn.Linear:
+        return Stack.dense(every([layer.weight for layer in own], 0))
+    held = [layer._tensors() for layer in own]
+    return _packed(own[0], {name: every([each[name] for each in held], 1) for name in held[0]})
+
+
 def _layers(module: Experts, names: Sequence[str]) -> list[list[nn.Module]]:
     """Layers of each expert; what was joined is one."""
     found = [[expert.get_submodule(name) for name in names] for expert in module.one_by_one()]
-    return [[each[0]._whole[0]] if isinstance(each[0], Part) else each for each in found]
+    return [[each[0].whole] if isinstance(each[0], Part) else each for each in found]
 
 
 def _are_dense(layers: Sequence[nn.Module], dtype: torch.dtype) -> bool:
-    return all(
-        type(layer) is nn.Linear and layer.weight.dtype == dtype and not layer._forward_hooks for layer in layers
-    )
+    return all(type(layer) is nn.Linear and layer.weight.dtype == dtype and not has_hooks(layer) for layer in layers)
 
 
 def _stack(module: Experts, names: Sequence[str]) -> Stack:
@@ -99,26 +122,22 @@ def _stack(module: Experts, names: Sequence[str]) -> Stack:
         sides = [together([each[side][name] for each in held]) for side in range(len(held[0]))]
         tensors[name] = sides[0] if len(sides) == 1 else torch.cat(sides, dim=2)
     for number, own in enumerate(layers):
-        whole = own[0] if len(own) == 1 else _join(module.one_by_one()[number], own)
+        whole = own[0]
+        if len(own) > 1:
+            whole = empty_whole(own)
+            whole._replace({})
+            hand_over(module.one_by_one()[number], names, _JOINED, whole)
         for name, tensor in tensors.items():
             whole.register_buffer(PREPARED + name, tensor[number], persistent=False)
+    return _packed(first, tensors)
+
+
+def _packed(first: CompressedLinear, tensors: Tensors) -> Stack:
+    """Of tensors `[experts, ...]`, compressed as a layer is."""
+    kernel = first.kernel
+    assert isinstance(kernel, WeightOnlyTriton)
     shape = (tensors["words"].shape[2], first.in_features)
-    kernel: WeightOnlyTriton = first.kernel
     return Stack(tensors["words"], tensors["scale"], tensors.get("zero_point"), shape, first.layer.group, kernel.field)
-
-
-def _join(expert: nn.Module, layers: Sequence[CompressedLinear]) -> CompressedLinear:
-    """An empty layer with the rows of these, which become parts of it."""
-    first, rows = layers[0], sum(layer.out_features for layer in layers)
-    whole = CompressedLinear(first.entry, (rows, first.in_features), False, first.stored_dtype)
-    whole.dtype, whole.choice, whole._wanted = first.dtype, first.choice, first._wanted
-    whole._replace({})
-    expert.add_module(_JOINED, whole)
-    start = 0
-    for name, layer in zip(_GATE_UP, layers, strict=True):
-        setattr(expert, name, Part(whole, start, start + layer.out_features, first.in_features))
-        start += layer.out_features
-    return whole
 
 
 def together(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -402,6 +403,41 @@ def test_layers_that_stay_on_other_kernels_are_named(tiny_artifact: Path, monkey
     assert plan.why_not(source, TritonOptions(gpus="80")) == said
     monkeypatch.setattr(plan.llama_structure, "read_program", lambda *_, **__: "odd")
     assert "no Triton kernel computes any of its" in (plan.why_not(source, TritonOptions()) or "")
+
+
+def test_float8_attention_beside_dense_experts_is_compiled_for(tmp_path: Path) -> None:
+    from transformers import MixtralConfig
+
+    from runtime.formats.quantization_config import ModuleEntry
+    from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
+    from runtime.modeling.experts import find_fused, unfuse
+    from runtime.modeling.skeleton import build_skeleton, read_config
+
+    config = MixtralConfig(
+        hidden_size=128, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=256, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    model = build_skeleton(read_config(tmp_path), torch.bfloat16)
+    entry = ModuleEntry(
+        Scheme(GridScheme(8, "float", True, "channel"), ActivationScheme(8, "float")), "float-quantized"
+    )
+    source: Any = SimpleNamespace(
+        skeleton=model, dtype=torch.bfloat16, embeddings=set(), artifact=SimpleNamespace(manifest=None)
+    )
+
+    def take(part: str) -> None:
+        matrices = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+        source.entries = {name: entry for name in matrices if part in name}
+        source.shapes = {name: tuple(module.weight.shape) for name, module in matrices.items()}
+
+    take("self_attn")
+    assert plan.why_not(source, TritonOptions()) is None
+    assert find_fused(model)
+    unfuse(model)
+    assert plan.why_not(source, TritonOptions()) is None
+    take("experts.0")
+    assert "no Triton kernel computes any of its 3 compressed" in (plan.why_not(source, TritonOptions()) or "")
 
 
 def test_it_is_listed(tiny_artifact: Path) -> None:

@@ -111,7 +111,7 @@ def order_kernel(
     places = tl.cumsum(hits, 0) - 1 + (start + before)[None, :]
     at = part * PAIRS + tl.arange(0, PAIRS)
     tl.store(order + tl.sum(hits * places, 1), at, mask=at < P)
-    # The table of blocks: of each expert some, so that programs share them, and in the end those that there are not.
+    # The table of blocks. Programs share the blocks of each expert; entries past the last block are -1.
     cut = (total + ROWS - 1) // ROWS
     ends = tl.cumsum(cut, 0)
     for i in range(part, tl.max(cut, 0), tl.num_programs(0)):

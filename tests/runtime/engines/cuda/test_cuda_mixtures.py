@@ -248,6 +248,8 @@ def test_it_takes_mixtures_where_triton_is(installed: bool, monkeypatch: pytest.
     monkeypatch.setattr(engine_module, "CudaEngine", lambda *_, **options: options["computing"].name)
     model.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
     assert take_over(model) == ("triton" if installed else None)
+    monkeypatch.setattr(engine_module.ops, "missing_launch", lambda *_: "experts.experts_kernel")
+    assert take_over(model) is None
 
 
 @pytest.mark.parametrize("form", ["dense", "one by one", "packed"])

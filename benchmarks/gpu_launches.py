@@ -87,7 +87,47 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
     calls["2:4 w4 dequantize"] = (lambda: sparse24_w4.dequantize(sparse, torch.bfloat16), 80)
     calls["rms_norm"] = (lambda: fused.rms_norm(meta(8, k), meta(k), 1e-5, meta(8, k)), 80)
     calls["swiglu"] = (lambda: fused.swiglu(meta(8, 28672)), 80)
-    return calls | {name: (call, 80) for name, call in cache_launches().items()}
+    return calls | {name: (call, 80) for name, call in (expert_launches() | cache_launches()).items()}
+
+
+def expert_launches() -> dict[str, Callable[[], Any]]:
+    """{name: call with meta tensors}: a layer of experts in the shape of Qwen3-30B-A3B, routing included, for so many tokens."""
+    from runtime.kernels.triton import experts, routing
+    from runtime.kernels.triton.layout import Stack, tile_columns
+
+    count, hidden, inner, choices = 128, 2048, 768, 8
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    def dense(tokens: int, dtype: torch.dtype) -> torch.Tensor:
+        chosen, weights = routing.route(meta(tokens, count, dtype=dtype), choices, True)
+        gate_up, down = (
+            Stack.dense(meta(count, *side, dtype=dtype)) for side in ((2 * inner, hidden), (hidden, inner))
+        )
+        return experts.experts(meta(tokens, hidden, dtype=dtype), chosen, weights, gate_up, down)
+
+    def stack(n: int, k: int, field: int, group: int, zero: bool) -> Stack:
+        words, grids = (
+            meta(count, k // tile_columns(field), n, 16, dtype=torch.int32),
+            (count, k // group if group else 1, n),
+        )
+        return Stack(words, meta(*grids), meta(*grids, dtype=torch.int8) if zero else None, (n, k), group, field)
+
+    def layer(tokens: int, field: int, group: int = 128, zero: bool = False) -> torch.Tensor:
+        chosen, weights = routing.route(meta(tokens, count), choices, True)
+        gate_up, down = (stack(*sides, field, group, zero) for sides in ((2 * inner, hidden), (hidden, inner)))
+        return experts.experts(meta(tokens, hidden), chosen, weights, gate_up, down)
+
+    calls: dict[str, Callable[[], Any]] = {}
+    for tokens in (1, 16, 512, 1024, 2048):
+        calls[f"experts w4 {tokens}"] = partial(layer, tokens, 4)
+        calls[f"experts bf16 {tokens}"] = partial(dense, tokens, torch.bfloat16)
+    calls["experts fp32"] = partial(dense, 512, torch.float32)
+    for tokens in (1, 16, 2048):
+        calls[f"experts w4 asymmetric {tokens}"] = partial(layer, tokens, 4, zero=True)
+        calls[f"experts w8 {tokens}"] = partial(layer, tokens, 8, 0)
+    return calls
 
 
 def cache_launches() -> dict[str, Callable[[], Any]]:

@@ -8,8 +8,9 @@ it is spread over a block, which 3.9 does not take as a mask; in 3.6 a loop boun
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -96,6 +97,8 @@ def watch() -> None:
         try:
             call(self, *args, **kwargs)
             launches[-1].check(self.fn.__name__)
+            if _Launch.kept is not None:
+                _Launch.kept.append(launches[-1])
         finally:
             launches.pop()
 
@@ -104,9 +107,20 @@ def watch() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what is allocated
 
 
+@contextmanager
+def watched() -> Iterator[list[_Launch]]:
+    """The launches meanwhile, once `watch` was called."""
+    _Launch.kept = found = []
+    try:
+        yield found
+    finally:
+        _Launch.kept = None
+
+
 class _Launch:
     """What the programs of one launch load and store: arrays of addresses, each with its program."""
 
+    kept: ClassVar[list[_Launch] | None] = None
     _orders = random.Random(0)
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -140,6 +154,11 @@ class _Launch:
         inside = (at[:, None] >= self._starts) & (at[:, None] + size <= self._ends)
         assert inside.any(1).all(), f"program {self._program} reaches outside the tensors of its launch"
         kind.append((np.unique(at), self._program))
+
+    def loads(self, tensor: torch.Tensor) -> bool:
+        """Whether a program loaded anything of a contiguous tensor."""
+        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+        return any(bool(((at >= start) & (at < end)).any()) for at, _ in self.loaded)
 
     def check(self, kernel: str) -> None:
         """Whether the order of programs matters."""

@@ -18,7 +18,7 @@ from gpu_sections.bench import Bench, Row
 from runtime.engines.base import Chunk, Engine
 from runtime.engines.cuda import CudaEngine
 from runtime.engines.cuda.engine import PAGE, CudaGraphs
-from runtime.engines.llama_structure import read_program
+from runtime.engines.llama_structure import Block, FeedForward, read_program
 from runtime.engines.torch.engine import TorchEngine
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import GridScheme, Scheme
@@ -209,9 +209,14 @@ def lean(model: Any, bench: Bench, graphs: bool) -> CudaEngine:
 # -------------------------------------------------------------------- figures
 def product_weights(engine: CudaEngine) -> int:
     """Weights that a prompt's token is multiplied with; the head is for the last one alone."""
-    blocks = engine.parts.blocks
-    layers = [layer for b in blocks for layer in (*b.qkv.layers, b.output, *b.gate_up.layers, b.down)]
+    layers = [layer for block in engine.parts.blocks for layer in linear_layers(block)]
     return sum(layer.out_features * layer.in_features for layer in layers)
+
+
+def linear_layers(block: Block) -> list[Any]:
+    """Those of a block without experts."""
+    assert isinstance(block.mlp, FeedForward)
+    return [*block.qkv.layers, block.output, *block.mlp.gate_up.layers, block.mlp.down]
 
 
 def step_bytes(engine: CudaEngine, batch: int, depth: float) -> int:
@@ -219,7 +224,7 @@ def step_bytes(engine: CudaEngine, batch: int, depth: float) -> int:
     parts = engine.parts
     modules = [parts.head]
     for block in parts.blocks:
-        modules += [*block.qkv.layers, block.output, *block.gate_up.layers, block.down]
+        modules += linear_layers(block)
     tensors = [tensor for module in modules for tensor in [*module.parameters(), *module.buffers()]]
     norms = [block.input_norm for block in parts.blocks] + [block.mlp_norm for block in parts.blocks]
     weights = sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *norms])

@@ -15,7 +15,8 @@ from export.target import missing_packages
 from export.triton_aot.options import TritonOptions
 from runtime import kernels as table
 from runtime.engines import llama_structure
-from runtime.engines.program import joined
+from runtime.engines.llama_structure import FeedForward, RoutedExperts
+from runtime.engines.program import expert_stacks, joined
 from runtime.kernels import REFERENCE, Choice, Kernel, Layer
 from runtime.kernels.triton import gpu, jit, tuning
 from runtime.kernels.triton.base import ROWS, TritonKernel
@@ -58,10 +59,20 @@ def why_not(source: Source, options: TritonOptions) -> str | None:
     kernels = {kernel for found in computed for kernel in found.values()}
     if any(kernel.endswith(_TRITON) for kernel in kernels):
         return None
-    if kernels - {REFERENCE.name} and llama_structure.why_not(source.skeleton) is None:
+    if kernels - {REFERENCE.name} and _fits_engine(source):
         return None  # its layers are torch's (float8), and the fused engine's own kernels Triton's
     count = f"any of its {len(computed[0])} compressed layers"
     return f"no Triton kernel computes {count} on {', '.join(options.gpus)} ({tally(computed[0])})"
+
+
+def _fits_engine(source: Source) -> bool:
+    """Whether the fused engine runs an artifact of whose layers Triton computes none: its experts, if it has any, are dense."""
+    program = llama_structure.read_program(source.skeleton)
+    if isinstance(program, str):
+        return False
+    names = {module: name for name, module in source.skeleton.named_modules()}
+    experts = tuple(f"{names[mixture.module]}." for mixture in program.mixtures)
+    return not any(name.startswith(experts) for name in source.entries)
 
 
 def layers(source: Source, options: TritonOptions, capability: int) -> dict[str, str]:
@@ -137,7 +148,7 @@ def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bo
         stack.enter_context(gpu.assuming(capability))
         stack.enter_context(torch.inference_mode())
         kernels = prepare(model)
-        odd = llama_structure.why_not(model)
+        odd = llama_structure.why_not(model) or _why_not_stacked(model, kernels)
         reason = "its cache is compressed" if odd is None and policy else odd
         launches = stack.enter_context(jit.recording())
         # By themselves too where they are joined: the table asks about each of them before.
@@ -149,6 +160,23 @@ def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bo
         if odd is None:
             call_decoder(model)
     return Launches(list(dict.fromkeys(of(launch) for launch in launches)), kernels, reason)
+
+
+def _why_not_stacked(model: PreTrainedModel, kernels: dict[str, str]) -> str | None:
+    """The reason why the fused engine does not compute the experts of a prepared model together; None: it does, or there are none."""
+    program = llama_structure.read_program(model)
+    assert not isinstance(program, str), program
+    names = {module: name for name, module in model.named_modules()}
+    for mixture in program.mixtures:
+        name = names[mixture.module]
+        # These became dense layers, which the runtime has not.
+        odd = {kernel for layer, kernel in others(kernels).items() if layer.startswith(f"{name}.")}
+        if odd:
+            return f"{name}: experts are computed by {min(odd)}"
+        reason = expert_stacks.why_not(mixture.module, program.dtype)
+        if reason is not None:
+            return f"{name}: {reason}"
+    return None
 
 
 def prepare(model: nn.Module) -> dict[str, str]:
@@ -186,10 +214,12 @@ def call_decoder(model: PreTrainedModel) -> None:
     from runtime.engines.cuda import engine, ops
     from runtime.engines.cuda.cache import Memory, Rows
     from runtime.engines.cuda.decoder import Decoder
+    from runtime.kernels.triton import experts
 
     parts = llama_structure.read_program(model)
     assert not isinstance(parts, str), parts  # `why_not` was asked
-    blocks = [replace(block, qkv=_joined(block.qkv), gate_up=_joined(block.gate_up)) for block in parts.blocks]
+    blocks = [replace(block, qkv=_joined(block.qkv), mlp=_whole_mlp(block.mlp)) for block in parts.blocks]
+    counts = {count for each in parts.mixtures for count in experts.token_counts(len(each.router), each.routing.chosen)}
     parts = replace(parts, blocks=blocks)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     width = -(-(context or engine.UNLIMITED) // engine.PAGE)
@@ -197,7 +227,7 @@ def call_decoder(model: PreTrainedModel) -> None:
     decoder.rotations = decoder.rotations.to(META)
     memory = Memory(parts, engine.PAGE, 1, META)
     hidden = parts.final_norm.shape[0]
-    for rows in ROWS:
+    for rows in sorted({*ROWS, *counts}):
         # They are parts of one tensor in a step (`Steps`), so their addresses may be anything.
         numbers = [torch.empty(rows + 1, dtype=torch.int32, device=META)[1:] for _ in range(3)]
         tables = torch.empty(rows, width, dtype=torch.int32, device=META)
@@ -210,6 +240,12 @@ def call_decoder(model: PreTrainedModel) -> None:
 
         x = torch.empty(rows, hidden, dtype=parts.dtype, device=META)
         decoder(x, Rows(*numbers), memory, attend)
+
+
+def _whole_mlp(mlp: FeedForward | RoutedExperts) -> FeedForward | RoutedExperts:
+    if isinstance(mlp, RoutedExperts):
+        return replace(mlp, stacks=expert_stacks.stack_experts(mlp.module))
+    return replace(mlp, gate_up=_joined(mlp.gate_up))
 
 
 def _joined(layers: joined.Joined) -> joined.Joined:
@@ -229,9 +265,7 @@ def _whole(layers: list[nn.Module]) -> CompressedLinear | None:
     kernel = first.kernel
     if not isinstance(kernel, TritonKernel):
         return None
-    rows, bias = sum(x.out_features for x in linear), any(x.bias is not None for x in linear)
-    whole = CompressedLinear(first.entry, (rows, first.in_features), bias, first.stored_dtype)
-    whole.dtype = first.dtype
+    whole = joined.empty_whole(linear)
     if best(whole.layer).layout != kernel.layout:
         return None
     _imagine(whole, kernel)

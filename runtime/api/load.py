@@ -133,7 +133,7 @@ def load(
         tensor_parallel: ranks that compute the model together, 1 to 8 (docs/guides/serve.md): processes that `torchrun --nproc-per-node N
             script.py` starts, each with a GPU of its own ("cpu" is for tests). All load the same directory with the same options and make
             the same calls, in one thread; each gets the same results. Only the engine with CUDA graphs does it: of models of the shape
-            of Llama, Mistral, Qwen2 and Qwen3, with a plain cache and no drafts.
+            of Llama, Mistral, Qwen2 and Qwen3 (no mixtures), with a plain cache and no drafts.
         scheme: for an uncompressed checkpoint: round the linear layers of its blocks to the nearest integers while they are read, at each
             load: "W8A16", "W8A8-INT8", "LLM.int8" or another integer preset. The weights are those of `compress apply` with method rtn and
             scales minmax.

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,54 @@ def _walk(model: Any) -> None:
         plan.prepare(model)
         plan.call_layers(model)
         plan.call_decoder(model)
+
+
+@pytest.mark.parametrize(("count", "choices"), [(5, 2), (6, 6)])
+def test_every_launch_of_a_mixture_is_found(count: int, choices: int, tmp_path: Path) -> None:
+    """In a step of any number of tokens, of a model of 4-bit experts."""
+    from transformers import MixtralConfig
+
+    from runtime.formats.quantization_config import ModuleEntry
+    from runtime.formats.scheme import GridScheme, Scheme
+    from runtime.kernels.triton import experts, routing
+    from runtime.kernels.triton.layout import Stack
+    from runtime.layers.compressed_linear import install
+    from runtime.modeling.experts import find_fused, unfuse
+    from runtime.modeling.skeleton import build_skeleton, read_config
+
+    config = MixtralConfig(
+        hidden_size=128, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=256, num_local_experts=count, num_experts_per_tok=choices,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    model = build_skeleton(read_config(tmp_path), torch.bfloat16)
+    (name,) = find_fused(model)
+    unfuse(model)
+    scheme = Scheme(GridScheme(4, "int", True, "group", 32))
+    layers = [
+        key
+        for key, module in model.named_modules()
+        if key.startswith(f"{name}.") and isinstance(module, torch.nn.Linear)
+    ]
+    install(model, dict.fromkeys(layers, ModuleEntry(scheme, "pack-quantized")))
+    found = plan.find(model, 90, every=False)
+    assert found.engine is None
+    assert set(found.kernels.values()) == {"w4a16-triton"}
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    def stack(n: int, k: int) -> Stack:
+        words = meta(count, -(-k // 128), n, 16, dtype=torch.int32)
+        return Stack(words, meta(count, k // 32, n), None, (n, k), 32, 4)
+
+    for tokens in (*range(1, 150), 511, 512, 2048):
+        with jit.recording() as launches:
+            chosen, weights = routing.route(meta(tokens, count), choices, choices < count)  # all: a softmax
+            experts.experts(meta(tokens, 128), chosen, weights, stack(128, 128), stack(128, 64))
+        for launch in launches:
+            wanted = signature.of(launch)
+            assert any(variant.serves(wanted) for variant in found.variants), (tokens, wanted.describe())
 
 
 # ---------------------------------------------------------------- what is read out of a binary
@@ -352,8 +401,43 @@ def test_layers_that_stay_on_other_kernels_are_named(tiny_artifact: Path, monkey
     assert plan.why_not(source, TritonOptions()) is None, "the fused engine's own kernels are Triton's"
     said = f"no Triton kernel computes any of its {len(kernels)} compressed layers on sm_80 ({len(kernels)} reference)"
     assert plan.why_not(source, TritonOptions(gpus="80")) == said
-    monkeypatch.setattr(plan.llama_structure, "why_not", lambda model: "odd")
+    monkeypatch.setattr(plan.llama_structure, "read_program", lambda *_, **__: "odd")
     assert "no Triton kernel computes any of its" in (plan.why_not(source, TritonOptions()) or "")
+
+
+def test_float8_attention_beside_dense_experts_is_compiled_for(tmp_path: Path) -> None:
+    from transformers import MixtralConfig
+
+    from runtime.formats.quantization_config import ModuleEntry
+    from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
+    from runtime.modeling.experts import find_fused, unfuse
+    from runtime.modeling.skeleton import build_skeleton, read_config
+
+    config = MixtralConfig(
+        hidden_size=128, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=256, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    model = build_skeleton(read_config(tmp_path), torch.bfloat16)
+    entry = ModuleEntry(
+        Scheme(GridScheme(8, "float", True, "channel"), ActivationScheme(8, "float")), "float-quantized"
+    )
+    source: Any = SimpleNamespace(
+        skeleton=model, dtype=torch.bfloat16, embeddings=set(), artifact=SimpleNamespace(manifest=None)
+    )
+
+    def take(part: str) -> None:
+        matrices = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+        source.entries = {name: entry for name in matrices if part in name}
+        source.shapes = {name: tuple(module.weight.shape) for name, module in matrices.items()}
+
+    take("self_attn")
+    assert plan.why_not(source, TritonOptions()) is None
+    assert find_fused(model)
+    unfuse(model)
+    assert plan.why_not(source, TritonOptions()) is None
+    take("experts.0")
+    assert "no Triton kernel computes any of its 3 compressed" in (plan.why_not(source, TritonOptions()) or "")
 
 
 def test_it_is_listed(tiny_artifact: Path) -> None:

@@ -199,7 +199,7 @@ def check_in_c(target: Prospect, layers: int) -> None:
     """
     from runtime.engines import llama_structure
 
-    reason = llama_structure.why_not(target.model)
+    reason = llama_structure.why_not(target.model, mixtures=False)
     if reason is not None:
         text = f"only the decoder in C computes with parts of a model (a Llama, Mistral, Qwen2 or Qwen3): {reason}"
         raise RefusedError("method", text)

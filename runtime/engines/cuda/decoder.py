@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from runtime.engines.cuda.cache import CacheLayer, Memory, Rows
 from runtime.engines.cuda.ops import Ops
-from runtime.engines.llama_structure import Program
+from runtime.engines.llama_structure import FeedForward, Program, RoutedExperts
 
 _log = logging.getLogger("compress.engine")
 
@@ -61,11 +61,17 @@ class Decoder:
             q = self.ops.rotate_and_store(block.qkv(x), block.norms, parts.eps, self.rotations, rows, memory.layers[i])
             found = block.output(attend(i, q).reshape(x.shape[0], -1))
             x, residual = norm(found, block.mlp_norm, parts.eps, residual)
-            found = block.down(self.ops.swiglu(block.gate_up.whole(x)))
+            found = self._feed_forward(block.mlp, x)
             if i + 1 < len(parts.blocks):
                 x, residual = norm(found, parts.blocks[i + 1].input_norm, parts.eps, residual)
         x, _ = norm(found, parts.final_norm, parts.eps, residual)
         return parts.head(x if wanted is None else x[wanted]), x
+
+    def _feed_forward(self, mlp: FeedForward | RoutedExperts, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(mlp, RoutedExperts):
+            return self.ops.mixture(x, mlp)
+        found: torch.Tensor = mlp.down(self.ops.swiglu(mlp.gate_up.whole(x)))
+        return found
 
 
 MOST_SCORES = 1 << 25  # of a mask: longer chunks are cut

@@ -259,6 +259,17 @@ class CudaEngine(FusedEngine):
         among = "" if ranks is None else f", rank {ranks.rank} of {ranks.size}"
         self.description = f"fused decoder, {self.decoder.ops.name} kernels, {graphs}{among}"
 
+    def explain(self) -> dict[str, str]:
+        """As the modules say, but for experts computed together, which their modules do not compute."""
+        found = super().explain()
+        names = {module: name for name, module in self.module.named_modules()}
+        for each in self.parts.mixtures:
+            if each.stacks is not None and self.decoder.ops is not ops.TORCH:
+                name = names[each.module]
+                mine = [layer for layer in found if layer.startswith(f"{name}.")]
+                found |= dict.fromkeys(mine or [name], "experts-triton")
+        return found
+
     # ---------------------------------------------------------------- pages
     def new_pages(self, count: int, drafts: bool = False) -> Pool:
         """A pool; its memory is taken now, or is that of a pool that was thrown away, with its graphs."""
@@ -409,8 +420,16 @@ def take_over(engine: TorchEngine, policy: Policy | None = None) -> CudaEngine |
     if gpu.capability(engine.device) < (8, 0):
         _log.info("the fused GPU engine needs an NVIDIA GPU of compute capability 8.0 or later")
         return None
-    program = read_program(engine.module, fuse=True)
+    computing = ops.choose(engine.device)
+    missing = None if computing is ops.TORCH else ops.missing_launch(engine.module, engine.device)
+    if missing is not None:
+        _log.info("triton is not installed, and no kernel of experts compiled ahead is right for %s", missing)
+        return None
+    # Without Triton every expert would compute every row.
+    program = read_program(engine.module, fuse=True, mixtures=computing is not ops.TORCH)
     if isinstance(program, Program):
-        return CudaEngine(engine, program, capture=CudaGraphs(engine.device))
+        if program.mixtures:
+            torch.cuda.empty_cache()  # what experts were in is many small blocks, of no use to larger tensors
+        return CudaEngine(engine, program, capture=CudaGraphs(engine.device), computing=computing)
     _log.info("the fused GPU engine does not fit this model: %s", program)
     return None

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from runtime.engines.cuda.cache import CacheLayer, Rows
+from runtime.engines.llama_structure import Program, RoutedExperts, read_program
+from runtime.engines.program import expert_stacks
+from runtime.engines.program.mixtures import choose as choose_experts
+from runtime.modeling.experts import Experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _log = logging.getLogger("compress.engine")
 
@@ -106,6 +113,30 @@ def decode_attention(
     return torch.einsum("rkgt,rtkd->rkgd", weights, v).reshape(rows, heads, size).to(q.dtype)
 
 
+def router_logits(x: Tensor, experts: RoutedExperts) -> Tensor:
+    """`[rows, experts]` of rows `[rows, hidden]`, in the router's dtype."""
+    return functional.linear(x.to(experts.router.dtype), experts.router)
+
+
+def mixture(x: Tensor, experts: RoutedExperts) -> Tensor:
+    """The weighted sum of what the chosen experts make of rows `[rows, hidden]`, `[rows, hidden]`; in float32 up to its last rounding.
+
+    Every expert computes all rows: which ones are its own is not known to the host.
+    """
+    index, weights = choose_experts(router_logits(x, experts).float(), experts.routing, None)
+    module, total = experts.module, torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for number in range(len(experts.router)):
+        if isinstance(module, Experts):
+            y = module.run(number, x)
+        else:
+            wide, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
+            y = functional.linear(swiglu([functional.linear(x, wide[number])]), down[number])
+        mine = index == number
+        weight = weights.masked_fill(~mine, 0.0).sum(-1, keepdim=True)
+        total += torch.where(mine.any(-1, keepdim=True), y.float() * weight, 0.0)
+    return total.to(x.dtype)
+
+
 @dataclass(frozen=True)
 class Ops:
     """Functions with the arguments and results of those in this file.
@@ -119,9 +150,10 @@ class Ops:
     swiglu: Callable[[Sequence[Tensor]], Tensor]
     rotate_and_store: Callable[..., Tensor]
     decode_attention: Callable[..., Tensor]
+    mixture: Callable[[Tensor, RoutedExperts], Tensor]
 
 
-TORCH = Ops("torch", rms_norm, swiglu, rotate_and_store, decode_attention)
+TORCH = Ops("torch", rms_norm, swiglu, rotate_and_store, decode_attention, mixture)
 
 
 def choose(device: torch.device) -> Ops:
@@ -145,16 +177,30 @@ def choose(device: torch.device) -> Ops:
 def kernels() -> Ops:
     """Those of triton, compiled when they are first launched, or ahead."""
     from runtime.engines.cuda import paged_attention, rotary_store
-    from runtime.kernels.triton import fused
+    from runtime.kernels.triton import experts as grouped
+    from runtime.kernels.triton import fused, routing
 
     def joined_swiglu(parts: Sequence[Tensor]) -> Tensor:
         return fused.swiglu(parts[0]) if len(parts) == 1 else swiglu(parts)
 
-    return Ops("triton", fused.rms_norm, joined_swiglu, rotary_store.rotate_and_store, paged_attention.decode_attention)
+    def stacked_mixture(x: Tensor, experts: RoutedExperts) -> Tensor:
+        stacks, rule = experts.stacks, experts.routing
+        if stacks is None:
+            return mixture(x, experts)
+        chosen, weights = routing.route(router_logits(x, experts), rule.chosen, rule.score == "chosen", rule.scale)
+        return grouped.experts(x, chosen, weights, stacks.gate_up, stacks.down)
+
+    return Ops(
+        "triton", fused.rms_norm, joined_swiglu, rotary_store.rotate_and_store, paged_attention.decode_attention,
+        stacked_mixture,
+    )  # fmt: skip
 
 
 def with_fallback(ops: Ops) -> Ops:
-    """Plain torch for every call that no kernel was compiled ahead for (the log says which), where there is no compiler."""
+    """Plain torch for every call that no kernel was compiled ahead for (the log says which), where there is no compiler.
+
+    Not for mixtures: see `missing_launch`.
+    """
 
     def guarded(name: str) -> Callable[..., Any]:
         from runtime.kernels.triton.jit import MissingKernelError
@@ -170,4 +216,34 @@ def with_fallback(ops: Ops) -> Ops:
         return call
 
     names = ("rms_norm", "swiglu", "rotate_and_store", "decode_attention")
-    return Ops(f"{ops.name}, compiled ahead", *(guarded(name) for name in names))
+    changes: dict[str, Any] = {name: guarded(name) for name in names}
+    return replace(ops, name=f"{ops.name}, compiled ahead", **changes)
+
+
+def missing_launch(model: PreTrainedModel, device: torch.device) -> str | None:
+    """Where there is no compiler, the first launch of a model's experts that no kernel was compiled ahead for; None: all are there.
+
+    In torch every expert would compute every row, so they are asked for before an engine takes a model over.
+    """
+    from runtime.kernels.triton import aot, jit
+    from runtime.kernels.triton import experts as grouped
+
+    program = None if jit.INSTALLED else read_program(model)
+    if not isinstance(program, Program):
+        return None
+    layers: dict[Hashable, RoutedExperts] = {}
+    for each in program.mixtures:
+        if expert_stacks.why_not(each.module, program.dtype) is None:  # else the model is refused for that
+            stacks = expert_stacks.blank_stacks(each.module)
+            tensors = (each.router, *stacks.gate_up.operands, *stacks.down.operands)
+            facts = (replace(each.routing, module=""), *((tensor.shape, tensor.dtype) for tensor in tensors))
+            layers[facts] = replace(each, router=each.router.to("meta"), stacks=stacks)
+    compute = kernels().mixture
+
+    def every_launch() -> None:
+        for layer in layers.values():
+            count, hidden = layer.router.shape
+            for tokens in grouped.token_counts(count, layer.routing.chosen):
+                compute(torch.empty(tokens, hidden, dtype=program.dtype, device="meta"), layer)
+
+    return aot.missing(every_launch, device)

@@ -32,7 +32,7 @@ from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.checkpoint.headers import TensorEntry
 from runtime.engines.blueprint import Blueprint
 from runtime.engines.cuda.engine import CudaEngine, CudaGraphs
-from runtime.engines.llama_structure import Program, read_program
+from runtime.engines.llama_structure import Block, FeedForward, Program, read_program
 from runtime.errors import RequestError
 from runtime.formats.cut import COLUMNS, ROWS, Cut, Index
 from runtime.kernels.triton import gpu
@@ -100,7 +100,7 @@ class RankBlueprint(Blueprint):
             RequestError: the engine does not run the model, or it cannot be cut among so many ranks.
         """
         module, compressed = super().build_skeleton()
-        program = read_program(module)
+        program = read_program(module, mixtures=False)
         if isinstance(program, str):
             raise RequestError(f"tensor_parallel: {program}, and no other engine divides a model among ranks")
         try:
@@ -166,15 +166,21 @@ def cut_program(model: PreTrainedModel, program: Program, rank: int, size: int) 
         for layer, bounds in ((q, queries), (k, keys), (v, keys)):
             cut(layer, 0, bounds, program.head_dim)
         cut(block.output, 1, queries, program.head_dim)
-        gate, up = block.gate_up.layers
-        step = math.lcm(_unit(gate, 0), _unit(up, 0), _unit(block.down, 1))
-        channels = spread(_shape(block.down)[1], step, size, f"channels of {names[block.down]}")
-        for layer, axis in ((gate, 0), (up, 0), (block.down, 1)):
+        mlp = _feed_forward(block)
+        (gate, up), down = mlp.gate_up.layers, mlp.down
+        step = math.lcm(_unit(gate, 0), _unit(up, 0), _unit(down, 1))
+        channels = spread(_shape(down)[1], step, size, f"channels of {names[down]}")
+        for layer, axis in ((gate, 0), (up, 0), (down, 1)):
             cut(layer, axis, channels)
     logits = spread(program.vocabulary, _unit(program.head, 0), size, "logits")
     if f"{names[program.head]}.weight" not in {name for pair in tied_names(model).items() for name in pair}:
         cut(program.head, 0, logits)
     return cuts, logits
+
+
+def _feed_forward(block: Block) -> FeedForward:
+    assert isinstance(block.mlp, FeedForward), "mixtures are refused before"
+    return block.mlp
 
 
 def heads_of_ranks(heads: int, kv_heads: int, size: int) -> tuple[Bounds, Bounds]:
@@ -378,10 +384,11 @@ def _rows(layer: Any, first: int, end: int) -> nn.Linear:
 
 def over_ranks(program: Program, ranks: Ranks, logits: Bounds) -> Program:
     """The program of a rank's part as one of the whole: it sums after each o and down, and gathers the logits."""
-    blocks = [
-        replace(block, output=SummedLinear(block.output, ranks), down=SummedLinear(block.down, ranks))
-        for block in program.blocks
-    ]
+    blocks = []
+    for block in program.blocks:
+        mlp = _feed_forward(block)
+        summed = replace(mlp, down=SummedLinear(mlp.down, ranks))
+        blocks.append(replace(block, output=SummedLinear(block.output, ranks), mlp=summed))
     vocabulary = logits[-1][1]
     whole = program.vocabulary == vocabulary
     head = GatheredHead(program.head, ranks, logits, whole)

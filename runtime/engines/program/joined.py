@@ -26,9 +26,14 @@ class Part(nn.Module):
         self.start, self.stop = start, stop
         self.in_features, self.out_features = columns, stop - start
 
+    @property
+    def whole(self) -> nn.Module:
+        """The joined layer."""
+        return self._whole[0]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """This part's columns of the joint layer's output."""
-        return self._whole[0](x)[..., self.start : self.stop]
+        return self.whole(x)[..., self.start : self.stop]
 
 
 class Joined:
@@ -60,22 +65,28 @@ class Joined:
         layers: list[nn.Module] = [getattr(parent, each) for each in names]
         joined = cls(layers)
         if isinstance(layers[0], Part):  # done by an engine before this one
-            joined.layers = [layers[0]._whole[0]]
+            joined.layers = [layers[0].whole]
         elif (dense := join_dense(layers)) is not None:
             joined.layers = [dense]
         elif (whole := _join_compressed(layers)) is not None:
             joined.layers = [whole]
-            parent.add_module(name, whole)
-            start = 0
-            for each, size in zip(names, joined._sizes, strict=True):
-                setattr(parent, each, Part(whole, start, start + size, whole.in_features))
-                start += size
+            hand_over(parent, names, name, whole)
         return joined
+
+
+def hand_over(parent: nn.Module, names: Sequence[str], name: str, whole: nn.Module) -> None:
+    """Make `whole` the layer `parent.name`, and the layers `names`, whose rows it has, parts of it."""
+    start = 0
+    for each in names:
+        layer: Any = getattr(parent, each)
+        setattr(parent, each, Part(whole, start, start + layer.out_features, layer.in_features))
+        start += layer.out_features
+    parent.add_module(name, whole)
 
 
 def join_dense(layers: Sequence[nn.Module]) -> nn.Linear | None:
     """Plain layers as one, whose rows their weights become views of; None where they differ."""
-    linear = [layer for layer in layers if type(layer) is nn.Linear and not layer._forward_hooks]
+    linear = [layer for layer in layers if type(layer) is nn.Linear and not has_hooks(layer)]
     if len(linear) < len(layers) or len({(x.weight.dtype, x.weight.device, x.in_features) for x in linear}) > 1:
         return None
     whole = nn.Linear(linear[0].in_features, sum(x.out_features for x in linear), bias=False, device="meta")
@@ -121,9 +132,23 @@ def _join_compressed(layers: Sequence[nn.Module]) -> CompressedLinear | None:
     return whole
 
 
+def empty_whole(layers: Sequence[CompressedLinear]) -> CompressedLinear:
+    """A layer with the rows of layers that are `alike`, without its tensors."""
+    first, bias = layers[0], any(x.bias is not None for x in layers)
+    shape = (sum(x.out_features for x in layers), first.in_features)
+    whole = CompressedLinear(first.entry, shape, bias, first.stored_dtype)
+    whole.dtype, whole.choice, whole._wanted = first.dtype, first.choice, first._wanted
+    return whole
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether someone watches or changes what goes into a layer or comes out of it."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks)
+
+
 def alike(layers: Sequence[nn.Module]) -> list[CompressedLinear] | None:
     """The layers, if they are compressed alike, row by row, and have kernels, so that they may be joined; None otherwise."""
-    linear = [layer for layer in layers if type(layer) is CompressedLinear and not layer._forward_hooks]
+    linear = [layer for layer in layers if type(layer) is CompressedLinear and not has_hooks(layer)]
     first = linear[0] if linear else None
     if first is None or len(linear) < len(layers) or first.choice is None or first.entry.count is not None:
         return None

@@ -1,4 +1,4 @@
-"""Functions that several kernels share: words of neighbouring tiles, a code as a float, and the second pass of split-K."""
+"""Functions that several kernels share: words of neighbouring tiles, codes as floats, tiles of a weight, the second pass of split-K."""
 
 from __future__ import annotations
 
@@ -58,6 +58,48 @@ def code_tiny(words, j: tl.constexpr, FIELD: tl.constexpr):
     return (moved & (((1 << FIELD) - 1) << (FIELD * j - (9 if FIELD * (j + 1) > 23 else 0)))).to(
         tl.float32, bitcast=True
     )
+
+
+@jit
+def dequantize_slice(
+    w, one, scale, zero, owned, t, N, groups, j: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Columns `16 j .. 16 j + 15` of tile `t`, dequantized: `[rows, 16]`. Exact in float32 up to the last rounding."""
+    at = owned
+    if GROUP != 0:  # slices of one run load the same scales; the compiler keeps one of the loads
+        column = t * (512 // FIELD) + (j // RUN) * (RUN * 16)
+        at = owned + tl.cast(tl.minimum(column // GROUP, groups - 1), tl.int64) * N
+    z = 0.0
+    if ASYMMETRIC:
+        z = tl.load(zero + at).to(tl.float32)[:, None]
+    return (code_minus(w, one, z, j, FIELD) * tl.load(scale + at).to(tl.float32)[:, None]).to(dtype)
+
+
+@jit
+def dequantize_tile(
+    w, one, scale, zero, owned, t, N, groups, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Words `[BLOCK_N, 16]` of tile `t` -> weights `[BLOCK_N, columns of the tile]`.
+
+    Slices are joined pairwise along new last dimensions and brought in front of the 16 columns; threads keep their four columns
+    of each slice, so what they write to shared memory is eight bytes wide (a broadcast shift would scatter single values).
+    """
+    a = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 0, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+    b = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 1, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+    c = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 2, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+    d = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 3, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+    first = tl.join(tl.join(a, b), tl.join(c, d))  # [BLOCK_N, 16, low bit of j, next bit]
+    if FIELD == 8:
+        return tl.reshape(tl.permute(first, (0, 3, 2, 1)), [BLOCK_N, 64])
+    else:
+        e = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 4, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+        f = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 5, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+        g = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 6, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+        h = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 7, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+        both = tl.join(first, tl.join(tl.join(e, f), tl.join(g, h)))
+        return tl.reshape(tl.permute(both, (0, 4, 3, 2, 1)), [BLOCK_N, 128])
 
 
 @entry

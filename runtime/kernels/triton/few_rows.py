@@ -13,30 +13,24 @@ import torch
 
 from runtime.kernels.triton import layout, tuning
 from runtime.kernels.triton.codes import code_minus
-from runtime.kernels.triton.jit import cdiv, entry, tl
+from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import product, widest_split
 from runtime.kernels.triton.tuning import Config
 
 MAXIMUM_ROWS = 64
 
 
-@entry
-def few_rows_kernel(
-    x, words, scale, zero, bias, out,
-    stride, M, N, K, tiles, groups,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+@jit
+def few_rows_sums(
+    rows, words, scale, zero, owned, first, last, N, K, groups,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Products `[BLOCK_M, BLOCK_N]` of the rows at the pointers `rows` `[BLOCK_M, 1]` with rows `owned` of a weight, over some tiles."""
     FIELDS: tl.constexpr = 32 // FIELD
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    owned = tl.minimum(n, N - 1)  # as in matvec.py: repeated and not stored, for rows of x and of the weight
     word = tl.arange(0, 16)
-    rows = x + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    share = tl.cdiv(tiles, SPLIT_K)
-    first = tl.program_id(1) * share
-    for t in tl.range(first, tl.minimum(first + share, tiles), num_stages=STAGES):
+    for t in tl.range(first, last, num_stages=STAGES):
         base = words + tl.cast(t, tl.int64) * N * 16
         w = tl.load(base + owned[None, :] * 16 + word[:, None], eviction_policy="evict_first")  # [16, BLOCK_N]
         for run in tl.static_range(FIELDS // RUN):
@@ -58,9 +52,29 @@ def few_rows_kernel(
                     a = tl.load(rows + k, mask=k < K, other=0.0)
                 # Exact in 8 bits of mantissa. The bits of 1.0 are a constant here: an argument would keep the compiler from
                 # loading the words in the operand's layout, which saves more (shuffles) than it costs (one LOP3).
-                b = code_minus(w, 0x3F800000, z, run * RUN + i, FIELD).to(x.dtype.element_ty)
+                b = code_minus(w, 0x3F800000, z, run * RUN + i, FIELD).to(rows.dtype.element_ty)
                 part = tl.dot(a, b, part)
             sums += part * tl.load(scale + at).to(tl.float32)[None, :]
+    return sums
+
+
+@entry
+def few_rows_kernel(
+    x, words, scale, zero, bias, out,
+    stride, M, N, K, tiles, groups,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    owned = tl.minimum(n, N - 1)  # as in matvec.py: repeated and not stored, for rows of x and of the weight
+    rows = x + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride
+    share = tl.cdiv(tiles, SPLIT_K)
+    first = tl.program_id(1) * share
+    sums = few_rows_sums(
+        rows, words, scale, zero, owned, first, tl.minimum(first + share, tiles), N, K, groups,
+        GROUP, FIELD, RUN, ASYMMETRIC, EVEN_K, BLOCK_M, BLOCK_N, STAGES,
+    )  # fmt: skip
     if HAS_BIAS:
         sums += tl.load(bias + owned).to(tl.float32)[None, :]
     out += tl.cast(tl.program_id(1), tl.int64) * M * N

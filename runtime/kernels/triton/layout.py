@@ -20,6 +20,7 @@ import torch
 from runtime.formats.bitpack import row_slices
 
 WIDTH = 16  # words of a row in one tile, and columns of a slice
+DENSE = 16  # "bits of a code" of weights that are no codes
 _SLICE = 1 << 24  # codes reordered at once: bounds the working memory
 
 
@@ -65,6 +66,25 @@ class Weight:
         """What kernels are compiled for."""
         run = slices_per_group(self.group, 32 // self.field)
         return {"GROUP": self.group, "FIELD": self.field, "RUN": run, "ASYMMETRIC": self.zero is not None}
+
+
+@dataclass(frozen=True)
+class Stack(Weight):
+    """Weights of one shape `(N, K)`, one after another.
+
+    Packed ones have `words` `[E, tiles, N, 16]`, `scale` and `zero` `[E, groups, N]`. Dense ones have field `DENSE`, `words` `[E, N, K]`
+    float16, bfloat16 or float32, and no scales (`scale` is `words`).
+    """
+
+    @classmethod
+    def dense(cls, weights: torch.Tensor) -> Stack:
+        """Of `[E, N, K]`, which is not copied."""
+        return cls(weights, weights, None, (weights.shape[1], weights.shape[2]), 0, DENSE)
+
+    @property
+    def count(self) -> int:
+        """Number of weights."""
+        return self.words.shape[0]
 
 
 def tile_columns(field: int) -> int:

@@ -20,7 +20,7 @@ from runtime.kernels.triton import layout
 from runtime.kernels.triton.base import TritonKernel, installed
 
 
-class _WeightOnly(TritonKernel):
+class WeightOnlyTriton(TritonKernel):
     """Integer codes in `layout.Weight`: `words`, `scale` `[groups, out]`, `zero_point`; the bitmap of `bitmap` weights stays
     beside them, because what was stored must come back exactly.
     """
@@ -70,7 +70,7 @@ class _WeightOnly(TritonKernel):
         return "triton split-K tensor cores" if few else "triton dequantizing matrix product"
 
 
-class W4A16Triton(_WeightOnly):
+class W4A16Triton(WeightOnlyTriton):
     """Codes of 2 to 4 bits, laid out as 4. `sparse24` and `bitmap` weights are laid out dense."""
 
     name = "w4a16-triton"
@@ -78,7 +78,7 @@ class W4A16Triton(_WeightOnly):
     field, bits = 4, (2, 4)
 
 
-class W8A16Triton(_WeightOnly):
+class W8A16Triton(WeightOnlyTriton):
     """Codes of 5 to 8 bits, laid out as 8."""
 
     name = "w8a16-triton"

@@ -12,52 +12,10 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import gpu, layout, semi_structured, tuning
-from runtime.kernels.triton.codes import ONE, code_minus, row_major
-from runtime.kernels.triton.jit import cdiv, entry, jit, tl
+from runtime.kernels.triton.codes import ONE, dequantize_slice, dequantize_tile, row_major
+from runtime.kernels.triton.jit import cdiv, entry, tl
 from runtime.kernels.triton.split_k import product
 from runtime.kernels.triton.tuning import Config
-
-
-@jit
-def _slice(
-    w, one, scale, zero, owned, t, N, groups, j: tl.constexpr,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Columns `16 j .. 16 j + 15` of tile `t`, dequantized: `[rows, 16]`. Exact in float32 up to the last rounding."""
-    at = owned
-    if GROUP != 0:  # slices of one run load the same scales; the compiler keeps one of the loads
-        column = t * (512 // FIELD) + (j // RUN) * (RUN * 16)
-        at = owned + tl.cast(tl.minimum(column // GROUP, groups - 1), tl.int64) * N
-    z = 0.0
-    if ASYMMETRIC:
-        z = tl.load(zero + at).to(tl.float32)[:, None]
-    return (code_minus(w, one, z, j, FIELD) * tl.load(scale + at).to(tl.float32)[:, None]).to(dtype)
-
-
-@jit
-def _tile(
-    w, one, scale, zero, owned, t, N, groups, BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Words `[BLOCK_N, 16]` of tile `t` -> weights `[BLOCK_N, columns of the tile]`.
-
-    Slices are joined pairwise along new last dimensions and brought in front of the 16 columns; threads keep their four columns
-    of each slice, so what they write to shared memory is eight bytes wide (a broadcast shift would scatter single values).
-    """
-    a = _slice(w, one, scale, zero, owned, t, N, groups, 0, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
-    b = _slice(w, one, scale, zero, owned, t, N, groups, 1, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
-    c = _slice(w, one, scale, zero, owned, t, N, groups, 2, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
-    d = _slice(w, one, scale, zero, owned, t, N, groups, 3, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
-    first = tl.join(tl.join(a, b), tl.join(c, d))  # [BLOCK_N, 16, low bit of j, next bit]
-    if FIELD == 8:
-        return tl.reshape(tl.permute(first, (0, 3, 2, 1)), [BLOCK_N, 64])
-    else:
-        e = _slice(w, one, scale, zero, owned, t, N, groups, 4, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
-        f = _slice(w, one, scale, zero, owned, t, N, groups, 5, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
-        g = _slice(w, one, scale, zero, owned, t, N, groups, 6, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
-        h = _slice(w, one, scale, zero, owned, t, N, groups, 7, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
-        both = tl.join(first, tl.join(tl.join(e, f), tl.join(g, h)))
-        return tl.reshape(tl.permute(both, (0, 4, 3, 2, 1)), [BLOCK_N, 128])
 
 
 @entry
@@ -82,7 +40,9 @@ def many_rows_kernel(
     first = tl.program_id(1) * share
     for t in tl.range(first, tl.minimum(first + share, tiles), num_stages=STAGES):
         w = tl.load(words + tl.cast(t, tl.int64) * N * 16 + owned[:, None] * 16 + word[None, :])
-        b = _tile(w, one, scale, zero, owned, t, N, groups, BLOCK_N, GROUP, FIELD, RUN, ASYMMETRIC, x.dtype.element_ty)
+        b = dequantize_tile(
+            w, one, scale, zero, owned, t, N, groups, BLOCK_N, GROUP, FIELD, RUN, ASYMMETRIC, x.dtype.element_ty
+        )
         k = t * (512 // FIELD) + column[None, :]
         if EVEN_K:
             a = tl.load(rows + k)
@@ -108,7 +68,9 @@ def dequantize_kernel(
     rows = out + n.to(tl.int64)[:, None] * K
     for j in tl.static_range(32 // FIELD):
         k = t * (512 // FIELD) + j * 16 + word[None, :]
-        dense = _slice(w, one, scale, zero, owned, t, N, groups, j, GROUP, FIELD, RUN, ASYMMETRIC, out.dtype.element_ty)
+        dense = dequantize_slice(
+            w, one, scale, zero, owned, t, N, groups, j, GROUP, FIELD, RUN, ASYMMETRIC, out.dtype.element_ty
+        )
         tl.store(rows + k, dense, mask=(n < N)[:, None] & (k < K))
 
 

@@ -50,13 +50,14 @@ def _finish(sums, out, bias, n, N, HAS_BIAS: tl.constexpr):
     tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
 
 
-@entry
-def matvec_kernel(
+@jit
+def vector_product(
     x, words, scale, zero, bias, out,
     stride, M, N, K, tiles, groups,
     GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
+    """What one program of a grid `(blocks of the weight's rows, SPLIT_K)` computes."""
     FIELDS: tl.constexpr = 32 // FIELD
     n = tl.program_id(0) * (2 * BLOCK_N) + tl.arange(0, BLOCK_N)
     # Rows past the end repeat the last one and are not stored: no mask in the loop.
@@ -114,6 +115,19 @@ def matvec_kernel(
     if ROWS > 1:
         _finish(sum_a1, out + N, bias, n, N, HAS_BIAS)
         _finish(sum_b1, out + N, bias, n + BLOCK_N, N, HAS_BIAS)
+
+
+@entry
+def matvec_kernel(
+    x, words, scale, zero, bias, out,
+    stride, M, N, K, tiles, groups,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    vector_product(
+        x, words, scale, zero, bias, out, stride, M, N, K, tiles, groups,
+        GROUP, FIELD, RUN, ASYMMETRIC, HAS_BIAS, EVEN_K, ROWS, BLOCK_N, TILES, SPLIT_K,
+    )  # fmt: skip
 
 
 def configurations(rows: int, weight: layout.Weight) -> list[Config]:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from fake_graph import Fake
+from torch import nn
+from weight_cases import random_weight
 
+from runtime import formats
 from runtime.engines.cuda import CudaEngine
 from runtime.engines.llama_structure import Program, read_program
 from runtime.engines.torch.engine import TorchEngine
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.representation import Tensors
+from runtime.formats.scheme import GridScheme, Scheme
+from runtime.kernels import Choice
+from runtime.kernels.base import Layer
+from runtime.kernels.triton.jit import MissingKernelError
+from runtime.kernels.triton.linear import W4A16Triton, W8A16Triton, WeightOnlyTriton
+from runtime.layers.compressed_linear import CompressedLinear
+from runtime.modeling.experts import Experts, find_fused, unfuse
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
@@ -30,6 +43,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 32},
     "Mistral": {"sliding_window": None},
     "Mistral, window": {"sliding_window": 11},
+    "Mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "Qwen3Moe": {
+        "head_dim": 32, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True,
+    },
+    "Qwen3Moe, one dense layer": {
+        "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": False, "mlp_only_layers": [0],
+    },
 }  # fmt: skip
 
 
@@ -53,3 +73,54 @@ def engine(model: Any, fuse: bool = True, **options: Any) -> CudaEngine:
     program = read_program(model, fuse)
     assert isinstance(program, Program), program
     return CudaEngine(TorchEngine(model, model.device), program, **{"page_size": 16, "capture": Fake(), **options})
+
+
+W4 = Scheme(GridScheme(4, "int", False, "group", 16))
+W8 = Scheme(GridScheme(8, "int", True, "channel"))
+
+
+class InTorch(WeightOnlyTriton):
+    """The layout of a kernel, multiplied in torch."""
+
+    def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        raise MissingKernelError
+
+
+class FourBits(InTorch, W4A16Triton):
+    pass
+
+
+class EightBits(InTorch, W8A16Triton):
+    pass
+
+
+def apart(model: Any) -> Any:
+    """The model with its experts one by one, dense."""
+    held = {name: dict(model.get_submodule(name).named_parameters(recurse=False)) for name in find_fused(model)}
+    for name in unfuse(model):
+        experts: Any = model.get_submodule(name)
+        for number, expert in enumerate(experts.one_by_one()):
+            for projection in experts.layout.projections:
+                weight = held[name][experts.layout.home(projection)][number].detach()
+                part = experts.layout.part(projection, weight).clone()
+                expert.get_submodule(projection).weight = nn.Parameter(part, requires_grad=False)
+    return model
+
+
+def packed(model: Any, scheme: Scheme = W4, dtype: torch.dtype = torch.float16) -> Any:
+    """The model with experts of random codes, as kernels on GPUs read them."""
+    model, bits = apart(model.to(dtype)), scheme.grid
+    assert bits is not None
+    kernel = (FourBits if bits.bits <= 4 else EightBits)("cpu")
+    for experts in [each for each in model.modules() if isinstance(each, Experts)]:
+        for number, expert in enumerate(experts.one_by_one()):
+            for name in experts.layout.projections:
+                old: Any = expert.get_submodule(name)
+                shape = (old.out_features, old.in_features)
+                weight = random_weight(scheme, shape, dtype, seed=3 * number + len(name))
+                small = replace(weight, scale=weight.scale / 2 ** (bits.bits - 4))  # type: ignore[operator]
+                tensors = formats.get("packed").pack(small)
+                layer = CompressedLinear.from_tensors(ModuleEntry(scheme, "packed"), shape, tensors, None, dtype)
+                layer.prepare(choice=Choice(kernel, kernel, kernel))
+                setattr(expert, name, layer)
+    return model

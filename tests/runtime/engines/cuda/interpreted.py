@@ -12,6 +12,7 @@ from triton_interpreter import repair, watch
 from runtime.engines.base import Chunk
 from runtime.engines.cuda import ops, paged_attention, rotary_store
 from runtime.engines.cuda.cache import CacheLayer, Rows
+from runtime.formats.scheme import Scheme
 
 LIMIT = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -91,6 +92,26 @@ def whole(name: str) -> None:
     torch.testing.assert_close(logits, wanted, rtol=2e-4, atol=2e-4)
 
 
+def mixture(name: str, scheme: Scheme) -> None:
+    """The engine over packed experts, against the modules: logits, and tokens where the best two are apart."""
+    draw, steps = random.Random(0), 4
+    ids = draw.choices(range(101), k=14)
+    model = cuda_models.packed(cuda_models.build(name), scheme)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([ids])).logits[0, -steps - 1 :].float()
+    which = cuda_models.engine(model, buckets=(1, 2), capture=None)
+    assert len(which.parts.mixtures) == 2
+    assert all(each.stacks is not None for each in which.parts.mixtures)
+    pool, end = which.new_pages(2), len(ids) - steps
+    found = [which.step(pool, [Chunk(ids[:end], 0, [1])])]
+    found += [which.step(pool, [Chunk([ids[at]], at, [1])]) for at in range(end, len(ids) - 2)]
+    found.append(which.verify(pool, [Chunk(ids[-2:], len(ids) - 2, [1], outputs=2)])[0])
+    logits = torch.cat(found)
+    assert float((logits - wanted).norm() / wanted.norm()) < 1e-2
+    best, second = wanted.topk(2, dim=-1).values.unbind(-1)
+    assert bool(((logits.argmax(-1) == wanted.argmax(-1)) | (best - second < 1e-2 * best.abs())).all())
+
+
 def main() -> None:
     repair()
     watch()
@@ -120,6 +141,10 @@ def main() -> None:
     for name in sys.argv[1:]:
         whole(name)
         print("engine", name)
+    for name in ("Mixtral", "Qwen3Moe"):
+        for scheme in (cuda_models.W4, cuda_models.W8):
+            mixture(name, scheme)
+            print("mixture", name, scheme)
 
 
 if __name__ == "__main__":

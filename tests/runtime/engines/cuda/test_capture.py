@@ -127,7 +127,18 @@ def decode(which: CudaEngine, pools: Sequence[int] = (40, 40, 90)) -> None:
         del pool
 
 
-@pytest.mark.parametrize("name", ["Llama", "Llama, one head for all", "Qwen2, windows", "Qwen3", "Mistral, window"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Llama",
+        "Llama, one head for all",
+        "Qwen2, windows",
+        "Qwen3",
+        "Mistral, window",
+        "Mixtral",
+        "Qwen3Moe, one dense layer",
+    ],
+)
 @pytest.mark.parametrize("fuse", [True, False], ids=["joined", "apart"])
 def test_steps_with_kernels_can_be_captured(name: str, fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrappers of the kernels that a GPU runs; launches are written down and compute nothing."""
@@ -143,6 +154,13 @@ def test_steps_with_kernels_can_be_captured(name: str, fuse: bool, monkeypatch: 
         "fused.rms_norm_kernel", "rotary_store.rotary_store_kernel", "paged_attention.split_kernel", "paged_attention.join_kernel",
     }  # fmt: skip
     assert len(fake.replays) >= 18
+    if fuse and which.parts.mixtures:
+        assert launched >= {
+            "routing.route_kernel",
+            "routing.order_kernel",
+            "experts.experts_kernel",
+            "experts.combine_kernel",
+        }
 
 
 def test_compressed_layers_can_be_captured(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

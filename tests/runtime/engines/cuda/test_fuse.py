@@ -13,6 +13,7 @@ from torch import nn
 from runtime import formats
 from runtime import kernels as table
 from runtime.engines.base import Chunk
+from runtime.engines.llama_structure import FeedForward
 from runtime.engines.program.joined import Joined, Part
 from runtime.engines.torch.engine import weight_bytes
 from runtime.formats.checks import Tensors
@@ -197,7 +198,9 @@ def test_an_engine_over_compressed_layers() -> None:
         model = packed()
         which = engine(model, fuse=fuse)
         assert len(which.parts.blocks[0].qkv.layers) == (1 if fuse else 3)
-        assert len(which.parts.blocks[0].gate_up.layers) == (1 if fuse else 2)
+        mlp = which.parts.blocks[0].mlp
+        assert isinstance(mlp, FeedForward)
+        assert len(mlp.gate_up.layers) == (1 if fuse else 2)
         pool = which.new_pages(2)
         which.step(pool, [Chunk(ids[:17], 0, [1, 0])])
         torch.testing.assert_close(

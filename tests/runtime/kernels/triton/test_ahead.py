@@ -246,7 +246,7 @@ def test_sources_are_more_than_text(tmp_path: Path) -> None:
     from runtime.kernels.triton.many_rows import many_rows_kernel
 
     jit.collect_source(many_rows_kernel.fn, parts)
-    assert "runtime.kernels.triton.many_rows._slice" in parts
+    assert "runtime.kernels.triton.codes.dequantize_slice" in parts
     assert "runtime.kernels.triton.codes.code_plus" in parts, "helpers of helpers too"
 
 

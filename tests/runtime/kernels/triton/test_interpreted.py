@@ -16,7 +16,9 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["matvec", "few_rows", "many_rows", "w8a8", "sparse24", "fused", "linear", "order"])
+@pytest.mark.parametrize(
+    "name", ["matvec", "few_rows", "many_rows", "w8a8", "sparse24", "fused", "linear", "order", "experts", "routing"]
+)
 def test_interpreted(name, tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "COMPRESS_CACHE": str(fresh_cache(tmp_path / "cache"))}

@@ -23,6 +23,7 @@ def test_many_rows(case, field):
         expected = x.double() @ references.dequantize(w, dtype).double().t() + bias.double()
         with references.forced(config):
             assert_close(many_rows(x, w, bias), expected, dtype)
+    x = x.contiguous()  # with AMX, torch's linear multiplies what lies between rows by zero, and NaN stays NaN
     with references.forced({"dense": True}):
         dense = many_rows(x, w, bias)
     assert torch.equal(dense, torch.nn.functional.linear(x, references.dequantize(w, dtype), bias))

@@ -31,6 +31,7 @@ _COARSE = 63  # levels tried on either side of zero to find the range
 _OUTLIER = 256  # codes from here on are outliers
 _REFITS = 2  # of the scales of groups
 _STEPS = 8  # of the least squares of levels
+_NOTHING = 1e-4  # of a row's error: a gain not worth another step
 _SLICE = 1 << 20  # elements of the search worked on at a time
 
 
@@ -52,6 +53,7 @@ class RowCodebook(Representation):
     name = "row_codebook"
     row_by_row = True
     seconds = 0.6e-6
+    refit_products = 6
     bits: int = 4
     group_size: int | None = None
     outliers: float = 0.0
@@ -128,7 +130,7 @@ class RowCodebook(Representation):
         codes = codes[:, 0]
         if "outlier_columns" not in parameters:
             return values[None], codes.to(torch.int8)
-        apart = (columns_of(parameters["outlier_columns"]) == first).any(1)
+        apart = (parameters["outlier_columns"] == _stored_column(first)).any(1)
         exact = columns[0].to(parameters["scale"].dtype)
         codes = torch.where(apart, _code_of(exact), codes)
         return torch.where(apart, exact.float(), values)[None], codes.to(_code_dtype(exact.dtype))
@@ -171,7 +173,9 @@ class RowCodebook(Representation):
         moments: Callable[[torch.Tensor], torch.Tensor],
         energy: torch.Tensor,
     ) -> tuple[torch.Tensor, Tensors] | None:
-        """Levels by least squares, outliers fixed: conjugate gradients, preconditioned by the diagonal. The scale follows their range."""
+        """Levels by least squares, outliers fixed: conjugate gradients, preconditioned by the diagonal, until little is left to gain.
+        The scale follows the range of the levels.
+        """
         levels, scale = parameters["levels"].float(), parameters["scale"].float()
         apart = None if codes.dtype == torch.int8 else codes >= _OUTLIER
         number = (codes if apart is None else codes.masked_fill(apart, 0)).long()
@@ -187,12 +191,18 @@ class RowCodebook(Representation):
 
         error = weight - self.dequantize(codes, parameters, torch.float32)
         inverse = sums(unit * energy).clamp(min=1e-30).reciprocal()
-        rest = sums(moments(error))
+        slope = moments(error)
+        enough = _NOTHING * (error * slope).sum(1, keepdim=True)
+        rest = sums(slope)
         moved, direction = torch.zeros_like(levels), inverse * rest
         norm = (rest * direction).sum(1, keepdim=True)
         for _ in range(min(2**self.bits, _STEPS)):
+            # Were H its diagonal, `norm` would be what is left to gain. Rows stop one by one: none depends on those beside it.
+            going = norm > enough
+            if not going.any():
+                break
             along = sums(moments(values(direction)))
-            size = norm / (direction * along).sum(1, keepdim=True).clamp(min=1e-30)
+            size = going * norm / (direction * along).sum(1, keepdim=True).clamp(min=1e-30)
             moved += size * direction
             rest -= size * along
             again = inverse * rest
@@ -202,7 +212,8 @@ class RowCodebook(Representation):
         # A level beyond the range widens it; the scale is rounded first, and levels suit the rounded one.
         widest = found.abs().amax(1, keepdim=True) / REACH
         widened = (scale * torch.where(widest > 0, widest, 1)).to(parameters["scale"].dtype)
-        ratio = (widened.float() / scale.where(scale > 0, 1)).mean(1, keepdim=True)
+        used = scale > 0  # groups of zeros have no scale to widen
+        ratio = (widened.float() / scale.where(used, 1)).sum(1, keepdim=True) / used.sum(1, keepdim=True).clamp(min=1)
         found = (found / ratio.where(ratio > 0, 1)).round_().clamp_(-REACH - 1, REACH).to(torch.int8)
         number = places.argsort(dim=1).gather(1, number)
         codes = number.to(codes.dtype) if apart is None else torch.where(apart, codes, number.to(codes.dtype))
@@ -282,6 +293,10 @@ class RowCodebook(Representation):
 def stored_columns(places: torch.Tensor) -> torch.Tensor:
     """Numbers of columns as they are stored, int16."""
     return torch.where(places >= 1 << 15, places - (1 << 16), places).to(torch.int16)
+
+
+def _stored_column(place: int) -> int:
+    return place - (1 << 16) if place >= 1 << 15 else place
 
 
 def columns_of(stored: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,9 @@ from compress.core.method import DEFAULTS, Problem
 from compress.core.statistics import Statistics, StatisticsCollector
 from compress.quantize import METHODS, resolve_scheme
 from compress.weights.solver import columns, group
-from compress.weights.solver.compensate import VectorSolver
 from compress.weights.solver.factor import factorize
 from compress.weights.solver.group import solve_group
+from compress.weights.solver.vectors import VectorSolver
 from runtime.errors import RequestError
 from runtime.formats.trellis import Trellis
 

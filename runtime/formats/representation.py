@@ -84,6 +84,10 @@ class Representation(ABC):
         """The reason weights of a model of this dtype cannot be represented; None when they can."""
         return None
 
+    def why_not_cut(self) -> str | None:
+        """The reason ranks of tensor parallelism cannot read parts of it, said to users, who may choose other fields; None: see `tensors`."""
+        return None
+
     def for_weight(self, weight: torch.Tensor) -> Representation:
         """This with the options that suit one matrix `[out, in]` of any float dtype, such as the width of codes."""
         return self

@@ -75,6 +75,9 @@ class RowCodebook(Representation):
             return f"outliers of row_codebook are among the first {1 << 16} columns, and there are {shape[1]}"
         return None
 
+    def why_not_cut(self) -> str | None:
+        return "`outliers` are not divided among ranks; compress with outliers: 0" if self.outliers else None
+
     def describe(self) -> str:
         group = "" if self.group_size is None else f" g{self.group_size}"
         return f"codebook {self.bits} bits{group}" + (

@@ -85,7 +85,7 @@ class Representation(ABC):
         return None
 
     def why_not_cut(self) -> str | None:
-        """The reason ranks of tensor parallelism cannot read parts of it, said to users, who may choose other fields; None: see `tensors`."""
+        """The reason why ranks of tensor parallelism cannot read parts of it, for users; None: the axes of `tensors` tell."""
         return None
 
     def for_weight(self, weight: torch.Tensor) -> Representation:

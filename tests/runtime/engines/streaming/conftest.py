@@ -26,7 +26,7 @@ BLOCKS = 5
 
 @pytest.fixture(scope="session")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Compressed Llamas (lean engine): integers, transformed inputs, NVFP4, k-quants, trellis, codebooks, DFloat11; a GPT-2 (modules). Read only."""
+    """Llamas (lean engine): integers, transformed inputs, NVFP4, k-quants, trellis, codebooks, DFloat11; a GPT-2 (modules). Read only."""
     home = tmp_path_factory.mktemp("streaming")
     compress(llama(num_hidden_layers=BLOCKS), home / "llama", inside_blocks("pack-quantized"))
     compress(llama(num_hidden_layers=BLOCKS), home / "floats", inside_blocks("nvfp4-pack-quantized"))

@@ -31,7 +31,7 @@ _COARSE = 63  # levels tried on either side of zero to find the range
 _OUTLIER = 256  # codes from here on are outliers
 _REFITS = 2  # of the scales of groups
 _STEPS = 8  # of the least squares of levels
-_NOTHING = 1e-4  # of a row's error: a gain not worth another step
+_NOTHING = 1e-6  # of a row's error: a gain not worth another step
 _SLICE = 1 << 20  # elements of the search worked on at a time
 
 

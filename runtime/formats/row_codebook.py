@@ -4,7 +4,7 @@ The levels of a row are fitted by weighted k-means in one dimension, as in Squee
 mean squares of the inputs: if gradients of outputs and inputs are independent, the Fisher information of a weight is their product, and
 within a row only the inputs differ. Levels are integers of 8 bits times a scale, so that products with them are exact integers and a byte
 shuffle looks them up. With `group_size`, groups of columns have scales of their own under the same levels (any4: Elhoushi and Johnson,
-2025, arXiv 2507.04610). With `outliers`, some weights of every row are stored apart at full precision (SqueezeLLM's dense-and-sparse split,
+2025, arXiv 2507.04610). With `outliers`, some weights of every row are stored singly at full precision (SqueezeLLM's dense-and-sparse split,
 with as many in each row).
 """
 
@@ -47,7 +47,8 @@ class RowCodebook(Representation):
     Attributes:
         bits: of a code: 2, 3 or 4.
         group_size: columns that share a scale, a multiple of 16; None: a row has one.
-        outliers: fraction of the weights of every row that are stored as they are, at most 0.05; 32 bits each in 16-bit models.
+        outliers: fraction of the weights of every row that are stored singly at full precision, at most 0.05, but at least one weight;
+            32 bits each in 16-bit models. Under `gptq` they make up for errors of other columns, as all weights do.
     """
 
     name = "row_codebook"
@@ -325,7 +326,8 @@ def _value_of(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(number >= 1 << size - 1, number - (1 << size), number).to(bits).view(dtype)
 
 
-# The levels of a row: weighted k-means over integers, solved exactly (Wang and Song, 2011, Ckmeans.1d.dp, over all real numbers).
+# The levels of a row: weighted k-means, exact over the integers of a range that a coarse pass finds (over all real numbers: Wang and Song,
+# 2011, Ckmeans.1d.dp).
 
 
 def _fit_levels(

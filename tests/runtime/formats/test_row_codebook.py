@@ -1,4 +1,4 @@
-"""Row codebooks: levels that are the best there are, outliers that stay as they are, tensors on disk, and options that mean nothing."""
+"""Row codebooks: levels that are the best there are, outliers at full precision, tensors on disk, and options that mean nothing."""
 
 import itertools
 from dataclasses import replace

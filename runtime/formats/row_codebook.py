@@ -4,8 +4,8 @@ The levels of a row are fitted by weighted k-means in one dimension, as in Squee
 mean squares of the inputs: if gradients of outputs and inputs are independent, the Fisher information of a weight is their product, and
 within a row only the inputs differ. Levels are integers of 8 bits times a scale, so that products with them are exact integers and a byte
 shuffle looks them up. With `group_size`, groups of columns have scales of their own under the same levels (any4: Elhoushi and Johnson,
-2025, arXiv 2507.04610). With `outliers`, some weights of every row are stored singly at full precision (SqueezeLLM's dense-and-sparse split,
-with as many in each row).
+2025, arXiv 2507.04610). With `outliers`, some weights of every row are stored singly at full precision (SqueezeLLM's dense-and-sparse
+split, with as many in each row).
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ from runtime.engines.streaming.prepared_file import (
     values,
 )
 from runtime.formats.grid import GridScheme
-from runtime.formats.row_codebook import RowCodebook
 from runtime.kernels import Kernel, Layer
 from runtime.kernels.cpu import library
+from runtime.kernels.cpu.codebooks import CODEBOOKS
 from runtime.kernels.cpu.integer import PanelKernel
 from runtime.kernels.cpu.panels import K_QUANTS, PANEL, Panels
 from runtime.kernels.cpu.sparse24 import S24
@@ -163,12 +163,9 @@ def _panels(panels: Panels, layer: Layer, stored: Mapping[str, Expected]) -> dic
     }
     if isinstance(weights, GridScheme) and not weights.symmetric:
         found |= {"least": found["scale"]} if panels is K_QUANTS else {"zero_point": Expected(grid, (torch.int8,))}
-    if isinstance(weights, RowCodebook):
-        found["table"] = Expected((high, 2**weights.bits // 4, 4 * PANEL), (torch.uint8,))
-        if weights.outliers:
-            singles = (high, weights.count(columns), PANEL)
-            found["single_columns"] = Expected(singles, (torch.int32,))
-            found["single_values"] = Expected(singles, stored["weight_outliers"].dtypes)
+    if panels is CODEBOOKS:
+        dtypes = {"table": (torch.uint8,), "single_columns": (torch.int32,), "single_values": floats}
+        found |= {name: Expected(own, dtypes[name]) for name, own in CODEBOOKS.shapes(layer).items()}
     if "weight_global_scale" in stored:
         found["global_scale"] = stored["weight_global_scale"]
     if panels is S24:

@@ -61,12 +61,20 @@ class Codebooks(Dense):
         return CompressedWeight.of(codes, parameters, None, layer.entry.scheme, layer.dtype)
 
     def sample(self, layer: Layer) -> Tensors:
-        made, panels, bits = super().sample(layer), -(-layer.shape[0] // PANEL), self.width(layer)
-        made["table"] = torch.randint(0, 256, (panels, 2**bits // 4, 4 * PANEL), dtype=torch.uint8)
-        if count := self._form(layer).count(layer.shape[1]):
-            columns = torch.randint(0, layer.shape[1], (panels, count, PANEL), dtype=torch.int32)
+        made, shapes = super().sample(layer), self.shapes(layer)
+        made["table"] = torch.randint(0, 256, shapes["table"], dtype=torch.uint8)
+        if "single_columns" in shapes:
+            columns = torch.randint(0, layer.shape[1], shapes["single_columns"], dtype=torch.int32)
             made |= {"single_columns": columns, "single_values": torch.ones_like(columns, dtype=made["scale"].dtype)}
         return made
+
+    def shapes(self, layer: Layer) -> dict[str, tuple[int, int, int]]:
+        """Shapes of the tensors that other panels do not have."""
+        form, panels = self._form(layer), -(-layer.shape[0] // PANEL)
+        found = {"table": (panels, 2**form.bits // 4, 4 * PANEL)}
+        if form.outliers:
+            found |= dict.fromkeys(("single_columns", "single_values"), (panels, form.count(layer.shape[1]), PANEL))
+        return found
 
     def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
         found = super().linear(tensors, layer, bias)

@@ -48,7 +48,7 @@ DENSE = {
 BLOCKS = {"w4 blocks 10": 10, "w4 blocks 50": 50}
 #: Block floats of 4 bits: dtype of the scales, and columns that share one.
 FLOATS = {"mxfp4": (torch.uint8, 32), "nvfp4": (torch.float8_e4m3fn, 16)}
-#: Row codebooks, one scale a row: fraction of the weights that are stored apart.
+#: Row codebooks, one scale a row: fraction of the weights that are stored singly.
 CODEBOOKS = {**dict.fromkeys(("codebook2", "codebook3", "codebook4"), 0.0), "codebook4 0.45%": 0.0045}
 #: k-quants of GGUF.
 BLOCK_TYPES = {kind.lower(): kind for kind in k_quant.KINDS}
@@ -107,7 +107,7 @@ class Weight:
             share, sets = facts.block // group, columns // facts.block * (1 + facts.minimum)
         if kind in CODEBOOKS:
             share, sets = columns // group, 1
-            linear.apart = round(CODEBOOKS[kind] * columns)
+            linear.singles = round(CODEBOOKS[kind] * columns)
         if kind in DENSE:
             linear.kind, (linear.weight_type, size) = library.KINDS["dense"], DENSE[kind]
             codes, scales, runs = int(rows * columns * size), 4 * rows, {}
@@ -121,7 +121,7 @@ class Weight:
                 linear.runs, linear.first_run = (runs[name].data_ptr() for name in ("runs", "first_run"))
             codes = stored_groups(linear) * PANEL * library.group_bytes(linear.kind, group)
         bits = int(kind[8]) if kind in CODEBOOKS else 0
-        table, apart = rows << bits if bits else 0, 6 * rows * linear.apart
+        table, apart = rows << bits if bits else 0, 6 * rows * linear.singles
         self.bytes = codes + scales + table + apart
         sums = torch.zeros(rows * (columns // GROUP), dtype=torch.int16)
         self._keep = (torch.randint(0, 120, (self.bytes + 64,), dtype=torch.uint8), sums, runs)
@@ -131,12 +131,15 @@ class Weight:
         if "fp8" in kind or kind not in DENSE:
             linear.scale = linear.weight + codes
             linear.table = linear.scale + scales
-            if linear.apart:
-                places = torch.randint(0, columns, (rows * linear.apart,), dtype=torch.int32)
+            if linear.singles:
+                places = torch.randint(0, columns, (rows * linear.singles,), dtype=torch.int32)
                 self._keep[0][codes + scales + table :].view(torch.uint8)[: 4 * len(places)].copy_(
                     places.view(torch.uint8)
                 )
-                linear.apart_columns, linear.apart_values = linear.table + table, linear.table + table + 4 * len(places)
+                linear.single_columns, linear.single_values = (
+                    linear.table + table,
+                    linear.table + table + 4 * len(places),
+                )
             if facts is not None and facts.minimum:
                 linear.least = linear.scale + scales // 2
             # Around 1: most random bytes are so small that results are subnormal, over which some CPUs take a hundred times as long.

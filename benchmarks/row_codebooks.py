@@ -2,12 +2,11 @@
 """Row codebooks beside integer grids of about as many bits: KL divergence to the original on held-out text, bits a weight as stored; JSON.
 
     python benchmarks/row_codebooks.py --model stdlib-4m --output benchmarks/results/row_codebooks_stdlib-4m.json
-    python benchmarks/row_codebooks.py --model stdlib-4m --ways best --output benchmarks/results/row_codebooks_stdlib-4m.json
 
 "squeezellm" is the paper's method: levels by k-means weighed by the mean squares of the inputs, every weight to its nearest level. "gptq"
 has the same levels, the column loop, and levels refitted to the codes. Bits count levels, scales and outliers; rows of the bundled models
 have 256 to 768 weights, so that levels take up more than in large ones: `bits_4096` is what the same scheme takes with 4096. Cells that the
-file has are left alone.
+file has are left alone; each says the commit, the CPU and the load (jobs of the last minute, as it begins) it was measured with.
 """
 
 from __future__ import annotations
@@ -156,16 +155,17 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"cells": {}}
-    found |= {
-        "machine": {"cpu": cpu_name(), "python": platform.python_version(), "torch": torch.__version__, "threads": 1},
-        "commit": commit(), "model": arguments.model, "calibration": CALIBRATION, "evaluation": EVALUATION,
+    found |= {"model": arguments.model, "calibration": CALIBRATION, "evaluation": EVALUATION}
+    where = {
+        "commit": commit(), "cpu": cpu_name(), "python": platform.python_version(), "torch": torch.__version__, "threads": 1,
     }  # fmt: skip
     if "error_of_int8_levels" not in found:
-        found["error_of_int8_levels"] = rounded_levels(MODELS / arguments.model)
+        found["error_of_int8_levels"] = where | rounded_levels(MODELS / arguments.model)
     for bits in arguments.bits:
         for name, (way, stage) in cells(bits).items():
             if way in arguments.ways and name not in found["cells"]:
-                found["cells"][name] = measured(MODELS / arguments.model, stage)
+                load = round(os.getloadavg()[0], 2)
+                found["cells"][name] = measured(MODELS / arguments.model, stage) | where | {"load": load}
                 arguments.output.write_text(json.dumps(found, indent=1) + "\n")
                 print(f"{arguments.model}, {name}: {found['cells'][name]}", flush=True)
 

@@ -338,7 +338,8 @@ class WeightsFootprint:
             if layer.moments:  # symmetric ones are computed by half
                 total += (2 * layer.moments - 1) * count * columns * columns / speed.single
                 # The column loop, the error it leaves and what it is measured by; two more for a refinement pass; then the factor.
-                times = 3 + 2 * int(getattr(layer.task.quantize, "sweeps", 0) or 0)
+                sweeps = int(getattr(layer.task.quantize, "sweeps", 0) or 0)
+                times = 3 + 2 * sweeps + _refitting(layer.task, layer.task.scheme)
                 total += (times * out * columns * columns + columns**3 / 3) / speed.single
             total += out * columns * (8e-8 + _rounding_seconds(layer.task, layer.task.scheme))
         for layer in self._output_aware:
@@ -360,6 +361,8 @@ class WeightsFootprint:
             if layer.task.candidates:
                 loop = 3 * layer.rows * layer.columns**2 / speed.single + layer.numel * 8e-8
                 total += len(layer.task.candidates) * loop + count * layer.columns**2 / speed.single
+                refits = sum(_refitting(layer.task, one) for one in layer.task.candidates)
+                total += refits * layer.rows * layer.columns**2 / speed.single
                 total += layer.numel * sum(_rounding_seconds(layer.task, one) for one in layer.task.candidates)
         return total
 
@@ -368,6 +371,13 @@ def _rounding_seconds(task: LayerTask, scheme: Scheme) -> float:
     """For one weight, on one core, beyond what a grid takes: fitting and rounding to nearest, the column loop and every sweep."""
     passes = 2 + (1 + int(getattr(task.quantize, "sweeps", 0) or 0)) * task.compensates
     return 0.0 if scheme.weights is None else passes * scheme.weights.seconds
+
+
+def _refitting(task: LayerTask, scheme: Scheme) -> int:
+    """Operations for each row and pair of columns that refits of the parameters take, after the column loop and after every sweep."""
+    if scheme.weights is None or not task.compensates:
+        return 0
+    return 2 * (1 + int(getattr(task.quantize, "sweeps", 0) or 0)) * scheme.weights.refit_products
 
 
 def _layer(plan: WeightPlan, name: str, task: LayerTask) -> _Layer:

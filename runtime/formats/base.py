@@ -180,6 +180,9 @@ class Format(ABC):
             raise RequestError(
                 f"format {self.name} cannot be cut: its values are one stream, whose places depend on the weights"
             )
+        reason = None if scheme.weights is None else scheme.weights.why_not_cut()
+        if reason is not None:
+            raise RequestError(f"format {self.name} cannot be cut: {reason}")
         found = {}
         for name, spec in self.tensors(scheme, shape, dtype).items():
             if spec.axes is None:

@@ -55,6 +55,7 @@ class Representation(ABC):
         vector: consecutive columns that are rounded together.
         group_size: columns of a row that share a scale; None: there is no such number.
         seconds: single-core time to round one weight, beyond that of a grid; for the estimates of `compress plan`.
+        refit_products: about how many products with the second moments `refit` takes, and the caller to see what it gained; likewise.
         row_by_row: the rows of every tensor on disk are those of the matrix, so that some of them need no decoding of all.
         lossless: it stores the weights of the model bit for bit, so that no method has anything to choose.
         counted: the tensor on disk whose length depends on the weights and not on their shape alone; None: there is none.
@@ -65,6 +66,7 @@ class Representation(ABC):
     lossless: ClassVar[bool] = False
     counted: ClassVar[str | None] = None
     seconds: ClassVar[float] = 0.0
+    refit_products: ClassVar[int] = 0
     bits: float
     vector: int = 1
     group_size: int | None = None
@@ -80,6 +82,10 @@ class Representation(ABC):
 
     def why_not_dtype(self, dtype: torch.dtype) -> str | None:
         """The reason weights of a model of this dtype cannot be represented; None when they can."""
+        return None
+
+    def why_not_cut(self) -> str | None:
+        """The reason why ranks of tensor parallelism cannot read parts of it, for users; None: the axes of `tensors` tell."""
         return None
 
     def for_weight(self, weight: torch.Tensor) -> Representation:
@@ -165,7 +171,8 @@ class Representation(ABC):
         moments: Callable[[torch.Tensor], torch.Tensor],
         energy: torch.Tensor,
     ) -> tuple[torch.Tensor, Tensors] | None:
-        """Parameters that suit codes better, and the codes under them; None: there is nothing to gain. Rows share no parameters.
+        """Parameters that suit codes better, and the codes under them; where nothing is gained, those given. None means only that the
+        representation has no way to. Asked of representations with `rows_apart` only: a row may then keep what it had.
 
         Args:
             weight: float32 `[rows, in]`.

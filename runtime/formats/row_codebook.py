@@ -4,8 +4,8 @@ The levels of a row are fitted by weighted k-means in one dimension, as in Squee
 mean squares of the inputs: if gradients of outputs and inputs are independent, the Fisher information of a weight is their product, and
 within a row only the inputs differ. Levels are integers of 8 bits times a scale, so that products with them are exact integers and a byte
 shuffle looks them up. With `group_size`, groups of columns have scales of their own under the same levels (any4: Elhoushi and Johnson,
-2025, arXiv 2507.04610). With `outliers`, some weights of every row are stored apart at full precision (SqueezeLLM's dense-and-sparse split,
-with as many in each row).
+2025, arXiv 2507.04610). With `outliers`, some weights of every row are stored singly at full precision (SqueezeLLM's dense-and-sparse
+split, with as many in each row).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _COARSE = 63  # levels tried on either side of zero to find the range
 _OUTLIER = 256  # codes from here on are outliers
 _REFITS = 2  # of the scales of groups
 _STEPS = 8  # of the least squares of levels
+_NOTHING = 1e-6  # of a row's error: a gain not worth another step
 _SLICE = 1 << 20  # elements of the search worked on at a time
 
 
@@ -46,12 +47,14 @@ class RowCodebook(Representation):
     Attributes:
         bits: of a code: 2, 3 or 4.
         group_size: columns that share a scale, a multiple of 16; None: a row has one.
-        outliers: fraction of the weights of every row that are stored as they are, at most 0.05; 32 bits each in 16-bit models.
+        outliers: fraction of the weights of every row that are stored singly at full precision, at most 0.05, but at least one weight;
+            32 bits each in 16-bit models. Under `gptq` they make up for errors of other columns, as all weights do.
     """
 
     name = "row_codebook"
     row_by_row = True
     seconds = 0.6e-6
+    refit_products = 6
     bits: int = 4
     group_size: int | None = None
     outliers: float = 0.0
@@ -72,6 +75,9 @@ class RowCodebook(Representation):
         if self.outliers and shape[1] > 1 << 16:
             return f"outliers of row_codebook are among the first {1 << 16} columns, and there are {shape[1]}"
         return None
+
+    def why_not_cut(self) -> str | None:
+        return "`outliers` are not divided among ranks; compress with outliers: 0" if self.outliers else None
 
     def describe(self) -> str:
         group = "" if self.group_size is None else f" g{self.group_size}"
@@ -128,7 +134,7 @@ class RowCodebook(Representation):
         codes = codes[:, 0]
         if "outlier_columns" not in parameters:
             return values[None], codes.to(torch.int8)
-        apart = (columns_of(parameters["outlier_columns"]) == first).any(1)
+        apart = (parameters["outlier_columns"] == _stored_column(first)).any(1)
         exact = columns[0].to(parameters["scale"].dtype)
         codes = torch.where(apart, _code_of(exact), codes)
         return torch.where(apart, exact.float(), values)[None], codes.to(_code_dtype(exact.dtype))
@@ -171,7 +177,9 @@ class RowCodebook(Representation):
         moments: Callable[[torch.Tensor], torch.Tensor],
         energy: torch.Tensor,
     ) -> tuple[torch.Tensor, Tensors] | None:
-        """Levels by least squares, outliers fixed: conjugate gradients, preconditioned by the diagonal. The scale follows their range."""
+        """Levels by least squares, outliers fixed: conjugate gradients, preconditioned by the diagonal, until little is left to gain.
+        The scale follows the range of the levels.
+        """
         levels, scale = parameters["levels"].float(), parameters["scale"].float()
         apart = None if codes.dtype == torch.int8 else codes >= _OUTLIER
         number = (codes if apart is None else codes.masked_fill(apart, 0)).long()
@@ -187,12 +195,18 @@ class RowCodebook(Representation):
 
         error = weight - self.dequantize(codes, parameters, torch.float32)
         inverse = sums(unit * energy).clamp(min=1e-30).reciprocal()
-        rest = sums(moments(error))
+        slope = moments(error)
+        enough = _NOTHING * (error * slope).sum(1, keepdim=True)
+        rest = sums(slope)
         moved, direction = torch.zeros_like(levels), inverse * rest
         norm = (rest * direction).sum(1, keepdim=True)
         for _ in range(min(2**self.bits, _STEPS)):
+            # Were H its diagonal, `norm` would be what is left to gain. Rows stop one by one: none depends on those beside it.
+            going = norm > enough
+            if not going.any():
+                break
             along = sums(moments(values(direction)))
-            size = norm / (direction * along).sum(1, keepdim=True).clamp(min=1e-30)
+            size = going * norm / (direction * along).sum(1, keepdim=True).clamp(min=1e-30)
             moved += size * direction
             rest -= size * along
             again = inverse * rest
@@ -202,7 +216,8 @@ class RowCodebook(Representation):
         # A level beyond the range widens it; the scale is rounded first, and levels suit the rounded one.
         widest = found.abs().amax(1, keepdim=True) / REACH
         widened = (scale * torch.where(widest > 0, widest, 1)).to(parameters["scale"].dtype)
-        ratio = (widened.float() / scale.where(scale > 0, 1)).mean(1, keepdim=True)
+        used = scale > 0  # groups of zeros have no scale to widen
+        ratio = (widened.float() / scale.where(used, 1)).sum(1, keepdim=True) / used.sum(1, keepdim=True).clamp(min=1)
         found = (found / ratio.where(ratio > 0, 1)).round_().clamp_(-REACH - 1, REACH).to(torch.int8)
         number = places.argsort(dim=1).gather(1, number)
         codes = number.to(codes.dtype) if apart is None else torch.where(apart, codes, number.to(codes.dtype))
@@ -284,6 +299,10 @@ def stored_columns(places: torch.Tensor) -> torch.Tensor:
     return torch.where(places >= 1 << 15, places - (1 << 16), places).to(torch.int16)
 
 
+def _stored_column(place: int) -> int:
+    return place - (1 << 16) if place >= 1 << 15 else place
+
+
 def columns_of(stored: torch.Tensor) -> torch.Tensor:
     """Inverse of `stored_columns`, int64."""
     return stored.long() & 0xFFFF
@@ -307,7 +326,8 @@ def _value_of(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(number >= 1 << size - 1, number - (1 << size), number).to(bits).view(dtype)
 
 
-# The levels of a row: weighted k-means over integers, solved exactly (Wang and Song, 2011, Ckmeans.1d.dp, over all real numbers).
+# The levels of a row: weighted k-means, exact over the integers of a range that a coarse pass finds (over all real numbers: Wang and Song,
+# 2011, Ckmeans.1d.dp).
 
 
 def _fit_levels(

@@ -35,6 +35,7 @@ from runtime.engines.streaming.prepared_file import (
 from runtime.formats.grid import GridScheme
 from runtime.kernels import Kernel, Layer
 from runtime.kernels.cpu import library
+from runtime.kernels.cpu.codebooks import CODEBOOKS
 from runtime.kernels.cpu.integer import PanelKernel
 from runtime.kernels.cpu.panels import K_QUANTS, PANEL, Panels
 from runtime.kernels.cpu.sparse24 import S24
@@ -162,6 +163,9 @@ def _panels(panels: Panels, layer: Layer, stored: Mapping[str, Expected]) -> dic
     }
     if isinstance(weights, GridScheme) and not weights.symmetric:
         found |= {"least": found["scale"]} if panels is K_QUANTS else {"zero_point": Expected(grid, (torch.int8,))}
+    if panels is CODEBOOKS:
+        dtypes = {"table": (torch.uint8,), "single_columns": (torch.int32,), "single_values": floats}
+        found |= {name: Expected(own, dtypes[name]) for name, own in CODEBOOKS.shapes(layer).items()}
     if "weight_global_scale" in stored:
         found["global_scale"] = stored["weight_global_scale"]
     if panels is S24:

@@ -19,17 +19,16 @@ from abc import abstractmethod
 import torch
 
 from runtime.formats.representation import Tensors
-from runtime.formats.row_codebook import REACH, RowCodebook, columns_of, stored_columns
 from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.cpu import library
+from runtime.kernels.cpu.codebooks import CODEBOOKS
 from runtime.kernels.cpu.library import bytes_at, tensor_of
-from runtime.kernels.cpu.panels import FP4, K_QUANTS, PANEL, TRELLIS, W4, W8, Dense, Panels, panels_of
+from runtime.kernels.cpu.panels import FP4, K_QUANTS, PANEL, TRELLIS, W4, W8, Panels
 from runtime.kernels.cpu.sparse24 import S24
 from runtime.system import instruction_sets, processes
 
 _WORTH_A_THREAD = 1 << 17  # multiplications; fewer are done before another thread has begun
-_LEVEL_BASE = REACH + 1  # levels of row codebooks have no sign in C
 _TILE = 1 << 18  # weights dequantized at once: a megabyte of float32, which the second cache holds
 
 
@@ -178,79 +177,6 @@ def rounding_of(tensors: Tensors, layer: Layer) -> library.Rounding:
         if name in tensors:
             setattr(found, field, float(tensors[name]))
     return found
-
-
-class Codebooks(Dense):
-    """Panels of codes; `table`, uint8 `[panels, 2^bits / 4, 32, 4]`: levels + 128 of each row. Where weights are stored apart, also
-    `apart_columns`, int32 `[panels, count, 32]`, and `apart_values`, likewise; their codes are 0."""
-
-    def __init__(self) -> None:
-        super().__init__("panels-codebook", (2, 4), frozenset({RowCodebook.name}))
-
-    def why_not(self, layer: Layer) -> str | None:
-        return library.why_not_dtype(layer.dtype)
-
-    def kind(self, layer: Layer) -> str:
-        return f"codebook{self.width(layer)}"
-
-    def width(self, layer: Layer) -> int:
-        return self._form(layer).bits
-
-    def numbers(self, codes: torch.Tensor, layer: Layer) -> torch.Tensor:
-        return codes
-
-    def codes(self, numbers: torch.Tensor, layer: Layer) -> torch.Tensor:
-        return numbers.where(numbers < 1 << self.width(layer), 0).to(torch.int8)
-
-    def scales(self, tensors: Tensors, weight: CompressedWeight, layer: Layer) -> Tensors:
-        rows, found = layer.shape[0], {"scale": panels_of(tensors["weight_scale"], layer.shape[0])}
-        table = (tensors["weight_levels"].int() + _LEVEL_BASE).to(torch.uint8)
-        found["table"] = panels_of(table.view(torch.int32), rows).view(torch.uint8)
-        if self._form(layer).outliers:
-            columns = columns_of(tensors["weight_outlier_columns"]).int()
-            found["apart_columns"] = panels_of(columns, rows)
-            found["apart_values"] = panels_of(tensors["weight_outliers"], rows)
-        return found
-
-    def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
-        form, rows = self._form(layer), layer.shape[0]
-
-        def rows_of(panels: torch.Tensor) -> torch.Tensor:
-            return panels.transpose(1, 2).flatten(0, 1)[:rows].contiguous()
-
-        levels = rows_of(tensors["table"].view(torch.int32)).view(torch.uint8)
-        codes, parameters = self.values(tensors, layer), {"levels": (levels.int() - _LEVEL_BASE).to(torch.int8)}
-        parameters["scale"] = rows_of(tensors["scale"])
-        if form.outliers:
-            parameters["outlier_columns"] = stored_columns(rows_of(tensors["apart_columns"]))
-            codes = form.with_outliers(codes, parameters, rows_of(tensors["apart_values"]))
-        return CompressedWeight.of(codes, parameters, None, layer.entry.scheme, layer.dtype)
-
-    def sample(self, layer: Layer) -> Tensors:
-        made, panels, bits = super().sample(layer), -(-layer.shape[0] // PANEL), self.width(layer)
-        made["table"] = torch.randint(0, 256, (panels, 2**bits // 4, 4 * PANEL), dtype=torch.uint8)
-        if count := self._form(layer).count(layer.shape[1]):
-            columns = torch.randint(0, layer.shape[1], (panels, count, PANEL), dtype=torch.int32)
-            made |= {"apart_columns": columns, "apart_values": torch.ones_like(columns, dtype=made["scale"].dtype)}
-        return made
-
-    def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
-        found = super().linear(tensors, layer, bias)
-        found.table = tensors["table"].data_ptr()
-        if "apart_columns" in tensors:
-            found.apart = tensors["apart_columns"].shape[1]
-            found.apart_columns, found.apart_values = (
-                tensors[name].data_ptr() for name in ("apart_columns", "apart_values")
-            )
-        return found
-
-    def _form(self, layer: Layer) -> RowCodebook:
-        form = layer.entry.scheme.weights
-        assert isinstance(form, RowCodebook)
-        return form
-
-
-CODEBOOKS = Codebooks()
 
 
 class DenseTiles(PanelKernel):

@@ -109,12 +109,14 @@ class Linear(ctypes.Structure):
 
     _fields_ = (
         *fields(ctypes.c_int32, "kind", "weight_type", "scale_type", "group", "share", "code_bits", "digits"),
-        *fields(ctypes.c_int64, "rows", "columns", "groups", "apart"),
+        *fields(ctypes.c_int64, "rows", "columns", "groups", "singles"),
         ("rounding", Rounding),
         ("basis", Basis),
         ("factor", ctypes.c_double),
         *fields(ctypes.c_void_p, "weight", "scale", "least", "zero", "sums", "bias", "runs", "first_run"),
-        *fields(ctypes.c_void_p, "codes", "exponents", "escapes", "table", "apart_columns", "apart_values", "offsets"),
+        *fields(
+            ctypes.c_void_p, "codes", "exponents", "escapes", "table", "single_columns", "single_values", "offsets"
+        ),
     )
 
 

@@ -26,6 +26,7 @@ from compress.recipe import load
 from compress.run import plan as footprint
 from compress.run.plan import Plan, make_plan
 from runtime.errors import RequestError
+from runtime.formats.row_codebook import RowCodebook
 
 GB = 10**9
 MODEL = 64, 96, 3  # hidden size, channels and blocks of the small model
@@ -219,6 +220,22 @@ def test_passes_take_time(planned: Callable[..., Plan]) -> None:
     both = planned({"prune": {"method": "sparsegpt", "sparsity": 0.5}}, recover(steps=10)).seconds
     assert both > few
     assert planned(recover(steps=1000, gradient_checkpointing=True)).seconds > many
+
+
+def test_refits_take_time(planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the column loop and after every sweep; rounding to nearest has none."""
+    monkeypatch.setattr(Speed, "measured", classmethod(lambda cls, _: cls(1e9, 1e9, 1e9)))
+    found: dict[tuple[str, int], list[float]] = {}
+    for products in (0, 10**6):
+        monkeypatch.setattr(RowCodebook, "refit_products", products)
+        for method, sweeps in (("rtn", 0), ("gptq", 0), ("gptq", 2)):
+            fields = {"sweeps": sweeps} if method == "gptq" else {}
+            stage = {"quantize": {"method": method, "scheme": "W4A16_CODEBOOK", **fields}}
+            found.setdefault((method, sweeps), []).append(planned(stage).seconds)
+    more = {case: after - before for case, (before, after) in found.items()}
+    assert more["rtn", 0] == 0
+    assert more["gptq", 0] > 0
+    assert more["gptq", 2] == pytest.approx(3 * more["gptq", 0])
 
 
 @pytest.mark.slow

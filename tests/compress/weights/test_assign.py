@@ -187,6 +187,24 @@ def test_a_trellis_leaves_narrow_layers_too():
     assert list(found) == ["model.layers.0.wide"]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"scheme": "W4A16_CODEBOOK"},
+        {"scheme": {"representation": "row_codebook", "outliers": 0.01}},
+        {"bits": 4.5, "group_size": 32, "candidates": [4, "W4A16_CODEBOOK"]},
+    ],
+    ids=str,
+)
+def test_codebooks_are_not_trained(fields):
+    """Also where only a candidate of a budget has them."""
+    stages = {"quantize": {"method": "gptq", **fields}}, {"recover": {"method": "finetune"}}
+    with pytest.raises(
+        RequestError, match=r"stages\.1\.recover: recovery trains weights on a grid, and .*codebook 4 bits"
+    ):
+        assign(recipe(*stages), model())
+
+
 def test_many_weights_in_narrow_layers_are_an_unfit_group_size():
     with pytest.raises(RequestError, match=r"model\.layers\.0\.mix: group_size 32"):
         assign(recipe(GRID), with_narrow(rows=2000))

@@ -196,13 +196,21 @@ def test_models_with_an_encoder(recipe: Any, tmp_path: Path, kind: str) -> None:
         compress.plan(recipe(source, stage("rtn", max_kl=0.1)))
 
 
-@pytest.mark.parametrize("candidates", [["W4A16", "NVFP4A16", "MXFP8A16", 3], [{"bits": 2, "group_size": 16}, 2, 3, 4]])
+@pytest.mark.parametrize(
+    ("bits", "candidates"),
+    [
+        (4.2, ["W4A16", "NVFP4A16", "MXFP8A16", 3]),
+        (4.2, [{"bits": 2, "group_size": 16}, 2, 3, 4]),
+        (4.8, ["W2A16_CODEBOOK", "W3A16_CODEBOOK", "W4A16_CODEBOOK", 4]),
+    ],
+)
 def test_candidates_of_several_representations(
-    make_checkpoint: Any, recipe: Any, tmp_path: Path, candidates: list[Any]
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, bits: float, candidates: list[Any]
 ) -> None:
-    request = recipe(make_checkpoint(), stage(bits=4.2, candidates=candidates))
+    request = recipe(make_checkpoint(), stage(bits=bits, candidates=candidates))
     found = compress.apply(request, output=tmp_path / "out", quiet=True).manifest
-    assert found["budget"]["bits"] <= 4.2
+    assert found["budget"]["bits"] <= bits
+    assert len(set(schemes(found).values())) > 1
     assert stored_bits(found) == pytest.approx(found["budget"]["bits"])
 
 

@@ -12,13 +12,22 @@ from compress.core.method import DEFAULTS, Problem
 from compress.core.statistics import Statistics, StatisticsCollector
 from compress.quantize import METHODS, resolve_scheme
 from compress.weights.solver import columns, group
-from compress.weights.solver.compensate import VectorSolver
 from compress.weights.solver.factor import factorize
 from compress.weights.solver.group import solve_group
+from compress.weights.solver.vectors import VectorSolver
 from runtime.errors import RequestError
+from runtime.formats.representation import Representation
+from runtime.formats.row_codebook import RowCodebook
+from runtime.formats.scheme import representation_of
 from runtime.formats.trellis import Trellis
 
 COLUMNS = 128
+TRELLIS = {"representation": "trellis", "group_size": 64}
+CODEBOOKS = [
+    {"representation": "row_codebook", "bits": 3},
+    {"representation": "row_codebook", "bits": 2, "group_size": 32, "outliers": 0.02},
+]
+every_scheme = pytest.mark.parametrize("scheme", [TRELLIS, *CODEBOOKS], ids=["trellis", "codebook", "groups, outliers"])
 
 
 def inputs(columns: int = COLUMNS, seed: int = 0) -> Statistics:
@@ -32,8 +41,10 @@ def normal(rows: int, columns: int = COLUMNS, seed: int = 1) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
-def solved(weights: list[torch.Tensor], method: str = "gptq", hessians: Any = None, **fields: Any) -> list[Any]:
-    config = METHODS[method].config(method=method, scheme={"representation": "trellis", "group_size": 64}, **fields)
+def solved(
+    weights: list[torch.Tensor], method: str = "gptq", hessians: Any = None, scheme: Any = TRELLIS, **fields: Any
+) -> list[Any]:
+    config = METHODS[method].config(method=method, scheme=scheme, **fields)
     names = [f"layer{index}" for index in range(len(weights))]
     return solve_group(
         Problem(weights, inputs(), None, config, resolve_scheme(config), torch.float32, names, output_hessians=hessians)
@@ -77,25 +88,28 @@ def test_the_metric_is_what_later_columns_cannot_make_up_for(monkeypatch: pytest
         assert torch.allclose(metric.double(), best, rtol=1e-3, atol=1e-3 * float(best.diagonal().mean()))
 
 
-def test_the_column_loop_beats_rounding_and_sweeps_only_gain() -> None:
+@every_scheme
+def test_the_column_loop_beats_rounding_and_sweeps_only_gain(scheme: Any) -> None:
     weights = [normal(40), normal(24, seed=2)]
-    rounded, alone, swept = (
-        solved(weights, method, **fields)
-        for method, fields in (("rtn", {}), ("gptq", {"sweeps": 0}), ("gptq", {"sweeps": 3}))
+    rounded, alone, swept, most = (
+        solved(weights, method, scheme=scheme, **fields)
+        for method, fields in (("rtn", {}), ("gptq", {"sweeps": 0}), ("gptq", {"sweeps": 1}), ("gptq", {"sweeps": 4}))
     )
-    for weight, nearest, once, more in zip(weights, rounded, alone, swept, strict=True):
-        assert loss(weight, once) < 0.6 * loss(weight, nearest)
+    for weight, nearest, once, more, last in zip(weights, rounded, alone, swept, most, strict=True):
+        assert loss(weight, once) < 0.7 * loss(weight, nearest)
         assert loss(weight, more) < 0.98 * loss(weight, once)
-        for one in (once, more):
+        assert loss(weight, last) <= loss(weight, more)
+        for one in (once, more, last):
             assert one.lost == pytest.approx(loss(weight, one), rel=2e-3), "what is reported"
 
 
-def test_no_row_is_worse_than_rounded_to_nearest() -> None:
+@every_scheme
+def test_no_row_is_worse_than_rounded_to_nearest(scheme: Any) -> None:
     weight, hessian = normal(64), inputs().hessian
     assert hessian is not None
-    found, nearest = (solved([weight], method)[0].weight.dequantize() for method in ("gptq", "rtn"))
+    found, nearest = (solved([weight], method, scheme=scheme)[0].weight.dequantize() for method in ("gptq", "rtn"))
     rows = [((weight - dense) @ hessian * (weight - dense)).sum(1) for dense in (found, nearest)]
-    form = Trellis(64)
+    form = representation_of(scheme)
     own = form.fit(weight, torch.float32, hessian.diagonal())
     again = weight - form.dequantize(form.round(weight, own), own, torch.float32)
     assert bool((rows[0] <= (again @ hessian * again).sum(1) * (1 + 1e-5)).all())
@@ -109,7 +123,8 @@ def test_closer_than_a_grid_of_as_many_bits() -> None:
     assert loss(weight, solved([weight])[0]) < 0.8 * loss(weight, grid)
 
 
-def test_rows_make_up_for_rows_before_them() -> None:
+@every_scheme
+def test_rows_make_up_for_rows_before_them(scheme: Any) -> None:
     """With output Hessians the loss of the model falls, and what the layer itself loses rises."""
     weights = [normal(48), normal(32, seed=4)]
     hessians = []
@@ -118,7 +133,7 @@ def test_rows_make_up_for_rows_before_them() -> None:
         hessians.append(outputs.T @ outputs / 300)
     lost, own = [], []
     for given in (None, hessians):
-        found = solved(weights, hessians=given, sweeps=1)
+        found = solved(weights, hessians=given, scheme=scheme, sweeps=1)
         errors = [weight - one.weight.dequantize() for weight, one in zip(weights, found, strict=True)]
         inner = inputs().hessian
         assert inner is not None
@@ -128,7 +143,7 @@ def test_rows_make_up_for_rows_before_them() -> None:
     assert own[1] > own[0]
 
 
-@pytest.mark.parametrize("scheme", [{"representation": "trellis", "group_size": 32}, "FP8_BLOCK"], ids=str)
+@pytest.mark.parametrize("scheme", [{"representation": "trellis", "group_size": 32}, "FP8_BLOCK", *CODEBOOKS], ids=str)
 @pytest.mark.parametrize("used", [0, 31])
 def test_columns_that_no_input_uses(scheme: Any, used: int) -> None:
     x = normal(200, 32)
@@ -143,14 +158,15 @@ def test_columns_that_no_input_uses(scheme: Any, used: int) -> None:
     assert float((dense - weight).norm() / weight.norm()) < 0.6
 
 
-def test_chunks_of_rows_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+@every_scheme
+def test_chunks_of_rows_give_what_the_whole_gives(scheme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [normal(40), normal(24, seed=2)]
-    whole = [one.weight.dequantize() for one in solved(weights)]
-    rounded = [one.weight.dequantize() for one in solved(weights, "rtn")]
+    whole = [one.weight.dequantize() for one in solved(weights, scheme=scheme)]
+    rounded = [one.weight.dequantize() for one in solved(weights, "rtn", scheme=scheme)]
     monkeypatch.setattr(columns, "rows_at_a_time", lambda _columns: 7)
     monkeypatch.setattr(group, "nearest_rows", lambda _columns: 5)
     for method, wanted in (("gptq", whole), ("rtn", rounded)):
-        for one, dense in zip(solved(weights, method), wanted, strict=True):
+        for one, dense in zip(solved(weights, method, scheme=scheme), wanted, strict=True):
             assert float((one.weight.dequantize() - dense).abs().max()) < 1e-4 * float(dense.abs().max())
 
 
@@ -159,3 +175,11 @@ def test_options_of_grids_are_refused(option: dict[str, Any]) -> None:
     (name,) = option
     with pytest.raises(RequestError, match=f"{name} applies to grids only, and trellis 2 bits g64 fits its own scales"):
         solved([normal(4)], **option)
+
+
+def test_parameters_that_rows_share_are_never_refitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row would keep its own codes and get the parameters of another's."""
+    monkeypatch.setattr(RowCodebook, "row_by_row", False)
+    assert not Representation.rows_apart.fget(RowCodebook(3))  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="row_codebook refits parameters, and its rows share them"):
+        solved([normal(4)], scheme=CODEBOOKS[0])

@@ -140,3 +140,10 @@ def test_what_mixes_all_inputs_is_cut_along_outputs_alone() -> None:
 def test_streams_cannot_be_cut(kind: str, scheme: Scheme) -> None:
     with pytest.raises(RequestError, match=f"format {kind} cannot be cut"):
         formats.get(kind).unit(scheme, (16, 64), BFLOAT, 0)
+
+
+@pytest.mark.parametrize("axis", [0, 1], ids=["rows", "columns"])
+def test_outliers_cannot_be_cut(axis: int) -> None:
+    """A rank has some columns of o and down, and the outliers of a row are numbered by the columns of the whole."""
+    with pytest.raises(RequestError, match=r"row_codebook cannot be cut: `outliers` .* compress with outliers: 0"):
+        formats.get("row_codebook").unit(Scheme(RowCodebook(4, None, 0.01)), (16, 64), BFLOAT, axis)

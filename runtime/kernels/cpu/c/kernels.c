@@ -13,7 +13,7 @@
 #include "gemm.h"
 #include "amx.h"
 #include "outliers.h"
-#include "apart.h"
+#include "singles.h"
 #include "product.h"
 #if IN_PART(STEPS)
 #include "tiles.h"

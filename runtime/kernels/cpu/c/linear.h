@@ -11,7 +11,7 @@ typedef struct {
     int32_t group, share;                   /* `share` groups of the activations have one scale of the weight */
     int32_t code_bits;                      /* of DF11 */
     int32_t digits;                         /* of an activation; KIND_DENSE: unused */
-    int64_t rows, columns, groups, apart;   /* apart: weights of each row that are stored beside the codes (apart.h) */
+    int64_t rows, columns, groups, singles; /* singles: weights of each row that are stored beside the codes (singles.h) */
     Rounding rounding;
     Basis basis; /* in programs only: what linear_run is given is in it already */
     double factor;         /* of all results: what scales have in common; KIND_DENSE: unused */
@@ -25,8 +25,8 @@ typedef struct {
     const int64_t *first_run; /* [panels + 1]: where those of a panel begin. Weights of other groups are zero. */
     const uint8_t *codes, *exponents, *escapes; /* of DF11: [rows, code_bits, ceil(columns / 8)], [2^code_bits - 1], of all rows */
     const uint8_t *table;                       /* of row codebooks: levels + 128, [panel, 2^bits / 4, 32, 4] */
-    const int32_t *apart_columns;               /* [panel, apart, 32]: columns of the weights that are stored apart */
-    const void *apart_values;                   /* likewise, of scale_type; their codes are 0 */
+    const int32_t *single_columns;              /* [panel, singles, 32]: columns of those weights */
+    const void *single_values;                  /* likewise, of scale_type; their codes are 0 */
     const int64_t *offsets;                     /* of DF11: [rows + 1], where the escapes of a row begin */
 } Linear;
 

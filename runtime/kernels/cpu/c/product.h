@@ -294,7 +294,7 @@ SHARED void integer_part(const Linear *l, const Digits *x, void *y, int out_type
                 else run_tiles(l, &run, bytes, x, row, count, out);
             }
             for (int64_t i = 0; i < count * PANEL && x->outliers; i++) out[i] += extra[i];
-            if (l->apart) add_apart(l, n / PANEL, x, row, count, out);
+            if (l->singles) add_singles(l, n / PANEL, x, row, count, out);
             for (int64_t i = 0; i < count * PANEL && l->factor != 1; i++) out[i] = (float)(out[i] * l->factor);
             for (int64_t i = 0; i < count; i++)
                 put_row(y, out_type, (row + i) * out_stride + n, out + i * PANEL, l->bias ? l->bias + n : NULL, valid, add);

@@ -78,10 +78,10 @@ static void tile_job(void *p, const Team *team) {
                 }
             }
         }
-        for (int64_t j = 0; j < l->apart; j++)
+        for (int64_t j = 0; j < l->singles; j++)
             for (int i = 0; i < valid; i++) {
-                const int64_t at = (panel * l->apart + j) * PANEL + i;
-                store_as(t->out, t->type, l->apart_columns[at] * total + row + i, load_as(l->apart_values, l->scale_type, at));
+                const int64_t at = (panel * l->singles + j) * PANEL + i;
+                store_as(t->out, t->type, l->single_columns[at] * total + row + i, load_as(l->single_values, l->scale_type, at));
             }
     }
 }

@@ -26,7 +26,7 @@ BLOCKS = 5
 
 @pytest.fixture(scope="session")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Compressed Llamas (lean engine): integers, transformed inputs, NVFP4, k-quants, trellis, DFloat11; a GPT-2 (modules). Read only."""
+    """Llamas (lean engine): integers, transformed inputs, NVFP4, k-quants, trellis, codebooks, DFloat11; a GPT-2 (modules). Read only."""
     home = tmp_path_factory.mktemp("streaming")
     compress(llama(num_hidden_layers=BLOCKS), home / "llama", inside_blocks("pack-quantized"))
     compress(llama(num_hidden_layers=BLOCKS), home / "floats", inside_blocks("nvfp4-pack-quantized"))
@@ -35,6 +35,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     compress(wide, home / "k_quants", lambda n: ("k_quant", minima) if n.endswith("_proj") else None)
     small = llama(num_hidden_layers=2)
     compress(small, home / "trellis", inside_blocks("trellis"))
+    compress(small, home / "codebooks", inside_blocks("row_codebook"))
     turned = replace(SCHEMES["pack-quantized"], transform=InputTransform("same"))
     compress(
         llama(num_hidden_layers=BLOCKS),

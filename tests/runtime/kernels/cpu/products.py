@@ -22,7 +22,7 @@ from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridSchem
 from runtime.formats.trellis import Trellis, window_values, windows
 from runtime.kernels import Layer
 from runtime.kernels.cpu import library, panels
-from runtime.kernels.cpu.integer import CODEBOOKS
+from runtime.kernels.cpu.codebooks import CODEBOOKS
 from runtime.kernels.cpu.sparse24 import S24
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.system import native

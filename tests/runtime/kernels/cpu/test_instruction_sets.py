@@ -37,6 +37,7 @@ TILED = [
 ]  # fmt: skip
 STORAGE = {"s24": "sparse24", "w4": "packed", "w8": "packed"}
 ROWS = 13
+OF_BLOCKS = {"k": 768, "s24": 544, "e2m1": 544}  # columns that are whole blocks
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +63,12 @@ def inputs(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
 def test_every_instruction_set_gives_the_same(kind, scheme, emulated):
     libraries = {name: library.load(name) for name in instruction_sets.available()} | emulated
     assert "portable" in libraries
-    columns = (
-        768
-        if kind == "k"
-        else products.whole(scheme, 480)
-        if kind in ("t", "c")
-        else 544
-        if kind in ("s24", "e2m1")
-        else 537
-        if scheme.weights.strategy != "group" or scheme.weights.group_size < 512
-        else 640
-    )
+    if kind in ("t", "c"):
+        columns = products.whole(scheme, 480)
+    elif kind in OF_BLOCKS:
+        columns = OF_BLOCKS[kind]
+    else:
+        columns = 640 if scheme.weights.strategy == "group" and scheme.weights.group_size >= 512 else 537
     for dtype, digits in ((torch.bfloat16, 1), (torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 3)):
         made = products.case(kind, scheme, (37, columns), dtype, storage=STORAGE.get(kind))
         x, bias = inputs((ROWS, columns), dtype), torch.randn(37)

@@ -1,9 +1,9 @@
-/* Weights that are stored apart at full precision, as many in every row: SqueezeLLM's dense-and-sparse split.
+/* Weights that are stored singly at full precision, as many in every row: SqueezeLLM's dense-and-sparse split.
  *
- * Their codes are 0, so that what a product still lacks of them is the value less that level. Columns ascend, and are added in this order in
- * float32: sums do not depend on the rows beside them, the threads or the vectors. */
+ * Their codes are 0, so the product of codes has level 0 in their place: what is added is the value less that level. Columns ascend, and are
+ * added in this order in float32: sums do not depend on the rows beside them, the threads or the vectors. */
 
-/* A number of row m, as its digits have it. */
+/* The activation of row m in a column, as its digits represent it. */
 static inline float digit_value(const Digits *x, int64_t m, int64_t column) {
     const int digits = x->digits, parts = PARTS(digits);
     const int8_t *q = x->digit + m * digits * x->apart + column;
@@ -14,16 +14,16 @@ static inline float digit_value(const Digits *x, int64_t m, int64_t column) {
 }
 
 /* Adds their products in a panel to out [count, 32]. */
-static void add_apart(const Linear *l, int64_t panel, const Digits *x, int64_t row, int64_t count, float *out) {
+static void add_singles(const Linear *l, int64_t panel, const Digits *x, int64_t row, int64_t count, float *out) {
     const int64_t sets = (l->groups + l->share - 1) / l->share;
-    for (int64_t j = 0; j < l->apart; j++) {
-        const int64_t at = (panel * l->apart + j) * PANEL;
-        const int32_t *column = l->apart_columns + at;
+    for (int64_t j = 0; j < l->singles; j++) {
+        const int64_t at = (panel * l->singles + j) * PANEL;
+        const int32_t *column = l->single_columns + at;
         float missing[PANEL];
         for (int i = 0; i < PANEL; i++) {
             const int64_t set = panel * sets + column[i] / (l->group * l->share);
             const float level = (float)(l->table[panel * table_bytes(l->kind) + 4 * i] - KIND[l->kind].base);
-            missing[i] = load_as(l->apart_values, l->scale_type, at + i) - level * load_as(l->scale, l->scale_type, set * PANEL + i);
+            missing[i] = load_as(l->single_values, l->scale_type, at + i) - level * load_as(l->scale, l->scale_type, set * PANEL + i);
         }
         for (int64_t m = 0; m < count; m++)
             for (int i = 0; i < PANEL; i++) out[m * PANEL + i] += missing[i] * digit_value(x, row + m, column[i]);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from dataclasses import replace
@@ -87,15 +88,15 @@ OWN_KERNELS = {
 @pytest.mark.parametrize("storage", OWN_KERNELS)
 @pytest.mark.parametrize("name", ["Llama", "GptOss"])
 def test_tokens_of_models_of_other_representations(name: str, storage: str) -> None:
-    """Dense layers and experts: logits, and the text that comes of them, as of modules with the same weights."""
+    """Dense layers and experts: logits as of modules with the same weights in float64, and the text that comes of them."""
     hidden, heads, inner, count = (256, 32, 256, 8) if storage in KINDS else (96, 16, 128, 6)
     made = model_of(name, hidden_size=hidden, head_dim=heads, intermediate_size=inner, num_attention_heads=count)
     small, twin = compressed(apart(made), Scheme(KQuant(storage)) if storage in KINDS else SCHEMES[storage])
     lean, plain = native(small), TorchEngine(twin, CPU)
     assert OWN_KERNELS[storage] in lean.explain().values()
     assert "reference" not in lean.explain().values()
-    wanted = plain.logits(TEXTS)
-    assert error(lean.logits(TEXTS), wanted) < 1e-5
+    exact = TorchEngine(copy.deepcopy(twin).double(), CPU).logits(TEXTS)
+    assert error(lean.logits(TEXTS).double(), exact) < 1e-5
     texts = [TEXTS[:1].clone(), TEXTS[:1].clone()]
     for _ in range(12):
         for number, engine in enumerate((lean, plain)):

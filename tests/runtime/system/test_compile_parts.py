@@ -116,6 +116,7 @@ def test_what_is_begun_is_waited_for(source: Path, monkeypatch: pytest.MonkeyPat
 BEGUN = """
 import os, signal, sys, time
 from pathlib import Path
+os.environ["COMPRESS_ISA"] = "portable"
 from runtime.kernels.cpu import library
 library.SOURCE, library.PARTS, library.declare = Path(sys.argv[1]), (0, 1), lambda found: None
 library.begin()

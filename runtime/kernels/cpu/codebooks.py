@@ -50,7 +50,7 @@ class Codebooks(Dense):
         form, rows = self._form(layer), layer.shape[0]
 
         def rows_of(panels: torch.Tensor) -> torch.Tensor:
-            return panels.transpose(1, 2).flatten(0, 1)[:rows].contiguous()
+            return panels.transpose(1, 2).flatten(0, 1)[:rows].clone(memory_format=torch.contiguous_format)
 
         levels = rows_of(tensors["table"].view(torch.int32)).view(torch.uint8)
         codes, parameters = self.values(tensors, layer), {"levels": (levels.int() - _LEVEL_BASE).to(torch.int8)}

@@ -162,6 +162,14 @@ class HiddenRotation:
             )
         return reads
 
+    def bare_readers(self, block: nn.Module, prefix: str, reads: Mapping[str, str]) -> list[str]:
+        """Names of a block's linear layers whose inputs are the hidden state, but of no norm in `reads`."""
+        owners = {part.name.rpartition(".")[0] for part in self.slices if part.name.startswith(prefix)}
+        modules = {
+            name: block.get_submodule(name.removeprefix(prefix)) for name in owners - self.norms.keys() - reads.keys()
+        }
+        return sorted(name for name, module in modules.items() if self._reads(module, name))
+
     def of_block(self, block: nn.Module, prefix: str, run: Run) -> Rotation:
         """The rotation of a block's tensors.
 

@@ -12,12 +12,12 @@ from compress.core.statistics import SAMPLES, Statistics
 from compress.model.couplings import input_dim
 from compress.model.footprint import Footprint, ModelSize, Rows, Speed, tokens
 from compress.model.hidden_states import HiddenStates
-from compress.model.input_statistics import InputGroup, collect, forwards
+from compress.model.input_statistics import InputGroup, collect, find_groups, forwards
 from compress.model.rewrite import Pass
 from compress.model.streamed import Batch, StreamedModel
 from compress.rotate.method import Site
 from compress.rotate.rotation import HiddenRotation
-from runtime.errors import CompressError
+from runtime.errors import CompressError, RequestError
 
 #: Rows of the layers that read a site.
 ROWS = 256
@@ -29,41 +29,47 @@ def collect_sites(run: Pass[Any], hidden: HiddenRotation) -> list[Site]:
     """The sites of all blocks, in one pass over the model; tensors are on its device.
 
     Raises:
-        CompressError: inputs hold NaN or Inf, or there are none.
+        CompressError: inputs hold NaN or Inf, or there are none. RequestError: nothing in the blocks reads the hidden state.
     """
     streamed, batches = run.streamed, run.batches
     size, generator = len(hidden.matrix), torch.Generator().manual_seed(0)
-    most = max(1, ELEMENTS // (size * max(1, len(hidden.norms))))
-    found: list[Site] = []
+    most = max(1, ELEMENTS // (size * max(1, len(hidden.norms), 2 * len(streamed.blocks))))
+    few, found = min(most, ROWS), list[Site]()
 
     def visit(index: int, states: HiddenStates) -> str:
         prefix, block = streamed.block_prefix(index), streamed.blocks[index]
         runs = forwards(streamed, index, states, batches)
-        read: dict[str, list[str]] = {norm: [] for norm in hidden.norms_of(prefix)}
-        for name, norm in hidden.readers(block, prefix, runs[0][0]).items():
-            if input_dim(block.get_submodule(name.removeprefix(prefix))) is not None:
-                read[norm].append(name)
-        groups = [InputGroup([norm.removeprefix(prefix)], size) for norm in read]
+        reads = hidden.readers(block, prefix, runs[0][0])
+        linear = {
+            name: norm for name, norm in reads.items() if input_dim(streamed.model.get_submodule(name)) is not None
+        }
+        read = {norm: [name for name, own in linear.items() if own == norm] for norm in hidden.norms_of(prefix)}
+        # Norms without weights are not seen: what reads them reads the hidden state as it comes.
+        bare = find_groups(
+            block, runs[0][0], [name.removeprefix(prefix) for name in hidden.bare_readers(block, prefix, reads)]
+        )
+        groups = [InputGroup([norm.removeprefix(prefix)], size) for norm in read] + bare
         collected = collect(block, groups, runs, needs=("samples",), stop_early=False) if groups else []
-        for (norm, layers), statistics in zip(read.items(), collected, strict=True):
+        for group, statistics in zip(groups, collected, strict=True):
+            norm = f"{prefix}{group.members[0]}"
             x = _some(_finite(statistics, norm), min(most, SAMPLES), generator)
-            found.append(Site(hidden.given(norm, x), rows_of(norm, layers)))
+            if norm in read:
+                found.append(Site(hidden.given(norm, x), rows_of(read[norm]) * hidden.gain(norm)))
+            else:
+                found.append(Site(x.float(), rows_of([f"{prefix}{name}" for name in group.members])))
         for number, batch in enumerate(batches):
             states.put(number, streamed.advance(index, states.get(number), batch))
         return ""
 
-    def rows_of(norm: str, layers: list[str]) -> torch.Tensor:
-        most_rows = min(most, ROWS)
-        if layers:
-            weights = [weight_of(streamed.model.get_submodule(name)) for name in layers]
-            rows = _some(
-                torch.cat([_some(weight, most_rows, generator).float() for weight in weights]), most_rows, generator
-            )
-        else:  # routed experts in one tensor: every direction of what they read counts alike
-            rows = torch.randn(most_rows, size, generator=generator).to(streamed.device)
-        return rows * hidden.gain(norm)
+    def rows_of(layers: list[str]) -> torch.Tensor:
+        if not layers:  # routed experts in one tensor: every direction of what they read counts alike
+            return torch.randn(few, size, generator=generator).to(streamed.device)
+        weights = [weight_of(streamed.model.get_submodule(name)) for name in layers]
+        return _some(torch.cat([_some(weight, few, generator).float() for weight in weights]), few, generator)
 
     run.visit("inputs of layers", batches, visit)
+    if not found:
+        raise RequestError("no linear layer reads the hidden state, so there is no rotation to learn; take hadamard")
     return found
 
 
@@ -97,7 +103,7 @@ def _finite(statistics: Statistics, name: str) -> torch.Tensor:
     return statistics.samples
 
 
-def learning(whole: ModelSize, rows: Rows, cost: float, speed: Speed, on_cpu: bool) -> Footprint:
+def footprint_of_learning(whole: ModelSize, rows: Rows, cost: float, speed: Speed, on_cpu: bool) -> Footprint:
     """Footprint of learning from sites: a pass that collects them, and another, which writes, that collects values.
 
     Args:

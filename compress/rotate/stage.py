@@ -41,7 +41,7 @@ from compress.rotate.rotation import (
     rotate_values,
     value_pairs,
 )
-from compress.rotate.sites import collect_sites, learning, value_site
+from compress.rotate.sites import collect_sites, footprint_of_learning, value_site
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
 
@@ -128,7 +128,7 @@ class RotateJob(Job):
         heads = max(_head_widths(context.streamed), default=0) * self.settings.values
         cost = method.cost(self.settings, hidden * self.settings.hidden)
         cost += len(context.streamed.blocks) * method.cost(self.settings, heads)
-        return found.after(learning(whole, rows, cost, speed, on_cpu))
+        return found.after(footprint_of_learning(whole, rows, cost, speed, on_cpu))
 
     def warnings(self, context: Context, size: int) -> list[str]:
         """A head that grows into a tensor of its own; layers that are left out."""

@@ -189,11 +189,8 @@ def test_a_wrong_rotation_is_found(
         applied(tiny_llama(), tmp_path / "out")
 
 
-def test_an_interrupted_run_gives_the_same_bytes(
-    tiny_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = {"name": "rotated", "model": str(tiny_llama()), "stages": [ROTATE]}
-    whole = compress.apply(recipe, output=tmp_path / "whole", quiet=True).path
+def interrupt(recipe: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a recipe up to the second block that it rotates."""
     block = RotatedCheckpoint.block
 
     def interrupted(self: RotatedCheckpoint, index: int) -> Any:
@@ -201,9 +198,19 @@ def test_an_interrupted_run_gives_the_same_bytes(
             raise KeyboardInterrupt
         return block(self, index)
 
-    monkeypatch.setattr(RotatedCheckpoint, "block", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        compress.apply(recipe, output=tmp_path / "resumed", quiet=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(RotatedCheckpoint, "block", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compress.apply(recipe, output=output, quiet=True)
+
+
+def test_an_interrupted_run_gives_the_same_bytes(
+    tiny_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = {"name": "rotated", "model": str(tiny_llama()), "stages": [ROTATE]}
+    whole = compress.apply(recipe, output=tmp_path / "whole", quiet=True).path
+    interrupt(recipe, tmp_path / "resumed", monkeypatch)
+    block = RotatedCheckpoint.block
     seen: list[int] = []
     monkeypatch.setattr(RotatedCheckpoint, "block", lambda self, index: (seen.append(index), block(self, index))[1])
     resumed = compress.apply(recipe, output=tmp_path / "resumed", resume=True, quiet=True).path

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from random_models import UNLIMITED
-from test_rotate_stage import applied, logits, record, source
+from test_rotate_stage import applied, interrupt, logits, record, source
 
 import compress
 from compress.prune.structure.hidden_norms import Norm
 from compress.rotate import METHODS, hidden_matrix, keep_mean, spinquant
 from compress.rotate.method import Site
 from compress.rotate.rotation import HiddenRotation
-from compress.rotate.stage import RotatedCheckpoint
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
 from runtime.formats.activation_scheme import ActivationScheme
@@ -146,17 +145,7 @@ def test_an_interrupted_run_gives_the_same_bytes(
     text = {"data": str(tiny_text), "sequence_length": 32, "samples": 8}
     recipe = {"name": "rotated", "model": str(tiny_llama()), "stages": [SPINQUANT], "calibration": text}
     whole = compress.apply(recipe, output=tmp_path / "whole", quiet=True).path
-    block = RotatedCheckpoint.block
-
-    def interrupted(self: RotatedCheckpoint, index: int) -> Any:
-        if index == 1:
-            raise KeyboardInterrupt
-        return block(self, index)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(RotatedCheckpoint, "block", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            compress.apply(recipe, output=tmp_path / "resumed", quiet=True)
+    interrupt(recipe, tmp_path / "resumed", monkeypatch)
 
     def learn_values(start: torch.Tensor, sites: list[Site], config: Any) -> torch.Tensor:
         assert len(start) == 16, "the matrix of the hidden state is there"
@@ -181,9 +170,9 @@ def test_values_alone_are_learned_where_the_hidden_state_stays(tiny_text: Path, 
     assert not torch.equal(*values)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "olmo"])
 def test_every_norm_is_a_site(name: str, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that routed experts in one tensor read, too."""
+    """Those that routed experts in one tensor read, too, and those without weights."""
     seen: list[int] = []
 
     def learn(start: torch.Tensor, sites: list[Site], _config: Any) -> torch.Tensor:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -129,7 +130,7 @@ class Team:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the connections; CompressError in place of an error that only says that another process is gone."""
-        self.close()
+        self.close(error)
         if error is not None and _is_lost(error):
             raise CompressError(self._gone) from error
 
@@ -175,7 +176,7 @@ class Team:
         except BaseException as error:
             lost = _is_lost(error)
             if self._sharing or lost:
-                self.close()
+                self.close(error)
             if lost:
                 raise CompressError(self._gone) from error
             raise
@@ -196,11 +197,24 @@ class Team:
         if self.accelerator is not None and not self._apart:
             self.accelerator.wait_for_everyone()
 
-    def close(self) -> None:
-        """Close the connections. A process that ended with open ones could be aborted by the threads of the others."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the connections. A process that ended with open ones could be aborted by the threads of the others.
+
+        Args:
+            error: why, if not because all is done; the local variables of its finished frames are cleared.
+        """
         self._apart = True
-        if self.accelerator is not None and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        if self.accelerator is None or not torch.distributed.is_initialized():
+            return
+        # A model wrapped for training holds the connections, too. As their last owner it would wait for their threads without giving up
+        # the interpreter's lock, which these may need: a deadlock. `group` outlives it, and gives up the lock.
+        group = torch.distributed.group.WORLD
+        torch.distributed.destroy_process_group()
+        while error is not None:
+            clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
+        self.accelerator.free_memory()
+        del group
 
     def done(self) -> None:
         """The shared computation is done: from here on the others wait to be asked again."""

@@ -77,8 +77,9 @@ def test_a_training_that_brings_nothing_says_so(
 
 
 PROGRAM = """
-import os, sys, torch
+import gc, os, sys, torch
 from pathlib import Path
+from torch.nn.parallel import DistributedDataParallel
 torch.set_num_threads(1)
 import compress
 from compress.distill.train import checkpoint
@@ -100,6 +101,8 @@ try:
     text = "done"
 except BaseException as error:
     text = f"{type(error).__name__}: {error}"
+    if any(type(each) is DistributedDataParallel for each in gc.get_objects()):
+        text += " (holds the connections: the last to let go of them waits for their threads, maybe for ever)"
 (where / f"{rank}.txt").write_text(text)
 os._exit(0)                     # no launcher ends the others
 """

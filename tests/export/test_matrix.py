@@ -41,9 +41,8 @@ REFUSED |= {
     for kind, name in (("turned_w4", "hadamard"), ("turned_w4_groups", "hadamard_groups"), ("atom", "outliers_last"))
     for target in ("gguf", "huggingface")
 }
-REFUSED |= {
-    ("atom", target): "rounds its inputs in groups of 32" for target in ("onnx", "onnx --ort", "tensorrt bundle")
-}
+REFUSED |= {("atom", target): "rounds its inputs in groups of 32" for target in ("onnx", "onnx --ort")}
+REFUSED |= {("atom", "tensorrt bundle"): "has groups of 32, and blocks are 64 or 128"}
 CELLS = [(kind, target) for kind in MATRIX for target in TARGETS]
 CELLS += [("turned_w4", target) for target in ("gguf", "huggingface", "onnx --ort")]
 CELLS += [("ordered_w4", target) for target in ("onnx", "onnx --ort")]

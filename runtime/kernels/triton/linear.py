@@ -51,13 +51,15 @@ class WeightOnlyTriton(TritonKernel):
             mask = values != (0 if zero is None else layer.grid.spread(zero, layer.shape[1]))
         return CompressedWeight.of(values, parameters, mask, layer.entry.scheme, layer.dtype)
 
-    def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
-        zero = tensors.get("zero_point")
-        weight = layout.Weight(
-            tensors["words"], tensors["scale"], zero, layer.shape, layer.group, self.field,
+    def weight(self, tensors: Tensors, layer: Layer) -> layout.Weight:
+        """The weight as kernels take it."""
+        return layout.Weight(
+            tensors["words"], tensors["scale"], tensors.get("zero_point"), layer.shape, layer.group, self.field,
             two_of_four=layer.entry.format == "sparse24",
         )  # fmt: skip
-        return multiply(x, weight, bias)
+
+    def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        return multiply(x, self.weight(tensors, layer), bias)
 
     def path(self, rows: int) -> str:
         if not installed():
@@ -76,6 +78,47 @@ class W4A16Triton(WeightOnlyTriton):
     name = "w4a16-triton"
     formats = frozenset({"pack-quantized", "packed", "sparse24", "bitmap"})
     field, bits = 4, (2, 4)
+
+
+class RoundedTriton(WeightOnlyTriton):
+    """Codes of 2 to 4 bits, laid out as 4, with inputs rounded to integers: W4A8, W4A4, and groups of inputs.
+
+    Codes of the inputs are the reference's; they are multiplied as integers.
+    """
+
+    name = "w4-rounded-triton"
+    formats = frozenset({"pack-quantized", "packed", "int-quantized"})
+    field, bits = 4, (2, 4)
+
+    def why_not_scheme(self, layer: Layer) -> str | None:
+        activations = layer.entry.scheme.activations
+        if activations is None:
+            return "it computes with quantized activations"
+        if (activations.type, activations.symmetric, activations.outliers) != ("int", True, None):
+            return "it computes with symmetric integer activations"
+        if activations.strategy == "tensor" and activations.dynamic:
+            return "one dynamic scale for all tokens makes a token's result depend on the others"
+        size = activations.group_size
+        if size is not None and (size < layout.SMALLEST_UNIT or size & (size - 1)):
+            return f"it wants groups of inputs whose size is a power of two from {layout.SMALLEST_UNIT} on, not {size}"
+        return layer.why_not_integers(*self.bits, layout.SMALLEST_UNIT)
+
+    def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        from runtime.kernels.triton import rounded, w8a8
+
+        scheme, size = layer.activations, layer.activations.group_size or 0
+        if size:
+            codes, scale = rounded.quantize_groups(x, scheme.bits, size, scheme.int8_tail)
+        elif scheme.dynamic:
+            codes, grid, _ = w8a8.quantize(x, False, scheme.bits)
+            scale = grid[:, None]
+        else:
+            numbers, grid, _ = quantize_input(x, scheme, tensors)
+            codes, scale = numbers.to(torch.int8).contiguous(), grid.float().reshape(1, 1).repeat(x.shape[0], 1)
+        return rounded.product(codes, scale, self.weight(tensors, layer), size, x.dtype, bias)
+
+    def path(self, rows: int) -> str:
+        return "triton quantize input + integer product of 4-bit weights"
 
 
 class W8A16Triton(WeightOnlyTriton):

@@ -49,15 +49,12 @@ def check(bench: Bench) -> None:
 
 def check_part(dry: bool, seconds: float, file: Path, number: int, count: int) -> Row:
     """What is recorded of every `count`-th case, in a process of its own."""
-    from runtime.kernels.triton import tuning
-
     if dry:
         from triton_interpreter import repair
 
         repair()
     bench = Bench(dry, seconds, file, file.parent)
     torch.manual_seed(number)
-    tuning.enabled = False  # odd shapes are not worth tuning; every candidate is checked on some
     for case in itertools.islice(cases(bench.device.type, bench.dry), number, None, count):
         if not bench.enough(f"{case.name} and each {count}th after it"):
             break

@@ -65,6 +65,10 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         scale = meta(rows, k // group if group else 1, dtype=torch.float32)
         return rounded.product(meta(rows, k, dtype=torch.int8), scale, weight(4), group, torch.bfloat16)
 
+    def float8_call(rows: int) -> torch.Tensor:
+        codes, scale = meta(rows, k, dtype=w8a8.FLOAT8), meta(rows, 1, dtype=torch.float32)
+        return rounded.product(codes, scale, weight(4), 0, torch.bfloat16)
+
     calls: dict[str, tuple[Callable[[], Any], int]] = {}
     for rows in (1, 2, 16, 64, 512):
         calls[f"w4a16 {rows}"] = (partial(linear.multiply, meta(rows, k), weight(4)), 80)
@@ -81,6 +85,7 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
     for rows in (1, 16, 512, 4096):
         calls[f"w4 rounded {rows}"] = (partial(rounded_call, rows, 0), 80)
         calls[f"w4 rounded, groups {rows}"] = (partial(rounded_call, rows, 128), 80)
+        calls[f"w4 float8 {rows}"] = (partial(float8_call, rows), 89)
     calls["quantize groups"] = (partial(rounded.quantize_groups, meta(16, k), 4, 128, 128), 80)
     sparse = sparse24_w4.Sparse24Weight(
         meta(tiles, n, 16, dtype=torch.int32),

@@ -81,9 +81,9 @@ class W4A16Triton(WeightOnlyTriton):
 
 
 class RoundedTriton(WeightOnlyTriton):
-    """Codes of 2 to 4 bits, laid out as 4, with inputs rounded to integers: W4A8, W4A4, and groups of inputs.
+    """Codes of 2 to 4 bits, laid out as 4, with inputs rounded to integers or float8: W4A8, W4A4, W4AFP8, and groups of integers.
 
-    Codes of the inputs are the reference's; they are multiplied as integers.
+    Codes of the inputs are the reference's; they are multiplied as they are.
     """
 
     name = "w4-rounded-triton"
@@ -94,31 +94,39 @@ class RoundedTriton(WeightOnlyTriton):
         activations = layer.entry.scheme.activations
         if activations is None:
             return "it computes with quantized activations"
-        if (activations.type, activations.symmetric, activations.outliers) != ("int", True, None):
-            return "it computes with symmetric integer activations"
+        if not activations.symmetric or activations.outliers is not None or activations.e2m1:
+            return "it computes with symmetric activations, integers or float8"
         if activations.strategy == "tensor" and activations.dynamic:
             return "one dynamic scale for all tokens makes a token's result depend on the others"
         size = activations.group_size
-        if size is not None and (size < layout.SMALLEST_UNIT or size & (size - 1)):
-            return f"it wants groups of inputs whose size is a power of two from {layout.SMALLEST_UNIT} on, not {size}"
+        if size is not None and (activations.type == "float" or size < layout.SMALLEST_UNIT or size & (size - 1)):
+            return (
+                f"it wants groups of integers whose size is a power of two from {layout.SMALLEST_UNIT} on, not {size}"
+            )
         return layer.why_not_integers(*self.bits, layout.SMALLEST_UNIT)
+
+    def capability(self, layer: Layer) -> tuple[int, int]:
+        activations = layer.entry.scheme.activations
+        return (8, 9) if activations is not None and activations.type == "float" else (8, 0)
 
     def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         from runtime.kernels.triton import rounded, w8a8
 
         scheme, size = layer.activations, layer.activations.group_size or 0
+        float8 = scheme.type == "float"
         if size:
             codes, scale = rounded.quantize_groups(x, scheme.bits, size, scheme.int8_tail)
         elif scheme.dynamic:
-            codes, grid, _ = w8a8.quantize(x, False, scheme.bits)
+            codes, grid, _ = w8a8.quantize(x, float8, scheme.bits)
             scale = grid[:, None]
         else:
             numbers, grid, _ = quantize_input(x, scheme, tensors)
-            codes, scale = numbers.to(torch.int8).contiguous(), grid.float().reshape(1, 1).repeat(x.shape[0], 1)
+            codes = numbers.to(w8a8.FLOAT8 if float8 else torch.int8).contiguous()
+            scale = grid.float().reshape(1, 1).repeat(x.shape[0], 1)
         return rounded.product(codes, scale, self.weight(tensors, layer), size, x.dtype, bias)
 
     def path(self, rows: int) -> str:
-        return "triton quantize input + integer product of 4-bit weights"
+        return "triton quantize input + product of 4-bit codes with it"
 
 
 class W8A16Triton(WeightOnlyTriton):

@@ -1,7 +1,8 @@
-"""Weights of 2 to 4 bits times inputs that are rounded to integers, with a scale a token or a group: integer tensor cores.
+"""Weights of 2 to 4 bits times inputs that are rounded to integers or float8, with a scale a token or a group: 8-bit tensor cores.
 
-Columns that share both scales make a unit, of at most a tile: its sum of products is an exact integer, and units are added in float32,
-in order. The reference rounds inputs back to their dtype before it multiplies; here nothing does.
+Columns that share both scales make a unit, of at most a tile. Of integers its sum of products is exact; units are added in float32, in
+order. float8 (compute capability 8.9) holds codes of weights exactly, less their zero point too. The reference rounds inputs back to
+their dtype before it multiplies; here nothing does.
 """
 
 from __future__ import annotations
@@ -62,24 +63,30 @@ def quantize_groups(x: torch.Tensor, bits: int, group: int, int8_tail: int = 0) 
 
 
 @jit
-def signed_slice(w, j: tl.constexpr):
-    """Columns `16 j .. 16 j + 15` of a tile of 4-bit fields: `[rows, 16]` int8."""
-    return (((w >> (4 * j)) & 15) - 8).to(tl.int8)
+def signed_slice(w, offset, j: tl.constexpr, dtype: tl.constexpr):
+    """Columns `16 j .. 16 j + 15` of a tile of 4-bit fields, less an offset of each row: `[rows, 16]`."""
+    code = ((w >> (4 * j)) & 15) - offset
+    if dtype == tl.int8:
+        return code.to(tl.int8)
+    else:
+        return code.to(tl.float32).to(dtype)
 
 
 @jit
-def signed_columns(w, first: tl.constexpr, COLUMNS: tl.constexpr):
-    """`COLUMNS` columns of a tile from slice `first` on: words `[rows, 16]` -> int8 `[rows, COLUMNS]`, as in `codes.dequantize_tile`."""
-    a = tl.join(signed_slice(w, first), signed_slice(w, first + 1))
+def signed_columns(w, offset, first: tl.constexpr, COLUMNS: tl.constexpr, dtype: tl.constexpr):
+    """`COLUMNS` columns of a tile from slice `first` on: words `[rows, 16]` -> `[rows, COLUMNS]`, as in `codes.dequantize_tile`."""
+    a = tl.join(signed_slice(w, offset, first, dtype), signed_slice(w, offset, first + 1, dtype))
     if COLUMNS == 32:
         return tl.reshape(tl.permute(a, (0, 2, 1)), [w.shape[0], 32])
     else:
-        b = tl.join(a, tl.join(signed_slice(w, first + 2), signed_slice(w, first + 3)))
+        b = tl.join(a, tl.join(signed_slice(w, offset, first + 2, dtype), signed_slice(w, offset, first + 3, dtype)))
         if COLUMNS == 64:
             return tl.reshape(tl.permute(b, (0, 3, 2, 1)), [w.shape[0], 64])
         else:
-            c = tl.join(signed_slice(w, first + 4), signed_slice(w, first + 5))
-            d = tl.join(c, tl.join(signed_slice(w, first + 6), signed_slice(w, first + 7)))
+            c = tl.join(signed_slice(w, offset, first + 4, dtype), signed_slice(w, offset, first + 5, dtype))
+            d = tl.join(
+                c, tl.join(signed_slice(w, offset, first + 6, dtype), signed_slice(w, offset, first + 7, dtype))
+            )
             return tl.reshape(tl.permute(tl.join(b, d), (0, 4, 3, 2, 1)), [w.shape[0], 128])
 
 
@@ -109,15 +116,20 @@ def rounded_kernel(
             if EVEN_K:
                 a = tl.load(rows + k)
             else:
-                a = tl.load(rows + k, mask=k < K, other=0)
-            part = tl.dot(a, tl.trans(signed_columns(w, unit * UNIT // 16, UNIT)), out_dtype=tl.int32)
+                a = tl.load(rows + k, mask=k < K, other=0.0)
             at, x_at = owned, row_scale
             if GROUP != 0:
                 at = owned + tl.cast(tl.minimum(column // GROUP, groups - 1), tl.int64) * N
             if X_GROUP != 0:
                 x_at = row_scale + tl.minimum(column // X_GROUP, x_groups - 1)
+            offset = 8
             if ASYMMETRIC:
-                part -= tl.sum(a.to(tl.int32), 1)[:, None] * tl.load(zero + at).to(tl.int32)[None, :]
+                offset = 8 + tl.load(zero + at).to(tl.int32)[:, None]
+            b = tl.trans(signed_columns(w, offset, unit * UNIT // 16, UNIT, a.dtype))
+            if a.dtype == tl.int8:
+                part = tl.dot(a, b, out_dtype=tl.int32)
+            else:
+                part = tl.dot(a, b, max_num_imprecise_acc=UNIT)
             factor = tl.load(x_at)[:, None] * tl.load(scale + at).to(tl.float32)[None, :]
             sums += part.to(tl.float32) * factor
     if HAS_BIAS:
@@ -146,7 +158,8 @@ def product(
     codes: torch.Tensor, scale: torch.Tensor, weight: layout.Weight, x_group: int, dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Scaled product of codes: int8 `[M, K]` with scales float32 `[M, groups]`, times a weight of 4-bit fields -> `[M, N]` in `dtype`.
+    """Scaled product of codes: int8 or float8 `[M, K]` with scales float32 `[M, groups]`, times a weight of 4-bit fields -> `[M, N]` in
+    `dtype`.
 
     Args:
         x_group: columns of the inputs that share a scale; 0: all do. Groups of both sides are multiples of 32.
@@ -163,6 +176,6 @@ def product(
             EVEN_K=columns % weight.tile == 0, **config,
         )  # fmt: skip
 
-    key = (*weight.key, x_group, tuning.row_class(rows))
+    key = (str(codes.dtype).removeprefix("torch."), *weight.key, x_group, tuning.row_class(rows))
     out = torch.empty(rows, n, dtype=dtype, device=codes.device)
     return split_k("rounded", key, codes, out, bias, configurations(rows, weight), launch)

@@ -113,11 +113,14 @@ def test_rounded_inputs(grid):
         ActivationScheme(8, "int", True, False, "tensor"),
         ActivationScheme(4, strategy="group", group_size=32),
         ActivationScheme(4, strategy="group", group_size=64, int8_tail=64),
+        ActivationScheme(8, "float"),
+        ActivationScheme(8, "float", True, False, "tensor"),
     )
     for seed, activations in enumerate(kinds):
         symmetric = seed % 2 == 0
         scheme = Scheme(GridScheme(4 if symmetric else 3, "int", symmetric, *grid), activations)
-        storage = "int-quantized" if activations.bits == 8 else "pack-quantized" if symmetric else "packed"
+        storage = "pack-quantized" if symmetric else "packed"
+        storage = "int-quantized" if (activations.bits, activations.type) == (8, "int") else storage
         check(
             RoundedTriton("cpu"), scheme, (7, 192), storage, (torch.bfloat16, torch.float16)[seed % 2], seed, (0, 1, 5)
         )
@@ -135,8 +138,10 @@ def test_why_not():
     assert "integer activations" in reason(W8A8Triton(), int4)
     assert "quantized activations" in reason(RoundedTriton(), int4)
     for given, said in (
-        (ActivationScheme(8, "float"), "symmetric integer"),
-        (ActivationScheme(symmetric=False), "symmetric integer"),
+        (ActivationScheme(8, "float", symmetric=False), "symmetric activations"),
+        (ActivationScheme(symmetric=False), "symmetric activations"),
+        (ActivationScheme(outliers=6.0), "symmetric activations"),
+        (ActivationScheme(8, "float", strategy="group", group_size=128), "groups of integers"),
         (ActivationScheme(strategy="tensor"), "depend on the others"),
         (ActivationScheme(strategy="group", group_size=16), "a power of two from 32 on, not 16"),
         (ActivationScheme(strategy="group", group_size=96), "a power of two from 32 on, not 96"),

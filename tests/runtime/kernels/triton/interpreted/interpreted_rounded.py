@@ -50,13 +50,15 @@ def test_codes_of_groups_are_those_of_the_reference(shape, bits, group, tail, dt
 
 @pytest.mark.parametrize("m", [1, 5, 70])
 @pytest.mark.parametrize(("n", "k", "group", "asymmetric"), [each for each in WEIGHTS if each[2] % 32 == 0])
-@pytest.mark.parametrize("x_group", [0, 32, 128])
+@pytest.mark.parametrize("x_group", [0, 32, 128, "float8"])
 def test_product(m, n, k, group, asymmetric, x_group):
-    if x_group and k % x_group:
-        pytest.skip("inputs are whole groups")
     dtype, generator = torch.bfloat16, torch.Generator().manual_seed(m)
     w = weight(n, k, group, asymmetric, 4)
     codes = torch.randint(-128, 128, (m, k), dtype=torch.int8, generator=generator)
+    if x_group == "float8":
+        codes, x_group = (codes * 3.3).to(w8a8.FLOAT8), 0
+    if x_group and k % x_group:
+        pytest.skip("inputs are whole groups")
     scale = torch.rand(m, k // x_group if x_group else 1, generator=generator)
     bias = rows(1, n, dtype)[0]
     x = codes.double() * scale.double().repeat_interleave(x_group or k, 1)
@@ -75,10 +77,14 @@ def test_a_token_that_holds_no_numbers_spoils_only_itself(wrong):
         codes, scale, _ = w8a8.quantize(x, False, 4)
         return rounded.product(codes, scale[:, None], w, 0, x.dtype)
 
+    def of_floats(x):
+        codes, scale, _ = w8a8.quantize(x, True)
+        return rounded.product(codes, scale[:, None], w, 0, x.dtype)
+
     def of_groups(x):
         return rounded.product(*rounded.quantize_groups(x, 4, 32, 32), w, 32, x.dtype)
 
-    for multiply in (of_tokens, of_groups):
+    for multiply in (of_tokens, of_floats, of_groups):
         expected = multiply(x)
         spoiled = x.clone()
         spoiled[2, 70] = wrong

@@ -160,15 +160,15 @@ class Source:
         if module not in self.entries:
             return self.dense(f"{module}.weight")
         transform, weight = self.entries[module].scheme.transform, self.weight(module).dequantize()
-        return weight if transform is None else transform.of_weight(weight, self.input_matrices(module))
+        return weight if transform is None else transform.of_weight(weight, self.input_basis(module))
 
     def optional(self, name: str) -> torch.Tensor | None:
         """A stored tensor, None where there is none."""
         stored = self._stored(name)
         return self.artifact.checkpoint.get(stored) if self.artifact.checkpoint.has(stored) else None
 
-    def input_matrices(self, module: str) -> dict[str, torch.Tensor]:
-        """Matrices of the input transform, as `InputTransform.tensors` names them; none where there is no transform."""
+    def input_basis(self, module: str) -> dict[str, torch.Tensor]:
+        """Matrices or order of the input transform, as `InputTransform.tensors` names them; none where there is no transform."""
         transform = self.entries[module].scheme.transform
         names = () if transform is None else transform.tensors(self.shapes[module][1])
         return {name: self.artifact.checkpoint.get(self._stored(f"{module}.{name}")) for name in names}

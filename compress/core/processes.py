@@ -210,9 +210,8 @@ class Team:
         # the interpreter's lock, which these may need: a deadlock. `group` outlives it, and gives up the lock.
         group = torch.distributed.group.WORLD
         torch.distributed.destroy_process_group()
-        while error is not None:
-            clear_frames(error.__traceback__)
-            error = error.__cause__ or error.__context__
+        for each in _chain(error):
+            clear_frames(each.__traceback__)
         self.accelerator.free_memory()
         del group
 
@@ -280,6 +279,17 @@ class Team:
             self.broadcast(text)
             self.meet()  # a process that is gone before the others have heard it would abort them
         self._apart = True
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """An error and those that led to it."""
+    found, waiting = list[BaseException](), [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and each not in found:
+            found.append(each)
+            waiting += [each.__cause__, each.__context__]
+    return found
 
 
 def _is_lost(error: BaseException) -> bool:

@@ -109,9 +109,8 @@ class BackwardPass:
                             raise CompressError(
                                 "objective output: the original model's logits are NaN or Inf on the calibration text; give propagated"
                             )
-                    by_logits = logits.detach().softmax(
-                        -1
-                    )  # and less one at the label: the gradient of the cross entropy
+                    # The gradient of the cross entropy by the logits: probabilities, less one at the label.
+                    by_logits = logits.detach().softmax(-1)
                     labels = sample_labels(by_logits, generator)
                     by_logits[torch.arange(len(labels), device=device), labels] -= 1
                     rows += torch.autograd.grad(logits, leaf, by_logits)

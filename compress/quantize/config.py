@@ -73,7 +73,7 @@ class QuantizeConfig(BaseModel):
     int8_channels: int | None = Field(
         None,
         ge=1,
-        description="With int4 activations: so many input channels of a layer, the largest, are rounded to 8 bits (Atom). Activations "
+        description="With int4 activations: this many of a layer's input channels, the largest, are rounded to 8 bits (Atom). Activations "
         "then have groups like the weights, and this is a multiple of group_size.",
     )
     scales: Literal["hessian", "mse", "minmax", "positive"] = Field(

@@ -58,12 +58,11 @@ def _check_lossless(config: QuantizeConfig, scheme: Scheme, weights: Representat
 def _with_transform(config: QuantizeConfig, scheme: Scheme) -> Scheme:
     """The scheme with the input transform that a recipe asks for; RequestError where it is unknown, or does not go with the rest."""
     name, weights = config.input_transform, scheme.weights
+    asked = f"input_transform {name}"
     if scheme.activations is not None and scheme.activations.int8_tail:
         if name not in (None, "outliers_last"):
-            raise RequestError(
-                f"input_transform {name}: int8_channels orders the inputs itself: leave one of the two out"
-            )
-        name = "outliers_last"
+            raise RequestError(f"{asked}: int8_channels already reorders the inputs: leave one of the two out")
+        name, asked = "outliers_last", f"int8_channels {scheme.activations.int8_tail}"
     if name is None or weights is None:
         return scheme
     if name not in TRANSFORMS:
@@ -83,7 +82,7 @@ def _with_transform(config: QuantizeConfig, scheme: Scheme) -> Scheme:
             None if block_size else f"it rotates groups of columns, and {weights.describe()} has none: give hadamard"
         )
     if reason is not None:
-        raise RequestError(f"input_transform {name}: {reason}")
+        raise RequestError(f"{asked}: {reason}")
     return replace(scheme, transform=method.kind(name, block_size))
 
 
@@ -216,6 +215,7 @@ def _represented(config: QuantizeConfig, fields: dict[str, Any]) -> Representati
 def _activations(
     config: QuantizeConfig, activations: ActivationScheme | None, weights: GridScheme | None
 ) -> ActivationScheme | None:
+    tail = config.int8_channels or (activations.int8_tail if activations is not None else 0)
     if config.activations is not None:
         kind: Literal["int", "float"] = "float" if config.activations == "fp8" else "int"
         activations = ActivationScheme(4 if config.activations == "int4" else 8, kind)
@@ -230,24 +230,21 @@ def _activations(
             )
         static = config.activation_mode == "static"
         activations = replace(activations, dynamic=not static, strategy="tensor" if static else "token")
-    return _with_int8_tail(config, activations, weights)
+    return _with_int8_tail(tail, activations, weights) if tail else activations
 
 
 def _with_int8_tail(
-    config: QuantizeConfig, activations: ActivationScheme | None, weights: GridScheme | None
+    tail: int, activations: ActivationScheme | None, weights: GridScheme | None
 ) -> ActivationScheme | None:
-    """The scheme of activations with the features of 8 bits that a recipe or the preset asks for, in groups like the weights'."""
-    tail = config.int8_channels or (activations.int8_tail if activations is not None else 0)
-    if not tail:
-        return activations
+    """The scheme of activations with so many features of 8 bits, in groups like the weights'."""
     size = None if weights is None or weights.strategy != "group" else weights.group_size
     if size is None:
         raise RequestError(
-            "int8_channels are for weights on a grid with groups, such as scheme W4A4: give a group_size"
+            f"int8_channels {tail}: wants weights on a grid with groups, such as schemes W4A4 and Atom have: give a group_size"
         )
     if activations is None or (activations.type, activations.dynamic) != ("int", True) or activations.bits == 8:
         raise RequestError(
-            "int8_channels are for dynamic integer activations of fewer than 8 bits, as scheme W4A4 has them"
+            f"int8_channels {tail}: wants dynamic integer activations of fewer than 8 bits, as schemes W4A4 and Atom have them"
         )
     return replace(activations, strategy="group", group_size=size, int8_tail=tail)
 

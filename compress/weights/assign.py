@@ -127,8 +127,8 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
             formats.choose(possible, module.shape)
     scheme = next((one for one in candidates if one.grid is None), scheme)
     if scheme.transform is not None and quantize is not None and METHODS[quantize.config.method].scales is not None:
-        text = f"method {quantize.config.method} scales inputs, and input_transform {scheme.transform.name} mixes them: give gptq or rtn"
-        raise RequestError(_at(recipe, quantize, ("input_transform",), text))
+        text = f"method {quantize.config.method} scales inputs, and {scheme.transform.name} mixes or reorders them: give gptq or rtn"
+        raise RequestError(_at(recipe, quantize, ("input_transform",) if quantize.config.input_transform else (), text))
     if scheme.weights is not None and quantize is not None and (scheme.grid is None or scheme.transform is not None):
         later = next((s for s in recipe.stages if s.kind == "recover" and s.index > quantize.index), None)
         if later is not None:

@@ -99,7 +99,7 @@ def _layer(job: Job, name: str, rules: Rules, float_inputs: bool) -> CompressedL
     else:
         weight = replace(weight, scheme=replace(scheme, activations=acts))
     storage = formats.choose(weight.scheme, source.shapes[name])
-    tensors = storage.pack(weight, **source.input_matrices(name))
+    tensors = storage.pack(weight, **source.input_basis(name))
     entry = ModuleEntry(weight.scheme, storage.name, storage.stored_count(tensors))
     if acts is not None:
         inputs = {"input_scale": source.input_scale(name), "input_zero_point": source.input_zero_point(name)}

@@ -157,7 +157,7 @@ def _compressed(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Di
 
 def _transformed(b: Builder, source: Source, module: str, x: onnx_ir.Value, dtype: torch.dtype) -> onnx_ir.Value:
     """The input in the layer's basis, see `InputTransform` and `InputOrder`."""
-    tensors = source.input_matrices(module)
+    tensors = source.input_basis(module)
     if ORDER in tensors:
         return b.op("Gather", [x, b.store.add(f"{module}.{ORDER}", tensors[ORDER])], "input/ordered", axis=-1)
     left, right = matrices(tensors)

@@ -13,6 +13,7 @@ from runtime.api.load import load
 from runtime.api.model import Model
 from runtime.errors import RequestError
 from runtime.kernels import tuning
+from runtime.system.describe import integer
 
 _NEW = 2  # tokens after each prompt: a prefill and a step
 _SHORT = 8  # tokens of the prompts of a batch
@@ -36,23 +37,17 @@ def tune(path: str | Path, *, prompt: int = 2048, batch: int = 64, **options: An
 
     Raises:
         RequestError: the model generates no text; numbers that are not positive; what `runtime.load` refuses.
+        CompressError: choices cannot be written.
     """
-    for name, value in (("prompt", prompt), ("batch", batch)):
-        if value < 1:
-            raise RequestError(f"{name} is {value}, expected a positive number")
-    before = tuning.stored()
-    with tuning.measuring(math.inf):
+    prompt, batch = integer(1)("prompt", prompt), integer(1)("batch", batch)
+    with tuning.measuring(math.inf), tuning.noting() as found:
         model = load(path, **options)
         if not isinstance(model, Model):
             raise RequestError(f"{path} generates no text: only causal language models are tuned")
         if model.engine.device.type != "cpu":  # there all is decided at load
             for prompts in passes(model, prompt, batch):
                 model.generate(prompts, max_new_tokens=_NEW, ignore_eos=True)
-    found = {
-        str(file): {key: choice for key, choice in now.items() if before.get(file, {}).get(key) != choice}
-        for file, now in tuning.stored().items()
-    }
-    return {file: choices for file, choices in found.items() if choices}
+    return found
 
 
 def passes(model: Model, prompt: int, batch: int) -> Iterator[list[list[int]]]:

@@ -84,20 +84,15 @@ class ActivationScheme:
             if not 0 < self.outliers < math.inf:
                 return f"the threshold of outliers is a positive number, not {self.outliers}"
         if self.int8_tail:
-            if (self.type, self.symmetric, self.dynamic, self.strategy) != (
-                "int",
-                True,
-                True,
-                "group",
-            ) or self.bits > 7:
+            kind_of_groups = (self.type, self.symmetric, self.dynamic, self.strategy)
+            if kind_of_groups != ("int", True, True, "group") or self.bits > 7:
                 return (
-                    "activations with features of 8 bits are symmetric integers of fewer in groups, with dynamic scales"
+                    "activations with an int8_tail are symmetric integers of fewer bits in groups, with dynamic scales"
                 )
-            if not 0 < self.int8_tail < columns or self.int8_tail % (self.group_size or 1):
-                return (
-                    f"inputs of {columns} features cannot have {self.int8_tail} of 8 bits: give fewer than all, in whole groups of "
-                    f"{self.group_size}"
-                )
+            if self.int8_tail % (self.group_size or 1):
+                return f"an int8_tail of {self.int8_tail} features is not whole groups of {self.group_size}"
+            if self.int8_tail >= columns:
+                return f"inputs of {columns} features cannot have {self.int8_tail} of 8 bits: give fewer than all"
         if self.e2m1 and self.scales is None:
             return "float4 activations have scales of e8m0 or e4m3"
         if self.group_size is not None and (self.group_size < 1 or columns % self.group_size):

@@ -156,7 +156,12 @@ class Format(ABC):
         transform, activations = scheme.transform, scheme.activations
         if transform is not None and transform.block_size is None:
             raise RequestError(
-                f"format {self.name} cannot be cut: input transform {transform.name} mixes all columns, and hadamard_groups those of groups"
+                f"format {self.name} cannot be cut: input transform {transform.name} mixes or reorders all columns (hadamard_groups only "
+                "those of a group)"
+            )
+        if activations is not None and activations.int8_tail:
+            raise RequestError(
+                f"format {self.name} cannot be cut: the last {activations.int8_tail} columns have 8 bits"
             )
         inputs = (None if transform is None else transform.block_size, activations and activations.group_size)
         return lcm(*found, *(each or 1 for each in inputs))

@@ -127,7 +127,7 @@ class InputOrder(InputTransform):
     def find_corruption(self, tensors: Tensors) -> tuple[str, str] | None:
         order = tensors[ORDER]
         places = torch.arange(len(order), dtype=order.dtype, device=order.device)
-        return None if bool((order.sort().values == places).all()) else (ORDER, "is no order of the features")
+        return None if bool((order.sort().values == places).all()) else (ORDER, "is not a permutation of the features")
 
 
 def matrices(

@@ -19,8 +19,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
@@ -31,7 +31,7 @@ import torch
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from runtime.errors import first_line
+from runtime.errors import CompressError, first_line
 from runtime.kernels.base import Kernel, Layer, ShapeClass
 from runtime.system import instruction_sets, processes
 from runtime.system.context import assigned
@@ -70,6 +70,8 @@ def recall(device: str, key: str, options: Sequence[Option], measure: Callable[[
             return options[0]
         known[key] = best
         _store(path, key, best)
+        if (noted := _noted.get()) is not None:
+            noted.setdefault(str(path), {})[key] = best
         return best
 
 
@@ -114,12 +116,13 @@ _WINS_BY = 0.9
 _SMALL = 1 << 18  # weights; smaller layers are not worth measuring
 _OUT = 512  # rows of the weight that are measured: time is proportional to them
 _left: ContextVar[list[float] | None] = ContextVar("seconds_left", default=None)
+_noted: ContextVar[dict[str, dict[str, Any]] | None] = ContextVar("measured", default=None)
 
 
 def measuring(seconds: float | None = None) -> AbstractContextManager[Any]:
     """While active, what nobody remembers may be measured, for so many seconds in all (None: `BUDGET`); inside another one, for what that
     has left."""
-    return nullcontext() if may_measure() else assigned(_left, [BUDGET if seconds is None else seconds])
+    return nullcontext() if _left.get() is not None else assigned(_left, [BUDGET if seconds is None else seconds])
 
 
 def may_measure() -> bool:
@@ -128,9 +131,18 @@ def may_measure() -> bool:
     return left is not None and left[0] > 0
 
 
-def stored() -> dict[Path, dict[str, Any]]:
-    """What the files say, by file."""
-    return {path: _read(path) for path in sorted(cache_directory("tuning").glob("*.json"))}
+@contextmanager
+def noting() -> Iterator[dict[str, dict[str, Any]]]:
+    """What is measured meanwhile: {file: {key: choice}}; afterwards a CompressError where a file could not be written."""
+    found: dict[str, dict[str, Any]] = {}
+    with assigned(_noted, found):
+        yield found
+    for file, choices in found.items():
+        kept = _read(Path(file))
+        if any(kept.get(key) != choice for key, choice in choices.items()):
+            raise CompressError(
+                f"{len(choices)} choices were measured, and cannot be kept in {file}: it cannot be written"
+            )
 
 
 def fastest(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> Kernel:

@@ -57,6 +57,9 @@ STAGES: dict[str, list[dict[str, Any]]] = {
         {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32, "input_transform": "outliers_last"}}
     ],
     "atom": [{"quantize": {"method": "rtn", "scheme": "Atom", "group_size": 32, "int8_channels": 32}}],
+    "atom_g64_positive": [
+        {"quantize": {"method": "rtn", "scheme": "Atom", "group_size": 64, "int8_channels": 64, "scales": "positive"}}
+    ],
     "row_codebook": [
         {"quantize": {"method": "rtn", "scheme": {"representation": "row_codebook", "bits": 3, "outliers": 0.01}}}
     ],

@@ -34,10 +34,11 @@ class TransformMethod:
 
     Attributes:
         name: as a recipe says it (`input_transform: hadamard`). summary, paper: as of `compress.core.method.Method`.
-        find: the matrices (`InputTransform.tensors`, in float32), finite and invertible; the same for the same layers.
+        find: the tensors of `InputTransform.tensors`: matrices in float32, finite and invertible, or an order; the same for the same
+            layers.
         needs: what calibration must collect.
         by_group: one matrix for every group of columns of the weights' scheme, not one for a row.
-        kind: class of the transforms.
+        kind: `InputOrder`, where the method reorders inputs; else they are multiplied by matrices.
     """
 
     name: str

@@ -66,7 +66,9 @@ class CudaGraphs:
         here = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
-            for _ in range(2):  # kernels are compiled and tuned, libraries take their workspaces
+            for _ in range(
+                2
+            ):  # kernels are compiled (and measured, in `compress tune`), libraries take their workspaces
                 compute()
         here.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()

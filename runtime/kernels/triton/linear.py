@@ -123,7 +123,7 @@ class RoundedTriton(WeightOnlyTriton):
         else:
             numbers, grid, _ = quantize_input(x, scheme, tensors)
             codes = numbers.to(w8a8.FLOAT8 if float8 else torch.int8).contiguous()
-            scale = grid.float().reshape(1, 1).repeat(x.shape[0], 1)
+            scale = _of_rows(grid, x)[:, None]
         return rounded.product(codes, scale, self.weight(tensors, layer), size, x.dtype, bias)
 
     def path(self, rows: int) -> str:
@@ -287,7 +287,7 @@ class W8A8Triton(StoredTriton):
         else:
             numbers, grid, offset = quantize_input(x, scheme, tensors)
             codes = numbers.to(w8a8.FLOAT8 if float8 else torch.int8).contiguous()
-            scale = grid.float().reshape(-1).expand(x.shape[0]).contiguous()
+            scale = _of_rows(grid, x)
             total = codes.sum(1, dtype=torch.int32) if weight_zero is not None else None
             if offset is not None:
                 zero = offset.to(torch.int32).reshape(-1).expand(x.shape[0]).contiguous()
@@ -309,6 +309,11 @@ def multiply(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None =
     if x.shape[0] <= few_rows.MAXIMUM_ROWS:
         return few_rows.few_rows(x, weight, bias)
     return many_rows.many_rows(x, weight, bias)
+
+
+def _of_rows(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A scale of the inputs for each row of them, float32 `[rows]`: NaN where a row holds a NaN, which codes of integers cannot."""
+    return torch.where(x.isnan().any(-1), torch.nan, scale.float().reshape(-1))
 
 
 def _grids(weight: CompressedWeight, layer: Layer) -> Tensors:

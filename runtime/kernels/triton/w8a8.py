@@ -20,7 +20,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 @jit
 def magnitude(value):
-    """Of float32 numbers, so that the largest of some tells whether one of them is none: NaN counts as infinite."""
+    """Absolute values of float32 numbers, with NaN as infinity: the maximum then shows whether any number is not finite."""
     size = tl.abs(value)
     return tl.where(size < float("inf"), size, float("inf"))
 

@@ -13,6 +13,7 @@ from encoder_models import bert, save
 import compress
 import runtime
 from compress.cli import main
+from runtime.api import tune
 from runtime.api.tune import passes
 from runtime.errors import RequestError
 from runtime.kernels import tuning
@@ -56,6 +57,34 @@ def test_the_command_shows_what_it_measured(artifact: Path, capsys: pytest.Captu
     assert main(["tune", str(artifact), "--batch-size", "0"]) == 2
 
 
+@needs_c
+def test_choices_that_cannot_be_kept_are_an_error(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(tuning, "BUDGET", 0.0)
+    assert main(["tune", str(artifact)]) == 1
+    assert "cannot be kept in" in capsys.readouterr().err
+
+
+def test_a_gpu_meets_all_passes_while_it_may_measure(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = runtime.load(artifact, kernels="reference", device="cpu"), []
+
+    def generate(prompts: Any, **options: Any) -> None:
+        assert options == {"max_new_tokens": 2, "ignore_eos": True}
+        assert launches.tuning.may_measure()
+        asked.append((len(prompts), len(prompts[0])))
+
+    monkeypatch.setattr(tune, "load", lambda path, **options: model)
+    monkeypatch.setattr(model, "generate", generate)
+    assert runtime.tune(artifact, prompt=4, batch=2) == {}
+    assert asked == []
+    monkeypatch.setattr(model.engine, "device", torch.device("cuda", 0))
+    runtime.tune(artifact, prompt=4, batch=2)
+    assert asked == [(1, 1), (1, 2), (1, 4), (2, 4)]
+
+
 def test_passes_meet_every_class_of_rows(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = runtime.load(artifact, kernels="reference", device="cpu")
     model.engine.context_length = 40
@@ -77,7 +106,8 @@ def test_passes_meet_every_class_of_rows(artifact: Path, monkeypatch: pytest.Mon
 
 
 def test_what_generates_no_text_is_refused(artifact: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="prompt is 0, expected a positive number"):
-        runtime.tune(artifact, prompt=0)
+    for wrong in (0, "8", 2.5, True):
+        with pytest.raises(RequestError, match="prompt must be an integer >= 1"):
+            runtime.tune(artifact, prompt=wrong)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="generates no text"):
         runtime.tune(save(bert(), tmp_path / "bert"))

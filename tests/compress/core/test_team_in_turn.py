@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from compress.core.processes import _chain
+
 # Every process writes down how it ended and then exits as if nothing had happened, so that no launcher ends the others.
 PROGRAM = """
 import os, sys
@@ -89,6 +91,13 @@ def both(tmp_path: Path, what: str) -> tuple[str, str]:
 )
 def test_an_error_in_one_process_ends_the_other(tmp_path: Path, what: str, main: str, other: str) -> None:
     assert both(tmp_path, what) == (main, other)
+
+
+def test_a_chain_of_errors_may_have_a_circle() -> None:
+    first, second, third = ValueError(1), ValueError(2), ValueError(3)
+    first.__cause__, first.__context__, second.__cause__ = second, third, first
+    assert {id(each) for each in _chain(first)} == {id(first), id(second), id(third)}
+    assert _chain(None) == []
 
 
 @pytest.mark.slow

@@ -290,9 +290,12 @@ def test_features_of_8_bits_are_the_largest_and_are_rounded_finer() -> None:
         ({"scheme": "W4A16", "int8_channels": 32}, "dynamic integer activations of fewer than 8 bits"),
         ({"scheme": "W4A4", "activation_mode": "static", "int8_channels": 32}, "dynamic integer activations"),
         ({"scheme": "W4A4", "group_size": "channel", "int8_channels": 32}, "give a group_size"),
+        ({"scheme": "Atom", "activations": "int8"}, "int8_channels 128: wants dynamic integer activations"),
+        ({"scheme": "Atom", "activation_mode": "static"}, "int8_channels 128: wants dynamic integer activations"),
+        ({"scheme": "Atom", "bits": 3.5}, "int8_channels 128: a budget measures layers"),
         ({"scheme": "NVFP4", "int8_channels": 32}, "leave activations, activation_mode, int8_channels out"),
         ({"scheme": {"representation": "trellis"}, "int8_channels": 32}, "weights on a grid with groups"),
-        ({"scheme": "Atom", "input_transform": "hadamard"}, "orders the inputs itself"),
+        ({"scheme": "Atom", "input_transform": "hadamard"}, "already reorders the inputs"),
     ],
 )
 def test_features_of_8_bits_that_mean_nothing_are_refused(given: dict[str, Any], said: str) -> None:
@@ -300,11 +303,23 @@ def test_features_of_8_bits_that_mean_nothing_are_refused(given: dict[str, Any],
         resolve_scheme(QuantizeConfig(method="rtn", **given))
 
 
-@pytest.mark.parametrize(("size", "tail", "columns"), [(32, 48, 96), (32, 96, 96), (32, 128, 96)])
-def test_features_of_8_bits_are_whole_groups_and_not_all(size: int, tail: int, columns: int) -> None:
-    scheme = resolve_scheme(QuantizeConfig(method="rtn", scheme="Atom", group_size=size, int8_channels=tail))
-    with pytest.raises(RequestError, match=f"inputs of {columns} features cannot have {tail} of 8 bits"):
-        check_fits(scheme, (16, columns))
+@pytest.mark.parametrize(
+    ("tail", "said"),
+    [
+        (48, "an int8_tail of 48 features is not whole groups of 32"),
+        (96, "inputs of 96 features cannot have 96 of 8 bits"),
+        (128, "inputs of 96 features cannot have 128 of 8 bits"),
+    ],
+)
+def test_features_of_8_bits_are_whole_groups_and_not_all(tail: int, said: str) -> None:
+    scheme = resolve_scheme(QuantizeConfig(method="rtn", scheme="Atom", group_size=32, int8_channels=tail))
+    with pytest.raises(RequestError, match=said):
+        check_fits(scheme, (16, 96))
+
+
+def test_a_preset_keeps_its_features_of_8_bits_beside_other_fields() -> None:
+    again = resolve_scheme(QuantizeConfig(method="rtn", scheme="Atom", activations="int4"))
+    assert again == preset("Atom")
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(128).int(), torch.arange(1, 129).int(), torch.arange(128).int() - 1])
@@ -315,7 +330,7 @@ def test_a_damaged_order_is_named(wrong: torch.Tensor) -> None:
     entry = ModuleEntry(scheme, "pack-quantized")
     CompressedLinear.from_tensors(entry, (16, 128), tensors, None, torch.float32).prepare()
     damaged = CompressedLinear.from_tensors(entry, (16, 128), tensors | {"input_order": wrong}, None, torch.float32)
-    with pytest.raises(ArtifactError, match="tensor input_order is no order of the features"):
+    with pytest.raises(ArtifactError, match="tensor input_order is not a permutation of the features"):
         damaged.prepare()
 
 
@@ -356,7 +371,11 @@ def test_an_artifact_computes_what_its_layers_stand_for(
         tensors, scheme = layer.stored(), layer.entry.scheme
         turned = x[:, tensors["input_order"].long()] if "input_order" in tensors else multiplied(x, *matrices(tensors))
         given = turned if scheme.activations is None else fake_quantize(turned, scheme.activations, tensors)
-        torch.testing.assert_close(layer(x), given @ layer.compressed_weight().dequantize().T, rtol=1e-4, atol=1e-4)
+        wanted = given @ layer.compressed_weight().dequantize().T
+        torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-4)
+        chosen = CompressedLinear.from_tensors(layer.entry, layer.shape, tensors, None, torch.float32)
+        assert chosen.prepare().decode.name != "reference"
+        torch.testing.assert_close(chosen(x), wanted, rtol=1e-4, atol=1e-4)
         own = x @ layer.dequantize().T
         near = (layer(x) - own).norm() / own.norm()
         assert near < (1e-5 if scheme.activations is None else 0.5)

@@ -127,9 +127,7 @@ def test_what_mixes_all_inputs_is_cut_along_outputs_alone() -> None:
     scheme = Scheme(GridScheme(4, "int", True, "group", 16), transform=InputTransform("flatquant"))
     storage = formats.get("packed")
     assert storage.cut(scheme, BFLOAT, Cut((24, 192), 0, 8, 16))["input_left"] == (slice(None), slice(None))
-    with pytest.raises(
-        RequestError, match="input transform flatquant mixes all columns, and hadamard_groups those of groups"
-    ):
+    with pytest.raises(RequestError, match="input transform flatquant mixes or reorders all columns"):
         storage.unit(scheme, (24, 192), BFLOAT, 1)
 
 
@@ -147,3 +145,9 @@ def test_outliers_cannot_be_cut(axis: int) -> None:
     """A rank has some columns of o and down, and the outliers of a row are numbered by the columns of the whole."""
     with pytest.raises(RequestError, match=r"row_codebook cannot be cut: `outliers` .* compress with outliers: 0"):
         formats.get("row_codebook").unit(Scheme(RowCodebook(4, None, 0.01)), (16, 64), BFLOAT, axis)
+
+
+def test_columns_of_8_bits_cannot_be_cut() -> None:
+    activations = ActivationScheme(4, strategy="group", group_size=32, int8_tail=32)
+    with pytest.raises(RequestError, match="the last 32 columns have 8 bits"):
+        formats.get("packed").unit(Scheme(GridScheme(4, "int", True, "group", 32), activations), (16, 128), BFLOAT, 1)

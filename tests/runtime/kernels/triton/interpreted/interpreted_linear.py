@@ -135,6 +135,28 @@ def test_rounded_inputs(grid):
         )
 
 
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_a_token_with_a_nan_is_nan_under_a_static_scale(kind):
+    activations = ActivationScheme(8, kind, True, False, "tensor")
+    for kernel, weights in (
+        (RoundedTriton("cpu"), GridScheme(4, "int", True, "group", 32)),
+        (W8A8Triton("cpu"), GridScheme(8, kind, True, "channel")),
+    ):
+        scheme, dtype = Scheme(weights, activations), torch.bfloat16
+        stored = formats.choose(scheme, (7, 64))
+        tensors = stored.pack(random_weight(scheme, (7, 64), dtype, 0)) | {
+            "input_scale": torch.tensor([0.03], dtype=dtype)
+        }
+        layer = Layer(ModuleEntry(scheme, stored.name), (7, 64), dtype, torch.device("cpu"))
+        prepared = {"input_scale": tensors["input_scale"]} | kernel.prepare(tensors, layer)
+        x = torch.randn(3, 64).to(dtype)
+        expected = kernel.run(x, prepared, layer, None)
+        x[1, 5] = float("nan")
+        y = kernel.run(x, prepared, layer, None)
+        assert bool(y[1].isnan().all())
+        assert torch.equal(y[[0, 2]], expected[[0, 2]])
+
+
 @pytest.mark.parametrize("height", [32, 128])
 @pytest.mark.parametrize(
     "activations", [ActivationScheme(8, "float"), ActivationScheme(8, "float", strategy="group", group_size=128)]

@@ -23,11 +23,14 @@ typedef struct {
     const float *bias;    /* [rows] or NULL */
     const int64_t *runs;      /* NULL: all groups are stored. Or [runs, 3]: groups [first, last) of a panel are, how many before; */
     const int64_t *first_run; /* [panels + 1]: where those of a panel begin. Weights of other groups are zero. */
-    const uint8_t *codes, *exponents, *escapes; /* of DF11: [rows, code_bits, ceil(columns / 8)], [2^code_bits - 1], of all rows */
-    const uint8_t *table;                       /* of row codebooks: levels + 128, [panel, 2^bits / 4, 32, 4] */
+    const uint8_t *codes, *exponents, *escapes; /* of DF11: [rows, code_bits, ceil(columns / 8)], [2^code_bits - 1], of all rows. TERNARY has
+                                                   uint16 words of all rows in `codes` */
+    const uint8_t *table;                       /* of row codebooks: levels + 128, [panel, 2^bits / 4, 32, 4]; of TERNARY: uint64 [65536] */
     const int32_t *single_columns;              /* [panel, singles, 32]: columns of those weights */
     const void *single_values;                  /* likewise, of scale_type; their codes are 0 */
     const int64_t *offsets;                     /* of DF11: [rows + 1], where the escapes of a row begin */
+    const int32_t *row_offsets;                 /* of TERNARY: [rows + 1], where the words of a row begin */
+    const void *levels;                         /* of TERNARY: [rows, 2], 16-bit floats of scale_type */
 } Linear;
 
 static inline Input input_of(const Linear *l) { return (Input){l->kind == KIND_DENSE ? 0 : l->groups, l->group, l->digits, l->rounding}; }

@@ -1,0 +1,268 @@
+"""Ternary weights in dictionary codes: below one bit a weight where most of them are zero (QMoE, Frantar and Alistarh, 2023,
+arXiv 2310.16795).
+
+A row has two levels of its own, one below zero and one above; all else is zero. Rows are written one by one in codewords of 16 bits, each of
+which stands for 2 to 28 weights, an even number. The dictionary is fixed: the 65536 most likely sequences if weights are independent, so that
+a prefix of a word is a word, a suffix too, and taking the longest word is the best choice at every step.
+
+The paper's levels are the smallest and the largest weight of a row, and rounding is to the nearest. Here the zone that becomes zero is wider
+than half a level, and levels are the means of what lies beyond it: at as many zeros, squared error is lower.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
+
+import numpy as np
+import torch
+
+from runtime.formats.bitpack import row_slices, stream_of_rows
+from runtime.formats.representation import Representation, Shape, Tensors, TensorSpec
+
+WORDS, MOST = 1 << 16, 28  # of the dictionary, and weights of a word
+#: A weight that is not zero takes as much of a word as so many zeros: between the costs that suit 60 and 95 % of zeros (4 and 70). Up to 98 %
+#: the paper's dictionary, made for 88.5 %, saves at most 1 % more; below 80 % this one is shorter. It is part of the format.
+NONZERO = 12
+_SLICE = 1 << 20  # weights at a time
+
+
+@dataclass(frozen=True)
+class TernaryDictionary(Representation):
+    """Weights that are zero or one of two levels of their row, in codewords of 16 bits.
+
+    Codes are int8 `[out, in]`: -1, 0 and 1. The parameter `levels` `[out, 2]`, the values of -1 and of 1, is float16 in models of float16 and
+    bfloat16 in all others. On disk:
+
+    - `weight_codes`: int16 `[count]`, numbers of words (unsigned), row after row; rows of an odd number of weights end with one more zero;
+    - `weight_row_offsets`: int32 `[out + 1]`, where in them each row begins;
+    - `weight_levels`: as above.
+
+    Attributes:
+        zeros: fraction of the weights that levels make zero before a solver compensates for it; afterwards there are about as many.
+    """
+
+    name = "ternary_dictionary"
+    counted = "weight_codes"
+    seconds = 0.1e-6
+    zeros: float = 0.885
+
+    def __post_init__(self) -> None:
+        if not 0.4 <= self.zeros <= 0.99:
+            raise ValueError(f"zeros of ternary_dictionary are {self.zeros}, expected a fraction of 0.4 to 0.99")
+
+    @property
+    def bits(self) -> float:  # type: ignore[override]
+        """Of a weight, if so many are zero and they are independent."""
+        return 16 / _word_length(self.zeros)
+
+    @property
+    def dead_zone(self) -> float:
+        """What becomes zero reaches up to this part of a level: that of normally distributed weights whose levels are means."""
+        edge = NormalDist().inv_cdf((1 + self.zeros) / 2)
+        return edge * (1 - self.zeros) / 2 / NormalDist().pdf(edge)
+
+    @property
+    def rows_apart(self) -> bool:
+        return True
+
+    def why_not(self, shape: Shape) -> str | None:
+        if shape[0] * ((shape[1] + 1) // 2) >= 1 << 31:
+            return f"a matrix of {shape[0]} x {shape[1]} weights may take more words than offsets of 31 bits can count"
+        return None
+
+    def describe(self) -> str:
+        return f"ternary {100 * self.zeros:g} % zeros"
+
+    # ---------------------------------------------------------------- what codes are
+    def fit(self, weight: torch.Tensor, dtype: torch.dtype, importance: torch.Tensor | None = None) -> Tensors:
+        rows, columns = weight.shape
+        if not columns:
+            return {"levels": torch.zeros(rows, 2, dtype=level_dtype(dtype), device=weight.device)}
+        cost = weight.new_ones(columns) if importance is None else importance.float().clamp(min=1e-12)
+        edge = weight.abs().kthvalue(min(columns, max(1, round(self.zeros * columns))), dim=1).values[:, None]
+        levels = []
+        for sign in (-1, 1):
+            beyond = (sign * weight > edge) * cost
+            mass = beyond.sum(1)
+            levels.append((weight * beyond).sum(1) / mass.where(mass > 0, 1))
+        return {"levels": torch.stack(levels, 1).to(level_dtype(dtype))}
+
+    def nearest(
+        self, columns: torch.Tensor, parameters: Tensors, first: int, metric: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        levels = parameters["levels"].float()
+        codes = self._codes(columns[0], levels[:, 0], levels[:, 1])
+        return _values(codes, levels[:, 0], levels[:, 1])[None], codes
+
+    def round(self, weight: torch.Tensor, parameters: Tensors) -> torch.Tensor:
+        levels = parameters["levels"].float()
+        return self._codes(weight, levels[:, :1], levels[:, 1:])
+
+    def _codes(self, weight: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        """Codes, int8, of weights; a level of zero has none."""
+        zone = self.dead_zone
+        above, below = (weight > zone * high) & (high > 0), (weight < zone * low) & (low < 0)
+        return above.to(torch.int8) - below.to(torch.int8)
+
+    def dequantize(self, codes: torch.Tensor, parameters: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        levels = parameters["levels"].to(dtype)
+        return _values(codes, levels[:, :1], levels[:, 1:])
+
+    # ---------------------------------------------------------------- on disk
+    def expected_count(self, shape: Shape) -> int:
+        return round(shape[0] * shape[1] / _word_length(self.zeros))
+
+    def tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return self.tensors_for_count(shape, dtype, self.expected_count(shape))
+
+    def tensors_for_count(self, shape: Shape, dtype: torch.dtype, count: int) -> dict[str, TensorSpec]:
+        return {
+            "weight_codes": TensorSpec((count,), torch.int16),
+            "weight_row_offsets": TensorSpec((shape[0] + 1,), torch.int32),
+            "weight_levels": TensorSpec((shape[0], 2), level_dtype(dtype)),
+        }
+
+    def encode(self, codes: torch.Tensor, parameters: Tensors) -> Tensors:
+        """The tensors, on the CPU."""
+        given, (rows, columns) = codes.cpu().numpy(), codes.shape
+        found, counts = [np.empty(0, np.int16)], np.zeros(rows + 1, np.int64)
+        for start, stop in row_slices(rows, columns, _SLICE) if columns else ():
+            words, counts[start + 1 : stop + 1] = _parse(given[start:stop])
+            found.append(words)
+        return {
+            "weight_codes": torch.from_numpy(np.concatenate(found)),
+            "weight_row_offsets": torch.from_numpy(counts.cumsum().astype(np.int32)),
+            "weight_levels": parameters["levels"].cpu(),
+        }
+
+    def decode(self, tensors: Tensors, shape: Shape) -> tuple[torch.Tensor, Tensors]:
+        words, offsets = tensors["weight_codes"], tensors["weight_row_offsets"]
+        (rows, columns), device = shape, words.device
+        weights, lengths = (table.to(device) for table in _tables())
+        codes = torch.empty(shape, dtype=torch.int8, device=device)
+        slices = row_slices(rows, columns, _SLICE)
+        ends = offsets[[0, *(stop for _, stop in slices)]].tolist()  # one wait for the device
+        place = torch.arange(MOST, device=device)
+        for (start, stop), first, end in zip(slices, ends, ends[1:], strict=False):
+            number = words[first:end].int() & 0xFFFF
+            inside = place < lengths.index_select(0, number)[:, None]
+            part = weights.index_select(0, number)[inside]
+            codes[start:stop] = part.view(stop - start, -1)[:, :columns]
+        return codes, {"levels": tensors["weight_levels"]}
+
+    def select_rows(self, tensors: Tensors, shape: Shape, rows: torch.Tensor) -> Tensors:
+        offsets, index = stream_of_rows(tensors["weight_row_offsets"].long(), rows)
+        return {
+            "weight_codes": tensors["weight_codes"][index],
+            "weight_row_offsets": offsets.int(),
+            "weight_levels": tensors["weight_levels"][rows],
+        }
+
+    def find_corruption(self, tensors: Tensors, shape: Shape) -> tuple[str, str] | None:
+        words, offsets = tensors["weight_codes"], tensors["weight_row_offsets"].long()
+        if int(offsets[0]) != 0 or int(offsets[-1]) != len(words) or bool((offsets.diff() < 0).any()):
+            return "weight_row_offsets", f"does not divide the {len(words)} words beside it into rows"
+        weights, lengths = (table.to(words.device) for table in _tables())
+        number = words.int() & 0xFFFF
+        behind = torch.nn.functional.pad(lengths.index_select(0, number).cumsum(0), (1, 0))  # weights before each word
+        if bool((behind[offsets].diff() != shape[1] + shape[1] % 2).any()):
+            return "weight_codes", f"has a row that does not decode to {shape[1]} weights"
+        if shape[1] % 2:
+            last = number[offsets[1:] - 1]
+            if bool((weights[last, lengths[last] - 1] != 0).any()):
+                return "weight_codes", "has a weight beyond the last column"
+        return None
+
+
+def level_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the levels in a model of `dtype`: 16 bits are more than enough for two of them."""
+    return torch.float16 if dtype == torch.float16 else torch.bfloat16
+
+
+def _values(codes: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    zero = torch.zeros((), dtype=low.dtype, device=low.device)
+    return torch.where(codes > 0, high, torch.where(codes < 0, low, zero))
+
+
+# The dictionary. A word is an int64: two bits a weight from the lowest on (0, 1: the upper level, 2: the lower one), and in the highest byte
+# how many weights there are. C reads this table.
+
+
+@cache
+def dictionary() -> np.ndarray:
+    """The words by their number, int64 `[65536]`: by ascending cost, of equal ones the shorter first, then by place of what is not zero."""
+    cells = sorted(
+        (length + count * (NONZERO - 1), length, count)
+        for length in range(2, MOST + 1, 2)
+        for count in range(length + 1)
+    )
+    found, room = list[np.ndarray](), WORDS
+    for _, length, count in cells:
+        every = list(itertools.islice(itertools.combinations(range(length), count), -(-room // 2**count)))
+        places = np.array(every, np.int64).reshape(len(every), 1, count)
+        signs = np.array(list(itertools.product((1, 2), repeat=count)), np.int64).reshape(1, 2**count, count)
+        words = (length << 56) + (signs << 2 * places).sum(-1).flatten()[:room]
+        found.append(words)
+        room -= len(words)
+        if not room:
+            break
+    return np.concatenate(found)
+
+
+@cache
+def word_table() -> torch.Tensor:
+    """The dictionary as C reads it, int64 `[65536]`; to be left as it is."""
+    return torch.from_numpy(dictionary())
+
+
+@cache
+def _tables() -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of each word, int8 `[65536, 28]`, and how many there are, int64 `[65536]`."""
+    words = dictionary()
+    weights = (words[:, None] >> 2 * np.arange(MOST) & 3).astype(np.int8)
+    return torch.from_numpy(np.where(weights == 2, -1, weights).astype(np.int8)), torch.from_numpy(words >> 56)
+
+
+@cache
+def _longer() -> np.ndarray:
+    """The word made of a word and a pair of weights, int32 `[65537, 16]`, -1: there is none. The last row begins a word."""
+    words = np.append(dictionary(), 0)
+    length = words >> 56
+    pairs = np.arange(16)
+    wanted = words[:, None] + (2 << 56) + (pairs << 2 * np.minimum(length, MOST - 2)[:, None])
+    order = np.argsort(words[:-1])
+    place = np.minimum(np.searchsorted(words[:-1], wanted, sorter=order), WORDS - 1)
+    there = (words[:-1][order[place]] == wanted) & (length < MOST)[:, None]
+    return np.where(there, order[place], -1).astype(np.int32)
+
+
+def _parse(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of words, int16, that rows of codes int8 `[rows, columns]` are made of, and how many each has. Rows take their steps together."""
+    rows, columns = codes.shape
+    longer = _longer().ravel()
+    both = np.pad(np.where(codes < 0, 2, codes), ((0, 0), (0, columns % 2))).astype(np.int32)
+    pairs = np.ascontiguousarray((both[:, ::2] + 4 * both[:, 1::2]).T)
+    ended = np.full((len(pairs), rows), -1, np.int32)
+    word = np.full(rows, WORDS, np.int32)
+    for step, pair in enumerate(pairs):
+        following = longer[16 * word + pair]
+        ends = np.flatnonzero(following < 0)
+        if len(ends):
+            ended[step - 1, ends] = word[ends]
+            following[ends] = longer[16 * WORDS + pair[ends]]
+        word = following
+    ended[-1] = word
+    by_row = ended.T
+    there = by_row >= 0
+    return by_row[there].astype(np.uint16).view(np.int16), there.sum(1)
+
+
+@cache
+def _word_length(zeros: float) -> float:
+    """Weights of a word on average, if so many are zero and they are independent: a pair for every word that the weights begin with."""
+    weights, lengths = _tables()
+    others = weights.abs().sum(1, dtype=torch.float64)
+    return 2 * float(((1 - zeros) / 2) ** others @ zeros ** (lengths - others))

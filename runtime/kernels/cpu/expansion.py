@@ -62,7 +62,7 @@ class TernaryCpu(ExpansionKernel):
         found.scale_type, found.levels = library.TYPES[levels.dtype], levels.data_ptr()
         found.rows, found.columns = layer.shape
         found.bias = None if bias is None else bias.data_ptr()
-        found.codes, found.table = tensors["weight_codes"].data_ptr(), word_table().data_ptr()
+        found.weight, found.table = tensors["weight_codes"].data_ptr(), word_table().data_ptr()
         found.row_offsets = tensors["weight_row_offsets"].data_ptr()
         return found
 

@@ -16,7 +16,7 @@ INLINE int is_expanded(const int type) { return type == TYPE_DF11 || type == TYP
 /* What the weights become. */
 INLINE int expanded_type(const Linear *l) { return l->weight_type == TYPE_TERNARY ? l->scale_type : TYPE_BF16; }
 INLINE Code first_code(const Linear *l, int64_t row) {
-    if (l->weight_type == TYPE_TERNARY) return (Code){l->codes + 2 * (int64_t)l->row_offsets[row], 0};
+    if (l->weight_type == TYPE_TERNARY) return (Code){l->weight + 2 * (int64_t)l->row_offsets[row], 0};
     return (Code){l->escapes + l->offsets[row], 0};
 }
 DECLARED Code expand_columns(const Linear *l, int64_t row, int64_t k, int64_t count, Code at, uint16_t *out);

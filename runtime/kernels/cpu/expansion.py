@@ -57,9 +57,9 @@ class TernaryCpu(ExpansionKernel):
     formats = frozenset({TernaryDictionary.name})
 
     def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
-        levels = tensors["weight_levels"]
+        scale = tensors["weight_scale"]
         found = library.Linear(kind=library.KINDS["dense"], weight_type=library.TERNARY)
-        found.scale_type, found.levels = library.TYPES[levels.dtype], levels.data_ptr()
+        found.scale_type, found.row_scale = library.TYPES[scale.dtype], scale.data_ptr()
         found.rows, found.columns = layer.shape
         found.bias = None if bias is None else bias.data_ptr()
         found.weight, found.table = tensors["weight_codes"].data_ptr(), word_table().data_ptr()

@@ -168,7 +168,9 @@ def test_rows_make_up_for_rows_before_them(scheme: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "scheme", [{"representation": "trellis", "group_size": 32}, "FP8_BLOCK", *CODEBOOKS, {**TERNARY, "zeros": 0.6}], ids=str
+    "scheme",
+    [{"representation": "trellis", "group_size": 32}, "FP8_BLOCK", *CODEBOOKS, {**TERNARY, "zeros": 0.6}],
+    ids=str,
 )
 @pytest.mark.parametrize("used", [0, 31])
 def test_columns_that_no_input_uses(scheme: Any, used: int) -> None:

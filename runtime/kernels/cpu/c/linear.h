@@ -29,7 +29,7 @@ typedef struct {
     const void *single_values;                  /* likewise, of scale_type; their codes are 0 */
     const int64_t *offsets;                     /* of DF11: [rows + 1], where the escapes of a row begin */
     const int32_t *row_offsets;                 /* of TERNARY: [rows + 1], where the words of a row begin */
-    const void *levels;                         /* of TERNARY: [rows, 2], 16-bit floats of scale_type */
+    const void *row_scale;                      /* of TERNARY: [rows], 16-bit floats of scale_type */
 } Linear;
 
 static inline Input input_of(const Linear *l) { return (Input){l->kind == KIND_DENSE ? 0 : l->groups, l->group, l->digits, l->rounding}; }

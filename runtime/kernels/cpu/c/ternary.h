@@ -1,6 +1,7 @@
 /* Ternary weights in dictionary codes (runtime/formats/ternary_dictionary.py). A word of the dictionary has 2 to 28 weights of two bits, from
  * the lowest on, and how many in its highest byte; all are written at once, and what is too much is overwritten by those of the next word. */
-#define WORD_ROOM 32 /* weights written at a time */
+#define MOST_WEIGHTS 28 /* of a word */
+#define WORD_ROOM 32    /* weights written at a time */
 
 /* 32 weights out of `word`, of which those behind its own are anything; `level`: of 0, 1, 2 and 3. */
 INLINE void put_word(uint64_t word, const uint16_t level[4], uint16_t *out) {
@@ -29,22 +30,30 @@ INLINE void put_word(uint64_t word, const uint16_t level[4], uint16_t *out) {
 #endif
 }
 
+INLINE uint64_t word_at(const uint8_t *table, const uint8_t *code) {
+    uint16_t number;
+    uint64_t word;
+    memcpy(&number, code, 2);
+    memcpy(&word, table + 8 * (int64_t)number, 8);
+    return word;
+}
+
 /* `count` weights of a row from `at` on, as 16-bit floats; up to WORD_ROOM - 1 more are written. */
 INLINE Code expand_words(const Linear *l, int64_t row, int64_t count, Code at, uint16_t *out) {
-    const uint16_t *own = (const uint16_t *)l->levels + 2 * row, level[4] = {0, own[1], own[0], 0};
+    const uint16_t scale = ((const uint16_t *)l->row_scale)[row], level[4] = {0, scale, scale ^ 0x8000, 0};
+    const uint8_t *const table = l->table, *code = at.code; /* what is stored could be these, as far as a compiler knows */
+    int done = at.weight;                                   /* of the word */
     for (int64_t k = 0; k < count;) {
-        uint16_t number;
-        uint64_t word;
-        memcpy(&number, at.code, 2);
-        memcpy(&word, l->table + 8 * (int64_t)number, 8);
-        const int64_t left = (int64_t)(word >> 56) - at.weight;
-        put_word(word >> 2 * at.weight, level, out + k);
-        if (left > count - k) {
-            at.weight += (int)(count - k);
-            break;
+        const uint64_t word = word_at(table, code);
+        const int64_t left = (int64_t)(word >> 56) - done;
+        put_word(word >> 2 * done, level, out + k);
+        if (left > count - k) return (Code){code, done + (int)(count - k)};
+        code += 2, done = 0;
+        for (k += left; count - k >= MOST_WEIGHTS; code += 2) {
+            const uint64_t whole = word_at(table, code);
+            put_word(whole, level, out + k);
+            k += (int64_t)(whole >> 56);
         }
-        at.code += 2, at.weight = 0;
-        k += left;
     }
-    return at;
+    return (Code){code, 0};
 }

@@ -36,7 +36,9 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     small = llama(num_hidden_layers=2)
     compress(small, home / "trellis", inside_blocks("trellis"))
     compress(small, home / "codebooks", inside_blocks("row_codebook"))
-    large = llama(num_hidden_layers=BLOCKS, hidden_size=256, intermediate_size=256)  # in small ones padding is more than weights
+    large = llama(
+        num_hidden_layers=BLOCKS, hidden_size=256, intermediate_size=256
+    )  # in small ones padding is more than weights
     compress(large, home / "ternary", inside_blocks("ternary_dictionary"))
     turned = replace(SCHEMES["pack-quantized"], transform=InputTransform("same"))
     compress(

@@ -25,7 +25,7 @@ from runtime.engines.native.engine import NativeEngine
 from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.input_transform import InputTransform
 from runtime.formats.scheme import Scheme
-from runtime.formats.ternary_dictionary import TernaryDictionary
+from runtime.formats.ternary_dictionary import TernaryDictionary, word_table
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import CKernel
 from runtime.kv_cache.policy.policy import Policy
@@ -118,6 +118,7 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
         wide = [
             (Scheme(DFloat11(n)), columns + 1024 * (n - 2)) for n in (2, 3, 4)
         ]  # units of 256 columns, and sections
+        word_table.cache_clear()  # only what is made here is recorded
         wide += [(Scheme(TernaryDictionary()), columns + 2048), (Scheme(TernaryDictionary(0.5)), columns)]
         stored = [(products.MXFP8, columns)] if columns % 32 == 0 else []
         stored += [(each, -(-columns // size) * size) for size, own in products.ROUNDED.items() for each in own]

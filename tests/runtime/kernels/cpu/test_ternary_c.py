@@ -11,7 +11,7 @@ import torch
 
 from runtime import formats
 from runtime.formats.scheme import CompressedWeight, Scheme
-from runtime.formats.ternary_dictionary import TernaryDictionary, level_dtype
+from runtime.formats.ternary_dictionary import TernaryDictionary, ternary_scale_dtype
 from runtime.kernels.cpu import library
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.system import instruction_sets
@@ -34,12 +34,11 @@ def layer_of(shape: tuple[int, int], zeros: float, dtype: torch.dtype) -> tuple[
     generator = torch.Generator().manual_seed(shape[0] * shape[1])
     signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
     codes = (signs * (torch.rand(shape, generator=generator) >= zeros)).to(torch.int8)
-    sizes = torch.rand(shape[0], 2, generator=generator) * torch.tensor([-1.0, 1.0])
-    parameters = {"levels": sizes.to(level_dtype(dtype))}
+    parameters = {"scale": torch.rand(shape[0], 1, generator=generator).to(ternary_scale_dtype(dtype))}
     made = CompressedWeight.of(codes, parameters, None, Scheme(FORM), dtype)
     layer, _ = products.linear(made.scheme, shape, dtype, weight=made)
     layer.prepare("ternary-c")
-    return layer, FORM.dequantize(codes, parameters, level_dtype(dtype)).contiguous()
+    return layer, FORM.dequantize(codes, parameters, ternary_scale_dtype(dtype)).contiguous()
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.5, 0.9, 1.0])

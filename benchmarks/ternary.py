@@ -206,7 +206,7 @@ def main() -> None:
         for model in arguments.models
         for name, stage in CELLS.items()
     }
-    for name, (measure, *rest) in {"products": (products, arguments.rounds), **cells}.items():
+    for name, (measure, *rest) in {**cells, "products": (products, arguments.rounds)}.items():
         if name not in found["cells"]:
             load = round(os.getloadavg()[0], 2)
             found["cells"][name] = measure(*rest) | where | {"load": load}

@@ -5,7 +5,7 @@
 
 "nearest, extremes" has scales as large as the largest weight of a row, and each weight becomes the nearest of zero and these, as in the
 paper (which has another one for negative weights). "ternary" has those of this package, made for so many zeros. Bits count scales and
-offsets, which take more in the rows of the bundled models, of 256 to 768 weights, than in large ones: `bits_4096` has those of rows of 4096.
+offsets; rows of the bundled models have 256 to 768 weights, and `bits_4096` has the scales and offsets of rows of 4096.
 
 Products: of one and of 8 rows with a matrix of the shape of an expert, in C on one thread. All kinds take turns within a round, each over
 copies that are larger than its second cache; the time is the processor's, so that other processes do not count, and ratios are medians over

@@ -28,7 +28,7 @@ CODEBOOKS = [
     {"representation": "row_codebook", "bits": 3},
     {"representation": "row_codebook", "bits": 2, "group_size": 32, "outliers": 0.02},
 ]
-TERNARY = {"representation": "ternary_dictionary", "zeros": 0.8}
+TERNARY = {"representation": "ternary_dictionary", "zeros": 0.6}
 every_scheme = pytest.mark.parametrize(
     "scheme", [TRELLIS, *CODEBOOKS, TERNARY], ids=["trellis", "codebook", "groups, outliers", "ternary"]
 )
@@ -169,7 +169,7 @@ def test_rows_make_up_for_rows_before_them(scheme: Any) -> None:
 
 @pytest.mark.parametrize(
     "scheme",
-    [{"representation": "trellis", "group_size": 32}, "FP8_BLOCK", *CODEBOOKS, {**TERNARY, "zeros": 0.6}],
+    [{"representation": "trellis", "group_size": 32}, "FP8_BLOCK", *CODEBOOKS, TERNARY],
     ids=str,
 )
 @pytest.mark.parametrize("used", [0, 31])

@@ -43,7 +43,7 @@ def build(launch: Launch, capability: int) -> Any:
 
 def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
     """{name: (call with meta tensors, least compute capability)}: every kernel at its default for shapes of an 8B Llama."""
-    from runtime.kernels.triton import fused, layout, linear, many_rows, sparse24_w4, w8a8
+    from runtime.kernels.triton import fused, layout, linear, many_rows, rounded, sparse24_w4, w8a8
 
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -61,6 +61,14 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         codes, scale = meta(rows, k, dtype=dtype), meta(rows, dtype=torch.float32)
         return w8a8.product(codes, scale, meta(n, k, dtype=dtype), meta(n), torch.bfloat16)
 
+    def rounded_call(rows: int, group: int) -> torch.Tensor:
+        scale = meta(rows, k // group if group else 1, dtype=torch.float32)
+        return rounded.product(meta(rows, k, dtype=torch.int8), scale, weight(4), group, torch.bfloat16)
+
+    def float8_call(rows: int) -> torch.Tensor:
+        codes, scale = meta(rows, k, dtype=w8a8.FLOAT8), meta(rows, 1, dtype=torch.float32)
+        return rounded.product(codes, scale, weight(4), 0, torch.bfloat16)
+
     calls: dict[str, tuple[Callable[[], Any], int]] = {}
     for rows in (1, 2, 16, 64, 512):
         calls[f"w4a16 {rows}"] = (partial(linear.multiply, meta(rows, k), weight(4)), 80)
@@ -74,6 +82,11 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         calls[f"quantize {kind}"] = (partial(w8a8.quantize, meta(16, k), dtype == w8a8.FLOAT8), least)
         for rows in (16, 512, 4096):
             calls[f"w8a8 {kind} {rows}"] = (partial(w8a8_call, rows, dtype), least)
+    for rows in (1, 16, 512, 4096):
+        calls[f"w4 rounded {rows}"] = (partial(rounded_call, rows, 0), 80)
+        calls[f"w4 rounded, groups {rows}"] = (partial(rounded_call, rows, 128), 80)
+        calls[f"w4 float8 {rows}"] = (partial(float8_call, rows), 89)
+    calls["quantize groups"] = (partial(rounded.quantize_groups, meta(16, k), 4, 128, 128), 80)
     sparse = sparse24_w4.Sparse24Weight(
         meta(tiles, n, 16, dtype=torch.int32),
         meta(32, n),

@@ -39,6 +39,8 @@ EVALUATION = {**TEXT, "samples": 64, "max_kl": "none", "min_agreement": "none"}
 CELLS: dict[str, dict[str, Any]] = {
     "rotated alone": {},
     "W4A4 g128": {"quantize": {"method": "gptq", "scheme": "W4A4"}},
+    "W4A4 g32": {"quantize": {"method": "gptq", "scheme": "W4A4", "group_size": 32}},
+    "Atom g32": {"quantize": {"method": "gptq", "scheme": "Atom", "group_size": 32, "int8_channels": 32}},
     "W4A16 g128": {"quantize": {"method": "gptq", "bits": 4}},
     "W3A16 g128": {"quantize": {"method": "gptq", "bits": 3}},
     "W2A16 g64": {"quantize": {"method": "gptq", "bits": 2, "group_size": 64}},

@@ -26,7 +26,8 @@ from runtime.errors import CompressError
 
 INTERRUPTED = 130
 COMMANDS = (
-    "apply", "plan", "sweep", "eval", "inspect", "bench", "draft", "export", "generate", "chat", "report", "push", "recipes", "methods",
+    "apply", "plan", "sweep", "eval", "inspect", "bench", "tune", "draft", "export", "generate", "chat", "report", "push", "recipes",
+    "methods",
 )  # fmt: skip
 
 _RESUME = "; finished work is kept: run the same command with --resume to continue"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from runtime.api.model import Model as Model
     from runtime.api.seq2seq import Seq2SeqModel as Seq2SeqModel
     from runtime.api.speech import SpeechModel as SpeechModel
+    from runtime.api.tune import tune as tune
     from runtime.errors import ArtifactError as ArtifactError
     from runtime.errors import CompressError as CompressError
     from runtime.errors import RequestError as RequestError
@@ -33,6 +34,7 @@ _HOMES = {
     "Seq2SeqModel": "runtime.api.seq2seq",
     "SpeechModel": "runtime.api.speech",
     "load": "runtime.api.load",
+    "tune": "runtime.api.tune",
 }
 __all__ = [*_HOMES, "__version__"]
 

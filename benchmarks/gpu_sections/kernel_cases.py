@@ -71,6 +71,7 @@ def cases(device: str, small: bool) -> Iterator[Case]:
     for n, k in shapes:
         yield from integer_cases(n, k, device, small)
         yield from w8a8_cases(n, k, device, small)
+        yield from rounded_cases(n, k, device, small)
         if k % 4 == 0:
             yield from sparse_cases(n, k, device, small)
     yield from fused_cases(device, small)
@@ -112,7 +113,7 @@ def candidate_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case]:
     """Every launch that tuning may choose for one shape; in the interpreter the defaults alone."""
     import triton_references as references
 
-    from runtime.kernels.triton import few_rows, many_rows, matvec, semi_structured, sparse24_w4, w8a8
+    from runtime.kernels.triton import few_rows, many_rows, matvec, rounded, semi_structured, sparse24_w4, w8a8
 
     first = 1 if small else None
     w, sparse = int_weight(n, k, 128, 4, device), sparse_weight(n, k, 128, device)
@@ -139,6 +140,10 @@ def candidate_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case]:
             case = w8a8_case(n, k, m, float8, device)
             for c in w8a8.configurations(m, (n, k))[:first]:
                 yield case._replace(name=f"{case.name} {c}", config=c)
+    for m in (3,) if small else (16, 65, 1024):
+        case = rounded_case(n, k, m, 128, 0, device)
+        for c in rounded.configurations(m, w)[:first]:
+            yield case._replace(name=f"{case.name} {c}", config=c)
 
 
 def float8s(device: str) -> tuple[bool, ...]:
@@ -164,6 +169,32 @@ def w8a8_case(n: int, k: int, rows: int, float8: bool, device: str) -> Case:
     run = partial(w8a8.product, codes, scale, weight, w_scale, torch.bfloat16)
     name = f"w8a8, {n}x{k} {'float8' if float8 else 'int8'} rows {rows}"
     return Case(name, run, references.w8a8(codes, scale, weight, w_scale), 5e-3)
+
+
+def rounded_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case]:
+    """4-bit weights times inputs of few bits, with a scale a token or a group."""
+    for group, x_group in ((128, 0), (0, 0), (128, 128), (64, 32)):
+        if group <= k and (not x_group or k % x_group == 0):
+            for m in (3,) if small else (1, 16, 65, 1024):
+                yield rounded_case(n, k, m, group, x_group, device)
+
+
+def rounded_case(n: int, k: int, rows: int, group: int, x_group: int, device: str) -> Case:
+    """One of them."""
+    import triton_references as references
+
+    from runtime.kernels.triton import rounded, w8a8
+
+    w, x = int_weight(n, k, group, 4, device), torch.randn(rows, k, device=device).bfloat16()
+    if x_group:
+        codes, scale = rounded.quantize_groups(x, 4, x_group)
+    else:
+        codes, of_tokens, _ = w8a8.quantize(x, False, 4)
+        scale = of_tokens[:, None]
+    wide = codes.double() * scale.double().repeat_interleave(x_group or k, 1)
+    run = partial(rounded.product, codes, scale, w, x_group, torch.bfloat16)
+    name = f"rounded, {n}x{k} group {group} inputs {x_group or 'tokens'} rows {rows}"
+    return Case(name, run, references.linear(wide, w), 5e-3)
 
 
 def sparse_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case]:

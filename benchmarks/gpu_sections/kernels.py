@@ -49,15 +49,12 @@ def check(bench: Bench) -> None:
 
 def check_part(dry: bool, seconds: float, file: Path, number: int, count: int) -> Row:
     """What is recorded of every `count`-th case, in a process of its own."""
-    from runtime.kernels.triton import tuning
-
     if dry:
         from triton_interpreter import repair
 
         repair()
     bench = Bench(dry, seconds, file, file.parent)
     torch.manual_seed(number)
-    tuning.enabled = False  # odd shapes are not worth tuning; every candidate is checked on some
     for case in itertools.islice(cases(bench.device.type, bench.dry), number, None, count):
         if not bench.enough(f"{case.name} and each {count}th after it"):
             break
@@ -91,7 +88,7 @@ def weight_bytes(weight: Any) -> int:
 
 def products(bench: Bench, shape: tuple[int, int], rows: int) -> Row:
     """Seconds of one layer at one number of rows: ours in every format, cuBLAS, peers; bytes that ours read."""
-    from runtime.kernels.triton import linear, sparse24_w4, w8a8
+    from runtime.kernels.triton import linear, rounded, sparse24_w4, w8a8
 
     (n, k), device = shape, bench.device.type
     x = torch.randn(rows, k, device=device).bfloat16()
@@ -108,6 +105,19 @@ def products(bench: Bench, shape: tuple[int, int], rows: int) -> Row:
         for w in (fours * -(-count // len(fours)))[: count - len(fours)]
     ]
     ours("w4a16", fours, lambda w: linear.multiply(x, w), weight_bytes(fours[0]))
+
+    def of_tokens(w: Any) -> Any:
+        codes, scale, _ = w8a8.quantize(x, False, 4)
+        return rounded.product(codes, scale[:, None], w, 0, torch.bfloat16)
+
+    ours("w4a4", fours, of_tokens, weight_bytes(fours[0]))
+    if k % 128 == 0:
+        ours(
+            "w4a4_groups",
+            fours,
+            lambda w: rounded.product(*rounded.quantize_groups(x, 4, 128), w, 128, torch.bfloat16),
+            weight_bytes(fours[0]),
+        )
     del fours
     eights = [int_weight(n, k, 0, 8, device, seed=i) for i in range(min(8, bench.copies(n * k)))]
     ours("w8a16", eights, lambda w: linear.multiply(x, w), weight_bytes(eights[0]))

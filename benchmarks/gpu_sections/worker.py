@@ -26,11 +26,14 @@ def main() -> int:
     options = parser.parse_args()
 
     import importlib
+    import math
+    from contextlib import nullcontext
 
     import torch
 
     from gpu_sections import MISSING
     from gpu_sections.bench import Bench, MissingPeerError, said
+    from runtime.kernels import tuning
 
     bench = Bench(options.dry_run, options.seconds, options.result, options.work, options.gpt_fast)
     try:
@@ -39,7 +42,9 @@ def main() -> int:
 
             repair()
         torch.manual_seed(0)
-        getattr(importlib.import_module(options.module), options.part)(bench)
+        # As after `compress tune`; checks try every candidate on some shapes, and odd ones are not worth tuning.
+        with tuning.measuring(math.inf) if options.part == "timing" else nullcontext():
+            getattr(importlib.import_module(options.module), options.part)(bench)
     except MissingPeerError as missing:
         bench.fact(reason=str(missing))
         return MISSING

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.nn.functional import cross_entropy
 
 from compress.core.processes import Team
 from compress.core.statistics import StatisticsCollector
@@ -28,7 +27,10 @@ from compress.model.hidden_states import HiddenStates
 from compress.model.module_hooks import hooks
 from compress.model.streamed import Batch, StreamedModel
 from runtime.errors import CompressError
+from runtime.formats.bitpack import row_slices
 from runtime.modeling.linear_modules import get_matrix
+
+_SUMMED = 1 << 20  # probabilities that are added up at once
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,12 @@ class BackwardPass:
                             raise CompressError(
                                 "objective output: the original model's logits are NaN or Inf on the calibration text; give propagated"
                             )
-                        labels = sample_labels(logits.detach(), generator)
-                        loss = cross_entropy(logits, labels, reduction="sum")
-                    rows += torch.autograd.grad(loss, leaf)
+                    by_logits = logits.detach().softmax(
+                        -1
+                    )  # and less one at the label: the gradient of the cross entropy
+                    labels = sample_labels(by_logits, generator)
+                    by_logits[torch.arange(len(labels), device=device), labels] -= 1
+                    rows += torch.autograd.grad(logits, leaf, by_logits)
                 self.states.put(place, torch.cat(rows))
 
     def _block(self, index: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -158,6 +163,12 @@ def states_per_token(blocks: int) -> int:
     return blocks + 1
 
 
-def sample_labels(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A label for each token, `[tokens]`, from logits `[tokens, vocab]`."""
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+def sample_labels(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A label for each token, int64 `[tokens]`, drawn from `[tokens, vocab]`: one random number a token, not one a word."""
+    (tokens, vocabulary), device = probabilities.shape, probabilities.device
+    draws = torch.rand(tokens, 1, generator=generator, dtype=torch.float64, device=device)
+    labels = torch.empty(tokens, 1, dtype=torch.int64, device=device)
+    for start, stop in row_slices(tokens, vocabulary, _SUMMED):
+        sums = probabilities[start:stop].cumsum(-1, dtype=torch.float64)
+        labels[start:stop] = torch.searchsorted(sums, draws[start:stop] * sums[:, -1:], right=True)
+    return labels.clamp_(max=vocabulary - 1)[:, 0]

@@ -67,7 +67,14 @@ class QuantizeConfig(BaseModel):
     input_transform: str | None = Field(
         None,
         description="Change of basis of the layer's inputs before they and the weights are rounded, a small product a token at run time: "
-        "hadamard, hadamard_groups (for each group of columns) or flatquant (learned), or another package's.",
+        "hadamard, hadamard_groups (for each group of columns) or flatquant (learned), or another package's. outliers_last only reorders "
+        "inputs.",
+    )
+    int8_channels: int | None = Field(
+        None,
+        ge=1,
+        description="With int4 activations: so many input channels of a layer, the largest, are rounded to 8 bits (Atom). Activations "
+        "then have groups like the weights, and this is a multiple of group_size.",
     )
     scales: Literal["hessian", "mse", "minmax", "positive"] = Field(
         "mse",

@@ -13,13 +13,13 @@ from runtime.config.messages import did_you_mean
 from runtime.errors import RequestError
 from runtime.formats.checks import why_not_inputs
 from runtime.formats.grid import GridScheme
-from runtime.formats.input_transform import InputTransform
 from runtime.formats.k_quant import KQuant
 from runtime.formats.presets import PRESETS, preset
 from runtime.formats.representation import Representation
 from runtime.formats.scheme import ActivationScheme, Scheme, representation_of
 
 _GRID_FIELDS = ("bits", "group_size", "symmetric")
+_OF_ACTIVATIONS = ("activations", "activation_mode", "int8_channels")
 _OF_GRIDS = ("scales", "static_groups", "refit_scales")  # options of methods that apply to grids only
 
 
@@ -58,6 +58,12 @@ def _check_lossless(config: QuantizeConfig, scheme: Scheme, weights: Representat
 def _with_transform(config: QuantizeConfig, scheme: Scheme) -> Scheme:
     """The scheme with the input transform that a recipe asks for; RequestError where it is unknown, or does not go with the rest."""
     name, weights = config.input_transform, scheme.weights
+    if scheme.activations is not None and scheme.activations.int8_tail:
+        if name not in (None, "outliers_last"):
+            raise RequestError(
+                f"input_transform {name}: int8_channels orders the inputs itself: leave one of the two out"
+            )
+        name = "outliers_last"
     if name is None or weights is None:
         return scheme
     if name not in TRANSFORMS:
@@ -78,7 +84,7 @@ def _with_transform(config: QuantizeConfig, scheme: Scheme) -> Scheme:
         )
     if reason is not None:
         raise RequestError(f"input_transform {name}: {reason}")
-    return replace(scheme, transform=InputTransform(name, block_size))
+    return replace(scheme, transform=method.kind(name, block_size))
 
 
 def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -> Scheme:
@@ -111,9 +117,9 @@ def _scheme_of(config: QuantizeConfig, sparsity: str | None) -> Scheme:
         for key in _GRID_FIELDS:
             if getattr(config, key) is not None:
                 raise RequestError(f"scheme '{config.scheme}' has a fixed {key}: leave it out")
-        if config.activations is not None or config.activation_mode is not None:
+        if any(getattr(config, key) is not None for key in _OF_ACTIVATIONS):
             what = "is weight-only" if scheme.activations is None else "has fixed activations"
-            raise RequestError(f"scheme '{config.scheme}' {what}: leave activations and activation_mode out")
+            raise RequestError(f"scheme '{config.scheme}' {what}: leave {', '.join(_OF_ACTIVATIONS)} out")
         if config.scales == "positive" and isinstance(scheme.weights, KQuant):
             raise RequestError(f"scheme '{config.scheme}' has scales of both signs: scales must not be positive")
         return _check_options(config, replace(scheme, sparsity=sparsity))
@@ -224,7 +230,26 @@ def _activations(
             )
         static = config.activation_mode == "static"
         activations = replace(activations, dynamic=not static, strategy="tensor" if static else "token")
-    return activations
+    return _with_int8_tail(config, activations, weights)
+
+
+def _with_int8_tail(
+    config: QuantizeConfig, activations: ActivationScheme | None, weights: GridScheme | None
+) -> ActivationScheme | None:
+    """The scheme of activations with the features of 8 bits that a recipe or the preset asks for, in groups like the weights'."""
+    tail = config.int8_channels or (activations.int8_tail if activations is not None else 0)
+    if not tail:
+        return activations
+    size = None if weights is None or weights.strategy != "group" else weights.group_size
+    if size is None:
+        raise RequestError(
+            "int8_channels are for weights on a grid with groups, such as scheme W4A4: give a group_size"
+        )
+    if activations is None or (activations.type, activations.dynamic) != ("int", True) or activations.bits == 8:
+        raise RequestError(
+            "int8_channels are for dynamic integer activations of fewer than 8 bits, as scheme W4A4 has them"
+        )
+    return replace(activations, strategy="group", group_size=size, int8_tail=tail)
 
 
 def _with_group(weights: GridScheme, size: int | str) -> GridScheme:

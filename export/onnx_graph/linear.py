@@ -21,7 +21,7 @@ from export.onnx_graph.matmul_nbits import matmul_nbits, widened
 from export.onnx_graph.store import onnx_type
 from export.source import Source
 from export.target import Job
-from runtime.formats.input_transform import LEFT, RIGHT, matrices
+from runtime.formats.input_transform import LEFT, ORDER, RIGHT, matrices
 from runtime.formats.scheme import ActivationScheme
 from runtime.kernels.activations import code_limits
 
@@ -156,8 +156,11 @@ def _compressed(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Di
 
 
 def _transformed(b: Builder, source: Source, module: str, x: onnx_ir.Value, dtype: torch.dtype) -> onnx_ir.Value:
-    """`L^T X R` of every piece of the rows, see `InputTransform`."""
-    left, right = matrices(source.input_matrices(module))
+    """The input in the layer's basis, see `InputTransform` and `InputOrder`."""
+    tensors = source.input_matrices(module)
+    if ORDER in tensors:
+        return b.op("Gather", [x, b.store.add(f"{module}.{ORDER}", tensors[ORDER])], "input/ordered", axis=-1)
+    left, right = matrices(tensors)
     sizes = [-1, 1 if left is None else len(left), len(right)]
     pieces = b.op("Reshape", [x, b.constant(sizes)], "input/pieces")
     found = b.op("MatMul", [pieces, b.stored(f"{module}.{RIGHT}", right, dtype)], "input/right")

@@ -31,6 +31,8 @@ class ActivationScheme:
         outliers: features of a token whose magnitude is above this stay as they are, and the scale is made for the rest; None: all are
             rounded. LLM.int8() (Dettmers et al. 2022, arXiv 2208.07339) takes a feature out for all tokens of a batch where one of them
             has an outlier in it; here every token has outliers of its own, so that its result does not depend on the batch it is in.
+        int8_tail: so many features at the end, whole groups, are rounded to 8 bits: those with outliers, which an `InputOrder` has brought
+            there (Zhao et al., Atom, 2023, arXiv 2310.19102).
     """
 
     bits: int = 8
@@ -41,11 +43,12 @@ class ActivationScheme:
     group_size: int | None = None
     scales: Literal["e8m0", "e4m3"] | None = None
     outliers: float | None = None
+    int8_tail: int = 0
 
     @property
     def own(self) -> bool:
         """Whether compressed-tensors cannot express it."""
-        return self.outliers is not None
+        return self.outliers is not None or self.int8_tail > 0
 
     @property
     def calibrated(self) -> bool:
@@ -80,6 +83,21 @@ class ActivationScheme:
                 return "activations that keep outliers are symmetric integers with one dynamic scale per token"
             if not 0 < self.outliers < math.inf:
                 return f"the threshold of outliers is a positive number, not {self.outliers}"
+        if self.int8_tail:
+            if (self.type, self.symmetric, self.dynamic, self.strategy) != (
+                "int",
+                True,
+                True,
+                "group",
+            ) or self.bits > 7:
+                return (
+                    "activations with features of 8 bits are symmetric integers of fewer in groups, with dynamic scales"
+                )
+            if not 0 < self.int8_tail < columns or self.int8_tail % (self.group_size or 1):
+                return (
+                    f"inputs of {columns} features cannot have {self.int8_tail} of 8 bits: give fewer than all, in whole groups of "
+                    f"{self.group_size}"
+                )
         if self.e2m1 and self.scales is None:
             return "float4 activations have scales of e8m0 or e4m3"
         if self.group_size is not None and (self.group_size < 1 or columns % self.group_size):
@@ -90,7 +108,8 @@ class ActivationScheme:
         """Short text for plans and reports: "a8 dynamic", or "a8 dynamic, outliers above 6 kept"."""
         when = self.dynamic if isinstance(self.dynamic, str) else "dynamic" if self.dynamic else "static"
         kept = "" if self.outliers is None else f", outliers above {self.outliers:g} kept"
-        return f"a{self.bits} {when}{kept}"
+        tail = f", {self.int8_tail} features a8" if self.int8_tail else ""
+        return f"a{self.bits} {when}{kept}{tail}"
 
     def tensors(self, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """What calibration leaves on disk, `[1]` each, for scales of `dtype`: `input_scale` (and `input_zero_point`), or
@@ -105,10 +124,11 @@ class ActivationScheme:
         return specs
 
     def to_config(self) -> dict[str, Any]:
-        """In the words of compressed-tensors, and `outliers` where there is that threshold."""
+        """In the words of compressed-tensors, and `outliers` and `int8_tail` where there are any."""
         fields = asdict(self)
-        if self.outliers is None:
-            del fields["outliers"]
+        for name in ("outliers", "int8_tail"):
+            if not fields[name]:
+                del fields[name]
         scales = fields.pop("scales")
         dtypes = {} if scales is None else dict.fromkeys(("scale_dtype", "zp_dtype"), str(SCALE_DTYPES[scales]))
         return {"num_bits": fields.pop("bits"), **fields, **dtypes}
@@ -119,13 +139,17 @@ class ActivationScheme:
         without `scale_dtype` has the scales of its strategy.
 
         Raises:
-            ValueError: scales of a dtype that this runtime does not have, a `group_size` that is no integer, `outliers` that is no number.
+            ValueError: scales of a dtype that this runtime does not have, a `group_size` or `int8_tail` that is no integer, `outliers` that
+                is no number.
         """
         dynamic, strategy = arguments["dynamic"], arguments["strategy"]
         size, dtype = arguments.get("group_size"), arguments.get("scale_dtype")
         outliers = arguments.get("outliers")
         if outliers is not None and (isinstance(outliers, bool) or not isinstance(outliers, int | float)):
             raise ValueError(f"outliers is {outliers!r}, expected a positive number")
+        tail = arguments.get("int8_tail", 0)
+        if isinstance(tail, bool) or not isinstance(tail, int) or tail < 0:
+            raise ValueError(f"int8_tail is {tail!r}, expected a number of features")
         if strategy not in ("group", "tensor_group"):
             size = dtype = None
         elif not isinstance(size, int):
@@ -144,4 +168,5 @@ class ActivationScheme:
             size,
             found[0] if found else None,  # type: ignore[arg-type]
             None if outliers is None else float(outliers),
+            tail,
         )

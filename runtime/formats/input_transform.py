@@ -1,4 +1,5 @@
-"""Change of basis of a layer's inputs: a product with two small matrices, which spreads outliers before inputs and weights are rounded.
+"""Change of basis of a layer's inputs: a product with two small matrices, which spreads outliers before inputs and weights are rounded, or
+another order of its features, which brings them together.
 
 Kronecker products of learned matrices are those of FlatQuant (Sun et al., 2024, arXiv 2410.09426), of Hadamard matrices the online
 rotations of QuaRot (Ashkboos et al., 2024, arXiv 2404.00456), and one matrix for every group of columns that of MR-GPTQ (Egiazarian et al.,
@@ -17,7 +18,7 @@ import torch
 from runtime.formats.cut import Axes
 from runtime.formats.representation import Tensors, TensorSpec
 
-LEFT, RIGHT = "input_left", "input_right"
+LEFT, RIGHT, ORDER = "input_left", "input_right", "input_order"
 MOST = 1024
 """Rows of a matrix, at most: for a prime number of columns it would be as wide as the layer."""
 STORED = torch.float16
@@ -89,7 +90,44 @@ class InputTransform:
             isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1
         ):
             raise ValueError(f"input_transform has block_size {block_size!r}, expected a positive integer")
-        return cls(config["name"], block_size)
+        if config.get("order", False) is not True:
+            return InputTransform(config["name"], block_size)
+        if block_size is not None:
+            raise ValueError("input_transform has an order of all features and a block_size, expected one of the two")
+        return InputOrder(config["name"])
+
+    def find_corruption(self, tensors: Tensors) -> tuple[str, str] | None:
+        """Name of a tensor that is none of such a transform, and what is wrong; shapes and dtypes are right."""
+        wrong = [name for name in (LEFT, RIGHT) if name in tensors and not bool(tensors[name].isfinite().all())]
+        return (wrong[0], "holds NaN or Inf") if wrong else None
+
+
+class InputOrder(InputTransform):
+    """`x [..., in]` becomes `x[..., order]`, and a layer stores `W[:, order]`. Nothing is rounded by it."""
+
+    def why_not(self, columns: int) -> str | None:
+        return None
+
+    def tensors(self, columns: int) -> dict[str, TensorSpec]:
+        return {ORDER: TensorSpec((columns,), torch.int32, (None,))}
+
+    def of_inputs(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        return x.index_select(-1, tensors[ORDER])
+
+    def to_weight(self, weight: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return wide.index_select(-1, tensors[ORDER])
+
+    def of_weight(self, weight: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        return weight.index_select(-1, tensors[ORDER].argsort())
+
+    def to_config(self) -> dict[str, Any]:
+        return {"name": self.name, "order": True}
+
+    def find_corruption(self, tensors: Tensors) -> tuple[str, str] | None:
+        order = tensors[ORDER]
+        places = torch.arange(len(order), dtype=order.dtype, device=order.device)
+        return None if bool((order.sort().values == places).all()) else (ORDER, "is no order of the features")
 
 
 def matrices(

@@ -9,6 +9,7 @@ from runtime.formats.block_float import BlockFloat
 from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.float8_block import Float8Block
 from runtime.formats.grid import GridScheme
+from runtime.formats.input_transform import InputOrder
 from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.scheme import Scheme
@@ -34,6 +35,12 @@ PRESETS: dict[str, Scheme] = {
     "LLM.int8": Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme(outliers=6.0)),
     "W4A8": Scheme(_group(4), ActivationScheme()),
     "W4A4": Scheme(_group(4), ActivationScheme(4)),
+    "Atom": Scheme(
+        _group(4),
+        ActivationScheme(4, strategy="group", group_size=128, int8_tail=128),
+        None,
+        InputOrder("outliers_last"),
+    ),
     "W4AFP8": Scheme(_group(4), ActivationScheme(8, "float")),
     "FP8": Scheme(GridScheme(8, "float", True, "tensor"), ActivationScheme(8, "float", True, False, "tensor")),
     "FP8_DYNAMIC": Scheme(GridScheme(8, "float", True, "channel"), ActivationScheme(8, "float")),

@@ -220,7 +220,11 @@ def _arguments(given: Any, where: str, weights: bool) -> dict[str, Any]:
         kind = own_kind(args) if weights else None
         activations = None if weights else ActivationScheme.from_arguments(args)
         reason = None if kind is None else kind.why_not((1, size if isinstance(size, int) and size else 1))
-        reason = reason if activations is None else activations.why_not(activations.group_size or 1)
+        reason = (
+            reason
+            if activations is None
+            else activations.why_not((activations.group_size or 1) + activations.int8_tail)
+        )
     except ValueError as error:
         reason = str(error)
     if reason is not None:

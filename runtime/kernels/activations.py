@@ -8,6 +8,7 @@ Outliers (`ActivationScheme.outliers`) are ours.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -95,6 +96,10 @@ def fake_quantize(x: torch.Tensor, scheme: ActivationScheme, tensors: Tensors) -
     `quantize_input`."""
     if x.numel() == 0:
         return x
+    if scheme.int8_tail:
+        few, tail = x.split([x.shape[-1] - scheme.int8_tail, scheme.int8_tail], -1)
+        parts = (few, replace(scheme, int8_tail=0)), (tail, replace(scheme, bits=8, int8_tail=0))
+        return torch.cat([fake_quantize(part, own, tensors) for part, own in parts], -1)
     grouped = x if scheme.group_size is None else x.unflatten(-1, (-1, scheme.group_size))
     codes, scale, zero = quantize_input(grouped, scheme, tensors)
     codes = codes.to(scale.dtype)

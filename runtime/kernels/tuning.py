@@ -3,10 +3,11 @@
 One file a device, `tuning/NAME.json` under `$COMPRESS_CACHE` or `~/.cache/compress`: `{"version": ..., "choices": {key: choice}}`. A file
 that is damaged is ignored and replaced, one that cannot be written is done without; either is said once in the log.
 
-CPU kernels are keyed by (kernels, layer's scheme and dtype, rounded shape, shape class, threads). Measuring is done while a whole model is
-loaded (`measuring`), never longer than its budget; a layer prepared by itself uses what is remembered. What was not measured takes the
-first kernel, which is also taken unless another is at least a tenth faster: the first is the one whose results do not depend on the
-machine.
+Measuring is done where somebody waits for it (`measuring`): on CPUs while a whole model is loaded, never longer than a budget, and in
+`compress tune`. Elsewhere, in requests above all, what is remembered is used, and else the first option.
+
+CPU kernels are keyed by (kernels, layer's scheme and dtype, rounded shape, shape class, threads). The first kernel is also taken unless
+another is at least a tenth faster: the first is the one whose results do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
@@ -115,9 +116,21 @@ _OUT = 512  # rows of the weight that are measured: time is proportional to them
 _left: ContextVar[list[float] | None] = ContextVar("seconds_left", default=None)
 
 
-def measuring() -> AbstractContextManager[Any]:
-    """While active, `fastest` may measure, for `BUDGET` seconds in all."""
-    return assigned(_left, [BUDGET])
+def measuring(seconds: float | None = None) -> AbstractContextManager[Any]:
+    """While active, what nobody remembers may be measured, for so many seconds in all (None: `BUDGET`); inside another one, for what that
+    has left."""
+    return nullcontext() if may_measure() else assigned(_left, [BUDGET if seconds is None else seconds])
+
+
+def may_measure() -> bool:
+    """Whether there is time left for measuring."""
+    left = _left.get()
+    return left is not None and left[0] > 0
+
+
+def stored() -> dict[Path, dict[str, Any]]:
+    """What the files say, by file."""
+    return {path: _read(path) for path in sorted(cache_directory("tuning").glob("*.json"))}
 
 
 def fastest(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> Kernel:

@@ -14,7 +14,6 @@ from runtime import kernels as kernel_table
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.base import input_tensors
 from runtime.formats.checks import Tensors, TensorSpec, check_tensor, join
-from runtime.formats.input_transform import LEFT, RIGHT
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import CompressedWeight
 from runtime.kernels import Choice, Kernel, Layer
@@ -114,9 +113,9 @@ class CompressedModule(nn.Module):
             scale = tensors.get(name)
             if scale is not None and not bool((scale > 0) & scale.isfinite()):
                 raise ArtifactError(f"tensor {join(where, name)} is {float(scale)}, expected a positive number")
-        for name in (LEFT, RIGHT):
-            if name in tensors and not bool(tensors[name].isfinite().all()):
-                raise ArtifactError(f"tensor {join(where, name)} holds NaN or Inf")
+        transform = self.entry.scheme.transform
+        if transform is not None and (found := transform.find_corruption(tensors)) is not None:
+            raise ArtifactError(f"tensor {join(where, found[0])} {found[1]}")
 
     # ---------------------------------------------------------------- buffers
     @property

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.formats.input_transform import matrices
+from runtime.formats.input_transform import ORDER, matrices
+from runtime.formats.representation import Tensors
 from runtime.kernels.cpu import experts as c_experts
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import CKernel
@@ -25,7 +26,7 @@ class CLinears:
 
     def __init__(self) -> None:
         self.keep: list[torch.Tensor] = []
-        self._matrices: dict[bytes, torch.Tensor] = {}  # of input transforms, by their bytes
+        self._of_transforms: dict[bytes, torch.Tensor] = {}  # by their bytes
 
     def of(self, module: nn.Module, name: str) -> library.Linear | str:
         """The layer, a dense one as it lies in memory; or the reason why C does not compute it. `name` is what reasons call it."""
@@ -38,13 +39,7 @@ class CLinears:
             self.keep += [*tensors.values(), *([] if bias is None else [bias])]
             found = kernel.linear(tensors, module.layer, bias)
             if module.entry.scheme.transform is not None:
-                left, right = matrices(tensors)
-                found.basis = library.Basis(
-                    1 if left is None else len(left),
-                    len(right),
-                    None if left is None else self._matrix(left),
-                    self._matrix(right),
-                )
+                found.basis = self._basis(tensors)
             return found
         if not is_matrix(module):
             return f"{name} is a {type(module).__name__}"
@@ -64,10 +59,18 @@ class CLinears:
             bias=None if bias is None else self.vector(bias),
         )
 
-    def _matrix(self, matrix: torch.Tensor) -> int:
-        """Address of a matrix in float32, the same for equal ones: what layers of one input make of it is computed once."""
-        own = matrix.detach().float().contiguous().clone()  # not in a file that streamed weights are read from
-        return self._matrices.setdefault(own.numpy().tobytes(), own).data_ptr()
+    def _basis(self, tensors: Tensors) -> library.Basis:
+        """The basis that an input transform's tensors make."""
+        if ORDER in tensors:
+            return library.Basis(order=self._shared(tensors[ORDER]))
+        left, right = matrices(tensors)
+        sizes = 1 if left is None else len(left), len(right)
+        return library.Basis(*sizes, None if left is None else self._shared(left.float()), self._shared(right.float()))
+
+    def _shared(self, tensor: torch.Tensor) -> int:
+        """Address of a tensor, the same for equal ones: what layers of one input make of it is computed once."""
+        own = tensor.detach().contiguous().clone()  # not in a file that streamed weights are read from
+        return self._of_transforms.setdefault(own.numpy().tobytes(), own).data_ptr()
 
     def vector(self, weight: torch.Tensor) -> int:
         """Address of a weight in float32."""
@@ -110,7 +113,7 @@ def read_experts(module: nn.Module, layout: Layout, gate: Gate, reader: CLinears
                 found = reader.dense(weight, bias, f"{name}.{projection}")
             if isinstance(found, str):
                 return found
-            if found.basis.right:
+            if found.basis:
                 return f"{name}.{projection} transforms its input, which C does not do for experts"
             row.append(found)
         rows.append((row[0] if layout.gate else None, row[-2], row[-1]))

@@ -48,7 +48,7 @@ def read_scheme(name: str) -> Scheme:
 
 def _needs_more(scheme: Scheme) -> bool:
     calibrated = scheme.activations is not None and scheme.activations.calibrated
-    return scheme.grid is None or not scheme.grid.integral or calibrated
+    return scheme.grid is None or not scheme.grid.integral or calibrated or scheme.transform is not None
 
 
 def round_artifact(artifact: Artifact, name: str, trust_remote_code: bool) -> Artifact:

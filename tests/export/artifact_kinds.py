@@ -53,6 +53,10 @@ STAGES: dict[str, list[dict[str, Any]]] = {
         }
     ],
     "turned_w8a8": [{"quantize": {"method": "rtn", "scheme": "W8A8-INT8", "input_transform": "hadamard"}}],
+    "ordered_w4": [
+        {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32, "input_transform": "outliers_last"}}
+    ],
+    "atom": [{"quantize": {"method": "rtn", "scheme": "Atom", "group_size": 32, "int8_channels": 32}}],
     "row_codebook": [
         {"quantize": {"method": "rtn", "scheme": {"representation": "row_codebook", "bits": 3, "outliers": 0.01}}}
     ],

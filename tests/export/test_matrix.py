@@ -42,11 +42,15 @@ REFUSED |= {("llm_int8", "huggingface"): "keeps outliers of its inputs unrounded
 REFUSED |= {("llm_int8", "tensorrt bundle"): "scales must be positive"}
 REFUSED |= {
     (kind, target): f"input_transform {name}"
-    for kind, name in (("turned_w4", "hadamard"), ("turned_w4_groups", "hadamard_groups"))
+    for kind, name in (("turned_w4", "hadamard"), ("turned_w4_groups", "hadamard_groups"), ("atom", "outliers_last"))
     for target in ("gguf", "huggingface")
 }
+REFUSED |= {("atom", target): "rounds its inputs in groups of 32" for target in ("onnx", "onnx --ort")}
+REFUSED |= {("atom", "tensorrt bundle"): "has groups of 32, and blocks are 64 or 128"}
 CELLS = [(kind, target) for kind in MATRIX for target in TARGETS]
 CELLS += [("turned_w4", target) for target in ("gguf", "huggingface", "onnx --ort")]
+CELLS += [("ordered_w4", target) for target in ("onnx", "onnx --ort")]
+CELLS += [("atom", target) for target in TARGETS]
 CELLS += [("turned_w4_groups", target) for target in ("tensorrt bundle", "huggingface")]
 CELLS += [(kind, target) for kind in ("nvfp4", *OURS) for target in TARGETS]
 CELLS += [(kind, "tensorrt bundle") for kind in ("w4_g128_positive", "w8a8_positive", "sparse_w4_positive")]

@@ -15,7 +15,7 @@ from weight_cases import random_mask
 from runtime import formats
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.dfloat11 import DFloat11
-from runtime.formats.input_transform import InputTransform
+from runtime.formats.input_transform import ORDER, InputTransform
 from runtime.formats.k_quant import KQuant
 from runtime.formats.quantization_config import ModuleEntry, build
 from runtime.formats.row_codebook import RowCodebook
@@ -44,14 +44,17 @@ SCHEMES = {
 }
 
 
-def random_matrices(transform: InputTransform, columns: int, name: str) -> dict[str, torch.Tensor]:
-    """Matrices of an input transform, neither orthogonal nor symmetric: those of layers of one input (or of all, where the transform is
-    called "same") are equal."""
+def random_basis(transform: InputTransform, columns: int, name: str) -> dict[str, torch.Tensor]:
+    """Matrices of an input transform, neither orthogonal nor symmetric, or a random order: those of layers of one input (or of all, where
+    the transform is called "same") are equal."""
     name = "" if transform.name == "same" else name
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     found = {}
     for key, spec in transform.tensors(columns).items():
         size = spec.shape[0]
+        if key == ORDER:
+            found[key] = torch.randperm(size, generator=generator).to(spec.dtype)
+            continue
         spread = torch.linalg.qr(torch.randn(size, size, generator=generator)).Q
         found[key] = (
             (spread + 0.2 * torch.randn(size, size, generator=generator) / size**0.5).to(spec.dtype).contiguous()
@@ -111,10 +114,10 @@ def compress(model: Any, path: Path, choose: Any) -> dict[str, CompressedWeight]
         storage, scheme = formats.get(chosen[0]), chosen[1]
         transposed = type(module).__name__ == "Conv1D"
         dense, turned = module.weight.data.T.contiguous() if transposed else module.weight.data, scheme.transform
-        matrices = {} if turned is None else random_matrices(turned, dense.shape[1], name.rpartition(".")[0])
-        weight = nearest(dense if turned is None else turned.to_weight(dense, matrices).to(dense.dtype), scheme)
+        basis = {} if turned is None else random_basis(turned, dense.shape[1], name.rpartition(".")[0])
+        weight = nearest(dense if turned is None else turned.to_weight(dense, basis).to(dense.dtype), scheme)
         tensors.pop(f"{name}.weight", None)
-        packed = storage.pack(weight) | matrices
+        packed = storage.pack(weight) | basis
         tensors |= {f"{name}.{key}": value for key, value in packed.items()}
         entries[name] = ModuleEntry(scheme, chosen[0], storage.stored_count(packed))
         weights[name] = weight

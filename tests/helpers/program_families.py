@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from compressed_models import SCHEMES, nearest, random_matrices
+from compressed_models import SCHEMES, nearest, random_basis
 from torch import nn
 
 from runtime import formats
@@ -106,13 +106,13 @@ def compressed(model: Any, scheme: Scheme = SCHEMES["pack-quantized"]) -> tuple[
         if not is_matrix(module) or not name.startswith(f"{blocks}."):
             continue
         given, turned = get_matrix(module).detach().contiguous(), scheme.transform
-        matrices = {} if turned is None else random_matrices(turned, given.shape[1], name.rpartition(".")[0])
-        weight = nearest(given if turned is None else turned.to_weight(given, matrices), scheme)
+        basis = {} if turned is None else random_basis(turned, given.shape[1], name.rpartition(".")[0])
+        weight = nearest(given if turned is None else turned.to_weight(given, basis), scheme)
         shape = weight.shape
         plain = type(grid) is GridScheme and grid.type == "int"
         form = formats.get("packed") if plain else formats.choose(scheme, shape)
         bias = None if module.bias is None else module.bias.detach()
-        tensors = form.pack(weight) | matrices
+        tensors = form.pack(weight) | basis
         entry = ModuleEntry(scheme, form.name, form.stored_count(tensors))
         if (
             scheme.activations is not None

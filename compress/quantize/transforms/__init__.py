@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from compress.core.method import registry
-from compress.quantize.transforms import flatquant, hadamard
+from compress.quantize.transforms import flatquant, hadamard, outliers_last
 from compress.quantize.transforms.method import Basis, Layers, TransformMethod
 
 METHODS: dict[str, TransformMethod] = registry(
-    "compress.transforms", hadamard.METHOD, hadamard.BY_GROUP, flatquant.METHOD
+    "compress.transforms", hadamard.METHOD, hadamard.BY_GROUP, flatquant.METHOD, outliers_last.METHOD
 )
 
 __all__ = ["METHODS", "Basis", "Layers", "TransformMethod"]

@@ -37,6 +37,7 @@ class TransformMethod:
         find: the matrices (`InputTransform.tensors`, in float32), finite and invertible; the same for the same layers.
         needs: what calibration must collect.
         by_group: one matrix for every group of columns of the weights' scheme, not one for a row.
+        kind: class of the transforms.
     """
 
     name: str
@@ -45,6 +46,7 @@ class TransformMethod:
     find: Callable[[Layers], Tensors]
     needs: frozenset[Need] = frozenset()
     by_group: bool = False
+    kind: type[InputTransform] = InputTransform
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def experts_of(
 def rounding_kind(layer: Linear) -> tuple[float, ...]:
     """What layers computed together must share of their rounding: all but static scales and zero points."""
     own = layer.rounding
-    return own.kind, own.bits, own.scales, own.span, own.threshold, own.scale != 0
+    return own.kind, own.bits, own.scales, own.span, own.tail, own.threshold, own.scale != 0
 
 
 def run(experts: Experts, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

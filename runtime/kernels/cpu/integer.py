@@ -172,6 +172,7 @@ def rounding_of(tensors: Tensors, layer: Layer) -> library.Rounding:
         kind = "integer" if activations.symmetric else "asymmetric"
     found = library.Rounding(library.ROUNDINGS[kind], activations.bits, library.ROUNDED_SCALES[activations.scales])
     found.span = activations.group_size or layer.shape[1]
+    found.tail, found.tail_bits = activations.int8_tail, 8
     found.threshold = math.inf if activations.outliers is None else activations.outliers
     for field, name in (("scale", "input_scale"), ("zero", "input_zero_point"), ("global_scale", "input_global_scale")):
         if name in tensors:

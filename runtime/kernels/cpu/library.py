@@ -94,15 +94,18 @@ class Rounding(ctypes.Structure):
     """`Rounding` of digits.h: how inputs are rounded; all zero: they are not."""
 
     _fields_ = (
-        *fields(ctypes.c_int32, "kind", "bits", "scales", "span"),
+        *fields(ctypes.c_int32, "kind", "bits", "scales", "span", "tail", "tail_bits"),
         *fields(ctypes.c_float, "threshold", "scale", "zero", "global_scale"),
     )
 
 
 class Basis(ctypes.Structure):
-    """`Basis` of linear.h: what inputs are multiplied by; all zero: nothing."""
+    """`Basis` of linear.h: what inputs are multiplied by, or their order; all zero: they are read as they are."""
 
-    _fields_ = (*fields(ctypes.c_int32, "left", "right"), *fields(ctypes.c_void_p, "l", "r"))
+    _fields_ = (*fields(ctypes.c_int32, "left", "right"), *fields(ctypes.c_void_p, "l", "r", "order"))
+
+    def __bool__(self) -> bool:
+        return bool(self.right or self.order)
 
 
 class Linear(ctypes.Structure):

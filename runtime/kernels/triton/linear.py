@@ -51,13 +51,15 @@ class WeightOnlyTriton(TritonKernel):
             mask = values != (0 if zero is None else layer.grid.spread(zero, layer.shape[1]))
         return CompressedWeight.of(values, parameters, mask, layer.entry.scheme, layer.dtype)
 
-    def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
-        zero = tensors.get("zero_point")
-        weight = layout.Weight(
-            tensors["words"], tensors["scale"], zero, layer.shape, layer.group, self.field,
+    def weight(self, tensors: Tensors, layer: Layer) -> layout.Weight:
+        """The weight as kernels take it."""
+        return layout.Weight(
+            tensors["words"], tensors["scale"], tensors.get("zero_point"), layer.shape, layer.group, self.field,
             two_of_four=layer.entry.format == "sparse24",
         )  # fmt: skip
-        return multiply(x, weight, bias)
+
+    def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        return multiply(x, self.weight(tensors, layer), bias)
 
     def path(self, rows: int) -> str:
         if not installed():
@@ -76,6 +78,55 @@ class W4A16Triton(WeightOnlyTriton):
     name = "w4a16-triton"
     formats = frozenset({"pack-quantized", "packed", "sparse24", "bitmap"})
     field, bits = 4, (2, 4)
+
+
+class RoundedTriton(WeightOnlyTriton):
+    """Codes of 2 to 4 bits, laid out as 4, with inputs rounded to integers or float8: W4A8, W4A4, W4AFP8, and groups of integers.
+
+    Codes of the inputs are the reference's; they are multiplied as they are.
+    """
+
+    name = "w4-rounded-triton"
+    formats = frozenset({"pack-quantized", "packed", "int-quantized"})
+    field, bits = 4, (2, 4)
+
+    def why_not_scheme(self, layer: Layer) -> str | None:
+        activations = layer.entry.scheme.activations
+        if activations is None:
+            return "it computes with quantized activations"
+        if not activations.symmetric or activations.outliers is not None or activations.e2m1:
+            return "it computes with symmetric activations, integers or float8"
+        if activations.strategy == "tensor" and activations.dynamic:
+            return "one dynamic scale for all tokens makes a token's result depend on the others"
+        size = activations.group_size
+        if size is not None and (activations.type == "float" or size < layout.SMALLEST_UNIT or size & (size - 1)):
+            return (
+                f"it wants groups of integers whose size is a power of two from {layout.SMALLEST_UNIT} on, not {size}"
+            )
+        return layer.why_not_integers(*self.bits, layout.SMALLEST_UNIT)
+
+    def capability(self, layer: Layer) -> tuple[int, int]:
+        activations = layer.entry.scheme.activations
+        return (8, 9) if activations is not None and activations.type == "float" else (8, 0)
+
+    def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        from runtime.kernels.triton import rounded, w8a8
+
+        scheme, size = layer.activations, layer.activations.group_size or 0
+        float8 = scheme.type == "float"
+        if size:
+            codes, scale = rounded.quantize_groups(x, scheme.bits, size, scheme.int8_tail)
+        elif scheme.dynamic:
+            codes, grid, _ = w8a8.quantize(x, float8, scheme.bits)
+            scale = grid[:, None]
+        else:
+            numbers, grid, _ = quantize_input(x, scheme, tensors)
+            codes = numbers.to(w8a8.FLOAT8 if float8 else torch.int8).contiguous()
+            scale = grid.float().reshape(1, 1).repeat(x.shape[0], 1)
+        return rounded.product(codes, scale, self.weight(tensors, layer), size, x.dtype, bias)
+
+    def path(self, rows: int) -> str:
+        return "triton quantize input + product of 4-bit codes with it"
 
 
 class W8A16Triton(WeightOnlyTriton):

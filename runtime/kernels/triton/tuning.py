@@ -1,8 +1,8 @@
 """Launch configuration of a kernel on a GPU: measured once, stored on disk (`runtime.kernels.tuning`).
 
-Keyed by (kernel, shape class, dtype, device name). The first call of a new key on a GPU times the candidates (some seconds, most
-of it compilation). Nothing is timed in the interpreter, while a CUDA graph is captured, or when `enabled` is False: the first
-candidate is the default.
+Keyed by (kernel, shape class, dtype, device name). Where measuring is allowed (`compress tune`), the first call of a new key times the
+candidates (some seconds, most of it compilation). Nothing is timed elsewhere, in the interpreter, or while a CUDA graph is captured: the
+first candidate is the default.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from runtime.system.context import assigned
 
 Config = dict[str, Any]
 
-enabled = True  # False: defaults only, nothing is timed (what is remembered already is still used)
 _log = logging.getLogger(__name__)
-settled: dict[tuple[Any, ...], Config] = {}  # final choices of this process, so that a launch costs one lookup
+#: Choices of this process, so that a launch costs one lookup: by what they depend on, and whether they could be measured.
+settled: dict[tuple[Any, ...], Config] = {}
 _every: ContextVar[bool] = ContextVar("every", default=False)
 
 
@@ -62,7 +62,12 @@ def choose(
         return candidates[0]
     if x.device.type != "cuda" or interpreted():
         return candidates[0]
-    quick = (kernel, *shape, x.dtype, x.device)
+    may_measure = tuning.may_measure()
+    if may_measure:
+        with gpu.entered(x.device):
+            may_measure = not torch.cuda.is_current_stream_capturing()
+    asked = (kernel, *shape, x.dtype, x.device)
+    quick = (*asked, may_measure)
     if quick in settled:
         return settled[quick]
     able = compiled_ahead(candidates, launch, x.device)
@@ -71,12 +76,12 @@ def choose(
     if len(able) < len(candidates):  # the best of these is not the best of all
         key += " compiled ahead"
     with gpu.entered(x.device):
-        may_measure = enabled and not torch.cuda.is_current_stream_capturing()
         best = tuning.recall(
             device, key, able, lambda: fastest(able, launch) if may_measure and len(able) > 1 else None
         )
+    settled[quick] = best
     if may_measure:
-        settled[quick] = best
+        settled.pop((*asked, False), None)
     return best
 
 

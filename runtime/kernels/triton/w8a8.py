@@ -11,17 +11,24 @@ import torch
 
 from runtime.kernels.triton import tuning
 from runtime.kernels.triton.codes import row_major
-from runtime.kernels.triton.jit import cdiv, entry, next_power_of_2, tl
+from runtime.kernels.triton.jit import cdiv, entry, jit, next_power_of_2, tl
 from runtime.kernels.triton.split_k import split_k, widest_split
 from runtime.kernels.triton.tuning import Config
 
 FLOAT8 = torch.float8_e4m3fn
 
 
+@jit
+def magnitude(value):
+    """Of float32 numbers, so that the largest of some tells whether one of them is none: NaN counts as infinite."""
+    size = tl.abs(value)
+    return tl.where(size < float("inf"), size, float("inf"))
+
+
 @entry
 def quantize_kernel(
     x, codes, scale, total, stride, K,
-    FLOAT: tl.constexpr, EPSILON: tl.constexpr, BLOCK: tl.constexpr,
+    FLOAT: tl.constexpr, BITS: tl.constexpr, EPSILON: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.cast(tl.program_id(0), tl.int64)
     x += row * stride
@@ -30,11 +37,13 @@ def quantize_kernel(
     for start in range(0, K, BLOCK):
         at = start + tl.arange(0, BLOCK)
         value = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(value))
-    limit = 448.0 if FLOAT else 127.5
+        largest = tl.maximum(largest, magnitude(value))
+    half: tl.constexpr = 1 << (BITS - 1)
+    limit = 448.0 if FLOAT else half - 0.5
+    extreme = tl.max(largest, 0)
     # Rounded to the dtype of x after each step, as the reference computes it: same codes, not merely close ones.
-    s = tl.div_rn(tl.max(largest, 0), limit).to(x.dtype.element_ty).to(tl.float32)
-    s = tl.where(s == 0, EPSILON, s)
+    s = tl.div_rn(extreme, limit).to(x.dtype.element_ty).to(tl.float32)
+    s = tl.where(s == 0, EPSILON, tl.where(extreme < float("inf"), s, float("nan")))
     tl.store(scale + row, s)
     count = tl.zeros([BLOCK], tl.int32)
     for start in range(0, K, BLOCK):
@@ -45,7 +54,7 @@ def quantize_kernel(
             value = tl.minimum(tl.maximum(value, -448.0), 448.0)
             tl.store(codes + at, value.to(tl.float8e4nv), mask=at < K)
         else:
-            value = tl.minimum(tl.maximum(value, -128.0), 127.0)
+            value = tl.minimum(tl.maximum(value, -half), half - 1)
             code = ((value + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2^23: rounds half to even
             count += code
             tl.store(codes + at, code.to(tl.int8), mask=at < K)
@@ -53,9 +62,13 @@ def quantize_kernel(
         tl.store(total + row, tl.sum(count, 0))
 
 
-def quantize(x: torch.Tensor, float8: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Symmetric quantization, one scale a row: `x` `[M, K]` -> codes int8 (or float8 e4m3) `[M, K]`, scale float32 `[M]`,
-    sums of the codes int32 `[M]` (undefined for float8). Reference: `runtime.kernels.activations.quantize_input`.
+def quantize(x: torch.Tensor, float8: bool, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Symmetric quantization, one scale a row: `x` `[M, K]` -> codes int8 (or float8 e4m3) `[M, K]`, scale float32 `[M]` (NaN where a row
+    holds an infinity or a NaN), sums of the codes int32 `[M]` (undefined for float8). Reference:
+    `runtime.kernels.activations.quantize_input`.
+
+    Args:
+        bits: of an integer code, 2 to 8.
     """
     x = row_major(x)
     rows, columns = x.shape
@@ -66,7 +79,7 @@ def quantize(x: torch.Tensor, float8: bool) -> tuple[torch.Tensor, torch.Tensor,
         block = min(4096, next_power_of_2(max(columns, 16)))
         quantize_kernel[(rows,)](
             x, codes, scale, total, x.stride(0), columns,
-            FLOAT=float8, EPSILON=torch.finfo(x.dtype).eps, BLOCK=block, num_warps=4 if block <= 2048 else 8,
+            FLOAT=float8, BITS=bits, EPSILON=torch.finfo(x.dtype).eps, BLOCK=block, num_warps=4 if block <= 2048 else 8,
         )  # fmt: skip
     return codes, scale, total
 

@@ -17,12 +17,14 @@ import compress
 import runtime
 from compress.core.orthogonal import why_not
 from compress.core.statistics import Statistics, StatisticsCollector
+from compress.quantize.config import QuantizeConfig
+from compress.quantize.presets import check_fits, resolve_scheme
 from compress.quantize.transforms import METHODS, Basis, Layers, flatquant
 from compress.recipe import load
 from compress.run.plan import make_plan
 from runtime import formats
 from runtime.errors import ArtifactError, RequestError
-from runtime.formats.input_transform import InputTransform, matrices, multiplied
+from runtime.formats.input_transform import InputOrder, InputTransform, matrices, multiplied
 from runtime.formats.presets import preset
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import Scheme
@@ -88,6 +90,7 @@ def test_sizes_are_as_square_as_can_be() -> None:
         {"name": "a", "block_size": 0},
         {"name": "a", "block_size": True},
         {"name": "a", "block_size": "8"},
+        {"name": "a", "block_size": 8, "order": True},
     ],
 )
 def test_a_config_that_means_nothing_is_refused(given: Any) -> None:
@@ -250,6 +253,72 @@ def test_learning_that_does_not_help_leaves_hadamard_matrices(monkeypatch: pytes
     assert all(torch.equal(found[name], start[name]) for name in start)
 
 
+# ---------------------------------------------------------------- orders
+def test_an_order_changes_no_bit() -> None:
+    transform, x, weight = InputOrder("order"), torch.randn(2, 3, 40, dtype=torch.bfloat16), torch.randn(7, 40)
+    tensors = {"input_order": torch.randperm(40).int()}
+    assert torch.equal(transform.of_weight(transform.to_weight(weight, tensors), tensors), weight)
+    order = tensors["input_order"].tolist()
+    assert torch.equal(transform.of_inputs(x, tensors), torch.stack([x[..., place] for place in order], -1))
+    assert torch.equal(transform.to_weight(weight, tensors), torch.stack([weight[:, place] for place in order], -1))
+    assert Scheme.from_config(json.loads(json.dumps(preset("Atom").to_config()))) == preset("Atom")
+
+
+def test_features_of_8_bits_are_the_largest_and_are_rounded_finer() -> None:
+    x, weight = planted(600, 96, 0), torch.randn(80, 96)
+    scheme = resolve_scheme(QuantizeConfig(method="rtn", scheme="Atom", group_size=8, int8_channels=8))
+    assert scheme.activations is not None
+    assert (scheme.activations.group_size, scheme.activations.int8_tail, scheme.activations.bits) == (8, 8, 4)
+    found = METHODS["outliers_last"].find(Layers([weight], scheme, x))
+    assert set(found["input_order"][-8:].tolist()) >= set(range(3, 96, 17)), "those that are planted"
+    assert sorted(found["input_order"].tolist()) == list(range(96))
+    turned = InputOrder("outliers_last").of_inputs(x, found)
+    given = fake_quantize(turned, scheme.activations, {})
+    for part, bits in ((slice(0, 88), 4), (slice(88, 96), 8)):
+        own = turned[:, part].unflatten(1, (-1, 8))
+        step = own.abs().amax(-1, keepdim=True) / (2**bits - 1) * 2
+        wanted = (own / step).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * step
+        torch.testing.assert_close(given[:, part], wanted.flatten(1))
+    as_it_was = fake_quantize(x, replace(scheme.activations, int8_tail=0), {})
+    assert float((given - turned).norm()) < 0.3 * float((as_it_was - x).norm())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"scheme": "W4A8", "int8_channels": 32}, "dynamic integer activations of fewer than 8 bits"),
+        ({"scheme": "W4A16", "int8_channels": 32}, "dynamic integer activations of fewer than 8 bits"),
+        ({"scheme": "W4A4", "activation_mode": "static", "int8_channels": 32}, "dynamic integer activations"),
+        ({"scheme": "W4A4", "group_size": "channel", "int8_channels": 32}, "give a group_size"),
+        ({"scheme": "NVFP4", "int8_channels": 32}, "leave activations, activation_mode, int8_channels out"),
+        ({"scheme": {"representation": "trellis"}, "int8_channels": 32}, "weights on a grid with groups"),
+        ({"scheme": "Atom", "input_transform": "hadamard"}, "orders the inputs itself"),
+    ],
+)
+def test_features_of_8_bits_that_mean_nothing_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        resolve_scheme(QuantizeConfig(method="rtn", **given))
+
+
+@pytest.mark.parametrize(("size", "tail", "columns"), [(32, 48, 96), (32, 96, 96), (32, 128, 96)])
+def test_features_of_8_bits_are_whole_groups_and_not_all(size: int, tail: int, columns: int) -> None:
+    scheme = resolve_scheme(QuantizeConfig(method="rtn", scheme="Atom", group_size=size, int8_channels=tail))
+    with pytest.raises(RequestError, match=f"inputs of {columns} features cannot have {tail} of 8 bits"):
+        check_fits(scheme, (16, columns))
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(128).int(), torch.arange(1, 129).int(), torch.arange(128).int() - 1])
+def test_a_damaged_order_is_named(wrong: torch.Tensor) -> None:
+    scheme = replace(preset("W4A16"), transform=InputOrder("outliers_last"))
+    order = {"input_order": torch.randperm(128).int()}
+    tensors = formats.choose(scheme, (16, 128)).pack(random_weight(scheme, (16, 128)), **order)
+    entry = ModuleEntry(scheme, "pack-quantized")
+    CompressedLinear.from_tensors(entry, (16, 128), tensors, None, torch.float32).prepare()
+    damaged = CompressedLinear.from_tensors(entry, (16, 128), tensors | {"input_order": wrong}, None, torch.float32)
+    with pytest.raises(ArtifactError, match="tensor input_order is no order of the features"):
+        damaged.prepare()
+
+
 # ---------------------------------------------------------------- in a recipe
 SIZES: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2}
 KINDS: dict[str, dict[str, Any]] = {
@@ -259,12 +328,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "W8A8 static": {"scheme": "W8A8-INT8", "activation_mode": "static", "input_transform": "hadamard"},
     "NVFP4": {"scheme": "NVFP4", "input_transform": "hadamard_groups"},
     "MXFP4 learned": {"scheme": "MXFP4", "input_transform": "flatquant"},
+    "order": {"scheme": "W4A16", "group_size": 32, "input_transform": "outliers_last"},
+    "Atom": {"scheme": "Atom", "group_size": 32, "int8_channels": 32},
     "trellis learned": {"scheme": {"representation": "trellis", "group_size": 32}, "input_transform": "flatquant"},
     "trellis": {"scheme": {"representation": "trellis", "group_size": 32}, "input_transform": "hadamard"},
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_artifact_computes_what_its_layers_stand_for(
@@ -274,7 +345,7 @@ def test_an_artifact_computes_what_its_layers_stand_for(
     request = recipe(model, {"quantize": {"method": method, **KINDS[kind]}})
     made = compress.apply(request, output=tmp_path / "out", quiet=True)
     manifest = json.loads((made.path / "compress.json").read_text())
-    assert KINDS[kind]["input_transform"] in manifest["layers"][0]["method"]
+    assert KINDS[kind].get("input_transform", "outliers_last") in manifest["layers"][0]["method"]
     assert {reader["name"] for reader in manifest["readable_by"] if reader["how"] == "yes"} == {"this runtime"}
     ids = torch.randint(3, 250, (2, 24))
     reference = runtime.load(made.path, kernels="reference", device="cpu", dtype="float32")
@@ -283,7 +354,7 @@ def test_an_artifact_computes_what_its_layers_stand_for(
     for layer in layers[:7]:  # a product, straight from the definition
         x = torch.randn(9, layer.in_features)
         tensors, scheme = layer.stored(), layer.entry.scheme
-        turned = multiplied(x, *matrices(tensors))
+        turned = x[:, tensors["input_order"].long()] if "input_order" in tensors else multiplied(x, *matrices(tensors))
         given = turned if scheme.activations is None else fake_quantize(turned, scheme.activations, tensors)
         torch.testing.assert_close(layer(x), given @ layer.compressed_weight().dequantize().T, rtol=1e-4, atol=1e-4)
         own = x @ layer.dequantize().T
@@ -295,7 +366,8 @@ def test_an_artifact_computes_what_its_layers_stand_for(
     if scheme.activations is None:
         assert float(rows.max()) < 1e-4
     else:  # an input on the boundary of two codes may become either, and what follows with it
-        assert float(rows.min()) < 1e-5
+        # The extreme of integers that share a scale is worth 7.5 steps: of every group one lies on a boundary.
+        assert float(rows.min()) < 1e-5 or scheme.activations.int8_tail
         assert float(rows.median()) < (0.5 if scheme.activations.bits == 4 else 0.05)
 
 

@@ -26,7 +26,11 @@ from runtime.layers.compressed_module import CompressedModule
 from runtime.layers.rounding import read_scheme, round_artifact
 
 IDS = torch.arange(3, 40)[None]
-ALLOWED = [name for name, scheme in PRESETS.items() if scheme.grid is not None and scheme.grid.type == "int"]
+ALLOWED = [
+    name
+    for name, scheme in PRESETS.items()
+    if scheme.grid is not None and scheme.grid.type == "int" and scheme.transform is None
+]
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 
 

@@ -155,7 +155,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(block_pass, "collect_output_hessians", noted)
     monkeypatch.setattr(block_pass, "run_block", write)
-    monkeypatch.setattr(output_hessians, "sample_labels", lambda logits, _generator: logits.argmin(-1))
+    monkeypatch.setattr(output_hessians, "sample_labels", lambda probabilities, _generator: probabilities.argmin(-1))
     return found
 
 
@@ -205,9 +205,17 @@ def test_labels_are_drawn_from_what_the_model_says() -> None:
     """The mean of `(p - y) (p - y)^T` is the Hessian of the loss by the logits, `diag(p) - p p^T`."""
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -9.0]).repeat(200_000, 1)
     p = logits[0].double().softmax(-1)
-    labels = output_hessians.sample_labels(logits, torch.Generator().manual_seed(1))
+    labels = output_hessians.sample_labels(logits.softmax(-1), torch.Generator().manual_seed(1))
     gradient = p - torch.nn.functional.one_hot(labels, 5)
     assert (gradient.T @ gradient / len(labels) - (p.diag() - p.outer(p))).abs().max() < 3e-3
+
+
+def test_words_that_cannot_come_are_never_drawn() -> None:
+    probabilities = torch.zeros(5000, 40)
+    probabilities[:, [3, 4, 17]] = torch.tensor([0.5, 0.25, 0.25])
+    labels = output_hessians.sample_labels(probabilities, torch.Generator().manual_seed(1))
+    assert labels.unique().tolist() == [3, 4, 17]
+    assert abs(float((labels == 3).float().mean()) - 0.5) < 0.03
 
 
 @pytest.mark.slow

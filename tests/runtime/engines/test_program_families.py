@@ -22,7 +22,7 @@ from runtime.engines.native.take_over import disproof, kinds, take_over
 from runtime.engines.program.operations import UnknownError, decode, encode
 from runtime.engines.program.read import read
 from runtime.engines.torch.engine import TorchEngine
-from runtime.formats.input_transform import InputTransform
+from runtime.formats.input_transform import InputOrder, InputTransform
 from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.presets import preset
 from runtime.formats.scheme import GridScheme, Scheme
@@ -142,6 +142,8 @@ TURNED = {
     "LLM.int8": preset("LLM.int8"),
     "FP8_DYNAMIC": preset("FP8_DYNAMIC"),
     "NVFP4": (preset("NVFP4"), 16),
+    "order": replace(SCHEMES["pack-quantized"], transform=InputOrder("order")),
+    "Atom": replace(preset("Atom"), activations=replace(preset("Atom").activations, group_size=64, int8_tail=64)),
 }
 
 
@@ -151,20 +153,25 @@ def turned(name: str, kind: str) -> tuple[Any, Any]:
     scheme, block_size = TURNED[kind] if isinstance(TURNED[kind], tuple) else (TURNED[kind], None)  # type: ignore[misc]
     odd = scheme.activations is None and block_size is None
     sizes = {} if odd else {"hidden_size": 128, "head_dim": 32, "intermediate_size": 384, "num_attention_heads": 4}
-    return compressed(model_of(name, **sizes), replace(scheme, transform=InputTransform("random", block_size)))
+    transform = scheme.transform or InputTransform("random", block_size)
+    return compressed(model_of(name, **sizes), replace(scheme, transform=transform))
 
 
 @pytest.mark.parametrize("kind", TURNED)
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Cohere2"])
 def test_models_that_transform_their_inputs(name: str, kind: str) -> None:
     """In C as in modules, and as plain layers of the weights that they stand for."""
-    if name == "GPT2" and kind not in ("integers", "float8"):
+    if name == "GPT2" and kind not in ("integers", "float8", "order"):
         name = "Phi3"
     small, twin = turned(name, kind)
     lean, plain = native(small), TorchEngine(small, CPU)
-    own = [each for each in lean.parts.inputs if isinstance(each, library.Linear) and each.basis.right]
+    own = [each for each in lean.parts.inputs if isinstance(each, library.Linear) and each.basis]
     assert own
-    assert all((each.basis.left * each.basis.right == each.columns) != isinstance(TURNED[kind], tuple) for each in own)
+    if kind in ("order", "Atom"):
+        assert all(each.basis.order and each.rounding.tail == (64 if kind == "Atom" else 0) for each in own)
+    else:
+        whole = not isinstance(TURNED[kind], tuple)
+        assert all((each.basis.left * each.basis.right == each.columns) == whole for each in own)
     wanted, found = plain.logits(TEXTS), lean.logits(TEXTS)
     if not own[0].rounding.kind:
         assert error(found, wanted) < 1e-5

@@ -1,4 +1,5 @@
-/* Inputs in another basis (input_transform.py): each block of left * right columns, as a matrix X [left, right], becomes L^T X R. */
+/* Inputs in another basis (input_transform.py): each block of left * right columns, as a matrix X [left, right], becomes L^T X R, or
+ * the columns take another order. */
 
 /* Rows whose sums are in registers together, so that what they read of the matrix is loaded once. */
 #if defined(__AVX512F__) || defined(COMPRESS_EMULATED)
@@ -46,13 +47,19 @@ static int sum_some(const float *factor, int64_t step, int64_t apart, int64_t co
     return rows >= SUMMED_ROWS ? SUMMED_ROWS : 1;
 }
 
-static int64_t basis_bytes(const Basis *b, int64_t rows, int64_t columns) { return b->right ? (b->left > 1 ? 2 : 1) * rows * columns * 4 : 0; }
+static int64_t basis_bytes(const Basis *b, int64_t rows, int64_t columns) { return has_basis(b) ? (b->left > 1 ? 2 : 1) * rows * columns * 4 : 0; }
 
 /* This member's share of x [rows, columns], `stride` apart; all members come here. Returns where the result [rows, columns] is in `memory` of
  * basis_bytes(...), once all have come to the next barrier. */
 static const float *transform_rows(const float *x, int64_t stride, int64_t rows, int64_t columns, const Basis *b, float *memory, const Team *team) {
-    const int64_t left = b->left, right = b->right, lines = columns / right; /* of all blocks of a row */
     int64_t start, end;
+    if (b->order) {
+        team_part(team, rows, 1, &start, &end);
+        for (int64_t row = start; row < end; row++)
+            for (int64_t j = 0; j < columns; j++) memory[row * columns + j] = x[row * stride + b->order[j]];
+        return memory;
+    }
+    const int64_t left = b->left, right = b->right, lines = columns / right; /* of all blocks of a row */
     team_part(team, rows * lines, 1, &start, &end);
     for (int64_t unit = start; unit < end;) { /* lines of one row share R */
         const int64_t line = unit % lines, there = lines - line < end - unit ? lines - line : end - unit;

@@ -13,6 +13,7 @@ enum { ROUND_NOT, ROUND_INTEGER, ROUND_ASYMMETRIC, ROUND_E4M3, ROUND_E2M1 };
 enum { SCALES_PLAIN, SCALES_E8M0, SCALES_E4M3 }; /* of scales: the input's dtype; a power of two; float8 over `global` */
 typedef struct {
     int32_t kind, bits, scales, span; /* span: columns that share a scale, a multiple of the group; a row or more: one scale a token */
+    int32_t tail, tail_bits;   /* columns at the end, whole spans, and the bits of their codes */
     float threshold;           /* what is larger stays as it is, an outlier (outliers.h); INFINITY: nothing does */
     float scale, zero, global; /* static; scale 0: dynamic */
 } Rounding;

@@ -5,7 +5,9 @@
 typedef struct { /* the basis that an input is read in (basis.h) */
     int32_t left, right; /* right 0: the one it comes in */
     const float *l, *r;  /* [left, left], [right, right] */
+    const int32_t *order; /* or NULL; [columns]: of the features */
 } Basis;
+static inline int has_basis(const Basis *b) { return b->right || b->order; }
 typedef struct {
     int32_t kind, weight_type, scale_type; /* weight_type: of KIND_DENSE */
     int32_t group, share;                   /* `share` groups of the activations have one scale of the weight */

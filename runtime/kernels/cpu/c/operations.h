@@ -26,7 +26,7 @@ static void run_linear(Run *run, const Op *op, const Team *team) {
     const Linear *l = &op->linear;
     float *y = row_of(run, op->to, op->to_at, 0);
     int64_t apart = run->width[op->to];
-    if (l->kind == KIND_DENSE && run->rows <= FEW_ROWS && !l->rounding.kind && !l->basis.right) {
+    if (l->kind == KIND_DENSE && run->rows <= FEW_ROWS && !l->rounding.kind && !has_basis(&l->basis)) {
         settle(run, BIT(op->from), BIT(op->to), team);
         dense_part(l, row_of(run, op->from, op->from_at, 0), run->width[op->from], run->rows, y, TYPE_F32, apart, op->add, team);
         return;

@@ -193,7 +193,7 @@ static void prepare_input(Run *run, const Op *op, const Team *team) {
         !memcmp(&in, &before, sizeof in) && !memcmp(&l->basis, &last->basis, sizeof l->basis))
         return;
     settle(run, BIT(op->from), INPUT_BIT, team);
-    if (l->basis.right) {
+    if (has_basis(&l->basis)) {
         float *memory = (float *)(run->memory + align64(linear_memory(l, run->rows)));
         x = transform_rows(x, apart, run->rows, l->columns, &l->basis, memory, team), apart = l->columns;
         team_barrier(team);

@@ -5,10 +5,8 @@ INLINE float in_type(float value, const int type) {
 }
 INLINE float clamped(float value, float lowest, float highest) { return value < lowest ? lowest : value > highest ? highest : value; }
 
-INLINE float lowest_code(const Rounding *r) {
-    return r->kind == ROUND_E4M3 ? -448.0f : r->kind == ROUND_E2M1 ? -6.0f : -(float)(1 << (r->bits - 1));
-}
-INLINE float highest_code(const Rounding *r) { return -lowest_code(r) - (r->kind == ROUND_E4M3 || r->kind == ROUND_E2M1 ? 0.0f : 1.0f); }
+INLINE float lowest_code(int kind, int bits) { return kind == ROUND_E4M3 ? -448.0f : kind == ROUND_E2M1 ? -6.0f : -(float)(1 << (bits - 1)); }
+INLINE float highest_code(int kind, int bits) { return -lowest_code(kind, bits) - (kind == ROUND_E4M3 || kind == ROUND_E2M1 ? 0.0f : 1.0f); }
 
 /* To nearest, ties to even, of numbers of up to 448: steps are an eighth of a power of two, at least 2^-9. */
 INLINE float round_e4m3(float value) {
@@ -26,14 +24,15 @@ INLINE float round_e2m1(float value) { /* of up to 6 */
     return rintf(value / step) * step;
 }
 
-/* Scale and zero point of the numbers that begin at `at`; NaN where one of them is not finite, or the scale would not be. */
+/* Bits of a code, scale and zero point of the numbers that begin at `at`; NaN where one of them is not finite, or the scale would not be. */
 typedef struct {
     int64_t at;
+    int32_t bits;
     float scale, zero;
 } Grid;
 
-INLINE Grid grid_of(const void *x, const int type, int64_t at, int64_t count, const Rounding *r) {
-    const float lowest = lowest_code(r), highest = highest_code(r);
+INLINE Grid grid_of(const void *x, const int type, int64_t at, int64_t count, const Rounding *r, const int bits) {
+    const float lowest = lowest_code(r->kind, bits), highest = highest_code(r->kind, bits);
     float low = 0.0f, high = 0.0f, scale;
     int wrong = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -43,32 +42,33 @@ INLINE Grid grid_of(const void *x, const int type, int64_t at, int64_t count, co
         low = value < low ? value : low, high = value > high ? value : high;
     }
     const float extreme = -low > high ? -low : high;
-    if (wrong) return (Grid){at, NAN, 0.0f};
+    if (wrong) return (Grid){at, bits, NAN, 0.0f};
     if (r->scales == SCALES_E8M0) { /* the largest number becomes 7/8 to 7/4 of the power of two in the largest code */
         int exponent, own;
         const float mantissa = frexpf(extreme, &exponent);
         frexpf(highest, &own);
         exponent += (mantissa >= 0.875f) - own;
         scale = in_type(ldexpf(1.0f, exponent < -127 ? -127 : exponent > 127 ? 127 : exponent), type);
-        return (Grid){at, scale == 0.0f ? 1.0f : scale, 0.0f};
+        return (Grid){at, bits, scale == 0.0f ? 1.0f : scale, 0.0f};
     }
     if (r->kind == ROUND_ASYMMETRIC) scale = in_type(in_type(high - low, type) / (highest - lowest), type);
     else scale = in_type(extreme / ((highest - lowest) / 2.0f), type);
     if (r->scales == SCALES_E4M3) {
         scale = round_e4m3(clamped(r->global * scale, -448.0f, 448.0f));
-        return (Grid){at, (scale == 0.0f ? 0.125f : scale) / r->global, 0.0f};
+        return (Grid){at, bits, (scale == 0.0f ? 0.125f : scale) / r->global, 0.0f};
     }
     if (scale == 0.0f) scale = type == TYPE_F32 ? 0x1p-23f : type == TYPE_BF16 ? 0x1p-7f : 0x1p-10f;
-    if (!(scale < INFINITY)) return (Grid){at, NAN, 0.0f};
-    if (r->kind != ROUND_ASYMMETRIC) return (Grid){at, scale, 0.0f};
-    return (Grid){at, scale, rintf(clamped(in_type(lowest - in_type(low / scale, type), type), lowest, highest))};
+    if (!(scale < INFINITY)) return (Grid){at, bits, NAN, 0.0f};
+    if (r->kind != ROUND_ASYMMETRIC) return (Grid){at, bits, scale, 0.0f};
+    return (Grid){at, bits, scale, rintf(clamped(in_type(lowest - in_type(low / scale, type), type), lowest, highest))};
 }
 
 /* Grid of column `first` of the row that begins at x[at]. `cached`: the last that this thread made (at -1: none). */
 INLINE const Grid *grid_at(const void *x, const int type, int64_t at, int64_t columns, int64_t first, const Rounding *r, Grid *cached) {
     const int64_t begin = r->span < columns ? first / r->span * r->span : 0, size = columns - begin < r->span ? columns - begin : r->span;
-    if (r->scale != 0.0f) *cached = (Grid){-1, r->scale, r->zero};
-    else if (cached->at != at + begin) *cached = grid_of(x, type, at + begin, size, r);
+    const int bits = first < columns - r->tail ? r->bits : r->tail_bits;
+    if (r->scale != 0.0f) *cached = (Grid){-1, bits, r->scale, r->zero};
+    else if (cached->at != at + begin) *cached = grid_of(x, type, at + begin, size, r, bits);
     return cached;
 }
 
@@ -80,7 +80,7 @@ INLINE float code_of(float x, const int type, const int kind, float lowest, floa
 }
 /* Codes of `count` numbers, less the zero point. Returns whether none is NaN. */
 INLINE int codes_of(const float *restrict x, const int type, int count, const Rounding *r, const Grid *grid, float *restrict code) {
-    const float lowest = lowest_code(r), highest = highest_code(r);
+    const float lowest = lowest_code(r->kind, grid->bits), highest = highest_code(r->kind, grid->bits);
     int wrong = grid->scale != grid->scale;
     for (int i = 0; i < count; i++) wrong |= x[i] != x[i];
     if (r->kind == ROUND_INTEGER) for (int i = 0; i < count; i++) code[i] = code_of(x[i], type, ROUND_INTEGER, lowest, highest, grid);

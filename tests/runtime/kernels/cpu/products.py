@@ -56,6 +56,11 @@ ROUNDED = {
         Scheme(GridScheme(8, "float", True, "channel"), ActivationScheme(8, "float")),
         Scheme(BlockFloat(4), ActivationScheme(4, "float", strategy="group", group_size=32, scales="e8m0")),
     ),
+    64: (
+        Scheme(
+            GridScheme(4, "int", True, "group", 32), ActivationScheme(4, strategy="group", group_size=32, int8_tail=32)
+        ),
+    ),
     128: (BLOCKS, Scheme(Float8Block(), ActivationScheme(8, "float", strategy="group", group_size=128))),
 }
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of rounding, relative

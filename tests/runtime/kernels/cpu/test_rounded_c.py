@@ -35,6 +35,7 @@ ACTIVATIONS = {
     "a8 groups": ActivationScheme(strategy="group", group_size=32),
     "a8 asymmetric groups": ActivationScheme(symmetric=False, strategy="group", group_size=96),
     "a8 outliers": ActivationScheme(outliers=3.0),
+    "a4 int8 tail": ActivationScheme(4, strategy="group", group_size=32, int8_tail=64),
     "float8": ActivationScheme(8, "float"),
     "float8 static": ActivationScheme(8, "float", **STATIC),
     "float8 groups": ActivationScheme(8, "float", strategy="group", group_size=96),
@@ -98,10 +99,20 @@ def inputs(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.
 def rounded(x: torch.Tensor, layer: CompressedLinear) -> torch.Tensor:
     """What the reference's codes are worth, float64: products of codes and scales that nothing rounds."""
     scheme, size = layer.layer.activations, layer.layer.activations.group_size
+    if scheme.int8_tail:
+        parts = x[:, : -scheme.int8_tail], x[:, -scheme.int8_tail :]
+        return torch.cat([_in_groups(part, bits, size) for part, bits in zip(parts, (scheme.bits, 8), strict=True)], 1)
     codes, scale, zero = quantize_input(x if size is None else x.unflatten(-1, (-1, size)), scheme, layer._tensors())
     values = (codes.double() - (0 if zero is None else zero.double())) * scale.double()
     values = values if size is None else values.flatten(-2)
     return values if scheme.outliers is None else torch.where(outliers(x, scheme), x.double(), values)
+
+
+def _in_groups(x: torch.Tensor, bits: int, size: int) -> torch.Tensor:
+    codes, scale, _ = quantize_input(
+        x.unflatten(-1, (-1, size)), ActivationScheme(bits, strategy="group", group_size=size), {}
+    )
+    return (codes.double() * scale.double()).flatten(-2)
 
 
 def exact_weight(weight: CompressedWeight) -> torch.Tensor:
@@ -133,7 +144,10 @@ def test_codes_are_those_of_the_reference(weights: str, activations: str) -> Non
             )
 
 
-SOME = {"w8", "w3 asymmetric", "w4 2:4", "float8", "mxfp4"}, {"a8", "a5 asymmetric", "a8 outliers", "float8", "nvfp4"}
+SOME = (
+    {"w8", "w3 asymmetric", "w4 2:4", "float8", "mxfp4"},
+    {"a8", "a5 asymmetric", "a8 outliers", "a4 int8 tail", "float8", "nvfp4"},
+)
 
 
 @pytest.mark.parametrize(("weights", "activations"), [x for x in PAIRS if x[0] in SOME[0] and x[1] in SOME[1]])

@@ -17,7 +17,20 @@ HERE = Path(__file__).parent
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "name", ["matvec", "few_rows", "many_rows", "w8a8", "sparse24", "fused", "linear", "order", "experts", "routing"]
+    "name",
+    [
+        "matvec",
+        "few_rows",
+        "many_rows",
+        "w8a8",
+        "rounded",
+        "sparse24",
+        "fused",
+        "linear",
+        "order",
+        "experts",
+        "routing",
+    ],
 )
 def test_interpreted(name, tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]

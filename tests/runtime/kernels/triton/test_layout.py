@@ -1,7 +1,9 @@
 """The layout and the tuning cache, which need neither triton nor a GPU."""
 
+import contextvars
 import json
 import logging
+import math
 import subprocess
 import sys
 
@@ -54,7 +56,8 @@ def device(machine, monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "fastest", lambda candidates, launch: measured.append(1) or candidates[1])
     monkeypatch.setattr(remembered, "remembered", {})
     monkeypatch.setattr(tuning, "settled", {})
-    return measured, tmp_path / "tuning" / "A-GPU-80GB.json"
+    with remembered.measuring(math.inf):
+        yield measured, tmp_path / "tuning" / "A-GPU-80GB.json"
 
 
 class Input:
@@ -96,15 +99,21 @@ def test_damaged_file_is_ignored_and_replaced(device, content, caplog):
     assert json.loads(path.read_text())["choices"] == {"kernel 4x8 bfloat16": {"a": 2}}
 
 
-def test_defaults_while_a_graph_is_captured_or_tuning_is_off(device, monkeypatch):
+def test_defaults_while_a_graph_is_captured_or_nobody_waits_for_measuring(device, monkeypatch):
     measured, path = device
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert choose() == {"a": 1}
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tuning, "enabled", False)
-    assert choose() == {"a": 1}
+
+    def in_a_request():
+        return contextvars.Context().run(choose)
+
+    assert in_a_request() == in_a_request() == {"a": 1}
     assert not measured
     assert not path.exists()
+    assert choose() == {"a": 2}
+    assert in_a_request() == {"a": 2}, "what was measured since"
+    assert len(measured) == 1
 
 
 def test_unwritable_cache_is_said_once(device, monkeypatch, caplog):

@@ -11,7 +11,7 @@ from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels.base import Layer
 from runtime.kernels.reference import Reference
-from runtime.kernels.triton.linear import Sparse24Triton, W4A16Triton, W8A8Triton, W8A16Triton
+from runtime.kernels.triton.linear import RoundedTriton, Sparse24Triton, W4A16Triton, W8A8Triton, W8A16Triton
 
 GRIDS = [("group", 16), ("group", 64), ("channel", None), ("tensor", None)]
 
@@ -33,7 +33,8 @@ def check(kernel, scheme, shape, storage, dtype=torch.bfloat16, seed=0, rows=(0,
     assert storage in kernel.formats
     assert kernel.why_not(layer) is None
     bias = torch.randn(shape[0]).to(dtype) if seed % 2 else None
-    prepared = kernel.prepare(tensors, layer)
+    kept = {name: tensor for name, tensor in tensors.items() if name.startswith("input_")}  # as modules keep them
+    prepared = kept | kernel.prepare(tensors, layer)
     restored, exact = kernel.restore(prepared, layer), Reference().restore(tensors, layer)
     assert torch.equal(restored.values.view(torch.uint8), exact.values.view(torch.uint8))
     assert torch.equal(restored.scale, exact.scale)
@@ -104,6 +105,27 @@ def test_w8a8():
         check(W8A8Triton("cpu"), scheme, (7, 100), "float-quantized", rows=(0, 1, 3))
 
 
+@pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
+def test_rounded_inputs(grid):
+    kinds = (
+        ActivationScheme(),
+        ActivationScheme(4),
+        ActivationScheme(8, "int", True, False, "tensor"),
+        ActivationScheme(4, strategy="group", group_size=32),
+        ActivationScheme(4, strategy="group", group_size=64, int8_tail=64),
+        ActivationScheme(8, "float"),
+        ActivationScheme(8, "float", True, False, "tensor"),
+    )
+    for seed, activations in enumerate(kinds):
+        symmetric = seed % 2 == 0
+        scheme = Scheme(GridScheme(4 if symmetric else 3, "int", symmetric, *grid), activations)
+        storage = "pack-quantized" if symmetric else "packed"
+        storage = "int-quantized" if (activations.bits, activations.type) == (8, "int") else storage
+        check(
+            RoundedTriton("cpu"), scheme, (7, 192), storage, (torch.bfloat16, torch.float16)[seed % 2], seed, (0, 1, 5)
+        )
+
+
 def test_why_not():
     def reason(kernel, scheme, dtype=torch.bfloat16):
         return kernel.why_not(Layer(ModuleEntry(scheme, "packed"), (64, 64), dtype, torch.device("cpu")))
@@ -114,3 +136,17 @@ def test_why_not():
     assert "multiple of 64" in reason(Sparse24Triton(), int4)
     assert "5 to 8 bits" in reason(W8A16Triton(), int4)
     assert "integer activations" in reason(W8A8Triton(), int4)
+    assert "quantized activations" in reason(RoundedTriton(), int4)
+    for given, said in (
+        (ActivationScheme(8, "float", symmetric=False), "symmetric activations"),
+        (ActivationScheme(symmetric=False), "symmetric activations"),
+        (ActivationScheme(outliers=6.0), "symmetric activations"),
+        (ActivationScheme(8, "float", strategy="group", group_size=128), "groups of integers"),
+        (ActivationScheme(strategy="tensor"), "depend on the others"),
+        (ActivationScheme(strategy="group", group_size=16), "a power of two from 32 on, not 16"),
+        (ActivationScheme(strategy="group", group_size=96), "a power of two from 32 on, not 96"),
+    ):
+        assert said in reason(RoundedTriton(), Scheme(int4.weights, given))
+    assert "multiple of 32" in reason(
+        RoundedTriton(), Scheme(GridScheme(4, "int", True, "group", 48), ActivationScheme())
+    )

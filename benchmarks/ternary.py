@@ -54,9 +54,7 @@ CELLS: dict[str, dict[str, Any]] = {
         f"ternary {zeros}": {"method": "gptq", "scheme": {"representation": "ternary_dictionary", "zeros": zeros}}
         for zeros in ZEROS
     },
-    "ternary 0.885, best": {"method": "gptq", "scheme": "TERNARY", "quality": "best"},
     "grid 2 bits g64": {"method": "gptq", "bits": 2, "group_size": 64},
-    "grid 2 bits g64, best": {"method": "gptq", "bits": 2, "group_size": 64, "quality": "best"},
 }  # fmt: skip
 SHAPE = (768, 2048)
 BYTES = 1 << 28  # that the copies of a kind take together

@@ -6,7 +6,7 @@ for an even number of weights, 2 to 28. The dictionary is fixed: the 65536 most 
 every suffix of a word is a word too, so that taking the longest word at every step gives the fewest.
 
 The paper's levels are the smallest and the largest weight of a row, and it rounds to the nearest. Here they are smaller, and the zone that
-becomes zero is wider than half of them: with fewer bits that loses less (`benchmarks/ternary.py`).
+becomes zero is wider than half of them: at about as many bits that loses less (`benchmarks/ternary.py`).
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def build(launch: Launch, capability: int) -> Any:
 
 def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
     """{name: (call with meta tensors, least compute capability)}: every kernel at its default for shapes of an 8B Llama."""
-    from runtime.kernels.triton import fused, layout, linear, many_rows, rounded, sparse24_w4, w8a8
+    from runtime.kernels.triton import float8_block, fused, layout, linear, many_rows, rounded, sparse24_w4, w8a8
 
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -64,6 +64,12 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
     def rounded_call(rows: int, group: int) -> torch.Tensor:
         scale = meta(rows, k // group if group else 1, dtype=torch.float32)
         return rounded.product(meta(rows, k, dtype=torch.int8), scale, weight(4), group, torch.bfloat16)
+
+    def blocks_call(rows: int) -> torch.Tensor:
+        codes, scale = meta(rows, k, dtype=w8a8.FLOAT8), meta(rows, k // 128, dtype=torch.float32)
+        return float8_block.product(
+            codes, scale, meta(n, k, dtype=w8a8.FLOAT8), meta(n // 128, k // 128), 128, torch.bfloat16
+        )
 
     def float8_call(rows: int) -> torch.Tensor:
         codes, scale = meta(rows, k, dtype=w8a8.FLOAT8), meta(rows, 1, dtype=torch.float32)
@@ -86,7 +92,8 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         calls[f"w4 rounded {rows}"] = (partial(rounded_call, rows, 0), 80)
         calls[f"w4 rounded, groups {rows}"] = (partial(rounded_call, rows, 128), 80)
         calls[f"w4 float8 {rows}"] = (partial(float8_call, rows), 89)
-    calls["quantize groups"] = (partial(rounded.quantize_groups, meta(16, k), 4, 128, 128), 80)
+        calls[f"float8 blocks {rows}"] = (partial(blocks_call, rows), 89)
+    calls["quantize groups"] = (partial(w8a8.quantize_groups, meta(16, k), False, 128, 4, 128), 80)
     sparse = sparse24_w4.Sparse24Weight(
         meta(tiles, n, 16, dtype=torch.int32),
         meta(32, n),

@@ -187,7 +187,7 @@ def rounded_case(n: int, k: int, rows: int, group: int, x_group: int, device: st
 
     w, x = int_weight(n, k, group, 4, device), torch.randn(rows, k, device=device).bfloat16()
     if x_group:
-        codes, scale = rounded.quantize_groups(x, 4, x_group)
+        codes, scale = w8a8.quantize_groups(x, False, x_group, 4)
     else:
         codes, of_tokens, _ = w8a8.quantize(x, False, 4)
         scale = of_tokens[:, None]

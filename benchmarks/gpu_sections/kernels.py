@@ -115,7 +115,7 @@ def products(bench: Bench, shape: tuple[int, int], rows: int) -> Row:
         ours(
             "w4a4_groups",
             fours,
-            lambda w: rounded.product(*rounded.quantize_groups(x, 4, 128), w, 128, torch.bfloat16),
+            lambda w: rounded.product(*w8a8.quantize_groups(x, False, 128, 4), w, 128, torch.bfloat16),
             weight_bytes(fours[0]),
         )
     del fours

@@ -20,6 +20,7 @@ import torch
 from runtime.formats.bitpack import row_slices
 
 WIDTH = 16  # words of a row in one tile, and columns of a slice
+BLOCK_COLUMNS = 128  # of float8 weights with scales of blocks
 SMALLEST_UNIT = 32  # columns of an integer tensor core instruction
 DENSE = 16  # "bits of a code" of weights that are no codes
 _SLICE = 1 << 24  # codes reordered at once: bounds the working memory

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from runtime.formats.bitpack import unpack_rows
+from runtime.formats.float8_block import Float8Block
 from runtime.formats.grid import scale_dtype
 from runtime.formats.representation import Tensors
 from runtime.formats.scheme import CompressedWeight
@@ -115,7 +116,7 @@ class RoundedTriton(WeightOnlyTriton):
         scheme, size = layer.activations, layer.activations.group_size or 0
         float8 = scheme.type == "float"
         if size:
-            codes, scale = rounded.quantize_groups(x, scheme.bits, size, scheme.int8_tail)
+            codes, scale = w8a8.quantize_groups(x, float8, size, scheme.bits, scheme.int8_tail)
         elif scheme.dynamic:
             codes, grid, _ = w8a8.quantize(x, float8, scheme.bits)
             scale = grid[:, None]
@@ -192,7 +193,62 @@ class Sparse24Triton(TritonKernel):
         return Sparse24Weight(words, scale, zero, layer.shape, layer.group, 4, positions=positions)
 
 
-class W8A8Triton(TritonKernel):
+class StoredTriton(TritonKernel):
+    """A kernel that reads the weight as it is stored."""
+
+    def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
+        return tensors
+
+    def blank(self, layer: Layer, scale: torch.dtype | None = None) -> Tensors:
+        specs = layer.storage.tensors(layer.entry.scheme, layer.shape, scale or layer.dtype, layer.entry.count)
+        stored = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
+        return self.prepare(stored, layer)
+
+
+class Float8BlockTriton(StoredTriton):
+    """Float8 weights with scales of blocks, float8 inputs with scales of tokens or groups: FP8_BLOCK.
+
+    Codes of the inputs are the reference's; only the order of the last multiplications differs, which are in float32.
+    """
+
+    name = "fp8-block-triton"
+    formats = frozenset({"float-quantized"})
+
+    def why_not_scheme(self, layer: Layer) -> str | None:
+        weights, activations = layer.entry.scheme.weights, layer.entry.scheme.activations
+        if not isinstance(weights, Float8Block) or weights.width != layout.BLOCK_COLUMNS:
+            return f"it computes float8 weights in blocks of {layout.BLOCK_COLUMNS} columns"
+        wanted = ("float", 8, True, True, None)
+        if activations is None or wanted != (
+            activations.type, activations.bits, activations.symmetric, activations.dynamic, activations.scales
+        ):  # fmt: skip
+            return "it computes with dynamic, symmetric float8 activations"
+        if activations.strategy != "token" and activations.group_size != layout.BLOCK_COLUMNS:
+            return f"it wants one scale a token or {layout.BLOCK_COLUMNS} features"
+        return None
+
+    def capability(self, layer: Layer) -> tuple[int, int]:
+        return 8, 9
+
+    def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        from runtime.kernels.triton import float8_block, w8a8
+
+        weights = layer.entry.scheme.weights
+        assert isinstance(weights, Float8Block)
+        if layer.activations.group_size:
+            codes, scale = w8a8.quantize_groups(x, True, layer.activations.group_size)
+        else:
+            codes, of_tokens, _ = w8a8.quantize(x, True)
+            scale = of_tokens[:, None]
+        return float8_block.product(
+            codes, scale, tensors["weight"], tensors["weight_scale"], weights.height, x.dtype, bias
+        )
+
+    def path(self, rows: int) -> str:
+        return "triton quantize input + float8 product of blocks"
+
+
+class W8A8Triton(StoredTriton):
     """Integer weights with integer activations, float8 weights with float8 activations. The weight stays as stored.
 
     Codes of the activations are the reference's; only the order of the last multiplications differs, which are in float32.
@@ -216,11 +272,6 @@ class W8A8Triton(TritonKernel):
         if not layer.activations.symmetric:
             out["row_sum"] = tensors["weight"].sum(1, dtype=torch.int32)
         return out
-
-    def blank(self, layer: Layer, scale: torch.dtype | None = None) -> Tensors:
-        specs = layer.storage.tensors(layer.entry.scheme, layer.shape, scale or layer.dtype, layer.entry.count)
-        stored = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
-        return self.prepare(stored, layer)
 
     def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         from runtime.kernels.triton import w8a8

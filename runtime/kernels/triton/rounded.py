@@ -10,56 +10,12 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import layout, tuning
-from runtime.kernels.triton.codes import row_major
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import split_k, widest_split
 from runtime.kernels.triton.tuning import Config
-from runtime.kernels.triton.w8a8 import magnitude
 
 UNITS = (128, 64, 32)
 """Columns that one integer product takes: a tile, or the largest part of it that divides the groups of both sides."""
-
-
-@entry
-def quantize_groups_kernel(
-    x, codes, scale, stride, K, groups, few,
-    EPSILON: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.cast(tl.program_id(0), tl.int64)
-    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at, inside = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (group < groups)[:, None]
-    value = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-    half = tl.where(group < few, 1 << (BITS - 1), 128).to(tl.float32)
-    largest = tl.max(magnitude(value), 1)
-    # Rounded to the dtype of x after each step, as the reference computes it.
-    s = tl.div_rn(largest, half - 0.5).to(x.dtype.element_ty).to(tl.float32)
-    s = tl.where(s == 0, EPSILON, tl.where(largest < float("inf"), s, float("nan")))
-    tl.store(scale + row * groups + group, s, mask=group < groups)
-    value = tl.div_rn(value, tl.zeros_like(value) + s[:, None]).to(x.dtype.element_ty).to(tl.float32)
-    value = tl.minimum(tl.maximum(value, -half[:, None]), half[:, None] - 1)
-    code = ((value + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23: rounds half to even
-    tl.store(codes + row * K + at, code, mask=inside)
-
-
-def quantize_groups(x: torch.Tensor, bits: int, group: int, int8_tail: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric quantization, one scale a group: `x` `[M, K]` -> codes int8 `[M, K]`, scales float32 `[M, K / group]`.
-
-    Args:
-        bits: of a code, 2 to 8. group: a power of two that divides K.
-        int8_tail: columns at the end, whole groups, whose codes have 8 bits.
-    """
-    x = row_major(x)
-    (rows, columns), device = x.shape, x.device
-    groups = columns // group
-    codes = torch.empty(rows, columns, dtype=torch.int8, device=device)
-    scale = torch.empty(rows, groups, dtype=torch.float32, device=device)
-    if rows:
-        block = max(1, 2048 // group)
-        quantize_groups_kernel[(rows, cdiv(groups, block))](
-            x, codes, scale, x.stride(0), columns, groups, groups - int8_tail // group,
-            EPSILON=torch.finfo(x.dtype).eps, BITS=bits, GROUP=group, BLOCK=block, num_warps=4,
-        )  # fmt: skip
-    return codes, scale
 
 
 @jit

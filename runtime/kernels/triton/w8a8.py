@@ -85,6 +85,53 @@ def quantize(x: torch.Tensor, float8: bool, bits: int = 8) -> tuple[torch.Tensor
 
 
 @entry
+def quantize_groups_kernel(
+    x, codes, scale, stride, K, groups, few,
+    FLOAT: tl.constexpr, BITS: tl.constexpr, EPSILON: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.cast(tl.program_id(0), tl.int64)
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, inside = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (group < groups)[:, None]
+    value = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+    half = tl.where(group < few, 1 << (BITS - 1), 128).to(tl.float32)
+    largest = tl.max(magnitude(value), 1)
+    limit = tl.zeros_like(largest) + 448.0 if FLOAT else half - 0.5
+    s = tl.div_rn(largest, limit).to(x.dtype.element_ty).to(tl.float32)
+    s = tl.where(s == 0, EPSILON, tl.where(largest < float("inf"), s, float("nan")))
+    tl.store(scale + row * groups + group, s, mask=group < groups)
+    value = tl.div_rn(value, tl.zeros_like(value) + s[:, None]).to(x.dtype.element_ty).to(tl.float32)
+    if FLOAT:
+        value = tl.minimum(tl.maximum(value, -448.0), 448.0)
+        tl.store(codes + row * K + at, value.to(tl.float8e4nv), mask=inside)
+    else:
+        value = tl.minimum(tl.maximum(value, -half[:, None]), half[:, None] - 1)
+        tl.store(codes + row * K + at, ((value + 12582912.0) - 12582912.0).to(tl.int8), mask=inside)
+
+
+def quantize_groups(
+    x: torch.Tensor, float8: bool, group: int, bits: int = 8, int8_tail: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `quantize`, one scale a group: `x` `[M, K]` -> codes `[M, K]`, scales float32 `[M, K / group]`.
+
+    Args:
+        group: a power of two that divides K. bits: of an integer code, 2 to 8.
+        int8_tail: columns at the end, whole groups, whose codes have 8 bits.
+    """
+    x = row_major(x)
+    (rows, columns), device = x.shape, x.device
+    groups = columns // group
+    codes = torch.empty(rows, columns, dtype=FLOAT8 if float8 else torch.int8, device=device)
+    scale = torch.empty(rows, groups, dtype=torch.float32, device=device)
+    if rows:
+        block = max(1, 2048 // group)
+        quantize_groups_kernel[(rows, cdiv(groups, block))](
+            x, codes, scale, x.stride(0), columns, groups, groups - int8_tail // group,
+            FLOAT=float8, BITS=bits, EPSILON=torch.finfo(x.dtype).eps, GROUP=group, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return codes, scale
+
+
+@entry
 def w8a8_kernel(
     x, w, x_scale, w_scale, x_zero, w_zero, x_sum, w_sum, bias, out,
     M, N, K,

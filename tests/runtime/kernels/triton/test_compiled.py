@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
 KERNELS = [
     "w4a16 1", "w4a16 16", "w4a16 512", "w4a16 dequantize", "w8a8 int8 512", "w8a8 float8 512", "quantize int8", "2:4 w4 1",
     "w4 rounded 1", "w4 rounded 512", "w4 rounded, groups 16", "w4 rounded, groups 4096", "quantize groups", "w4 float8 16",
-    "w4 float8 512",
+    "w4 float8 512", "float8 blocks 16", "float8 blocks 512",
     "2:4 w4 dequantize", "rms_norm", "swiglu", "experts w4 1", "experts w4 16", "experts w4 2048", "experts bf16 512",
     "experts bf16 2048", "experts fp32",
 ]  # fmt: skip

@@ -7,11 +7,19 @@ import torch
 from weight_cases import random_weight
 
 from runtime import formats
+from runtime.formats.float8_block import Float8Block
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels.base import Layer
 from runtime.kernels.reference import Reference
-from runtime.kernels.triton.linear import RoundedTriton, Sparse24Triton, W4A16Triton, W8A8Triton, W8A16Triton
+from runtime.kernels.triton.linear import (
+    Float8BlockTriton,
+    RoundedTriton,
+    Sparse24Triton,
+    W4A16Triton,
+    W8A8Triton,
+    W8A16Triton,
+)
 
 GRIDS = [("group", 16), ("group", 64), ("channel", None), ("tensor", None)]
 
@@ -37,7 +45,8 @@ def check(kernel, scheme, shape, storage, dtype=torch.bfloat16, seed=0, rows=(0,
     prepared = kept | kernel.prepare(tensors, layer)
     restored, exact = kernel.restore(prepared, layer), Reference().restore(tensors, layer)
     assert torch.equal(restored.values.view(torch.uint8), exact.values.view(torch.uint8))
-    assert torch.equal(restored.scale, exact.scale)
+    assert restored.parameters.keys() == exact.parameters.keys()
+    assert all(torch.equal(parameter, exact.parameters[name]) for name, parameter in restored.parameters.items())
     assert (restored.zero_point is None) == (exact.zero_point is None)
     assert exact.zero_point is None or torch.equal(restored.zero_point, exact.zero_point)
     assert torch.equal(restored.dequantize(), weight.dequantize())
@@ -126,6 +135,15 @@ def test_rounded_inputs(grid):
         )
 
 
+@pytest.mark.parametrize("height", [32, 128])
+@pytest.mark.parametrize(
+    "activations", [ActivationScheme(8, "float"), ActivationScheme(8, "float", strategy="group", group_size=128)]
+)
+def test_float8_blocks(height, activations):
+    scheme = Scheme(Float8Block(height=height), activations)
+    check(Float8BlockTriton("cpu"), scheme, (70, 256), "float-quantized", rows=(0, 1, 5))
+
+
 def test_why_not():
     def reason(kernel, scheme, dtype=torch.bfloat16):
         return kernel.why_not(Layer(ModuleEntry(scheme, "packed"), (64, 64), dtype, torch.device("cpu")))
@@ -136,6 +154,15 @@ def test_why_not():
     assert "multiple of 64" in reason(Sparse24Triton(), int4)
     assert "5 to 8 bits" in reason(W8A16Triton(), int4)
     assert "integer activations" in reason(W8A8Triton(), int4)
+    blocks = Float8Block()
+    assert "blocks of 128 columns" in reason(Float8BlockTriton(), int4)
+    assert "blocks of 128 columns" in reason(
+        Float8BlockTriton(), Scheme(Float8Block(width=64), ActivationScheme(8, "float"))
+    )
+    assert "float8 activations" in reason(Float8BlockTriton(), Scheme(blocks))
+    assert "float8 activations" in reason(Float8BlockTriton(), Scheme(blocks, ActivationScheme()))
+    groups = ActivationScheme(8, "float", strategy="group", group_size=64)
+    assert "one scale a token or 128 features" in reason(Float8BlockTriton(), Scheme(blocks, groups))
     assert "quantized activations" in reason(RoundedTriton(), int4)
     for given, said in (
         (ActivationScheme(8, "float", symmetric=False), "symmetric activations"),

@@ -36,7 +36,7 @@ def test_codes_of_tokens_are_those_of_the_reference(bits, dtype):
 )
 def test_codes_of_groups_are_those_of_the_reference(shape, bits, group, tail, dtype):
     x = rows(*shape, dtype, strided=True) * 3
-    codes, scale = rounded.quantize_groups(x, bits, group, tail)
+    codes, scale = w8a8.quantize_groups(x, False, group, bits, tail)
     few = shape[1] - tail
     for part, at, own in (
         (slice(0, few), slice(0, few // group), bits),
@@ -82,7 +82,7 @@ def test_a_token_that_holds_no_numbers_spoils_only_itself(wrong):
         return rounded.product(codes, scale[:, None], w, 0, x.dtype)
 
     def of_groups(x):
-        return rounded.product(*rounded.quantize_groups(x, 4, 32, 32), w, 32, x.dtype)
+        return rounded.product(*w8a8.quantize_groups(x, False, 32, 4, 32), w, 32, x.dtype)
 
     for multiply in (of_tokens, of_floats, of_groups):
         expected = multiply(x)

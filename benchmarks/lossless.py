@@ -35,7 +35,7 @@ from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import CompressedWeight, Scheme
 from runtime.kernels.base import Layer
 from runtime.kernels.cpu import library
-from runtime.kernels.cpu.dfloat11 import DFloat11Cpu
+from runtime.kernels.cpu.expansion import DFloat11Cpu
 from runtime.system import instruction_sets
 
 HERE = Path(__file__).resolve().parent

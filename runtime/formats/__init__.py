@@ -23,6 +23,7 @@ from runtime.formats.representation import Shape, TensorSpec
 from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.scheme import Scheme
 from runtime.formats.sparse24 import Sparse24
+from runtime.formats.ternary_dictionary import TernaryDictionary
 from runtime.formats.trellis import Trellis
 
 __all__ = ["Format", "TensorSpec", "choose", "density_of", "get", "names"]
@@ -39,6 +40,7 @@ _BUILT_IN: tuple[Format, ...] = (
     OwnFormat(DFloat11),
     OwnFormat(Trellis),
     OwnFormat(RowCodebook),
+    OwnFormat(TernaryDictionary),
     Packed(),
     Sparse24(),
     Bitmap(),

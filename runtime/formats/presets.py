@@ -13,6 +13,7 @@ from runtime.formats.input_transform import InputOrder
 from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.scheme import Scheme
+from runtime.formats.ternary_dictionary import TernaryDictionary
 from runtime.formats.trellis import Trellis
 
 
@@ -53,6 +54,7 @@ PRESETS: dict[str, Scheme] = {
     **{kind: Scheme(KQuant(kind)) for kind in KINDS},
     "W2A16_TRELLIS": Scheme(Trellis()),
     **{f"W{bits}A16_CODEBOOK": Scheme(RowCodebook(bits)) for bits in (2, 3, 4)},
+    "TERNARY": Scheme(TernaryDictionary()),
     "DF11": Scheme(DFloat11()),
 }
 ALIASES = {"W8A8": "W8A8-INT8", "INT8": "W8A8-INT8", "W8A8_INT8": "W8A8-INT8", "W4": "W4A16", "W8": "W8A16"}

@@ -23,6 +23,7 @@ from runtime.formats.input_transform import InputTransform
 from runtime.formats.k_quant import KQuant
 from runtime.formats.representation import Representation, Tensors
 from runtime.formats.row_codebook import RowCodebook
+from runtime.formats.ternary_dictionary import TernaryDictionary
 from runtime.formats.trellis import Trellis
 
 
@@ -37,7 +38,8 @@ def representation_of(config: Mapping[str, Any]) -> Representation:
     name = config["representation"]
     if not isinstance(name, str):
         raise ValueError(f"representation is {name!r}, expected a name")
-    own: dict[str, type[Representation]] = {kind.name: kind for kind in (KQuant, DFloat11, Trellis, RowCodebook)}
+    kinds: tuple[type[Representation], ...] = (KQuant, DFloat11, Trellis, RowCodebook, TernaryDictionary)
+    own = {kind.name: kind for kind in kinds}
     return (own.get(name) or representation.find(name)).from_config(config)
 
 

@@ -14,7 +14,7 @@ from runtime.errors import RequestError
 from runtime.kernels import tuning
 from runtime.kernels.base import CLASSES, Choice, Kernel, Layer, ShapeClass, shape_class
 from runtime.kernels.cpu import integer
-from runtime.kernels.cpu.dfloat11 import DFloat11Cpu
+from runtime.kernels.cpu.expansion import DFloat11Cpu, TernaryCpu
 from runtime.kernels.cpu.float8 import Float8Cpu
 from runtime.kernels.cpu.int4 import Int4Cpu
 from runtime.kernels.cpu.int8 import Int8Cpu
@@ -40,7 +40,7 @@ REFERENCE = Reference()
 MODES = ("auto", "fast")
 #: In order of preference.
 KERNELS: tuple[Kernel, ...] = (
-    *integer.KERNELS, Float8Cpu(), DFloat11Cpu(), Int4Cpu(), Int8Cpu(), W8A8Cpu(),
+    *integer.KERNELS, Float8Cpu(), DFloat11Cpu(), TernaryCpu(), Int4Cpu(), Int8Cpu(), W8A8Cpu(),
     # 2:4 comes after the dense kernel: it reads a quarter less and computes more (unmeasured on GPUs).
     Float8Cuda(), W8A8Triton(), Float8BlockTriton(), RoundedTriton(), W4A16Triton(), Sparse24Triton(), W8A16Triton(), REFERENCE,
 )  # fmt: skip

@@ -63,6 +63,7 @@ STAGES: dict[str, list[dict[str, Any]]] = {
     "row_codebook": [
         {"quantize": {"method": "rtn", "scheme": {"representation": "row_codebook", "bits": 3, "outliers": 0.01}}}
     ],
+    "ternary": [{"quantize": {"method": "rtn", "scheme": "TERNARY"}}],
     "bitmap": [{"prune": {"method": "magnitude", "pattern": "unstructured", "sparsity": 0.6}}],
 }
 MATRIX = ("dense", "w4_g128", "w4_g32_asymmetric", "w8a8", "fp8", "sparse_w4")
@@ -80,6 +81,6 @@ K_QUANTS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 # What no other engine has a word for.
-OURS = ("llm_int8", "row_codebook")
+OURS = ("llm_int8", "row_codebook", "ternary")
 # What only the layout of compressed-tensors has words for.
 BLOCK_FLOATS = ("nvfp4_weights", "mxfp4_weights", "nvfp4", "mxfp4", "mxfp8", "fp8_block")

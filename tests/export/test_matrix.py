@@ -29,7 +29,11 @@ REFUSED = {
     ("w8a8", "tensorrt bundle"): "scales must be positive",
     ("sparse_w4", "tensorrt bundle"): "scales must be positive",
 }
-REFUSED |= {("row_codebook", target): "row_codebook" for target in TARGETS}
+REFUSED |= {
+    (kind, target): name
+    for kind, name in (("row_codebook", "row_codebook"), ("ternary", "ternary_dictionary"))
+    for target in TARGETS
+}
 REFUSED |= {("nvfp4", target): "block_float" for target in TARGETS if target != "huggingface"}
 REFUSED |= {
     ("llm_int8", target): r"above 6 unrounded \(LLM\.int8\), which no ONNX" for target in ("onnx", "onnx --ort")

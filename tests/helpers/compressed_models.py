@@ -20,6 +20,7 @@ from runtime.formats.k_quant import KQuant
 from runtime.formats.quantization_config import ModuleEntry, build
 from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
+from runtime.formats.ternary_dictionary import TernaryDictionary
 from runtime.formats.trellis import Trellis
 from runtime.modeling.skeleton import linear_shapes
 
@@ -38,6 +39,7 @@ SCHEMES = {
     "k_quant": Scheme(KQuant("IQ4_NL")),
     "trellis": Scheme(Trellis(32)),
     "row_codebook": Scheme(RowCodebook(4, None, 0.01)),
+    "ternary_dictionary": Scheme(TernaryDictionary(0.7)),
     "dfloat11": Scheme(DFloat11()),
 }
 

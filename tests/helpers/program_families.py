@@ -111,9 +111,9 @@ def compressed(model: Any, scheme: Scheme = SCHEMES["pack-quantized"]) -> tuple[
         shape = weight.shape
         plain = type(grid) is GridScheme and grid.type == "int"
         form = formats.get("packed") if plain else formats.choose(scheme, shape)
-        entry = ModuleEntry(scheme, form.name)
         bias = None if module.bias is None else module.bias.detach()
         tensors = form.pack(weight) | basis
+        entry = ModuleEntry(scheme, form.name, form.stored_count(tensors))
         if (
             scheme.activations is not None
         ):  # calibrated numbers: the same for layers of one input, others for every expert

@@ -17,7 +17,7 @@ from compress.recipe import load, locate_model
 from runtime.checkpoint.artifact import Artifact
 
 # Recipes for models that do not come along.
-NEEDS_MODEL = {"bert_w8a8", "qwen_moe_w4", "vlm_w4"}
+NEEDS_MODEL = {"bert_w8a8", "qwen_moe_ternary", "qwen_moe_w4", "vlm_w4"}
 RECIPES = {name: path for name, path in bundled_recipes().items() if name not in NEEDS_MODEL}
 QUICK = ["calibration.samples=16", "calibration.sequence_length=128", "evaluate.samples=16"]
 QUICK += ["evaluate.max_kl=0.6", "evaluate.min_agreement=40%"]  # so little text costs more than the usual limits allow
@@ -155,6 +155,8 @@ def test_the_resolved_recipe_in_the_artifact_is_a_recipe(applied):
         ("qwen_moe_w4", "qwen3_moe"),
         ("qwen_moe_w4", "mixtral"),
         ("qwen_moe_w4", "gpt_oss"),
+        ("qwen_moe_ternary", "qwen3_moe"),
+        ("qwen_moe_ternary", "mixtral"),
         ("vlm_w4", "qwen2_5_vl"),
         ("vlm_w4", "llava"),
         ("bert_w8a8", "bert"),

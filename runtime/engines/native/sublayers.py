@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from runtime.engines.native.pool import Pool, decoder_of
 from runtime.engines.program.operations import Norm
 from runtime.errors import ArtifactError
 from runtime.kernels.cpu.decoder import OPS, PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder, Op
-from runtime.kernels.cpu.library import DF11, FLOAT8, KINDS, MX8, TYPES, Linear, group_bytes
+from runtime.kernels.cpu.library import DF11, FLOAT8, KINDS, MX8, TERNARY, TYPES, Linear, group_bytes
 from runtime.kernels.cpu.zero_groups import stored_groups
 
 
@@ -109,6 +110,9 @@ def block_bytes(block: Block, skip: int = 0) -> float:
 
 def linear_bytes(linear: Linear) -> float:
     """Bytes of a layer's weights, without scales and the like."""
+    if linear.kind == KINDS["dense"] and linear.weight_type == TERNARY:
+        words = ctypes.c_int32.from_address(linear.row_offsets + 4 * linear.rows).value  # of all rows
+        return 2.0 * words
     if linear.kind == KINDS["dense"]:
         sizes = {kind: dtype.itemsize for dtype, kind in TYPES.items()} | {FLOAT8: 1, MX8: 1}
         size: float = 1 + linear.code_bits / 8 if linear.weight_type == DF11 else sizes[linear.weight_type]

@@ -78,8 +78,9 @@ ROUNDINGS = {"integer": 1, "asymmetric": 2, "e4m3": 3, "e2m1": 4}  # of activati
 ROUNDED_SCALES = {None: 0, "e8m0": 1, "e4m3": 2}  # of their scales
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Of weights and of scales only. A float8 reads as one 2^8 times smaller; MX8 and BLOCK8 are float8 in blocks, each behind its scale;
-#: E8M0 is a byte, the exponent of a power of two plus 127; DF11 is bfloat16 with coded exponents (c/dfloat11.h).
-FLOAT8, MX8, BLOCK8, E8M0, DF11 = 3, 4, 5, 6, 7
+#: E8M0 is a byte, the exponent of a power of two plus 127; DF11 is bfloat16 with coded exponents (c/dfloat11.h), TERNARY zero or
+#: plus or minus the scale of the row (c/ternary.h).
+FLOAT8, MX8, BLOCK8, E8M0, DF11, TERNARY = 3, 4, 5, 6, 7, 8
 FLOAT8_UNIT = 256.0
 SCALES = TYPES | {torch.float8_e4m3fn: FLOAT8, torch.uint8: E8M0}
 
@@ -120,6 +121,7 @@ class Linear(ctypes.Structure):
         *fields(
             ctypes.c_void_p, "codes", "exponents", "escapes", "table", "single_columns", "single_values", "offsets"
         ),
+        *fields(ctypes.c_void_p, "row_offsets", "row_scale"),
     )
 
 

@@ -193,6 +193,7 @@ def test_a_trellis_leaves_narrow_layers_too():
         {"scheme": "W4A16_CODEBOOK"},
         {"scheme": {"representation": "row_codebook", "outliers": 0.01}},
         {"bits": 4.5, "group_size": 32, "candidates": [4, "W4A16_CODEBOOK"]},
+        {"scheme": "TERNARY"},
     ],
     ids=str,
 )
@@ -200,7 +201,7 @@ def test_codebooks_are_not_trained(fields):
     """Also where only a candidate of a budget has them."""
     stages = {"quantize": {"method": "gptq", **fields}}, {"recover": {"method": "finetune"}}
     with pytest.raises(
-        RequestError, match=r"stages\.1\.recover: recovery trains weights on a grid, and .*codebook 4 bits"
+        RequestError, match=r"stages\.1\.recover: recovery trains weights on a grid, and .*(codebook 4 bits|ternary)"
     ):
         assign(recipe(*stages), model())
 

@@ -15,6 +15,7 @@ from compress.weights.solver import columns, group
 from compress.weights.solver.factor import factorize
 from compress.weights.solver.group import solve_group
 from compress.weights.solver.vectors import VectorSolver
+from runtime import formats
 from runtime.errors import RequestError
 from runtime.formats.representation import Representation
 from runtime.formats.row_codebook import RowCodebook
@@ -27,7 +28,10 @@ CODEBOOKS = [
     {"representation": "row_codebook", "bits": 3},
     {"representation": "row_codebook", "bits": 2, "group_size": 32, "outliers": 0.02},
 ]
-every_scheme = pytest.mark.parametrize("scheme", [TRELLIS, *CODEBOOKS], ids=["trellis", "codebook", "groups, outliers"])
+TERNARY = {"representation": "ternary_dictionary", "zeros": 0.6}
+every_scheme = pytest.mark.parametrize(
+    "scheme", [TRELLIS, *CODEBOOKS, TERNARY], ids=["trellis", "codebook", "groups, outliers", "ternary"]
+)
 
 
 def inputs(columns: int = COLUMNS, seed: int = 0) -> Statistics:
@@ -123,6 +127,26 @@ def test_closer_than_a_grid_of_as_many_bits() -> None:
     assert loss(weight, solved([weight])[0]) < 0.8 * loss(weight, grid)
 
 
+def test_ternary_weights_below_one_bit() -> None:
+    """Stored sizes, of which levels and offsets are 0.06 bits a weight here."""
+    collector = StatisticsCollector(1024)
+    mix = normal(1024, 1024, seed=3)
+    collector.add(normal(3000, 1024, seed=4) @ (mix / 32 + 2 * torch.eye(1024)))
+    statistics, weight = collector.finish(), normal(64, 1024)
+    assert statistics.hessian is not None
+    lost, bits = {}, {}
+    for method in ("rtn", "gptq"):
+        config = METHODS[method].config(method=method, scheme="TERNARY")
+        names = ["layer"]
+        found = solve_group(Problem([weight], statistics, None, config, resolve_scheme(config), torch.bfloat16, names))
+        stored = formats.get("ternary_dictionary").pack(found[0].weight)
+        error = weight - found[0].weight.dequantize().float()
+        lost[method] = float((error @ statistics.hessian * error).sum())
+        bits[method] = 8 * sum(tensor.nbytes for tensor in stored.values()) / weight.numel()
+    assert lost["gptq"] < 0.8 * lost["rtn"]
+    assert bits["rtn"] < bits["gptq"] < 1, "weights that make up for others' errors are zero less often"
+
+
 @every_scheme
 def test_rows_make_up_for_rows_before_them(scheme: Any) -> None:
     """With output Hessians the loss of the model falls, and what the layer itself loses rises."""
@@ -143,7 +167,11 @@ def test_rows_make_up_for_rows_before_them(scheme: Any) -> None:
     assert own[1] > own[0]
 
 
-@pytest.mark.parametrize("scheme", [{"representation": "trellis", "group_size": 32}, "FP8_BLOCK", *CODEBOOKS], ids=str)
+@pytest.mark.parametrize(
+    "scheme",
+    [{"representation": "trellis", "group_size": 32}, "FP8_BLOCK", *CODEBOOKS, TERNARY],
+    ids=str,
+)
 @pytest.mark.parametrize("used", [0, 31])
 def test_columns_that_no_input_uses(scheme: Any, used: int) -> None:
     x = normal(200, 32)

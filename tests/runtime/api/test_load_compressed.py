@@ -44,6 +44,7 @@ OWN_KERNELS = {
     "trellis": "trellis-c",
     "row_codebook": "row-codebook-c",
     "dfloat11": "dfloat11-c",
+    "ternary_dictionary": "ternary-c",
 }
 
 

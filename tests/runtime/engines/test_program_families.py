@@ -81,6 +81,7 @@ OWN_KERNELS = {
     "mxfp8-quantized": "float8-c",
     "trellis": "trellis-c",
     "row_codebook": "row-codebook-c",
+    "ternary_dictionary": "ternary-c",
     **dict.fromkeys(KINDS, "k-quant-c"),
 }
 

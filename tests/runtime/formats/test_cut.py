@@ -21,6 +21,7 @@ from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.scheme import Scheme
+from runtime.formats.ternary_dictionary import TernaryDictionary
 from runtime.formats.trellis import Trellis
 from runtime.layers.compressed_linear import CompressedLinear
 
@@ -133,7 +134,11 @@ def test_what_mixes_all_inputs_is_cut_along_outputs_alone() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "scheme"),
-    [("dfloat11", Scheme(DFloat11())), ("bitmap", Scheme(GridScheme(4, "int", True, "channel"), None, "unstructured"))],
+    [
+        ("dfloat11", Scheme(DFloat11())),
+        ("ternary_dictionary", Scheme(TernaryDictionary())),
+        ("bitmap", Scheme(GridScheme(4, "int", True, "channel"), None, "unstructured")),
+    ],
 )
 def test_streams_cannot_be_cut(kind: str, scheme: Scheme) -> None:
     with pytest.raises(RequestError, match=f"format {kind} cannot be cut"):

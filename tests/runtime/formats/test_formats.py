@@ -15,6 +15,7 @@ from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
+from runtime.formats.ternary_dictionary import TernaryDictionary
 from runtime.formats.trellis import Trellis
 
 SHAPES = [(7, 172), (16, 128), (5, 257), (1, 64), (16, 256)]
@@ -28,6 +29,7 @@ GRIDS = [
     BlockFloat(4), BlockFloat(8), BlockFloat(4, group_size=16, scales="e4m3"), *map(KQuant, KINDS),
     *map(DFloat11, (2, 3, 4)), Trellis(16), Trellis(32),
     *map(RowCodebook, (2, 3, 4)), RowCodebook(3, 16), RowCodebook(2, 32, 0.02), RowCodebook(4, None, 0.05),
+    *map(TernaryDictionary, (0.5, 0.885)),
 ]  # fmt: skip
 PATTERNS = [None, "unstructured", "2:4", "1:4", "4:8", "3:16", "block:4x8"]
 
@@ -76,6 +78,7 @@ def test_unpack_is_the_exact_inverse_of_pack(name, sparsity):
             "trellis",
             "row_codebook",
             "dfloat11",
+            "ternary_dictionary",
         ),
         (None,),
     )
@@ -259,6 +262,7 @@ def case(name):
         "trellis": Scheme(Trellis(32)),
         "row_codebook": Scheme(RowCodebook(3, 32, 0.02)),
         "dfloat11": Scheme(DFloat11()),
+        "ternary_dictionary": Scheme(TernaryDictionary()),
         "sparse24": int_scheme(4, True, 32, "2:4"),
         "bitmap": int_scheme(4, True, 32, "unstructured"),
     }[name]

@@ -115,18 +115,17 @@ SHARED void dense_part(const Linear *l, const float *x, int64_t apart, int64_t r
                        int add, const Team *team) {
     int64_t start, end;
     team_part(team, l->rows, 16, &start, &end);
-    if (l->weight_type != TYPE_DF11) {
+    if (!is_expanded(l->weight_type)) {
         dense_rows(l, start, end, 1, x, apart, rows, y, out_type, out_stride, add);
         return;
     }
-    _Alignas(64) uint16_t weight[EXPANDED];
+    _Alignas(64) uint16_t weight[EXPANDED + WORD_ROOM];
     Linear some = *l;
-    some.weight = (const uint8_t *)weight, some.weight_type = TYPE_BF16;
+    some.weight = (const uint8_t *)weight, some.weight_type = expanded_type(l);
     const int64_t fitting = EXPANDED_ROWS / (l->columns + 1), step = fitting > 2 ? fitting / 2 * 2 : 2;
     for (int64_t n = start; n < end; n += step) {
         const int64_t count = end - n < step ? end - n : step;
-        for (int64_t i = 0; i < count; i++)
-            expand_columns(l, n + i, 0, l->columns, l->escapes + l->offsets[n + i], weight + i * l->columns);
+        for (int64_t i = 0; i < count; i++) expand_columns(l, n + i, 0, l->columns, first_code(l, n + i), weight + i * l->columns);
         some.rows = count, some.bias = l->bias ? l->bias + n : NULL;
         dense_rows(&some, 0, count, 0, x, apart, rows, (uint8_t *)y + n * type_bytes(out_type), out_type, out_stride, add);
     }

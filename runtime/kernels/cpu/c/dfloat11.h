@@ -1,6 +1,4 @@
-/* bfloat16 whose exponents are coded (runtime/formats/dfloat11.py): rows become bfloat16 again, some at a time, in a buffer that stays in cache. */
-#define EXPANDED (1 << 16)      /* weights that dense.h has room for: two rows of as many columns as Python lets through */
-#define EXPANDED_ROWS (1 << 13) /* that it expands together, where rows are short */
+/* bfloat16 whose exponents are coded (runtime/formats/dfloat11.py). */
 #define UNIT_COLUMNS 256
 
 /* A weight of its exponent, and of what is beside it in the file: the mantissa, below it the sign. */
@@ -76,11 +74,3 @@ INLINE const uint8_t *expand_row(const Linear *l, const int bits, int64_t row, i
     }
     return escape;
 }
-DECLARED const uint8_t *expand_columns(const Linear *l, int64_t row, int64_t k, int64_t count, const uint8_t *escape, uint16_t *out);
-#if IN_PART(PRODUCTS)
-SHARED const uint8_t *expand_columns(const Linear *l, int64_t row, int64_t k, int64_t count, const uint8_t *escape, uint16_t *out) {
-    if (l->code_bits == 2) return expand_row(l, 2, row, k, count, escape, out);
-    if (l->code_bits == 3) return expand_row(l, 3, row, k, count, escape, out);
-    return expand_row(l, 4, row, k, count, escape, out);
-}
-#endif

@@ -21,7 +21,7 @@
 #endif
 #define GEMM_PANEL (GEMM_VECTORS * LANES)
 #define LEVELS 5    /* of pairs: RUNNING = 2^LEVELS */
-#define EXPANDED_APART (SECTION + RUNNING + 16) /* of DF11: from row to row; not a power of two */
+#define EXPANDED_APART (SECTION + RUNNING + 16) /* from row to row of what is expanded; not a power of two */
 #define SUM_APART(STEPS) ((STEPS) * GEMM_PANEL + 16) /* from a running sum's columns to the next one's; not a power of two, whose lines share a set */
 #define BLOCK_TILES 64 /* whose sums wait for the next section */
 
@@ -121,11 +121,12 @@ SHARED void gemm_part(const Linear *l, const float *x, int64_t rows, void *y, in
     _Alignas(64) float weight[RUNNING * SUM_APART(SECTION / RUNNING)], sums[BLOCK_TILES * GEMM_ROWS * GEMM_PANEL];
     float tail[RUNNING][GEMM_PANEL];
     const int64_t columns = l->columns, whole = columns / RUNNING * RUNNING, tiles = tiles_of(rows, GEMM_ROWS);
-    const int type = l->weight_type;
-    _Alignas(64) uint16_t expanded[GEMM_PANEL * EXPANDED_APART]; /* of DF11: a section, the last one with the columns beyond the last 32 */
-    const uint8_t *escape[GEMM_PANEL];
+    const int expands = is_expanded(l->weight_type);
+    _Alignas(64) uint16_t expanded[GEMM_PANEL * EXPANDED_APART + WORD_ROOM]; /* a section, the last one with the columns beyond the last 32 */
+    Code at[GEMM_PANEL];
     Linear some = *l;
-    some.weight = (const uint8_t *)expanded, some.weight_type = TYPE_BF16, some.columns = EXPANDED_APART;
+    if (expands) some.weight = (const uint8_t *)expanded, some.weight_type = expanded_type(l), some.columns = EXPANDED_APART;
+    const int type = some.weight_type;
     const int64_t last_section = whole ? (whole - 1) / SECTION * SECTION : 0;
     int64_t start, end;
     team_part(team, l->rows, GEMM_PANEL, &start, &end);
@@ -134,18 +135,17 @@ SHARED void gemm_part(const Linear *l, const float *x, int64_t rows, void *y, in
             const int64_t last = first + BLOCK_TILES < tiles ? first + BLOCK_TILES : tiles, from = rows * first / tiles;
             const int valid = (int)(l->rows - n < GEMM_PANEL ? l->rows - n : GEMM_PANEL);
             if (!whole) memset(sums, 0, sizeof sums);
-            if (type == TYPE_DF11) {
-                some.rows = valid;
-                for (int i = 0; i < valid; i++) escape[i] = l->escapes + l->offsets[n + i];
-                if (!whole) for (int i = 0; i < valid; i++) expand_columns(l, n + i, 0, columns, escape[i], expanded + i * EXPANDED_APART);
+            if (expands) some.rows = valid;
+            for (int i = 0; i < valid && expands; i++) {
+                at[i] = first_code(l, n + i);
+                if (!whole) expand_columns(l, n + i, 0, columns, at[i], expanded + i * EXPANDED_APART);
             }
             for (int64_t k = 0; k < whole; k += SECTION) {
                 const int64_t size = whole - k < SECTION ? whole - k : SECTION, there = k == last_section ? columns - k : size;
-                for (int i = 0; i < valid && type == TYPE_DF11; i++)
-                    escape[i] = expand_columns(l, n + i, k, there, escape[i], expanded + i * EXPANDED_APART);
-                if (type == TYPE_DF11) transpose_weight(&some, TYPE_BF16, 0, 0, size, weight);
-                else if (type == TYPE_BF16) transpose_weight(l, TYPE_BF16, n, k, size, weight);
-                else if (type == TYPE_F16) transpose_weight(l, TYPE_F16, n, k, size, weight);
+                for (int i = 0; i < valid && expands; i++) at[i] = expand_columns(l, n + i, k, there, at[i], expanded + i * EXPANDED_APART);
+                const int64_t top = expands ? 0 : n, left = expands ? 0 : k; /* where that is in `some` */
+                if (type == TYPE_BF16) transpose_weight(&some, TYPE_BF16, top, left, size, weight);
+                else if (type == TYPE_F16) transpose_weight(&some, TYPE_F16, top, left, size, weight);
                 else if (type == TYPE_F8) transpose_weight(l, TYPE_F8, n, k, size, weight);
                 else if (type == TYPE_MX8) transpose_weight(l, TYPE_MX8, n, k, size, weight);
                 else if (type == TYPE_BLOCK8) transpose_weight(l, TYPE_BLOCK8, n, k, size, weight);
@@ -157,9 +157,8 @@ SHARED void gemm_part(const Linear *l, const float *x, int64_t rows, void *y, in
             }
             for (int i = 0; i < GEMM_PANEL; i++)
                 for (int64_t k = whole; k < columns; k++) {
-                    if (i >= valid) tail[k - whole][i] = 0.0f;
-                    else if (type == TYPE_DF11) tail[k - whole][i] = bf16_to_float(expanded[i * EXPANDED_APART + k - last_section]);
-                    else tail[k - whole][i] = load_as(l->weight, type, (n + i) * columns + k);
+                    const int64_t place = expands ? i * EXPANDED_APART + k - last_section : (n + i) * columns + k;
+                    tail[k - whole][i] = i < valid ? load_as(some.weight, type, place) : 0.0f;
                 }
             for (int64_t t = first; t < last; t++) {
                 const int64_t row = rows * t / tiles, M = tile_size(rows, tiles, t);

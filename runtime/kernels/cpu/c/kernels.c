@@ -8,7 +8,7 @@
 #include "planes.h"
 #include "linear.h"
 #include "sparse.h"
-#include "dfloat11.h"
+#include "expansion.h"
 #include "dense.h"
 #include "gemm.h"
 #include "amx.h"

@@ -17,7 +17,7 @@ typedef struct {
     Rounding rounding;
     Basis basis; /* in programs only: what linear_run is given is in it already */
     double factor;         /* of all results: what scales have in common; KIND_DENSE: unused */
-    const uint8_t *weight; /* KIND_DENSE: [rows, columns] of weight_type */
+    const uint8_t *weight; /* KIND_DENSE: [rows, columns] of weight_type; TERNARY: uint16 words of all rows */
     const void *scale;     /* KIND_DENSE: NULL, or float32 [rows] */
     const void *least;     /* as scale, of minima; NULL: the kind has none */
     const int8_t *zero;   /* [panel, scale groups, 32] zero points, or NULL: symmetric */
@@ -26,10 +26,12 @@ typedef struct {
     const int64_t *runs;      /* NULL: all groups are stored. Or [runs, 3]: groups [first, last) of a panel are, how many before; */
     const int64_t *first_run; /* [panels + 1]: where those of a panel begin. Weights of other groups are zero. */
     const uint8_t *codes, *exponents, *escapes; /* of DF11: [rows, code_bits, ceil(columns / 8)], [2^code_bits - 1], of all rows */
-    const uint8_t *table;                       /* of row codebooks: levels + 128, [panel, 2^bits / 4, 32, 4] */
+    const uint8_t *table;                       /* of row codebooks: levels + 128, [panel, 2^bits / 4, 32, 4]; of TERNARY: uint64 [65536] */
     const int32_t *single_columns;              /* [panel, singles, 32]: columns of those weights */
     const void *single_values;                  /* likewise, of scale_type; their codes are 0 */
     const int64_t *offsets;                     /* of DF11: [rows + 1], where the escapes of a row begin */
+    const int32_t *row_offsets;                 /* of TERNARY: [rows + 1], where the words of a row begin */
+    const void *row_scale;                      /* of TERNARY: [rows], 16-bit floats of scale_type */
 } Linear;
 
 static inline Input input_of(const Linear *l) { return (Input){l->kind == KIND_DENSE ? 0 : l->groups, l->group, l->digits, l->rounding}; }

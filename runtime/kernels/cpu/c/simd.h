@@ -89,10 +89,11 @@ enum { ALIKE = 2 };
 #define UNROLL /* each step is many instructions already */
 #endif
 
-/* F8, MX8, BLOCK8, DF11: of weights only; E8M0: of scales only, as F8 may be. MX8: float8 in blocks of 32, before each its scale, e8m0: 33
+/* F8, MX8, BLOCK8, DF11, TERNARY: of weights only; E8M0: of scales only, as F8 may be. MX8: float8 in blocks of 32, before each its scale, e8m0: 33
  * bytes; BLOCK8: in blocks of 128, before each its scale, float32: 132 bytes.
- * DF11: bfloat16 whose exponents are coded (dfloat11.h). */
-enum { TYPE_F32 = 0, TYPE_BF16 = 1, TYPE_F16 = 2, TYPE_F8 = 3, TYPE_MX8 = 4, TYPE_BLOCK8 = 5, TYPE_E8M0 = 6, TYPE_DF11 = 7 };
+ * DF11: bfloat16 whose exponents are coded (dfloat11.h); TERNARY: zero or one scale of the row (ternary.h). */
+enum { TYPE_F32 = 0, TYPE_BF16 = 1, TYPE_F16 = 2, TYPE_F8 = 3, TYPE_MX8 = 4, TYPE_BLOCK8 = 5, TYPE_E8M0 = 6, TYPE_DF11 = 7,
+       TYPE_TERNARY = 8 };
 INLINE int type_bytes(const int type) { return type == TYPE_F32 ? 4 : type == TYPE_BF16 || type == TYPE_F16 ? 2 : 1; }
 
 /* Where a number is, or the block of 32 that begins with it: then index is a multiple of 32. */

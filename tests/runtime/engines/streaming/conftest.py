@@ -26,7 +26,7 @@ BLOCKS = 5
 
 @pytest.fixture(scope="session")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Llamas (lean engine): integers, transformed inputs, NVFP4, k-quants, trellis, codebooks, DFloat11; a GPT-2 (modules). Read only."""
+    """Llamas (lean engine) in all kinds of formats, some with transformed inputs; a GPT-2 (modules). Read only."""
     home = tmp_path_factory.mktemp("streaming")
     compress(llama(num_hidden_layers=BLOCKS), home / "llama", inside_blocks("pack-quantized"))
     compress(llama(num_hidden_layers=BLOCKS), home / "floats", inside_blocks("nvfp4-pack-quantized"))
@@ -36,6 +36,10 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     small = llama(num_hidden_layers=2)
     compress(small, home / "trellis", inside_blocks("trellis"))
     compress(small, home / "codebooks", inside_blocks("row_codebook"))
+    large = llama(
+        num_hidden_layers=BLOCKS, hidden_size=256, intermediate_size=256
+    )  # in small ones padding is more than weights
+    compress(large, home / "ternary", inside_blocks("ternary_dictionary"))
     turned = replace(SCHEMES["pack-quantized"], transform=InputTransform("same"))
     compress(
         llama(num_hidden_layers=BLOCKS),

@@ -28,7 +28,7 @@ PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17, 18]]
 
 
 @pytest.mark.parametrize("slots", [2, 3, 4])
-@pytest.mark.parametrize("name", ["llama", "turned", "floats", "lossless", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "turned", "floats", "lossless", "ternary", "gpt2"])
 def test_bit_identical(artifacts: dict[str, Path], load_streamed: Load, name: str, slots: int) -> None:
     whole = runtime.load(artifacts[name])
     model = load_streamed(artifacts[name], slots)

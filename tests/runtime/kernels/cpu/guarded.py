@@ -15,6 +15,7 @@ from weight_cases import int_scheme
 
 from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.scheme import Scheme
+from runtime.formats.ternary_dictionary import TernaryDictionary
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import CKernel
 from runtime.kernels.cpu.panels import PANEL
@@ -126,7 +127,8 @@ def main() -> None:
                 check_dense(native, shape, dtype)
                 forms = [products.MXFP8] if shape[1] % 32 == 0 else []
                 forms += [each for size, own in products.ROUNDED.items() if shape[1] % size == 0 for each in own]
-                for form in (*forms, *(Scheme(DFloat11(bits)) for bits in (2, 3, 4))):
+                forms += [*map(Scheme, (*map(DFloat11, (2, 3, 4)), TernaryDictionary(), TernaryDictionary(0.4)))]
+                for form in forms:
                     check_as_stored(native, form, shape, dtype)
                 done += 1
             _kept.clear()

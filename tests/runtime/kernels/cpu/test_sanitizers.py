@@ -25,6 +25,7 @@ from runtime.engines.native.engine import NativeEngine
 from runtime.formats.dfloat11 import DFloat11
 from runtime.formats.input_transform import InputTransform
 from runtime.formats.scheme import Scheme
+from runtime.formats.ternary_dictionary import TernaryDictionary, word_table
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import CKernel
 from runtime.kv_cache.policy.policy import Policy
@@ -36,7 +37,7 @@ FUNCTIONS = ["linear_run", "decoder_step", "decoder_copy", "decoder_tokens"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LEVELS = instruction_sets.available()
 # Compilers take minutes over vector code with every check in it: it gets those of addresses, as calls, and of threads. Undefined
-# behaviour is looked for in the portable build, so not in what only vectors have (simd_*.h, tiles of several rows, dfloat11.h).
+# behaviour is looked for in the portable build, so not in what only vectors have (simd_*.h, tiles of several rows, dfloat11.h, ternary.h).
 SANITIZERS = (
     (LEVELS[0], "address", ("--param", "asan-instrumentation-with-call-threshold=0")),
     (LEVELS[0], "thread", ()),
@@ -117,6 +118,8 @@ def record_products(recorder: Recorder, found: ctypes.CDLL) -> None:
         wide = [
             (Scheme(DFloat11(n)), columns + 1024 * (n - 2)) for n in (2, 3, 4)
         ]  # units of 256 columns, and sections
+        word_table.cache_clear()  # only what is made here is recorded
+        wide += [(Scheme(TernaryDictionary()), columns + 2048), (Scheme(TernaryDictionary(0.5)), columns)]
         stored = [(products.MXFP8, columns)] if columns % 32 == 0 else []
         stored += [(each, -(-columns // size) * size) for size, own in products.ROUNDED.items() for each in own]
         for scheme, width in stored + wide:

@@ -19,6 +19,7 @@ from runtime.formats.float8_block import Float8Block
 from runtime.formats.k_quant import KQuant
 from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
+from runtime.formats.ternary_dictionary import TernaryDictionary
 from runtime.formats.trellis import Trellis
 from runtime.kernels import tuning
 from runtime.kernels.cpu import integer, library
@@ -104,6 +105,8 @@ needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler"
         (Scheme(KQuant("IQ4_NL")), torch.float64, "reference", "reference"),
         (Scheme(DFloat11()), torch.bfloat16, "dfloat11-c", "dfloat11-c"),
         (Scheme(DFloat11()), torch.float64, "reference", "reference"),
+        (Scheme(TernaryDictionary()), torch.float16, "ternary-c", "ternary-c"),
+        (Scheme(TernaryDictionary()), torch.float64, "reference", "reference"),
         (Scheme(Trellis(64)), torch.bfloat16, "trellis-c", "trellis-c-fast"),
         (Scheme(Trellis(64)), torch.float64, "reference", "reference"),
         (Scheme(RowCodebook()), torch.bfloat16, "row-codebook-c", "row-codebook-c-fast"),

@@ -313,7 +313,8 @@ def multiply(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None =
 
 def _of_rows(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """A scale of the inputs for each row of them, float32 `[rows]`: NaN where a row holds a NaN, which codes of integers cannot."""
-    return torch.where(x.isnan().any(-1), torch.nan, scale.float().reshape(-1))
+    largest = x.amax(-1).float()  # NaN where there is one
+    return torch.where(largest.isnan(), largest, scale.float().reshape(-1))
 
 
 def _grids(weight: CompressedWeight, layer: Layer) -> Tensors:

@@ -17,6 +17,7 @@ from runtime import formats
 from runtime.engines.base import Chunk
 from runtime.engines.cuda import ops
 from runtime.engines.cuda.engine import CudaEngine
+from runtime.formats.float8_block import Float8Block
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels.base import Layer
@@ -195,12 +196,21 @@ def test_compressed_layers_can_be_captured(tiny_artifact: Path, monkeypatch: pyt
     assert launched >= {"matvec.matvec_kernel", "few_rows.few_rows_kernel", "many_rows.many_rows_kernel"}
 
 
+INT4 = GridScheme(4, "int", True, "group", 32)
 INT8, FLOAT8 = GridScheme(8, "int", True, "channel"), GridScheme(8, "float", True, "channel")
 LAYERS = {
     "W8A16Triton": (Scheme(INT8), "int-quantized"),
     "Sparse24Triton": (Scheme(GridScheme(4, "int", False, "group", 64), None, "2:4"), "sparse24"),
     "W8A8Triton": (Scheme(INT8, ActivationScheme(8, "int", False, True, "token")), "int-quantized"),
     "W8A8Triton, static": (Scheme(INT8, ActivationScheme(8, "int", False, False, "tensor")), "int-quantized"),
+    "RoundedTriton": (Scheme(INT4, ActivationScheme(4)), "pack-quantized"),
+    "RoundedTriton, static": (Scheme(INT4, ActivationScheme(8, "int", True, False, "tensor")), "int-quantized"),
+    "RoundedTriton, groups": (
+        Scheme(INT4, ActivationScheme(4, strategy="group", group_size=32, int8_tail=32)),
+        "pack-quantized",
+    ),
+    "RoundedTriton, float8": (Scheme(INT4, ActivationScheme(8, "float")), "pack-quantized"),
+    "Float8BlockTriton": (Scheme(Float8Block(), ActivationScheme(8, "float")), "float-quantized"),
     "W8A8Triton, float8": (Scheme(FLOAT8, ActivationScheme(8, "float")), "float-quantized"),
 }
 
@@ -216,7 +226,8 @@ def test_every_kernel_of_weights_can_be_captured(name: str, monkeypatch: pytest.
         tensors |= {"input_scale": torch.ones(1).bfloat16(), "input_zero_point": torch.ones(1, dtype=torch.int8)}
     layer = Layer(ModuleEntry(scheme, storage, None), (64, 192), torch.bfloat16, torch.device("cpu"))
     kernel = getattr(linear, name.partition(",")[0])("cpu")
-    prepared, bias, fake = kernel.prepare(tensors, layer), torch.zeros(64).bfloat16(), Fake()
+    kept = {name: tensor for name, tensor in tensors.items() if name.startswith("input_")}  # as modules keep them
+    prepared, bias, fake = kept | kernel.prepare(tensors, layer), torch.zeros(64).bfloat16(), Fake()
     monkeypatch.setattr(jit.Entry, "launcher", fake.launch)
     for rows in (1, 3, 17, 70, 300):
         x = torch.randn(rows, 192).bfloat16()

@@ -97,7 +97,8 @@ def _check_bundle(kind: str, found: Verification) -> None:
     dropped = kind in ("fp8", "w8a8_positive", "atom_g64_positive")
     assert ("kl_of_change" in found.metrics) == dropped
     if dropped:
-        assert 1e-4 < found.metrics["kl_of_change"] < 0.1
+        # Inputs that were of 4 bits differ most from what they are unrounded.
+        assert 1e-4 < found.metrics["kl_of_change"] < (0.3 if kind == "atom_g64_positive" else 0.1)
 
 
 def test_a_changed_artifact_is_not_exported(made: Callable[..., Path], tmp_path: Path) -> None:

@@ -102,6 +102,26 @@ def dequantize_tile(
         return tl.reshape(tl.permute(both, (0, 4, 3, 2, 1)), [BLOCK_N, 128])
 
 
+@jit
+def own_block(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows and columns of a product `[M, N]` that program `program_id(0)` computes. Programs in bands of 8 blocks of rows, so that those
+    running together share both operands in the L2 cache."""
+    blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    band = tl.program_id(0) // (8 * blocks_n)
+    height = tl.minimum(blocks_m - band * 8, 8)
+    inside = tl.program_id(0) % (8 * blocks_n)
+    m = (band * 8 + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return m, (inside // height) * BLOCK_N + tl.arange(0, BLOCK_N)
+
+
+@jit
+def store_part(out, y, m, n, M, N):
+    """Store rows `m` and columns `n` of part `program_id(1)` of a product `[M, N]`."""
+    out += tl.cast(tl.program_id(1), tl.int64) * M * N
+    target = out + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(target, y.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
 @entry
 def _sum_parts(parts, bias, out, MN, N, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import layout, tuning
-from runtime.kernels.triton.codes import code_minus
+from runtime.kernels.triton.codes import code_minus, store_part
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import product, widest_split
 from runtime.kernels.triton.tuning import Config
@@ -77,9 +77,7 @@ def few_rows_kernel(
     )  # fmt: skip
     if HAS_BIAS:
         sums += tl.load(bias + owned).to(tl.float32)[None, :]
-    out += tl.cast(tl.program_id(1), tl.int64) * M * N
-    target = out + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(target, sums.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    store_part(out, sums, m, n, M, N)
 
 
 def configurations(rows: int, weight: layout.Weight) -> list[Config]:

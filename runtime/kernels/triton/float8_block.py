@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import tuning, w8a8
+from runtime.kernels.triton.codes import own_block, store_part
 from runtime.kernels.triton.jit import cdiv, entry, tl
 from runtime.kernels.triton.layout import BLOCK_COLUMNS
 from runtime.kernels.triton.split_k import split_k
@@ -22,12 +23,7 @@ def float8_block_kernel(
     HEIGHT: tl.constexpr, GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    band = tl.program_id(0) // (8 * blocks_n)  # as in w8a8.py
-    height = tl.minimum(blocks_m - band * 8, 8)
-    inside = tl.program_id(0) % (8 * blocks_n)
-    m = (band * 8 + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (inside // height) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m, n = own_block(M, N, BLOCK_M, BLOCK_N)
     row, owned = tl.minimum(m, M - 1), tl.minimum(n, N - 1)
     rows = x + row.to(tl.int64)[:, None] * K
     columns = w + owned.to(tl.int64)[None, :] * K
@@ -49,9 +45,7 @@ def float8_block_kernel(
         sums += tl.dot(a, b, max_num_imprecise_acc=BLOCK_K) * factor
     if HAS_BIAS:
         sums += tl.load(bias + owned).to(tl.float32)[None, :]
-    out += tl.cast(tl.program_id(1), tl.int64) * M * N
-    target = out + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(target, sums.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    store_part(out, sums, m, n, M, N)
 
 
 def configurations(rows: int, shape: tuple[int, int]) -> list[Config]:

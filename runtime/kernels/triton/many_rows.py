@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import gpu, layout, semi_structured, tuning
-from runtime.kernels.triton.codes import ONE, dequantize_slice, dequantize_tile, row_major
+from runtime.kernels.triton.codes import ONE, dequantize_slice, dequantize_tile, own_block, row_major, store_part
 from runtime.kernels.triton.jit import cdiv, entry, tl
 from runtime.kernels.triton.split_k import product
 from runtime.kernels.triton.tuning import Config
@@ -25,13 +25,7 @@ def many_rows_kernel(
     GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Programs in bands of 8 blocks of rows, so that those running together share both operands in the L2 cache.
-    blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    band = tl.program_id(0) // (8 * blocks_n)
-    height = tl.minimum(blocks_m - band * 8, 8)
-    inside = tl.program_id(0) % (8 * blocks_n)
-    m = (band * 8 + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (inside // height) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m, n = own_block(M, N, BLOCK_M, BLOCK_N)
     owned = tl.minimum(n, N - 1)  # rows past the end repeat the last one and are not stored
     word, column = tl.arange(0, 16), tl.arange(0, 512 // FIELD)
     rows = x + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride
@@ -51,9 +45,7 @@ def many_rows_kernel(
         sums = tl.dot(a, tl.trans(b), sums)
     if HAS_BIAS:
         sums += tl.load(bias + owned).to(tl.float32)[None, :]
-    out += tl.cast(tl.program_id(1), tl.int64) * M * N
-    target = out + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(target, sums.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    store_part(out, sums, m, n, M, N)
 
 
 @entry

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import layout, tuning
+from runtime.kernels.triton.codes import own_block, store_part
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import split_k, widest_split
 from runtime.kernels.triton.tuning import Config
@@ -53,12 +54,7 @@ def rounded_kernel(
     GROUP: tl.constexpr, X_GROUP: tl.constexpr, UNIT: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    band = tl.program_id(0) // (8 * blocks_n)  # as in many_rows.py
-    height = tl.minimum(blocks_m - band * 8, 8)
-    inside = tl.program_id(0) % (8 * blocks_n)
-    m = (band * 8 + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (inside // height) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m, n = own_block(M, N, BLOCK_M, BLOCK_N)
     row, owned, word = tl.minimum(m, M - 1).to(tl.int64), tl.minimum(n, N - 1), tl.arange(0, 16)
     rows, row_scale = x + row[:, None] * K, x_scale + row * x_groups
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -90,9 +86,7 @@ def rounded_kernel(
             sums += part.to(tl.float32) * factor
     if HAS_BIAS:
         sums += tl.load(bias + owned).to(tl.float32)[None, :]
-    out += tl.cast(tl.program_id(1), tl.int64) * M * N
-    target = out + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(target, sums.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    store_part(out, sums, m, n, M, N)
 
 
 def configurations(rows: int, weight: layout.Weight) -> list[Config]:

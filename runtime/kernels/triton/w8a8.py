@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import tuning
-from runtime.kernels.triton.codes import row_major
+from runtime.kernels.triton.codes import own_block, row_major, store_part
 from runtime.kernels.triton.jit import cdiv, entry, jit, next_power_of_2, tl
 from runtime.kernels.triton.split_k import split_k, widest_split
 from runtime.kernels.triton.tuning import Config
@@ -138,12 +138,7 @@ def w8a8_kernel(
     FLOAT: tl.constexpr, X_ZERO: tl.constexpr, W_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    band = tl.program_id(0) // (8 * blocks_n)  # bands of 8 blocks of rows share their operands in the L2 cache
-    height = tl.minimum(blocks_m - band * 8, 8)
-    inside = tl.program_id(0) % (8 * blocks_n)
-    m = (band * 8 + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (inside // height) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m, n = own_block(M, N, BLOCK_M, BLOCK_N)
     row, owned = tl.minimum(m, M - 1), tl.minimum(n, N - 1)  # repeated past the end, and not stored
     rows = x + row.to(tl.int64)[:, None] * K
     columns = w + owned.to(tl.int64)[None, :] * K
@@ -176,12 +171,7 @@ def w8a8_kernel(
     y = sums.to(tl.float32) * tl.load(x_scale + row)[:, None] * tl.load(w_scale + owned).to(tl.float32)[None, :]
     if HAS_BIAS:
         y += tl.load(bias + owned).to(tl.float32)[None, :]
-    out += tl.cast(tl.program_id(1), tl.int64) * M * N
-    tl.store(
-        out + m.to(tl.int64)[:, None] * N + n[None, :],
-        y.to(out.dtype.element_ty),
-        mask=(m < M)[:, None] & (n < N)[None, :],
-    )
+    store_part(out, y, m, n, M, N)
 
 
 def configurations(rows: int, shape: tuple[int, int]) -> list[Config]:

@@ -81,6 +81,6 @@ K_QUANTS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 # What no other engine has a word for.
-OURS = ("llm_int8", "row_codebook", "ternary")
+OURS = ("llm_int8", "row_codebook", "ternary", "atom")
 # What only the layout of compressed-tensors has words for.
 BLOCK_FLOATS = ("nvfp4_weights", "mxfp4_weights", "nvfp4", "mxfp4", "mxfp8", "fp8_block")

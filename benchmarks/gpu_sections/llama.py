@@ -17,7 +17,8 @@ from torch import nn
 from gpu_sections.bench import Bench, Row
 from runtime.engines.base import Chunk, Engine
 from runtime.engines.cuda import CudaEngine
-from runtime.engines.cuda.engine import PAGE, CudaGraphs
+from runtime.engines.cuda.engine import PAGE
+from runtime.engines.cuda.steps import CudaGraphs
 from runtime.engines.llama_structure import Block, FeedForward, read_program
 from runtime.engines.torch.engine import TorchEngine
 from runtime.formats.quantization_config import ModuleEntry

@@ -31,6 +31,11 @@ _EXPORTS = {
 # `take_over(engine, policy)` gives the fused engine of a device, or None where it does not fit.
 FUSED_NAMES = {"cpu": "the decoder in C", "cuda": "the engine with CUDA graphs"}
 _FUSED = {"cpu": "runtime.engines.native.take_over:take_over", "cuda": "runtime.engines.cuda.engine:take_over"}
+# `why_modules_store(policy)` says what of it the pages of a device's fused engine cannot do.
+_STORES = {
+    "cpu": "runtime.engines.native.storage:why_modules_store",
+    "cuda": "runtime.engines.cuda.storage:why_modules_store",
+}
 
 
 @dataclass(frozen=True)
@@ -156,10 +161,10 @@ def why_modules(blueprint: Blueprint, policy: Policy | None) -> str | None:
     device = blueprint.device
     if blueprint.kind != "decoder":
         return f"it is an {blueprint.kind}, and fused engines run decoders only"
-    if policy is not None and device.type != "cpu":
-        return f"its cache is compressed, and {FUSED_NAMES.get(device.type, 'a fused engine')} has plain caches only"
-    if policy is not None and (reason := why_modules_store(policy)) is not None:
-        return f"{FUSED_NAMES['cpu']} holds no cache whose policy says to {reason}"
+    if policy is not None and device.type in _STORES:
+        reason = resolve_name(_STORES[device.type])(policy)
+        if reason is not None:
+            return f"{FUSED_NAMES[device.type]} holds no cache whose policy says to {reason}"
     if blueprint.adapter is not None:
         return "it has an adapter, which fused engines do not support"
     if not blueprint.compressed and device.type != "cpu":

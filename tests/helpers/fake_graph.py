@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from runtime.engines.cuda.engine import Computation
+from runtime.engines.cuda.steps import Computation
 from runtime.kernels.triton import jit
 
 #: Methods that give a tensor's values to the host; of tensors on a CPU they reach no operation.

@@ -4,49 +4,225 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from runtime.engines.base import Chunk
+from runtime.engines.cuda.storage import Storage
 from runtime.engines.llama_structure import Program
+from runtime.engines.plain_pages import PlainPages
+from runtime.kv_cache.pages import PAGE as BLOCK
+from runtime.kv_cache.storage.base import Codec
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of a step, int32 `[rows]`: ids, positions in their sequences, and slots `page * page_size + place in the page`."""
+    """Tokens of a step, int32 `[rows]`: ids, positions in their sequences, and slots `page * page_size + place in the page`.
+
+    Attributes:
+        plain_slots: the same among the places of plain pages, for layers whose older pages are stored; None: there are no such layers.
+    """
 
     ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
+    plain_slots: torch.Tensor | None = None
+
+    def of(self, layer: CacheLayer) -> Rows:
+        """With the slots of a layer of the cache."""
+        return self if layer.stored is None or self.plain_slots is None else replace(self, slots=self.plain_slots)
 
 
-class CacheLayer(NamedTuple):
-    """One layer of the cache, keys and values `[pages, page_size, kv_heads, head_dim]`."""
+@dataclass(frozen=True)
+class StoredLayers:
+    """Layers whose older pages are stored in few bits, beside the plain ones of recent tokens.
+
+    Attributes:
+        keys, values: plain pages, `[layers, places + 1, page_size, kv_heads, head_dim]`; the last place is scratch.
+        codecs: of "keys" and "values".
+        pools: "keys.codes", ..., "values.codes", ..., as the codecs' parts, of blocks of 32 positions:
+            `[layers, pages + 1, kv_heads, blocks, 32, width]`, or `[..., blocks, width]` of what a block has once.
+        places: int32 `[pages + 1]`, of pages that are plain.
+        broken: int32 `[1]`, not 0 once a key or value was none that the codecs can hold.
+        first: pages of a sequence that stay plain. recent: newest tokens that a query sees plain.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
+    codecs: dict[str, Codec]
+    pools: dict[str, torch.Tensor]
+    places: torch.Tensor
+    broken: torch.Tensor
+    first: int
+    recent: int
+
+    def layer(self, index: int) -> StoredLayers:
+        """One of them."""
+        one = slice(index, index + 1)
+        pools = {name: pool[one] for name, pool in self.pools.items()}
+        return replace(self, keys=self.keys[one], values=self.values[one], pools=pools)
+
+    def pools_of(self, side: str) -> dict[str, torch.Tensor]:
+        """Those of "keys" or "values", by their codec's names."""
+        prefix = f"{side}."
+        return {name.removeprefix(prefix): pool for name, pool in self.pools.items() if name.startswith(prefix)}
+
+    def begin_of_recent(self, position: Any) -> Any:
+        """The first page after the `first` ones that a query at `position` (int, or a tensor) sees plain."""
+        found = (position - self.recent) // self.keys.shape[2]
+        return found.clamp(min=self.first) if isinstance(found, torch.Tensor) else max(found, self.first)
+
+
+class CacheLayer(NamedTuple):
+    """One layer of the cache, keys and values `[pages, page_size, kv_heads, head_dim]`.
+
+    Attributes:
+        stored: the layer's stored pages, where `keys` and `values` are the plain ones, at `stored.places`; None: all are plain.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    stored: StoredLayers | None = None
 
 
 class Memory:
     """Keys and values of all layers, each `[pages + 1, page_size, kv_heads, head_dim]`; the last page is scratch, for padding.
 
+    With a storage, layers whose queries see all positions have a stored page for each page, and places for those that are plain.
+
     Attributes:
-        tensors: keys and values of the first layer, of the second, ...
+        layers: of the cache, in order.
         scratch: the page that padding writes to.
         number: of the memories that an engine has made.
-        steps: `runtime.engines.cuda.engine.Steps` over this memory, whose graphs hold its addresses; made on first use.
+        stored: the layers with a storage together; None: there are none.
+        plain: which pages are plain, of the pool that uses this memory; None where `stored` is.
+        steps: `runtime.engines.cuda.steps.Steps` over this memory, whose graphs hold its addresses; made on first use.
     """
 
-    def __init__(self, program: Program, page_size: int, count: int, device: torch.device, number: int = 0) -> None:
-        shape = (count + 1, page_size, program.kv_heads, program.head_dim)
-        # Zeros: the plain attention multiplies what it masks, and memory that was never written may hold NaN.
-        self.tensors = [torch.zeros(shape, dtype=program.dtype, device=device) for _ in range(2 * len(program.blocks))]
-        self.keys, self.values = self.tensors[0::2], self.tensors[1::2]
-        self.layers = [CacheLayer(*layer) for layer in zip(self.keys, self.values, strict=True)]
+    layers: list[CacheLayer]
+
+    def __init__(
+        self,
+        program: Program,
+        page_size: int,
+        count: int,
+        device: torch.device,
+        number: int = 0,
+        storage: Storage | None = None,
+    ) -> None:
+        self._program, self._storage = program, storage
+        self.device, self.page_size, self.number = device, page_size, number
         self.count = self.scratch = count
-        self.page_size, self.number = page_size, number
         self.steps: Any = None
+        self._asked = False  # whether something was stored since `is_broken`
+        self.stored: StoredLayers | None = None
+        self.plain: PlainPages | None = None
+        kept = [] if storage is None else storage.layers(program)
+        # Zeros: the plain attention multiplies what it masks, and memory that was never written may hold NaN.
+        self._whole = {
+            i: (self._zeros(count + 1), self._zeros(count + 1)) for i in range(len(program.blocks)) if i not in kept
+        }
+        if storage is not None and kept:
+            self._stored_at = {layer: index for index, layer in enumerate(kept)}
+            self._make_stored(storage, min(count, storage.places))
+        self._join()
+        self.restart()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Keys and values of the first layer, of the second, ...; plain ones."""
+        return [each for layer in self.layers for each in layer[:2]]
+
+    def restart(self) -> None:
+        """Nothing of what it holds is needed any more."""
+        if self._storage is not None and self.stored is not None:
+            size = self._storage.plain_bytes(self._program, self.page_size)
+            self.plain = PlainPages(
+                self.count, self.page_size, self._storage.first(self.page_size), self._storage.recent, size
+            )
+
+    def begin(self, chunks: list[Chunk]) -> list[int]:
+        """Places for what chunks write; returns the pages that must be stored before their queries read."""
+        plain, stored = self.plain, self.stored
+        if plain is None or stored is None:
+            return []
+        found = plain.begin(chunks)
+        self._asked |= bool(found)
+        if plain.most > stored.keys.shape[1] - 1:
+            self._grow(plain.most)
+            stored = self.stored
+            assert stored is not None
+        if plain.placed:
+            pages = torch.tensor(plain.placed)
+            stored.places[pages.to(self.device)] = plain.places[pages].to(self.device)
+        return found
+
+    def plain_slot(self, page: int, offset: int) -> int:
+        """Of a position of a page, among the places of plain pages."""
+        if page == self.scratch:
+            assert self.stored is not None
+            return (self.stored.keys.shape[1] - 1) * self.page_size + offset
+        assert self.plain is not None
+        return self.plain.slot(page, offset)
+
+    def is_broken(self) -> bool:
+        """Whether a key or value, since this was asked last, was none that the storage can hold; waits for what stores them."""
+        stored = self.stored
+        if stored is None or not self._asked:
+            return False
+        self._asked = False
+        found = bool(stored.broken.item())
+        if found:
+            stored.broken.zero_()
+        return found
+
+    # ---------------------------------------------------------------- memory
+    def _zeros(self, *leading: int) -> torch.Tensor:
+        program = self._program
+        shape = (*leading, self.page_size, program.kv_heads, program.head_dim)
+        return torch.zeros(shape, dtype=program.dtype, device=self.device)
+
+    def _make_stored(self, storage: Storage, places: int) -> None:
+        program, layers = self._program, len(self._stored_at)
+        codecs, pools = {"keys": storage.keys, "values": storage.values}, {}
+        leading = (layers, self.count + 1, program.kv_heads, self.page_size // BLOCK)
+        for side, codec in codecs.items():
+            for name, part in codec.parts(program.head_dim, program.dtype).items():
+                shape = (*leading, part.width) if part.per_page else (*leading, BLOCK, part.width)
+                pools[f"{side}.{name}"] = torch.zeros(shape, dtype=part.dtype, device=self.device)
+        at = torch.full((self.count + 1,), places, dtype=torch.int32, device=self.device)
+        broken = torch.zeros(1, dtype=torch.int32, device=self.device)
+        keys, values = (self._zeros(layers, places + 1) for _ in range(2))
+        self.stored = StoredLayers(
+            keys, values, codecs, pools, at, broken, storage.first(self.page_size), storage.recent
+        )
+
+    def _grow(self, places: int) -> None:
+        """More places of plain pages. What was captured over the old ones is captured anew."""
+        old = self.stored
+        assert old is not None
+        most, count = min(self.count, max(places, 2 * (old.keys.shape[1] - 1))), old.keys.shape[1] - 1
+        sides = []
+        for side in (old.keys, old.values):
+            new = self._zeros(side.shape[0], most + 1)
+            new[:, :count] = side[:, :count]
+            sides.append(new)
+        old.places[self.scratch] = most
+        self.stored = replace(old, keys=sides[0], values=sides[1])
+        self.steps = None
+        self._join()
+
+    def _join(self) -> None:
+        self.layers = []
+        for i in range(len(self._program.blocks)):
+            if i in self._whole:
+                self.layers.append(CacheLayer(*self._whole[i]))
+            else:
+                assert self.stored is not None
+                own = self.stored.layer(self._stored_at[i])
+                self.layers.append(CacheLayer(own.keys[0], own.values[0], own))
 
 
 class Pool:

@@ -17,8 +17,10 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
+from runtime.engines.cuda import stored_pages
 from runtime.engines.cuda.cache import CacheLayer, Memory, Rows
 from runtime.engines.cuda.ops import Ops
+from runtime.engines.cuda.stored_pages import MOST_SCORES
 from runtime.engines.llama_structure import FeedForward, Program, RoutedExperts
 
 _log = logging.getLogger("compress.engine")
@@ -58,7 +60,8 @@ class Decoder:
         parts, norm = self.parts, self.ops.rms_norm
         x, residual = norm(hidden, parts.blocks[0].input_norm, parts.eps)
         for i, block in enumerate(parts.blocks):
-            q = self.ops.rotate_and_store(block.qkv(x), block.norms, parts.eps, self.rotations, rows, memory.layers[i])
+            layer = memory.layers[i]
+            q = self.ops.rotate_and_store(block.qkv(x), block.norms, parts.eps, self.rotations, rows.of(layer), layer)
             found = block.output(attend(i, q).reshape(x.shape[0], -1))
             x, residual = norm(found, block.mlp_norm, parts.eps, residual)
             found = self._feed_forward(block.mlp, x)
@@ -72,9 +75,6 @@ class Decoder:
             return self.ops.mixture(x, mlp)
         found: torch.Tensor = mlp.down(self.ops.swiglu(mlp.gate_up.whole(x)))
         return found
-
-
-MOST_SCORES = 1 << 25  # of a mask: longer chunks are cut
 
 
 def chunk_attention(
@@ -119,15 +119,36 @@ class ChunkAttention:
         starts: position of each chunk's first token. counts: its tokens.
         slots: int64, on the device: where the positions 0 .. start + count - 1 of each chunk's sequence are in the cache, one
             chunk after another.
+        pages: int64, on the device: of each chunk's sequence, those of these positions; only layers with stored pages need them.
     """
 
-    def __init__(self, starts: Sequence[int], counts: Sequence[int], slots: torch.Tensor, scale: float) -> None:
+    def __init__(
+        self,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        slots: torch.Tensor,
+        scale: float,
+        pages: Sequence[torch.Tensor] = (),
+    ) -> None:
         self._starts, self._counts, self._slots, self._scale = list(starts), list(counts), slots, scale
         self._lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        self._pages = pages
 
     def __call__(self, q: torch.Tensor, layer: CacheLayer, window: int) -> torch.Tensor:
         """`[rows, heads, head_dim]`."""
-        k, v = (tensor.flatten(0, 1)[self._slots] for tensor in layer)
+        stored, slots = layer.stored, self._slots
+        if stored is not None:
+            if stored.begin_of_recent(max(self._lengths) - 1) > stored.first:
+                chunks = zip(q.split(self._counts), self._pages, self._starts, strict=True)
+                return torch.cat(
+                    [
+                        stored_pages.chunk_attention(rows, layer, pages, start, self._scale)
+                        for rows, pages, start in chunks
+                    ]
+                )
+            page = layer.keys.shape[1]  # all that is seen is plain
+            slots = stored.places[slots // page].long() * page + slots % page
+        k, v = (tensor.flatten(0, 1)[slots] for tensor in layer[:2])
         at_once = q.device.type == "cuda" and is_exact(q.device, q.dtype, *q.shape[1:2], *k.shape[1:], window > 0)
         return self.together(q, k, v, window) if at_once else self.apart(q, k, v, window)
 

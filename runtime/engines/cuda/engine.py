@@ -14,22 +14,24 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runtime.engines.base import Chunk, output_rows
+from runtime.engines.base import Chunk, Overhead, Usage, output_rows
 from runtime.engines.cuda import ops
 from runtime.engines.cuda.cache import Memory, Pool, Rows
 from runtime.engines.cuda.decoder import ChunkAttention, Decoder
+from runtime.engines.cuda.steps import Capture, CudaGraphs, Steps
+from runtime.engines.cuda.storage import Storage, storage_of
 from runtime.engines.fused import FusedEngine
 from runtime.engines.llama_structure import Program, read_program
-from runtime.errors import RequestError, first_line
+from runtime.engines.plain_pages import PlainPages
+from runtime.errors import RequestError
 from runtime.kernels.triton import gpu
 
 if TYPE_CHECKING:
@@ -42,182 +44,6 @@ MOST_ROWS = 2048
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 UNLIMITED = 1 << 17  # positions, where a model names no limit
 _log = logging.getLogger("compress.engine")
-
-
-#: Computes from what static tensors hold now. Of a captured computation, the next call of any that the same `Capture` made may overwrite
-#: the result.
-Computation = Callable[[], tuple[torch.Tensor, torch.Tensor]]
-
-#: Makes a captured computation of one. May run it any number of times, so running it twice must be like running it once.
-Capture = Callable[[Computation], Computation]
-
-
-class CudaGraphs:
-    """Captures CUDA graphs that share one memory pool. They are never replayed at the same time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._alive: weakref.WeakSet[Computation] = weakref.WeakSet()
-
-    def __call__(self, compute: Computation) -> Computation:
-        if not self._alive:  # a memory pool whose last graph is gone cannot be captured into again
-            self._pool = torch.cuda.graph_pool_handle()
-        here = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            for _ in range(
-                2
-            ):  # kernels are compiled (and measured, in `compress tune`), libraries take their workspaces
-                compute()
-        here.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile, for other models.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            output = compute()
-
-        def replay() -> tuple[torch.Tensor, torch.Tensor]:
-            graph.replay()
-            return output
-
-        replay.graph = graph  # type: ignore[attr-defined]
-        self._alive.add(replay)
-        return replay
-
-    def reset(self) -> None:
-        """Drop what was captured, which cannot be replayed any more: NCCL closes no communicator that graphs use."""
-        for replay in list(self._alive):
-            replay.graph.reset()  # type: ignore[attr-defined]
-
-
-_FEW = 4  # page tables that are sent one by one
-
-
-@cache
-def _say_once(reason: str) -> None:
-    _log.warning("decode steps cannot be captured in a CUDA graph and run without one: %s", reason)
-
-
-class Steps:
-    """The steps over one memory.
-
-    A batch is filled up to the next bucket with padding rows: token 0 at position 0 of the scratch page. Their results are
-    dropped, and they touch no page of anybody.
-
-    Args:
-        buckets: batch sizes, ascending. width: most pages of a sequence. capture: None: never.
-        alone: steps that cannot be captured run without; ranks, whose warm-up runs sum over all of them, must fail together.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        memory: Memory,
-        buckets: Sequence[int],
-        width: int,
-        capture: Capture | None,
-        alone: bool = True,
-    ) -> None:
-        device = memory.keys[0].device
-        self._decoder, self._capture, self._alone = decoder, capture, alone
-        # The memory owns its steps: a reference back would keep it until the garbage collector comes by.
-        self._memory: Memory = weakref.proxy(memory)
-        self.buckets = list(buckets)
-        most, pinned = self.buckets[-1], device.type == "cuda"
-        hidden = decoder.parts.final_norm.shape[0]
-        self._numbers = torch.zeros(3 * most, dtype=torch.int32, device=device)
-        self._hidden = torch.zeros(most, hidden, dtype=decoder.parts.dtype, device=device)
-        self._tables = torch.full((most, width), memory.scratch, dtype=torch.int32, device=device)
-        # The host's side of them. `_filled` is what the device has been sent.
-        self._host_numbers = torch.zeros(3 * most, dtype=torch.int32, pin_memory=pinned)
-        self._host_tables = torch.full((most, width), memory.scratch, dtype=torch.int32, pin_memory=pinned)
-        self._filled: list[list[int]] = [[memory.scratch] for _ in range(most)]
-        self._sent = torch.cuda.Event() if pinned else None
-        self._captured: dict[int, Computation] = {}  # by bucket
-        self._width: int | None = None
-
-    def run(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits `[len(chunks), vocabulary]` of chunks of one token each, at most as many as the largest bucket, and what the head
-        reads, `[len(chunks), hidden]`.
-
-        Views: the next run overwrites them.
-        """
-        count = len(chunks)
-        size = next(size for size in self.buckets if size >= count)
-        self._fill([*chunks, *[Chunk([0], 0, [self._memory.scratch])] * (size - count)])
-        if size not in self._captured:
-            self._captured[size] = self._make(size)
-        logits, states = self._captured[size]()
-        return logits[:count], states[:count]
-
-    # ---------------------------------------------------------------- inputs
-    def _rows(self, size: int) -> Rows:
-        ids, positions, slots = self._numbers[: 3 * size].view(3, size)
-        return Rows(ids, positions, slots)
-
-    def _fill(self, chunks: Sequence[Chunk]) -> None:
-        size, page = len(chunks), self._memory.page_size
-        tables: list[list[int]] = []
-        slots: list[int] = []
-        for chunk in chunks:
-            count = chunk.start // page + 1
-            if count > self._tables.shape[1]:
-                most = self._tables.shape[1] * page
-                raise RequestError(f"position {chunk.start} is past the {most} positions that the model was made for")
-            tables.append(list(chunk.pages[:count]))
-            slots.append(chunk.pages[count - 1] * page + chunk.start % page)
-        ids, positions = [chunk.tokens[0] for chunk in chunks], [chunk.start for chunk in chunks]
-        if self._sent is not None:
-            self._sent.synchronize()  # the copies of the step before have left the host's memory, as a rule long ago
-        host, device = self._host_numbers[: 3 * size], self._numbers[: 3 * size]
-        host.copy_(torch.tensor(ids + positions + slots, dtype=torch.int32))
-        device.copy_(host, non_blocking=True)
-        self._send_tables(tables)
-        if self._sent is not None:
-            self._sent.record()
-        if not self._decoder.embeds:  # it cannot be captured: before every replay instead
-            self._hidden[:size] = self._decoder.embed(self._rows(size).ids)
-        # Plain attention reads whole tables; only a graph, whose shapes are frozen, needs all columns.
-        whole = self._capture is not None
-        self._width = None if whole else max(len(table) for table in tables)
-
-    def _send_tables(self, tables: list[list[int]]) -> None:
-        """Page tables that are not those of the step before, to the device."""
-        changed = [row for row, table in enumerate(tables) if self._filled[row] != table]
-        for row in changed:
-            table = self._filled[row] = tables[row]
-            self._host_tables[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
-        if len(changed) > _FEW:  # whole rows lie together, those in between too, whose host side is as it was sent
-            rows = slice(changed[0], changed[-1] + 1)
-            self._tables[rows].copy_(self._host_tables[rows], non_blocking=True)
-            return
-        for row in changed:
-            count = len(tables[row])
-            self._tables[row, :count].copy_(self._host_tables[row, :count], non_blocking=True)
-
-    # ---------------------------------------------------------------- computation
-    def _compute(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        decoder, memory, rows = self._decoder, self._memory, self._rows(size)
-        parts, attention, tables = decoder.parts, decoder.ops.decode_attention, self._tables[:size]
-
-        def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
-            window = parts.blocks[layer].window
-            return attention(q, memory.layers[layer], tables, rows.positions, parts.scale, window, self._width)
-
-        hidden = decoder.embed(rows.ids) if decoder.embeds else self._hidden[:size]
-        return decoder(hidden, rows, memory, attend)
-
-    def _make(self, size: int) -> Computation:
-        compute = partial(self._compute, size)
-        if self._capture is not None:
-            try:
-                return self._capture(compute)
-            except (RuntimeError, NotImplementedError) as error:
-                if not self._alone:
-                    raise
-                self._capture = None
-                _say_once(first_line(error))
-        return compute
 
 
 class CudaEngine(FusedEngine):
@@ -246,6 +72,7 @@ class CudaEngine(FusedEngine):
         self.ranks = ranks
         self.page_size = page_size
         self.page_bytes = 2 * len(parts.blocks) * page_size * parts.kv_heads * parts.head_dim * parts.dtype.itemsize
+        self.storage: Storage | None = None
         self.most_rows = MOST_ROWS
         self.buckets = tuple(buckets)
         self._capture = capture
@@ -273,6 +100,30 @@ class CudaEngine(FusedEngine):
         return found
 
     # ---------------------------------------------------------------- pages
+    def hold(self, policy: Policy) -> str | None:
+        """From now on pools hold pages as a policy says; the reason, where they cannot."""
+        storage = storage_of(policy, self.parts, self.page_size)
+        if isinstance(storage, str):
+            return storage
+        self.policy, self.storage = policy, storage
+        self.description += f", compressed cache ({policy.describe()})"
+        self.page_bytes = storage.page_bytes(self.parts, self.page_size)
+        plain = storage.plain_bytes(self.parts, self.page_size) / self.page_bytes
+        step = math.ceil(self.most_rows // self.page_size * plain)
+        self.overhead = Overhead(step, math.ceil(storage.recent_pages(self.page_size) * plain))
+        return None
+
+    def sharing(self, pool: Pool) -> PlainPages | None:
+        return pool.memory.plain
+
+    def draft_room(self, pool: Pool) -> int | None:
+        """With more, a draft could fill a page that another of its tokens would see stored."""
+        return None if self.storage is None else self.storage.recent
+
+    def usage(self, pool: Pool, touched: int) -> Usage:
+        plain = pool.memory.plain
+        return Usage(touched * self.page_bytes + (0 if plain is None else plain.bytes))
+
     def new_pages(self, count: int, drafts: bool = False) -> Pool:
         """A pool; its memory is taken now, or is that of a pool that was thrown away, with its graphs."""
         with self._spare_lock:
@@ -287,6 +138,7 @@ class CudaEngine(FusedEngine):
             if memory is None or not usable:
                 del memory
                 memory = self.make_memory(count)
+            memory.restart()
             return Pool(memory, count, self._release)
 
     def _release(self, memory: Memory) -> None:
@@ -327,11 +179,16 @@ class CudaEngine(FusedEngine):
     def _run(self, memory: Memory, chunks: Sequence[Chunk], hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         if any(chunk.parents is not None for chunk in chunks):
             raise ValueError("this engine verifies chains, no trees")
-        decoding = [chunk for chunk in chunks if chunk.outputs == len(chunk.tokens)]
-        reading = [chunk for chunk in chunks if chunk.outputs < len(chunk.tokens)]
-        order = sorted(
-            range(len(chunks)), key=lambda i: chunks[i].outputs < len(chunks[i].tokens)
-        )  # decode steps first
+        room = self.storage.recent + 1 if self.storage is not None else MOST_ROWS
+
+        def is_read(chunk: Chunk) -> bool:
+            """Whether a chunk is computed as a prompt is, not as rows of a decode step."""
+            return chunk.outputs < len(chunk.tokens) or len(chunk.tokens) > room
+
+        decoding = [chunk for chunk in chunks if not is_read(chunk)]
+        reading = [chunk for chunk in chunks if is_read(chunk)]
+        order = sorted(range(len(chunks)), key=lambda i: is_read(chunks[i]))  # decode steps first
+        late = self._begin(memory, chunks, reading)
         rows = [
             Chunk([token], chunk.start + place, chunk.pages)
             for chunk in decoding
@@ -353,7 +210,8 @@ class CudaEngine(FusedEngine):
         for first in range(0, len(rows), most):
             add(*memory.steps.run(rows[first : first + most]))
         if reading:
-            add(*self._read(memory, reading))
+            add(*self._read(memory, reading, late))
+        self._check(memory)
 
         def in_order(found: list[torch.Tensor], width: int, counts: Sequence[int]) -> torch.Tensor:
             """The rows of the chunks, `[rows, width]`, in the order in which they are wanted."""
@@ -374,10 +232,40 @@ class CudaEngine(FusedEngine):
     def read(self, pool: Pool | Memory, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:
         """As `Engine.read`: all tokens of the chunks in one pass, without a graph."""
         with self._lock, self._on_device(), torch.inference_mode():
-            return self._read(_memory(pool), chunks, every)[0].float()
+            memory = _memory(pool)
+            logits = self._read(memory, chunks, self._begin(memory, chunks, chunks), every)[0].float()
+            self._check(memory)
+            return logits
 
-    def _read(self, memory: Memory, chunks: Sequence[Chunk], every: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `read`: logits after the last `outputs` tokens of each chunk, and what the head reads of all."""
+    def _begin(self, memory: Memory, chunks: Sequence[Chunk], reading: Sequence[Chunk]) -> list[int]:
+        """Give what chunks write its places, and store the pages that they see in few bits.
+
+        Returns:
+            Those of them that the chunks `reading`, which are computed as prompts, write themselves: to be stored layer by layer.
+        """
+        pages, page = memory.begin(list(chunks)), self.page_size
+        written = {
+            each
+            for chunk in reading
+            for each in chunk.pages[chunk.start // page : -(-(chunk.start + len(chunk.tokens)) // page)]
+        }
+        ready = [each for each in pages if each not in written]
+        if ready and memory.stored is not None:
+            self.decoder.ops.store(memory.stored, torch.tensor(ready, dtype=torch.int32).to(self.device))
+        return [each for each in pages if each in written]
+
+    def _check(self, memory: Memory) -> None:
+        """RequestError where a key or value was none that the storage can hold."""
+        if memory.stored is not None and memory.is_broken():
+            raise RequestError(
+                f"kv_cache ({self.storage}): a key or value is not finite, or beyond the 65504 that integers hold; compute in a wider "
+                "dtype (float32, bfloat16), or take keys: fp8 or plain (values likewise) where it is only large"
+            )
+
+    def _read(
+        self, memory: Memory, chunks: Sequence[Chunk], late: Sequence[int], every: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `read`: logits after the last `outputs` tokens of each chunk, and what the head reads of all. `late`: from `_begin`."""
         page, parts = self.page_size, self.parts
         starts, counts = [chunk.start for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
         most, ends = self._width * page, [start + count for start, count in zip(starts, counts, strict=True)]
@@ -391,11 +279,22 @@ class CudaEngine(FusedEngine):
         ids = [token for chunk in chunks for token in chunk.tokens]
         positions = [at for start, end in zip(starts, ends, strict=True) for at in range(start, end)]
         slots = [slot for mine, start in zip(places, starts, strict=True) for slot in mine[start:]]
-        rows = Rows(*torch.tensor([ids, positions, slots], dtype=torch.int32).to(self.device))
+        numbers, of_chunks = [ids, positions, slots], []
+        if memory.stored is not None:
+            numbers.append([memory.plain_slot(slot // page, slot % page) for slot in slots])
+            of_chunks = [
+                torch.tensor(chunk.pages[: -(-end // page)]).to(self.device)
+                for chunk, end in zip(chunks, ends, strict=True)
+            ]
+        rows = Rows(*torch.tensor(numbers, dtype=torch.int32).to(self.device))
         cached = torch.tensor([slot for mine in places for slot in mine]).to(self.device)
-        attention = ChunkAttention(starts, counts, cached, parts.scale)
+        attention = ChunkAttention(starts, counts, cached, parts.scale, of_chunks)
+        full = torch.tensor(late, dtype=torch.int32).to(self.device)
 
         def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
+            stored = memory.layers[layer].stored
+            if late and stored is not None:
+                self.decoder.ops.store(stored, full)
             return attention(q, memory.layers[layer], parts.blocks[layer].window)
 
         outputs = output_rows(chunks, every)
@@ -404,7 +303,7 @@ class CudaEngine(FusedEngine):
 
     def make_memory(self, count: int) -> Memory:
         """Pages that no pool shares."""
-        return Memory(self.parts, self.page_size, count, self.device, next(self._numbers))
+        return Memory(self.parts, self.page_size, count, self.device, next(self._numbers), self.storage)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Events, pinned memory and captures are those of the current device."""
@@ -417,7 +316,7 @@ def _memory(pool: Pool | Memory) -> Memory:
 
 def take_over(engine: TorchEngine, policy: Policy | None = None) -> CudaEngine | None:
     """The fused engine for this model, or None where it does not fit (the log says why)."""
-    if engine.device.type != "cuda" or policy is not None:
+    if engine.device.type != "cuda":
         return None
     if gpu.capability(engine.device) < (8, 0):
         _log.info("the fused GPU engine needs an NVIDIA GPU of compute capability 8.0 or later")
@@ -432,6 +331,10 @@ def take_over(engine: TorchEngine, policy: Policy | None = None) -> CudaEngine |
     if isinstance(program, Program):
         if program.mixtures:
             torch.cuda.empty_cache()  # what experts were in is many small blocks, of no use to larger tensors
-        return CudaEngine(engine, program, capture=CudaGraphs(engine.device), computing=computing)
+        found = CudaEngine(engine, program, capture=CudaGraphs(engine.device), computing=computing)
+        reason = None if policy is None else found.hold(policy)
+        if reason is None:
+            return found
+        program = reason
     _log.info("the fused GPU engine does not fit this model: %s", program)
     return None

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.engines.cuda.cache import CacheLayer, Rows
+from runtime.engines.cuda import stored_pages
+from runtime.engines.cuda.cache import CacheLayer, Rows, StoredLayers
 from runtime.engines.llama_structure import Program, RoutedExperts, read_program
 from runtime.engines.program import expert_stacks
 from runtime.engines.program.mixtures import choose as choose_experts
@@ -91,7 +92,7 @@ def decode_attention(
         tables: `[rows, most pages]`: position p of a row lies in page `tables[row, p // page_size]`; entries behind
             its position are any valid pages.
         positions: `[rows]`: of the query; keys 0..position are seen.
-        window: only the last `window` of them; 0: all.
+        window: only the last `window` of them; 0: all, and of a layer with stored pages always.
         width: pages of the longest row, where the caller knows; None: all columns of the table are read.
 
     Returns:
@@ -100,7 +101,10 @@ def decode_attention(
     rows, heads, size = q.shape
     page, kv_heads = layer.keys.shape[1:3]
     chosen = tables[:, :width].long()
-    k, v = (tensor[chosen].view(rows, -1, kv_heads, size) for tensor in layer)
+    if layer.stored is None:
+        k, v = (tensor[chosen].view(rows, -1, kv_heads, size) for tensor in layer[:2])
+    else:
+        k, v = stored_pages.states(layer, chosen, positions)
     at = torch.arange(chosen.shape[1] * page, device=q.device)[None]
     last = positions.long()[:, None]
     seen = at <= last
@@ -150,10 +154,11 @@ class Ops:
     swiglu: Callable[[Sequence[Tensor]], Tensor]
     rotate_and_store: Callable[..., Tensor]
     decode_attention: Callable[..., Tensor]
+    store: Callable[[StoredLayers, Tensor], None]
     mixture: Callable[[Tensor, RoutedExperts], Tensor]
 
 
-TORCH = Ops("torch", rms_norm, swiglu, rotate_and_store, decode_attention, mixture)
+TORCH = Ops("torch", rms_norm, swiglu, rotate_and_store, decode_attention, stored_pages.store, mixture)
 
 
 def choose(device: torch.device) -> Ops:
@@ -176,7 +181,7 @@ def choose(device: torch.device) -> Ops:
 
 def kernels() -> Ops:
     """Those of triton, compiled when they are first launched, or ahead."""
-    from runtime.engines.cuda import paged_attention, rotary_store
+    from runtime.engines.cuda import page_store, paged_attention, rotary_store
     from runtime.kernels.triton import experts as grouped
     from runtime.kernels.triton import fused, routing
 
@@ -192,7 +197,7 @@ def kernels() -> Ops:
 
     return Ops(
         "triton", fused.rms_norm, joined_swiglu, rotary_store.rotate_and_store, paged_attention.decode_attention,
-        stacked_mixture,
+        page_store.store, stacked_mixture,
     )  # fmt: skip
 
 
@@ -215,7 +220,7 @@ def with_fallback(ops: Ops) -> Ops:
 
         return call
 
-    names = ("rms_norm", "swiglu", "rotate_and_store", "decode_attention")
+    names = ("rms_norm", "swiglu", "rotate_and_store", "decode_attention", "store")
     changes: dict[str, Any] = {name: guarded(name) for name in names}
     return replace(ops, name=f"{ops.name}, compiled ahead", **changes)
 

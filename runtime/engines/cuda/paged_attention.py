@@ -9,9 +9,12 @@ without a share end at once, so that the grid, which a CUDA graph freezes, can b
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from runtime.engines.cuda import stored_attention
 from runtime.engines.cuda.cache import CacheLayer
 from runtime.kernels.triton.jit import entry, jit, next_power_of_2, tl
 
@@ -98,36 +101,64 @@ def splits(kv_heads: int) -> int:
     return max(1, min(MOST_SPLITS, next_power_of_2(-(-PROGRAMS // kv_heads))))
 
 
+class Parts(NamedTuple):
+    """What the shares of a step leave: one share a sequence writes `out` itself, several are joined.
+
+    Attributes:
+        out: `[rows, heads, head_dim]`. shares: of a sequence.
+        part: float32 `[rows, shares, heads, head_dim]`. extent: float32 `[rows, shares, heads]`, base-2 logarithms of sums of exponentials.
+    """
+
+    out: Tensor
+    shares: int
+    part: Tensor
+    extent: Tensor
+
+    @classmethod
+    def of(cls, q: Tensor, kv_heads: int) -> Parts:
+        """For queries `[rows, heads, head_dim]`."""
+        rows, heads, size = q.shape
+        out, count = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device), splits(kv_heads)
+        if count == 1:
+            return cls(out, count, out, out)
+        part = torch.empty(rows, count, heads, size, dtype=torch.float32, device=q.device)
+        return cls(out, count, part, torch.empty(rows, count, heads, dtype=torch.float32, device=q.device))
+
+    def join(self, positions: Tensor, window: int, block: int, least: int) -> Tensor:
+        """`out`, of shares of `least` blocks or more."""
+        rows, heads, size = self.out.shape
+        if self.shares > 1:
+            join_kernel[(rows, heads)](
+                self.part, self.extent, positions, self.out, window,
+                SIZE=size, BLOCK_D=max(16, next_power_of_2(size)), BLOCK=block, SPLITS=self.shares, LEAST=least,
+                WINDOWED=window > 0, num_warps=2,
+            )  # fmt: skip
+        return self.out
+
+
 def decode_attention(
     q: Tensor, layer: CacheLayer, tables: Tensor, positions: Tensor, scale: float, window: int, width: int | None = None
 ) -> Tensor:
     """`ops.decode_attention`, its reference. Nothing behind a row's position is read, so `width` does not matter."""
-    keys, values = layer
+    keys, values, stored = layer
     rows, heads, size = q.shape
     page, kv_heads = keys.shape[1:3]
+    parts = Parts.of(q, kv_heads)
+    if rows == 0:
+        return parts.out
+    if stored is not None:
+        stored_attention.attend(q, layer, stored, tables, positions, scale, parts)
+        return parts.join(positions, 0, stored_attention.BLOCK, stored_attention.LEAST_SHARE)
     wide = q.element_size() == 4  # float32 is multiplied without tensor cores, and takes twice the registers
     block = min(16 if wide else 64, page)
     if page % block or block < 16 or block & (block - 1):
         raise ValueError(f"pages of 16, 32, or a multiple of 64 positions, not {page}")
-    out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
-    if rows == 0:
-        return out
-    count, windowed = splits(kv_heads), window > 0
-    block_d = max(16, next_power_of_2(size))
     group = heads // kv_heads
-    part = extent = out
-    if count > 1:
-        part = torch.empty(rows, count, heads, size, dtype=torch.float32, device=q.device)
-        extent = torch.empty(rows, count, heads, dtype=torch.float32, device=q.device)
-    split_kernel[(rows, kv_heads, count)](
-        q, keys, values, tables, positions, out, part, extent,
+    split_kernel[(rows, kv_heads, parts.shares)](
+        q, keys, values, tables, positions, parts.out, parts.part, parts.extent,
         q.stride(0), keys.stride(0), keys.stride(1), tables.stride(0), scale * 1.4426950408889634, window,
-        GROUP=group, ROWS=max(16, next_power_of_2(group)), SIZE=size, BLOCK_D=block_d, PAGE=page, BLOCK=block,
-        SPLITS=count, LEAST=LEAST_SHARE, WINDOWED=windowed, STAGES=2 if wide else 3, num_warps=8 if wide else 4,
+        GROUP=group, ROWS=max(16, next_power_of_2(group)), SIZE=size, BLOCK_D=max(16, next_power_of_2(size)), PAGE=page,
+        BLOCK=block, SPLITS=parts.shares, LEAST=LEAST_SHARE, WINDOWED=window > 0, STAGES=2 if wide else 3,
+        num_warps=8 if wide else 4,
     )  # fmt: skip
-    if count > 1:
-        join_kernel[(rows, heads)](
-            part, extent, positions, out, window,
-            SIZE=size, BLOCK_D=block_d, BLOCK=block, SPLITS=count, LEAST=LEAST_SHARE, WINDOWED=windowed, num_warps=2,
-        )  # fmt: skip
-    return out
+    return parts.join(positions, window, block, LEAST_SHARE)

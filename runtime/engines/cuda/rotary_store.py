@@ -59,7 +59,7 @@ def rotate_and_store(
 ) -> Tensor:
     """`ops.rotate_and_store`, its reference."""
     q, k, v = qkv
-    keys, values = layer
+    keys, values, _ = layer
     kv_heads, size = keys.shape[-2:]
     count, heads = q.shape[0], q.shape[1] // size
     out = torch.empty(count, heads, size, dtype=q.dtype, device=q.device)

@@ -31,7 +31,8 @@ from runtime import formats
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.checkpoint.headers import TensorEntry
 from runtime.engines.blueprint import Blueprint
-from runtime.engines.cuda.engine import CudaEngine, CudaGraphs
+from runtime.engines.cuda.engine import CudaEngine
+from runtime.engines.cuda.steps import CudaGraphs
 from runtime.engines.llama_structure import Block, FeedForward, Program, read_program
 from runtime.errors import RequestError
 from runtime.formats.cut import COLUMNS, ROWS, Cut, Index

@@ -20,9 +20,10 @@ from runtime.engines.base import Chunk, Overhead, Retention, Usage, output_rows
 from runtime.engines.fused import FusedEngine, UnbuiltEngine
 from runtime.engines.native.eviction import SequenceRetention, record, together
 from runtime.engines.native.parts import Parts, linears
-from runtime.engines.native.pool import PlainPages, Pool
+from runtime.engines.native.pool import Pool
 from runtime.engines.native.selection import WholeSequence, choose
 from runtime.engines.native.storage import PageStorage, storage_of, whole_layers, windows
+from runtime.engines.plain_pages import PlainPages
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Decoder, Step
 from runtime.layers.compressed_linear import CompressedLinear

@@ -13,6 +13,7 @@ from runtime.kernels.triton.tuning import interpreted
 from runtime.kv_cache.kernels.triton_split import split_kernel
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.region import Chosen, Queries, Region
+from runtime.kv_cache.storage.base import Codec
 from runtime.kv_cache.storage.bitmap import Bitmap
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
@@ -108,7 +109,10 @@ def run(
     if query.dtype != region.dtype:
         query = query.float()
     query = _dense(query)
-    keys, values = _stored(region, "keys"), _stored(region, "values")
+    keys, values = (
+        constants(codec, size, region.parts[f"{side}.codes"].width)
+        for (side, codec), size in zip(region.codecs.items(), region.sizes, strict=True)
+    )
     kind = "all" if chosen is None else "pages" if chosen.unit == PAGE else "tokens"
     options = _options(query, (keys, values), kind == "tokens")
     slices = cdiv(m, options["ROWS"])
@@ -125,7 +129,7 @@ def run(
     # Weights times scale could be too small for float16, whose values are restored as the model would have them.
     folded = values["GRID"] == "token" and query.dtype != torch.float16
     split_kernel[(rows, count, slices)](
-        query, *_pools(region, "keys"), *_pools(region, "values"), region.pools["bias"] if region.has_bias else lse,
+        query, *operands(region.pools_of("keys")), *operands(region.pools_of("values")), region.pools["bias"] if region.has_bias else lse,
         table, lengths, limit, index, counts, out, lse, part, extent,
         query.stride(0), query.stride(1), table.stride(0), index.stride(0), limit.stride(0), m,
         *_factors(queries.scale, softcap), SPLITS=count, LEAST=LEAST_SHARE, PAGE=PAGE,
@@ -148,7 +152,7 @@ def splits(rows: int, tiles: int, multiprocessors: int) -> int:
 
 
 def _options(query: torch.Tensor, stored: Sequence[Mapping[str, Any]], gathered: bool) -> dict[str, int]:
-    """How the split kernel is compiled for keys and values `_stored` so, that little or nothing spills."""
+    """How the split kernel is compiled for keys and values with such `constants`, that little or nothing spills."""
     width = max(each["WIDTH"] * 8 // each["BITS"] for each in stored)
     wide = query.element_size() == 4  # multiplied as tf32 in three parts
     # More queries than a program has registers for are slices, which read the same keys and values.
@@ -173,10 +177,8 @@ def _factors(scale: float, softcap: float) -> tuple[float, float]:
     return float(scale * _LOG2E), 0.0
 
 
-def _stored(region: Region, side: str) -> dict[str, Any]:
-    """The kernel's constants for "keys" or "values"."""
-    codec, size = region.codecs[side], region.sizes[side == "values"]
-    stored = region.parts[f"{side}.codes"].width
+def constants(codec: Codec, size: int, stored: int) -> dict[str, Any]:
+    """The kernels' constants for keys or values of `size` channels, of which a token has `stored` elements."""
     found = {"SIZE": size, "STORED": stored, "KIND": codec.name, "BITS": 8, "GRID": "none", "GROUP": size}
     if isinstance(codec, Float8):
         found["GRID"] = "token"
@@ -187,12 +189,11 @@ def _stored(region: Region, side: str) -> dict[str, Any]:
     return found | {"WIDTH": max(16, next_power_of_2(elements))}
 
 
-def _pools(region: Region, side: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(pools: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales (of bitmaps: masks) and zeros of keys or values; codes stand in where there are none.
 
     Float8 as its bits, which GPUs before compute capability 8.9 can load.
     """
-    pools = region.pools_of(side)
     codes = pools["codes"]
     if codes.dtype == torch.float8_e4m3fn:
         codes = codes.view(torch.uint8)

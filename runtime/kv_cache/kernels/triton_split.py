@@ -17,7 +17,7 @@ from runtime.kernels.triton.jit import entry, jit, tl
 
 
 @jit
-def _channels(f: tl.constexpr, FIELDS: tl.constexpr, WIDTH: tl.constexpr):
+def channels(f: tl.constexpr, FIELDS: tl.constexpr, WIDTH: tl.constexpr):
     """int32 `[WIDTH]`: the channels that field `f` of a token's bytes is for; elements that are not bytes have one field."""
     at = tl.arange(0, WIDTH)
     if FIELDS > 1:
@@ -53,12 +53,12 @@ def _grid(
     GATHER: tl.constexpr,
 ):  # fmt: skip
     """Scales or zeros of field `f` in float32, as wide as they differ: `[tokens or 1, WIDTH or 1]`."""
-    channel = _channels(f, FIELDS, WIDTH)
+    channel = channels(f, FIELDS, WIDTH)
     if GRID == "token":
         found = tl.load(pool + slots, mask=seen, other=0)[:, None]
     elif GRID == "group":
         if GROUP % 32 == 0:  # the same for all fields, so that they are loaded once
-            channel = _channels(0, FIELDS, WIDTH)
+            channel = channels(0, FIELDS, WIDTH)
         there = seen[:, None] & (channel < SIZE)[None, :]
         at = slots[:, None] * ((SIZE + GROUP - 1) // GROUP) + (channel // GROUP)[None, :]
         found = tl.load(pool + at, mask=there, other=0)
@@ -103,6 +103,54 @@ def _floats(
     return value.to(TYPE)
 
 
+@jit
+def key_scores(
+    queries, of_queries, k_codes, k_scale, k_zero, page, slots, seen,
+    SIZE: tl.constexpr, STORED: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
+    GRID: tl.constexpr, GROUP: tl.constexpr, GATHER: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Products `[queries, tokens]` with the keys at `slots`; `queries` holds those of each field, `of_queries` their sums over channels."""
+    FOLDED: tl.constexpr = GRID == "token"  # into scores
+    codes = _codes(k_codes, k_scale, slots, seen, SIZE, STORED, WIDTH, KIND)
+    scores = tl.zeros([queries[0].shape[0], slots.shape[0]], tl.float32)
+    for f in tl.static_range(8 // BITS):
+        keys = _floats(
+            codes, k_scale, k_zero, page, slots, seen, f, SIZE, WIDTH, KIND, BITS, GRID, GROUP, FOLDED, GATHER, TYPE
+        )
+        scores = tl.dot(queries[f], tl.trans(keys), scores, input_precision="tf32x3")
+    if FOLDED:
+        step = tl.load(k_scale + slots, mask=seen, other=0).to(tl.float32)
+        scores = scores * step[None, :]
+        if KIND == "integer":
+            start = tl.load(k_zero + slots, mask=seen, other=0).to(tl.float32) + step * (1 << (BITS - 1))
+            scores += of_queries[:, None] * start[None, :]
+    return scores
+
+
+@jit
+def add_values(
+    sums, of_zeros, weights, fade, v_codes, v_scale, v_zero, page, slots, seen,
+    SIZE: tl.constexpr, STORED: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
+    GRID: tl.constexpr, GROUP: tl.constexpr, FOLDED: tl.constexpr, GATHER: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """`sums` of each field times `fade` plus the values at `slots` times `weights`, and what zeros add to every channel likewise."""
+    codes = _codes(v_codes, v_scale, slots, seen, SIZE, STORED, WIDTH, KIND)
+    if FOLDED:
+        step = tl.load(v_scale + slots, mask=seen, other=0).to(tl.float32)
+        if KIND == "integer":
+            start = tl.load(v_zero + slots, mask=seen, other=0).to(tl.float32) + step * (1 << (BITS - 1))
+            of_zeros = of_zeros * fade + tl.sum(weights * start[None, :], 1)
+        weights = weights * step[None, :]
+    weights = weights.to(TYPE)
+    added = ()
+    for f in tl.static_range(8 // BITS):
+        values = _floats(
+            codes, v_scale, v_zero, page, slots, seen, f, SIZE, WIDTH, KIND, BITS, GRID, GROUP, FOLDED, GATHER, TYPE
+        )
+        added += (tl.dot(weights, values, sums[f] * fade[:, None], input_precision="tf32x3"),)  # type: ignore[assignment]
+    return added, of_zeros
+
+
 # A program: a row, a share of its tiles of PAGE tokens, and ROWS of its M queries.
 @entry
 def split_kernel(
@@ -119,7 +167,6 @@ def split_kernel(
     TYPE: tl.constexpr = query.dtype.element_ty
     K_FIELDS: tl.constexpr = 8 // K_BITS
     V_FIELDS: tl.constexpr = 8 // V_BITS
-    K_FOLDED: tl.constexpr = K_GRID == "token"  # into scores
     GATHER: tl.constexpr = CHOSEN == "tokens"
     m, n = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, PAGE)
     length = tl.load(lengths + row).to(tl.int32)
@@ -142,7 +189,7 @@ def split_kernel(
     queries = ()
     of_queries = tl.zeros([ROWS], tl.float32)  # sums over channels, which a token's zero is multiplied with
     for f in tl.static_range(K_FIELDS):
-        channel = _channels(f, K_FIELDS, K_WIDTH)
+        channel = channels(f, K_FIELDS, K_WIDTH)
         own = (m < M)[:, None] & (channel < K_SIZE)[None, :]
         loaded = tl.load(query + row * q_row + m[:, None] * q_head + channel[None, :], mask=own, other=0.0)
         queries += (loaded,)  # type: ignore[assignment]
@@ -170,20 +217,10 @@ def split_kernel(
             page = tl.load(table + row * table_row + column, mask=column * PAGE < length, other=-1)
             slots = page * PAGE + n
 
-        codes = _codes(k_codes, k_scale, slots, seen, K_SIZE, K_STORED, K_WIDTH, K_KIND)
-        scores = tl.zeros([ROWS, PAGE], tl.float32)
-        for f in tl.static_range(K_FIELDS):
-            keys = _floats(
-                codes, k_scale, k_zero, page, slots, seen, f,
-                K_SIZE, K_WIDTH, K_KIND, K_BITS, K_GRID, K_GROUP, K_FOLDED, GATHER, TYPE,
-            )  # fmt: skip
-            scores = tl.dot(queries[f], tl.trans(keys), scores, input_precision="tf32x3")
-        if K_FOLDED:
-            step = tl.load(k_scale + slots, mask=seen, other=0).to(tl.float32)
-            scores = scores * step[None, :]
-            if K_KIND == "integer":
-                start = tl.load(k_zero + slots, mask=seen, other=0).to(tl.float32) + step * (1 << (K_BITS - 1))
-                scores += of_queries[:, None] * start[None, :]
+        scores = key_scores(
+            queries, of_queries, k_codes, k_scale, k_zero, page, slots, seen,
+            K_SIZE, K_STORED, K_WIDTH, K_KIND, K_BITS, K_GRID, K_GROUP, GATHER, TYPE,
+        )  # fmt: skip
         if CAPPED:  # the scale is divided by the cap and multiplied by 2 already: tanh(x) = 1 - 2 / (1 + exp(2 x))
             scores = softcap - 2 * softcap / (1 + tl.exp2(scores * scale))
         else:
@@ -201,22 +238,10 @@ def split_kernel(
         fade = tl.exp2(most - base)
         most = higher
         total = total * fade + tl.sum(weights, 1)
-        codes = _codes(v_codes, v_scale, slots, seen, V_SIZE, V_STORED, V_WIDTH, V_KIND)
-        if V_FOLDED:
-            step = tl.load(v_scale + slots, mask=seen, other=0).to(tl.float32)
-            if V_KIND == "integer":
-                start = tl.load(v_zero + slots, mask=seen, other=0).to(tl.float32) + step * (1 << (V_BITS - 1))
-                of_zeros = of_zeros * fade + tl.sum(weights * start[None, :], 1)
-            weights = weights * step[None, :]
-        weights = weights.to(TYPE)
-        added = ()
-        for f in tl.static_range(V_FIELDS):
-            values = _floats(
-                codes, v_scale, v_zero, page, slots, seen, f,
-                V_SIZE, V_WIDTH, V_KIND, V_BITS, V_GRID, V_GROUP, V_FOLDED, GATHER, TYPE,
-            )  # fmt: skip
-            added += (tl.dot(weights, values, sums[f] * fade[:, None], input_precision="tf32x3"),)  # type: ignore[assignment]
-        sums = added
+        sums, of_zeros = add_values(
+            sums, of_zeros, weights, fade, v_codes, v_scale, v_zero, page, slots, seen,
+            V_SIZE, V_STORED, V_WIDTH, V_KIND, V_BITS, V_GRID, V_GROUP, V_FOLDED, GATHER, TYPE,
+        )  # fmt: skip
 
     if SPLITS == 1:
         safe = tl.where(total > 0, total, 1.0)
@@ -227,7 +252,7 @@ def split_kernel(
         tl.store(extent + 2 * at_out + 1, total, mask=m < M)
         target, factor = part, tl.full([ROWS], 1.0, tl.float32)
     for f in tl.static_range(V_FIELDS):
-        channel = _channels(f, V_FIELDS, V_WIDTH)
+        channel = channels(f, V_FIELDS, V_WIDTH)
         own = (m < M)[:, None] & (channel < V_SIZE)[None, :]
         result = (sums[f] + of_zeros[:, None]) * factor[:, None]
         tl.store(target + at_out[:, None] * V_SIZE + channel[None, :], result, mask=own)

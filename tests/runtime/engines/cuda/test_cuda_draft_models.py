@@ -20,7 +20,7 @@ from runtime.drafting.drafters.model import Candidates, ModelDrafter, Parallel
 from runtime.drafting.drafters.staged_speculation import StagedSpeculation
 from runtime.drafting.lengths.fixed import Fixed
 from runtime.engines.base import Chunk
-from runtime.engines.cuda.engine import CudaGraphs
+from runtime.engines.cuda.steps import CudaGraphs
 
 KINDS: dict[str, Any] = {
     "chain": ModelDrafter,

@@ -196,7 +196,7 @@ def test_hidden_states_belong_to_their_tokens(plain: Any) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_chains_on_a_gpu(truth: Truth) -> None:
-    from runtime.engines.cuda.engine import CudaGraphs
+    from runtime.engines.cuda.steps import CudaGraphs
 
     cuda = torch.device("cuda:0")
     ids = tokens(40)

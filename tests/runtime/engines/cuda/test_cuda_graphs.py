@@ -13,7 +13,7 @@ from cuda_models import build, engine
 from fake_graph import Fake
 
 from runtime.engines.base import Chunk
-from runtime.engines.cuda.engine import Computation
+from runtime.engines.cuda.steps import Computation
 
 
 def test_one_capture_a_bucket_and_a_replay_a_step(truth: Callable[..., torch.Tensor]) -> None:
@@ -130,7 +130,7 @@ def test_an_embedding_that_cannot_be_captured_runs_before_the_graph(truth: Calla
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_graphs_compute_what_plain_calls_do() -> None:
-    from runtime.engines.cuda.engine import CudaGraphs
+    from runtime.engines.cuda.steps import CudaGraphs
 
     cuda = torch.device("cuda:0")
     model = build("Mistral, window").to(cuda, torch.bfloat16)

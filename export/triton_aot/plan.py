@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,12 +16,15 @@ from export.target import missing_packages
 from export.triton_aot.options import TritonOptions
 from runtime import kernels as table
 from runtime.engines import llama_structure
+from runtime.engines.cuda.engine import PAGE
+from runtime.engines.cuda.storage import Storage, storage_of
 from runtime.engines.llama_structure import FeedForward, RoutedExperts
 from runtime.engines.program import expert_stacks, joined
 from runtime.kernels import REFERENCE, Choice, Kernel, Layer
 from runtime.kernels.triton import gpu, jit, tuning
 from runtime.kernels.triton.base import ROWS, TritonKernel
 from runtime.kernels.triton.signature import Variant, of
+from runtime.kv_cache.policy.policy import Policy
 from runtime.layers.compressed_linear import CompressedLinear
 
 if TYPE_CHECKING:
@@ -90,9 +94,24 @@ def others(kernels: dict[str, str]) -> dict[str, str]:
     return {name: kernel for name, kernel in kernels.items() if not kernel.endswith(_TRITON)}
 
 
-def has_policy(source: Source) -> bool:
-    """Whether the artifact says how its cache is compressed."""
-    return (source.artifact.manifest or {}).get("kv_cache") is not None
+def policy_of(source: Source) -> Policy | None:
+    """How the artifact says that its cache is compressed."""
+    given = (source.artifact.manifest or {}).get("kv_cache")
+    return None if given is None else Policy.parse(given)
+
+
+def cache_note(source: Source) -> str | None:
+    """What is to be said of the artifact's policy: attention over a cache that the fused engine does not hold is not compiled ahead."""
+    policy = policy_of(source)
+    if policy is None or not isinstance(_storage(source.skeleton, policy), str):
+        return None
+    return CACHE
+
+
+def _storage(model: PreTrainedModel, policy: Policy) -> Storage | str:
+    """As `storage_of`, of a model that the fused engine runs; the reason why transformers' modules do."""
+    program = llama_structure.read_program(model)
+    return program if isinstance(program, str) else storage_of(policy, program, PAGE)
 
 
 def launches(source: Source, options: TritonOptions, capability: int) -> Launches:
@@ -103,7 +122,7 @@ def launches(source: Source, options: TritonOptions, capability: int) -> Launche
     blueprint = Blueprint(source.artifact, META, "auto", compute, source.trust_remote_code)
     if compute != source.dtype:
         cast(nn.Module, blueprint.module).to(compute)
-    return find(blueprint.module, capability, options.configs == "all", has_policy(source))
+    return find(blueprint.module, capability, options.configs == "all", policy_of(source))
 
 
 def tally(kernels: dict[str, str]) -> str:
@@ -134,13 +153,13 @@ def best(layer: Layer) -> Kernel:
     return table.on_gpu(replace(layer, device=META))[0]
 
 
-def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bool = False) -> Launches:
+def find(model: PreTrainedModel, capability: int, every: bool = True, policy: Policy | None = None) -> Launches:
     """The launches of a model whose compressed layers are installed and on meta, on a GPU of compute capability 80, 90, 100.
 
     Args:
         every: each configuration that tuning may choose; False: the default ones only.
-        policy: it has one for its cache, with which transformers' modules compute. Launches of the fused engine, which computes when
-            it is loaded without a policy, are found too; those over the compressed cache are not.
+        policy: of its cache. Where transformers' modules compute with it, launches of the fused engine, which computes when the model
+            is loaded without, are found too; those over the compressed cache are not.
 
     The model is used up: its layers get kernels and empty tensors.
     """
@@ -149,7 +168,8 @@ def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bo
         stack.enter_context(torch.inference_mode())
         kernels = prepare(model)
         odd = llama_structure.why_not(model) or _why_not_stacked(model, kernels)
-        reason = "its cache is compressed" if odd is None and policy else odd
+        storage = None if odd is not None or policy is None else _storage(model, policy)
+        reason = storage if isinstance(storage, str) else odd
         launches = stack.enter_context(jit.recording())
         # By themselves too where they are joined: the table asks about each of them before.
         call_layers(model)
@@ -158,7 +178,7 @@ def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bo
         if every and reason is not None:
             call_layers(model)
         if odd is None:
-            call_decoder(model)
+            call_decoder(model, storage if isinstance(storage, Storage) else None)
     return Launches(list(dict.fromkeys(of(launch) for launch in launches)), kernels, reason)
 
 
@@ -209,10 +229,10 @@ def call_layers(model: nn.Module) -> None:
                 module(torch.empty(rows, module.in_features, dtype=module.dtype, device=META))
 
 
-def call_decoder(model: PreTrainedModel) -> None:
-    """Steps and prompts of the fused engine."""
+def call_decoder(model: PreTrainedModel, storage: Storage | None = None) -> None:
+    """Steps and prompts of the fused engine, over plain pages and over those of a storage."""
     from runtime.engines.cuda import engine, ops
-    from runtime.engines.cuda.cache import Memory, Rows
+    from runtime.engines.cuda.cache import CacheLayer, Memory, Rows
     from runtime.engines.cuda.decoder import Decoder
     from runtime.kernels.triton import experts
 
@@ -222,24 +242,30 @@ def call_decoder(model: PreTrainedModel) -> None:
     counts = {count for each in parts.mixtures for count in experts.token_counts(len(each.router), each.routing.chosen)}
     parts = replace(parts, blocks=blocks)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    width = -(-(context or engine.UNLIMITED) // engine.PAGE)
+    width = -(-(context or engine.UNLIMITED) // PAGE)
     decoder = Decoder(parts, ops.kernels(), 1)
     decoder.rotations = decoder.rotations.to(META)
-    memory = Memory(parts, engine.PAGE, 1, META)
     hidden = parts.final_norm.shape[0]
-    for rows in sorted({*ROWS, *counts}):
+    for held, rows in itertools.product([None] if storage is None else [None, storage], sorted({*ROWS, *counts})):
+        memory = Memory(parts, PAGE, 1, META, storage=held)
         # They are parts of one tensor in a step (`Steps`), so their addresses may be anything.
-        numbers = [torch.empty(rows + 1, dtype=torch.int32, device=META)[1:] for _ in range(3)]
+        numbers = [torch.empty(rows + 1, dtype=torch.int32, device=META)[1:] for _ in range(4)]
         tables = torch.empty(rows, width, dtype=torch.int32, device=META)
 
         def attend(
-            layer: int, q: torch.Tensor, numbers: list[torch.Tensor] = numbers, tables: torch.Tensor = tables
+            layer: int,
+            q: torch.Tensor,
+            numbers: list[torch.Tensor] = numbers,
+            tables: torch.Tensor = tables,
+            layers: list[CacheLayer] = memory.layers,
         ) -> Any:
             window = parts.blocks[layer].window
-            return decoder.ops.decode_attention(q, memory.layers[layer], tables, numbers[1], parts.scale, window)
+            return decoder.ops.decode_attention(q, layers[layer], tables, numbers[1], parts.scale, window)
 
         x = torch.empty(rows, hidden, dtype=parts.dtype, device=META)
         decoder(x, Rows(*numbers), memory, attend)
+        if memory.stored is not None:
+            decoder.ops.store(memory.stored, torch.empty(1, dtype=torch.int32, device=META))
 
 
 def _whole_mlp(mlp: FeedForward | RoutedExperts) -> FeedForward | RoutedExperts:

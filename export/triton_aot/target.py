@@ -81,8 +81,9 @@ class TritonTarget(Target):
                 count = f"{len(left)} of {len(found.kernels)} layers stay on other kernels ({plan.tally(left)})"
                 job.progress.warn(f"sm_{capability}: {count}")
                 stays[f"sm_{capability}"] = left
-        if plan.has_policy(job.source):
-            job.progress.warn(plan.CACHE)
+        note = plan.cache_note(job.source)
+        if note is not None:
+            job.progress.warn(note)
         built = compile_all(job, tasks)
         folder = job.folder / FOLDER
         folder.mkdir()
@@ -184,6 +185,7 @@ def _facts(job: Job, built: list[Built], engine: str | None, stays: dict[str, di
         "engine": "the lean GPU engine" if engine is None else f"transformers' modules ({engine})",
         "layers_on_other_kernels": stays,
     }
-    if plan.has_policy(job.source):
-        job.facts["cache"] = plan.CACHE
+    note = plan.cache_note(job.source)
+    if note is not None:
+        job.facts["cache"] = note
     job.facts["say"] = [f"{gpu}: {c['kernels']} kernels, {c['bytes'] / 1e6:.1f} MB" for gpu, c in count.items()]

@@ -181,12 +181,16 @@ def choose(device: torch.device) -> Ops:
 
 def kernels() -> Ops:
     """Those of triton, compiled when they are first launched, or ahead."""
-    from runtime.engines.cuda import page_store, paged_attention, rotary_store
+    from runtime.engines.cuda import page_store, paged_attention, rotary_store, stored_attention
     from runtime.kernels.triton import experts as grouped
     from runtime.kernels.triton import fused, routing
 
     def joined_swiglu(parts: Sequence[Tensor]) -> Tensor:
         return fused.swiglu(parts[0]) if len(parts) == 1 else swiglu(parts)
+
+    def attention(q: Tensor, layer: CacheLayer, *others: Any) -> Tensor:
+        module = paged_attention if layer.stored is None else stored_attention
+        return module.decode_attention(q, layer, *others)
 
     def stacked_mixture(x: Tensor, experts: RoutedExperts) -> Tensor:
         stacks, rule = experts.stacks, experts.routing
@@ -196,7 +200,7 @@ def kernels() -> Ops:
         return grouped.experts(x, chosen, weights, stacks.gate_up, stacks.down)
 
     return Ops(
-        "triton", fused.rms_norm, joined_swiglu, rotary_store.rotate_and_store, paged_attention.decode_attention,
+        "triton", fused.rms_norm, joined_swiglu, rotary_store.rotate_and_store, attention,
         page_store.store, stacked_mixture,
     )  # fmt: skip
 

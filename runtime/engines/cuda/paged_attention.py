@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.engines.cuda import stored_attention
 from runtime.engines.cuda.cache import CacheLayer
 from runtime.kernels.triton.jit import entry, jit, next_power_of_2, tl
 
@@ -140,15 +139,12 @@ def decode_attention(
     q: Tensor, layer: CacheLayer, tables: Tensor, positions: Tensor, scale: float, window: int, width: int | None = None
 ) -> Tensor:
     """`ops.decode_attention`, its reference. Nothing behind a row's position is read, so `width` does not matter."""
-    keys, values, stored = layer
+    keys, values, _ = layer
     rows, heads, size = q.shape
     page, kv_heads = keys.shape[1:3]
     parts = Parts.of(q, kv_heads)
     if rows == 0:
         return parts.out
-    if stored is not None:
-        stored_attention.attend(q, layer, stored, tables, positions, scale, parts)
-        return parts.join(positions, 0, stored_attention.BLOCK, stored_attention.LEAST_SHARE)
     wide = q.element_size() == 4  # float32 is multiplied without tensor cores, and takes twice the registers
     block = min(16 if wide else 64, page)
     if page % block or block < 16 or block & (block - 1):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from runtime.engines.llama_structure import Program
-from runtime.engines.native.storage import why_modules_store as why_no_pages_store
+from runtime.engines.page_storage import why_not_pages
 from runtime.kv_cache.pages import PAGE as BLOCK
 from runtime.kv_cache.storage.base import Codec
 from runtime.kv_cache.storage.integer import Integer
@@ -81,7 +81,7 @@ def why_modules_store(policy: Policy) -> str | None:
     ):
         if given is not None:
             return what
-    return why_no_pages_store(policy)
+    return why_not_pages(policy)
 
 
 def storage_of(policy: Policy, program: Program, page: int) -> Storage | str:

@@ -6,19 +6,15 @@ first pages of a sequence where the policy says so, and the recent ones. What is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from runtime.engines.cuda.cache import CacheLayer, StoredLayers
+from runtime.engines.cuda.cache import CacheLayer
+from runtime.engines.cuda.paged_attention import Parts
 from runtime.kernels.triton.jit import entry, jit, next_power_of_2, tl
 from runtime.kv_cache.kernels.triton_attention import constants, operands
 from runtime.kv_cache.kernels.triton_split import add_values, channels, key_scores
 from runtime.kv_cache.pages import PAGE as BLOCK
-
-if TYPE_CHECKING:
-    from runtime.engines.cuda.paged_attention import Parts
 
 LEAST_SHARE = 4  # blocks of a share
 
@@ -126,13 +122,17 @@ def stored_split_kernel(
         tl.store(extent + place, most + tl.log2(total), mask=m < GROUP)
 
 
-def attend(
-    q: Tensor, layer: CacheLayer, stored: StoredLayers, tables: Tensor, positions: Tensor, scale: float, parts: Parts
-) -> None:
-    """Shares of `ops.decode_attention` of a layer with stored pages, into `parts`."""
-    rows, heads, size = q.shape
+def decode_attention(
+    q: Tensor, layer: CacheLayer, tables: Tensor, positions: Tensor, scale: float, window: int, width: int | None = None
+) -> Tensor:
+    """`ops.decode_attention`, its reference, of a layer with stored pages."""
+    stored = layer.stored
+    assert stored is not None
+    size = q.shape[-1]
     page, kv_heads = layer.keys.shape[1:3]
-    group = heads // kv_heads
+    group, parts = q.shape[1] // kv_heads, Parts.of(q, kv_heads)
+    if not len(q):
+        return parts.out
     sides = {
         side: constants(codec, size, stored.pools[f"{side}.codes"].shape[-1]) for side, codec in stored.codecs.items()
     }
@@ -142,7 +142,7 @@ def attend(
     warps = 2 * min(4, max(1, most_rows * width * (4 if wide else 1) // 2048))
     # Weights times scale could be too small for float16, whose values are restored as the model would have them.
     folded = values["GRID"] == "token" and q.dtype != torch.float16
-    stored_split_kernel[(rows, kv_heads, parts.shares)](
+    stored_split_kernel[(len(q), kv_heads, parts.shares)](
         q, layer.keys, layer.values, *operands(stored.pools_of("keys")), *operands(stored.pools_of("values")),
         stored.places, tables, positions, parts.out, parts.part, parts.extent,
         q.stride(0), tables.stride(0), scale * 1.4426950408889634, stored.recent,
@@ -152,3 +152,4 @@ def attend(
         **{f"V_{name}": value for name, value in values.items()}, V_FOLDED=folded,
         STAGES=1 if wide else 3, num_warps=warps,
     )  # fmt: skip
+    return parts.join(positions, 0, BLOCK, LEAST_SHARE)

@@ -13,6 +13,7 @@ import torch
 from runtime.config.settings import ConfigError
 from runtime.engines.native.parts import Parts
 from runtime.engines.native.selection import why_modules_select
+from runtime.engines.page_storage import LANES, why_not_pages
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.attention import KINDS, PAGE, Cache, Storage
 from runtime.kernels.cpu.decoder import OPS, Block
@@ -21,7 +22,6 @@ from runtime.kv_cache.pages import PAGE as HALF
 from runtime.kv_cache.scores.base import Accumulating
 from runtime.kv_cache.selection.quest import Quest
 from runtime.kv_cache.storage.base import Codec
-from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
 from runtime.kv_cache.storage.plain import Plain
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from runtime.kv_cache.policy.policy import Policy
 
 NEAR = 2  # layers whose pages are in memory while a step reads those of an offloaded cache
-_LANES = 16  # channels of a vector of codes (kv_page.h)
 
 
 @dataclass(frozen=True)
@@ -129,26 +128,13 @@ def whole_layers(blocks: Sequence[Block]) -> list[int]:
 
 def why_modules_store(policy: Policy) -> str | None:
     """What a policy says to do that the native engine's pages cannot, whatever the model; None: they can."""
-    parts = {
-        "offload pages to the host": policy.offload is not None and policy.offload.to == "host",
-        "merge tokens": policy.clusters,
-        "hold tokens in several tiers": len(policy.tiers) > 1,
-        "begin with calibrated tokens": not isinstance(policy.prefix, int),
-    }
-    for what, given in parts.items():
-        if given:
-            return what
+    if policy.offload is not None and policy.offload.to == "host":
+        return "offload pages to the host"
     if policy.select is not None and (reason := why_modules_select(policy.select)) is not None:
         return reason
     if policy.evict is not None and (reason := _why_modules_evict(policy.evict)) is not None:
         return reason
-    for key, axis in (("keys", "channel"), ("values", "token")):
-        codec = getattr(policy.tiers[0], key) if policy.tiers else Plain()
-        if isinstance(codec, Integer) and (codec.axis != axis or codec.group % _LANES):
-            return f"store {key} on grids a {codec.axis}" + (f" of {codec.group} channels" if codec.group else "")
-        if not isinstance(codec, (Plain, Integer, Float8)):
-            return f"store {key} as {codec.name}"
-    return None
+    return why_not_pages(policy)
 
 
 def _why_modules_evict(rule: EvictionPlan) -> str | None:
@@ -196,6 +182,6 @@ def storage_of(policy: Policy, parts: Parts) -> PageStorage | str:
         assert isinstance(offload, DiskOffload)
         directory = offload.directory
     found = PageStorage(keys, values, -(-plan.prefix // PAGE), plan.recent, plan.floats, select, directory)
-    if not found.is_plain and (parts.head_dim % _LANES or parts.value_dim % _LANES):
-        return f"its heads are of {parts.head_dim} channels, no multiple of {_LANES}"
+    if not found.is_plain and (parts.head_dim % LANES or parts.value_dim % LANES):
+        return f"its heads are of {parts.head_dim} channels, no multiple of {LANES}"
     return found

@@ -136,12 +136,13 @@ def store(stored: StoredLayers, pages: torch.Tensor) -> None:
             plain, codes, scale, pools.get("zero", scale), stored.places, pages, stored.broken,
             plain.stride(0), codes.stride(0), scale.stride(0),
             KV_HEADS=heads, SIZE=size, BLOCK_D=block_d, STORED=codes.shape[-1], PAGE=page, BLOCK=BLOCK,
-            **_constants(codec, block_d), num_warps=4,
+            **_constants(codec, size, block_d), num_warps=4,
         )  # fmt: skip
 
 
-def _constants(codec: Codec, block_d: int) -> dict[str, str | int]:
+def _constants(codec: Codec, size: int, block_d: int) -> dict[str, str | int]:
     if not isinstance(codec, Integer):
         return {"KIND": codec.name, "BITS": 8, "GROUP": 0, "COUNT": 1}
-    group = 0 if codec.axis == "channel" else codec.group or block_d
+    of_token = block_d if codec.groups(size) == 1 else codec.group
+    group = 0 if codec.axis == "channel" else of_token
     return {"KIND": "integer", "BITS": codec.bits, "GROUP": group, "COUNT": RANGES[codec.bits]}

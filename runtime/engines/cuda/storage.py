@@ -99,7 +99,7 @@ def storage_of(policy: Policy, program: Program, page: int) -> Storage | str:
         return "the cache's policy stores what is no longer recent, and queries of all layers see a window only"
     if program.head_dim > MOST_SIZE:
         return f"its heads are of {program.head_dim} channels, and pages are stored of up to {MOST_SIZE}"
-    group = values.group if isinstance(values, Integer) else 0
+    group = values.group if isinstance(values, Integer) and values.groups(program.head_dim) > 1 else 0
     if group and (group & (group - 1) or program.head_dim % group):
         return f"the cache's policy puts {group} channels on a grid, no power of two that divides heads of {program.head_dim}"
     if page % BLOCK:

@@ -1,0 +1,277 @@
+"""Stored pages in the engine with CUDA graphs: logits of modules with the same policy, whatever the batch, cut, draft or sharing."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_models import build, engine
+from fake_graph import Fake
+from llama_engines import model_of
+
+from runtime.api.model import Model
+from runtime.checkpoint.artifact import Artifact
+from runtime.engines.base import Chunk
+from runtime.engines.blueprint import Blueprint
+from runtime.engines.cuda import CudaEngine, ops
+from runtime.engines.cuda.storage import storage_of, why_modules_store
+from runtime.engines.llama_structure import Program, read_program
+from runtime.engines.torch.engine import TorchEngine
+from runtime.errors import RequestError
+from runtime.kv_cache.policy.policy import Policy
+from runtime.kv_cache.storage.plan import StoragePlan
+
+PAGE = 64
+POLICIES: dict[str, dict[str, Any]] = {
+    "int4": {"keys": "int4", "values": "int4", "recent": 64},
+    "int8, nothing recent": {"keys": "int8", "values": "int8", "recent": 0},
+    "int2 values": {"keys": "plain", "values": "int2", "recent": 70},
+    "fp8, first page plain": {"keys": "fp8", "values": "fp8", "recent": 64, "prefix": 64},
+    "values in groups": {"keys": "int4", "values": {"codec": "int4", "group": 16}, "recent": 10, "prefix": 64},
+}
+
+
+def held(policy: dict[str, Any], name: str = "grouped", **options: Any) -> CudaEngine:
+    """The engine over a random model, with a policy."""
+    found = engine(model_of(name, head_dim=32, max_position_embeddings=1024), **{"page_size": PAGE, **options})
+    assert found.hold(Policy.parse(policy)) is None
+    return found
+
+
+def text(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(6, 400), k=count)
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """But for codes that the last bit of a key or value turns: a page that is read in another way changes 20 times as much."""
+    assert float((found - wanted).norm() / wanted.norm()) < 3e-3
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_logits_are_those_of_modules_with_the_policy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StoragePlan, "chunk", PAGE)  # modules store 32 tokens at a time, pages here have 64
+    modules = TorchEngine(model_of("grouped", head_dim=32, max_position_embeddings=1024), torch.device("cpu"))
+    modules.compress_cache(Policy.parse(POLICIES[name]))
+    ids, which = text(330), held(POLICIES[name])
+    cache, expected = modules.new_cache(), []
+    for token in ids:  # one by one: a prompt in one piece is read plain by modules
+        expected.append(modules.forward(torch.tensor([[token]]), cache, None, None)[0, -1])
+    wanted = torch.stack(expected)
+    found = which.read(which.new_pages(6), [Chunk(ids, 0, range(6))], every=True)
+    assert float((found - wanted).norm() / wanted.norm()) < 5e-3
+    best = wanted.max(-1).values - wanted.gather(-1, found.argmax(-1, keepdim=True))[:, 0]
+    assert float((best > 1e-3 * wanted.abs().max()).float().mean()) < 0.02
+    plain = engine(model_of("grouped", head_dim=32, max_position_embeddings=1024), page_size=PAGE)
+    other = plain.read(plain.new_pages(6), [Chunk(ids, 0, range(6))], every=True)
+    assert float((found - other).norm() / wanted.norm()) > 1e-3, "nothing was stored"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_logits_depend_on_no_cut_and_no_neighbour(name: str) -> None:
+    """Prompts in chunks, single steps and drafts beside another sequence; decode steps are graphs."""
+    fake = Fake()
+    which, ids, other = held(POLICIES[name], capture=fake, buckets=(2, 8)), text(330), text(270, 1)
+    whole = which.read(which.new_pages(6), [Chunk(ids, 0, range(6))], every=True)
+    pool, parts = which.new_pages(12), []
+    pages, others = [7, 1, 9, 0, 11, 3], [2, 4, 5, 6, 8]
+    cuts = [0, 1, 64, 100, 128, 129, 130, 140, 191, 192, 193, 194, 320, 321, 328, 330]
+    for count, (start, end) in enumerate(itertools.pairwise(cuts)):
+        mine = Chunk(ids[start:end], start, pages, outputs=end - start)
+        beside = Chunk(other[15 * count : 15 * count + 15], 15 * count, others)
+        parts.append(which.verify(pool, [beside, mine])[0][1:])
+    near(torch.cat(parts), whole)
+    assert len(fake.replays) >= 7
+
+
+def test_memory_is_that_of_few_bits_and_what_is_recent() -> None:
+    which = held(POLICIES["int4"])
+    pool = which.new_pages(8)
+    ids = text(500)
+    for start in range(0, 500, 50):
+        which.read(pool, [Chunk(ids[start : start + 50], start, range(8))])
+    memory = pool.memory
+    assert memory.plain is not None
+    assert memory.stored is not None
+    assert memory.plain.most <= 4
+    full = 3 * 2 * 2 * 32 * PAGE * 4  # layers, heads, a key and a value in float32
+    assert which.page_bytes < 0.25 * full
+    assert which.usage(pool, 8).bytes == 8 * which.page_bytes + memory.plain.most_needed * full
+    held_bytes = sum(tensor[:, :8].nbytes for tensor in memory.stored.pools.values())
+    assert held_bytes == 8 * which.page_bytes
+    assert memory.stored.keys[:, :8].nbytes * 2 == 8 * full, "so many places are there from the start"
+
+
+def test_a_prompt_that_needs_more_places_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what the pages before hold, and with graphs over the new memory."""
+    from runtime.engines.cuda.storage import Storage
+
+    ids, more, fake = text(200), text(700, 2), Fake()
+    which = held(POLICIES["int4"], capture=fake, buckets=(1,))
+    whole = which.read(which.new_pages(4), [Chunk(ids, 0, range(4))], every=True)
+    assert which.storage is not None
+    which.storage = Storage(which.storage.keys, which.storage.values, 0, 64, places=3)
+    which.trim()
+    pool = which.new_pages(20)
+    near(which.read(pool, [Chunk(ids[:150], 0, range(4))], every=True), whole[:150])
+    near(which.step(pool, [Chunk(ids[150:151], 150, range(4))]), whole[150:151])
+    assert pool.memory.stored is not None
+    assert pool.memory.stored.keys.shape[1] == 4
+    which.read(pool, [Chunk(more, 0, range(4, 15))])
+    assert pool.memory.stored.keys.shape[1] >= 14
+    for at in range(151, 200):
+        near(which.step(pool, [Chunk([ids[at]], at, range(4))]), whole[at : at + 1])
+
+
+@pytest.mark.parametrize("name", ["int4", "int8, nothing recent"])
+def test_drafts_that_are_taken_back_leave_nothing(name: str) -> None:
+    which, ids = held(POLICIES[name]), text(300)
+    whole = which.read(which.new_pages(6), [Chunk(ids, 0, range(6))], every=True)
+    pool = which.new_pages(6)
+    which.read(pool, [Chunk(ids[:125], 0, range(6))])
+    assert which.draft_room(pool) == POLICIES[name]["recent"]
+    at = 125
+    while at < 295:  # a chain of drafts: two are right, then wrong ones fill the page
+        wrong = [(token + 1) % 400 for token in ids[at + 2 : at + 5]]
+        chunk = Chunk([*ids[at : at + 2], *wrong], at, range(6), outputs=5)
+        logits, _ = which.verify(pool, [chunk])
+        near(logits[:2], whole[at : at + 2])
+        which.keep(pool, chunk, [0, 1])
+        at += 2
+    near(which.step(pool, [Chunk([ids[at]], at, range(6))])[0], whole[at])
+
+
+def test_sequences_share_only_pages_that_they_can_begin_after() -> None:
+    which = held(POLICIES["int4"])
+    pool = which.new_pages(12)
+    sharing = which.sharing(pool)
+    assert sharing is not None
+    ids, end = text(256), text(20, 5)
+    alone = which.read(which.new_pages(8), [Chunk([*ids[:192], *end], 0, range(8))])
+    which.read(pool, [Chunk(ids[:200], 0, range(6))])
+    assert sharing.usable([0, 1, 2]) == 3
+    sharing.enter([0, 1, 2, 8], 3)
+    for at in range(200, 256):  # the first goes on, and would give page 2 up but for the second
+        which.step(pool, [Chunk([ids[at]], at, range(6))])
+    near(which.read(pool, [Chunk(end, 192, [0, 1, 2, 8])]), alone)
+    sharing.leave([0, 1, 2, 8])
+    sharing.keep(0)
+    assert sharing.usable([0, 1]) == 0
+
+
+def test_layers_with_windows_stay_plain() -> None:
+    ids, policy = text(300), Policy.parse(POLICIES["int4"])
+    model = model_of("qwen2, some windows", head_dim=32, max_position_embeddings=1024)
+    which = engine(model, page_size=PAGE)
+    assert which.hold(policy) is None
+    pool = which.new_pages(5)
+    assert [layer.stored is None for layer in pool.memory.layers] == [False, True, True]
+    whole = which.read(pool, [Chunk(ids, 0, range(5))], every=True)
+    pool = which.new_pages(5)
+    which.read(pool, [Chunk(ids[:280], 0, range(5))])
+    for at in range(280, 300):
+        near(which.step(pool, [Chunk([ids[at]], at, range(5))]), whole[at : at + 1])
+    every = engine(model_of("mistral, window"), page_size=PAGE)
+    assert "see a window only" in (every.hold(policy) or "")
+
+
+@pytest.mark.parametrize("capture", [Fake, lambda: None], ids=["graphs", "no graphs"])
+def test_what_is_not_finite_is_refused_in_a_sentence(capture: Any) -> None:
+    which = held(POLICIES["int4"], capture=capture())
+    with torch.no_grad():
+        which.module.model.embed_tokens.weight[5] = float("nan")
+    with pytest.raises(RequestError, match=r"kv_cache .*: a key or value is not finite"):
+        which.read(which.new_pages(4), [Chunk([5] * 200, 0, range(4))])
+    pool = which.new_pages(4)
+    which.read(pool, [Chunk([*text(60), 5], 0, range(4))])
+    with pytest.raises(RequestError, match=r"keys int4, values int4\): a key or value is not finite"):  # noqa: PT012
+        for at in range(61, 140):
+            which.step(pool, [Chunk([1], at, range(4))])
+    assert which.step(which.new_pages(4), [Chunk(text(200), 0, range(4))]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        ({"keys": "int4", "values": "int4", "offload": "host"}, "offload pages"),
+        ({"keys": "int4", "values": "int4", "floats": "bfloat16"}, "hold floats in another dtype"),
+        ({"select": {"method": "quest", "tokens": 100}}, "select what a step reads"),
+        ({"evict": {"score": "snapkv", "tokens": 100}}, "evict tokens"),
+        ({"keys": "bitmap", "values": "int4"}, "store keys as bitmap"),
+        ({"keys": {"codec": "int4", "axis": "token"}, "values": "int4"}, "on grids a token"),
+    ],
+)
+def test_what_pages_cannot_be_has_a_reason(policy: dict[str, Any], reason: str) -> None:
+    assert reason in (why_modules_store(Policy.parse(policy)) or "")
+    which = engine(model_of("grouped"), page_size=PAGE)
+    assert reason in (which.hold(Policy.parse(policy)) or "")
+    assert which.policy is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "page", "head_dim", "reason"),
+    [
+        ({"recent": 100}, PAGE, 32, "stores nothing in fewer bits"),
+        ({"keys": "int4", "values": "int4"}, 16, 32, "pages of 16 positions"),
+        ({"keys": "int4", "values": "int4"}, PAGE, 512, "heads are of 512 channels"),
+        ({"keys": "int4", "values": {"codec": "int4", "group": 48}}, PAGE, 96, "48 channels on a grid"),
+        ({"keys": "int4", "values": {"codec": "int4", "group": 64}}, PAGE, 96, "64 channels on a grid"),
+    ],
+)
+def test_what_a_model_cannot_have_has_a_reason(policy: dict[str, Any], page: int, head_dim: int, reason: str) -> None:
+    which = engine(model_of("grouped", head_dim=head_dim), page_size=page)
+    assert reason in str(storage_of(Policy.parse(policy), which.parts, page))
+
+
+@pytest.mark.parametrize("recent", [0, 16])
+def test_requests_are_decoded_together_as_alone(recent: int, tiny_artifact: Path) -> None:
+    """Through the scheduler: prompts of many lengths, some with a common beginning, in one pool whose places grow."""
+    blueprint = Blueprint(Artifact(tiny_artifact), torch.device("cpu"), "reference", torch.float32, False)
+    torch_engine = blueprint.build()
+    program = read_program(torch_engine.module, fuse=True)
+    assert isinstance(program, Program)
+    which = CudaEngine(torch_engine, program, page_size=32, capture=Fake(), buckets=(8,))
+    assert which.hold(Policy.parse({"keys": "int8", "values": "int8", "recent": recent})) is None
+    model = Model(which, None, Artifact(tiny_artifact), frozenset())
+    common = [token % 250 for token in text(70)]
+    prompts = [[*common, token] for token in range(3)] + [common[:length] for length in (5, 31, 32, 33, 65)]
+    options: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
+    alone = [model.generate([prompt], **options)[0] for prompt in prompts]
+    together = model.generate(prompts, **options)
+    assert sum(a == b for a, b in zip(alone, together, strict=True)) >= len(prompts) - 1, "a tie, at most"
+    assert model.stats["kv_cache"] == which.policy.describe()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2, windows", "Qwen3"])
+@pytest.mark.parametrize("policy", ["int4", "fp8, first page plain"])
+def test_steps_with_kernels_can_be_captured(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrappers of the kernels that a GPU runs; launches are written down and compute nothing."""
+    pytest.importorskip("triton")
+    from runtime.kernels.triton import jit
+
+    fake, stores = Fake(), []
+    which = engine(build(name), capture=fake, computing=ops.kernels(), page_size=32)
+    assert which.hold(Policy.parse({**POLICIES[policy], "recent": 32})) is None
+    launch = fake.launch
+
+    def counted(kernel: Any, grid: Any, arguments: dict[str, Any]) -> bool:
+        stores.extend([grid] * (kernel.__name__ == "page_store_kernel"))
+        return launch(kernel, grid, arguments)
+
+    monkeypatch.setattr(jit.Entry, "launcher", counted)
+    pool, ids = which.new_pages(8), text(200)
+    which.step(pool, [Chunk([id % 101 for id in ids[:90]], 0, range(8))])
+    before = len(stores)
+    for at in range(90, 200):
+        which.step(pool, [Chunk([ids[at] % 101], at, range(8))])
+    launched = {entry[0] for trace in fake.traces for entry in trace.steps}
+    assert launched >= {"stored_attention.stored_split_kernel", "paged_attention.join_kernel"}
+    assert "page_store.page_store_kernel" not in launched, "pages are stored before a step, not in its graph"
+    layers = sum(layer.stored is not None for layer in pool.memory.layers)
+    assert which.storage is not None
+    stored = [max(which.storage.first(32), (position - 32) // 32) for position in (89, 199)]
+    wanted = [(1, which.parts.kv_heads, layers)] * 2 * (stored[1] - stored[0])
+    assert stores[before:] == wanted, "one launch a side and page, of all layers"

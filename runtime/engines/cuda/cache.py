@@ -58,6 +58,30 @@ class StoredLayers:
     first: int
     recent: int
 
+    @classmethod
+    def zeros(
+        cls,
+        storage: Storage,
+        layers: int,
+        pages: int,
+        places: int,
+        sizes: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> StoredLayers:
+        """Of so many pages and places, the last of which is scratch; `sizes`: positions of a page, key heads, channels."""
+        page, heads, size = sizes
+        codecs, pools = {"keys": storage.keys, "values": storage.values}, {}
+        for side, codec in codecs.items():
+            for name, part in codec.parts(size, dtype).items():
+                own = (part.width,) if part.per_page else (BLOCK, part.width)
+                shape = (layers, pages, heads, page // BLOCK, *own)
+                pools[f"{side}.{name}"] = torch.zeros(shape, dtype=part.dtype, device=device)
+        keys, values = (torch.zeros(layers, places, *sizes, dtype=dtype, device=device) for _ in range(2))
+        at = torch.full((pages,), places - 1, dtype=torch.int32, device=device)
+        broken = torch.zeros(1, dtype=torch.int32, device=device)
+        return cls(keys, values, codecs, pools, at, broken, storage.first(page), storage.recent)
+
     def layer(self, index: int) -> StoredLayers:
         """One of them."""
         one = slice(index, index + 1)
@@ -126,7 +150,9 @@ class Memory:
         }
         if storage is not None and kept:
             self._stored_at = {layer: index for index, layer in enumerate(kept)}
-            self._make_stored(storage, min(count, storage.places))
+            sizes = page_size, program.kv_heads, program.head_dim
+            places = min(count, storage.places)
+            self.stored = StoredLayers.zeros(storage, len(kept), count + 1, places + 1, sizes, program.dtype, device)
         self._join()
         self.restart()
 
@@ -183,21 +209,6 @@ class Memory:
         program = self._program
         shape = (*leading, self.page_size, program.kv_heads, program.head_dim)
         return torch.zeros(shape, dtype=program.dtype, device=self.device)
-
-    def _make_stored(self, storage: Storage, places: int) -> None:
-        program, layers = self._program, len(self._stored_at)
-        codecs, pools = {"keys": storage.keys, "values": storage.values}, {}
-        leading = (layers, self.count + 1, program.kv_heads, self.page_size // BLOCK)
-        for side, codec in codecs.items():
-            for name, part in codec.parts(program.head_dim, program.dtype).items():
-                shape = (*leading, part.width) if part.per_page else (*leading, BLOCK, part.width)
-                pools[f"{side}.{name}"] = torch.zeros(shape, dtype=part.dtype, device=self.device)
-        at = torch.full((self.count + 1,), places, dtype=torch.int32, device=self.device)
-        broken = torch.zeros(1, dtype=torch.int32, device=self.device)
-        keys, values = (self._zeros(layers, places + 1) for _ in range(2))
-        self.stored = StoredLayers(
-            keys, values, codecs, pools, at, broken, storage.first(self.page_size), storage.recent
-        )
 
     def _grow(self, places: int) -> None:
         """More places of plain pages. What was captured over the old ones is captured anew."""

@@ -97,6 +97,9 @@ class CudaEngine(FusedEngine):
                 name = names[each.module]
                 mine = [layer for layer in found if layer.startswith(f"{name}.")]
                 found |= dict.fromkeys(mine or [name], "experts-triton")
+        if self.storage is not None:
+            pages = f"pages of the engine with CUDA graphs, {self.storage}"
+            found |= {f"kv_cache.{number}": pages for number in self.storage.layers(self.parts)}
         return found
 
     # ---------------------------------------------------------------- pages

@@ -34,18 +34,17 @@ def _grid(x, inside, AXIS: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr
     low = tl.min(tl.where(inside, x, float("inf")), AXIS, keep_dims=True)
     high = tl.max(tl.where(inside, x, float("-inf")), AXIS, keep_dims=True)
     MOST: tl.constexpr = (1 << BITS) - 1
-    for i in tl.static_range(COUNT):
+    least = tl.full(low.shape, float("inf"), tl.float32)
+    best_scale, best_zero = tl.zeros(low.shape, tl.float16), tl.zeros(low.shape, tl.float16)
+    for i in tl.range(COUNT):  # unrolled, they would be computed side by side and spill
         zero = (low + (high - low) * (i * 0.025)).to(tl.float16)
         width = (high - low) * (1.0 - i * 0.05)
         scale = tl.div_rn(width, tl.zeros_like(width) + MOST).to(tl.float16)
         back = _round(x, scale, zero, BITS) * scale.to(tl.float32) + zero.to(tl.float32)
         error = tl.sum(tl.where(inside, (back - x) * (back - x), 0.0), AXIS, keep_dims=True)
-        if i == 0:
-            least, best_scale, best_zero = error, scale, zero
-        else:
-            better = error < least
-            least = tl.where(better, error, least)
-            best_scale, best_zero = tl.where(better, scale, best_scale), tl.where(better, zero, best_zero)
+        better = error < least
+        least = tl.where(better, error, least)
+        best_scale, best_zero = tl.where(better, scale, best_scale), tl.where(better, zero, best_zero)
     return best_scale, best_zero
 
 
@@ -87,7 +86,7 @@ def page_store_kernel(
     x = loaded.to(tl.float32)
     LIMIT: tl.constexpr = 65504.0 if KIND == "integer" else 3.4028234663852886e38
     wrong = tl.max(tl.max((inside & ~(tl.abs(x) <= LIMIT)).to(tl.int32), 1), 0)
-    tl.store(broken, 1, mask=wrong > 0)
+    tl.atomic_max(broken, wrong, mask=wrong > 0)  # many programs may have found one
     if KIND == "fp8":
         step = tl.maximum(
             tl.div_rn(tl.max(tl.abs(x), 1), tl.zeros([BLOCK], tl.float32) + 448.0), 1.1754943508222875e-38
@@ -136,13 +135,13 @@ def store(stored: StoredLayers, pages: torch.Tensor) -> None:
             plain, codes, scale, pools.get("zero", scale), stored.places, pages, stored.broken,
             plain.stride(0), codes.stride(0), scale.stride(0),
             KV_HEADS=heads, SIZE=size, BLOCK_D=block_d, STORED=codes.shape[-1], PAGE=page, BLOCK=BLOCK,
-            **_constants(codec, size, block_d), num_warps=4,
+            **_constants(codec, size, block_d),
         )  # fmt: skip
 
 
 def _constants(codec: Codec, size: int, block_d: int) -> dict[str, str | int]:
     if not isinstance(codec, Integer):
-        return {"KIND": codec.name, "BITS": 8, "GROUP": 0, "COUNT": 1}
+        return {"KIND": codec.name, "BITS": 8, "GROUP": 0, "COUNT": 1, "num_warps": 4}
     of_token = block_d if codec.groups(size) == 1 else codec.group
     group = 0 if codec.axis == "channel" else of_token
-    return {"KIND": "integer", "BITS": codec.bits, "GROUP": group, "COUNT": RANGES[codec.bits]}
+    return {"KIND": "integer", "BITS": codec.bits, "GROUP": group, "COUNT": RANGES[codec.bits], "num_warps": 4}

@@ -58,9 +58,9 @@ def stored_split_kernel(
     queries = ()
     of_queries = tl.zeros([ROWS], tl.float32)
     for f in tl.static_range(K_FIELDS):
-        channel = channels(f, K_FIELDS, K_WIDTH)
-        own = (m < GROUP)[:, None] & (channel < SIZE)[None, :]
-        loaded = tl.load(base + channel[None, :], mask=own, other=0.0)
+        k_channel = channels(f, K_FIELDS, K_WIDTH)
+        own = (m < GROUP)[:, None] & (k_channel < SIZE)[None, :]
+        loaded = tl.load(base + k_channel[None, :], mask=own, other=0.0)
         queries += (loaded,)  # type: ignore[assignment]
         of_queries += tl.sum(loaded.to(tl.float32), 1)
     most = tl.full([ROWS], float("-inf"), tl.float32)
@@ -94,30 +94,30 @@ def stored_split_kernel(
         seen = block * BLOCK + n <= position
         scores = tl.zeros([ROWS, BLOCK], tl.float32)
         for f in tl.static_range(K_FIELDS):
-            channel = channels(f, K_FIELDS, K_WIDTH)
-            there = seen[:, None] & (channel < SIZE)[None, :]
-            k = tl.load(keys + slots[:, None] * SIZE + channel[None, :], mask=there, other=0.0)
+            k_channel = channels(f, K_FIELDS, K_WIDTH)
+            there = seen[:, None] & (k_channel < SIZE)[None, :]
+            k = tl.load(keys + slots[:, None] * SIZE + k_channel[None, :], mask=there, other=0.0)
             scores = tl.dot(queries[f], tl.trans(k), scores, input_precision="tf32x3")
         scores = tl.where(seen[None, :], scores * scale, float("-inf"))
         weights, most, total, fade = _softmax(scores, most, total)
         weights = weights.to(TYPE)
         added = ()
         for f in tl.static_range(V_FIELDS):
-            channel = channels(f, V_FIELDS, V_WIDTH)
-            there = seen[:, None] & (channel < SIZE)[None, :]
-            v = tl.load(values + slots[:, None] * SIZE + channel[None, :], mask=there, other=0.0)
+            v_channel = channels(f, V_FIELDS, V_WIDTH)
+            there = seen[:, None] & (v_channel < SIZE)[None, :]
+            v = tl.load(values + slots[:, None] * SIZE + v_channel[None, :], mask=there, other=0.0)
             added += (tl.dot(weights, v, sums[f] * fade[:, None], input_precision="tf32x3"),)  # type: ignore[assignment]
         sums, of_zeros = added, of_zeros * fade
 
     place = (row * SPLITS + split) * KV_HEADS * GROUP + head * GROUP + m
     for f in tl.static_range(V_FIELDS):
-        channel = channels(f, V_FIELDS, V_WIDTH)
-        own = (m < GROUP)[:, None] & (channel < SIZE)[None, :]
+        v_channel = channels(f, V_FIELDS, V_WIDTH)
+        own = (m < GROUP)[:, None] & (v_channel < SIZE)[None, :]
         result = (sums[f] + of_zeros[:, None]) / total[:, None]
         if SPLITS == 1:
-            tl.store(out + place[:, None] * SIZE + channel[None, :], result.to(out.dtype.element_ty), mask=own)
+            tl.store(out + place[:, None] * SIZE + v_channel[None, :], result.to(out.dtype.element_ty), mask=own)
         else:
-            tl.store(part + place[:, None] * SIZE + channel[None, :], result, mask=own)
+            tl.store(part + place[:, None] * SIZE + v_channel[None, :], result, mask=own)
     if SPLITS > 1:
         tl.store(extent + place, most + tl.log2(total), mask=m < GROUP)
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import random
 import sys
+from typing import Any
 
 import cuda_models
 import torch
 from triton_interpreter import repair, watch
 
 from runtime.engines.base import Chunk
-from runtime.engines.cuda import ops, paged_attention, rotary_store
-from runtime.engines.cuda.cache import CacheLayer, Rows
+from runtime.engines.cuda import ops, page_store, paged_attention, rotary_store, stored_attention, stored_pages
+from runtime.engines.cuda.cache import CacheLayer, Rows, StoredLayers
+from runtime.engines.cuda.storage import Storage
 from runtime.formats.scheme import Scheme
+from runtime.kv_cache.policy.policy import Policy
+from runtime.kv_cache.storage.base import Codec
+from runtime.kv_cache.storage.fp8 import Float8
+from runtime.kv_cache.storage.integer import Integer
+from runtime.kv_cache.storage.plain import Plain
 
 LIMIT = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -55,6 +62,66 @@ def attention(
     assert torch.equal(alone[0], found[1]), "a sequence depends on what is beside it"
 
 
+def stored(
+    dtype: torch.dtype,
+    keys: Codec,
+    values: Codec,
+    sizes: tuple[int, int, int],
+    page: int,
+    prefix: int,
+    recent: int,
+    positions: list[int],
+    parts: int | None,
+) -> None:
+    """Pages that are stored are those of the codec; queries find in them, and in the plain ones, what plain torch does."""
+    torch.manual_seed(0)
+    heads, kv_heads, size = sizes
+    width = max(positions) // page + 1
+    count = width * len(positions)
+    storage = Storage(keys, values, prefix, recent)
+    shape = (page, kv_heads, size)
+    first, other = (StoredLayers.zeros(storage, 2, count, count, shape, dtype, torch.device("cpu")) for _ in range(2))
+    first.keys.copy_(torch.randn_like(first.keys) * torch.linspace(0.1, 4, size))
+    first.values.copy_(torch.randn_like(first.values))
+    first.keys[0, 0] = 0.5  # a range of nothing
+    other.keys.copy_(first.keys)
+    other.values.copy_(first.values)
+    first.places.copy_(torch.randperm(count))
+    other.places.copy_(first.places)
+    tables = torch.randperm(count).view(len(positions), width).int()
+    old = [
+        int(page_) for row, at in enumerate(positions) for page_ in tables[row, first.first : first.begin_of_recent(at)]
+    ]
+    pages = torch.tensor(old, dtype=torch.int32)
+    page_store.store(first, pages)
+    stored_pages.store(other, pages)
+    for name, pool in first.pools.items():
+        assert torch.equal(pool, other.pools[name]), f"{name} of stored pages"
+    assert not first.broken.item()
+    layer = first.layer(1)
+    for side in (layer.keys, layer.values):  # where they were plain is used by others now
+        side[0, first.places[pages.long()].long()] = float("nan")
+    for row, at in enumerate(positions):  # nothing behind the position may matter
+        behind = torch.arange(at + 1, width * page)
+        for side in (layer.keys, layer.values):
+            side[0, first.places[tables[row, behind // page].long()].long(), behind % page] = float("nan")
+    held = CacheLayer(layer.keys[0], layer.values[0], layer)
+    q = torch.randn(len(positions), heads + 1, size).to(dtype)[:, :heads]
+    at = torch.tensor(positions, dtype=torch.int32)
+    shares = paged_attention.splits
+    if parts is not None:
+        paged_attention.splits = lambda _: parts
+    found = stored_attention.decode_attention(q, held, tables, at, size**-0.5, 0)
+    near(found, ops.decode_attention(q, held, tables, at, size**-0.5, 0))
+    alone = stored_attention.decode_attention(q[1:2], held, tables[1:2], at[1:2], size**-0.5, 0)
+    paged_attention.splits = shares
+    assert torch.equal(alone[0], found[1]), "a sequence depends on what is beside it"
+    if keys.name != "plain" and old:
+        first.keys[0, first.places[old[0]], 1] = float("inf")
+        page_store.store(first, pages[:1])
+        assert first.broken.item(), "what a codec cannot hold is said"
+
+
 def rotation(dtype: torch.dtype, heads: int, kv_heads: int, size: int, rotary: int, norms: bool) -> None:
     torch.manual_seed(0)
     rows, page, pages = 5, 16, 4
@@ -90,6 +157,23 @@ def whole(name: str) -> None:
     with torch.inference_mode():
         wanted = cuda_models.build(name)(torch.tensor([ids])).logits[0, -2:]
     torch.testing.assert_close(logits, wanted, rtol=2e-4, atol=2e-4)
+
+
+def whole_stored(policy: dict[str, Any]) -> None:
+    """The engine with all kernels and stored pages, against the engine in plain torch."""
+    ids, tables = random.Random(0).choices(range(101), k=150), [3, 0, 2, 4, 1]
+    found = []
+    for computing in (None, ops.TORCH):
+        which = cuda_models.engine(
+            cuda_models.build("Qwen3"), buckets=(2,), capture=None, page_size=32, computing=computing
+        )
+        assert which.hold(Policy.parse(policy)) is None
+        pool = which.new_pages(5)
+        parts = [which.read(pool, [Chunk(ids[:100], 0, tables)])]
+        parts += [which.step(pool, [Chunk([ids[at]], at, tables)]) for at in range(100, 147)]
+        parts.append(which.verify(pool, [Chunk(ids[147:], 147, tables, outputs=3)])[0])
+        found.append(torch.cat(parts))
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 2e-3
 
 
 def mixture(name: str, scheme: Scheme) -> None:
@@ -138,6 +222,22 @@ def main() -> None:
     ]:
         rotation(*case)  # type: ignore[arg-type]
         print("rotation", *case)
+    int2, int4, int8 = (Integer(bits, "channel") for bits in (2, 4, 8))
+    for stored_case in [
+        (float32, int4, Integer(4, "token"), (4, 2, 32), 64, 0, 64, [5, 63, 64, 200, 330], None),
+        (bfloat, int4, Integer(4, "token", 32), (8, 2, 128), 64, 64, 70, [130, 400, 260], None),
+        (bfloat, int4, Integer(4, "token", 32), (3, 1, 96), 32, 20, 10, [130, 300], 1),
+        (half, int8, Integer(8, "token"), (4, 4, 48), 64, 0, 0, [300, 127], 4),
+        (bfloat, Float8(), Float8(), (6, 2, 80), 32, 0, 128, [250, 9, 40], None),
+        (float32, Plain(), Integer(2, "token", 16), (2, 1, 64), 128, 128, 64, [500, 3], 8),
+        (bfloat, int2, Integer(8, "token", 64), (8, 1, 128), 64, 0, 33, [64, 400], 2),
+        (half, int8, Plain(), (16, 1, 256), 64, 64, 64, [400, 300], None),
+    ]:
+        stored(*stored_case)  # type: ignore[arg-type]
+        print("stored", *stored_case)
+    for policy in ({"keys": "int4", "values": "int4", "recent": 32}, {"keys": "fp8", "values": "int8", "recent": 0}):
+        whole_stored(policy)
+        print("whole", policy)
     for name in sys.argv[1:]:
         whole(name)
         print("engine", name)

@@ -25,7 +25,7 @@ def test_interpreted_kernels_equal_plain_torch() -> None:
     command = [sys.executable, str(HERE / "interpreted.py"), *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == 21
+    assert len(done.stdout.splitlines()) == 31
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -41,6 +41,27 @@ def attention(
     cache, numbers = meta(9, 64, kv_heads, size, dtype=dtype), meta(4, dtype=torch.int32)
     q, tables = meta(4, heads, size, dtype=dtype), meta(4, 128, dtype=torch.int32)
     return lambda: paged_attention.decode_attention(q, CacheLayer(cache, cache), tables, numbers, size**-0.5, window)
+
+
+def stored(policy: dict[str, Any], heads: int = 32, kv_heads: int = 8, size: int = 128) -> Callable[[], Any]:
+    """A step over stored pages, and the storing of some."""
+    from runtime.engines.cuda import page_store, stored_attention
+    from runtime.engines.cuda.cache import CacheLayer, StoredLayers
+    from runtime.engines.cuda.storage import Storage
+    from runtime.kv_cache.policy.policy import Policy
+
+    tier = Policy.parse(policy).tiers[0]
+    storage, sizes = Storage(tier.keys, tier.values, 0, 128), (64, kv_heads, size)
+    layers = StoredLayers.zeros(storage, 4, 100, 9, sizes, torch.bfloat16, torch.device("meta"))
+    layer, numbers = layers.layer(1), meta(4, dtype=torch.int32)
+    q, tables = meta(4, heads, size), meta(4, 128, dtype=torch.int32)
+
+    def call() -> None:
+        page_store.store(layers, numbers)
+        held = CacheLayer(layer.keys[0], layer.values[0], layer)
+        stored_attention.decode_attention(q, held, tables, numbers, size**-0.5, 0)
+
+    return call
 
 
 def rotation(heads: int, kv_heads: int, size: int, norms: bool) -> Callable[[], Any]:
@@ -63,10 +84,27 @@ def rotation(heads: int, kv_heads: int, size: int, norms: bool) -> Callable[[], 
         (attention(32, 8, 128, window=4096), 168),  # Mistral 7B
         (attention(14, 2, 64), 96),  # Qwen2 0.5B
         (attention(32, 8, 128, dtype=torch.float32), 96),
+        (stored({"keys": "int4", "values": "int4"}), 168),
+        (stored({"keys": "int2", "values": "int2"}), 168),
+        (stored({"keys": "int8", "values": "int8"}), 168),
+        (stored({"keys": "fp8", "values": "fp8"}), 168),
+        (stored({"keys": "plain", "values": "int4"}, heads=14, kv_heads=2, size=64), 128),
         (rotation(32, 8, 128, norms=False), 40),
         (rotation(32, 8, 128, norms=True), 40),
     ],
-    ids=["llama", "mistral", "qwen", "float32", "rotary", "rotary with norms"],
+    ids=[
+        "llama",
+        "mistral",
+        "qwen",
+        "float32",
+        "int4",
+        "int2",
+        "int8",
+        "fp8",
+        "plain keys",
+        "rotary",
+        "rotary with norms",
+    ],
 )
 def test_compiles_without_spills(call: Callable[[], Any], registers: int, capability: int) -> None:
     from gpu_launches import build, record, resources

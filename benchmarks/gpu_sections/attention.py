@@ -1,4 +1,4 @@
-"""Attention of a decode step over pages: plain, as the fused engine computes it, and in few bits, beside torch's attention.
+"""Attention of a decode step over pages, plain and in few bits, of the fused engine and of compressed caches, beside torch's attention.
 
 Heads are Llama-3-8B's (32 of queries, 8 of keys, 128 channels). torch's scaled_dot_product_attention reads the same keys and values,
 contiguous, of sequences of one length, which is the easier task.
@@ -40,6 +40,8 @@ def check(bench: Bench) -> None:
     for norms in (False, True):
         bench.case(f"rotation, {'with' if norms else 'without'} norms", rotation_error(bench, norms), 0.02)
     for name, policy in STORAGES.items():
+        if policy:
+            bench.case(f"paged attention, {name}", stored_attention_error(bench, policy), 0.02)
         for length in bench.pick((64, 1024, 8192), (96,)):
             try:
                 bench.case(f"cache {name}, {length} tokens", stored_error(bench, policy, length, dtype), 0.02)
@@ -67,6 +69,42 @@ def attention_error(bench: Bench, window: int) -> float:
     return float((found.float() - wanted.float()).abs().max())
 
 
+def stored_layer(bench: Bench, policy: dict[str, Any], pages: int) -> Any:
+    """A layer of the fused engine's cache with random plain pages, each at the place of its own number, and none stored yet."""
+    from runtime.engines.cuda.cache import CacheLayer, StoredLayers
+    from runtime.engines.cuda.storage import Storage
+    from runtime.kv_cache.policy.policy import Policy
+
+    plan = Policy.parse(policy).plan().storage
+    (_, kv_heads, size), (tier,) = heads(bench), plan.tiers
+    storage, sizes = Storage(tier.keys, tier.values, 0, plan.recent), (PAGE, kv_heads, size)
+    layers = StoredLayers.zeros(storage, 1, pages, pages, sizes, torch.bfloat16, bench.device)
+    generator = torch.Generator(bench.device).manual_seed(0)
+    for side in (layers.keys, layers.values):
+        side.normal_(generator=generator)
+    layers.places.copy_(torch.arange(pages))
+    return CacheLayer(layers.keys[0], layers.values[0], layers)
+
+
+def stored_attention_error(bench: Bench, policy: dict[str, Any]) -> float:
+    """Largest error of decode attention over sequences of many lengths whose older pages the kernel has stored."""
+    from runtime.engines.cuda import ops
+
+    (count, _, size), device = heads(bench), bench.device
+    lengths = bench.pick([0, 63, 64, 1000, 3001], [0, 63, 64, 200])
+    width = max(lengths) // PAGE + 1
+    generator = torch.Generator().manual_seed(0)
+    tables = torch.randperm(len(lengths) * width, generator=generator).view(len(lengths), width).to(device, torch.int32)
+    positions = torch.tensor(lengths, dtype=torch.int32, device=device)
+    q = torch.randn(len(lengths), count, size, generator=generator).to(device, torch.bfloat16)
+    out = []
+    for which in (ops.choose(device), ops.TORCH):
+        layer = stored_layer(bench, policy, tables.numel())
+        which.store(layer.stored, tables.flatten())
+        out.append(which.decode_attention(q, layer, tables, positions, size**-0.5, 0).float())
+    return float((out[0] - out[1]).abs().max())
+
+
 def rotation_error(bench: Bench, norms: bool) -> float:
     """Largest relative error of rotated queries and stored keys and values."""
     from runtime.engines.cuda import ops
@@ -85,7 +123,9 @@ def rotation_error(bench: Bench, norms: bool) -> float:
     out = []
     for which in (ops.TORCH, ops.choose(device)):
         layer = CacheLayer(*torch.zeros(2, 5, PAGE, kv_heads, size, dtype=torch.bfloat16, device=device))
-        out.append((which.rotate_and_store(qkv, weights, 1e-5, rotations, Rows(places, places, places), layer), *layer))
+        out.append(
+            (which.rotate_and_store(qkv, weights, 1e-5, rotations, Rows(places, places, places), layer), *layer[:2])
+        )
     return max(
         float((a - b).norm() / b.norm()) for b, a in zip(*((t.float() for t in each) for each in out), strict=True)
     )
@@ -151,6 +191,12 @@ def cell(bench: Bench, batch: int, length: int, bandwidth: float) -> Row:
     bench.ours(row, "fused engine", lambda: bench.seconds(calls))
     sizes = {"fused engine": plain}
     for name, policy in STORAGES.items():
+        if policy:
+            layer = stored_layer(bench, policy, batch * pages)
+            ops.choose(device).store(layer.stored, tables.flatten())
+            sizes[f"fused engine, {name}"] = sum(pool.nbytes for pool in layer.stored.pools.values())
+            call = partial(attend, queries, layer, tables, at, size**-0.5, 0)
+            bench.ours(row, f"fused engine, {name}", lambda c=call: bench.seconds([c] * 4))
         region = stored(policy, keys, values)
         sizes[f"cache {name}"] = sum(pool.nbytes for pool in region.pools.values())
         call = partial(triton_attention.run, Queries(q, size**-0.5), region)

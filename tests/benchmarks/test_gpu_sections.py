@@ -27,7 +27,10 @@ EXPECTED: dict[str, tuple[int, set[str]]] = {
         30,
         {"w4a16", "w8a8_float8", "sparse24_w4", "cublas_bf16", "marlin", "machete", "w4a16_share_of_bf16_limit"},
     ),
-    "attention": (9, {"fused engine", "cache int4", "sdpa", "fused engine, share of the copy bandwidth"}),
+    "attention": (
+        13,
+        {"fused engine", "fused engine, int4", "cache int4", "sdpa", "fused engine, share of the copy bandwidth"},
+    ),
     "llama": (4, {"step_ms", "device_ms", "share_of_bandwidth_bound", "prefill_ms"}),
     "vllm": (0, {"step_ms", "prefill_ms"}),
     "gpt_fast": (0, {"step_ms"}),

@@ -32,6 +32,8 @@ from runtime.checkpoint.artifact import Artifact
 from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.kernels.triton import aot, jit, signature
 from runtime.kernels.triton.cubins import Cubin, read_cubin, read_index
+from runtime.kv_cache.policy.policy import Policy
+from runtime.system.self_hash import sealed_json
 
 CPU = torch.device("cpu")
 
@@ -308,27 +310,46 @@ def test_every_kernel_is_compiled_ahead_but_those_of_caches() -> None:
     assert others == {"runtime.kv_cache.kernels"}, "whatever else has kernels belongs into jit.MODULES"
 
 
+def with_policy(artifact: Path, folder: Path, policy: Policy) -> Source:
+    """A copy of an artifact that says so."""
+    path = Path(shutil.copytree(artifact, folder))
+    manifest = json.loads((path / "compress.json").read_text())
+    (path / "compress.json").write_text(sealed_json(manifest | {"kv_cache": policy.resolved()}))
+    return Source(path)
+
+
+def test_kernels_of_stored_pages_are_compiled(tiny_artifact: Path, tmp_path: Path) -> None:
+    options = TritonOptions(gpus="90")
+    source = with_policy(tiny_artifact, tmp_path / "kivi", Policy.parse("kivi"))
+    plain, found = plan.launches(Source(tiny_artifact), options, 90), plan.launches(source, options, 90)
+    assert found.engine is None
+    assert plan.cache_note(source) is None
+    added = {variant.kernel for variant in set(found.variants) - set(plain.variants)}
+    assert added == {
+        "stored_attention.stored_split_kernel",
+        "page_store.page_store_kernel",
+        "paged_attention.join_kernel",
+    }
+    assert set(plain.variants) <= set(found.variants), "what kv_cache=False launches is there"
+
+
 def test_a_policy_comes_along_and_what_is_not_compiled_for_it_is_said(
     tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from export.target import Job
     from export.triton_aot import target
     from runtime.kernels.triton import tuning
-    from runtime.kv_cache.policy.policy import Policy, choose_policy
+    from runtime.kv_cache.policy.policy import choose_policy
     from runtime.system.progress import ProgressReporter
-    from runtime.system.self_hash import sealed_json
 
-    path = Path(shutil.copytree(tiny_artifact, tmp_path / "kivi"))
-    policy = Policy.parse("kivi")
-    manifest = json.loads((path / "compress.json").read_text())
-    (path / "compress.json").write_text(sealed_json(manifest | {"kv_cache": policy.resolved()}))
-    source, options = Source(path), TritonOptions(gpus="90")
+    policy, options = Policy.parse({"keys": "bitmap", "values": "int4"}), TritonOptions(gpus="90")
+    source = with_policy(tiny_artifact, tmp_path / "bitmap", policy)
     plain = plan.launches(Source(tiny_artifact), options, 90)
     whole, by_itself = plan.call_layers, []
     monkeypatch.setattr(plan, "call_layers", lambda model: by_itself.append(tuning._every.get()) or whole(model))
     found = plan.launches(source, options, 90)
     assert plain.engine is None
-    assert found.engine == "its cache is compressed"
+    assert found.engine == "the cache's policy says to store keys as bitmap"
     assert set(plain.variants) <= set(found.variants), "what kv_cache=False launches is there"
     assert by_itself == [False, True], "and what tuning may choose for each layer as transformers' modules call it"
 
@@ -340,7 +361,7 @@ def test_a_policy_comes_along_and_what_is_not_compiled_for_it_is_said(
     assert [task.variant for task in tasks] == found.variants
     assert job.progress.warnings == [plan.CACHE]  # type: ignore[attr-defined]
     assert job.facts["cache"] == plan.CACHE
-    assert job.facts["engine"] == "transformers' modules (its cache is compressed)"
+    assert job.facts["engine"] == "transformers' modules (the cache's policy says to store keys as bitmap)"
     assert choose_policy(None, Artifact(job.folder), lambda: source.config) == policy
 
 

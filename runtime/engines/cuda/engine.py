@@ -140,7 +140,7 @@ class CudaEngine(FusedEngine):
                 usable = usable and len(set(every)) == 1
             if memory is None or not usable:
                 del memory
-                memory = self.make_memory(count)
+                memory = self._make_memory(count, self.storage)
             memory.restart()
             return Pool(memory, count, self._release)
 
@@ -158,6 +158,12 @@ class CudaEngine(FusedEngine):
     def trim(self) -> None:
         """Give back the memory that waits for the next pool."""
         self._spare = None
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """As `Engine.logits`, over plain pages whatever the policy."""
+        if self.storage is None:
+            return super().logits(input_ids)
+        return self._logits(input_ids, self.make_memory(-(-input_ids.shape[1] // self.page_size)))
 
     def step(self, pool: Pool | Memory, chunks: Sequence[Chunk]) -> torch.Tensor:
         """As `Engine.step`. Nothing waits for the device: the logits are on it."""
@@ -305,8 +311,11 @@ class CudaEngine(FusedEngine):
         return self.decoder(self.decoder.embed(rows.ids), rows, memory, attend, wanted)
 
     def make_memory(self, count: int) -> Memory:
-        """Pages that no pool shares."""
-        return Memory(self.parts, self.page_size, count, self.device, next(self._numbers), self.storage)
+        """Pages that no pool shares, all plain: tokens of drafts are taken back again and again."""
+        return self._make_memory(count, None)
+
+    def _make_memory(self, count: int, storage: Storage | None) -> Memory:
+        return Memory(self.parts, self.page_size, count, self.device, next(self._numbers), storage)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Events, pinned memory and captures are those of the current device."""

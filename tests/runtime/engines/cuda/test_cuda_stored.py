@@ -68,6 +68,7 @@ def test_logits_are_those_of_modules_with_the_policy(name: str, monkeypatch: pyt
     plain = engine(model_of("grouped", head_dim=32, max_position_embeddings=1024), page_size=PAGE)
     other = plain.read(plain.new_pages(6), [Chunk(ids, 0, range(6))], every=True)
     assert float((found - other).norm() / wanted.norm()) > 1e-3, "nothing was stored"
+    assert torch.equal(which.logits(torch.tensor([ids])), plain.logits(torch.tensor([ids]))), "which no cache is for"
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -1,4 +1,4 @@
-"""Cache policies and the pages of fused engines: what of a policy they can be, whichever engine it is."""
+"""Cache policies that pages of a fused engine can hold, whichever engine it is."""
 
 from __future__ import annotations
 

@@ -141,6 +141,7 @@ class Memory:
         self.count = self.scratch = count
         self.steps: Any = None
         self._asked = False  # whether something was stored since `is_broken`
+        self._unsent: list[int] = []  # pages whose places the device does not know
         self.stored: StoredLayers | None = None
         self.plain: PlainPages | None = None
         kept = [] if storage is None else storage.layers(program)
@@ -151,7 +152,7 @@ class Memory:
         if storage is not None and kept:
             self._stored_at = {layer: index for index, layer in enumerate(kept)}
             sizes = page_size, program.kv_heads, program.head_dim
-            places = min(count, storage.places)
+            places = storage.places(program, page_size, count)
             self.stored = StoredLayers.zeros(storage, len(kept), count + 1, places + 1, sizes, program.dtype, device)
         self._join()
         self.restart()
@@ -163,7 +164,9 @@ class Memory:
 
     def restart(self) -> None:
         """Nothing of what it holds is needed any more."""
+        self._asked, self._unsent = False, []
         if self._storage is not None and self.stored is not None:
+            self.stored.broken.zero_()
             size = self._storage.plain_bytes(self._program, self.page_size)
             self.plain = PlainPages(
                 self.count, self.page_size, self._storage.first(self.page_size), self._storage.recent, size
@@ -176,13 +179,15 @@ class Memory:
             return []
         found = plain.begin(chunks)
         self._asked |= bool(found)
+        self._unsent += plain.placed
         if plain.most > stored.keys.shape[1] - 1:
             self._grow(plain.most)
             stored = self.stored
             assert stored is not None
-        if plain.placed:
-            pages = torch.tensor(plain.placed)
+        if self._unsent:
+            pages = torch.tensor(self._unsent)
             stored.places[pages.to(self.device)] = plain.places[pages].to(self.device)
+            self._unsent = []
         return found
 
     def plain_slot(self, page: int, offset: int) -> int:
@@ -192,6 +197,11 @@ class Memory:
             return (self.stored.keys.shape[1] - 1) * self.page_size + offset
         assert self.plain is not None
         return self.plain.slot(page, offset)
+
+    @property
+    def plain_bytes(self) -> int:
+        """Memory of plain pages beside stored ones."""
+        return 0 if self.stored is None else self.stored.keys.nbytes + self.stored.values.nbytes
 
     def is_broken(self) -> bool:
         """Whether a key or value, since this was asked last, was none that the storage can hold; waits for what stores them."""
@@ -214,7 +224,8 @@ class Memory:
         """More places of plain pages. What was captured over the old ones is captured anew."""
         old = self.stored
         assert old is not None
-        most, count = min(self.count, max(places, 2 * (old.keys.shape[1] - 1))), old.keys.shape[1] - 1
+        count = old.keys.shape[1] - 1
+        most = min(self.count, max(places, count + count // 4))
         sides = []
         for side in (old.keys, old.values):
             new = self._zeros(side.shape[0], most + 1)

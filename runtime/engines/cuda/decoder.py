@@ -18,9 +18,9 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
 from runtime.engines.cuda import stored_pages
-from runtime.engines.cuda.cache import CacheLayer, Memory, Rows
+from runtime.engines.cuda.cache import CacheLayer, Memory, Rows, StoredLayers
 from runtime.engines.cuda.ops import Ops
-from runtime.engines.cuda.stored_pages import MOST_SCORES
+from runtime.engines.cuda.stored_pages import masked_attention
 from runtime.engines.llama_structure import FeedForward, Program, RoutedExperts
 
 _log = logging.getLogger("compress.engine")
@@ -97,19 +97,12 @@ def chunk_attention(
             queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
         )
         return y[0].transpose(0, 1)
-    if grouped:  # with a mask, the fused kernels want as many heads on both sides
-        keys, values = (t.repeat_interleave(heads // k.shape[1], dim=1) for t in (keys, values))
-    out = []
-    step = max(1, MOST_SCORES // (ends - first))
     place = torch.arange(first, ends, device=q.device)[None]
-    for begin in range(0, tokens, step):
-        at = torch.arange(start + begin, start + min(tokens, begin + step), device=q.device)[:, None]
-        mask = place <= at
-        if window:
-            mask &= place > at - window
-        part = queries[:, :, begin : begin + step]
-        out.append(functional.scaled_dot_product_attention(part, keys, values, attn_mask=mask, scale=scale))
-    return torch.cat(out, dim=2)[0].transpose(0, 1)
+
+    def seen(at: torch.Tensor) -> torch.Tensor:
+        return (place <= at) & (place > at - window) if window else place <= at
+
+    return masked_attention(q, k[first:], v[first:], start, scale, seen)
 
 
 class ChunkAttention:
@@ -133,24 +126,33 @@ class ChunkAttention:
         self._starts, self._counts, self._slots, self._scale = list(starts), list(counts), slots, scale
         self._lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         self._pages = pages
+        self._plain: ChunkAttention | None = None  # of chunks that see plain pages only, in layers with stored ones
 
     def __call__(self, q: torch.Tensor, layer: CacheLayer, window: int) -> torch.Tensor:
         """`[rows, heads, head_dim]`."""
-        stored, slots = layer.stored, self._slots
+        stored = layer.stored
         if stored is not None:
-            if stored.begin_of_recent(max(self._lengths) - 1) > stored.first:
-                chunks = zip(q.split(self._counts), self._pages, self._starts, strict=True)
-                return torch.cat(
-                    [
-                        stored_pages.chunk_attention(rows, layer, pages, start, self._scale)
-                        for rows, pages, start in chunks
-                    ]
-                )
-            page = layer.keys.shape[1]  # all that is seen is plain
-            slots = stored.places[slots // page].long() * page + slots % page
-        k, v = (tensor.flatten(0, 1)[slots] for tensor in layer[:2])
+            return self._stored(q, layer, stored)
+        k, v = (tensor.flatten(0, 1)[self._slots] for tensor in layer[:2])
         at_once = q.device.type == "cuda" and is_exact(q.device, q.dtype, *q.shape[1:2], *k.shape[1:], window > 0)
         return self.together(q, k, v, window) if at_once else self.apart(q, k, v, window)
+
+    def _stored(self, q: torch.Tensor, layer: CacheLayer, stored: StoredLayers) -> torch.Tensor:
+        """Chunks that see plain pages only are computed as ever, whatever is beside them, the others one by one."""
+        parts = dict(enumerate(q.split(self._counts)))
+        plain = [i for i, length in enumerate(self._lengths) if stored.begin_of_recent(length - 1) == stored.first]
+        if plain:
+            if self._plain is None:
+                page = layer.keys.shape[1]
+                slots = torch.cat([self._slots.split(self._lengths)[i] for i in plain])
+                slots = stored.places[slots // page].long() * page + slots % page
+                starts, counts = ([each[i] for i in plain] for each in (self._starts, self._counts))
+                self._plain = ChunkAttention(starts, counts, slots, self._scale)
+            found = self._plain(torch.cat([parts[i] for i in plain]), CacheLayer(*layer[:2]), 0)
+            parts |= dict(zip(plain, found.split(self._plain._counts), strict=True))
+        for i in parts.keys() - set(plain):
+            parts[i] = stored_pages.chunk_attention(parts[i], layer, self._pages[i], self._starts[i], self._scale)
+        return torch.cat(list(parts.values()))
 
     @cached_property
     def _ends(self) -> torch.Tensor:

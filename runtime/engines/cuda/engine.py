@@ -27,7 +27,7 @@ from runtime.engines.cuda import ops
 from runtime.engines.cuda.cache import Memory, Pool, Rows
 from runtime.engines.cuda.decoder import ChunkAttention, Decoder
 from runtime.engines.cuda.steps import Capture, CudaGraphs, Steps
-from runtime.engines.cuda.storage import Storage, storage_of
+from runtime.engines.cuda.storage import MOST_ROWS, Storage, storage_of
 from runtime.engines.fused import FusedEngine
 from runtime.engines.llama_structure import Program, read_program
 from runtime.engines.plain_pages import PlainPages
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from runtime.system.ranks import Ranks
 
 PAGE = 64
-MOST_ROWS = 2048
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 UNLIMITED = 1 << 17  # positions, where a model names no limit
 _log = logging.getLogger("compress.engine")
@@ -110,10 +109,10 @@ class CudaEngine(FusedEngine):
             return storage
         self.policy, self.storage = policy, storage
         self.description += f", compressed cache ({policy.describe()})"
-        self.page_bytes = storage.page_bytes(self.parts, self.page_size)
-        plain = storage.plain_bytes(self.parts, self.page_size) / self.page_bytes
-        step = math.ceil(self.most_rows // self.page_size * plain)
-        self.overhead = Overhead(step, math.ceil(storage.recent_pages(self.page_size) * plain))
+        page, plain = (of(self.parts, self.page_size) for of in (storage.page_bytes, storage.plain_bytes))
+        self.page_bytes = page + page // 8  # with its share of `Storage.places`
+        self.overhead = Overhead(math.ceil(storage.least_places(self.page_size) * plain / self.page_bytes))
+        self.trim()  # memory of another storage
         return None
 
     def sharing(self, pool: Pool) -> PlainPages | None:
@@ -124,8 +123,9 @@ class CudaEngine(FusedEngine):
         return None if self.storage is None else self.storage.recent
 
     def usage(self, pool: Pool, touched: int) -> Usage:
-        plain = pool.memory.plain
-        return Usage(touched * self.page_bytes + (0 if plain is None else plain.bytes))
+        if self.storage is None:
+            return super().usage(pool, touched)
+        return Usage(touched * self.storage.page_bytes(self.parts, self.page_size) + pool.memory.plain_bytes)
 
     def new_pages(self, count: int, drafts: bool = False) -> Pool:
         """A pool; its memory is taken now, or is that of a pool that was thrown away, with its graphs."""
@@ -166,7 +166,7 @@ class CudaEngine(FusedEngine):
         return self._logits(input_ids, self.make_memory(-(-input_ids.shape[1] // self.page_size)))
 
     def step(self, pool: Pool | Memory, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """As `Engine.step`. Nothing waits for the device: the logits are on it."""
+        """As `Engine.step`. The logits are on the device, and nothing waits for it but a step that has stored pages (`_check`)."""
         return self.verify(pool, chunks)[0]
 
     def verify(
@@ -188,7 +188,7 @@ class CudaEngine(FusedEngine):
     def _run(self, memory: Memory, chunks: Sequence[Chunk], hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         if any(chunk.parents is not None for chunk in chunks):
             raise ValueError("this engine verifies chains, no trees")
-        room = self.storage.recent + 1 if self.storage is not None else MOST_ROWS
+        room = MOST_ROWS if memory.stored is None else memory.stored.recent + 1
 
         def is_read(chunk: Chunk) -> bool:
             """Whether a chunk is computed as a prompt is, not as rows of a decode step."""
@@ -252,7 +252,11 @@ class CudaEngine(FusedEngine):
         Returns:
             Those of them that the chunks `reading`, which are computed as prompts, write themselves: to be stored layer by layer.
         """
-        pages, page = memory.begin(list(chunks)), self.page_size
+        page = self.page_size
+        most, end = self._width * page, max((chunk.start + len(chunk.tokens) for chunk in chunks), default=0)
+        if end > most:
+            raise RequestError(f"position {end - 1} is past the {most} that the model was made for")
+        pages = memory.begin(list(chunks))
         written = {
             each
             for chunk in reading
@@ -277,9 +281,7 @@ class CudaEngine(FusedEngine):
         """As `read`: logits after the last `outputs` tokens of each chunk, and what the head reads of all. `late`: from `_begin`."""
         page, parts = self.page_size, self.parts
         starts, counts = [chunk.start for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
-        most, ends = self._width * page, [start + count for start, count in zip(starts, counts, strict=True)]
-        if max(ends) > most:
-            raise RequestError(f"position {max(ends) - 1} is past the {most} that the model was made for")
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
         # Where each sequence's tokens are in the cache, from its first one on.
         places = [
             [chunk.pages[at // page] * page + at % page for at in range(end)]
@@ -327,26 +329,41 @@ def _memory(pool: Pool | Memory) -> Memory:
 
 
 def take_over(engine: TorchEngine, policy: Policy | None = None) -> CudaEngine | None:
-    """The fused engine for this model, or None where it does not fit (the log says why)."""
-    if engine.device.type != "cuda":
-        return None
-    if gpu.capability(engine.device) < (8, 0):
-        _log.info("the fused GPU engine needs an NVIDIA GPU of compute capability 8.0 or later")
-        return None
-    computing = ops.choose(engine.device)
-    missing = None if computing is ops.TORCH else ops.missing_launch(engine.module, engine.device)
-    if missing is not None:
-        _log.info("triton is not installed, and no kernel of experts compiled ahead is right for %s", missing)
-        return None
-    # Without Triton every expert would compute every row.
-    program = read_program(engine.module, fuse=True, mixtures=computing is not ops.TORCH)
-    if isinstance(program, Program):
-        if program.mixtures:
-            torch.cuda.empty_cache()  # what experts were in is many small blocks, of no use to larger tensors
-        found = CudaEngine(engine, program, capture=CudaGraphs(engine.device), computing=computing)
-        reason = None if policy is None else found.hold(policy)
-        if reason is None:
-            return found
-        program = reason
-    _log.info("the fused GPU engine does not fit this model: %s", program)
+    """The fused engine for this model and its cache, or None where it does not fit; the log and the engine's `explain` say why."""
+    found = _take_over(engine, policy)
+    if isinstance(found, CudaEngine):
+        return found
+    _log.info("transformers computes this model, not the engine with CUDA graphs: %s", found)
+    engine.why_modules = f"not the engine with CUDA graphs: {found}"
     return None
+
+
+def _take_over(engine: TorchEngine, policy: Policy | None) -> CudaEngine | str:
+    """The engine, or the reason why it does not run the model."""
+    if engine.device.type != "cuda":
+        return "it runs on GPUs"
+    if gpu.capability(engine.device) < (8, 0):
+        return "it needs an NVIDIA GPU of compute capability 8.0 or later"
+    computing = ops.choose(engine.device)
+    # Without Triton every expert would compute every row.
+    mixtures = computing is not ops.TORCH
+    program = read_program(engine.module, mixtures=mixtures)  # nothing is joined before it is known to fit
+    if isinstance(program, str):
+        return program
+    storage = None if policy is None else storage_of(policy, program, PAGE)
+    if isinstance(storage, str):
+        return storage
+    if mixtures:
+        missing = ops.missing_launch(engine.module, engine.device)
+        if missing is not None:
+            return f"triton is not installed, and no kernel of experts compiled ahead is right for {missing}"
+        missing = None if storage is None else ops.missing_pages(program, storage, PAGE, engine.device)
+        if missing is not None:
+            return f"triton is not installed, and no kernel of stored pages compiled ahead is right for {missing}"
+    program = read_program(engine.module, fuse=True, mixtures=mixtures)
+    assert isinstance(program, Program), program
+    if program.mixtures:
+        torch.cuda.empty_cache()  # what experts were in is many small blocks, of no use to larger tensors
+    found = CudaEngine(engine, program, capture=CudaGraphs(engine.device), computing=computing)
+    reason = None if policy is None else found.hold(policy)
+    return found if reason is None else reason

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from runtime.engines.cuda import stored_pages
 from runtime.engines.cuda.cache import CacheLayer, Rows, StoredLayers
+from runtime.engines.cuda.storage import Storage
 from runtime.engines.llama_structure import Program, RoutedExperts, read_program
 from runtime.engines.program import expert_stacks
 from runtime.engines.program.mixtures import choose as choose_experts
@@ -254,5 +255,27 @@ def missing_launch(model: PreTrainedModel, device: torch.device) -> str | None:
             count, hidden = layer.router.shape
             for tokens in grouped.token_counts(count, layer.routing.chosen):
                 compute(torch.empty(tokens, hidden, dtype=program.dtype, device="meta"), layer)
+
+    return aot.missing(every_launch, device)
+
+
+def missing_pages(program: Program, storage: Storage, page: int, device: torch.device) -> str | None:
+    """Where there is no compiler, the first launch over stored pages that no kernel was compiled ahead for; None: all are there.
+
+    In torch every step would decode whole tables of pages, so they are asked for before an engine takes a model over.
+    """
+    from runtime.kernels.triton import aot, jit
+
+    if jit.INSTALLED:
+        return None
+    computing, meta = kernels(), torch.device("meta")
+    layers = StoredLayers.zeros(storage, 1, 2, 2, (page, program.kv_heads, program.head_dim), program.dtype, meta)
+    numbers, tables = (torch.empty(shape, dtype=torch.int32, device=meta) for shape in ((1,), (1, 16)))
+    q = torch.empty(1, program.heads, program.head_dim, dtype=program.dtype, device=meta)
+
+    def every_launch() -> None:
+        computing.store(layers, numbers)
+        held = CacheLayer(layers.keys[0], layers.values[0], layers)
+        computing.decode_attention(q, held, tables, numbers, program.scale, 0)
 
     return aot.missing(every_launch, device)

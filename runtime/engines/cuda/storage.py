@@ -1,4 +1,4 @@
-"""Cache policies inside the engine with CUDA graphs: what of a policy its pages can be, or the reason why transformers' modules run it."""
+"""Cache policies that pages of the engine with CUDA graphs can hold, and the reason why transformers' modules run the others."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from runtime.kv_cache.storage.plain import Plain
 if TYPE_CHECKING:
     from runtime.kv_cache.policy.policy import Policy
 
+MOST_ROWS = 2048
+"""Tokens of prompts that one step takes."""
 MOST_SIZE = 256
 """Channels of a head, at most."""
 
@@ -27,14 +29,12 @@ class Storage:
         keys, values: codecs of pages that are no longer recent.
         prefix: first tokens of a sequence that stay plain.
         recent: newest tokens that a query sees plain; a page is stored when all its tokens are older.
-        places: of plain pages that a new pool has; it takes more when they are needed.
     """
 
     keys: Codec
     values: Codec
     prefix: int
     recent: int
-    places: int = 64
 
     def __str__(self) -> str:
         return f"keys {self.keys.name}, values {self.values.name}"
@@ -54,6 +54,15 @@ class Storage:
     def plain_bytes(self, program: Program, page: int) -> int:
         """Of a plain page of the layers that are stored, together."""
         return len(self.layers(program)) * _plain_bytes(program, page)
+
+    def least_places(self, page: int) -> int:
+        """Of plain pages: those of a step, and of one sequence."""
+        return MOST_ROWS // page + self.recent_pages(page)
+
+    def places(self, program: Program, page: int, count: int) -> int:
+        """Of plain pages, that a pool of so many pages has from the start: an eighth of their memory. It takes more when it must."""
+        shared = count * self.page_bytes(program, page) // (8 * self.plain_bytes(program, page))
+        return min(count, max(self.least_places(page), shared))
 
     def page_bytes(self, program: Program, page: int) -> int:
         """Of a page of all layers together, without the plain ones of those that are stored."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -66,8 +68,7 @@ def chunk_attention(q: Tensor, layer: CacheLayer, pages: Tensor, start: int, sca
     """
     stored = layer.stored
     assert stored is not None
-    tokens, heads, _ = q.shape
-    page, end = layer.keys.shape[1], start + tokens
+    page, end = layer.keys.shape[1], start + len(q)
     first, begin, stop = stored.first, stored.begin_of_recent(start), stored.begin_of_recent(end - 1)
     # Pages that some query sees stored, then those that some query sees plain.
     plain = torch.cat([torch.arange(min(first, len(pages))), torch.arange(begin, len(pages))]).to(q.device)
@@ -80,15 +81,32 @@ def chunk_attention(q: Tensor, layer: CacheLayer, pages: Tensor, start: int, sca
     at = torch.cat([torch.arange(first, max(first, stop), device=q.device), plain]).repeat_interleave(page)
     place = at * page + torch.arange(page, device=q.device).repeat(len(at) // page)
     old = torch.arange(len(at), device=q.device) < max(0, stop - first) * page
-    queries, keys, values = (each.transpose(0, 1)[None] for each in (q, keys, values))
-    if heads != keys.shape[1]:  # with a mask, the fused kernels want as many heads on both sides
-        keys, values = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (keys, values))
-    values = values.masked_fill((place >= end)[None, None, :, None], 0.0)  # never written, and 0 * NaN is NaN
-    out, step = [], max(1, MOST_SCORES // len(at))
-    for each in range(0, tokens, step):
-        mine = torch.arange(start + each, start + min(tokens, each + step), device=q.device)[:, None]
+    # Never written, or by a sequence that is gone: what is masked is multiplied all the same, and 0 * NaN is NaN.
+    keys, values = (each.masked_fill((place >= end)[:, None, None], 0.0) for each in (keys, values))
+
+    def seen(mine: Tensor) -> Tensor:
         recent = stored.begin_of_recent(mine)
-        seen = (place <= mine) & torch.where(old, at < recent, (at < first) | (at >= recent))
-        part = queries[:, :, each : each + step]
-        out.append(functional.scaled_dot_product_attention(part, keys, values, attn_mask=seen, scale=scale))
+        return (place <= mine) & torch.where(old, at < recent, (at < first) | (at >= recent))
+
+    return masked_attention(q, keys, values, start, scale, seen)
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, seen: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Attention of one chunk, `[tokens, heads, head_dim]`, some queries at a time.
+
+    Args:
+        q: `[tokens, heads, head_dim]`, at positions start ...
+        k, v: `[n, kv_heads, head_dim]`.
+        seen: of positions of queries `[m, 1]`, which keys each sees, bool `[m, n]`.
+    """
+    queries, keys, values = (each.transpose(0, 1)[None] for each in (q, k, v))
+    if queries.shape[1] != keys.shape[1]:  # with a mask, the fused kernels want as many heads on both sides
+        keys, values = (each.repeat_interleave(queries.shape[1] // each.shape[1], dim=1) for each in (keys, values))
+    out, step = [], max(1, MOST_SCORES // keys.shape[2])
+    for first in range(0, len(q), step):
+        part = queries[:, :, first : first + step]
+        at = torch.arange(start + first, start + first + part.shape[2], device=q.device)[:, None]
+        out.append(functional.scaled_dot_product_attention(part, keys, values, attn_mask=seen(at), scale=scale))
     return torch.cat(out, dim=2)[0].transpose(0, 1)

@@ -109,7 +109,7 @@ def test_stale_pages_do_no_harm(truth: Truth) -> None:
     """A page that held something else before, even NaN, is only seen as far as it was written."""
     which = engine(build("Mistral, window"))
     pool = which.new_pages(3)
-    for tensor in [*pool.memory.keys, *pool.memory.values]:
+    for tensor in pool.memory.tensors:
         tensor.fill_(float("nan"))
     ids = tokens(21)
     for place, logits in feed(which, pool, ids, [2, 0], [18, 19, 20]):

@@ -59,9 +59,9 @@ def test_padding_touches_no_page_of_anybody() -> None:
     pool = which.new_pages(6)
     which.step(pool, [Chunk([row + 1], 0, [row]) for row in range(4)])  # all four rows have had real pages
     memory = pool.memory
-    before = [tensor.clone() for tensor in [*memory.keys, *memory.values]]
+    before = [tensor.clone() for tensor in memory.tensors]
     which.step(pool, [Chunk([9], 1, [2]), Chunk([8], 1, [0])])
-    for old, new in zip(before, [*memory.keys, *memory.values], strict=True):
+    for old, new in zip(before, memory.tensors, strict=True):
         changed = {tuple(at) for at in (old != new).flatten(2).any(-1).nonzero().tolist()}
         assert changed - {(memory.scratch, 0)} == {(2, 1), (0, 1)}
     assert memory.scratch == 6

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,18 +19,22 @@ from runtime.api.model import Model
 from runtime.checkpoint.artifact import Artifact
 from runtime.engines.base import Chunk
 from runtime.engines.blueprint import Blueprint
-from runtime.engines.cuda import CudaEngine, ops
-from runtime.engines.cuda.storage import storage_of, why_modules_store
+from runtime.engines.choose import why_modules
+from runtime.engines.cuda import CudaEngine, ops, take_over
+from runtime.engines.cuda import engine as engine_module
+from runtime.engines.cuda.decoder import ChunkAttention
+from runtime.engines.cuda.storage import Storage, storage_of, why_modules_store
 from runtime.engines.llama_structure import Program, read_program
 from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import RequestError
+from runtime.kernels.triton import gpu
 from runtime.kv_cache.policy.policy import Policy
 from runtime.kv_cache.storage.plan import StoragePlan
 
 PAGE = 64
 POLICIES: dict[str, dict[str, Any]] = {
     "int4": {"keys": "int4", "values": "int4", "recent": 64},
-    "int8, nothing recent": {"keys": "int8", "values": "int8", "recent": 0},
+    "nothing recent": {"keys": "int4", "values": "int8", "recent": 0},
     "int2 values": {"keys": "plain", "values": "int2", "recent": 70},
     "fp8, first page plain": {"keys": "fp8", "values": "fp8", "recent": 64, "prefix": 64},
     "values in groups": {"keys": "int4", "values": {"codec": "int4", "group": 16}, "recent": 10, "prefix": 64},
@@ -62,12 +68,12 @@ def test_logits_are_those_of_modules_with_the_policy(name: str, monkeypatch: pyt
         expected.append(modules.forward(torch.tensor([[token]]), cache, None, None)[0, -1])
     wanted = torch.stack(expected)
     found = which.read(which.new_pages(6), [Chunk(ids, 0, range(6))], every=True)
-    assert float((found - wanted).norm() / wanted.norm()) < 5e-3
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-2
     best = wanted.max(-1).values - wanted.gather(-1, found.argmax(-1, keepdim=True))[:, 0]
     assert float((best > 1e-3 * wanted.abs().max()).float().mean()) < 0.02
     plain = engine(model_of("grouped", head_dim=32, max_position_embeddings=1024), page_size=PAGE)
     other = plain.read(plain.new_pages(6), [Chunk(ids, 0, range(6))], every=True)
-    assert float((found - other).norm() / wanted.norm()) > 1e-3, "nothing was stored"
+    assert float((found - other).norm() / wanted.norm()) > 2e-2, "nothing was stored"
     assert torch.equal(which.logits(torch.tensor([ids])), plain.logits(torch.tensor([ids]))), "which no cache is for"
 
 
@@ -99,23 +105,29 @@ def test_memory_is_that_of_few_bits_and_what_is_recent() -> None:
     assert memory.stored is not None
     assert memory.plain.most <= 4
     full = 3 * 2 * 2 * 32 * PAGE * 4  # layers, heads, a key and a value in float32
-    assert which.page_bytes < 0.25 * full
-    assert which.usage(pool, 8).bytes == 8 * which.page_bytes + memory.plain.most_needed * full
-    held_bytes = sum(tensor[:, :8].nbytes for tensor in memory.stored.pools.values())
-    assert held_bytes == 8 * which.page_bytes
-    assert memory.stored.keys[:, :8].nbytes * 2 == 8 * full, "so many places are there from the start"
+    stored = sum(tensor[:, :8].nbytes for tensor in memory.stored.pools.values())
+    assert stored < 0.25 * 8 * full
+    assert which.page_bytes == int(stored / 8 * 9 / 8), "a page and its share of plain ones"
+    taken = sum(tensor.nbytes for tensor in memory.tensors)
+    assert which.usage(pool, 8).bytes == stored + taken, "all places are taken, whether needed or not"
+    assert taken == 9 * full, "8 at most, and scratch"
+    large = which.new_pages(400).memory
+    assert large.stored is not None
+    assert large.stored.keys.shape[1] - 1 == 32 + 3, "of a step and a sequence"
+    larger = which.new_pages(4000).memory
+    assert larger.stored is not None
+    assert larger.plain_bytes - full <= 4000 * (which.page_bytes - stored // 8) < larger.plain_bytes, (
+        "an eighth of the pages"
+    )
 
 
 def test_a_prompt_that_needs_more_places_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what the pages before hold, and with graphs over the new memory."""
-    from runtime.engines.cuda.storage import Storage
-
     ids, more, fake = text(200), text(700, 2), Fake()
     which = held(POLICIES["int4"], capture=fake, buckets=(1,))
     whole = which.read(which.new_pages(4), [Chunk(ids, 0, range(4))], every=True)
-    assert which.storage is not None
-    which.storage = Storage(which.storage.keys, which.storage.values, 0, 64, places=3)
     which.trim()
+    monkeypatch.setattr(Storage, "places", lambda *_: 3)
     pool = which.new_pages(20)
     near(which.read(pool, [Chunk(ids[:150], 0, range(4))], every=True), whole[:150])
     near(which.step(pool, [Chunk(ids[150:151], 150, range(4))]), whole[150:151])
@@ -127,7 +139,7 @@ def test_a_prompt_that_needs_more_places_gets_them(monkeypatch: pytest.MonkeyPat
         near(which.step(pool, [Chunk([ids[at]], at, range(4))]), whole[at : at + 1])
 
 
-@pytest.mark.parametrize("name", ["int4", "int8, nothing recent"])
+@pytest.mark.parametrize("name", ["int4", "nothing recent"])
 def test_drafts_that_are_taken_back_leave_nothing(name: str) -> None:
     which, ids = held(POLICIES[name]), text(300)
     whole = which.read(which.new_pages(6), [Chunk(ids, 0, range(6))], every=True)
@@ -191,7 +203,109 @@ def test_what_is_not_finite_is_refused_in_a_sentence(capture: Any) -> None:
     with pytest.raises(RequestError, match=r"keys int4, values int4\): a key or value is not finite"):  # noqa: PT012
         for at in range(61, 140):
             which.step(pool, [Chunk([1], at, range(4))])
-    assert which.step(which.new_pages(4), [Chunk(text(200), 0, range(4))]).isfinite().all()
+    for _ in range(2):  # what is left of it, behind the end of the next, is nobody's
+        del pool
+        pool = which.new_pages(4)
+        assert which.step(pool, [Chunk(text(150), 0, range(4))]).isfinite().all()
+        with torch.no_grad():
+            for tensor in pool.memory.tensors:
+                tensor.fill_(float("nan"))
+
+
+def test_a_step_that_fails_leaves_nothing_to_the_next_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    which, ids = held(POLICIES["int4"], capture=Fake()), text(200)
+    whole = which.read(which.new_pages(4), [Chunk(ids, 0, range(4))], every=True)
+    pool = which.new_pages(4)
+    with pytest.raises(RequestError, match="position 1024 is past the 1024"):
+        which.read(pool, [Chunk(ids, 825, range(17))])
+    assert pool.memory.plain is not None
+    assert not pool.memory.plain.most, "refused before anything was done"
+    assert pool.memory.stored is not None
+    monkeypatch.setattr(which.decoder, "embed", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        which.read(pool, [Chunk(ids[:190], 0, range(4))])
+    monkeypatch.undo()
+    pool.memory.stored.broken.fill_(1)  # as if what it stored had been wrong
+    del pool
+    pool = which.new_pages(4)
+    near(which.read(pool, [Chunk(ids[:190], 0, range(4))], every=True), whole[:190])
+    near(which.step(pool, [Chunk(ids[190:191], 190, range(4))]), whole[190:191])
+
+
+def test_rows_beyond_a_bucket_and_drafts_beside_a_prompt() -> None:
+    """Five sequences in steps of two, one of them with a draft, beside a prompt that stores pages of its own."""
+    which, ids = held(POLICIES["int4"], capture=Fake(), buckets=(2,)), text(330)
+    whole = which.read(which.new_pages(6), [Chunk(ids, 0, range(6))], every=True)
+    pool = which.new_pages(36)
+    tables = [range(6 * i, 6 * i + 6) for i in range(6)]
+    starts = [63, 130, 191, 192, 260]
+    which.read(pool, [Chunk(ids[:start], 0, table) for start, table in zip(starts, tables, strict=False)])
+    for step in range(3):
+        counts = [1, 1, 3, 1, 1]
+        chunks = [
+            Chunk(ids[start : start + count], start, table, outputs=count)
+            for start, count, table in zip(starts, counts, tables, strict=False)
+        ]
+        prompt = Chunk(ids[110 * step : 110 * step + 110], 110 * step, tables[5])
+        found, _ = which.verify(pool, [chunks[0], prompt, *chunks[1:]])
+        rows = [start + at for start, count in zip(starts, counts, strict=True) for at in range(count)]
+        near(found, whole[[rows[0], 110 * step + 109, *rows[1:]]])
+        starts = [start + count for start, count in zip(starts, counts, strict=True)]
+
+
+def test_a_short_prompt_is_computed_as_alone_beside_a_long_one() -> None:
+    """The attention of one that sees plain pages only, bit for bit."""
+    which = held(POLICIES["int4"])
+    memory, sizes = which.new_pages(8).memory, (8, 32)
+    layer = memory.layers[0]
+    assert layer.stored is not None
+    for side in layer[:2]:
+        side.normal_(generator=torch.Generator().manual_seed(0))
+    layer.stored.places[:8] = torch.randperm(8).int()
+    q = torch.randn(300, *sizes, generator=torch.Generator().manual_seed(1))
+    short, long = torch.tensor([7]), torch.tensor([0, 1, 2, 3, 4])
+
+    def attend(pages: list[torch.Tensor], counts: list[int]) -> torch.Tensor:
+        slots = [
+            page[torch.arange(n) // PAGE] * PAGE + torch.arange(n) % PAGE for page, n in zip(pages, counts, strict=True)
+        ]
+        attention = ChunkAttention([0] * len(counts), counts, torch.cat(slots), 0.2, pages)
+        return attention(torch.cat([q[:n] for n in counts]), layer, 0)
+
+    alone, beside = attend([short], [40]), attend([long, short], [260, 40])
+    assert torch.equal(alone, beside[260:])
+    assert not torch.equal(beside[:40], alone)
+
+
+def test_the_reason_why_modules_compute_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is joined; and a policy that pages hold goes along with the model."""
+    model = model_of("grouped", head_dim=32, max_position_embeddings=1024)
+    torch_engine = TorchEngine(model, torch.device("cpu"))
+    monkeypatch.setattr(torch_engine, "device", torch.device("cuda"))
+    monkeypatch.setattr(gpu, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(ops, "choose", lambda _: ops.TORCH)
+    before = [id(parameter) for parameter in model.parameters()]
+    assert take_over(torch_engine, Policy.parse({"keys": "bitmap", "values": "int4"})) is None
+    assert [id(parameter) for parameter in model.parameters()] == before
+    wanted = "transformers' modules, not the engine with CUDA graphs: the cache's policy says to store keys as bitmap"
+    assert torch_engine.explain()["model"] == wanted
+    monkeypatch.setattr(engine_module, "CudaGraphs", lambda _: Fake())
+    monkeypatch.setattr(CudaEngine, "__init__", functools.partialmethod(_on_cpu, CudaEngine.__init__))
+    found = take_over(torch_engine, Policy.parse(POLICIES["int4"]))
+    assert found is not None
+    assert "keys int4, values int4" in found.explain()["kv_cache.0"]
+    blueprint: Any = SimpleNamespace(
+        kind="decoder", device=torch.device("cuda"), adapter=None, compressed=True, kernels="auto"
+    )
+    assert why_modules(blueprint, Policy.parse(POLICIES["int4"])) is None
+    assert "holds no cache whose policy says to store keys as bitmap" in (
+        why_modules(blueprint, Policy.parse({"keys": "bitmap"})) or ""
+    )
+
+
+def _on_cpu(self: CudaEngine, original: Any, torch_engine: Any, *arguments: Any, **options: Any) -> None:
+    torch_engine.device = torch.device("cpu")
+    original(self, torch_engine, *arguments, **options)
 
 
 @pytest.mark.parametrize(
@@ -234,11 +348,11 @@ def test_requests_are_decoded_together_as_alone(recent: int, tiny_artifact: Path
     torch_engine = blueprint.build()
     program = read_program(torch_engine.module, fuse=True)
     assert isinstance(program, Program)
-    which = CudaEngine(torch_engine, program, page_size=32, capture=Fake(), buckets=(8,))
+    which = CudaEngine(torch_engine, program, page_size=32, buckets=(8,))
     assert which.hold(Policy.parse({"keys": "int8", "values": "int8", "recent": recent})) is None
     model = Model(which, None, Artifact(tiny_artifact), frozenset())
     common = [token % 250 for token in text(70)]
-    prompts = [[*common, token] for token in range(3)] + [common[:length] for length in (5, 31, 32, 33, 65)]
+    prompts = [[*common, token] for token in range(3)] + [common[:length] for length in (31, 32, 65)]
     options: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
     alone = [model.generate([prompt], **options)[0] for prompt in prompts]
     together = model.generate(prompts, **options)

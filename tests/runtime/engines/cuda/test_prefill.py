@@ -32,7 +32,7 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
 @pytest.mark.parametrize("most", [1 << 25, 64])
 def test_a_piece(start: int, window: int, heads: tuple[int, int], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.engines.cuda.decoder.MOST_SCORES", most)
+    monkeypatch.setattr("runtime.engines.cuda.stored_pages.MOST_SCORES", most)
     torch.manual_seed(0)
     q, (k, v) = torch.randn(10, heads[0], 8), torch.randn(2, start + 10, heads[1], 8)
     found = chunk_attention(q, k, v, start, 0.3, window)

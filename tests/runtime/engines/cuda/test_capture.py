@@ -18,6 +18,7 @@ from runtime.engines.base import Chunk
 from runtime.engines.cuda import ops
 from runtime.engines.cuda.engine import CudaEngine
 from runtime.formats.float8_block import Float8Block
+from runtime.formats.presets import preset
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels.base import Layer
@@ -211,6 +212,7 @@ LAYERS = {
     ),
     "RoundedTriton, float8": (Scheme(INT4, ActivationScheme(8, "float")), "pack-quantized"),
     "Float8BlockTriton": (Scheme(Float8Block(), ActivationScheme(8, "float")), "float-quantized"),
+    "BlockFloatTriton": (preset("NVFP4A16"), "nvfp4-pack-quantized"),
     "W8A8Triton, float8": (Scheme(FLOAT8, ActivationScheme(8, "float")), "float-quantized"),
 }
 

@@ -14,7 +14,8 @@ if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
 KERNELS = [
     "w4a16 1", "w4a16 16", "w4a16 512", "w4a16 dequantize", "w8a8 int8 512", "w8a8 float8 512", "quantize int8", "2:4 w4 1",
     "w4 rounded 1", "w4 rounded 512", "w4 rounded, groups 16", "w4 rounded, groups 4096", "quantize groups", "w4 float8 16",
-    "w4 float8 512", "float8 blocks 16", "float8 blocks 512",
+    "w4 float8 512", "float8 blocks 16", "float8 blocks 512", "mxfp4 1", "mxfp4 16", "mxfp4 512", "nvfp4 1", "nvfp4 16", "nvfp4 512",
+    "nvfp4 dequantize", "mxfp8 1", "mxfp8 16", "mxfp8 512",
     "2:4 w4 dequantize", "rms_norm", "swiglu", "experts w4 1", "experts w4 16", "experts w4 2048", "experts bf16 512",
     "experts bf16 2048", "experts fp32",
 ]  # fmt: skip
@@ -57,7 +58,8 @@ def narrow(columns, sparse):
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
-    ("name", "loads"), [("w4a16 1", 4), ("2:4 w4 1", 6), ("odd", 4), ("ragged", 4), ("2:4 odd", 6), ("2:4 ragged", 6)]
+    ("name", "loads"),
+    [("w4a16 1", 4), ("nvfp4 1", 4), ("2:4 w4 1", 6), ("odd", 4), ("ragged", 4), ("2:4 odd", 6), ("2:4 ragged", 6)],
 )
 def test_matvec_reads_sixteen_bytes_a_thread_without_barriers(name, loads, capability, tmp_path, monkeypatch):
     """What its speed rests on: wide loads of the weight, and nothing in the loop that threads wait for each other in."""

@@ -43,7 +43,18 @@ def build(launch: Launch, capability: int) -> Any:
 
 def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
     """{name: (call with meta tensors, least compute capability)}: every kernel at its default for shapes of an 8B Llama."""
-    from runtime.kernels.triton import float8_block, fused, layout, linear, many_rows, rounded, sparse24_w4, w8a8
+    from runtime.formats.presets import preset
+    from runtime.kernels.triton import (
+        block_float,
+        float8_block,
+        fused,
+        layout,
+        linear,
+        many_rows,
+        rounded,
+        sparse24_w4,
+        w8a8,
+    )
 
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -95,6 +106,9 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         for rows in (1, 2, 16, 64, 512):
             calls[f"{kind} {rows}"] = (partial(linear.multiply, meta(rows, k), blocks(kind)), 80)
         calls[f"{kind} dequantize"] = (partial(many_rows.dequantize, blocks(kind), torch.bfloat16), 80)
+    for name in ("NVFP4", "MXFP4", "MXFP8"):
+        scheme, common = preset(name).activations, meta(1, dtype=torch.float32) if name == "NVFP4" else None
+        calls[f"round {name}"] = (partial(block_float.round_inputs, meta(16, k), scheme, common), 80)
     for kind, dtype, least in (("int8", torch.int8, 80), ("float8", w8a8.FLOAT8, 89)):
         calls[f"quantize {kind}"] = (partial(w8a8.quantize, meta(16, k), dtype == w8a8.FLOAT8), least)
         for rows in (16, 512, 4096):

@@ -113,6 +113,22 @@ def block_float_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case
     for kind in ("mxfp4", "nvfp4", "mxfp8"):
         if k and n * k <= 1 << 25:
             yield from weight_only_cases(block_weight(n, k, kind, device), f"{n}x{k} {kind}", small)
+    if k:
+        for name in ("MXFP4", "NVFP4", "MXFP8"):
+            yield round_case(name, 3 if small else 300, k, device)
+
+
+def round_case(name: str, rows: int, k: int, device: str) -> Case:
+    """Inputs rounded to block floats, bit for bit as torch rounds them."""
+    from runtime.formats.presets import preset
+    from runtime.kernels.activations import fake_quantize
+    from runtime.kernels.triton.block_float import round_inputs
+
+    scheme, x = preset(name).activations, torch.randn(rows, k, device=device).bfloat16()
+    assert scheme is not None
+    common = torch.tensor([900.0], device=device) if name == "NVFP4" else None
+    expected = fake_quantize(x, scheme, {} if common is None else {"input_global_scale": common})
+    return Case(f"round inputs, {rows}x{k} {name}", partial(round_inputs, x, scheme, common), expected.double(), 0.0)
 
 
 def weight_only_cases(w: Any, label: str, small: bool) -> Iterator[Case]:

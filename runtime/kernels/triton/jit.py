@@ -35,9 +35,9 @@ INSTALLED = triton is not None
 #: Files whose kernels an export compiles ahead: those of weights and of the fused engine. Those of compressed caches
 #: (`runtime/kv_cache/kernels`) are not among them: what they are compiled for follows from how the cache fills.
 MODULES = (
-    "runtime.kernels.triton.codes", "runtime.kernels.triton.experts", "runtime.kernels.triton.few_rows",
-    "runtime.kernels.triton.float8_block", "runtime.kernels.triton.fused", "runtime.kernels.triton.many_rows",
-    "runtime.kernels.triton.matvec", "runtime.kernels.triton.rounded", "runtime.kernels.triton.routing",
+    "runtime.kernels.triton.block_float", "runtime.kernels.triton.codes", "runtime.kernels.triton.experts",
+    "runtime.kernels.triton.few_rows", "runtime.kernels.triton.float8_block", "runtime.kernels.triton.fused",
+    "runtime.kernels.triton.many_rows", "runtime.kernels.triton.matvec", "runtime.kernels.triton.rounded", "runtime.kernels.triton.routing",
     "runtime.kernels.triton.sparse24_w4", "runtime.kernels.triton.w8a8", "runtime.engines.cuda.paged_attention",
     "runtime.engines.cuda.rotary_store",
 )  # fmt: skip

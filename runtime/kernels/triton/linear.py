@@ -135,7 +135,7 @@ class W8A16Triton(WeightOnlyTriton):
 
 class BlockFloatTriton(TritonKernel):
     """Block floats in `layout.Weight`: `words`, `scale` `[groups, out]` (uint8, or int8, the bits of e4m3) and, where stored,
-    `global_scale`.
+    `global_scale`. Inputs as they are, or rounded to block floats, as the reference rounds them: its values are multiplied.
     """
 
     name = "block-float-triton"
@@ -144,7 +144,13 @@ class BlockFloatTriton(TritonKernel):
     def why_not_scheme(self, layer: Layer) -> str | None:
         if not isinstance(layer.entry.scheme.weights, BlockFloat):
             return "it computes block floats"
-        return layer.why_not_as_given()
+        activations = layer.entry.scheme.activations
+        if activations is None:
+            return None
+        size = activations.group_size
+        if activations.scales is None or size is None or size & (size - 1):
+            return "it computes with unquantized activations, or floats in groups of a power of two with scales of e8m0 or e4m3"
+        return None
 
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
         scale, bits = tensors["weight_scale"], layer.grid.bits
@@ -154,9 +160,10 @@ class BlockFloatTriton(TritonKernel):
         else:
             signed = (tensors["weight"].view(torch.uint8) ^ 128).view(torch.int8)
         held = scale.view(torch.int8) if scale.dtype == FLOAT8 else scale
-        out = {"words": layout.pack(signed, bits), "scale": held.t().contiguous()}
-        common = tensors.get("weight_global_scale")
-        return out if common is None else out | {"global_scale": common}
+        also = {
+            name.removeprefix("weight_"): tensor for name, tensor in tensors.items() if name.endswith("_global_scale")
+        }
+        return also | {"words": layout.pack(signed, bits), "scale": held.t().contiguous()}
 
     def blank(self, layer: Layer, scale: torch.dtype | None = None) -> Tensors:
         return self.prepare(_stored(layer, scale), layer)
@@ -182,6 +189,11 @@ class BlockFloatTriton(TritonKernel):
         )  # fmt: skip
 
     def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        from runtime.kernels.triton import block_float
+
+        activations = layer.entry.scheme.activations
+        if activations is not None:
+            x = block_float.round_inputs(x, activations, tensors.get("input_global_scale"))
         return multiply(x, self.weight(tensors, layer), bias)
 
     def path(self, rows: int) -> str:

@@ -213,6 +213,7 @@ LAYERS = {
     "RoundedTriton, float8": (Scheme(INT4, ActivationScheme(8, "float")), "pack-quantized"),
     "Float8BlockTriton": (Scheme(Float8Block(), ActivationScheme(8, "float")), "float-quantized"),
     "BlockFloatTriton": (preset("NVFP4A16"), "nvfp4-pack-quantized"),
+    "BlockFloatTriton, rounded": (preset("NVFP4"), "nvfp4-pack-quantized"),
     "W8A8Triton, float8": (Scheme(FLOAT8, ActivationScheme(8, "float")), "float-quantized"),
 }
 
@@ -224,7 +225,9 @@ def test_every_kernel_of_weights_can_be_captured(name: str, monkeypatch: pytest.
 
     scheme, storage = LAYERS[name]
     tensors = formats.get(storage).pack(random_weight(scheme, (64, 192)))
-    if scheme.activations is not None and not scheme.activations.dynamic:
+    if scheme.activations is not None and scheme.activations.dynamic == "local":
+        tensors |= {"input_global_scale": torch.ones(1)}
+    elif scheme.activations is not None and not scheme.activations.dynamic:
         tensors |= {"input_scale": torch.ones(1).bfloat16(), "input_zero_point": torch.ones(1, dtype=torch.int8)}
     layer = Layer(ModuleEntry(scheme, storage, None), (64, 192), torch.bfloat16, torch.device("cpu"))
     kernel = getattr(linear, name.partition(",")[0])("cpu")

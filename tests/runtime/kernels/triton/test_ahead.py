@@ -311,6 +311,7 @@ SCHEMES: list[tuple[TritonKernel, Scheme, str]] = [
         "float-quantized",
     ),
     (BlockFloatTriton("cpu"), preset("NVFP4A16"), "nvfp4-pack-quantized"),
+    (BlockFloatTriton("cpu"), preset("NVFP4"), "nvfp4-pack-quantized"),
     (BlockFloatTriton("cpu"), preset("MXFP8A16"), "mxfp8-quantized"),
 ]
 
@@ -321,7 +322,9 @@ def test_tensors_on_meta_are_like_those_that_prepare_makes(kernel: TritonKernel,
 
     shape = (38, 192)
     tensors = formats.get(storage).pack(random_weight(scheme, shape))
-    if scheme.activations is not None and not scheme.activations.dynamic:
+    if scheme.activations is not None and scheme.activations.dynamic == "local":
+        tensors |= {"input_global_scale": torch.ones(1)}
+    elif scheme.activations is not None and not scheme.activations.dynamic:
         tensors |= {"input_scale": torch.ones(1).bfloat16(), "input_zero_point": torch.ones(1, dtype=torch.int8)}
     layer = Layer(ModuleEntry(scheme, storage, None), shape, torch.bfloat16, CPU)
     made, blank = kernel.prepare(tensors, layer), kernel.blank(layer)

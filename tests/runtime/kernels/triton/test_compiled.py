@@ -15,7 +15,7 @@ KERNELS = [
     "w4a16 1", "w4a16 16", "w4a16 512", "w4a16 dequantize", "w8a8 int8 512", "w8a8 float8 512", "quantize int8", "2:4 w4 1",
     "w4 rounded 1", "w4 rounded 512", "w4 rounded, groups 16", "w4 rounded, groups 4096", "quantize groups", "w4 float8 16",
     "w4 float8 512", "float8 blocks 16", "float8 blocks 512", "mxfp4 1", "mxfp4 16", "mxfp4 512", "nvfp4 1", "nvfp4 16", "nvfp4 512",
-    "nvfp4 dequantize", "mxfp8 1", "mxfp8 16", "mxfp8 512",
+    "nvfp4 dequantize", "mxfp8 1", "mxfp8 16", "mxfp8 512", "round NVFP4", "round MXFP4", "round MXFP8",
     "2:4 w4 dequantize", "rms_norm", "swiglu", "experts w4 1", "experts w4 16", "experts w4 2048", "experts bf16 512",
     "experts bf16 2048", "experts fp32",
 ]  # fmt: skip

@@ -35,7 +35,9 @@ def check(kernel, scheme, shape, storage, dtype=torch.bfloat16, seed=0, rows=(0,
     weight = random_weight(scheme, shape, dtype, seed)
     stored = formats.get(storage)
     tensors = stored.pack(weight)
-    if scheme.activations is not None and not scheme.activations.dynamic:
+    if scheme.activations is not None and scheme.activations.dynamic == "local":
+        tensors["input_global_scale"] = torch.tensor([900.0])
+    elif scheme.activations is not None and not scheme.activations.dynamic:
         tensors["input_scale"] = torch.tensor([0.03], dtype=dtype)
         if not scheme.activations.symmetric:
             tensors["input_zero_point"] = torch.tensor([5], dtype=torch.int8)
@@ -97,10 +99,25 @@ BLOCK_FLOATS = {"NVFP4": "nvfp4-pack-quantized", "MXFP4": "mxfp4-pack-quantized"
 
 @pytest.mark.parametrize("name", BLOCK_FLOATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_block_floats(name, dtype):
-    scheme, kernel = preset(f"{name}A16"), BlockFloatTriton("cpu")
+@pytest.mark.parametrize("inputs", ["A16", ""], ids=["as given", "rounded"])
+def test_block_floats(name, dtype, inputs):
     for seed, shape in enumerate(((7, 192), (70, 160), (1, 32))):
-        check(kernel, scheme, shape, BLOCK_FLOATS[name], dtype, seed, (0, 1, 2, 5, 70))
+        scheme = preset(f"{name}{inputs}")
+        check(BlockFloatTriton("cpu"), scheme, shape, BLOCK_FLOATS[name], dtype, seed, (0, 1, 2, 5, 70))
+
+
+@pytest.mark.parametrize("name", BLOCK_FLOATS)
+def test_a_token_with_a_nan_spoils_only_itself(name):
+    scheme, dtype, kernel, shape = preset(name), torch.bfloat16, BlockFloatTriton("cpu"), (7, 64)
+    tensors = formats.get(BLOCK_FLOATS[name]).pack(random_weight(scheme, shape, dtype, 0))
+    layer = _layer(scheme, BLOCK_FLOATS[name], shape, dtype)
+    prepared = {"input_global_scale": torch.tensor([900.0])} | kernel.prepare(tensors, layer)
+    x = torch.randn(5, 64).to(dtype)
+    expected = kernel.run(x, prepared, layer, None)
+    x[1, 5] = float("nan")
+    y = kernel.run(x, prepared, layer, None)
+    assert bool(y[1].isnan().all())
+    assert torch.equal(y[[0, 2, 3, 4]], expected[[0, 2, 3, 4]])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -225,7 +242,10 @@ def test_why_not():
     assert "5 to 8 bits" in reason(W8A16Triton(), int4)
     assert "integer activations" in reason(W8A8Triton(), int4)
     assert "block floats" in reason(BlockFloatTriton(), int4)
-    assert "unquantized" in reason(BlockFloatTriton(), Scheme(BlockFloat(4), ActivationScheme()))
+    for given in (ActivationScheme(), ActivationScheme(8, "float", strategy="group", group_size=32)):
+        assert "scales of e8m0 or e4m3" in reason(BlockFloatTriton(), Scheme(BlockFloat(4), given))
+    odd = ActivationScheme(4, "float", True, "local", "tensor_group", 48, "e4m3")
+    assert "a power of two" in reason(BlockFloatTriton(), Scheme(BlockFloat(4), odd))
     blocks = Float8Block()
     assert "blocks of 128 columns" in reason(Float8BlockTriton(), int4)
     assert "blocks of 128 columns" in reason(

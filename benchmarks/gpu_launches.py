@@ -75,6 +75,11 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         scale, common = meta(k // group, n, dtype=torch.int8 if nv else torch.uint8), meta(1, dtype=torch.float32)
         return layout.Weight(words, scale, None, (n, k), group, field, floats=True, common=common if nv else None)
 
+    def scaled_call(name: str, rows: int) -> torch.Tensor:
+        scheme, common = preset(name).activations, meta(1, dtype=torch.float32) if name == "NVFP4" else None
+        codes, scale = block_float.quantize(meta(rows, k), scheme, common)
+        return block_float.product(codes, scale, common, blocks(name.lower()), torch.bfloat16)
+
     def w8a8_call(rows: int, dtype: torch.dtype) -> torch.Tensor:
         codes, scale = meta(rows, k, dtype=dtype), meta(rows, dtype=torch.float32)
         return w8a8.product(codes, scale, meta(n, k, dtype=dtype), meta(n), torch.bfloat16)
@@ -109,6 +114,9 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
     for name in ("NVFP4", "MXFP4", "MXFP8"):
         scheme, common = preset(name).activations, meta(1, dtype=torch.float32) if name == "NVFP4" else None
         calls[f"round {name}"] = (partial(block_float.round_inputs, meta(16, k), scheme, common), 80)
+        calls[f"quantize {name}"] = (partial(block_float.quantize, meta(16, k), scheme, common), 80)
+        for rows in (65, 512, 4096):
+            calls[f"{name} {rows}"] = (partial(scaled_call, name, rows), 100)
     for kind, dtype, least in (("int8", torch.int8, 80), ("float8", w8a8.FLOAT8, 89)):
         calls[f"quantize {kind}"] = (partial(w8a8.quantize, meta(16, k), dtype == w8a8.FLOAT8), least)
         for rows in (16, 512, 4096):

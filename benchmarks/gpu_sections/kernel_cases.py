@@ -116,6 +116,29 @@ def block_float_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case
     if k:
         for name in ("MXFP4", "NVFP4", "MXFP8"):
             yield round_case(name, 3 if small else 300, k, device)
+            if device == "cpu" or torch.cuda.get_device_capability()[0] == 10:
+                for m in (3,) if small else (65, 1024):
+                    yield scaled_case(n, k, m, name, device)
+
+
+def scaled_case(n: int, k: int, rows: int, name: str, device: str) -> Case:
+    """Block floats of both sides, multiplied under their scales."""
+    import triton_references as references
+
+    from runtime.formats.presets import preset
+    from runtime.kernels.activations import fake_quantize
+    from runtime.kernels.triton import block_float
+
+    scheme, x = preset(name).activations, torch.randn(rows, k, device=device).bfloat16()
+    assert scheme is not None
+    w, common = block_weight(n, k, name.lower(), device), torch.tensor([900.0], device=device)
+    wide = fake_quantize(x, scheme, {"input_global_scale": common})
+
+    def run() -> torch.Tensor:
+        own = common if name == "NVFP4" else None
+        return block_float.product(*block_float.quantize(x, scheme, own), own, w, torch.bfloat16)
+
+    return Case(f"block floats, {n}x{k} {name} rows {rows}", run, references.linear(wide, w), 5e-3)
 
 
 def round_case(name: str, rows: int, k: int, device: str) -> Case:

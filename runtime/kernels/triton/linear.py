@@ -135,7 +135,7 @@ class W8A16Triton(WeightOnlyTriton):
 
 class BlockFloatTriton(TritonKernel):
     """Block floats in `layout.Weight`: `words`, `scale` `[groups, out]` (uint8, or int8, the bits of e4m3) and, where stored,
-    `global_scale`. Inputs as they are, or rounded to block floats, as the reference rounds them: its values are multiplied.
+    `global_scale`. Inputs as they are, or rounded to block floats: codes of the inputs are the reference's.
     """
 
     name = "block-float-triton"
@@ -191,10 +191,19 @@ class BlockFloatTriton(TritonKernel):
     def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         from runtime.kernels.triton import block_float
 
-        activations = layer.entry.scheme.activations
+        weights, activations, weight = (
+            layer.entry.scheme.weights,
+            layer.entry.scheme.activations,
+            self.weight(tensors, layer),
+        )
+        assert isinstance(weights, BlockFloat)
         if activations is not None:
-            x = block_float.round_inputs(x, activations, tensors.get("input_global_scale"))
-        return multiply(x, self.weight(tensors, layer), bias)
+            common = tensors.get("input_global_scale")
+            if block_float.multiplies_codes(x.device, x.shape[0], weights, activations):
+                codes, scale = block_float.quantize(x, activations, common)
+                return block_float.product(codes, scale, common, weight, x.dtype, bias)
+            x = block_float.round_inputs(x, activations, common)
+        return multiply(x, weight, bias)
 
     def path(self, rows: int) -> str:
         return product_path(rows) if installed() else self.name

@@ -214,6 +214,7 @@ LAYERS = {
     "Float8BlockTriton": (Scheme(Float8Block(), ActivationScheme(8, "float")), "float-quantized"),
     "BlockFloatTriton": (preset("NVFP4A16"), "nvfp4-pack-quantized"),
     "BlockFloatTriton, rounded": (preset("NVFP4"), "nvfp4-pack-quantized"),
+    "BlockFloatTriton, on sm_100": (preset("NVFP4"), "nvfp4-pack-quantized"),
     "W8A8Triton, float8": (Scheme(FLOAT8, ActivationScheme(8, "float")), "float-quantized"),
 }
 
@@ -221,7 +222,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_kernel_of_weights_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from runtime.kernels.triton import jit, linear
+    from runtime.kernels.triton import gpu, jit, linear
 
     scheme, storage = LAYERS[name]
     tensors = formats.get(storage).pack(random_weight(scheme, (64, 192)))
@@ -236,6 +237,9 @@ def test_every_kernel_of_weights_can_be_captured(name: str, monkeypatch: pytest.
     monkeypatch.setattr(jit.Entry, "launcher", fake.launch)
     for rows in (1, 3, 17, 70, 300):
         x = torch.randn(rows, 192).bfloat16()
-        replay = fake(step(lambda _, x=x: kernel.run(x, prepared, layer, bias)))
-        assert replay()[0].shape == (rows, 64)
+        with gpu.assuming(100 if name.endswith("sm_100") else 90):
+            replay = fake(step(lambda _, x=x: kernel.run(x, prepared, layer, bias)))
+            assert replay()[0].shape == (rows, 64)
         assert any("_kernel" in entry[0] for entry in fake.traces[-1].steps)
+    launched = {entry[0] for trace in fake.traces for entry in trace.steps}
+    assert ("block_float.block_float_kernel" in launched) == name.endswith("sm_100")

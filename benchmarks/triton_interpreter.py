@@ -3,7 +3,8 @@
 What is wrong in Triton 3.6 to 3.9 beside numpy 2.4, each seen in a test: products of bfloat16 matrices multiply the bit patterns;
 conversion to bfloat16 and float8 rounds ties away and loses the carry into the exponent; scales of scaled products are powers of two,
 whatever their type; a truth value of a scalar is an integer once
-it is spread over a block, which 3.9 does not take as a mask; in 3.6 a loop bound that is a tensor does not convert to a number.
+it is spread over a block, which 3.9 does not take as a mask; in 3.6 a loop bound that is a tensor does not convert to a number,
+and a format of scaled products is no constant.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+
+
+class _Name(str):
+    """A format of scaled products, as a constant of Triton 3.6 and as a string of later ones."""
+
+    @property
+    def value(self) -> str:
+        return str(self)
 
 
 def repair() -> None:
@@ -63,6 +72,11 @@ def repair() -> None:
             factor = np.where(exponent == 255, np.nan, np.ldexp(np.float32(1), np.minimum(exponent, 254) - 127))
         return found * np.repeat(factor, found.shape[1] // factor.shape[1], 1)
 
+    multiply_scaled = interpreter.TritonSemantic.dot_scaled
+
+    def with_names(self: Any, *operands: Any) -> Any:
+        return multiply_scaled(self, *(_Name(each) if isinstance(each, str) else each for each in operands))
+
     def dot_scaled(
         self: Any, a: Any, a_scale: Any, a_kind: Any, b: Any, b_scale: Any, b_kind: Any, *options: Any
     ) -> Any:
@@ -88,7 +102,7 @@ def repair() -> None:
     interpreter._patch_lang_tensor = patched
     builder.create_masked_load, builder.create_masked_store = load, store
     builder.cast_impl, builder.create_fp_to_fp, builder.create_dot, builder.repaired = cast, cast, dot, True
-    builder.create_dot_scaled = dot_scaled
+    builder.create_dot_scaled, interpreter.TritonSemantic.dot_scaled = dot_scaled, with_names
 
 
 def watch() -> None:

@@ -201,7 +201,7 @@ def block_float_kernel(
 
 
 def multiplies_codes(device: torch.device, rows: int, weights: BlockFloat, inputs: ActivationScheme) -> bool:
-    """Whether tensor cores of the device (sm_100 and its relatives) multiply these block floats, in so many rows that they pay."""
+    """Whether tensor cores of the device (sm_100 and its relatives) multiply these block floats, and rows are so many that it pays."""
     alike = (weights.bits, weights.group_size, weights.scales) == (inputs.bits, inputs.group_size, inputs.scales)
     return alike and rows > few_rows.MAXIMUM_ROWS and gpu.capability(device)[0] == 10
 

@@ -191,11 +191,7 @@ class BlockFloatTriton(TritonKernel):
     def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         from runtime.kernels.triton import block_float
 
-        weights, activations, weight = (
-            layer.entry.scheme.weights,
-            layer.entry.scheme.activations,
-            self.weight(tensors, layer),
-        )
+        weight, weights, activations = self.weight(tensors, layer), layer.grid, layer.entry.scheme.activations
         assert isinstance(weights, BlockFloat)
         if activations is not None:
             common = tensors.get("input_global_scale")

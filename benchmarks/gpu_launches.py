@@ -43,7 +43,18 @@ def build(launch: Launch, capability: int) -> Any:
 
 def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
     """{name: (call with meta tensors, least compute capability)}: every kernel at its default for shapes of an 8B Llama."""
-    from runtime.kernels.triton import float8_block, fused, layout, linear, many_rows, rounded, sparse24_w4, w8a8
+    from runtime.formats.presets import preset
+    from runtime.kernels.triton import (
+        block_float,
+        float8_block,
+        fused,
+        layout,
+        linear,
+        many_rows,
+        rounded,
+        sparse24_w4,
+        w8a8,
+    )
 
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -56,6 +67,18 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         return layout.Weight(
             words, meta(groups, n), meta(groups, n, dtype=torch.int8) if zero else None, (n, k), group, field
         )
+
+    def blocks(kind: str) -> layout.Weight:
+        """Block floats: `mxfp4`, `mxfp8` or `nvfp4`."""
+        field, group, nv = int(kind[-1]), 16 if kind == "nvfp4" else 32, kind == "nvfp4"
+        words = meta(k // layout.tile_columns(field), n, layout.WIDTH, dtype=torch.int32)
+        scale, common = meta(k // group, n, dtype=torch.int8 if nv else torch.uint8), meta(1, dtype=torch.float32)
+        return layout.Weight(words, scale, None, (n, k), group, field, floats=True, common=common if nv else None)
+
+    def scaled_call(name: str, rows: int) -> torch.Tensor:
+        scheme, common = preset(name).activations, meta(1, dtype=torch.float32) if name == "NVFP4" else None
+        codes, scale = block_float.quantize(meta(rows, k), scheme, common)
+        return block_float.product(codes, scale, common, blocks(name.lower()), torch.bfloat16)
 
     def w8a8_call(rows: int, dtype: torch.dtype) -> torch.Tensor:
         codes, scale = meta(rows, k, dtype=dtype), meta(rows, dtype=torch.float32)
@@ -84,6 +107,16 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
     calls["w4a16 group 32, 1"] = (partial(linear.multiply, meta(1, k), weight(4, 32)), 80)
     calls["w4a16 float16 1"] = (partial(linear.multiply, meta(1, k, dtype=torch.float16), weight(4)), 80)
     calls["w4a16 dequantize"] = (partial(many_rows.dequantize, weight(4), torch.bfloat16), 80)
+    for kind in ("mxfp4", "nvfp4", "mxfp8"):
+        for rows in (1, 2, 16, 64, 512):
+            calls[f"{kind} {rows}"] = (partial(linear.multiply, meta(rows, k), blocks(kind)), 80)
+        calls[f"{kind} dequantize"] = (partial(many_rows.dequantize, blocks(kind), torch.bfloat16), 80)
+    for name in ("NVFP4", "MXFP4", "MXFP8"):
+        scheme, common = preset(name).activations, meta(1, dtype=torch.float32) if name == "NVFP4" else None
+        calls[f"round {name}"] = (partial(block_float.round_inputs, meta(16, k), scheme, common), 80)
+        calls[f"quantize {name}"] = (partial(block_float.quantize, meta(16, k), scheme, common), 80)
+        for rows in (65, 512, 4096):
+            calls[f"{name} {rows}"] = (partial(scaled_call, name, rows), 100)
     for kind, dtype, least in (("int8", torch.int8, 80), ("float8", w8a8.FLOAT8, 89)):
         calls[f"quantize {kind}"] = (partial(w8a8.quantize, meta(16, k), dtype == w8a8.FLOAT8), least)
         for rows in (16, 512, 4096):

@@ -1,8 +1,10 @@
 """Triton's interpreter as the tests need it. Never used where kernels are compiled.
 
 What is wrong in Triton 3.6 to 3.9 beside numpy 2.4, each seen in a test: products of bfloat16 matrices multiply the bit patterns;
-conversion to bfloat16 and float8 rounds ties away and loses the carry into the exponent; a truth value of a scalar is an integer once
-it is spread over a block, which 3.9 does not take as a mask; in 3.6 a loop bound that is a tensor does not convert to a number.
+conversion to bfloat16 and float8 rounds ties away and loses the carry into the exponent; scales of scaled products are powers of two,
+whatever their type; a truth value of a scalar is an integer once
+it is spread over a block, which 3.9 does not take as a mask; in 3.6 a loop bound that is a tensor does not convert to a number,
+and a format of scaled products is no constant.
 """
 
 from __future__ import annotations
@@ -16,10 +18,20 @@ import numpy as np
 import torch
 
 
+class _Name(str):
+    """A format of scaled products, as a constant of Triton 3.6 and as a string of later ones."""
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+
 def repair() -> None:
     """Make interpreted kernels compute what compiled ones do. Once a process; needs `TRITON_INTERPRET=1` to matter."""
     import triton.language as tl
     from triton.runtime import interpreter
+
+    from runtime.formats.block_float import HALVES
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     if getattr(builder, "repaired", False):
@@ -45,6 +57,34 @@ def repair() -> None:
         left, right = decoded(a.data, a.dtype.scalar), decoded(b.data, b.dtype.scalar)
         return handle(np.matmul(left.astype(d.data.dtype), right.astype(d.data.dtype)) + d.data, d.dtype.scalar)
 
+    def scaled(values: Any, scale: Any, kind: Any) -> Any:
+        """Operand `[rows, K]` of a scaled product, out of bytes and a scale for each block of a row."""
+        data = values.data.view(np.uint8)
+        if kind == interpreter._ir.ScaleDotElemTypeTY.E2M1:
+            halves = HALVES.numpy().astype(np.float32)
+            found = np.stack((halves[data & 15], halves[data >> 4]), -1).reshape(len(data), -1) / 2
+        else:
+            found = decoded(data, tl.float8e4nv)
+        if scale.dtype.scalar == tl.float8e4nv:
+            factor = decoded(scale.data, tl.float8e4nv)
+        else:
+            exponent = scale.data.astype(np.int32)
+            factor = np.where(exponent == 255, np.nan, np.ldexp(np.float32(1), np.minimum(exponent, 254) - 127))
+        return found * np.repeat(factor, found.shape[1] // factor.shape[1], 1)
+
+    multiply_scaled = interpreter.TritonSemantic.dot_scaled
+
+    def with_names(self: Any, *operands: Any) -> Any:
+        return multiply_scaled(self, *(_Name(each) if isinstance(each, str) else each for each in operands))
+
+    def dot_scaled(
+        self: Any, a: Any, a_scale: Any, a_kind: Any, b: Any, b_scale: Any, b_kind: Any, *options: Any
+    ) -> Any:
+        total = options[-1]
+        turned = handle(np.ascontiguousarray(b.data.T), b.dtype)
+        product = scaled(a, a_scale, a_kind) @ scaled(turned, b_scale, b_kind).T
+        return handle((product + total.data).astype(np.float32), total.dtype.scalar)
+
     masked_load, masked_store = builder.create_masked_load, builder.create_masked_store
 
     def load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
@@ -62,6 +102,7 @@ def repair() -> None:
     interpreter._patch_lang_tensor = patched
     builder.create_masked_load, builder.create_masked_store = load, store
     builder.cast_impl, builder.create_fp_to_fp, builder.create_dot, builder.repaired = cast, cast, dot, True
+    builder.create_dot_scaled, interpreter.TritonSemantic.dot_scaled = dot_scaled, with_names
 
 
 def watch() -> None:

@@ -34,6 +34,21 @@ def int_weight(n: int, k: int, group: int, field: int, device: str, zero: bool =
     return reorder(codes, scale, zeros, group, field)
 
 
+def block_weight(n: int, k: int, kind: str, device: str, seed: int = 0) -> Any:
+    """Block floats `mxfp4`, `nvfp4` or `mxfp8`, NaN left out."""
+    from triton_references import block_floats
+
+    generator, bits = torch.Generator(device).manual_seed(seed), int(kind[-1])
+    fields = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, device=device, generator=generator)
+    if bits == 8:
+        fields[fields % 128 == 127] = 0
+    if kind != "nvfp4":
+        scale = torch.randint(110, 122, (n, k // 32), dtype=torch.uint8, device=device, generator=generator)
+        return block_floats(fields, scale, bits)
+    scale = (torch.rand(n, k // 16, device=device, generator=generator) * 448).to(FLOAT8)
+    return block_floats(fields, scale, bits, torch.tensor([1234.5], device=device))
+
+
 def sparse_weight(n: int, k: int, group: int, device: str, seed: int = 0) -> Any:
     from triton_references import sparse
 
@@ -70,6 +85,7 @@ def cases(device: str, small: bool) -> Iterator[Case]:
     ]  # fmt: skip
     for n, k in shapes:
         yield from integer_cases(n, k, device, small)
+        yield from block_float_cases(n, k - k % 32, device, small)
         yield from w8a8_cases(n, k, device, small)
         yield from rounded_cases(n, k, device, small)
         if k % 4 == 0:
@@ -82,31 +98,83 @@ def cases(device: str, small: bool) -> Iterator[Case]:
 
 def integer_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case]:
     """Integer weights of 4 and 8 bits: dequantized, and multiplied with few and many rows."""
-    import triton_references as references
-
-    from runtime.kernels.triton import few_rows, many_rows, matvec
-
     grids = [(0, True), (128, False), (16, True), (48, False)]
-    functions = (
-        (matvec.matvec, (1, 2)),
-        (few_rows.few_rows, (3, 16, 33)),
-        (many_rows.many_rows, (65, 300, 1024)),
-    )
     for field in (4, 8):
         for group, zero in grids[:2] if small else grids:
             if group > k or (n * k > 1 << 25 and group not in (0, 128)):
                 continue
             w = int_weight(n, k, group, field, device, zero)
-            dense = references.dequantize(w, torch.bfloat16)
             label = f"{n}x{k} w{field} group {group}{' asymmetric' if zero else ''}"
-            yield Case(f"dequantize, {label}", partial(many_rows.dequantize, w, torch.bfloat16), dense.double(), 0.0)
-            dense = references.dequantize(w, torch.float64).t()
-            for function, counts in functions:
-                for m in counts[:1] if small else counts:
-                    x = torch.randn(m, k, device=device).bfloat16()
-                    bias = torch.randn(n, device=device).bfloat16()
-                    expected = x.double() @ dense + bias.double()
-                    yield Case(f"{function.__name__}, {label} rows {m}", partial(function, x, w, bias), expected, 5e-3)
+            yield from weight_only_cases(w, label, small)
+
+
+def block_float_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case]:
+    """Block floats, likewise."""
+    for kind in ("mxfp4", "nvfp4", "mxfp8"):
+        if k and n * k <= 1 << 25:
+            yield from weight_only_cases(block_weight(n, k, kind, device), f"{n}x{k} {kind}", small)
+    if k:
+        for name in ("MXFP4", "NVFP4", "MXFP8"):
+            yield round_case(name, 3 if small else 300, k, device)
+            if device == "cpu" or torch.cuda.get_device_capability()[0] == 10:
+                for m in (3,) if small else (65, 1024):
+                    yield scaled_case(n, k, m, name, device)
+
+
+def scaled_case(n: int, k: int, rows: int, name: str, device: str) -> Case:
+    """Block floats of both sides, multiplied under their scales."""
+    import triton_references as references
+
+    from runtime.formats.presets import preset
+    from runtime.kernels.activations import fake_quantize
+    from runtime.kernels.triton import block_float
+
+    scheme, x = preset(name).activations, torch.randn(rows, k, device=device).bfloat16()
+    assert scheme is not None
+    w, common = block_weight(n, k, name.lower(), device), torch.tensor([900.0], device=device)
+    wide = fake_quantize(x, scheme, {"input_global_scale": common})
+
+    def run() -> torch.Tensor:
+        own = common if name == "NVFP4" else None
+        return block_float.product(*block_float.quantize(x, scheme, own), own, w, torch.bfloat16)
+
+    return Case(f"block floats, {n}x{k} {name} rows {rows}", run, references.linear(wide, w), 5e-3)
+
+
+def round_case(name: str, rows: int, k: int, device: str) -> Case:
+    """Inputs rounded to block floats, bit for bit as torch rounds them."""
+    from runtime.formats.presets import preset
+    from runtime.kernels.activations import fake_quantize
+    from runtime.kernels.triton.block_float import round_inputs
+
+    scheme, x = preset(name).activations, torch.randn(rows, k, device=device).bfloat16()
+    assert scheme is not None
+    common = torch.tensor([900.0], device=device) if name == "NVFP4" else None
+    expected = fake_quantize(x, scheme, {} if common is None else {"input_global_scale": common})
+    return Case(f"round inputs, {rows}x{k} {name}", partial(round_inputs, x, scheme, common), expected.double(), 0.0)
+
+
+def weight_only_cases(w: Any, label: str, small: bool) -> Iterator[Case]:
+    """A weight dequantized, and multiplied with few and many rows."""
+    import triton_references as references
+
+    from runtime.kernels.triton import few_rows, many_rows, matvec
+
+    (n, k), device = w.shape, w.words.device
+    dense = references.dequantize(w, torch.bfloat16)
+    yield Case(f"dequantize, {label}", partial(many_rows.dequantize, w, torch.bfloat16), dense.double(), 0.0)
+    dense = references.dequantize(w, torch.float64).t()
+    functions = (
+        (matvec.matvec, (1, 2)),
+        (few_rows.few_rows, (3, 16, 33)),
+        (many_rows.many_rows, (65, 300, 1024)),
+    )
+    for function, counts in functions:
+        for m in counts[:1] if small else counts:
+            x = torch.randn(m, k, device=device).bfloat16()
+            bias = torch.randn(n, device=device).bfloat16()
+            expected = x.double() @ dense + bias.double()
+            yield Case(f"{function.__name__}, {label} rows {m}", partial(function, x, w, bias), expected, 5e-3)
 
 
 def candidate_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case]:

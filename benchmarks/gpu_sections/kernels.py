@@ -20,7 +20,7 @@ import torch
 
 from gpu_sections import product_peers
 from gpu_sections.bench import Bench, Row, said
-from gpu_sections.kernel_cases import cases, codes8, error_of, float8s, int_weight, sparse_weight
+from gpu_sections.kernel_cases import block_weight, cases, codes8, error_of, float8s, int_weight, sparse_weight
 
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 TINY = {"down": (32, 256)}
@@ -122,6 +122,10 @@ def products(bench: Bench, shape: tuple[int, int], rows: int) -> Row:
     eights = [int_weight(n, k, 0, 8, device, seed=i) for i in range(min(8, bench.copies(n * k)))]
     ours("w8a16", eights, lambda w: linear.multiply(x, w), weight_bytes(eights[0]))
     del eights
+    for kind, bits in (("mxfp4", 4), ("nvfp4", 4), ("mxfp8", 8)):
+        floats = [block_weight(n, k, kind, device, seed=i) for i in range(min(24, bench.copies(n * k * bits // 8)))]
+        ours(f"{kind}a16", floats, lambda w: linear.multiply(x, w), weight_bytes(floats[0]))
+        del floats
     sparse = [sparse_weight(n, k, 128, device, seed=i) for i in range(min(24, bench.copies(n * k * 3 // 8)))]
     ours("sparse24_w4", sparse, lambda w: sparse24_w4.linear(x, w), weight_bytes(sparse[0]))
     del sparse

@@ -9,6 +9,8 @@ from unittest import mock
 
 import torch
 
+from runtime.formats.block_float import HALVES
+from runtime.formats.float8 import FLOAT8
 from runtime.kernels.triton import layout, sparse24_w4, tuning
 
 
@@ -30,6 +32,16 @@ def reorder(
     return layout.Weight(layout.pack(codes, field), scale.t().contiguous(), flipped, tuple(codes.shape), group, field)
 
 
+def block_floats(
+    fields: torch.Tensor, scale: torch.Tensor, bits: int, common: torch.Tensor | None = None
+) -> layout.Weight:
+    """Stored e2m1 nibbles or e4m3 bytes uint8 `[N, K]`, scales `[N, groups]` uint8 (e8m0) or float8 -> `Weight`."""
+    held = scale.view(torch.int8) if scale.dtype == FLOAT8 else scale
+    signed, group = (fields.to(torch.int16) - (1 << bits - 1)).to(torch.int8), fields.shape[1] // scale.shape[1]
+    words, shape = layout.pack(signed, bits), tuple(fields.shape)
+    return layout.Weight(words, held.t().contiguous(), None, shape, group, bits, floats=True, common=common)
+
+
 def sparse(
     codes: torch.Tensor, pairs: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, columns: int, group: int
 ) -> sparse24_w4.Sparse24Weight:
@@ -42,6 +54,8 @@ def sparse(
 def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
     """`[N, K]` in `dtype`: `(code - zero) * scale`, one rounding."""
     columns = weight.shape[1]
+    if weight.floats:
+        return _dequantize_floats(weight, dtype)
     if isinstance(weight, sparse24_w4.Sparse24Weight):
         codes = codes_and_mask(weight)[0].double()
     else:
@@ -50,6 +64,20 @@ def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
     if weight.zero is not None:
         codes -= weight.zero.t()[:, group]
     return (codes * weight.scale.t().double()[:, group]).to(dtype)
+
+
+def _dequantize_floats(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
+    """In float32 as `BlockFloat.dequantize` does it, or in float64."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    fields = layout.unpack(weight.words, weight.field, weight.shape[1]).int() + (1 << weight.field - 1)
+    codes = HALVES[fields].to(wide) / 2 if weight.field == 4 else fields.to(torch.uint8).view(FLOAT8).to(wide)
+    scale = weight.scale.t().contiguous()
+    if scale.dtype == torch.int8:
+        assert weight.common is not None
+        steps = scale.view(FLOAT8).to(wide) / weight.common.to(wide)
+    else:
+        steps = torch.ldexp(torch.ones(scale.shape, dtype=wide), scale.int() - 127)
+    return (codes * steps.repeat_interleave(weight.group, 1)).to(dtype)
 
 
 def codes_and_mask(weight: sparse24_w4.Sparse24Weight) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
-"""Storing of pages that are no longer recent: one launch a side, of all layers or one, without a word to the host.
+"""Storing of pages that are no longer recent: one launch a side, of all layers or one, which reads nothing back.
 
-A program takes a block of 32 tokens of one key/value head. Its codes are those of the codecs in `runtime.kv_cache.storage`, except where
-two ranges of an integer grid are as good as each other to the last bits.
+A program takes a block of 32 tokens of one key/value head. Its codes are those of the codecs in `runtime.kv_cache.storage`, unless sums of
+squared errors in another order make another range of an integer grid the best.
 """
 
 from __future__ import annotations

@@ -38,34 +38,83 @@ def code_plus(words, one, j: tl.constexpr, FIELD: tl.constexpr):
 
 
 @jit
-def code_minus(words, one, zero, j: tl.constexpr, FIELD: tl.constexpr):
-    """Field `j` of int32 words as the float32 `u - 2^(FIELD-1) - zero`, exactly: a LOP3 and an FMA."""
-    factor = 2.0 ** (23 - FIELD * j + (9 if FIELD * (j + 1) > 23 else 0))
-    return code_plus(words, one, j, FIELD) * factor - (zero + (factor + (1 << (FIELD - 1))))
+def code_minus(words, one, zero, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr):
+    """Field `j` of int32 words as a float32, exactly: `u - 2^(FIELD-1) - zero` by a LOP3 and an FMA, or, of a float, itself."""
+    if FLOAT:
+        return code_tiny(words, j, FIELD, FLOAT) * 2.0 ** (126 if FIELD == 4 else 120)
+    else:
+        factor = 2.0 ** (23 - FIELD * j + (9 if FIELD * (j + 1) > 23 else 0))
+        return code_plus(words, one, j, FIELD) * factor - (zero + (factor + (1 << (FIELD - 1))))
 
 
 @jit
-def code_tiny(words, j: tl.constexpr, FIELD: tl.constexpr):
-    """Field `j` of int32 words as the subnormal float32 `u * 2^(place - 149)` with `place = code_place(j, FIELD)`.
+def code_tiny(words, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr):
+    """Field `j` of int32 words as the subnormal float32 `u * 2^(place - 149)` with `place` where the code lies, or, of a float e2m1
+    (4 bits) or e4m3 (8 bits), as 2^-126 or 2^-120 of it.
 
     Masked in place, a code is the mantissa of a subnormal number: one AND, no conversion, exact, and as fast as any float. The
-    factor is taken back in the other operand, scaled by `2^(BIAS - place)`, so that products are `x * u * 2^(BIAS - 149)`.
+    factor is taken back in the other operand, so that products are `x * code * 2^-73` (`tiny_factor`). A float goes to the top of the
+    word and back, its sign with it: exponent and mantissa, which may be subnormal, become the lowest of a float32.
     """
-    if FIELD * (j + 1) > 23:  # would reach into the exponent
-        moved = words >> 9
+    if FLOAT:
+        top = words << (32 - FIELD * (j + 1))
+        if FIELD == 4:
+            return ((top >> 6) & -0x7E400000).to(tl.float32, bitcast=True)  # bits 31 and 24 to 22
+        else:
+            small = ((top >> 4) & -0x78100000).to(tl.float32, bitcast=True)  # bits 31 and 26 to 20
+            return tl.where(((words >> (FIELD * j)) & 127) == 127, float("nan"), small)
     else:
-        moved = words
-    return (moved & (((1 << FIELD) - 1) << (FIELD * j - (9 if FIELD * (j + 1) > 23 else 0)))).to(
-        tl.float32, bitcast=True
-    )
+        if FIELD * (j + 1) > 23:  # would reach into the exponent
+            moved = words >> 9
+        else:
+            moved = words
+        return (moved & (((1 << FIELD) - 1) << (FIELD * j - (9 if FIELD * (j + 1) > 23 else 0)))).to(
+            tl.float32, bitcast=True
+        )
+
+
+@jit
+def tiny_factor(x, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr):
+    """Activations times what makes `code * 2^-73` of `code_tiny`: products stay far from both ends of float32."""
+    if FLOAT:
+        return x * 2.0 ** (53 if FIELD == 4 else 47)
+    else:
+        return x * 2.0 ** (76 - FIELD * j + (9 if FIELD * (j + 1) > 23 else 0))
+
+
+@jit
+def load_scale(at):
+    """Scales at pointers, as float32: of any float dtype, of e8m0 (uint8), or of e4m3 (int8: GPUs before sm_89 have no float8)."""
+    stored = tl.load(at)
+    if at.dtype.element_ty == tl.uint8:
+        return tl.maximum(stored.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)  # 0 is the subnormal 2^-127
+    elif at.dtype.element_ty == tl.int8:
+        bits = stored.to(tl.int32)
+        size = ((bits << 20) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**120
+        return tl.where((bits & 127) == 127, float("nan"), size)
+    else:
+        return stored.to(tl.float32)
+
+
+@jit
+def over_common(value, scale, common):
+    """What has e4m3 scales as a factor, float32, over what these have in common, at the pointer `common`; anything else as it is."""
+    if scale.dtype.element_ty == tl.int8:
+        return tl.div_rn(value, tl.zeros_like(value) + tl.load(common))
+    else:
+        return value
 
 
 @jit
 def dequantize_slice(
     w, one, scale, zero, owned, t, N, groups, j: tl.constexpr,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, dtype: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    WHOLE: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Columns `16 j .. 16 j + 15` of tile `t`, dequantized: `[rows, 16]`. Exact in float32 up to the last rounding."""
+    """Columns `16 j .. 16 j + 15` of tile `t`, dequantized: `[rows, 16]`. Exact in float32 up to the last rounding.
+
+    `WHOLE`: scales of e4m3 are divided by what they have in common; else sums are to be.
+    """
     at = owned
     if GROUP != 0:  # slices of one run load the same scales; the compiler keeps one of the loads
         column = t * (512 // FIELD) + (j // RUN) * (RUN * 16)
@@ -73,31 +122,51 @@ def dequantize_slice(
     z = 0.0
     if ASYMMETRIC:
         z = tl.load(zero + at).to(tl.float32)[:, None]
-    return (code_minus(w, one, z, j, FIELD) * tl.load(scale + at).to(tl.float32)[:, None]).to(dtype)
+    s = load_scale(scale + at)
+    if WHOLE:
+        s = over_common(s, scale, zero)
+    return (code_minus(w, one, z, j, FIELD, FLOAT) * s[:, None]).to(dtype)
 
 
 @jit
 def dequantize_tile(
     w, one, scale, zero, owned, t, N, groups, BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, dtype: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     """Words `[BLOCK_N, 16]` of tile `t` -> weights `[BLOCK_N, columns of the tile]`.
 
     Slices are joined pairwise along new last dimensions and brought in front of the 16 columns; threads keep their four columns
     of each slice, so what they write to shared memory is eight bytes wide (a broadcast shift would scatter single values).
     """
-    a = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 0, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
-    b = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 1, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
-    c = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 2, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
-    d = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 3, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+    a = dequantize_slice(
+        w, one, scale, zero, owned, t, N, groups, 0, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, dtype
+    )
+    b = dequantize_slice(
+        w, one, scale, zero, owned, t, N, groups, 1, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, dtype
+    )
+    c = dequantize_slice(
+        w, one, scale, zero, owned, t, N, groups, 2, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, dtype
+    )
+    d = dequantize_slice(
+        w, one, scale, zero, owned, t, N, groups, 3, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, dtype
+    )
     first = tl.join(tl.join(a, b), tl.join(c, d))  # [BLOCK_N, 16, low bit of j, next bit]
     if FIELD == 8:
         return tl.reshape(tl.permute(first, (0, 3, 2, 1)), [BLOCK_N, 64])
     else:
-        e = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 4, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
-        f = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 5, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
-        g = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 6, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
-        h = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 7, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+        e = dequantize_slice(
+            w, one, scale, zero, owned, t, N, groups, 4, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, dtype
+        )
+        f = dequantize_slice(
+            w, one, scale, zero, owned, t, N, groups, 5, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, dtype
+        )
+        g = dequantize_slice(
+            w, one, scale, zero, owned, t, N, groups, 6, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, dtype
+        )
+        h = dequantize_slice(
+            w, one, scale, zero, owned, t, N, groups, 7, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, dtype
+        )
         both = tl.join(first, tl.join(tl.join(e, f), tl.join(g, h)))
         return tl.reshape(tl.permute(both, (0, 4, 3, 2, 1)), [BLOCK_N, 128])
 

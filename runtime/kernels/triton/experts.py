@@ -31,8 +31,8 @@ _EXACT: list[tuple[int, int, int]] = [(64, 4, 3), (32, 4, 3)]  # of float32: wit
 @jit
 def _many_rows_sums(
     rows, words, scale, zero, owned, one, N, K, tiles, groups,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Products `[BLOCK_N, BLOCK_M]` of rows `owned` of a weight, dense or packed, with the rows at the pointers `rows` `[BLOCK_M, 1]`.
 
@@ -48,7 +48,7 @@ def _many_rows_sums(
         else:
             codes = tl.load(words + tl.cast(t, tl.int64) * N * 16 + owned[:, None] * 16 + word[None, :])
             w = dequantize_tile(
-                codes, one, scale, zero, owned, t, N, groups, BLOCK_N, GROUP, FIELD, RUN, ASYMMETRIC,
+                codes, one, scale, zero, owned, t, N, groups, BLOCK_N, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC,
                 rows.dtype.element_ty,
             )  # fmt: skip
         a = tl.load(rows + k) if EVEN_K else tl.load(rows + k, mask=k < K, other=0.0)
@@ -60,8 +60,9 @@ def _many_rows_sums(
 def experts_kernel(
     x, words, scale, zero, pairs, blocks, out,
     stride, N, K, tiles, groups, one,
-    SHARED: tl.constexpr, GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    SHARED: tl.constexpr, GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr,
+    ASYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     block, count = tl.program_id(0), tl.num_programs(0)
     expert = tl.load(blocks + block).to(tl.int64)
@@ -79,13 +80,13 @@ def experts_kernel(
     if FIELD != 16 and BLOCK_M <= 32:
         sums = few_rows_sums(
             rows, words, scale + grids, zero + grids, owned, 0, tiles, N, K, groups,
-            GROUP, FIELD, RUN, ASYMMETRIC, EVEN_K, BLOCK_M, BLOCK_N, STAGES,
+            GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, EVEN_K, BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip
         sums = tl.trans(sums)
     else:
         sums = _many_rows_sums(
             rows, words, scale + grids, zero + grids, owned, one, N, K, tiles, groups,
-            GROUP, FIELD, RUN, ASYMMETRIC, EVEN_K, BLOCK_M, BLOCK_N, COLUMNS, STAGES,
+            GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, EVEN_K, BLOCK_M, BLOCK_N, COLUMNS, STAGES,
         )  # fmt: skip
     target = out + pair[None, :] * N + n[:, None]
     tl.store(target, sums.to(out.dtype.element_ty), mask=(place < end)[None, :] & (n < N)[:, None])
@@ -95,15 +96,15 @@ def experts_kernel(
 def experts_vector_kernel(
     x, words, scale, zero, chosen, out,
     stride, N, K, tiles, groups,
-    SHARED: tl.constexpr, GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
+    SHARED: tl.constexpr, GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr,
+    ASYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(2).to(tl.int64)
     expert = tl.load(chosen + pair).to(tl.int64)
     grids = expert * groups * N
     vector_product(
         x + (pair // SHARED) * stride, words + expert * tiles * N * 16, scale + grids, zero + grids, x, out + pair * N,
-        stride, 1, N, K, tiles, groups, GROUP, FIELD, RUN, ASYMMETRIC, False, EVEN_K, 1, BLOCK_N, TILES, 1,
+        stride, 1, N, K, tiles, groups, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, EVEN_K, 1, BLOCK_N, TILES, 1,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""W4A16 and W8A16 for 3 to 64 rows: split-K matrix product on tensor cores with dequantization in registers.
+"""W4A16, W8A16 and block floats for 3 to 64 rows: split-K matrix product on tensor cores with dequantization in registers.
 
 A slice of 16 neighbouring columns is one step (K = 16) of a tensor core instruction. The words of a tile are loaded once in the
-layout of the instruction's second operand and stay in registers; slice by slice the codes become exact small integers (minus
+layout of the instruction's second operand and stay in registers; slice by slice the codes become exact small numbers (minus
 the zero point), so the product itself rounds nothing, and scales multiply the float32 sums once a group. `BLOCK_M` is 16 or 32
 on purpose: from 64 on, Hopper's instruction would want the dequantized weight in shared memory, which costs more than the
 product. After "Accelerating a Triton Fused Kernel for W4A16" (arXiv 2402.00025) and Marlin's layout idea.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import layout, tuning
-from runtime.kernels.triton.codes import code_minus, store_part
+from runtime.kernels.triton.codes import code_minus, load_scale, over_common, store_part
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import product, widest_split
 from runtime.kernels.triton.tuning import Config
@@ -23,8 +23,8 @@ MAXIMUM_ROWS = 64
 @jit
 def few_rows_sums(
     rows, words, scale, zero, owned, first, last, N, K, groups,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Products `[BLOCK_M, BLOCK_N]` of the rows at the pointers `rows` `[BLOCK_M, 1]` with rows `owned` of a weight, over some tiles."""
     FIELDS: tl.constexpr = 32 // FIELD
@@ -52,9 +52,9 @@ def few_rows_sums(
                     a = tl.load(rows + k, mask=k < K, other=0.0)
                 # Exact in 8 bits of mantissa. The bits of 1.0 are a constant here: an argument would keep the compiler from
                 # loading the words in the operand's layout, which saves more (shuffles) than it costs (one LOP3).
-                b = code_minus(w, 0x3F800000, z, run * RUN + i, FIELD).to(rows.dtype.element_ty)
+                b = code_minus(w, 0x3F800000, z, run * RUN + i, FIELD, FLOAT).to(rows.dtype.element_ty)
                 part = tl.dot(a, b, part)
-            sums += part * tl.load(scale + at).to(tl.float32)[None, :]
+            sums += part * load_scale(scale + at)[None, :]
     return sums
 
 
@@ -62,8 +62,9 @@ def few_rows_sums(
 def few_rows_kernel(
     x, words, scale, zero, bias, out,
     stride, M, N, K, tiles, groups,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -73,8 +74,9 @@ def few_rows_kernel(
     first = tl.program_id(1) * share
     sums = few_rows_sums(
         rows, words, scale, zero, owned, first, tl.minimum(first + share, tiles), N, K, groups,
-        GROUP, FIELD, RUN, ASYMMETRIC, EVEN_K, BLOCK_M, BLOCK_N, STAGES,
+        GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, EVEN_K, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
+    sums = over_common(sums, scale, zero)
     if HAS_BIAS:
         sums += tl.load(bias + owned).to(tl.float32)[None, :]
     store_part(out, sums, m, n, M, N)

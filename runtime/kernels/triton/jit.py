@@ -35,11 +35,12 @@ INSTALLED = triton is not None
 #: Files whose kernels an export compiles ahead: those of weights and of the fused engine. Those of compressed caches of transformers'
 #: modules (`runtime/kv_cache/kernels`) are not among them: what they are compiled for follows from how the cache fills.
 MODULES = (
-    "runtime.kernels.triton.codes", "runtime.kernels.triton.experts", "runtime.kernels.triton.few_rows",
-    "runtime.kernels.triton.float8_block", "runtime.kernels.triton.fused", "runtime.kernels.triton.many_rows",
-    "runtime.kernels.triton.matvec", "runtime.kernels.triton.rounded", "runtime.kernels.triton.routing",
-    "runtime.kernels.triton.sparse24_w4", "runtime.kernels.triton.w8a8", "runtime.engines.cuda.page_store",
-    "runtime.engines.cuda.paged_attention", "runtime.engines.cuda.rotary_store", "runtime.engines.cuda.stored_attention",
+    "runtime.kernels.triton.block_float", "runtime.kernels.triton.codes", "runtime.kernels.triton.experts",
+    "runtime.kernels.triton.few_rows", "runtime.kernels.triton.float8_block", "runtime.kernels.triton.fused",
+    "runtime.kernels.triton.many_rows", "runtime.kernels.triton.matvec", "runtime.kernels.triton.rounded",
+    "runtime.kernels.triton.routing", "runtime.kernels.triton.sparse24_w4", "runtime.kernels.triton.w8a8",
+    "runtime.engines.cuda.page_store", "runtime.engines.cuda.paged_attention", "runtime.engines.cuda.rotary_store",
+    "runtime.engines.cuda.stored_attention",
 )  # fmt: skip
 #: Given to every kernel, so that results do not depend on the version's default.
 OPTIONS = {"enable_fp_fusion": True}

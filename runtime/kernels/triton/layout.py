@@ -1,4 +1,4 @@
-"""Layout of integer weights in GPU memory. Plain torch: nothing here needs triton.
+"""Layout of weights of 4- and 8-bit codes in GPU memory. Plain torch: nothing here needs triton.
 
 A matrix `[N, K]` of codes becomes int32 words `[tiles, N, 16]`. A tile is as many columns as 16 words hold: 128 with 4-bit
 fields, 64 with 8-bit ones. Field `j` of word `w` holds column `tile * 16 * fields + j * 16 + w`, so
@@ -8,7 +8,8 @@ fields, 64 with 8-bit ones. Field `j` of word `w` holds column `tile * 16 * fiel
   activations, without any shuffle, as one step of a tensor core instruction (K = 16) or of a dot product;
 - a group whose size is a multiple of 16 never ends inside a slice, so a slice has one scale a row.
 
-Codes are stored unsigned (`code + 2^(field - 1)`); columns that fill up the last tile hold the code 0.
+Integers are stored unsigned (`code + 2^(field - 1)`), floats (e2m1 of 4 bits, e4m3 of 8) as they are; columns that fill up the last
+tile hold 0.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ _SLICE = 1 << 24  # codes reordered at once: bounds the working memory
 
 @dataclass(frozen=True)
 class Weight:
-    """A reordered integer weight.
+    """A reordered weight.
 
     Attributes:
         words: int32 `[tiles, N, 16]`.
-        scale: `[groups, N]`, any float dtype; one group when there is one scale a channel.
+        scale: `[groups, N]`, any float dtype; one group when there is one scale a channel. Of floats, uint8 (e8m0) or int8 (the bits of
+            e4m3).
         zero: int8 `[groups, N]` in the signed code range; None when symmetric.
         shape: `(N, K)`.
         group: columns that share a scale, a multiple of 16 (the last group may be shorter); 0 for one scale a channel.
         field: bits that hold one code, 4 or 8.
         two_of_four: of each four in a row at least two are zero once dequantized.
+        floats: codes are floats, symmetric.
+        common: float32 `[1]`, what scales of e4m3 are divided by; None for others.
     """
 
     words: torch.Tensor
@@ -47,6 +51,8 @@ class Weight:
     group: int
     field: int
     two_of_four: bool = False
+    floats: bool = False
+    common: torch.Tensor | None = None
 
     @property
     def tile(self) -> int:
@@ -55,19 +61,24 @@ class Weight:
 
     @property
     def operands(self) -> tuple[torch.Tensor, ...]:
-        """Words, scales and zero points as kernels take them; where there are none, the scales stand in."""
-        return self.words, self.scale, self.scale if self.zero is None else self.zero
+        """Words, scales and zero points as kernels take them; where there are none, what the scales are divided by, or else the scales
+        themselves, stand in.
+        """
+        given = (each for each in (self.zero, self.common, self.scale) if each is not None)
+        return self.words, self.scale, next(given)
 
     @property
-    def key(self) -> tuple[int | bool, ...]:
+    def key(self) -> tuple[int | bool | str, ...]:
         """What a choice of launches depends on."""
-        return (self.field, self.group, self.zero is not None, *self.shape)
+        return (self.field, self.group, self.zero is not None, *self.shape, *(("floats",) if self.floats else ()))
 
     @property
     def constants(self) -> dict[str, int | bool]:
         """What kernels are compiled for."""
         run = slices_per_group(self.group, 32 // self.field)
-        return {"GROUP": self.group, "FIELD": self.field, "RUN": run, "ASYMMETRIC": self.zero is not None}
+        return {
+            "GROUP": self.group, "FIELD": self.field, "FLOAT": self.floats, "RUN": run, "ASYMMETRIC": self.zero is not None,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Triton kernels of the dispatch table. Importing this file does not import triton.
 
-Integer weights with unquantized activations have a kernel for each range of rows, all over one copy of the weight
+Integer and block-float weights with unquantized activations have a kernel for each range of rows, all over one copy of the weight
 (`layout.Weight`): a matrix-vector product without tensor cores, split-K on tensor cores, and a product that dequantizes by tiles or
 into a scratch matrix.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 
 from runtime.formats.bitpack import unpack_rows
+from runtime.formats.block_float import BlockFloat, unpack_e2m1
+from runtime.formats.float8 import FLOAT8
 from runtime.formats.float8_block import Float8Block
 from runtime.formats.grid import scale_dtype
 from runtime.formats.representation import Tensors
@@ -63,14 +65,7 @@ class WeightOnlyTriton(TritonKernel):
         return multiply(x, self.weight(tensors, layer), bias)
 
     def path(self, rows: int) -> str:
-        if not installed():
-            return self.name
-        from runtime.kernels.triton import few_rows, matvec
-
-        if rows <= matvec.MAXIMUM_ROWS:
-            return "triton matrix-vector product"
-        few = rows <= few_rows.MAXIMUM_ROWS
-        return "triton split-K tensor cores" if few else "triton dequantizing matrix product"
+        return product_path(rows) if installed() else self.name
 
 
 class W4A16Triton(WeightOnlyTriton):
@@ -138,6 +133,78 @@ class W8A16Triton(WeightOnlyTriton):
     field, bits = 8, (5, 8)
 
 
+class BlockFloatTriton(TritonKernel):
+    """Block floats in `layout.Weight`: `words`, `scale` `[groups, out]` (uint8, or int8, the bits of e4m3) and, where stored,
+    `global_scale`. Inputs as they are, or rounded to block floats: codes of the inputs are the reference's.
+    """
+
+    name = "block-float-triton"
+    formats = frozenset({"nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"})
+
+    def why_not_scheme(self, layer: Layer) -> str | None:
+        if not isinstance(layer.entry.scheme.weights, BlockFloat):
+            return "it computes block floats"
+        activations = layer.entry.scheme.activations
+        if activations is None:
+            return None
+        size = activations.group_size
+        if activations.scales is None or size is None or size & (size - 1):
+            return "it computes with unquantized activations, or floats in groups of a power of two with scales of e8m0 or e4m3"
+        return None
+
+    def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
+        scale, bits = tensors["weight_scale"], layer.grid.bits
+        if bits == 4:
+            packed = tensors["weight_packed"]
+            signed = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).view(torch.int8) - 8
+        else:
+            signed = (tensors["weight"].view(torch.uint8) ^ 128).view(torch.int8)
+        held = scale.view(torch.int8) if scale.dtype == FLOAT8 else scale
+        also = {
+            name.removeprefix("weight_"): tensor for name, tensor in tensors.items() if name.endswith("_global_scale")
+        }
+        return also | {"words": layout.pack(signed, bits), "scale": held.t().contiguous()}
+
+    def blank(self, layer: Layer, scale: torch.dtype | None = None) -> Tensors:
+        return self.prepare(_stored(layer, scale), layer)
+
+    def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
+        bits, scale = layer.grid.bits, tensors["scale"].t().contiguous()
+        signed = layout.unpack(tensors["words"], bits, layer.shape[1])
+        if bits == 8:
+            codes = (signed.view(torch.uint8) ^ 128).view(FLOAT8)
+        else:
+            fields = (signed + 8).view(torch.uint8)
+            codes = unpack_e2m1(fields[:, ::2] | fields[:, 1::2] << 4)
+        parameters = {"scale": scale.view(FLOAT8) if scale.dtype == torch.int8 else scale}
+        if "global_scale" in tensors:
+            parameters["global_scale"] = tensors["global_scale"]
+        return CompressedWeight.of(codes, parameters, None, layer.entry.scheme, layer.dtype)
+
+    def weight(self, tensors: Tensors, layer: Layer) -> layout.Weight:
+        """The weight as kernels take it."""
+        return layout.Weight(
+            tensors["words"], tensors["scale"], None, layer.shape, layer.group, layer.grid.bits, floats=True,
+            common=tensors.get("global_scale"),
+        )  # fmt: skip
+
+    def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        from runtime.kernels.triton import block_float
+
+        weight, weights, activations = self.weight(tensors, layer), layer.grid, layer.entry.scheme.activations
+        assert isinstance(weights, BlockFloat)
+        if activations is not None:
+            common = tensors.get("input_global_scale")
+            if block_float.multiplies_codes(x.device, x.shape[0], weights, activations):
+                codes, scale = block_float.quantize(x, activations, common)
+                return block_float.product(codes, scale, common, weight, x.dtype, bias)
+            x = block_float.round_inputs(x, activations, common)
+        return multiply(x, weight, bias)
+
+    def path(self, rows: int) -> str:
+        return product_path(rows) if installed() else self.name
+
+
 class Sparse24Triton(TritonKernel):
     """2:4 weights of 2 to 4 bits, laid out as two codes and four bits of position a quad."""
 
@@ -200,9 +267,7 @@ class StoredTriton(TritonKernel):
         return tensors
 
     def blank(self, layer: Layer, scale: torch.dtype | None = None) -> Tensors:
-        specs = layer.storage.tensors(layer.entry.scheme, layer.shape, scale or layer.dtype, layer.entry.count)
-        stored = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
-        return self.prepare(stored, layer)
+        return self.prepare(_stored(layer, scale), layer)
 
 
 class Float8BlockTriton(StoredTriton):
@@ -311,10 +376,26 @@ def multiply(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None =
     return many_rows.many_rows(x, weight, bias)
 
 
+def product_path(rows: int) -> str:
+    """What `multiply` does for so many rows."""
+    from runtime.kernels.triton import few_rows, matvec
+
+    if rows <= matvec.MAXIMUM_ROWS:
+        return "triton matrix-vector product"
+    few = rows <= few_rows.MAXIMUM_ROWS
+    return "triton split-K tensor cores" if few else "triton dequantizing matrix product"
+
+
 def _of_rows(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """A scale of the inputs for each row of them, float32 `[rows]`: NaN where a row holds a NaN, which codes of integers cannot."""
     largest = x.amax(-1).float()  # NaN where there is one
     return torch.where(largest.isnan(), largest, scale.float().reshape(-1))
+
+
+def _stored(layer: Layer, scale: torch.dtype | None) -> Tensors:
+    """Tensors of the layer like those on disk, on meta; `scale` as of `TritonKernel.blank`."""
+    specs = layer.storage.tensors(layer.entry.scheme, layer.shape, scale or layer.dtype, layer.entry.count)
+    return {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
 
 
 def _grids(weight: CompressedWeight, layer: Layer) -> Tensors:

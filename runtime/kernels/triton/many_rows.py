@@ -1,4 +1,4 @@
-"""W4A16 and W8A16 for many rows: a matrix product that dequantizes on the way, and dequantization alone.
+"""W4A16, W8A16 and block floats for many rows: a matrix product that dequantizes on the way, and dequantization alone.
 
 `fused`: each program dequantizes the tile it multiplies; the weight is rounded to the activations' dtype, as the reference
 rounds it, and goes to the tensor cores through shared memory. `dense`: the whole weight is dequantized into a scratch matrix
@@ -12,7 +12,15 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import gpu, layout, semi_structured, tuning
-from runtime.kernels.triton.codes import ONE, dequantize_slice, dequantize_tile, own_block, row_major, store_part
+from runtime.kernels.triton.codes import (
+    ONE,
+    dequantize_slice,
+    dequantize_tile,
+    over_common,
+    own_block,
+    row_major,
+    store_part,
+)
 from runtime.kernels.triton.jit import cdiv, entry, tl
 from runtime.kernels.triton.split_k import product
 from runtime.kernels.triton.tuning import Config
@@ -22,8 +30,9 @@ from runtime.kernels.triton.tuning import Config
 def many_rows_kernel(
     x, words, scale, zero, bias, out,
     stride, M, N, K, tiles, groups, one,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     m, n = own_block(M, N, BLOCK_M, BLOCK_N)
     owned = tl.minimum(n, N - 1)  # rows past the end repeat the last one and are not stored
@@ -35,7 +44,7 @@ def many_rows_kernel(
     for t in tl.range(first, tl.minimum(first + share, tiles), num_stages=STAGES):
         w = tl.load(words + tl.cast(t, tl.int64) * N * 16 + owned[:, None] * 16 + word[None, :])
         b = dequantize_tile(
-            w, one, scale, zero, owned, t, N, groups, BLOCK_N, GROUP, FIELD, RUN, ASYMMETRIC, x.dtype.element_ty
+            w, one, scale, zero, owned, t, N, groups, BLOCK_N, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, x.dtype.element_ty
         )
         k = t * (512 // FIELD) + column[None, :]
         if EVEN_K:
@@ -43,6 +52,7 @@ def many_rows_kernel(
         else:
             a = tl.load(rows + k, mask=k < K, other=0.0)
         sums = tl.dot(a, tl.trans(b), sums)
+    sums = over_common(sums, scale, zero)
     if HAS_BIAS:
         sums += tl.load(bias + owned).to(tl.float32)[None, :]
     store_part(out, sums, m, n, M, N)
@@ -51,7 +61,8 @@ def many_rows_kernel(
 @entry
 def dequantize_kernel(
     words, scale, zero, out, N, K, groups, one,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -61,7 +72,22 @@ def dequantize_kernel(
     for j in tl.static_range(32 // FIELD):
         k = t * (512 // FIELD) + j * 16 + word[None, :]
         dense = dequantize_slice(
-            w, one, scale, zero, owned, t, N, groups, j, GROUP, FIELD, RUN, ASYMMETRIC, out.dtype.element_ty
+            w,
+            one,
+            scale,
+            zero,
+            owned,
+            t,
+            N,
+            groups,
+            j,
+            GROUP,
+            FIELD,
+            FLOAT,
+            RUN,
+            ASYMMETRIC,
+            True,
+            out.dtype.element_ty,
         )
         tl.store(rows + k, dense, mask=(n < N)[:, None] & (k < K))
 
@@ -107,7 +133,8 @@ def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.
 def many_rows(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x W^T + bias` for `x` `[M, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
 
-    Right for any number of rows. The weight is rounded to the dtype of `x` first.
+    Right for any number of rows. The weight is rounded to the dtype of `x` first; one with e4m3 scales is exact in it, and sums are divided
+    by what the scales have in common.
     """
     x = row_major(x)
     rows, n = x.shape[0], weight.shape[0]

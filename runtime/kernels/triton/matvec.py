@@ -1,10 +1,10 @@
-"""W4A16 and W8A16 for 1 or 2 rows: a matrix-vector product that only memory bandwidth should bound.
+"""W4A16, W8A16 and block floats for 1 or 2 rows: a matrix-vector product that only memory bandwidth should bound.
 
 No tensor cores: at these row counts they would idle, and feeding them costs registers. A program owns two blocks of rows of
 the weight and walks along K, `TILES` tiles at a time; every word is read once, 16 bytes a thread, marked evict-first so that the
-activations stay in the cache. A weight costs one AND and one FMA a row of x: codes are used as subnormal floats where they lie
-(`codes.code_tiny`), the activations, which all rows share, carry the factor. Scales and zero points are applied to each thread's
-partial sums, once a group. After ideas of gemlite and of split-K fused dequantization (arXiv 2402.00025). `SPLIT_K > 1` writes
+activations stay in the cache. A weight costs one AND, a float two shifts more, and one FMA a row of x: codes are used as subnormal
+floats (`codes.code_tiny`), the activations, which all rows share, carry the factor. Scales and zero points are applied to each
+thread's partial sums, once a group. After ideas of gemlite and of split-K fused dequantization (arXiv 2402.00025). `SPLIT_K > 1` writes
 float32 partial sums that a second kernel adds in order, so results repeat bit for bit.
 
 The factor limits the activations: a product is right for 2^-53 < |x| < 2^52, smaller ones lose digits, larger ones overflow.
@@ -15,13 +15,12 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import layout
-from runtime.kernels.triton.codes import code_tiny, tile_words
+from runtime.kernels.triton.codes import code_tiny, load_scale, over_common, tile_words, tiny_factor
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import product, vector_configurations, widest_split
 from runtime.kernels.triton.tuning import Config
 
 MAXIMUM_ROWS = 2
-# Activations are multiplied by 2^(76 - place of the code): the products, u * x * 2^-73, stay far from both ends of float32.
 
 
 @jit
@@ -32,9 +31,11 @@ def _activations(x, k, K, EVEN_K: tl.constexpr):
 
 
 @jit
-def _scaled(part, total, scale, zero, grid, FIELD: tl.constexpr, ASYMMETRIC: tl.constexpr):
-    """`s * sum x (u - 2^(F-1) - z)` out of `part = sum x u 2^-73` and `total = sum x`."""
-    s = tl.load(scale + grid).to(tl.float32)[:, :, None]
+def _scaled(part, total, scale, zero, grid, FIELD: tl.constexpr, FLOAT: tl.constexpr, ASYMMETRIC: tl.constexpr):
+    """`s * sum x (u - 2^(F-1) - z)`, of floats `s * sum x u`, out of `part = sum x u 2^-73` and `total = sum x`."""
+    s = load_scale(scale + grid)[:, :, None]
+    if FLOAT:
+        return part * 9444732965739290427392.0 * s  # 2^73
     if ASYMMETRIC:
         z = tl.load(zero + grid).to(tl.float32)[:, :, None] + (1 << (FIELD - 1))
     else:
@@ -43,8 +44,8 @@ def _scaled(part, total, scale, zero, grid, FIELD: tl.constexpr, ASYMMETRIC: tl.
 
 
 @jit
-def _finish(sums, out, bias, n, N, HAS_BIAS: tl.constexpr):
-    y = tl.sum(tl.sum(sums, 2), 1)
+def _finish(sums, scale, zero, out, bias, n, N, HAS_BIAS: tl.constexpr):
+    y = over_common(tl.sum(tl.sum(sums, 2), 1), scale, zero)
     if HAS_BIAS:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
@@ -54,8 +55,9 @@ def _finish(sums, out, bias, n, N, HAS_BIAS: tl.constexpr):
 def vector_product(
     x, words, scale, zero, bias, out,
     stride, M, N, K, tiles, groups,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, SPLIT_K: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
+    SPLIT_K: tl.constexpr,
 ):  # fmt: skip
     """What one program of a grid `(blocks of the weight's rows, SPLIT_K)` computes."""
     FIELDS: tl.constexpr = 32 // FIELD
@@ -85,48 +87,47 @@ def vector_product(
             part_b0, part_a1, part_b1, all1 = part_a0, part_a0, part_a0, all0
             for i in tl.static_range(RUN):
                 k = (step * TILES + tile)[:, None] * (FIELDS * 16) + (run * RUN + i) * 16 + word[None, :]
-                # 2^(76 - place)
-                factor = 2.0 ** (76 - FIELD * (run * RUN + i) + (9 if FIELD * (run * RUN + i + 1) > 23 else 0))
-                a = code_tiny(w_a, run * RUN + i, FIELD)
-                b = code_tiny(w_b, run * RUN + i, FIELD)
+                a = code_tiny(w_a, run * RUN + i, FIELD, FLOAT)
+                b = code_tiny(w_b, run * RUN + i, FIELD, FLOAT)
                 x0 = _activations(x, k, K, EVEN_K)
                 all0 += x0
-                x0 *= factor
+                x0 = tiny_factor(x0, run * RUN + i, FIELD, FLOAT)
                 part_a0 += a * x0[None, :, :]
                 part_b0 += b * x0[None, :, :]
                 if ROWS > 1:
                     x1 = _activations(second, k, K, EVEN_K)
                     all1 += x1
-                    x1 *= factor
+                    x1 = tiny_factor(x1, run * RUN + i, FIELD, FLOAT)
                     part_a1 += a * x1[None, :, :]
                     part_b1 += b * x1[None, :, :]
             if GROUP == 0:
                 group = tile[None, :] * 0
             else:
                 group = tl.minimum((at * (FIELDS * 16) + run * RUN * 16) // GROUP, groups - 1)[None, :] * N
-            sum_a0 += _scaled(part_a0, all0, scale, zero, group + owned_a[:, None], FIELD, ASYMMETRIC)
-            sum_b0 += _scaled(part_b0, all0, scale, zero, group + owned_b[:, None], FIELD, ASYMMETRIC)
+            sum_a0 += _scaled(part_a0, all0, scale, zero, group + owned_a[:, None], FIELD, FLOAT, ASYMMETRIC)
+            sum_b0 += _scaled(part_b0, all0, scale, zero, group + owned_b[:, None], FIELD, FLOAT, ASYMMETRIC)
             if ROWS > 1:
-                sum_a1 += _scaled(part_a1, all1, scale, zero, group + owned_a[:, None], FIELD, ASYMMETRIC)
-                sum_b1 += _scaled(part_b1, all1, scale, zero, group + owned_b[:, None], FIELD, ASYMMETRIC)
+                sum_a1 += _scaled(part_a1, all1, scale, zero, group + owned_a[:, None], FIELD, FLOAT, ASYMMETRIC)
+                sum_b1 += _scaled(part_b1, all1, scale, zero, group + owned_b[:, None], FIELD, FLOAT, ASYMMETRIC)
     out += tl.cast(tl.program_id(1), tl.int64) * M * N
-    _finish(sum_a0, out, bias, n, N, HAS_BIAS)
-    _finish(sum_b0, out, bias, n + BLOCK_N, N, HAS_BIAS)
+    _finish(sum_a0, scale, zero, out, bias, n, N, HAS_BIAS)
+    _finish(sum_b0, scale, zero, out, bias, n + BLOCK_N, N, HAS_BIAS)
     if ROWS > 1:
-        _finish(sum_a1, out + N, bias, n, N, HAS_BIAS)
-        _finish(sum_b1, out + N, bias, n + BLOCK_N, N, HAS_BIAS)
+        _finish(sum_a1, scale, zero, out + N, bias, n, N, HAS_BIAS)
+        _finish(sum_b1, scale, zero, out + N, bias, n + BLOCK_N, N, HAS_BIAS)
 
 
 @entry
 def matvec_kernel(
     x, words, scale, zero, bias, out,
     stride, M, N, K, tiles, groups,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, SPLIT_K: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
+    SPLIT_K: tl.constexpr,
 ):  # fmt: skip
     vector_product(
         x, words, scale, zero, bias, out, stride, M, N, K, tiles, groups,
-        GROUP, FIELD, RUN, ASYMMETRIC, HAS_BIAS, EVEN_K, ROWS, BLOCK_N, TILES, SPLIT_K,
+        GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, HAS_BIAS, EVEN_K, ROWS, BLOCK_N, TILES, SPLIT_K,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from runtime.engines.base import Chunk
 from runtime.engines.cuda import ops
 from runtime.engines.cuda.engine import CudaEngine
 from runtime.formats.float8_block import Float8Block
+from runtime.formats.presets import preset
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels.base import Layer
@@ -211,6 +212,9 @@ LAYERS = {
     ),
     "RoundedTriton, float8": (Scheme(INT4, ActivationScheme(8, "float")), "pack-quantized"),
     "Float8BlockTriton": (Scheme(Float8Block(), ActivationScheme(8, "float")), "float-quantized"),
+    "BlockFloatTriton": (preset("NVFP4A16"), "nvfp4-pack-quantized"),
+    "BlockFloatTriton, rounded": (preset("NVFP4"), "nvfp4-pack-quantized"),
+    "BlockFloatTriton, on sm_100": (preset("NVFP4"), "nvfp4-pack-quantized"),
     "W8A8Triton, float8": (Scheme(FLOAT8, ActivationScheme(8, "float")), "float-quantized"),
 }
 
@@ -218,11 +222,13 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_kernel_of_weights_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from runtime.kernels.triton import jit, linear
+    from runtime.kernels.triton import gpu, jit, linear
 
     scheme, storage = LAYERS[name]
     tensors = formats.get(storage).pack(random_weight(scheme, (64, 192)))
-    if scheme.activations is not None and not scheme.activations.dynamic:
+    if scheme.activations is not None and scheme.activations.dynamic == "local":
+        tensors |= {"input_global_scale": torch.ones(1)}
+    elif scheme.activations is not None and not scheme.activations.dynamic:
         tensors |= {"input_scale": torch.ones(1).bfloat16(), "input_zero_point": torch.ones(1, dtype=torch.int8)}
     layer = Layer(ModuleEntry(scheme, storage, None), (64, 192), torch.bfloat16, torch.device("cpu"))
     kernel = getattr(linear, name.partition(",")[0])("cpu")
@@ -231,6 +237,9 @@ def test_every_kernel_of_weights_can_be_captured(name: str, monkeypatch: pytest.
     monkeypatch.setattr(jit.Entry, "launcher", fake.launch)
     for rows in (1, 3, 17, 70, 300):
         x = torch.randn(rows, 192).bfloat16()
-        replay = fake(step(lambda _, x=x: kernel.run(x, prepared, layer, bias)))
-        assert replay()[0].shape == (rows, 64)
+        with gpu.assuming(100 if name.endswith("sm_100") else 90):
+            replay = fake(step(lambda _, x=x: kernel.run(x, prepared, layer, bias)))
+            assert replay()[0].shape == (rows, 64)
         assert any("_kernel" in entry[0] for entry in fake.traces[-1].steps)
+    launched = {entry[0] for trace in fake.traces for entry in trace.steps}
+    assert ("block_float.block_float_kernel" in launched) == name.endswith("sm_100")

@@ -26,13 +26,20 @@ import gpu_launches
 from export.triton_aot.worker import compile_variant
 from runtime import formats
 from runtime.errors import ArtifactError, CompressError
+from runtime.formats.presets import preset
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels.base import Layer
 from runtime.kernels.triton import aot, cubins, gpu, jit, signature, tuning
 from runtime.kernels.triton.aot import CudaDriver
 from runtime.kernels.triton.base import TritonKernel
-from runtime.kernels.triton.linear import Sparse24Triton, W4A16Triton, W8A8Triton, W8A16Triton
+from runtime.kernels.triton.linear import (
+    BlockFloatTriton,
+    Sparse24Triton,
+    W4A16Triton,
+    W8A8Triton,
+    W8A16Triton,
+)
 from runtime.kernels.triton.signature import Variant
 
 HERE = Path(__file__).parent
@@ -50,7 +57,7 @@ def matvec_arguments(x: torch.Tensor, /, **changes: Any) -> dict[str, Any]:
     words, scale = torch.zeros(2, 48, 16, dtype=torch.int32), torch.zeros(8, 48, dtype=torch.bfloat16)
     arguments = {
         "x": x, "words": words, "scale": scale, "zero": scale, "bias": x, "out": torch.zeros(48, dtype=torch.bfloat16),
-        "stride": 256, "M": 1, "N": 48, "K": 256, "tiles": 2, "groups": 8, "GROUP": 32, "FIELD": 4, "RUN": 2,
+        "stride": 256, "M": 1, "N": 48, "K": 256, "tiles": 2, "groups": 8, "GROUP": 32, "FIELD": 4, "FLOAT": False, "RUN": 2,
         "ASYMMETRIC": False, "HAS_BIAS": False, "EVEN_K": False, "ROWS": 1, "BLOCK_N": 16, "TILES": 4, "SPLIT_K": 1,
         "num_warps": 4,
     }  # fmt: skip
@@ -303,6 +310,9 @@ SCHEMES: list[tuple[TritonKernel, Scheme, str]] = [
         Scheme(GridScheme(8, "float", True, "channel"), ActivationScheme(8, "float")),
         "float-quantized",
     ),
+    (BlockFloatTriton("cpu"), preset("NVFP4A16"), "nvfp4-pack-quantized"),
+    (BlockFloatTriton("cpu"), preset("NVFP4"), "nvfp4-pack-quantized"),
+    (BlockFloatTriton("cpu"), preset("MXFP8A16"), "mxfp8-quantized"),
 ]
 
 
@@ -312,7 +322,9 @@ def test_tensors_on_meta_are_like_those_that_prepare_makes(kernel: TritonKernel,
 
     shape = (38, 192)
     tensors = formats.get(storage).pack(random_weight(scheme, shape))
-    if scheme.activations is not None and not scheme.activations.dynamic:
+    if scheme.activations is not None and scheme.activations.dynamic == "local":
+        tensors |= {"input_global_scale": torch.ones(1)}
+    elif scheme.activations is not None and not scheme.activations.dynamic:
         tensors |= {"input_scale": torch.ones(1).bfloat16(), "input_zero_point": torch.ones(1, dtype=torch.int8)}
     layer = Layer(ModuleEntry(scheme, storage, None), shape, torch.bfloat16, CPU)
     made, blank = kernel.prepare(tensors, layer), kernel.blank(layer)

@@ -14,7 +14,9 @@ if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
 KERNELS = [
     "w4a16 1", "w4a16 16", "w4a16 512", "w4a16 dequantize", "w8a8 int8 512", "w8a8 float8 512", "quantize int8", "2:4 w4 1",
     "w4 rounded 1", "w4 rounded 512", "w4 rounded, groups 16", "w4 rounded, groups 4096", "quantize groups", "w4 float8 16",
-    "w4 float8 512", "float8 blocks 16", "float8 blocks 512",
+    "w4 float8 512", "float8 blocks 16", "float8 blocks 512", "mxfp4 1", "mxfp4 16", "mxfp4 512", "nvfp4 1", "nvfp4 16", "nvfp4 512",
+    "nvfp4 dequantize", "mxfp8 1", "mxfp8 16", "mxfp8 512", "round NVFP4", "round MXFP4", "round MXFP8",
+    "quantize NVFP4", "quantize MXFP8", "NVFP4 512", "MXFP4 65", "MXFP4 4096", "MXFP8 512",
     "2:4 w4 dequantize", "rms_norm", "swiglu", "experts w4 1", "experts w4 16", "experts w4 2048", "experts bf16 512",
     "experts bf16 2048", "experts fp32",
 ]  # fmt: skip
@@ -29,7 +31,7 @@ def test_compiles_without_spills(name, capability, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     call, least = gpu_launches.hot_launches()[name]
     if capability < least:
-        pytest.skip("no float8 there")
+        pytest.skip("nothing launches it there")
     found = gpu_launches.report(name, call, capability)
     assert found
     for kernel, used in found.items():
@@ -55,9 +57,29 @@ def narrow(columns, sparse):
     return lambda: matvec.matvec(x, layout.Weight(words, scale, None, (rows, columns), 0, 4))
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("MXFP4 512", "mxf4"),
+        ("NVFP4 512", "mxf4nvf4"),
+        ("MXFP8 512", "mxf8f6f4"),
+    ],
+)
+def test_tensor_cores_multiply_block_floats_under_their_scales(name, kind, tmp_path, monkeypatch):
+    """Where they cannot, or blocks are narrower, the compiler converts to bfloat16 without a word."""
+    import gpu_launches
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launch = gpu_launches.record(gpu_launches.hot_launches()[name][0], 100)[-1]
+    found = re.findall(r"(?:tcgen05\.mma|mma\.sync)\S*", gpu_launches.build(launch, 100).asm["ptx"])
+    assert found
+    assert all(f"kind::{kind}.block_scale" in each for each in found)
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
-    ("name", "loads"), [("w4a16 1", 4), ("2:4 w4 1", 6), ("odd", 4), ("ragged", 4), ("2:4 odd", 6), ("2:4 ragged", 6)]
+    ("name", "loads"),
+    [("w4a16 1", 4), ("nvfp4 1", 4), ("2:4 w4 1", 6), ("odd", 4), ("ragged", 4), ("2:4 odd", 6), ("2:4 ragged", 6)],
 )
 def test_matvec_reads_sixteen_bytes_a_thread_without_barriers(name, loads, capability, tmp_path, monkeypatch):
     """What its speed rests on: wide loads of the weight, and nothing in the loop that threads wait for each other in."""

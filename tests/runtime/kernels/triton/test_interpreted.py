@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
         "many_rows",
         "w8a8",
         "rounded",
+        "block_float",
         "sparse24",
         "fused",
         "linear",

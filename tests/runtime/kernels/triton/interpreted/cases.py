@@ -1,7 +1,7 @@
 """Random and hostile weights and inputs."""
 
 import torch
-from triton_references import reorder
+from triton_references import block_floats, reorder
 
 from runtime.kernels.triton import layout
 
@@ -32,6 +32,34 @@ def weight(n, k, group, asymmetric, field, dtype=torch.bfloat16, seed=0):
     packed = reorder(codes, scale, zero, group, field)
     assert torch.equal(layout.unpack(packed.words, field, k), codes)
     return packed
+
+
+# (N, K, format)
+BLOCK_FLOATS = [
+    (1, 32, "mxfp4"),
+    (7, 160, "mxfp4"),
+    (17, 544, "mxfp4"),
+    (1, 16, "nvfp4"),
+    (9, 176, "nvfp4"),
+    (17, 528, "nvfp4"),
+    (1, 32, "mxfp8"),
+    (7, 160, "mxfp8"),
+    (17, 544, "mxfp8"),
+]
+
+
+def block_float(n, k, name, seed=0):
+    """Codes over the whole grid, both zeros included, under scales that differ by much; the largest and the least of e4m3 among them."""
+    generator, bits = torch.Generator().manual_seed(seed), int(name[-1])
+    fields = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, generator=generator)
+    if bits == 8:
+        fields[fields % 128 == 127] = 0  # NaN
+    if name != "nvfp4":
+        scale = torch.randint(110, 122, (n, k // 32), dtype=torch.uint8, generator=generator)
+        return block_floats(fields, scale, bits)
+    scale = (torch.rand(n, k // 16, generator=generator) * 448).to(torch.float8_e4m3fn)
+    scale.view(torch.uint8)[:, 0] = torch.tensor([0x7E, 1])[torch.arange(n) % 2].to(torch.uint8)
+    return block_floats(fields, scale, bits, torch.tensor([1234.5]))
 
 
 def rows(m, k, dtype=torch.bfloat16, seed=0, strided=False):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import WEIGHTS, assert_close, rows, weight
+from cases import WEIGHTS, assert_close, block_float, rows, weight
 from triton_interpreter import watched
 from triton_references import dequantize, forced
 
@@ -52,6 +52,19 @@ def test_packed(case, field):
         if name != "all to one":  # many programs
             y = kernels.products(x, stack, chosen, None, chosen.shape[1])
             assert_close(y, expected(x, [dequantize(w, torch.float64) for w in every], chosen), dtype)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+def test_packed_block_floats(name):
+    case, chosen = (17, 160, name), torch.tensor(CHOSEN["one unused"], dtype=torch.int32)
+    every = [block_float(*case, seed=number) for number in range(COUNT)]
+    words, scale = torch.stack([w.words for w in every]), torch.stack([w.scale for w in every])
+    stack, x = Stack(words, scale, None, every[0].shape, 32, every[0].field, floats=True), rows(len(chosen), 160)
+    for size, held in ((None, torch.float64), (16, torch.float64), (64, x.dtype)):
+        with forced(narrow(stack.tile, size) if size else None):
+            order = sort_pairs(chosen, COUNT, size) if size else None
+            y = kernels.products(x, stack, chosen, order, chosen.shape[1])
+        assert_close(y, expected(x, [dequantize(w, held) for w in every], chosen), x.dtype)
 
 
 @pytest.mark.parametrize("field", [4, 8])

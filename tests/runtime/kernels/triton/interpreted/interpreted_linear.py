@@ -7,12 +7,16 @@ import torch
 from weight_cases import random_weight
 
 from runtime import formats
+from runtime.formats.block_float import BlockFloat
 from runtime.formats.float8_block import Float8Block
+from runtime.formats.presets import preset
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels.base import Layer
 from runtime.kernels.reference import Reference
+from runtime.kernels.triton import gpu
 from runtime.kernels.triton.linear import (
+    BlockFloatTriton,
     Float8BlockTriton,
     RoundedTriton,
     Sparse24Triton,
@@ -32,7 +36,9 @@ def check(kernel, scheme, shape, storage, dtype=torch.bfloat16, seed=0, rows=(0,
     weight = random_weight(scheme, shape, dtype, seed)
     stored = formats.get(storage)
     tensors = stored.pack(weight)
-    if scheme.activations is not None and not scheme.activations.dynamic:
+    if scheme.activations is not None and scheme.activations.dynamic == "local":
+        tensors["input_global_scale"] = torch.tensor([900.0])
+    elif scheme.activations is not None and not scheme.activations.dynamic:
         tensors["input_scale"] = torch.tensor([0.03], dtype=dtype)
         if not scheme.activations.symmetric:
             tensors["input_zero_point"] = torch.tensor([5], dtype=torch.int8)
@@ -46,7 +52,7 @@ def check(kernel, scheme, shape, storage, dtype=torch.bfloat16, seed=0, rows=(0,
     restored, exact = kernel.restore(prepared, layer), Reference().restore(tensors, layer)
     assert torch.equal(restored.values.view(torch.uint8), exact.values.view(torch.uint8))
     assert restored.parameters.keys() == exact.parameters.keys()
-    assert all(torch.equal(parameter, exact.parameters[name]) for name, parameter in restored.parameters.items())
+    assert all(torch.equal(_bytes(each), _bytes(exact.parameters[name])) for name, each in restored.parameters.items())
     assert (restored.zero_point is None) == (exact.zero_point is None)
     assert exact.zero_point is None or torch.equal(restored.zero_point, exact.zero_point)
     assert torch.equal(restored.dequantize(), weight.dequantize())
@@ -87,6 +93,68 @@ def test_w8a16(grid):
             "pack-quantized",
             seed=seed,
         )
+
+
+BLOCK_FLOATS = {"NVFP4": "nvfp4-pack-quantized", "MXFP4": "mxfp4-pack-quantized", "MXFP8": "mxfp8-quantized"}
+
+
+@pytest.mark.parametrize("name", BLOCK_FLOATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inputs", ["A16", ""], ids=["as given", "rounded"])
+def test_block_floats(name, dtype, inputs):
+    for seed, shape in enumerate(((7, 192), (70, 160), (1, 32))):
+        scheme = preset(f"{name}{inputs}")
+        check(BlockFloatTriton("cpu"), scheme, shape, BLOCK_FLOATS[name], dtype, seed, (0, 1, 2, 5, 70))
+    with gpu.assuming(100):
+        check(BlockFloatTriton("cpu"), scheme, (70, 160), BLOCK_FLOATS[name], dtype, 1, (0, 64, 65, 140))
+
+
+@pytest.mark.parametrize("name", BLOCK_FLOATS)
+def test_a_token_with_a_nan_spoils_only_itself(name):
+    scheme, dtype, kernel, shape = preset(name), torch.bfloat16, BlockFloatTriton("cpu"), (7, 64)
+    tensors = formats.get(BLOCK_FLOATS[name]).pack(random_weight(scheme, shape, dtype, 0))
+    layer = _layer(scheme, BLOCK_FLOATS[name], shape, dtype)
+    also = {"input_global_scale": torch.tensor([900.0])} if name == "NVFP4" else {}
+    prepared = also | kernel.prepare(tensors, layer)
+    for count, capability in ((5, 90), (70, 90), (70, 100)):
+        x = torch.randn(count, 64).to(dtype)
+        with gpu.assuming(capability):
+            expected = kernel.run(x, prepared, layer, None)
+            x[1, 5] = float("nan")
+            y = kernel.run(x, prepared, layer, None)
+        assert bool(y[1].isnan().all())
+        assert torch.equal(y[2:], expected[2:])
+        assert torch.equal(y[0], expected[0])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", BLOCK_FLOATS)
+def test_extreme_block_floats(name):
+    """Every stored scale and code, NaN and minus zero among them: rows are not finite where the reference's are not."""
+    scheme, dtype, (n, k) = preset(f"{name}A16"), torch.bfloat16, (256, 64)
+    generator, groups = torch.Generator().manual_seed(0), k // (16 if name == "NVFP4" else 32)
+    every = torch.arange(n, dtype=torch.uint8)[:, None].repeat(1, groups)
+    codes = torch.randint(0, 256, (n, k // (1 if name == "MXFP8" else 2)), dtype=torch.uint8, generator=generator)
+    tensors = {"weight_scale": every, "weight_packed": codes}
+    if name == "NVFP4":
+        tensors |= {"weight_scale": every.view(torch.float8_e4m3fn), "weight_global_scale": torch.tensor([3e-3])}
+    if name == "MXFP8":
+        tensors = {"weight_scale": every, "weight": codes.view(torch.float8_e4m3fn)}
+    kernel, layer = BlockFloatTriton("cpu"), _layer(scheme, BLOCK_FLOATS[name], (n, k), dtype)
+    prepared = kernel.prepare(tensors, layer)
+    weight = Reference().restore(tensors, layer)
+    restored = kernel.restore(prepared, layer)
+    assert torch.equal(_bytes(restored.values), _bytes(weight.values))
+    assert all(torch.equal(_bytes(p), _bytes(weight.parameters[key])) for key, p in restored.parameters.items())
+    dense = weight.scheme.weights.dequantize(weight.values, weight.parameters, torch.float64)
+    for count in (1, 3, 70):
+        x = torch.randn(count, k, generator=generator).to(dtype)
+        y, expected = kernel.run(x, prepared, layer, None), x.double() @ dense.t()
+        finite = dense.isfinite().all(1) & (dense.abs().amax(1) < 1e36)
+        assert bool(finite.any())
+        assert not bool(y[:, ~dense.isfinite().all(1)].isfinite().any())
+        size = (x.double().abs() @ dense.abs().t())[:, finite]
+        assert bool(((y.double() - expected)[:, finite].abs() <= 2**-7 * size + 2e-38).all())
 
 
 @pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
@@ -166,6 +234,10 @@ def test_float8_blocks(height, activations):
     check(Float8BlockTriton("cpu"), scheme, (70, 256), "float-quantized", rows=(0, 1, 5))
 
 
+def _layer(scheme, storage, shape, dtype):
+    return Layer(ModuleEntry(scheme, storage), shape, dtype, torch.device("cpu"))
+
+
 def test_why_not():
     def reason(kernel, scheme, dtype=torch.bfloat16):
         return kernel.why_not(Layer(ModuleEntry(scheme, "packed"), (64, 64), dtype, torch.device("cpu")))
@@ -176,6 +248,11 @@ def test_why_not():
     assert "multiple of 64" in reason(Sparse24Triton(), int4)
     assert "5 to 8 bits" in reason(W8A16Triton(), int4)
     assert "integer activations" in reason(W8A8Triton(), int4)
+    assert "block floats" in reason(BlockFloatTriton(), int4)
+    for given in (ActivationScheme(), ActivationScheme(8, "float", strategy="group", group_size=32)):
+        assert "scales of e8m0 or e4m3" in reason(BlockFloatTriton(), Scheme(BlockFloat(4), given))
+    odd = ActivationScheme(4, "float", True, "local", "tensor_group", 48, "e4m3")
+    assert "a power of two" in reason(BlockFloatTriton(), Scheme(BlockFloat(4), odd))
     blocks = Float8Block()
     assert "blocks of 128 columns" in reason(Float8BlockTriton(), int4)
     assert "blocks of 128 columns" in reason(

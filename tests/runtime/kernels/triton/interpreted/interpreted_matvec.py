@@ -1,17 +1,26 @@
 import pytest
 import torch
-from cases import WEIGHTS, assert_close, rows, weight
+from cases import BLOCK_FLOATS, WEIGHTS, assert_close, block_float, rows, weight
 from triton_references import forced, linear
 
 from runtime.kernels.triton.matvec import matvec
 
+FORMATS = ("mxfp4", "nvfp4", "mxfp8")
 SMALL = {"BLOCK_N": 4, "TILES": 2, "SPLIT_K": 1, "num_warps": 4}
 
 
 @pytest.mark.parametrize("field", [4, 8])
 @pytest.mark.parametrize("case", WEIGHTS, ids=str)
 def test_matvec(case, field):
-    w = weight(*case, field)
+    check(weight(*case, field), case)
+
+
+@pytest.mark.parametrize("case", BLOCK_FLOATS, ids=str)
+def test_block_floats(case):
+    check(block_float(*case), case)
+
+
+def check(w, case):
     small = SMALL | {"BLOCK_N": 16 if case[0] > 16 else 4}
     for m, dtype, config in (
         (1, torch.bfloat16, None),
@@ -25,10 +34,10 @@ def test_matvec(case, field):
     assert_close(matvec(x[:0], w), expected[:0], dtype)
 
 
+@pytest.mark.parametrize("w", [weight(5, 300, 64, True, 4), *(block_float(5, 320, each) for each in FORMATS)])
 @pytest.mark.parametrize("size", [1e-12, 1e12])
-def test_range_of_activations(size):
-    w = weight(5, 300, 64, True, 4)
-    x = (rows(1, 300) * size).contiguous()
+def test_range_of_activations(size, w):
+    x = (rows(1, w.shape[1]) * size).contiguous()
     assert_close(matvec(x, w) / size, linear(x, w) / size, torch.bfloat16)
 
 

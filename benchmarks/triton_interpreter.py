@@ -66,7 +66,7 @@ def repair() -> None:
         else:
             found = decoded(data, tl.float8e4nv)
         if scale.dtype.scalar == tl.float8e4nv:
-            factor = decoded(scale.data, tl.float8e4nv)
+            factor = decoded(scale.data & 127, tl.float8e4nv)  # tensor cores have no sign here
         else:
             exponent = scale.data.astype(np.int32)
             factor = np.where(exponent == 255, np.nan, np.ldexp(np.float32(1), np.minimum(exponent, 254) - 127))

@@ -217,7 +217,7 @@ def product(
     codes: torch.Tensor, scale: torch.Tensor, common: torch.Tensor | None, weight: layout.Weight, dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Product of block floats -> `[M, N]` in `dtype`. Scales of e4m3 are unsigned here, as NVFP4 has them.
+    """Product of block floats -> `[M, N]` in `dtype`. Scales of e4m3 have no sign, as in NVFP4.
 
     Args:
         codes, scale: of `quantize`, with the bits and groups of the weight.

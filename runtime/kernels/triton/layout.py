@@ -9,7 +9,7 @@ fields, 64 with 8-bit ones. Field `j` of word `w` holds column `tile * 16 * fiel
 - a group whose size is a multiple of 16 never ends inside a slice, so a slice has one scale a row.
 
 Integers are stored unsigned (`code + 2^(field - 1)`), floats (e2m1 of 4 bits, e4m3 of 8) as they are; columns that fill up the last
-tile hold 0.
+tile hold 0, of floats minus zero.
 """
 
 from __future__ import annotations

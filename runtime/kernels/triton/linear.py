@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from runtime.errors import CompressError
 from runtime.formats.bitpack import unpack_rows
 from runtime.formats.block_float import BlockFloat, unpack_e2m1
 from runtime.formats.float8 import FLOAT8
@@ -154,6 +155,10 @@ class BlockFloatTriton(TritonKernel):
 
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
         scale, bits = tensors["weight_scale"], layer.grid.bits
+        if scale.dtype == FLOAT8 and not scale.is_meta and bool((scale.view(torch.int8) < 0).any()):
+            raise CompressError(
+                "scales of block floats have a sign, which NVFP4 has none for: tensor cores would leave it out"
+            )
         if bits == 4:
             packed = tensors["weight_packed"]
             signed = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).view(torch.int8) - 8
@@ -202,7 +207,7 @@ class BlockFloatTriton(TritonKernel):
         return multiply(x, weight, bias)
 
     def path(self, rows: int) -> str:
-        return product_path(rows) if installed() else self.name
+        return "triton product of block floats"
 
 
 class Sparse24Triton(TritonKernel):

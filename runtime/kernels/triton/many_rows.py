@@ -72,28 +72,13 @@ def dequantize_kernel(
     for j in tl.static_range(32 // FIELD):
         k = t * (512 // FIELD) + j * 16 + word[None, :]
         dense = dequantize_slice(
-            w,
-            one,
-            scale,
-            zero,
-            owned,
-            t,
-            N,
-            groups,
-            j,
-            GROUP,
-            FIELD,
-            FLOAT,
-            RUN,
-            ASYMMETRIC,
-            True,
-            out.dtype.element_ty,
-        )
+            w, one, scale, zero, owned, t, N, groups, j, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, True, out.dtype.element_ty
+        )  # fmt: skip
         tl.store(rows + k, dense, mask=(n < N)[:, None] & (k < K))
 
 
 def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
-    """`[N, K]` in `dtype`: `(code - zero) * scale`, one rounding."""
+    """`[N, K]` in `dtype`: `(code - zero) * scale`, one rounding; e4m3 scales are divided first, in float32."""
     n, columns = weight.shape
     out = torch.empty(n, columns, dtype=dtype, device=weight.words.device)
     if out.numel():
@@ -133,8 +118,8 @@ def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.
 def many_rows(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x W^T + bias` for `x` `[M, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
 
-    Right for any number of rows. The weight is rounded to the dtype of `x` first; one with e4m3 scales is exact in it, and sums are divided
-    by what the scales have in common.
+    Right for any number of rows. The weight is rounded to the dtype of `x` first. One with e4m3 scales is exact in it, unless a scratch
+    matrix is written, and sums are divided by what the scales have in common.
     """
     x = row_major(x)
     rows, n = x.shape[0], weight.shape[0]

@@ -214,6 +214,7 @@ LAYERS = {
     "Float8BlockTriton": (Scheme(Float8Block(), ActivationScheme(8, "float")), "float-quantized"),
     "BlockFloatTriton": (preset("NVFP4A16"), "nvfp4-pack-quantized"),
     "BlockFloatTriton, rounded": (preset("NVFP4"), "nvfp4-pack-quantized"),
+    "BlockFloatTriton, powers of two": (preset("MXFP4"), "mxfp4-pack-quantized"),
     "BlockFloatTriton, on sm_100": (preset("NVFP4"), "nvfp4-pack-quantized"),
     "W8A8Triton, float8": (Scheme(FLOAT8, ActivationScheme(8, "float")), "float-quantized"),
 }

@@ -312,6 +312,7 @@ SCHEMES: list[tuple[TritonKernel, Scheme, str]] = [
     ),
     (BlockFloatTriton("cpu"), preset("NVFP4A16"), "nvfp4-pack-quantized"),
     (BlockFloatTriton("cpu"), preset("NVFP4"), "nvfp4-pack-quantized"),
+    (BlockFloatTriton("cpu"), preset("MXFP4"), "mxfp4-pack-quantized"),
     (BlockFloatTriton("cpu"), preset("MXFP8A16"), "mxfp8-quantized"),
 ]
 
@@ -367,6 +368,19 @@ def test_every_candidate_is_recorded(tiny_artifact: Path) -> None:
     assert gpu.capability(torch.device("meta")) == (9, 0), "nothing is left assumed"
     for variant in many.variants:  # a step's positions and slots may lie anywhere
         assert not any(code.endswith("/16") for name, code in variant.arguments if name in ("positions", "slots"))
+
+
+def test_scales_of_block_floats_have_no_sign() -> None:
+    """Tensor cores of sm_100 would leave it out."""
+    from weight_cases import random_weight
+
+    scheme, shape = preset("NVFP4A16"), (64, 192)
+    tensors = formats.get("nvfp4-pack-quantized").pack(random_weight(scheme, shape))
+    layer = Layer(ModuleEntry(scheme, "nvfp4-pack-quantized", None), shape, torch.bfloat16, CPU)
+    BlockFloatTriton("cpu").prepare(tensors, layer)
+    tensors["weight_scale"].view(torch.uint8)[3, 1] |= 128
+    with pytest.raises(CompressError, match="scales of block floats have a sign"):
+        BlockFloatTriton("cpu").prepare(tensors, layer)
 
 
 class Witness:

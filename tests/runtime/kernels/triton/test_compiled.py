@@ -65,12 +65,19 @@ def narrow(columns, sparse):
         ("MXFP8 512", "mxf8f6f4"),
     ],
 )
-def test_tensor_cores_multiply_block_floats_under_their_scales(name, kind, tmp_path, monkeypatch):
-    """Where they cannot, or blocks are narrower, the compiler converts to bfloat16 without a word."""
+@pytest.mark.parametrize("choice", range(4))
+@pytest.mark.sampled(3, 4)
+def test_tensor_cores_multiply_block_floats_under_their_scales(name, kind, choice, tmp_path, monkeypatch):
+    """In each launch that tuning may choose: with narrower blocks the compiler converts to bfloat16 without a word."""
     import gpu_launches
 
+    from runtime.kernels.triton import block_float
+
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    launch = gpu_launches.record(gpu_launches.hot_launches()[name][0], 100)[-1]
+    every = block_float.configurations
+    monkeypatch.setattr(block_float, "configurations", lambda rows, weight: every(rows, weight)[choice:])
+    launches = gpu_launches.record(gpu_launches.hot_launches()[name][0], 100)
+    (launch,) = [each for each in launches if each.kernel.__name__ == "block_float_kernel"]
     found = re.findall(r"(?:tcgen05\.mma|mma\.sync)\S*", gpu_launches.build(launch, 100).asm["ptx"])
     assert found
     assert all(f"kind::{kind}.block_scale" in each for each in found)

@@ -137,7 +137,8 @@ def test_extreme_block_floats(name):
     codes = torch.randint(0, 256, (n, k // (1 if name == "MXFP8" else 2)), dtype=torch.uint8, generator=generator)
     tensors = {"weight_scale": every, "weight_packed": codes}
     if name == "NVFP4":
-        tensors |= {"weight_scale": every.view(torch.float8_e4m3fn), "weight_global_scale": torch.tensor([3e-3])}
+        unsigned = (every & 127).view(torch.float8_e4m3fn)
+        tensors |= {"weight_scale": unsigned, "weight_global_scale": torch.tensor([3e-3])}
     if name == "MXFP8":
         tensors = {"weight_scale": every, "weight": codes.view(torch.float8_e4m3fn)}
     kernel, layer = BlockFloatTriton("cpu"), _layer(scheme, BLOCK_FLOATS[name], (n, k), dtype)

@@ -72,13 +72,15 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         """Block floats: `mxfp4`, `mxfp8` or `nvfp4`."""
         field, group, nv = int(kind[-1]), 16 if kind == "nvfp4" else 32, kind == "nvfp4"
         words = meta(k // layout.tile_columns(field), n, layout.WIDTH, dtype=torch.int32)
-        scale, common = meta(k // group, n, dtype=torch.int8 if nv else torch.uint8), meta(1, dtype=torch.float32)
-        return layout.Weight(words, scale, None, (n, k), group, field, floats=True, common=common if nv else None)
+        scale, global_scale = meta(k // group, n, dtype=torch.int8 if nv else torch.uint8), meta(1, dtype=torch.float32)
+        return layout.Weight(
+            words, scale, None, (n, k), group, field, floats=True, global_scale=global_scale if nv else None
+        )
 
     def scaled_call(name: str, rows: int) -> torch.Tensor:
-        scheme, common = preset(name).activations, meta(1, dtype=torch.float32) if name == "NVFP4" else None
-        codes, scale = block_float.quantize(meta(rows, k), scheme, common)
-        return block_float.product(codes, scale, common, blocks(name.lower()), torch.bfloat16)
+        scheme, global_scale = preset(name).activations, meta(1, dtype=torch.float32) if name == "NVFP4" else None
+        codes, scale = block_float.quantize(meta(rows, k), scheme, global_scale)
+        return block_float.product(codes, scale, global_scale, blocks(name.lower()), torch.bfloat16)
 
     def w8a8_call(rows: int, dtype: torch.dtype) -> torch.Tensor:
         codes, scale = meta(rows, k, dtype=dtype), meta(rows, dtype=torch.float32)
@@ -112,9 +114,9 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
             calls[f"{kind} {rows}"] = (partial(linear.multiply, meta(rows, k), blocks(kind)), 80)
         calls[f"{kind} dequantize"] = (partial(many_rows.dequantize, blocks(kind), torch.bfloat16), 80)
     for name in ("NVFP4", "MXFP4", "MXFP8"):
-        scheme, common = preset(name).activations, meta(1, dtype=torch.float32) if name == "NVFP4" else None
-        calls[f"round {name}"] = (partial(block_float.round_inputs, meta(16, k), scheme, common), 80)
-        calls[f"quantize {name}"] = (partial(block_float.quantize, meta(16, k), scheme, common), 80)
+        scheme, global_scale = preset(name).activations, meta(1, dtype=torch.float32) if name == "NVFP4" else None
+        calls[f"round {name}"] = (partial(block_float.round_inputs, meta(16, k), scheme, global_scale), 80)
+        calls[f"quantize {name}"] = (partial(block_float.quantize, meta(16, k), scheme, global_scale), 80)
         for rows in (65, 512, 4096):
             calls[f"{name} {rows}"] = (partial(scaled_call, name, rows), 100)
     for kind, dtype, least in (("int8", torch.int8, 80), ("float8", w8a8.FLOAT8, 89)):

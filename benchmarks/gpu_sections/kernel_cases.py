@@ -131,11 +131,11 @@ def scaled_case(n: int, k: int, rows: int, name: str, device: str) -> Case:
 
     scheme, x = preset(name).activations, torch.randn(rows, k, device=device).bfloat16()
     assert scheme is not None
-    w, common = block_weight(n, k, name.lower(), device), torch.tensor([900.0], device=device)
-    wide = fake_quantize(x, scheme, {"input_global_scale": common})
+    w, global_scale = block_weight(n, k, name.lower(), device), torch.tensor([900.0], device=device)
+    wide = fake_quantize(x, scheme, {"input_global_scale": global_scale})
 
     def run() -> torch.Tensor:
-        own = common if name == "NVFP4" else None
+        own = global_scale if name == "NVFP4" else None
         return block_float.product(*block_float.quantize(x, scheme, own), own, w, torch.bfloat16)
 
     return Case(f"block floats, {n}x{k} {name} rows {rows}", run, references.linear(wide, w), 5e-3)
@@ -149,9 +149,11 @@ def round_case(name: str, rows: int, k: int, device: str) -> Case:
 
     scheme, x = preset(name).activations, torch.randn(rows, k, device=device).bfloat16()
     assert scheme is not None
-    common = torch.tensor([900.0], device=device) if name == "NVFP4" else None
-    expected = fake_quantize(x, scheme, {} if common is None else {"input_global_scale": common})
-    return Case(f"round inputs, {rows}x{k} {name}", partial(round_inputs, x, scheme, common), expected.double(), 0.0)
+    global_scale = torch.tensor([900.0], device=device) if name == "NVFP4" else None
+    expected = fake_quantize(x, scheme, {} if global_scale is None else {"input_global_scale": global_scale})
+    return Case(
+        f"round inputs, {rows}x{k} {name}", partial(round_inputs, x, scheme, global_scale), expected.double(), 0.0
+    )
 
 
 def weight_only_cases(w: Any, label: str, small: bool) -> Iterator[Case]:

@@ -101,7 +101,7 @@ def policy_of(source: Source) -> Policy | None:
 
 
 def cache_note(source: Source) -> str | None:
-    """What is to be said of the artifact's policy: attention over a cache that the fused engine does not hold is not compiled ahead."""
+    """Said where attention over the artifact's compressed cache is not compiled ahead; None: no policy, or the fused engine holds it."""
     policy = policy_of(source)
     if policy is None or not isinstance(_storage(source.skeleton, policy), str):
         return None
@@ -158,8 +158,8 @@ def find(model: PreTrainedModel, capability: int, every: bool = True, policy: Po
 
     Args:
         every: each configuration that tuning may choose; False: the default ones only.
-        policy: of its cache. Where transformers' modules compute with it, launches of the fused engine, which computes when the model
-            is loaded without, are found too; those over the compressed cache are not.
+        policy: of its cache. Where only transformers' modules hold it, launches of the fused engine are still found, for loads without
+            a policy; those over the compressed cache are not.
 
     The model is used up: its layers get kernels and empty tensors.
     """

@@ -31,7 +31,7 @@ _EXPORTS = {
 # `take_over(engine, policy)` gives the fused engine of a device, or None where it does not fit.
 FUSED_NAMES = {"cpu": "the decoder in C", "cuda": "the engine with CUDA graphs"}
 _FUSED = {"cpu": "runtime.engines.native.take_over:take_over", "cuda": "runtime.engines.cuda.engine:take_over"}
-# `why_modules_store(policy)` says what of it the pages of a device's fused engine cannot do.
+# `why_modules_store(policy)` says what a policy asks for that the pages of a device's fused engine cannot do; None: nothing.
 _STORES = {
     "cpu": "runtime.engines.native.storage:why_modules_store",
     "cuda": "runtime.engines.cuda.storage:why_modules_store",

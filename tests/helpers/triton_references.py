@@ -33,13 +33,13 @@ def reorder(
 
 
 def block_floats(
-    fields: torch.Tensor, scale: torch.Tensor, bits: int, common: torch.Tensor | None = None
+    fields: torch.Tensor, scale: torch.Tensor, bits: int, global_scale: torch.Tensor | None = None
 ) -> layout.Weight:
     """Stored e2m1 nibbles or e4m3 bytes uint8 `[N, K]`, scales `[N, groups]` uint8 (e8m0) or float8 -> `Weight`."""
     held = scale.view(torch.int8) if scale.dtype == FLOAT8 else scale
     signed, group = (fields.to(torch.int16) - (1 << bits - 1)).to(torch.int8), fields.shape[1] // scale.shape[1]
     words, shape = layout.pack(signed, bits), tuple(fields.shape)
-    return layout.Weight(words, held.t().contiguous(), None, shape, group, bits, floats=True, common=common)
+    return layout.Weight(words, held.t().contiguous(), None, shape, group, bits, floats=True, global_scale=global_scale)
 
 
 def sparse(
@@ -73,8 +73,8 @@ def _dequantize_floats(weight: layout.Weight, dtype: torch.dtype) -> torch.Tenso
     codes = HALVES[fields].to(wide) / 2 if weight.field == 4 else fields.to(torch.uint8).view(FLOAT8).to(wide)
     scale = weight.scale.t().contiguous()
     if scale.dtype == torch.int8:
-        assert weight.common is not None
-        steps = scale.view(FLOAT8).to(wide) / weight.common.to(wide)
+        assert weight.global_scale is not None
+        steps = scale.view(FLOAT8).to(wide) / weight.global_scale.to(wide)
     else:
         steps = torch.ldexp(torch.ones(scale.shape, dtype=wide), scale.int() - 127)
     return (codes * steps.repeat_interleave(weight.group, 1)).to(dtype)

@@ -22,7 +22,7 @@ class Rows:
     """Tokens of a step, int32 `[rows]`: ids, positions in their sequences, and slots `page * page_size + place in the page`.
 
     Attributes:
-        plain_slots: the same among the places of plain pages, for layers whose older pages are stored; None: there are no such layers.
+        plain_slots: int32 `[rows]`, `place * page_size + place in the page`, for layers with stored pages; None: no such layers.
     """
 
     ids: torch.Tensor
@@ -31,7 +31,7 @@ class Rows:
     plain_slots: torch.Tensor | None = None
 
     def of(self, layer: CacheLayer) -> Rows:
-        """With the slots of a layer of the cache."""
+        """These rows, with the slots at which a layer keeps their keys and values."""
         return self if layer.stored is None or self.plain_slots is None else replace(self, slots=self.plain_slots)
 
 
@@ -44,9 +44,9 @@ class StoredLayers:
         codecs: of "keys" and "values".
         pools: "keys.codes", ..., "values.codes", ..., as the codecs' parts, of blocks of 32 positions:
             `[layers, pages + 1, kv_heads, blocks, 32, width]`, or `[..., blocks, width]` of what a block has once.
-        places: int32 `[pages + 1]`, of pages that are plain.
-        broken: int32 `[1]`, not 0 once a key or value was none that the codecs can hold.
-        first: pages of a sequence that stay plain. recent: newest tokens that a query sees plain.
+        places: int32 `[pages + 1]`, where in `keys` and `values` each plain page lies; of other pages any valid place.
+        invalid: int32 `[1]`, not 0 once a key or value could not be stored.
+        first: number of pages of a sequence that stay plain. recent: of newest tokens that a query reads plain.
     """
 
     keys: torch.Tensor
@@ -54,7 +54,7 @@ class StoredLayers:
     codecs: dict[str, Codec]
     pools: dict[str, torch.Tensor]
     places: torch.Tensor
-    broken: torch.Tensor
+    invalid: torch.Tensor
     first: int
     recent: int
 
@@ -69,7 +69,7 @@ class StoredLayers:
         dtype: torch.dtype,
         device: torch.device,
     ) -> StoredLayers:
-        """Of so many pages and places, the last of which is scratch; `sizes`: positions of a page, key heads, channels."""
+        """Of so many pages and places, the last of each is scratch; `sizes`: page_size, kv_heads, head_dim."""
         page, heads, size = sizes
         codecs, pools = {"keys": storage.keys, "values": storage.values}, {}
         for side, codec in codecs.items():
@@ -79,8 +79,8 @@ class StoredLayers:
                 pools[f"{side}.{name}"] = torch.zeros(shape, dtype=part.dtype, device=device)
         keys, values = (torch.zeros(layers, places, *sizes, dtype=dtype, device=device) for _ in range(2))
         at = torch.full((pages,), places - 1, dtype=torch.int32, device=device)
-        broken = torch.zeros(1, dtype=torch.int32, device=device)
-        return cls(keys, values, codecs, pools, at, broken, storage.first(page), storage.recent)
+        invalid = torch.zeros(1, dtype=torch.int32, device=device)
+        return cls(keys, values, codecs, pools, at, invalid, storage.first(page), storage.recent)
 
     def layer(self, index: int) -> StoredLayers:
         """One of them."""
@@ -140,7 +140,7 @@ class Memory:
         self.device, self.page_size, self.number = device, page_size, number
         self.count = self.scratch = count
         self.steps: Any = None
-        self._asked = False  # whether something was stored since `is_broken`
+        self._unchecked = False  # whether something was stored since `pop_invalid`
         self._unsent: list[int] = []  # pages whose places the device does not know
         self.stored: StoredLayers | None = None
         self.plain: PlainPages | None = None
@@ -163,10 +163,10 @@ class Memory:
         return [each for layer in self.layers for each in layer[:2]]
 
     def restart(self) -> None:
-        """Nothing of what it holds is needed any more."""
-        self._asked, self._unsent = False, []
+        """For a new pool: all pages are free; keys, values and captured graphs stay."""
+        self._unchecked, self._unsent = False, []
         if self._storage is not None and self.stored is not None:
-            self.stored.broken.zero_()
+            self.stored.invalid.zero_()
             size = self._storage.plain_bytes(self._program, self.page_size)
             self.plain = PlainPages(
                 self.count, self.page_size, self._storage.first(self.page_size), self._storage.recent, size
@@ -178,7 +178,7 @@ class Memory:
         if plain is None or stored is None:
             return []
         found = plain.begin(chunks)
-        self._asked |= bool(found)
+        self._unchecked |= bool(found)
         self._unsent += plain.placed
         if plain.most > stored.keys.shape[1] - 1:
             self._grow(plain.most)
@@ -203,15 +203,15 @@ class Memory:
         """Memory of plain pages beside stored ones."""
         return 0 if self.stored is None else self.stored.keys.nbytes + self.stored.values.nbytes
 
-    def is_broken(self) -> bool:
-        """Whether a key or value, since this was asked last, was none that the storage can hold; waits for what stores them."""
+    def pop_invalid(self) -> bool:
+        """Whether a key or value since the last call could not be stored (not finite, or out of range); waits for the device."""
         stored = self.stored
-        if stored is None or not self._asked:
+        if stored is None or not self._unchecked:
             return False
-        self._asked = False
-        found = bool(stored.broken.item())
+        self._unchecked = False
+        found = bool(stored.invalid.item())
         if found:
-            stored.broken.zero_()
+            stored.invalid.zero_()
         return found
 
     # ---------------------------------------------------------------- memory

@@ -112,7 +112,7 @@ class ChunkAttention:
         starts: position of each chunk's first token. counts: its tokens.
         slots: int64, on the device: where the positions 0 .. start + count - 1 of each chunk's sequence are in the cache, one
             chunk after another.
-        pages: int64, on the device: of each chunk's sequence, those of these positions; only layers with stored pages need them.
+        pages: for each chunk, int64 `[n]` on the device, its sequence's pages up to its end; only layers with stored pages need them.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class ChunkAttention:
         return self.together(q, k, v, window) if at_once else self.apart(q, k, v, window)
 
     def _stored(self, q: torch.Tensor, layer: CacheLayer, stored: StoredLayers) -> torch.Tensor:
-        """Chunks that see plain pages only are computed as ever, whatever is beside them, the others one by one."""
+        """Chunks that read plain pages only are computed as over a plain cache, so that others do not change them; those go one by one."""
         parts = dict(enumerate(q.split(self._counts)))
         plain = [i for i, length in enumerate(self._lengths) if stored.begin_of_recent(length - 1) == stored.first]
         if plain:

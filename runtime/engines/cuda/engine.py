@@ -166,7 +166,7 @@ class CudaEngine(FusedEngine):
         return self._logits(input_ids, self.make_memory(-(-input_ids.shape[1] // self.page_size)))
 
     def step(self, pool: Pool | Memory, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """As `Engine.step`. The logits are on the device, and nothing waits for it but a step that has stored pages (`_check`)."""
+        """As `Engine.step`. The logits are on the device; the host waits for it only after a step that stored pages (`_check`)."""
         return self.verify(pool, chunks)[0]
 
     def verify(
@@ -247,10 +247,16 @@ class CudaEngine(FusedEngine):
             return logits
 
     def _begin(self, memory: Memory, chunks: Sequence[Chunk], reading: Sequence[Chunk]) -> list[int]:
-        """Give what chunks write its places, and store the pages that they see in few bits.
+        """Allocate plain pages for what chunks write, and store in few bits the older pages that they read so.
+
+        Args:
+            reading: those of the chunks that are computed as prompts.
 
         Returns:
-            Those of them that the chunks `reading`, which are computed as prompts, write themselves: to be stored layer by layer.
+            Pages that `reading` itself writes: `_read` stores them layer by layer.
+
+        Raises:
+            RequestError: a chunk ends past the last position.
         """
         page = self.page_size
         most, end = self._width * page, max((chunk.start + len(chunk.tokens) for chunk in chunks), default=0)
@@ -269,10 +275,10 @@ class CudaEngine(FusedEngine):
 
     def _check(self, memory: Memory) -> None:
         """RequestError where a key or value was none that the storage can hold."""
-        if memory.stored is not None and memory.is_broken():
+        if memory.stored is not None and memory.pop_invalid():
             raise RequestError(
-                f"kv_cache ({self.storage}): a key or value is not finite, or beyond the 65504 that integers hold; compute in a wider "
-                "dtype (float32, bfloat16), or take keys: fp8 or plain (values likewise) where it is only large"
+                f"kv_cache ({self.storage}): a key or value is not finite, or beyond 65504, the most that int2, int4 and int8 hold; "
+                "load with a wider dtype (float32, bfloat16), or take keys: fp8 or plain (values likewise) where it is only large"
             )
 
     def _read(
@@ -333,7 +339,7 @@ def take_over(engine: TorchEngine, policy: Policy | None = None) -> CudaEngine |
     found = _take_over(engine, policy)
     if isinstance(found, CudaEngine):
         return found
-    _log.info("transformers computes this model, not the engine with CUDA graphs: %s", found)
+    _log.info("transformers' modules compute this model, not the engine with CUDA graphs: %s", found)
     engine.why_modules = f"not the engine with CUDA graphs: {found}"
     return None
 
@@ -341,9 +347,9 @@ def take_over(engine: TorchEngine, policy: Policy | None = None) -> CudaEngine |
 def _take_over(engine: TorchEngine, policy: Policy | None) -> CudaEngine | str:
     """The engine, or the reason why it does not run the model."""
     if engine.device.type != "cuda":
-        return "it runs on GPUs"
+        return "that engine needs a GPU"
     if gpu.capability(engine.device) < (8, 0):
-        return "it needs an NVIDIA GPU of compute capability 8.0 or later"
+        return "that engine needs an NVIDIA GPU of compute capability 8.0 or later"
     computing = ops.choose(engine.device)
     # Without Triton every expert would compute every row.
     mixtures = computing is not ops.TORCH
@@ -357,7 +363,7 @@ def _take_over(engine: TorchEngine, policy: Policy | None) -> CudaEngine | str:
         missing = ops.missing_launch(engine.module, engine.device)
         if missing is not None:
             return f"triton is not installed, and no kernel of experts compiled ahead is right for {missing}"
-        missing = None if storage is None else ops.missing_pages(program, storage, PAGE, engine.device)
+        missing = None if storage is None else ops.missing_page_kernel(program, storage, PAGE, engine.device)
         if missing is not None:
             return f"triton is not installed, and no kernel of stored pages compiled ahead is right for {missing}"
     program = read_program(engine.module, fuse=True, mixtures=mixtures)

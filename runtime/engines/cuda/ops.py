@@ -93,7 +93,7 @@ def decode_attention(
         tables: `[rows, most pages]`: position p of a row lies in page `tables[row, p // page_size]`; entries behind
             its position are any valid pages.
         positions: `[rows]`: of the query; keys 0..position are seen.
-        window: only the last `window` of them; 0: all, and of a layer with stored pages always.
+        window: only the last `window` of them; 0: all. Always 0 for a layer with stored pages.
         width: pages of the longest row, where the caller knows; None: all columns of the table are read.
 
     Returns:
@@ -259,10 +259,10 @@ def missing_launch(model: PreTrainedModel, device: torch.device) -> str | None:
     return aot.missing(every_launch, device)
 
 
-def missing_pages(program: Program, storage: Storage, page: int, device: torch.device) -> str | None:
-    """Where there is no compiler, the first launch over stored pages that no kernel was compiled ahead for; None: all are there.
+def missing_page_kernel(program: Program, storage: Storage, page: int, device: torch.device) -> str | None:
+    """The first launch over stored pages without a kernel compiled ahead, where triton is not installed; None: all are there.
 
-    In torch every step would decode whole tables of pages, so they are asked for before an engine takes a model over.
+    In torch every step would decode whole tables of pages, so this is asked before an engine takes a model over.
     """
     from runtime.kernels.triton import aot, jit
 

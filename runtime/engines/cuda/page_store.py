@@ -62,7 +62,7 @@ def _float8_bits(x):
 
 @entry
 def page_store_kernel(
-    plain, codes, scale, zero, places, pages, broken, plain_layer, codes_layer, scale_layer,
+    plain, codes, scale, zero, places, pages, invalid, plain_layer, codes_layer, scale_layer,
     KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, STORED: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def page_store_kernel(
     x = loaded.to(tl.float32)
     LIMIT: tl.constexpr = 65504.0 if KIND == "integer" else 3.4028234663852886e38
     wrong = tl.max(tl.max((inside & ~(tl.abs(x) <= LIMIT)).to(tl.int32), 1), 0)
-    tl.atomic_max(broken, wrong, mask=wrong > 0)  # many programs may have found one
+    tl.atomic_max(invalid, wrong, mask=wrong > 0)  # many programs may have found one
     if KIND == "fp8":
         step = tl.maximum(
             tl.div_rn(tl.max(tl.abs(x), 1), tl.zeros([BLOCK], tl.float32) + 448.0), 1.1754943508222875e-38
@@ -132,7 +132,7 @@ def store(stored: StoredLayers, pages: torch.Tensor) -> None:
         scale = pools.get("scale", codes)
         block_d = max(32, next_power_of_2(size))
         page_store_kernel[(len(pages), heads * (page // BLOCK), layers)](
-            plain, codes, scale, pools.get("zero", scale), stored.places, pages, stored.broken,
+            plain, codes, scale, pools.get("zero", scale), stored.places, pages, stored.invalid,
             plain.stride(0), codes.stride(0), scale.stride(0),
             KV_HEADS=heads, SIZE=size, BLOCK_D=block_d, STORED=codes.shape[-1], PAGE=page, BLOCK=BLOCK,
             **_constants(codec, size, block_d),

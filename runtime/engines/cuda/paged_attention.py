@@ -101,7 +101,7 @@ def splits(kv_heads: int) -> int:
 
 
 class Parts(NamedTuple):
-    """What the shares of a step leave: one share a sequence writes `out` itself, several are joined.
+    """Output and partial results of a step: one share a sequence writes `out` itself, several are joined.
 
     Attributes:
         out: `[rows, heads, head_dim]`. shares: of a sequence.

@@ -107,10 +107,10 @@ def storage_of(policy: Policy, program: Program, page: int) -> Storage | str:
     if not found.layers(program):
         return "the cache's policy stores what is no longer recent, and queries of all layers see a window only"
     if program.head_dim > MOST_SIZE:
-        return f"its heads are of {program.head_dim} channels, and pages are stored of up to {MOST_SIZE}"
+        return f"its heads have {program.head_dim} channels, and pages are stored for heads of up to {MOST_SIZE}"
     group = values.group if isinstance(values, Integer) and values.groups(program.head_dim) > 1 else 0
     if group and (group & (group - 1) or program.head_dim % group):
-        return f"the cache's policy puts {group} channels on a grid, no power of two that divides heads of {program.head_dim}"
+        return f"the cache's policy has groups of {group} channels, no power of two that divides heads of {program.head_dim}"
     if page % BLOCK:
         return f"pages of {page} positions are not whole blocks of {BLOCK}"
     return found

@@ -21,7 +21,7 @@ LEAST_SHARE = 4  # blocks of a share
 
 @jit
 def _softmax(scores, most, total):
-    """Weights of a block's scores, largest score and sum with it, and what earlier sums are multiplied with."""
+    """A step of the online softmax: the block's weights, the new largest score and sum, and the factor for earlier sums."""
     higher = tl.maximum(most, tl.max(scores, 1))  # finite: every block has a position that is seen
     weights = tl.exp2(scores - higher[:, None])
     fade = tl.exp2(most - higher)

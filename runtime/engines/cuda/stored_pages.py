@@ -1,4 +1,4 @@
-"""Older pages in few bits, in plain torch: what the kernels are tested against, and what prompts are read with."""
+"""Stored pages (older KV pages in few bits) in plain torch: the kernels' reference, and attention of prompts on every device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_SCORES = 1 << 25  # of a mask: longer chunks are cut
 
 
 def store(stored: StoredLayers, pages: Tensor) -> None:
-    """Store pages (int `[n]`) that are plain, and whose tokens are all there, in few bits too; `broken` says where that is impossible."""
+    """Store pages (int `[n]`) that are plain, and whose tokens are all there, in few bits too; `invalid` says where that is impossible."""
     at = pages.long()
     places = stored.places[at].long()
     for side, codec in stored.codecs.items():
@@ -26,7 +26,7 @@ def store(stored: StoredLayers, pages: Tensor) -> None:
         try:
             packed = codec.encode(blocks.reshape(-1, BLOCK, size))
         except StateError:
-            stored.broken.fill_(1)
+            stored.invalid.fill_(1)
             continue
         for name, pool in stored.pools_of(side).items():
             pool[:, at] = packed.parts[name].view(layers, count, *pool.shape[2:])
@@ -99,7 +99,7 @@ def masked_attention(
     Args:
         q: `[tokens, heads, head_dim]`, at positions start ...
         k, v: `[n, kv_heads, head_dim]`.
-        seen: of positions of queries `[m, 1]`, which keys each sees, bool `[m, n]`.
+        seen: of positions of queries, int64 `[m, 1]`, the mask of the keys that each sees, bool `[m, n]`.
     """
     queries, keys, values = (each.transpose(0, 1)[None] for each in (q, k, v))
     if queries.shape[1] != keys.shape[1]:  # with a mask, the fused kernels want as many heads on both sides

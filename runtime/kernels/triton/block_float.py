@@ -1,8 +1,7 @@
-"""Inputs rounded to block floats (float4 or float8 codes with a scale a group, of e8m0 or e4m3), and their product with such weights on
-tensor cores for block-scaled operands.
+"""Block-float inputs: rounding (float4 or float8 codes, an e8m0 or e4m3 scale a group), and a block-scaled product with such weights.
 
-Those of Blackwell data-center GPUs (sm_100) multiply codes under both scales. Elsewhere, and for few rows, inputs are rounded and scaled
-again: what comes out is what the reference multiplies, bit for bit, and the products are those of weights with unquantized inputs.
+Blackwell for data centers (sm_100) multiplies codes on block-scaled tensor cores. On other GPUs, and for few rows, inputs are rounded and
+dequantized, which gives the reference's inputs bit for bit, and go through the kernels for unquantized inputs.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.scheme import ActivationScheme
 from runtime.kernels.triton import few_rows, gpu, layout, tuning
-from runtime.kernels.triton.codes import over_common, own_block, row_major, store_part
+from runtime.kernels.triton.codes import over_global_scale, own_block, row_major, store_part
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import split_k
 from runtime.kernels.triton.tuning import Config
@@ -21,9 +20,9 @@ from runtime.kernels.triton.w8a8 import magnitude
 
 @jit
 def round_float(value, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
-    """Nearest floats of `MANTISSA` bits of mantissa, ties to even, whose least normal one is `2^LEAST`; float32, not clamped.
+    """Nearest float with `MANTISSA` stored bits of mantissa and least normal number `2^LEAST`, ties to even; float32, not clamped.
 
-    Added to 1.5 times a power of two, a number is rounded where that ends. GPUs before sm_89 cannot convert to float8.
+    Adding and subtracting 1.5 times a power of two rounds to the last bit of the sum. GPUs before sm_89 cannot convert to float8.
     """
     exponent = tl.maximum((value.to(tl.int32, bitcast=True) >> 23) & 255, LEAST + 127)
     large = (((exponent + (23 - MANTISSA)) << 23) | (1 << 22)).to(tl.float32, bitcast=True)
@@ -80,8 +79,8 @@ def bytes_of_tile(w, FIELD: tl.constexpr):
 
 @entry
 def round_inputs_kernel(
-    x, common, out, scale, stride, K, groups,
-    BITS: tl.constexpr, COMMON: tl.constexpr, GROUP: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
+    x, global_scale, out, scale, stride, K, groups,
+    BITS: tl.constexpr, GLOBAL_SCALE: tl.constexpr, GROUP: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.cast(tl.program_id(0), tl.int64)
     group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -90,8 +89,8 @@ def round_inputs_kernel(
     limit = 6.0 if BITS == 4 else 448.0
     largest = tl.max(magnitude(value), 1)
     # Rounded to the dtype of x where the reference is.
-    if COMMON:
-        over = tl.load(common)
+    if GLOBAL_SCALE:
+        over = tl.load(global_scale)
         stored = tl.div_rn(largest, tl.zeros_like(largest) + limit).to(x.dtype.element_ty).to(tl.float32) * over
         stored = round_float(tl.minimum(stored, 448.0), 3, -6)
         stored = tl.where(stored == 0, 0.125, stored)
@@ -122,36 +121,36 @@ def round_inputs_kernel(
 def _round(
     x: torch.Tensor,
     scheme: ActivationScheme,
-    common: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
     out: torch.Tensor,
     scale: torch.Tensor | None,
 ) -> None:
     (rows, columns), group = x.shape, scheme.group_size
     assert group is not None
-    assert (common is not None) == (scheme.scales == "e4m3")
+    assert (global_scale is not None) == (scheme.scales == "e4m3")
     if rows:
         groups, block = columns // group, max(1, 1024 // group)
         round_inputs_kernel[(rows, cdiv(groups, block))](
-            x, x if common is None else common, out, out if scale is None else scale, x.stride(0), columns, groups,
-            BITS=scheme.bits, COMMON=common is not None, GROUP=group, CODES=scale is not None, BLOCK=block, num_warps=4,
+            x, x if global_scale is None else global_scale, out, out if scale is None else scale, x.stride(0), columns, groups,
+            BITS=scheme.bits, GLOBAL_SCALE=global_scale is not None, GROUP=group, CODES=scale is not None, BLOCK=block, num_warps=4,
         )  # fmt: skip
 
 
-def round_inputs(x: torch.Tensor, scheme: ActivationScheme, common: torch.Tensor | None = None) -> torch.Tensor:
+def round_inputs(x: torch.Tensor, scheme: ActivationScheme, global_scale: torch.Tensor | None = None) -> torch.Tensor:
     """`x` `[M, K]` float16 or bfloat16, rounded to codes and back. Reference: `runtime.kernels.activations.fake_quantize`.
 
     Args:
         scheme: floats with a scale of e8m0 or e4m3 for each group, whose size is a power of two.
-        common: float32 `[1]`, what e4m3 scales are divided by.
+        global_scale: float32 `[1]`, what e4m3 scales are divided by.
     """
     x = row_major(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _round(x, scheme, common, out, None)
+    _round(x, scheme, global_scale, out, None)
     return out
 
 
 def quantize(
-    x: torch.Tensor, scheme: ActivationScheme, common: torch.Tensor | None = None
+    x: torch.Tensor, scheme: ActivationScheme, global_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of `round_inputs`, uint8 `[M, K]`, of 4 bits `[M, K / 2]` in the order of `bytes_of_tile`, and scales `[M, K / group]`, uint8
     (e8m0) or int8 (the bits of e4m3)."""
@@ -159,15 +158,15 @@ def quantize(
     (rows, columns), group = x.shape, scheme.group_size
     assert group is not None
     codes = torch.empty(rows, columns * scheme.bits // 8, dtype=torch.uint8, device=x.device)
-    dtype = torch.uint8 if common is None else torch.int8
+    dtype = torch.uint8 if global_scale is None else torch.int8
     scale = torch.empty(rows, columns // group, dtype=dtype, device=x.device)
-    _round(x, scheme, common, codes, scale)
+    _round(x, scheme, global_scale, codes, scale)
     return codes, scale
 
 
 @entry
 def block_float_kernel(
-    x, x_scale, x_common, words, scale, common, bias, out,
+    x, x_scale, x_global_scale, words, scale, global_scale, bias, out,
     M, N, K, tiles, groups,
     FIELD: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
@@ -194,7 +193,7 @@ def block_float_kernel(
         else:
             left, right = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
             sums = tl.dot_scaled(left, of_rows, "e4m3", right, of_columns, "e4m3", sums)
-    sums = over_common(over_common(sums, scale, x_common), scale, common)
+    sums = over_global_scale(over_global_scale(sums, scale, x_global_scale), scale, global_scale)
     if HAS_BIAS:
         sums += tl.load(bias + owned).to(tl.float32)[None, :]
     store_part(out, sums, m, n, M, N)
@@ -214,14 +213,14 @@ def configurations(rows: int, weight: layout.Weight) -> list[Config]:
 
 
 def product(
-    codes: torch.Tensor, scale: torch.Tensor, common: torch.Tensor | None, weight: layout.Weight, dtype: torch.dtype,
+    codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None, weight: layout.Weight, dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Product of block floats -> `[M, N]` in `dtype`. Scales of e4m3 have no sign, as in NVFP4.
 
     Args:
         codes, scale: of `quantize`, with the bits and groups of the weight.
-        common: float32 `[1]`, what e4m3 scales of the inputs are divided by.
+        global_scale: float32 `[1]`, what e4m3 scales of the inputs are divided by.
         weight: floats `[N, K]`.
     """
     rows, (n, columns) = codes.shape[0], weight.shape
@@ -229,7 +228,7 @@ def product(
     def launch(config: Config, target: torch.Tensor, bias: torch.Tensor | None) -> None:
         blocks = cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"])
         block_float_kernel[(blocks, config["SPLIT_K"])](
-            codes, scale, scale if common is None else common, *weight.operands, scale if bias is None else bias, target,
+            codes, scale, scale if global_scale is None else global_scale, *weight.operands, scale if bias is None else bias, target,
             rows, n, columns, weight.words.shape[0], weight.scale.shape[0],
             FIELD=weight.field, GROUP=weight.group, HAS_BIAS=bias is not None, **config,
         )  # fmt: skip

@@ -53,7 +53,7 @@ def code_tiny(words, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr):
     (4 bits) or e4m3 (8 bits), as 2^-126 or 2^-120 of it.
 
     Masked in place, a code is the mantissa of a subnormal number: one AND, no conversion, exact, and as fast as any float. The
-    factor is taken back in the other operand, so that products are `x * code * 2^-73` (`tiny_factor`). A float goes to the top of the
+    factor is taken back in the other operand, so that products are `x * code * 2^-73` (`scale_for_tiny`). A float goes to the top of the
     word and back, its sign with it: exponent and mantissa, which may be subnormal, become the lowest of a float32.
     """
     if FLOAT:
@@ -74,8 +74,8 @@ def code_tiny(words, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr):
 
 
 @jit
-def tiny_factor(x, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr):
-    """Activations times what makes `code * 2^-73` of `code_tiny`: products stay far from both ends of float32."""
+def scale_for_tiny(x, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr):
+    """Activations, scaled so that products with `code_tiny` are `x * code * 2^-73`, far from both ends of float32."""
     if FLOAT:
         return x * 2.0 ** (53 if FIELD == 4 else 47)
     else:
@@ -97,10 +97,10 @@ def load_scale(at):
 
 
 @jit
-def over_common(value, scale, common):
-    """What has e4m3 scales as a factor, float32, over what these have in common, at the pointer `common`; anything else as it is."""
+def over_global_scale(value, scale, global_scale):
+    """Float32 `value` over the global scale at the pointer `global_scale` where scales are e4m3 (as int8); else as it is."""
     if scale.dtype.element_ty == tl.int8:
-        return tl.div_rn(value, tl.zeros_like(value) + tl.load(common))
+        return tl.div_rn(value, tl.zeros_like(value) + tl.load(global_scale))
     else:
         return value
 
@@ -109,11 +109,11 @@ def over_common(value, scale, common):
 def dequantize_slice(
     w, one, scale, zero, owned, t, N, groups, j: tl.constexpr,
     GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
-    WHOLE: tl.constexpr, dtype: tl.constexpr,
+    DIVIDE: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Columns `16 j .. 16 j + 15` of tile `t`, dequantized: `[rows, 16]`. Exact in float32 up to the last rounding.
 
-    `WHOLE`: scales of e4m3 are divided by what they have in common; else sums are to be.
+    `DIVIDE`: e4m3 scales are divided by the global scale here; otherwise the caller divides the sums.
     """
     at = owned
     if GROUP != 0:  # slices of one run load the same scales; the compiler keeps one of the loads
@@ -123,8 +123,8 @@ def dequantize_slice(
     if ASYMMETRIC:
         z = tl.load(zero + at).to(tl.float32)[:, None]
     s = load_scale(scale + at)
-    if WHOLE:
-        s = over_common(s, scale, zero)
+    if DIVIDE:
+        s = over_global_scale(s, scale, zero)
     return (code_minus(w, one, z, j, FIELD, FLOAT) * s[:, None]).to(dtype)
 
 

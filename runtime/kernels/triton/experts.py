@@ -174,7 +174,7 @@ def products(x: torch.Tensor, weight: Stack, chosen: torch.Tensor, order: Order 
         order: of the pairs; None: each is a matrix-vector product.
         shared: so many pairs in a row read the same row of `x`.
     """
-    assert weight.common is None, "sums of experts are divided by nothing"
+    assert weight.global_scale is None, "experts with a global scale are not supported"
     x = row_major(x)
     count, (n, columns) = chosen.numel(), weight.shape
     out = torch.empty(count, n, dtype=x.dtype, device=x.device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import layout, tuning
-from runtime.kernels.triton.codes import code_minus, load_scale, over_common, store_part
+from runtime.kernels.triton.codes import code_minus, load_scale, over_global_scale, store_part
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import product, widest_split
 from runtime.kernels.triton.tuning import Config
@@ -76,7 +76,7 @@ def few_rows_kernel(
         rows, words, scale, zero, owned, first, tl.minimum(first + share, tiles), N, K, groups,
         GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, EVEN_K, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
-    sums = over_common(sums, scale, zero)
+    sums = over_global_scale(sums, scale, zero)
     if HAS_BIAS:
         sums += tl.load(bias + owned).to(tl.float32)[None, :]
     store_part(out, sums, m, n, M, N)

@@ -41,7 +41,7 @@ class Weight:
         field: bits that hold one code, 4 or 8.
         two_of_four: of each four in a row at least two are zero once dequantized.
         floats: codes are floats, symmetric.
-        common: float32 `[1]`, what scales of e4m3 are divided by; None for others.
+        global_scale: float32 `[1]`, the divisor of NVFP4's e4m3 scales; None for other formats.
     """
 
     words: torch.Tensor
@@ -52,7 +52,7 @@ class Weight:
     field: int
     two_of_four: bool = False
     floats: bool = False
-    common: torch.Tensor | None = None
+    global_scale: torch.Tensor | None = None
 
     @property
     def tile(self) -> int:
@@ -61,10 +61,10 @@ class Weight:
 
     @property
     def operands(self) -> tuple[torch.Tensor, ...]:
-        """Words, scales and zero points as kernels take them; where there are none, what the scales are divided by, or else the scales
-        themselves, stand in.
+        """Arguments of kernels: words, scales and a third: zero points of asymmetric integers, the global scale of NVFP4, else the scales
+        again, which nobody reads there.
         """
-        given = (each for each in (self.zero, self.common, self.scale) if each is not None)
+        given = (each for each in (self.zero, self.global_scale, self.scale) if each is not None)
         return self.words, self.scale, next(given)
 
     @property

@@ -150,15 +150,13 @@ class BlockFloatTriton(TritonKernel):
             return None
         size = activations.group_size
         if activations.scales is None or size is None or size & (size - 1):
-            return "it computes with unquantized activations, or floats in groups of a power of two with scales of e8m0 or e4m3"
+            return "it computes with unquantized activations, or block floats whose group size is a power of two"
         return None
 
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
         scale, bits = tensors["weight_scale"], layer.grid.bits
         if scale.dtype == FLOAT8 and not scale.is_meta and bool((scale.view(torch.int8) < 0).any()):
-            raise CompressError(
-                "scales of block floats have a sign, which NVFP4 has none for: tensor cores would leave it out"
-            )
+            raise CompressError("NVFP4 scales must not be negative: block-scaled tensor cores ignore their sign")
         if bits == 4:
             packed = tensors["weight_packed"]
             signed = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).view(torch.int8) - 8
@@ -190,7 +188,7 @@ class BlockFloatTriton(TritonKernel):
         """The weight as kernels take it."""
         return layout.Weight(
             tensors["words"], tensors["scale"], None, layer.shape, layer.group, layer.grid.bits, floats=True,
-            common=tensors.get("global_scale"),
+            global_scale=tensors.get("global_scale"),
         )  # fmt: skip
 
     def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
@@ -199,11 +197,11 @@ class BlockFloatTriton(TritonKernel):
         weight, weights, activations = self.weight(tensors, layer), layer.grid, layer.entry.scheme.activations
         assert isinstance(weights, BlockFloat)
         if activations is not None:
-            common = tensors.get("input_global_scale")
+            global_scale = tensors.get("input_global_scale")
             if block_float.multiplies_codes(x.device, x.shape[0], weights, activations):
-                codes, scale = block_float.quantize(x, activations, common)
-                return block_float.product(codes, scale, common, weight, x.dtype, bias)
-            x = block_float.round_inputs(x, activations, common)
+                codes, scale = block_float.quantize(x, activations, global_scale)
+                return block_float.product(codes, scale, global_scale, weight, x.dtype, bias)
+            x = block_float.round_inputs(x, activations, global_scale)
         return multiply(x, weight, bias)
 
     def path(self, rows: int) -> str:

@@ -16,7 +16,7 @@ from runtime.kernels.triton.codes import (
     ONE,
     dequantize_slice,
     dequantize_tile,
-    over_common,
+    over_global_scale,
     own_block,
     row_major,
     store_part,
@@ -52,7 +52,7 @@ def many_rows_kernel(
         else:
             a = tl.load(rows + k, mask=k < K, other=0.0)
         sums = tl.dot(a, tl.trans(b), sums)
-    sums = over_common(sums, scale, zero)
+    sums = over_global_scale(sums, scale, zero)
     if HAS_BIAS:
         sums += tl.load(bias + owned).to(tl.float32)[None, :]
     store_part(out, sums, m, n, M, N)
@@ -119,7 +119,7 @@ def many_rows(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None 
     """`x W^T + bias` for `x` `[M, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
 
     Right for any number of rows. The weight is rounded to the dtype of `x` first. One with e4m3 scales is exact in it, unless a scratch
-    matrix is written, and sums are divided by what the scales have in common.
+    matrix is written, and sums are divided by the global scale.
     """
     x = row_major(x)
     rows, n = x.shape[0], weight.shape[0]

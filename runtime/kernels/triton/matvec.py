@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import layout
-from runtime.kernels.triton.codes import code_tiny, load_scale, over_common, tile_words, tiny_factor
+from runtime.kernels.triton.codes import code_tiny, load_scale, over_global_scale, scale_for_tiny, tile_words
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import product, vector_configurations, widest_split
 from runtime.kernels.triton.tuning import Config
@@ -45,7 +45,7 @@ def _scaled(part, total, scale, zero, grid, FIELD: tl.constexpr, FLOAT: tl.const
 
 @jit
 def _finish(sums, scale, zero, out, bias, n, N, HAS_BIAS: tl.constexpr):
-    y = over_common(tl.sum(tl.sum(sums, 2), 1), scale, zero)
+    y = over_global_scale(tl.sum(tl.sum(sums, 2), 1), scale, zero)
     if HAS_BIAS:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
@@ -91,13 +91,13 @@ def vector_product(
                 b = code_tiny(w_b, run * RUN + i, FIELD, FLOAT)
                 x0 = _activations(x, k, K, EVEN_K)
                 all0 += x0
-                x0 = tiny_factor(x0, run * RUN + i, FIELD, FLOAT)
+                x0 = scale_for_tiny(x0, run * RUN + i, FIELD, FLOAT)
                 part_a0 += a * x0[None, :, :]
                 part_b0 += b * x0[None, :, :]
                 if ROWS > 1:
                     x1 = _activations(second, k, K, EVEN_K)
                     all1 += x1
-                    x1 = tiny_factor(x1, run * RUN + i, FIELD, FLOAT)
+                    x1 = scale_for_tiny(x1, run * RUN + i, FIELD, FLOAT)
                     part_a1 += a * x1[None, :, :]
                     part_b1 += b * x1[None, :, :]
             if GROUP == 0:

@@ -97,7 +97,7 @@ def stored(
     stored_pages.store(other, pages)
     for name, pool in first.pools.items():
         assert torch.equal(pool, other.pools[name]), f"{name} of stored pages"
-    assert not first.broken.item()
+    assert not first.invalid.item()
     layer = first.layer(1)
     for side in (layer.keys, layer.values):  # where they were plain is used by others now
         side[0, first.places[pages.long()].long()] = float("nan")
@@ -119,7 +119,7 @@ def stored(
     if keys.name != "plain" and old:
         first.keys[0, first.places[old[0]], 1] = float("inf")
         page_store.store(first, pages[:1])
-        assert first.broken.item(), "what a codec cannot hold is said"
+        assert first.invalid.item(), "what a codec cannot hold is said"
 
 
 def rotation(dtype: torch.dtype, heads: int, kv_heads: int, size: int, rotary: int, norms: bool) -> None:

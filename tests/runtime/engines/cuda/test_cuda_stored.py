@@ -225,7 +225,7 @@ def test_a_step_that_fails_leaves_nothing_to_the_next_pool(monkeypatch: pytest.M
     with pytest.raises(ZeroDivisionError):
         which.read(pool, [Chunk(ids[:190], 0, range(4))])
     monkeypatch.undo()
-    pool.memory.stored.broken.fill_(1)  # as if what it stored had been wrong
+    pool.memory.stored.invalid.fill_(1)  # as if what it stored had been wrong
     del pool
     pool = which.new_pages(4)
     near(which.read(pool, [Chunk(ids[:190], 0, range(4))], every=True), whole[:190])
@@ -331,9 +331,9 @@ def test_what_pages_cannot_be_has_a_reason(policy: dict[str, Any], reason: str) 
     [
         ({"recent": 100}, PAGE, 32, "stores nothing in fewer bits"),
         ({"keys": "int4", "values": "int4"}, 16, 32, "pages of 16 positions"),
-        ({"keys": "int4", "values": "int4"}, PAGE, 512, "heads are of 512 channels"),
-        ({"keys": "int4", "values": {"codec": "int4", "group": 48}}, PAGE, 96, "48 channels on a grid"),
-        ({"keys": "int4", "values": {"codec": "int4", "group": 64}}, PAGE, 96, "64 channels on a grid"),
+        ({"keys": "int4", "values": "int4"}, PAGE, 512, "heads have 512 channels"),
+        ({"keys": "int4", "values": {"codec": "int4", "group": 48}}, PAGE, 96, "groups of 48 channels"),
+        ({"keys": "int4", "values": {"codec": "int4", "group": 64}}, PAGE, 96, "groups of 64 channels"),
     ],
 )
 def test_what_a_model_cannot_have_has_a_reason(policy: dict[str, Any], page: int, head_dim: int, reason: str) -> None:

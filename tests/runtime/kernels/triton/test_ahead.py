@@ -379,7 +379,7 @@ def test_scales_of_block_floats_have_no_sign() -> None:
     layer = Layer(ModuleEntry(scheme, "nvfp4-pack-quantized", None), shape, torch.bfloat16, CPU)
     BlockFloatTriton("cpu").prepare(tensors, layer)
     tensors["weight_scale"].view(torch.uint8)[3, 1] |= 128
-    with pytest.raises(CompressError, match="scales of block floats have a sign"):
+    with pytest.raises(CompressError, match="NVFP4 scales must not be negative"):
         BlockFloatTriton("cpu").prepare(tensors, layer)
 
 

@@ -15,9 +15,9 @@ SCHEMES = {name: preset(name).activations for name in ("NVFP4", "MXFP4", "MXFP8"
 SCHEMES["float8 with scales of e4m3"] = ActivationScheme(8, "float", True, "local", "tensor_group", 64, "e4m3")
 
 
-def check(x, name, common=3000.0):
+def check(x, name, global_scale=3000.0):
     scheme = SCHEMES[name]
-    tensors = {"input_global_scale": torch.tensor([common])} if scheme.scales == "e4m3" else {}
+    tensors = {"input_global_scale": torch.tensor([global_scale])} if scheme.scales == "e4m3" else {}
     y, expected = round_inputs(x, scheme, tensors.get("input_global_scale")), fake_quantize(x, scheme, tensors)
     assert y.dtype == x.dtype
     assert torch.equal(y.isnan(), expected.isnan())
@@ -41,8 +41,8 @@ def test_every_number(name, dtype):
     mixed = finite[torch.randperm(len(finite), generator=torch.Generator().manual_seed(0))]
     for x in (mixed, finite):
         x = x[: len(x) - len(x) % 640].view(-1, 640)
-        for common in (3000.0, 1e-3, 1e30):
-            check(x, name, common)
+        for global_scale in (3000.0, 1e-3, 1e30):
+            check(x, name, global_scale)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -74,14 +74,16 @@ def wide(codes, scale, name):
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_codes_and_scales_are_those_of_the_reference(name, dtype):
-    scheme, common = SCHEMES[name], torch.tensor([2500.0])
+    scheme, global_scale = SCHEMES[name], torch.tensor([2500.0])
     x = rows(5, 1088, dtype, strided=True) * torch.logspace(-6, 3, 1088).to(dtype)
     x[3, 7], x[3, 50] = float("nan"), float("inf")
-    codes, scale = quantize(x, scheme, common if name == "NVFP4" else None)
-    expected, grid, _ = quantize_input(x.unflatten(1, (-1, scheme.group_size)), scheme, {"input_global_scale": common})
+    codes, scale = quantize(x, scheme, global_scale if name == "NVFP4" else None)
+    expected, grid, _ = quantize_input(
+        x.unflatten(1, (-1, scheme.group_size)), scheme, {"input_global_scale": global_scale}
+    )
     values, steps = wide(codes, scale, name)
     if name == "NVFP4":
-        steps = steps.float() / common
+        steps = steps.float() / global_scale
     assert torch.equal(steps.nan_to_num(-1).float(), grid.squeeze(-1).float().nan_to_num(-1))
     numbers = ~steps.isnan().repeat_interleave(scheme.group_size, 1)
     assert torch.equal(values[numbers], expected.flatten(1).double()[numbers])
@@ -90,14 +92,18 @@ def test_codes_and_scales_are_those_of_the_reference(name, dtype):
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 32), (5, 17, 160), (70, 9, 544)])
 def test_product(name, m, n, k):
-    dtype, common = torch.bfloat16, torch.tensor([700.0]) if name == "NVFP4" else None
+    dtype, global_scale = torch.bfloat16, torch.tensor([700.0]) if name == "NVFP4" else None
     w, bias = block_float(n, k, name.lower()), rows(1, n)[0]
-    codes, scale = quantize(rows(m, k) * 3, SCHEMES[name], common)
+    codes, scale = quantize(rows(m, k) * 3, SCHEMES[name], global_scale)
     values, steps = wide(codes, scale, name)
-    x = values * steps.repeat_interleave(k // steps.shape[1], 1) / (1 if common is None else common.double())
+    x = (
+        values
+        * steps.repeat_interleave(k // steps.shape[1], 1)
+        / (1 if global_scale is None else global_scale.double())
+    )
     for config in (None, SPLIT):
         with triton_references.forced(config):
-            y = product(codes, scale, common, w, dtype, bias)
+            y = product(codes, scale, global_scale, w, dtype, bias)
         assert_close(y, triton_references.linear(x, w, bias), dtype)
 
 

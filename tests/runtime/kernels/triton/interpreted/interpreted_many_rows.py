@@ -28,7 +28,7 @@ def check(w, case):
     ):
         x, bias = rows(m, case[1], dtype, strided=True), rows(1, case[0], dtype, 1)[0]
         # The weight is rounded to the dtype of x, as it is by the reference kernel, or exact in it before e4m3 scales are divided.
-        held = dtype if w.common is None else torch.float64
+        held = dtype if w.global_scale is None else torch.float64
         expected = x.double() @ references.dequantize(w, held).double().t() + bias.double()
         with references.forced(config):
             assert_close(many_rows(x, w, bias), expected, dtype)

@@ -72,7 +72,9 @@ def engine(model: Any, fuse: bool = True, **options: Any) -> CudaEngine:
     """The engine over it, where it is; decode steps are captured by `fake_graph.Fake` unless `capture` says otherwise."""
     program = read_program(model, fuse)
     assert isinstance(program, Program), program
-    return CudaEngine(TorchEngine(model, model.device), program, **{"page_size": 16, "capture": Fake(), **options})
+    return CudaEngine(
+        TorchEngine(model, model.device), program, **{"page_size": 16, "capture": Fake(every=16), **options}
+    )
 
 
 W4 = Scheme(GridScheme(4, "int", False, "group", 16))

@@ -90,6 +90,7 @@ def modules(module: Any, policy: str) -> Model:
 
 
 # ---------------------------------------------------------------- the tokens that modules keep
+@pytest.mark.sampled(3, 4)
 @pytest.mark.sampled(8, 6)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_written_is_what_modules_write(module: Any, policy: str) -> None:
@@ -154,6 +155,7 @@ def _read(
     return logits, pool, pages, retention
 
 
+@pytest.mark.sampled(3, 4)
 @pytest.mark.parametrize("policy", FEW_BITS)
 def test_logits_over_few_bits_are_those_of_modules(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoragePlan, "chunk", PAGE)  # modules store 32 tokens at a time, pages here have 64
@@ -172,7 +174,7 @@ def test_logits_over_few_bits_are_those_of_modules(policy: str, monkeypatch: pyt
     assert torch.cat(found)[300:].ne(lean.logits(torch.tensor([text]))[0, 300:]).any(), "it does something"
 
 
-@pytest.mark.sampled(5, 4)
+@pytest.mark.sampled(2, 4)
 @pytest.mark.parametrize("policy", ["snapkv", "adaptive heads", "h2o", "keyformer", "rpc of what is generated"])
 @pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Cohere2"])
 def test_layers_with_windows_stay_as_they_are(name: str, policy: str) -> None:
@@ -242,7 +244,7 @@ def test_sums_over_stored_pages_are_near_those_over_plain_ones() -> None:
     assert float((plain - stored).norm() / plain.norm()) < 0.02
 
 
-@pytest.mark.sampled(6, 6)
+@pytest.mark.sampled(3, 6)
 # ---------------------------------------------------------------- bits
 @pytest.mark.parametrize("policy", ALL)
 def test_bits_depend_on_no_cut_and_no_threads(module: Any, policy: str) -> None:
@@ -257,7 +259,7 @@ def test_bits_depend_on_no_cut_and_no_threads(module: Any, policy: str) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.sampled(5, 5)
+@pytest.mark.sampled(2, 5)
 @pytest.mark.parametrize("policy", ALL)
 def test_a_batch_gives_what_each_prompt_gives_alone(module: Any, policy: str) -> None:
     prompts = texts(300, 20, 129, 64, 700, seed=2)
@@ -273,7 +275,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(module: Any, policy: str) ->
             assert shares == (not every and len(prompt) > 128), "some scores want every query of a prompt"
 
 
-@pytest.mark.sampled(10, 5)
+@pytest.mark.sampled(5, 5)
 @pytest.mark.parametrize("policy", ALL)
 @pytest.mark.parametrize("spare", [0, 6])
 def test_within_any_memory_the_same(module: Any, policy: str, spare: int) -> None:

@@ -68,6 +68,7 @@ def held(module: Any, policy: str) -> Model:
 
 
 # ---------------------------------------------------------------- the tokens that modules read
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", PLAIN | EVICTING)
 def test_what_is_written_is_what_modules_write(module: Any, policy: str) -> None:
     prompts = texts(300, 20, 129, 64, 700)
@@ -94,6 +95,7 @@ def test_models_read_what_their_modules_read(name: str, policy: str) -> None:
     assert shares[0] < 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", FEW_BITS)
 def test_logits_over_few_bits_are_those_of_modules(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoragePlan, "chunk", PAGE)  # modules store 32 tokens at a time, pages here have 64
@@ -205,6 +207,7 @@ def test_bits_depend_on_no_cut_and_no_threads(module: Any, policy: str) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ALL)
 def test_a_batch_gives_what_each_prompt_gives_alone(module: Any, policy: str) -> None:
     prompts = texts(300, 20, 129, 64, 700, seed=2)
@@ -226,6 +229,7 @@ def test_what_was_written_is_read_whole_as_a_prompt(module: Any, policy: str) ->
     assert model.stats["shared_prompt_tokens"] == 192, "all pages of the prompt, and none of what was written"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", ALL)
 @pytest.mark.parametrize("spare", [0, 6])
 def test_within_any_memory_the_same(module: Any, policy: str, spare: int) -> None:
@@ -248,6 +252,7 @@ def test_what_is_computed_again_is_the_same(module: Any, policy: str) -> None:
 
 
 # ---------------------------------------------------------------- drafts
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ALL)
 def test_drafts_change_nothing(module: Any, policy: str) -> None:
     trees_change_nothing(lambda: held(module, policy), texts(300, 40, 129, seed=4), 120)

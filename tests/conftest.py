@@ -83,8 +83,8 @@ def bundled() -> Path:
     return recipes_directory() / "checkpoints" / "stdlib-4m"
 
 
-#: Folders whose files have fixtures that take a minute: all tests of such a file run in one process.
-WHOLE_FILES = ("tests/recipes/",)
+#: Files, and folders of them, whose fixtures take a minute: all tests of such a file run in one process.
+WHOLE_FILES = ("tests/recipes/", "tests/export/test_triton.py")
 
 
 @pytest.hookimpl(optionalhook=True)

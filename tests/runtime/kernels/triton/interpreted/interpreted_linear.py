@@ -251,7 +251,7 @@ def test_why_not():
     assert "integer activations" in reason(W8A8Triton(), int4)
     assert "block floats" in reason(BlockFloatTriton(), int4)
     for given in (ActivationScheme(), ActivationScheme(8, "float", strategy="group", group_size=32)):
-        assert "scales of e8m0 or e4m3" in reason(BlockFloatTriton(), Scheme(BlockFloat(4), given))
+        assert "whose group size is a power of two" in reason(BlockFloatTriton(), Scheme(BlockFloat(4), given))
     odd = ActivationScheme(4, "float", True, "local", "tensor_group", 48, "e4m3")
     assert "a power of two" in reason(BlockFloatTriton(), Scheme(BlockFloat(4), odd))
     blocks = Float8Block()

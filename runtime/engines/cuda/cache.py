@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -136,7 +136,7 @@ class Memory:
         number: int = 0,
         storage: Storage | None = None,
     ) -> None:
-        self._program, self._storage = program, storage
+        self._program = program
         self.device, self.page_size, self.number = device, page_size, number
         self.count = self.scratch = count
         self.steps: Any = None
@@ -155,7 +155,6 @@ class Memory:
             places = storage.places(program, page_size, count)
             self.stored = StoredLayers.zeros(storage, len(kept), count + 1, places + 1, sizes, program.dtype, device)
         self._join()
-        self.restart()
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -165,14 +164,13 @@ class Memory:
     def restart(self) -> None:
         """For a new pool: all pages are free; keys, values and captured graphs stay."""
         self._unchecked, self._unsent = False, []
-        if self._storage is not None and self.stored is not None:
-            self.stored.invalid.zero_()
-            size = self._storage.plain_bytes(self._program, self.page_size)
-            self.plain = PlainPages(
-                self.count, self.page_size, self._storage.first(self.page_size), self._storage.recent, size
-            )
+        stored = self.stored
+        if stored is not None:
+            stored.invalid.zero_()
+            place = self.plain_bytes // stored.keys.shape[1]
+            self.plain = PlainPages(self.count, self.page_size, stored.first, stored.recent, place)
 
-    def begin(self, chunks: list[Chunk]) -> list[int]:
+    def begin(self, chunks: Sequence[Chunk]) -> list[int]:
         """Places for what chunks write; returns the pages that must be stored before their queries read."""
         plain, stored = self.plain, self.stored
         if plain is None or stored is None:

@@ -262,7 +262,7 @@ class CudaEngine(FusedEngine):
         most, end = self._width * page, max((chunk.start + len(chunk.tokens) for chunk in chunks), default=0)
         if end > most:
             raise RequestError(f"position {end - 1} is past the {most} that the model was made for")
-        pages = memory.begin(list(chunks))
+        pages = memory.begin(chunks)
         written = {
             each
             for chunk in reading

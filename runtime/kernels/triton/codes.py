@@ -109,7 +109,7 @@ def over_global_scale(value, scale, global_scale):
 def dequantize_slice(
     w, one, scale, zero, owned, t, N, groups, j: tl.constexpr,
     GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
-    DIVIDE: tl.constexpr, dtype: tl.constexpr,
+    dtype: tl.constexpr, DIVIDE: tl.constexpr = False,
 ):  # fmt: skip
     """Columns `16 j .. 16 j + 15` of tile `t`, dequantized: `[rows, 16]`. Exact in float32 up to the last rounding.
 
@@ -139,34 +139,18 @@ def dequantize_tile(
     Slices are joined pairwise along new last dimensions and brought in front of the 16 columns; threads keep their four columns
     of each slice, so what they write to shared memory is eight bytes wide (a broadcast shift would scatter single values).
     """
-    a = dequantize_slice(
-        w, one, scale, zero, owned, t, N, groups, 0, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, dtype
-    )
-    b = dequantize_slice(
-        w, one, scale, zero, owned, t, N, groups, 1, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, dtype
-    )
-    c = dequantize_slice(
-        w, one, scale, zero, owned, t, N, groups, 2, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, dtype
-    )
-    d = dequantize_slice(
-        w, one, scale, zero, owned, t, N, groups, 3, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, dtype
-    )
+    a = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 0, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype)
+    b = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 1, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype)
+    c = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 2, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype)
+    d = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 3, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype)
     first = tl.join(tl.join(a, b), tl.join(c, d))  # [BLOCK_N, 16, low bit of j, next bit]
     if FIELD == 8:
         return tl.reshape(tl.permute(first, (0, 3, 2, 1)), [BLOCK_N, 64])
     else:
-        e = dequantize_slice(
-            w, one, scale, zero, owned, t, N, groups, 4, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, dtype
-        )
-        f = dequantize_slice(
-            w, one, scale, zero, owned, t, N, groups, 5, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, dtype
-        )
-        g = dequantize_slice(
-            w, one, scale, zero, owned, t, N, groups, 6, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, dtype
-        )
-        h = dequantize_slice(
-            w, one, scale, zero, owned, t, N, groups, 7, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, dtype
-        )
+        e = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 4, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype)
+        f = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 5, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype)
+        g = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 6, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype)
+        h = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 7, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype)
         both = tl.join(first, tl.join(tl.join(e, f), tl.join(g, h)))
         return tl.reshape(tl.permute(both, (0, 4, 3, 2, 1)), [BLOCK_N, 128])
 

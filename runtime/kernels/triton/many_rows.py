@@ -72,7 +72,7 @@ def dequantize_kernel(
     for j in tl.static_range(32 // FIELD):
         k = t * (512 // FIELD) + j * 16 + word[None, :]
         dense = dequantize_slice(
-            w, one, scale, zero, owned, t, N, groups, j, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, True, out.dtype.element_ty
+            w, one, scale, zero, owned, t, N, groups, j, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, out.dtype.element_ty, True
         )  # fmt: skip
         tl.store(rows + k, dense, mask=(n < N)[:, None] & (k < K))
 

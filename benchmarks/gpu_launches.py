@@ -50,7 +50,7 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         fused,
         layout,
         linear,
-        many_rows,
+        matmul,
         rounded,
         sparse24_w4,
         w8a8,
@@ -108,11 +108,11 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         calls[f"w8a16 {rows}"] = (partial(linear.multiply, meta(rows, k), weight(8, 0)), 80)
     calls["w4a16 group 32, 1"] = (partial(linear.multiply, meta(1, k), weight(4, 32)), 80)
     calls["w4a16 float16 1"] = (partial(linear.multiply, meta(1, k, dtype=torch.float16), weight(4)), 80)
-    calls["w4a16 dequantize"] = (partial(many_rows.dequantize, weight(4), torch.bfloat16), 80)
+    calls["w4a16 dequantize"] = (partial(matmul.dequantize, weight(4), torch.bfloat16), 80)
     for kind in ("mxfp4", "nvfp4", "mxfp8"):
         for rows in (1, 2, 16, 64, 512):
             calls[f"{kind} {rows}"] = (partial(linear.multiply, meta(rows, k), blocks(kind)), 80)
-        calls[f"{kind} dequantize"] = (partial(many_rows.dequantize, blocks(kind), torch.bfloat16), 80)
+        calls[f"{kind} dequantize"] = (partial(matmul.dequantize, blocks(kind), torch.bfloat16), 80)
     for name in ("NVFP4", "MXFP4", "MXFP8"):
         scheme, global_scale = preset(name).activations, meta(1, dtype=torch.float32) if name == "NVFP4" else None
         calls[f"round {name}"] = (partial(block_float.round_inputs, meta(16, k), scheme, global_scale), 80)

@@ -1,0 +1,188 @@
+"""W4A16, W8A16 and block floats for 3 rows and more: a matrix product on tensor cores, and dequantization alone.
+
+The weight is the left operand, `W x^T`: its rows, of which there are always enough, fill the 64 or 128 that the tensor cores of Hopper and
+Blackwell want, rows of x their other side, which may be narrow. Words of a tile are loaded in the layout of that operand and become
+floats in the registers that Ampere and Hopper multiply from (`codes.code_slice`), so nothing of the weight passes through shared memory
+but its codes. Marlin (arXiv 2408.11743) does the same with another layout.
+
+Blocks of up to 32 rows multiply codes minus their zero point, which are exact, and scale the float32 sums once a group. In larger ones, where
+that would take more instructions and registers, the weight is rounded to the dtype of x, as the reference rounds it; so it is where
+rounding changes nothing, as with NVFP4. `dense` dequantizes the whole weight into a scratch matrix (read 0.5, write 2 bytes a weight) that cuBLAS
+multiplies; `sparse` compresses that of a 2:4 weight for sparse tensor cores (`semi_structured.py`). Which wins with many rows depends
+on the device, so tuning chooses among them; untuned, dense takes over at 1024 rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.kernels.triton import gpu, layout, semi_structured, tuning
+from runtime.kernels.triton.codes import (
+    dequantize_slice,
+    dequantize_slices,
+    load_scale,
+    over_global_scale,
+    own_block,
+    row_major,
+    store_part,
+)
+from runtime.kernels.triton.jit import cdiv, entry, jit, tl
+from runtime.kernels.triton.split_k import product, widest_split
+from runtime.kernels.triton.tuning import Config
+
+EXACT_ROWS = 32  #: Rows up to which scales multiply sums.
+SCRATCH_ROWS = 1024  #: Untuned, from so many rows on the whole weight is dequantized.
+
+
+@jit
+def weight_times_rows(
+    rows, words, scale, zero, owned, first, last, N, K, groups,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Products `[BLOCK_N, BLOCK_M]` of rows `owned` of a weight, packed or dense (field 16), with the rows at the pointers `rows` `[BLOCK_M, 1]`,
+    over tiles of `COLUMNS`.
+    """
+    dtype: tl.constexpr = rows.dtype.element_ty
+    ROUNDS_NOTHING: tl.constexpr = FLOAT and (scale.dtype.element_ty == tl.int8 or dtype == tl.bfloat16)
+    SCALE_SUMS: tl.constexpr = FIELD != 16 and BLOCK_M <= 32 and not ROUNDS_NOTHING
+    PART: tl.constexpr = RUN * 16 if SCALE_SUMS else COLUMNS  # columns of one product
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for t in tl.range(first, last, num_stages=STAGES):
+        if FIELD != 16:
+            codes = tl.load(words + tl.cast(t, tl.int64) * N * 16 + owned[:, None] * 16 + tl.arange(0, 16)[None, :])
+        for part in tl.static_range(COLUMNS // PART):
+            k = t * COLUMNS + part * PART + tl.arange(0, PART)[None, :]
+            a = tl.load(rows + k) if EVEN_K else tl.load(rows + k, mask=k < K, other=0.0)
+            if FIELD == 16:
+                dense = words + owned.to(tl.int64)[:, None] * K + k
+                w = tl.load(dense) if EVEN_K else tl.load(dense, mask=k < K, other=0.0)
+            else:
+                w = dequantize_slices(
+                    codes, scale, zero, owned, t, N, groups, part * (PART // 16), PART // 16,
+                    GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, not SCALE_SUMS, dtype,
+                )  # fmt: skip
+            if SCALE_SUMS:
+                group = 0
+                if GROUP != 0:
+                    group = tl.minimum((t * COLUMNS + part * PART) // GROUP, groups - 1)
+                s = load_scale(scale + tl.cast(group, tl.int64) * N + owned)
+                sums += tl.dot(w, tl.trans(a)) * s[:, None]
+            else:
+                sums = tl.dot(w, tl.trans(a), sums, input_precision="ieee")
+    return sums
+
+
+@entry
+def matmul_kernel(
+    x, words, scale, zero, bias, out,
+    stride, M, N, K, tiles, groups,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    m, n = own_block(M, N, BLOCK_M, BLOCK_N)
+    owned = tl.minimum(n, N - 1)  # past the end the last one again, which is not stored; so of rows of x
+    rows = x + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride
+    share = tl.cdiv(tiles, SPLIT_K)
+    first = tl.program_id(1) * share
+    sums = weight_times_rows(
+        rows, words, scale, zero, owned, first, tl.minimum(first + share, tiles), N, K, groups,
+        GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, EVEN_K, BLOCK_M, BLOCK_N, 512 // FIELD, STAGES,
+    )  # fmt: skip
+    sums = over_global_scale(sums, scale, zero)
+    if HAS_BIAS:
+        sums += tl.load(bias + owned).to(tl.float32)[:, None]
+    store_part(out, tl.trans(sums), m, n, M, N)
+
+
+@entry
+def dequantize_kernel(
+    words, scale, zero, out, N, K, groups,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    owned, word = tl.minimum(n, N - 1), tl.arange(0, 16)
+    w = tl.load(words + tl.cast(t, tl.int64) * N * 16 + owned[:, None] * 16 + word[None, :])
+    rows = out + n.to(tl.int64)[:, None] * K
+    for j in tl.static_range(32 // FIELD):
+        k = t * (512 // FIELD) + j * 16 + word[None, :]
+        dense = dequantize_slice(
+            w, scale, zero, owned, t, N, groups, j, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, True, out.dtype.element_ty, True
+        )  # fmt: skip
+        tl.store(rows + k, dense, mask=(n < N)[:, None] & (k < K))
+
+
+def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
+    """`[N, K]` in `dtype`: `(code - zero) * scale`, one rounding; e4m3 scales are divided first, in float32."""
+    n, columns = weight.shape
+    out = torch.empty(n, columns, dtype=dtype, device=weight.words.device)
+    if out.numel():
+        dequantize_kernel[(cdiv(n, 64), weight.words.shape[0])](
+            *weight.operands, out, n, columns, weight.scale.shape[0], **weight.constants, BLOCK_N=64, num_warps=4
+        )  # fmt: skip
+    return out
+
+
+def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.bfloat16) -> list[Config]:
+    """Launches worth trying, the default first; `{"dense": True}` dequantizes into a scratch matrix for cuBLAS, `{"sparse": True}`
+    into one for sparse tensor cores.
+    """
+    tiles, device = weight.words.shape[0], weight.words.device
+    split = widest_split(cdiv(weight.shape[0], 128), 256, tiles // 8)
+    capability = gpu.capability(device)
+    if rows <= 64:
+        m = next(size for size in (16, 32, 64) if rows <= size)
+        chosen = [(m, 128, split, 4, 4), (m, 128, 2 * split, 4, 4), (m, 128, split, 4, 3), (m, 64, split, 4, 4),
+                  (m, 128, split, 8, 4), (m, 128, max(1, split // 2), 4, 4), (m, 64, 2 * split, 4, 3)]  # fmt: skip
+    elif capability < (9, 0):  # both operands in registers: larger blocks spill
+        chosen = [(64, 128, 1, 4, 3), (64, 128, 2, 4, 3), (64, 64, 1, 4, 3), (64, 128, 1, 8, 3), (32, 128, 1, 4, 3)]
+    else:
+        warps = 8 if capability < (10, 0) else 4  # of sm_100 on, sums lie in memory of the tensor cores
+        chosen = [
+            (128, 128, 1, warps, 3),
+            (256, 128, 1, 8, 2),
+            (128, 128, 1, 8, 2),
+            (64, 128, 1, 4, 3),
+            (128, 64, 1, 4, 3),
+        ]
+        if rows <= 256:
+            chosen = [(128, 128, 2, warps, 3), *chosen]
+    names = ("BLOCK_M", "BLOCK_N", "SPLIT_K", "num_warps", "STAGES")
+    fused: list[Config] = [dict(zip(names, each, strict=True)) for each in chosen if each[2] <= tiles]
+    if rows <= 64:
+        return fused
+    scratch = [{"dense": True}]
+    if weight.two_of_four and semi_structured.worth_timing(rows, weight.shape, dtype, device):
+        scratch.append({"sparse": True})
+    return [*scratch, *fused] if rows >= SCRATCH_ROWS else [*fused, *scratch]
+
+
+def matmul(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x W^T + bias` for `x` `[M, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
+
+    Right for any number of rows. With more than `EXACT_ROWS` the weight is rounded to the dtype of `x` first. One with e4m3 scales is
+    exact in it, unless a scratch matrix is written, and sums are divided by the global scale.
+    """
+    x = row_major(x)
+    rows, n = x.shape[0], weight.shape[0]
+    if rows == 0 or n == 0:
+        return torch.empty(rows, n, dtype=x.dtype, device=x.device)
+
+    def grid(config: Config) -> tuple[int, ...]:
+        return cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"]), config["SPLIT_K"]
+
+    def launch(config: Config) -> torch.Tensor:
+        if config.get("dense"):
+            return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
+        if config.get("sparse"):
+            return semi_structured.linear(x, dequantize(weight, x.dtype), bias)
+        return product(matmul_kernel, x, weight, bias, [config], grid, key=rows)
+
+    candidates = configurations(rows, weight, x.dtype)
+    # Where sparse tensor cores are a candidate it is another choice.
+    among = ("2:4",) if {"sparse": True} in candidates else ()
+    key = (*weight.key, tuning.row_class(rows), *among)
+    return launch(tuning.choose("matmul", key, x, candidates, launch))

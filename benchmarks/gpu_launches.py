@@ -11,7 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -244,6 +247,40 @@ def cache_call(
     limit = meta(rows, queries) if visible else None
     chosen = Chosen(meta(rows, 1024 // unit), meta(rows), unit) if unit else None
     return partial(triton_attention.run, Queries(query, sizes[0] ** -0.5, softcap), region, limit, chosen)
+
+
+def main_loop(kernel: Any) -> list[str]:
+    """Names of the instructions in the longest loop of a compiled kernel that has no loop inside, in order."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names: list[str] = []
+    places: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line.strip()):
+            places[label[1]] = len(names)
+        elif found := re.match(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)(.*)", line.strip()):
+            names.append(found[1])
+            target = re.search(r"\.L_x_\d+", found[2]) if found[1].startswith("BRA") else None
+            if target and target[0] in places:
+                loops.append((places[target[0]], len(names)))
+    inner = [
+        one for one in loops if not any(one != other and one[0] <= other[0] < other[1] <= one[1] for other in loops)
+    ]
+    first, last = max(inner, key=lambda one: one[1] - one[0], default=(0, 0))
+    return names[first:last]
+
+
+def instructions_a_weight(launch: Launch, kernel: Any) -> float:
+    """Of the main loop of a product with a packed weight: its instructions for each of the weights that an iteration takes."""
+    given = launch.arguments
+    weights = given["BLOCK_N"] * given.get("TILES", 1) * (512 // given["FIELD"])
+    return len(main_loop(kernel)) * kernel.metadata.num_warps * 32 / weights
 
 
 def report(name: str, call: Callable[[], Any], capability: int) -> dict[str, dict[str, Any]]:

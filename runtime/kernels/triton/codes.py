@@ -113,8 +113,8 @@ def over_global_scale(value, scale, global_scale):
 def _mantissas(words, dtype: tl.constexpr):
     """Codes `u` of 4 bits, the lowest of both halves of int32 words, as mantissas: two floats `2^7 + u` (bfloat16) or `2^10 + u` (float16).
 
-    One LOP3. Written as two operations it is two: ptxas fuses them only where at most one side is a constant, and a side that is an argument
-    keeps the compiler from loading words in the layout of an operand.
+    One LOP3. Written as two operations it is two: ptxas fuses them where at most one constant takes part, and an argument of the kernel
+    instead would keep the compiler from loading words in the layout of an operand.
     """
     if INTERPRETED:
         return (words & 0x000F000F) | (0x43004300 if dtype == tl.bfloat16 else 0x64006400)
@@ -128,8 +128,9 @@ def _mantissas(words, dtype: tl.constexpr):
 
 @jit
 def multiply_add(a, b, c):
-    """`a b + c` of bfloat16 or float16 `[rows, columns]`, one rounding; `b` and `c`, exact in that, may have one row or column. Two numbers an
-    instruction, which the compiler does not find for sm_80.
+    """`a b + c` of bfloat16 or float16 `[rows, columns]`, one rounding; `b` and `c`, exact in that, may have one row or column.
+
+    Two numbers an instruction, which the compiler does not find for sm_80.
     """
     b, c = tl.broadcast_to(b.to(a.dtype), a.shape), tl.broadcast_to(c.to(a.dtype), a.shape)
     if INTERPRETED:

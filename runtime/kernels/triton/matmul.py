@@ -1,15 +1,17 @@
 """W4A16, W8A16 and block floats for 3 rows and more: a matrix product on tensor cores, and dequantization alone.
 
-The weight is the left operand, `W x^T`: its rows, of which there are always enough, fill the 64 or 128 that the tensor cores of Hopper and
-Blackwell want, rows of x their other side, which may be narrow. Words of a tile are loaded in the layout of that operand and become
-floats in the registers that Ampere and Hopper multiply from (`codes.code_slice`), so nothing of the weight passes through shared memory
-but its codes. Marlin (arXiv 2408.11743) does the same with another layout.
+The weight is the left operand, `W x^T`: its rows, of which there are always enough, fill the 64 or 128 that tensor cores of Hopper and
+Blackwell want, and rows of x their other side, which may be narrow. Words of a tile are loaded in the layout of that operand and
+become floats in the registers that Ampere and Hopper multiply from (`codes.code_slice`). Of the weight, only codes pass through
+shared memory. Marlin (arXiv 2408.11743) does so with another layout.
 
-Blocks of up to 32 rows multiply codes minus their zero point, which are exact, and scale the float32 sums once a group. In larger ones, where
-that would take more instructions and registers, the weight is rounded to the dtype of x, as the reference rounds it; so it is where
-rounding changes nothing, as with NVFP4. `dense` dequantizes the whole weight into a scratch matrix (read 0.5, write 2 bytes a weight) that cuBLAS
-multiplies; `sparse` compresses that of a 2:4 weight for sparse tensor cores (`semi_structured.py`). Which wins with many rows depends
-on the device, so tuning chooses among them; untuned, dense takes over at 1024 rows.
+Blocks of up to 32 rows multiply codes minus their zero point, which are exact, and scale the float32 sums once a group. In larger ones,
+where that would take more instructions and registers, the weight is rounded to the dtype of x, as the reference rounds it; so it is
+where rounding changes nothing, as with NVFP4.
+
+`dense` dequantizes the whole weight into a scratch matrix (read 0.5, write 2 bytes a weight) that cuBLAS multiplies; `sparse` compresses
+that of a 2:4 weight for sparse tensor cores (`semi_structured.py`). Which wins with many rows depends on the device, so tuning chooses
+among them; untuned, dense takes over at 1024 rows.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ def weight_times_rows(
     GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Products `[BLOCK_N, BLOCK_M]` of rows `owned` of a weight, packed or dense (field 16), with the rows at the pointers `rows` `[BLOCK_M, 1]`,
-    over tiles of `COLUMNS`.
+    """Products `[BLOCK_N, BLOCK_M]` of rows `owned` of a weight, packed or dense (field 16), and those that `rows` `[BLOCK_M, 1]` point at.
+
+    The columns are those of tiles `first` to `last`, of `COLUMNS` each.
     """
     dtype: tl.constexpr = rows.dtype.element_ty
     ROUNDS_NOTHING: tl.constexpr = FLOAT and (scale.dtype.element_ty == tl.int8 or dtype == tl.bfloat16)
@@ -133,14 +136,16 @@ def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.
     tiles, device = weight.words.shape[0], weight.words.device
     split = widest_split(cdiv(weight.shape[0], 128), 256, tiles // 8)
     capability = gpu.capability(device)
+    scales_sums = rows <= EXACT_ROWS and not weight.floats
+    # With 4, ptxas waits for each wgmma on the way to float32 parts (C7515) where sums go on through the loop.
+    warps = 8 if capability[0] == 9 and not scales_sums else 4
     if rows <= 64:
         m = next(size for size in (16, 32, 64) if rows <= size)
-        chosen = [(m, 128, split, 4, 4), (m, 128, 2 * split, 4, 4), (m, 128, split, 4, 3), (m, 64, split, 4, 4),
-                  (m, 128, split, 8, 4), (m, 128, max(1, split // 2), 4, 4), (m, 64, 2 * split, 4, 3)]  # fmt: skip
+        chosen = [(m, 128, split, warps, 4), (m, 128, 2 * split, warps, 4), (m, 128, split, warps, 3), (m, 64, split, 4, 4),
+                  (m, 128, split, 12 - warps, 4), (m, 128, max(1, split // 2), warps, 4), (m, 64, 2 * split, 4, 3)]  # fmt: skip
     elif capability < (9, 0):  # both operands in registers: larger blocks spill
         chosen = [(64, 128, 1, 4, 3), (64, 128, 2, 4, 3), (64, 64, 1, 4, 3), (64, 128, 1, 8, 3), (32, 128, 1, 4, 3)]
     else:
-        warps = 8 if capability < (10, 0) else 4  # of sm_100 on, sums lie in memory of the tensor cores
         chosen = [
             (128, 128, 1, warps, 3),
             (256, 128, 1, 8, 2),

@@ -40,6 +40,36 @@ def test_compiles_without_spills(name, capability, tmp_path, monkeypatch):
         assert used["shared"] <= 163 << 10, (kernel, used)  # what a program may have on sm_80
 
 
+@pytest.mark.parametrize(
+    ("name", "capability", "most"),
+    [
+        ("w4a16 16", 90, 2.8), ("w4a16 64", 90, 4.0), ("w4a16 512", 90, 4.1), ("w4a16 asymmetric 16", 90, 3.0),
+        ("experts w4 2048", 90, 4.1), ("mxfp4 16", 90, 6.1), ("nvfp4 512", 90, 9.0), ("w4a16 16", 80, 2.8), ("w4a16 16", 100, 3.0),
+        ("w4a16 512", 100, 3.7),
+    ],
+)  # fmt: skip
+@pytest.mark.sampled(3, 7)
+def test_the_loop_of_a_product_is_short(name, capability, most, tmp_path, monkeypatch):
+    """In instructions a weight; on Hopper products stay under way while the next weights are dequantized, out of registers."""
+    import gpu_launches
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = gpu_launches.record(gpu_launches.hot_launches()[name][0], capability)
+    launch = next(one for one in launches if one.kernel.__name__ in ("matmul_kernel", "experts_kernel"))
+    kernel = gpu_launches.build(launch, capability)
+    assert gpu_launches.instructions_a_weight(launch, kernel) <= most
+    names = [each.partition(".")[0] for each in gpu_launches.main_loop(kernel)]
+    assert names.count("LDGSTS") >= 3, "codes and activations are copied ahead"
+    if name.startswith("w4a16"):
+        weights = launch.arguments["BLOCK_N"] * 128 / (kernel.metadata.num_warps * 32)
+        dequantized = sum(names.count(each) for each in ("LOP3", "SHF", "PRMT"))
+        assert dequantized <= 1.15 * weights, "pairs are dequantized together"
+    if capability == 90:
+        assert names.count("WARPGROUP") <= 4 < names.count("HGMMA"), "ptxas waits for each product (C7515)"
+        assert names.count("STS") <= 2, "dequantized weights go through shared memory"
+        assert names.count("BAR") <= 4
+
+
 def narrow(columns, sparse):
     """A matrix-vector product with a weight of odd sizes `[4093, columns]`, on meta."""
     from runtime.kernels.triton import layout, matvec, sparse24_w4

@@ -279,7 +279,8 @@ def main_loop(kernel: Any) -> list[str]:
 def instructions_a_weight(launch: Launch, kernel: Any) -> float:
     """Of the main loop of a product with a packed weight: its instructions for each of the weights that an iteration takes."""
     given = launch.arguments
-    weights = given["BLOCK_N"] * given.get("TILES", 1) * (512 // given["FIELD"])
+    tiles = 2 * given["TILES"] if "TILES" in given else 1  # a matrix-vector product owns two blocks of rows
+    weights = given["BLOCK_N"] * tiles * (512 // given["FIELD"])
     return len(main_loop(kernel)) * kernel.metadata.num_warps * 32 / weights
 
 

@@ -134,7 +134,8 @@ def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.
     into one for sparse tensor cores.
     """
     tiles, device = weight.words.shape[0], weight.words.device
-    split = widest_split(cdiv(weight.shape[0], 128), 256, tiles // 8)
+    # Each part is written and read again: with 64 rows, 8 of them are more than a weight of 4096 columns.
+    split = widest_split(cdiv(weight.shape[0], 128), 256 if rows <= 16 else 128, tiles // 8)
     capability = gpu.capability(device)
     scales_sums = rows <= EXACT_ROWS and not weight.floats
     # With 4, ptxas waits for each wgmma on the way to float32 parts (C7515) where sums go on through the loop.

@@ -25,7 +25,6 @@ import gpu_launches
 
 from runtime.kernels.triton.jit import Launch
 
-SHAPE = (4096, 4096)  #: Rows and columns of the weight, as in `gpu_launches.hot_launches`.
 ROWS = (1, 2, 16, 64, 512)
 KINDS = ("w4a16", "w8a16", "nvfp4")
 
@@ -49,19 +48,22 @@ GPUS = (
 
 
 def estimate(gpu: Gpu, launch: Launch, instructions: float, rows: int) -> dict[str, Any]:
-    """Microseconds that memory, instructions and tensor cores take for a product of `SHAPE`, which is the longest, and how much faster than a
-    bfloat16 product at its own limits that is.
+    """Microseconds that memory, instructions and tensor cores take for a product, which is the longest, and how much faster than a bfloat16
+    product at its own limits that is.
 
     Args:
         launch: of the kernel, with `rows` rows.
         instructions: of its main loop, a weight.
     """
-    (n, k), given = SHAPE, launch.arguments
+    given = launch.arguments
+    n, k = given["N"], given["K"]
     block = given.get("BLOCK_M", rows)  # a matrix-vector product reads and dequantizes a weight once for all rows
     blocks, weights = -(-rows // block), n * k
     split = given["SPLIT_K"]
     operands = sum(given[name].numel() * given[name].element_size() for name in ("words", "scale"))
-    moved = operands + 2 * rows * (k + n) + (8 * split * rows * n if split > 1 else 0)  # float32 parts, written and read
+    moved = (
+        operands + 2 * rows * (k + n) + (8 * split * rows * n if split > 1 else 0)
+    )  # float32 parts, written and read
     times = {
         "memory": moved / gpu.bandwidth,
         "instructions": blocks * weights * instructions / 32 / (4 * gpu.multiprocessors * gpu.clock),
@@ -96,7 +98,7 @@ def main() -> None:
     options = parser.parse_args()
     known = gpu_launches.hot_launches()
     versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
-    found: dict[str, Any] = {"versions": versions, "shape": SHAPE, "gpus": {}}
+    found: dict[str, Any] = {"versions": versions, "gpus": {}}
     for gpu in GPUS:
         table = {}
         for name in (f"{kind} {rows}" for kind in KINDS for rows in ROWS):

@@ -9,6 +9,7 @@ would get: same constants, same specialization of arguments. The tests use the f
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import re
@@ -71,6 +72,9 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
             words, meta(groups, n), meta(groups, n, dtype=torch.int8) if zero else None, (n, k), group, field
         )
 
+    def half(weight: layout.Weight) -> layout.Weight:
+        return dataclasses.replace(weight, scale=weight.scale.half())
+
     def blocks(kind: str) -> layout.Weight:
         """Block floats: `mxfp4`, `mxfp8` or `nvfp4`."""
         field, group, nv = int(kind[-1]), 16 if kind == "nvfp4" else 32, kind == "nvfp4"
@@ -109,6 +113,12 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
     for rows in (1, 16, 512):
         calls[f"w4a16 asymmetric {rows}"] = (partial(linear.multiply, meta(rows, k), weight(4, zero=True)), 80)
         calls[f"w8a16 {rows}"] = (partial(linear.multiply, meta(rows, k), weight(8, 0)), 80)
+    for rows in (16, 512):
+        calls[f"w4a16 float16 {rows}"] = (
+            partial(linear.multiply, meta(rows, k, dtype=torch.float16), half(weight(4))),
+            80,
+        )
+    calls["mxfp4 float16 16"] = (partial(linear.multiply, meta(16, k, dtype=torch.float16), blocks("mxfp4")), 80)
     calls["w4a16 group 32, 1"] = (partial(linear.multiply, meta(1, k), weight(4, 32)), 80)
     calls["w4a16 float16 1"] = (partial(linear.multiply, meta(1, k, dtype=torch.float16), weight(4)), 80)
     calls["w4a16 dequantize"] = (partial(matmul.dequantize, weight(4), torch.bfloat16), 80)
@@ -250,7 +260,7 @@ def cache_call(
 
 
 def main_loop(kernel: Any) -> list[str]:
-    """Names of the instructions in the longest loop of a compiled kernel that has no loop inside, in order."""
+    """Opcodes of the longest loop of a compiled kernel that has no loop inside, in order; ValueError if there is none."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -264,7 +274,7 @@ def main_loop(kernel: Any) -> list[str]:
     for line in text.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line.strip()):
             places[label[1]] = len(names)
-        elif found := re.match(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)(.*)", line.strip()):
+        elif found := re.match(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([^\s;]+)(.*)", line.strip()):
             names.append(found[1])
             target = re.search(r"\.L_x_\d+", found[2]) if found[1].startswith("BRA") else None
             if target and target[0] in places:
@@ -272,7 +282,7 @@ def main_loop(kernel: Any) -> list[str]:
     inner = [
         one for one in loops if not any(one != other and one[0] <= other[0] < other[1] <= one[1] for other in loops)
     ]
-    first, last = max(inner, key=lambda one: one[1] - one[0], default=(0, 0))
+    first, last = max(inner, key=lambda one: one[1] - one[0])
     return names[first:last]
 
 

@@ -17,7 +17,7 @@ from runtime.kernels.triton.split_k import split_k
 from runtime.kernels.triton.tuning import Config
 from runtime.kernels.triton.w8a8 import magnitude
 
-LEAST_ROWS = 65  #: That tensor cores multiply codes for: fewer do not fill them.
+LEAST_ROWS = 65  #: From which tensor cores multiply codes: fewer do not fill them.
 
 
 @jit

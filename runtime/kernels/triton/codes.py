@@ -1,16 +1,14 @@
-"""Functions that several kernels share: words of neighbouring tiles, codes as floats, tiles of a weight, the second pass of split-K."""
+"""Functions that several kernels share: words of neighbouring tiles, codes as floats, slices of a weight, the second pass of split-K."""
 
 from __future__ import annotations
 
-import os
-
 import torch
 
-from runtime.kernels.triton.jit import cdiv, entry, jit, tl
+from runtime.kernels.triton.jit import cdiv, entry, jit, tl, triton
 
 ONE = 0x3F800000  # the bits of 1.0
 #: Whether kernels run in triton's interpreter, which knows no assembly.
-INTERPRETED = tl and tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"))
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret) if triton is not None else None
 
 
 @jit
@@ -128,9 +126,10 @@ def _mantissas(words, dtype: tl.constexpr):
 
 @jit
 def multiply_add(a, b, c):
-    """`a b + c` of bfloat16 or float16 `[rows, columns]`, one rounding; `b` and `c`, exact in that, may have one row or column.
+    """`a b + c` of bfloat16 or float16 `[rows, columns]`, one rounding; `b` and `c` are representable in it and may have one row or column.
 
-    Two numbers an instruction, which the compiler does not find for sm_80.
+    Two numbers an instruction, which the compiler does not find for sm_80. The interpreter rounds twice, unless float32 holds `a b + c`,
+    as it does here.
     """
     b, c = tl.broadcast_to(b.to(a.dtype), a.shape), tl.broadcast_to(c.to(a.dtype), a.shape)
     if INTERPRETED:
@@ -147,7 +146,7 @@ def multiply_add(a, b, c):
 
 @jit
 def code_slice(w, zero, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, dtype: tl.constexpr):
-    """Slice `j` of words `[rows, 16]`: codes minus `zero` `[rows]` (or 0.0), exactly, `[rows, 16]` in `dtype`.
+    """Slice `j` of words `[rows, 16]`: codes minus `zero` `[rows]`, exactly, `[rows, 16]` in `dtype`.
 
     Codes of 4 bits become pairs of 16-bit floats. Two neighbouring words give two whose halves are neighbouring columns, of slices 0 to 3
     and of 4 to 7: two instructions for 16 codes. Then a pair takes a shift, a LOP3 and an FMA (of floats: two shifts, two LOP3).
@@ -173,64 +172,97 @@ def code_slice(w, zero, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexp
             return multiply_add(value, tl.full([1, 1], factor, tl.float32), tl.full([1, 1], -0.0, tl.float32))
         else:
             base: tl.constexpr = -136.0 if dtype == tl.bfloat16 else -1032.0
-            less = tl.zeros([w.shape[0]], tl.float32) + (base - zero)
-            return multiply_add(value, tl.full([1, 1], 1.0, tl.float32), less[:, None])
+            return multiply_add(value, tl.full([1, 1], 1.0, tl.float32), (base - zero)[:, None])
     else:
-        column = tl.zeros([w.shape[0]], tl.float32) + zero
-        return code_minus(w, 0x3F800000, column[:, None], j, FIELD, FLOAT).to(dtype)
+        # `ONE`: as an argument of the kernel it would keep the compiler from loading words in the layout of an operand.
+        return code_minus(w, 0x3F800000, zero[:, None], j, FIELD, FLOAT).to(dtype)
+
+
+@jit
+def load_grid(scale, zero, owned, column, N, groups, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr):
+    """Scales and zero points (or 0.0), float32 `[rows]`, of the group that `column` lies in."""
+    at = owned
+    if GROUP != 0:
+        at = owned + tl.cast(tl.minimum(column // GROUP, groups - 1), tl.int64) * N
+    z = tl.zeros([owned.shape[0]], tl.float32)
+    if ASYMMETRIC:
+        z = tl.load(zero + at).to(tl.float32)
+    return load_scale(scale + at), z
 
 
 @jit
 def dequantize_slice(
-    w, scale, zero, owned, t, N, groups, j: tl.constexpr,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
-    SCALED: tl.constexpr, dtype: tl.constexpr, DIVIDE: tl.constexpr = False,
+    w, s, z, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, kind: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
-    """Columns `16 j .. 16 j + 15` of tile `t`, less their zero points: `[rows, 16]`, exact, or `SCALED`, rounded once.
+    """Slice `j` of words `[rows, 16]`, less zero points `z`, times scales `s` `[rows]` that are stored as `kind`: `[rows, 16]`.
 
-    `DIVIDE`: e4m3 scales are divided by the global scale here; otherwise the caller divides the sums.
+    The rounded product, or of float32 scales the rounded float32 product; where `kind` is None, unscaled and exact.
     """
-    at = owned
-    if GROUP != 0:  # slices of one run load the same scales; the compiler keeps one of the loads
-        column = t * (512 // FIELD) + (j // RUN) * (RUN * 16)
-        at = owned + tl.cast(tl.minimum(column // GROUP, groups - 1), tl.int64) * N
-    z = 0.0
-    if ASYMMETRIC:
-        z = tl.load(zero + at).to(tl.float32)
-    kind: tl.constexpr = scale.dtype.element_ty
     HELD: tl.constexpr = kind == dtype or kind == tl.int8 or (kind == tl.uint8 and dtype == tl.bfloat16)
-    if not SCALED:
+    if kind is None:
         return code_slice(w, z, j, FIELD, FLOAT, dtype)
-    elif dtype != tl.float32 and HELD and not (DIVIDE and kind == tl.int8):
-        s = load_scale(scale + at)[:, None]
-        return multiply_add(code_slice(w, z, j, FIELD, FLOAT, dtype), s, tl.full([1, 1], -0.0, tl.float32))
+    elif HELD and dtype != tl.float32:
+        return multiply_add(code_slice(w, z, j, FIELD, FLOAT, dtype), s[:, None], tl.full([1, 1], -0.0, tl.float32))
     else:
-        s = load_scale(scale + at)
-        if DIVIDE:
-            s = over_global_scale(s, scale, zero)
         return (code_slice(w, z, j, FIELD, FLOAT, tl.float32) * s[:, None]).to(dtype)
 
 
 @jit
 def dequantize_slices(
-    w, scale, zero, owned, t, N, groups, first: tl.constexpr, COUNT: tl.constexpr,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
-    SCALED: tl.constexpr, dtype: tl.constexpr,
+    w, s, z, first: tl.constexpr, COUNT: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, kind: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     """`COUNT` slices from `first` on, a power of two of them, side by side: `[rows, 16 COUNT]`."""
     if COUNT == 1:
-        return dequantize_slice(
-            w, scale, zero, owned, t, N, groups, first, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, SCALED, dtype
-        )
+        return dequantize_slice(w, s, z, first, FIELD, FLOAT, kind, dtype)
     else:
-        left = dequantize_slices(
-            w, scale, zero, owned, t, N, groups, first, COUNT // 2, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, SCALED, dtype
+        half: tl.constexpr = COUNT // 2
+        return beside(
+            dequantize_slices(w, s, z, first, half, FIELD, FLOAT, kind, dtype),
+            dequantize_slices(w, s, z, first + half, half, FIELD, FLOAT, kind, dtype),
         )
-        right = dequantize_slices(
-            w, scale, zero, owned, t, N, groups, first + COUNT // 2, COUNT // 2,
-            GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, SCALED, dtype,
-        )  # fmt: skip
-        return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [w.shape[0], 16 * COUNT])
+
+
+@jit
+def dequantize_groups(
+    w, scale, zero, owned, column, N, groups, first: tl.constexpr, COUNT: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """`COUNT` runs of `RUN` slices from run `first` on, each under its own scale, side by side; `column` is the tile's first."""
+    if COUNT == 1:
+        s, z = load_grid(scale, zero, owned, column + first * (RUN * 16), N, groups, GROUP, ASYMMETRIC)
+        return dequantize_slices(w, s, z, first * RUN, RUN, FIELD, FLOAT, scale.dtype.element_ty, dtype)
+    else:
+        half: tl.constexpr = COUNT // 2
+        return beside(
+            dequantize_groups(
+                w, scale, zero, owned, column, N, groups, first, half, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype
+            ),
+            dequantize_groups(
+                w,
+                scale,
+                zero,
+                owned,
+                column,
+                N,
+                groups,
+                first + half,
+                half,
+                GROUP,
+                FIELD,
+                FLOAT,
+                RUN,
+                ASYMMETRIC,
+                dtype,
+            ),
+        )
+
+
+@jit
+def beside(left, right):
+    """Two blocks `[rows, columns]` as one of twice the columns."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [left.shape[0], 2 * left.shape[1]])
 
 
 @jit

@@ -5,8 +5,8 @@ product by `matvec.py`'s program. Else pairs are sorted (`routing.py`), and a bl
 The grid has the most blocks that there may be, and programs past the last block return at once. Either way weights of experts that
 no token is sent to are not read.
 
-A block is `matmul.py`'s product, of dense weights too. Products in float32 are exact to its rounding, without tensor cores, in blocks of
-16 pairs.
+A block is `matmul.py`'s product, which rounds a weight with groups for more than 32 pairs; weights may be dense. Products in float32
+are exact to its rounding, without tensor cores, in blocks of 16 pairs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from runtime.kernels.triton import fused, tuning
 from runtime.kernels.triton.codes import row_major
 from runtime.kernels.triton.jit import cdiv, entry, next_power_of_2, tl
 from runtime.kernels.triton.layout import DENSE, Stack
-from runtime.kernels.triton.matmul import weight_times_rows
+from runtime.kernels.triton.matmul import scales_sums, weight_times_rows
 from runtime.kernels.triton.matvec import MAXIMUM_ROWS, vector_product
 from runtime.kernels.triton.routing import Order, part_pairs, sort_pairs
 from runtime.kernels.triton.tuning import Config
@@ -32,8 +32,8 @@ def experts_kernel(
     x, words, scale, zero, pairs, blocks, out,
     stride, N, K, tiles, groups,
     SHARED: tl.constexpr, GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr,
-    ASYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    ASYMMETRIC: tl.constexpr, SCALE_SUMS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     block, count = tl.program_id(0), tl.num_programs(0)
     expert = tl.load(blocks + block).to(tl.int64)
@@ -50,7 +50,7 @@ def experts_kernel(
     words += expert * N * (K if FIELD == 16 else tiles * 16)
     sums = weight_times_rows(
         rows, words, scale + grids, zero + grids, owned, 0, tiles, N, K, groups,
-        GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, EVEN_K, BLOCK_M, BLOCK_N, COLUMNS, STAGES,
+        GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, SCALE_SUMS, EVEN_K, BLOCK_M, BLOCK_N, COLUMNS, STAGES,
     )  # fmt: skip
     target = out + pair[None, :] * N + n[:, None]
     tl.store(target, sums.to(out.dtype.element_ty), mask=(place < end)[None, :] & (n < N)[:, None])
@@ -155,7 +155,8 @@ def products(x: torch.Tensor, weight: Stack, chosen: torch.Tensor, order: Order 
             # Blocks of one expert are neighbours on the axis that runs fastest: they read the same weight rows out of the L2 cache.
             experts_kernel[(order.blocks.shape[1], cdiv(n, config["BLOCK_N"]))](
                 x, *weight.operands, order.pairs, order.blocks, out, x.stride(0), n, columns, tiles, groups,
-                SHARED=shared, **weight.constants, EVEN_K=columns % config["COLUMNS"] == 0, **config,
+                SHARED=shared, **weight.constants, SCALE_SUMS=scales_sums(order.rows, weight, x.dtype),
+                EVEN_K=columns % config["COLUMNS"] == 0, **config,
             )  # fmt: skip
 
     if out.numel():

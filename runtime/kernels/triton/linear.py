@@ -380,7 +380,7 @@ def product_path(rows: int) -> str:
     """What `multiply` does for so many rows."""
     from runtime.kernels.triton import matvec
 
-    return f"triton matrix-{'vector' if rows <= matvec.MAXIMUM_ROWS else 'matrix'} product"
+    return "triton matrix-vector product" if rows <= matvec.MAXIMUM_ROWS else "triton matrix product"
 
 
 def _of_rows(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

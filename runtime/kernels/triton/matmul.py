@@ -5,9 +5,10 @@ Blackwell want, and rows of x their other side, which may be narrow. Words of a 
 become floats in the registers that Ampere and Hopper multiply from (`codes.code_slice`). Of the weight, only codes pass through
 shared memory. Marlin (arXiv 2408.11743) does so with another layout.
 
-Blocks of up to 32 rows multiply codes minus their zero point, which are exact, and scale the float32 sums once a group. In larger ones,
-where that would take more instructions and registers, the weight is rounded to the dtype of x, as the reference rounds it; so it is
-where rounding changes nothing, as with NVFP4.
+Codes minus their zero point are exact. Scales of channels multiply the sums at the end, and those of groups, in blocks of up to 32 rows,
+the sums of each group. In larger blocks that would take more instructions and registers, so the weight is rounded to the dtype of x,
+as the reference rounds it. Block floats are scaled before the product in any block, where that changes nothing: NVFP4, and others in
+bfloat16 (apart from scales at the ends of its range).
 
 `dense` dequantizes the whole weight into a scratch matrix (read 0.5, write 2 bytes a weight) that cuBLAS multiplies; `sparse` compresses
 that of a 2:4 weight for sparse tensor cores (`semi_structured.py`). Which wins with many rows depends on the device, so tuning chooses
@@ -20,9 +21,10 @@ import torch
 
 from runtime.kernels.triton import gpu, layout, semi_structured, tuning
 from runtime.kernels.triton.codes import (
+    dequantize_groups,
     dequantize_slice,
     dequantize_slices,
-    load_scale,
+    load_grid,
     over_global_scale,
     own_block,
     row_major,
@@ -32,7 +34,6 @@ from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import product, widest_split
 from runtime.kernels.triton.tuning import Config
 
-EXACT_ROWS = 32  #: Rows up to which scales multiply sums.
 SCRATCH_ROWS = 1024  #: Untuned, from so many rows on the whole weight is dequantized.
 
 
@@ -40,39 +41,51 @@ SCRATCH_ROWS = 1024  #: Untuned, from so many rows on the whole weight is dequan
 def weight_times_rows(
     rows, words, scale, zero, owned, first, last, N, K, groups,
     GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    SCALE_SUMS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Products `[BLOCK_N, BLOCK_M]` of rows `owned` of a weight, packed or dense (field 16), and those that `rows` `[BLOCK_M, 1]` point at.
 
     The columns are those of tiles `first` to `last`, of `COLUMNS` each.
     """
     dtype: tl.constexpr = rows.dtype.element_ty
-    ROUNDS_NOTHING: tl.constexpr = FLOAT and (scale.dtype.element_ty == tl.int8 or dtype == tl.bfloat16)
-    SCALE_SUMS: tl.constexpr = FIELD != 16 and BLOCK_M <= 32 and not ROUNDS_NOTHING
-    PART: tl.constexpr = RUN * 16 if SCALE_SUMS else COLUMNS  # columns of one product
+    CHANNELS: tl.constexpr = FIELD != 16 and GROUP == 0  # scales multiply the sums of all columns
+    GROUPS: tl.constexpr = 1 if FIELD == 16 else COLUMNS // (RUN * 16)  # of a tile
+    # Scales of a weight that is rounded stay: ones that go through the loop would send the floats through shared memory.
+    AHEAD: tl.constexpr = SCALE_SUMS and GROUPS == 1
+    PARTS: tl.constexpr = GROUPS if SCALE_SUMS else 1  # products of a tile
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if AHEAD or CHANNELS:
+        s, z = load_grid(scale, zero, owned, first * COLUMNS, N, groups, GROUP, ASYMMETRIC)
     for t in tl.range(first, last, num_stages=STAGES):
         if FIELD != 16:
             codes = tl.load(words + tl.cast(t, tl.int64) * N * 16 + owned[:, None] * 16 + tl.arange(0, 16)[None, :])
-        for part in tl.static_range(COLUMNS // PART):
-            k = t * COLUMNS + part * PART + tl.arange(0, PART)[None, :]
+        if AHEAD and not CHANNELS:  # the compiler copies nothing ahead that is less than 4 bytes a thread
+            next_s, next_z = load_grid(scale, zero, owned, (t + 1) * COLUMNS, N, groups, GROUP, ASYMMETRIC)
+        for part in tl.static_range(PARTS):
+            k = t * COLUMNS + part * (COLUMNS // PARTS) + tl.arange(0, COLUMNS // PARTS)[None, :]
             a = tl.load(rows + k) if EVEN_K else tl.load(rows + k, mask=k < K, other=0.0)
             if FIELD == 16:
                 dense = words + owned.to(tl.int64)[:, None] * K + k
                 w = tl.load(dense) if EVEN_K else tl.load(dense, mask=k < K, other=0.0)
+            elif CHANNELS:
+                w = dequantize_slices(codes, s, z, 0, RUN, FIELD, FLOAT, None, dtype)
+            elif SCALE_SUMS:
+                if not AHEAD:
+                    s, z = load_grid(scale, zero, owned, t * COLUMNS + part * (RUN * 16), N, groups, GROUP, ASYMMETRIC)
+                w = dequantize_slices(codes, s, z, part * RUN, RUN, FIELD, FLOAT, None, dtype)
             else:
-                w = dequantize_slices(
-                    codes, scale, zero, owned, t, N, groups, part * (PART // 16), PART // 16,
-                    GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, not SCALE_SUMS, dtype,
+                w = dequantize_groups(
+                    codes, scale, zero, owned, t * COLUMNS, N, groups, 0, GROUPS, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype
                 )  # fmt: skip
-            if SCALE_SUMS:
-                group = 0
-                if GROUP != 0:
-                    group = tl.minimum((t * COLUMNS + part * PART) // GROUP, groups - 1)
-                s = load_scale(scale + tl.cast(group, tl.int64) * N + owned)
-                sums += tl.dot(w, tl.trans(a)) * s[:, None]
+            if SCALE_SUMS and not CHANNELS:
+                sums += tl.dot(w, tl.trans(a), input_precision="ieee") * s[:, None]
             else:
                 sums = tl.dot(w, tl.trans(a), sums, input_precision="ieee")
+        if AHEAD and not CHANNELS:
+            s, z = next_s, next_z
+    if CHANNELS:
+        sums *= s[:, None]
     return sums
 
 
@@ -81,8 +94,8 @@ def matmul_kernel(
     x, words, scale, zero, bias, out,
     stride, M, N, K, tiles, groups,
     GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCALE_SUMS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     m, n = own_block(M, N, BLOCK_M, BLOCK_N)
     owned = tl.minimum(n, N - 1)  # past the end the last one again, which is not stored; so of rows of x
@@ -91,7 +104,7 @@ def matmul_kernel(
     first = tl.program_id(1) * share
     sums = weight_times_rows(
         rows, words, scale, zero, owned, first, tl.minimum(first + share, tiles), N, K, groups,
-        GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, EVEN_K, BLOCK_M, BLOCK_N, 512 // FIELD, STAGES,
+        GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, SCALE_SUMS, EVEN_K, BLOCK_M, BLOCK_N, 512 // FIELD, STAGES,
     )  # fmt: skip
     sums = over_global_scale(sums, scale, zero)
     if HAS_BIAS:
@@ -112,9 +125,14 @@ def dequantize_kernel(
     rows = out + n.to(tl.int64)[:, None] * K
     for j in tl.static_range(32 // FIELD):
         k = t * (512 // FIELD) + j * 16 + word[None, :]
-        dense = dequantize_slice(
-            w, scale, zero, owned, t, N, groups, j, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, True, out.dtype.element_ty, True
-        )  # fmt: skip
+        s, z = load_grid(scale, zero, owned, t * (512 // FIELD) + j * 16, N, groups, GROUP, ASYMMETRIC)
+        kind: tl.constexpr = scale.dtype.element_ty
+        if kind == tl.int8:
+            dense = dequantize_slice(
+                w, over_global_scale(s, scale, zero), z, j, FIELD, FLOAT, tl.float32, out.dtype.element_ty
+            )
+        else:
+            dense = dequantize_slice(w, s, z, j, FIELD, FLOAT, kind, out.dtype.element_ty)
         tl.store(rows + k, dense, mask=(n < N)[:, None] & (k < K))
 
 
@@ -129,23 +147,30 @@ def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
+def scales_sums(block_rows: int, weight: layout.Weight, dtype: torch.dtype) -> bool:
+    """Whether scales multiply the sums of each group for blocks of so many rows of x, rather than the weight, which is then rounded to
+    `dtype`: where the rounding would change something, and the rows are few.
+    """
+    unchanged = weight.floats and (weight.scale.dtype == torch.int8 or dtype == torch.bfloat16)
+    return weight.field != layout.DENSE and block_rows <= 32 and not unchanged
+
+
 def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.bfloat16) -> list[Config]:
     """Launches worth trying, the default first; `{"dense": True}` dequantizes into a scratch matrix for cuBLAS, `{"sparse": True}`
     into one for sparse tensor cores.
     """
     tiles, device = weight.words.shape[0], weight.words.device
-    # Each part is written and read again: with 64 rows, 8 of them are more than a weight of 4096 columns.
+    # Parts are written and read: 8 of 64 rows in float32 are 4096 bytes a row of the weight, which has 2048 if its columns are 4096.
     split = widest_split(cdiv(weight.shape[0], 128), 256 if rows <= 16 else 128, tiles // 8)
-    capability = gpu.capability(device)
-    scales_sums = rows <= EXACT_ROWS and not weight.floats
-    # With 4, ptxas waits for each wgmma on the way to float32 parts (C7515) where sums go on through the loop.
-    warps = 8 if capability[0] == 9 and not scales_sums else 4
+    major = gpu.capability(device)[0]
+    # Where sums go on through the loop and end as float32 parts, ptxas waits for each wgmma with 4 (C7515).
+    warps = 8 if major == 9 and not scales_sums(rows, weight, dtype) else 4
     if rows <= 64:
         m = next(size for size in (16, 32, 64) if rows <= size)
         chosen = [(m, 128, split, warps, 4), (m, 128, 2 * split, warps, 4), (m, 128, split, warps, 3), (m, 64, split, 4, 4),
-                  (m, 128, split, 12 - warps, 4), (m, 128, max(1, split // 2), warps, 4), (m, 64, 2 * split, 4, 3)]  # fmt: skip
-    elif capability < (9, 0):  # both operands in registers: larger blocks spill
-        chosen = [(64, 128, 1, 4, 3), (64, 128, 2, 4, 3), (64, 64, 1, 4, 3), (64, 128, 1, 8, 3), (32, 128, 1, 4, 3)]
+                  (m, 128, split, 8 if warps == 4 else 4, 4), (m, 128, max(1, split // 2), warps, 4), (m, 64, 2 * split, 4, 3)]  # fmt: skip
+    elif major not in (9, 10):  # both operands and the sums in registers: larger blocks spill
+        chosen = [(64, 128, 1, 4, 3), (64, 128, 2, 4, 3), (64, 64, 1, 4, 3), (64, 128, 1, 8, 3)]
     else:
         chosen = [
             (128, 128, 1, warps, 3),
@@ -157,7 +182,9 @@ def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.
         if rows <= 256:
             chosen = [(128, 128, 2, warps, 3), *chosen]
     names = ("BLOCK_M", "BLOCK_N", "SPLIT_K", "num_warps", "STAGES")
-    fused: list[Config] = [dict(zip(names, each, strict=True)) for each in chosen if each[2] <= tiles]
+    fused: list[Config] = [
+        dict(zip(names, each, strict=True)) for each in dict.fromkeys(chosen) if each[2] <= max(tiles, 1)
+    ]
     if rows <= 64:
         return fused
     scratch = [{"dense": True}]
@@ -169,8 +196,8 @@ def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.
 def matmul(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x W^T + bias` for `x` `[M, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
 
-    Right for any number of rows. With more than `EXACT_ROWS` the weight is rounded to the dtype of `x` first. One with e4m3 scales is
-    exact in it, unless a scratch matrix is written, and sums are divided by the global scale.
+    Right for any number of rows. With more than 32, a weight with groups is rounded to the dtype of `x` first, and any is that a scratch
+    matrix is written for. One with e4m3 scales is exact in it otherwise, and sums are divided by the global scale.
     """
     x = row_major(x)
     rows, n = x.shape[0], weight.shape[0]
@@ -185,7 +212,8 @@ def matmul(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = N
             return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
         if config.get("sparse"):
             return semi_structured.linear(x, dequantize(weight, x.dtype), bias)
-        return product(matmul_kernel, x, weight, bias, [config], grid, key=rows)
+        scaled = scales_sums(config["BLOCK_M"], weight, x.dtype)
+        return product(matmul_kernel, x, weight, bias, [config], grid, key=rows, SCALE_SUMS=scaled)
 
     candidates = configurations(rows, weight, x.dtype)
     # Where sparse tensor cores are a candidate it is another choice.

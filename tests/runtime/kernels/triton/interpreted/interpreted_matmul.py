@@ -5,8 +5,8 @@ import torch
 import triton_references as references
 from cases import BLOCK_FLOATS, WEIGHTS, assert_close, block_float, rows, weight
 
-from runtime.kernels.triton import semi_structured
-from runtime.kernels.triton.matmul import EXACT_ROWS, configurations, dequantize, matmul
+from runtime.kernels.triton import layout, semi_structured
+from runtime.kernels.triton.matmul import configurations, dequantize, matmul
 
 
 @pytest.mark.parametrize("field", [4, 8])
@@ -21,18 +21,19 @@ def test_block_floats(case):
 
 
 def check(w, case):
-    for m, dtype, config in (
-        (1, torch.bfloat16, {"BLOCK_M": 16, "BLOCK_N": 16, "SPLIT_K": 1, "STAGES": 2, "num_warps": 4}),
-        (33, torch.float16, {"BLOCK_M": 32, "BLOCK_N": 16, "SPLIT_K": 3, "STAGES": 2, "num_warps": 4}),
-        (66, torch.bfloat16, {"BLOCK_M": 64, "BLOCK_N": 32, "SPLIT_K": 1, "STAGES": 2, "num_warps": 4}),
-        (66, torch.float16, {"BLOCK_M": 64, "BLOCK_N": 16, "SPLIT_K": 2, "STAGES": 2, "num_warps": 4}),
-        (3, torch.bfloat16, None),
+    for m, dtype, scale, config in (
+        (1, torch.bfloat16, torch.bfloat16, {"BLOCK_M": 16, "BLOCK_N": 16, "SPLIT_K": 1, "STAGES": 2, "num_warps": 4}),
+        (33, torch.float16, torch.float32, {"BLOCK_M": 32, "BLOCK_N": 16, "SPLIT_K": 3, "STAGES": 2, "num_warps": 4}),
+        (66, torch.float16, torch.float16, {"BLOCK_M": 64, "BLOCK_N": 16, "SPLIT_K": 2, "STAGES": 2, "num_warps": 4}),
+        (3, torch.bfloat16, torch.float16, None),
+        (66, torch.bfloat16, torch.bfloat16, None),
     ):
+        w = dataclasses.replace(w, scale=w.scale.to(scale)) if w.scale.is_floating_point() else w
         x, bias = rows(m, case[1], dtype, strided=True), rows(1, case[0], dtype, 1)[0]
-        # In small blocks nothing of the weight is rounded. In large ones it is to the dtype of x, as by the reference kernel, or it is
-        # exact in that before e4m3 scales are divided.
-        small = (config or {"BLOCK_M": m})["BLOCK_M"] <= EXACT_ROWS
-        held = dtype if not small and w.global_scale is None else torch.float64
+        # Scales multiply sums of float32, or the weight is rounded to the dtype of x, as by the reference kernel, or it is exact in
+        # that before e4m3 scales are divided.
+        rounded = m > 33 and w.group and w.global_scale is None
+        held = dtype if rounded else torch.float64
         expected = x.double() @ references.dequantize(w, held).double().t() + bias.double()
         with references.forced(config):
             assert_close(matmul(x, w, bias), expected, dtype)
@@ -41,6 +42,24 @@ def check(w, case):
         dense = matmul(x, w, bias)
     assert torch.equal(dense, torch.nn.functional.linear(x, references.dequantize(w, dtype), bias))
     assert matmul(x[:0], w).shape == (0, case[0])
+
+
+@pytest.mark.parametrize("count", [3, 65])
+def test_a_weight_without_columns(count):
+    w = layout.Weight(torch.empty(0, 5, 16, dtype=torch.int32), torch.ones(1, 5), None, (5, 0), 0, 4)
+    bias = torch.arange(5).bfloat16()
+    assert torch.equal(matmul(torch.empty(count, 0, dtype=torch.bfloat16), w, bias), bias.expand(count, 5))
+
+
+@pytest.mark.parametrize("field", [4, 8])
+def test_zero_points_at_the_ends(field):
+    """Codes and zero points at both ends of their range: the largest differences."""
+    ends = torch.tensor([-(1 << field - 1), (1 << field - 1) - 1], dtype=torch.int8)
+    codes, zero = ends[torch.randint(0, 2, (6, 256))], ends[torch.randint(0, 2, (6, 2))]
+    w = references.reorder(codes, torch.rand(6, 2).bfloat16(), zero, 128, field)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = rows(5, 256, dtype)
+        assert_close(matmul(x, w), x.double() @ references.dequantize(w, torch.float64).t(), dtype)
 
 
 @pytest.mark.parametrize("field", [4, 8])

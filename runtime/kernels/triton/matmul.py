@@ -123,10 +123,10 @@ def dequantize_kernel(
     owned, word = tl.minimum(n, N - 1), tl.arange(0, 16)
     w = tl.load(words + tl.cast(t, tl.int64) * N * 16 + owned[:, None] * 16 + word[None, :])
     rows = out + n.to(tl.int64)[:, None] * K
+    kind: tl.constexpr = scale.dtype.element_ty
     for j in tl.static_range(32 // FIELD):
         k = t * (512 // FIELD) + j * 16 + word[None, :]
         s, z = load_grid(scale, zero, owned, t * (512 // FIELD) + j * 16, N, groups, GROUP, ASYMMETRIC)
-        kind: tl.constexpr = scale.dtype.element_ty
         if kind == tl.int8:
             dense = dequantize_slice(
                 w, over_global_scale(s, scale, zero), z, j, FIELD, FLOAT, tl.float32, out.dtype.element_ty

@@ -9,9 +9,13 @@ would get: same constants, same specialization of arguments. The tests use the f
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -50,7 +54,7 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         fused,
         layout,
         linear,
-        many_rows,
+        matmul,
         rounded,
         sparse24_w4,
         w8a8,
@@ -67,6 +71,9 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         return layout.Weight(
             words, meta(groups, n), meta(groups, n, dtype=torch.int8) if zero else None, (n, k), group, field
         )
+
+    def half(weight: layout.Weight) -> layout.Weight:
+        return dataclasses.replace(weight, scale=weight.scale.half())
 
     def blocks(kind: str) -> layout.Weight:
         """Block floats: `mxfp4`, `mxfp8` or `nvfp4`."""
@@ -106,13 +113,19 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
     for rows in (1, 16, 512):
         calls[f"w4a16 asymmetric {rows}"] = (partial(linear.multiply, meta(rows, k), weight(4, zero=True)), 80)
         calls[f"w8a16 {rows}"] = (partial(linear.multiply, meta(rows, k), weight(8, 0)), 80)
+    for rows in (16, 512):
+        calls[f"w4a16 float16 {rows}"] = (
+            partial(linear.multiply, meta(rows, k, dtype=torch.float16), half(weight(4))),
+            80,
+        )
+    calls["mxfp4 float16 16"] = (partial(linear.multiply, meta(16, k, dtype=torch.float16), blocks("mxfp4")), 80)
     calls["w4a16 group 32, 1"] = (partial(linear.multiply, meta(1, k), weight(4, 32)), 80)
     calls["w4a16 float16 1"] = (partial(linear.multiply, meta(1, k, dtype=torch.float16), weight(4)), 80)
-    calls["w4a16 dequantize"] = (partial(many_rows.dequantize, weight(4), torch.bfloat16), 80)
+    calls["w4a16 dequantize"] = (partial(matmul.dequantize, weight(4), torch.bfloat16), 80)
     for kind in ("mxfp4", "nvfp4", "mxfp8"):
         for rows in (1, 2, 16, 64, 512):
             calls[f"{kind} {rows}"] = (partial(linear.multiply, meta(rows, k), blocks(kind)), 80)
-        calls[f"{kind} dequantize"] = (partial(many_rows.dequantize, blocks(kind), torch.bfloat16), 80)
+        calls[f"{kind} dequantize"] = (partial(matmul.dequantize, blocks(kind), torch.bfloat16), 80)
     for name in ("NVFP4", "MXFP4", "MXFP8"):
         scheme, global_scale = preset(name).activations, meta(1, dtype=torch.float32) if name == "NVFP4" else None
         calls[f"round {name}"] = (partial(block_float.round_inputs, meta(16, k), scheme, global_scale), 80)
@@ -244,6 +257,41 @@ def cache_call(
     limit = meta(rows, queries) if visible else None
     chosen = Chosen(meta(rows, 1024 // unit), meta(rows), unit) if unit else None
     return partial(triton_attention.run, Queries(query, sizes[0] ** -0.5, softcap), region, limit, chosen)
+
+
+def main_loop(kernel: Any) -> list[str]:
+    """Opcodes of the longest loop of a compiled kernel that has no loop inside, in order; ValueError if there is none."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names: list[str] = []
+    places: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line.strip()):
+            places[label[1]] = len(names)
+        elif found := re.match(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([^\s;]+)(.*)", line.strip()):
+            names.append(found[1])
+            target = re.search(r"\.L_x_\d+", found[2]) if found[1].startswith("BRA") else None
+            if target and target[0] in places:
+                loops.append((places[target[0]], len(names)))
+    inner = [
+        one for one in loops if not any(one != other and one[0] <= other[0] < other[1] <= one[1] for other in loops)
+    ]
+    first, last = max(inner, key=lambda one: one[1] - one[0])
+    return names[first:last]
+
+
+def instructions_a_weight(launch: Launch, kernel: Any) -> float:
+    """Of the main loop of a product with a packed weight: its instructions for each of the weights that an iteration takes."""
+    given = launch.arguments
+    tiles = 2 * given["TILES"] if "TILES" in given else 1  # a matrix-vector product owns two blocks of rows
+    weights = given["BLOCK_N"] * tiles * (512 // given["FIELD"])
+    return len(main_loop(kernel)) * kernel.metadata.num_warps * 32 / weights
 
 
 def report(name: str, call: Callable[[], Any], capability: int) -> dict[str, dict[str, Any]]:

@@ -160,18 +160,13 @@ def weight_only_cases(w: Any, label: str, small: bool) -> Iterator[Case]:
     """A weight dequantized, and multiplied with few and many rows."""
     import triton_references as references
 
-    from runtime.kernels.triton import few_rows, many_rows, matvec
+    from runtime.kernels.triton import matmul, matvec
 
     (n, k), device = w.shape, w.words.device
     dense = references.dequantize(w, torch.bfloat16)
-    yield Case(f"dequantize, {label}", partial(many_rows.dequantize, w, torch.bfloat16), dense.double(), 0.0)
+    yield Case(f"dequantize, {label}", partial(matmul.dequantize, w, torch.bfloat16), dense.double(), 0.0)
     dense = references.dequantize(w, torch.float64).t()
-    functions = (
-        (matvec.matvec, (1, 2)),
-        (few_rows.few_rows, (3, 16, 33)),
-        (many_rows.many_rows, (65, 300, 1024)),
-    )
-    for function, counts in functions:
+    for function, counts in ((matvec.matvec, (1, 2)), (matmul.matmul, (3, 16)), (matmul.matmul, (33, 65, 300, 1024))):
         for m in counts[:1] if small else counts:
             x = torch.randn(m, k, device=device).bfloat16()
             bias = torch.randn(n, device=device).bfloat16()
@@ -183,12 +178,12 @@ def candidate_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case]:
     """Every launch that tuning may choose for one shape; in the interpreter the defaults alone."""
     import triton_references as references
 
-    from runtime.kernels.triton import few_rows, many_rows, matvec, rounded, semi_structured, sparse24_w4, w8a8
+    from runtime.kernels.triton import matmul, matvec, rounded, semi_structured, sparse24_w4, w8a8
 
     first = 1 if small else None
     w, sparse = int_weight(n, k, 128, 4, device), sparse_weight(n, k, 128, device)
     dense = references.dequantize(w, torch.float64).t()
-    for module, counts in ((matvec, (1, 2)), (few_rows, (16, 64)), (many_rows, (64, 200, 1024))):
+    for module, counts in ((matvec, (1, 2)), (matmul, (16,)), (matmul, (64, 200, 1024))):
         function = getattr(module, module.__name__.rpartition(".")[2])
         for m in counts[:1] if small else counts:
             x = torch.randn(m, k, device=device).bfloat16()

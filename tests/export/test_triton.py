@@ -73,7 +73,7 @@ def test_the_artifact_and_a_kernel_for_every_launch(exported: Exported, tiny_art
     )
     assert {entry["architecture"] for entry in kernels} == {"sm_90a"}
     assert {entry["kernel"] for entry in kernels} >= {
-        "matvec.matvec_kernel", "few_rows.few_rows_kernel", "many_rows.many_rows_kernel", "paged_attention.split_kernel",
+        "matvec.matvec_kernel", "matmul.matmul_kernel", "paged_attention.split_kernel",
         "fused.rms_norm_kernel", "rotary_store.rotary_store_kernel",
     }  # fmt: skip
     for entry in kernels:
@@ -269,7 +269,7 @@ def test_architectures_and_errors(tmp_path: Path) -> None:
     assert built[3].error
     assert not built[3].cubin
     one, entry = built[4], built[4].entry  # tensor memory brings functions of the compiler's along
-    assert (entry["symbol"], entry["scratch_pointers"]) == ("many_rows_kernel", 2)
+    assert (entry["symbol"], entry["scratch_pointers"]) == ("matmul_kernel", 2)
     (tmp_path / "x.cubin").write_bytes(one.cubin)
     check.check(
         tmp_path / "x.cubin",

@@ -10,12 +10,14 @@ import torch
 
 from runtime.formats.block_float import BlockFloat
 from runtime.formats.scheme import ActivationScheme
-from runtime.kernels.triton import few_rows, gpu, layout, tuning
+from runtime.kernels.triton import gpu, layout, tuning
 from runtime.kernels.triton.codes import over_global_scale, own_block, row_major, store_part
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import split_k
 from runtime.kernels.triton.tuning import Config
 from runtime.kernels.triton.w8a8 import magnitude
+
+LEAST_ROWS = 65  #: From which tensor cores multiply codes: fewer do not fill them.
 
 
 @jit
@@ -202,7 +204,7 @@ def block_float_kernel(
 def multiplies_codes(device: torch.device, rows: int, weights: BlockFloat, inputs: ActivationScheme) -> bool:
     """Whether tensor cores of the device (sm_100 and its relatives) multiply these block floats, and rows are so many that it pays."""
     alike = (weights.bits, weights.group_size, weights.scales) == (inputs.bits, inputs.group_size, inputs.scales)
-    return alike and rows > few_rows.MAXIMUM_ROWS and gpu.capability(device)[0] == 10
+    return alike and rows >= LEAST_ROWS and gpu.capability(device)[0] == 10
 
 
 def configurations(rows: int, weight: layout.Weight) -> list[Config]:

@@ -1,12 +1,14 @@
-"""Functions that several kernels share: words of neighbouring tiles, codes as floats, tiles of a weight, the second pass of split-K."""
+"""Functions that several kernels share: words of neighbouring tiles, codes as floats, slices of a weight, the second pass of split-K."""
 
 from __future__ import annotations
 
 import torch
 
-from runtime.kernels.triton.jit import cdiv, entry, jit, tl
+from runtime.kernels.triton.jit import cdiv, entry, jit, tl, triton
 
 ONE = 0x3F800000  # the bits of 1.0
+#: Whether kernels run in triton's interpreter, which knows no assembly.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret) if triton is not None else None
 
 
 @jit
@@ -106,53 +108,161 @@ def over_global_scale(value, scale, global_scale):
 
 
 @jit
-def dequantize_slice(
-    w, one, scale, zero, owned, t, N, groups, j: tl.constexpr,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
-    dtype: tl.constexpr, DIVIDE: tl.constexpr = False,
-):  # fmt: skip
-    """Columns `16 j .. 16 j + 15` of tile `t`, dequantized: `[rows, 16]`. Exact in float32 up to the last rounding.
+def _mantissas(words, dtype: tl.constexpr):
+    """Codes `u` of 4 bits, the lowest of both halves of int32 words, as mantissas: two floats `2^7 + u` (bfloat16) or `2^10 + u` (float16).
 
-    `DIVIDE`: e4m3 scales are divided by the global scale here; otherwise the caller divides the sums.
+    One LOP3. Written as two operations it is two: ptxas fuses them where at most one constant takes part, and an argument of the kernel
+    instead would keep the compiler from loading words in the layout of an operand.
     """
-    at = owned
-    if GROUP != 0:  # slices of one run load the same scales; the compiler keeps one of the loads
-        column = t * (512 // FIELD) + (j // RUN) * (RUN * 16)
-        at = owned + tl.cast(tl.minimum(column // GROUP, groups - 1), tl.int64) * N
-    z = 0.0
-    if ASYMMETRIC:
-        z = tl.load(zero + at).to(tl.float32)[:, None]
-    s = load_scale(scale + at)
-    if DIVIDE:
-        s = over_global_scale(s, scale, zero)
-    return (code_minus(w, one, z, j, FIELD, FLOAT) * s[:, None]).to(dtype)
+    if INTERPRETED:
+        return (words & 0x000F000F) | (0x43004300 if dtype == tl.bfloat16 else 0x64006400)
+    elif dtype == tl.bfloat16:
+        asm: tl.constexpr = "lop3.b32 $0, $1, 0x000f000f, 0x43004300, 0xea;"  # (a & b) | c
+        return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        asm: tl.constexpr = "lop3.b32 $0, $1, 0x000f000f, 0x64006400, 0xea;"
+        return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @jit
-def dequantize_tile(
-    w, one, scale, zero, owned, t, N, groups, BLOCK_N: tl.constexpr,
+def multiply_add(a, b, c):
+    """`a b + c` of bfloat16 or float16 `[rows, columns]`, one rounding; `b` and `c` are representable in it and may have one row or column.
+
+    Two numbers an instruction, which the compiler does not find for sm_80. The interpreter rounds twice, unless float32 holds `a b + c`,
+    as it does here.
+    """
+    b, c = tl.broadcast_to(b.to(a.dtype), a.shape), tl.broadcast_to(c.to(a.dtype), a.shape)
+    if INTERPRETED:
+        return (a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32)).to(a.dtype)
+    elif a.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@jit
+def code_slice(w, zero, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, dtype: tl.constexpr):
+    """Slice `j` of words `[rows, 16]`: codes minus `zero` `[rows]`, exactly, `[rows, 16]` in `dtype`.
+
+    Codes of 4 bits become pairs of 16-bit floats. Two neighbouring words give two whose halves are neighbouring columns, of slices 0 to 3
+    and of 4 to 7: two instructions for 16 codes. Then a pair takes a shift, a LOP3 and an FMA (of floats: two shifts, two LOP3).
+    """
+    if FIELD == 4 and dtype != tl.float32:
+        even, odd = tl.split(tl.reshape(w, [w.shape[0], 8, 2]))
+        if j < 4:
+            pairs = (even & 0xFFFF) | (odd << 16)
+        else:
+            pairs = ((even >> 16) & 0xFFFF) | (odd & -65536)
+        if FLOAT:  # sign and size to the top of each half, and the size on to the lowest bits of exponent and the top of the mantissa
+            pairs = pairs << (12 - 4 * (j % 4))
+            if dtype == tl.bfloat16:
+                pairs = (pairs & -0x7FFF8000) | ((pairs >> 6) & 0x01C001C0)  # of 2^-126
+            else:
+                pairs = (pairs & -0x7FFF8000) | ((pairs >> 3) & 0x0E000E00)  # of 2^-14
+        else:
+            pairs = _mantissas(pairs >> (4 * (j % 4)), dtype)
+        halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+        value = tl.reshape(halves, [w.shape[0], 16]).to(dtype, bitcast=True)
+        if FLOAT:
+            factor: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
+            return multiply_add(value, tl.full([1, 1], factor, tl.float32), tl.full([1, 1], -0.0, tl.float32))
+        else:
+            base: tl.constexpr = -136.0 if dtype == tl.bfloat16 else -1032.0
+            return multiply_add(value, tl.full([1, 1], 1.0, tl.float32), (base - zero)[:, None])
+    else:
+        # `ONE`: as an argument of the kernel it would keep the compiler from loading words in the layout of an operand.
+        return code_minus(w, 0x3F800000, zero[:, None], j, FIELD, FLOAT).to(dtype)
+
+
+@jit
+def load_grid(scale, zero, owned, column, N, groups, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr):
+    """Scales and zero points (or 0.0), float32 `[rows]`, of the group that `column` lies in."""
+    at = owned
+    if GROUP != 0:
+        at = owned + tl.cast(tl.minimum(column // GROUP, groups - 1), tl.int64) * N
+    z = tl.zeros([owned.shape[0]], tl.float32)
+    if ASYMMETRIC:
+        z = tl.load(zero + at).to(tl.float32)
+    return load_scale(scale + at), z
+
+
+@jit
+def dequantize_slice(
+    w, s, z, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, kind: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """Slice `j` of words `[rows, 16]`, less zero points `z`, times scales `s` `[rows]` that are stored as `kind`: `[rows, 16]`.
+
+    The rounded product, or of float32 scales the rounded float32 product; where `kind` is None, unscaled and exact.
+    """
+    HELD: tl.constexpr = kind == dtype or kind == tl.int8 or (kind == tl.uint8 and dtype == tl.bfloat16)
+    if kind is None:
+        return code_slice(w, z, j, FIELD, FLOAT, dtype)
+    elif HELD and dtype != tl.float32:
+        return multiply_add(code_slice(w, z, j, FIELD, FLOAT, dtype), s[:, None], tl.full([1, 1], -0.0, tl.float32))
+    else:
+        return (code_slice(w, z, j, FIELD, FLOAT, tl.float32) * s[:, None]).to(dtype)
+
+
+@jit
+def dequantize_slices(
+    w, s, z, first: tl.constexpr, COUNT: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, kind: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """`COUNT` slices from `first` on, a power of two of them, side by side: `[rows, 16 COUNT]`."""
+    if COUNT == 1:
+        return dequantize_slice(w, s, z, first, FIELD, FLOAT, kind, dtype)
+    else:
+        half: tl.constexpr = COUNT // 2
+        return beside(
+            dequantize_slices(w, s, z, first, half, FIELD, FLOAT, kind, dtype),
+            dequantize_slices(w, s, z, first + half, half, FIELD, FLOAT, kind, dtype),
+        )
+
+
+@jit
+def dequantize_groups(
+    w, scale, zero, owned, column, N, groups, first: tl.constexpr, COUNT: tl.constexpr,
     GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """Words `[BLOCK_N, 16]` of tile `t` -> weights `[BLOCK_N, columns of the tile]`.
-
-    Slices are joined pairwise along new last dimensions and brought in front of the 16 columns; threads keep their four columns
-    of each slice, so what they write to shared memory is eight bytes wide (a broadcast shift would scatter single values).
-    """
-    a = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 0, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype)
-    b = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 1, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype)
-    c = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 2, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype)
-    d = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 3, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype)
-    first = tl.join(tl.join(a, b), tl.join(c, d))  # [BLOCK_N, 16, low bit of j, next bit]
-    if FIELD == 8:
-        return tl.reshape(tl.permute(first, (0, 3, 2, 1)), [BLOCK_N, 64])
+    """`COUNT` runs of `RUN` slices from run `first` on, each under its own scale, side by side; `column` is the tile's first."""
+    if COUNT == 1:
+        s, z = load_grid(scale, zero, owned, column + first * (RUN * 16), N, groups, GROUP, ASYMMETRIC)
+        return dequantize_slices(w, s, z, first * RUN, RUN, FIELD, FLOAT, scale.dtype.element_ty, dtype)
     else:
-        e = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 4, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype)
-        f = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 5, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype)
-        g = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 6, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype)
-        h = dequantize_slice(w, one, scale, zero, owned, t, N, groups, 7, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype)
-        both = tl.join(first, tl.join(tl.join(e, f), tl.join(g, h)))
-        return tl.reshape(tl.permute(both, (0, 4, 3, 2, 1)), [BLOCK_N, 128])
+        half: tl.constexpr = COUNT // 2
+        return beside(
+            dequantize_groups(
+                w, scale, zero, owned, column, N, groups, first, half, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype
+            ),
+            dequantize_groups(
+                w,
+                scale,
+                zero,
+                owned,
+                column,
+                N,
+                groups,
+                first + half,
+                half,
+                GROUP,
+                FIELD,
+                FLOAT,
+                RUN,
+                ASYMMETRIC,
+                dtype,
+            ),
+        )
+
+
+@jit
+def beside(left, right):
+    """Two blocks `[rows, columns]` as one of twice the columns."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [left.shape[0], 2 * left.shape[1]])
 
 
 @jit

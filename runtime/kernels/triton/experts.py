@@ -5,9 +5,8 @@ product by `matvec.py`'s program. Else pairs are sorted (`routing.py`), and a bl
 The grid has the most blocks that there may be, and programs past the last block return at once. Either way weights of experts that
 no token is sent to are not read.
 
-A block of up to 32 pairs is `few_rows.py`'s product. In larger ones, and in those of dense weights, the weight is rounded to the
-activations' dtype and is the left operand, so that its rows, of which there are always enough, fill the tensor cores' 64, and pairs their
-other side, which may be narrow. Products in float32 are exact to its rounding, without tensor cores, in blocks of 16 pairs.
+A block is `matmul.py`'s product, which rounds a weight with groups for more than 32 pairs; weights may be dense. Products in float32
+are exact to its rounding, without tensor cores, in blocks of 16 pairs.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import fused, tuning
-from runtime.kernels.triton.codes import ONE, dequantize_tile, row_major
-from runtime.kernels.triton.few_rows import few_rows_sums
-from runtime.kernels.triton.jit import cdiv, entry, jit, next_power_of_2, tl
+from runtime.kernels.triton.codes import row_major
+from runtime.kernels.triton.jit import cdiv, entry, next_power_of_2, tl
 from runtime.kernels.triton.layout import DENSE, Stack
+from runtime.kernels.triton.matmul import scales_sums, weight_times_rows
 from runtime.kernels.triton.matvec import MAXIMUM_ROWS, vector_product
 from runtime.kernels.triton.routing import Order, part_pairs, sort_pairs
 from runtime.kernels.triton.tuning import Config
@@ -28,41 +27,13 @@ _COLUMNS = 64  # of a dense weight, multiplied at once
 _EXACT: list[tuple[int, int, int]] = [(64, 4, 3), (32, 4, 3)]  # of float32: without tensor cores, larger blocks spill
 
 
-@jit
-def _many_rows_sums(
-    rows, words, scale, zero, owned, one, N, K, tiles, groups,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Products `[BLOCK_N, BLOCK_M]` of rows `owned` of a weight, dense or packed, with the rows at the pointers `rows` `[BLOCK_M, 1]`.
-
-    The loop is `many_rows_kernel`'s with the operands swapped, which transposes its layouts: neither could call the other's.
-    """
-    word, column = tl.arange(0, 16), tl.arange(0, COLUMNS)
-    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for t in tl.range(0, tiles, num_stages=STAGES):
-        k = t * COLUMNS + column[None, :]
-        if FIELD == 16:
-            dense = words + owned.to(tl.int64)[:, None] * K + k
-            w = tl.load(dense) if EVEN_K else tl.load(dense, mask=k < K, other=0.0)
-        else:
-            codes = tl.load(words + tl.cast(t, tl.int64) * N * 16 + owned[:, None] * 16 + word[None, :])
-            w = dequantize_tile(
-                codes, one, scale, zero, owned, t, N, groups, BLOCK_N, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC,
-                rows.dtype.element_ty,
-            )  # fmt: skip
-        a = tl.load(rows + k) if EVEN_K else tl.load(rows + k, mask=k < K, other=0.0)
-        sums = tl.dot(w, tl.trans(a), sums, input_precision="ieee")
-    return sums
-
-
 @entry
 def experts_kernel(
     x, words, scale, zero, pairs, blocks, out,
-    stride, N, K, tiles, groups, one,
+    stride, N, K, tiles, groups,
     SHARED: tl.constexpr, GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr,
-    ASYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    ASYMMETRIC: tl.constexpr, SCALE_SUMS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     block, count = tl.program_id(0), tl.num_programs(0)
     expert = tl.load(blocks + block).to(tl.int64)
@@ -77,17 +48,10 @@ def experts_kernel(
     rows = x + (pair // SHARED)[:, None] * stride
     grids = expert * groups * N
     words += expert * N * (K if FIELD == 16 else tiles * 16)
-    if FIELD != 16 and BLOCK_M <= 32:
-        sums = few_rows_sums(
-            rows, words, scale + grids, zero + grids, owned, 0, tiles, N, K, groups,
-            GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, EVEN_K, BLOCK_M, BLOCK_N, STAGES,
-        )  # fmt: skip
-        sums = tl.trans(sums)
-    else:
-        sums = _many_rows_sums(
-            rows, words, scale + grids, zero + grids, owned, one, N, K, tiles, groups,
-            GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, EVEN_K, BLOCK_M, BLOCK_N, COLUMNS, STAGES,
-        )  # fmt: skip
+    sums = weight_times_rows(
+        rows, words, scale + grids, zero + grids, owned, 0, tiles, N, K, groups,
+        GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, SCALE_SUMS, EVEN_K, BLOCK_M, BLOCK_N, COLUMNS, STAGES,
+    )  # fmt: skip
     target = out + pair[None, :] * N + n[:, None]
     tl.store(target, sums.to(out.dtype.element_ty), mask=(place < end)[None, :] & (n < N)[:, None])
 
@@ -190,8 +154,9 @@ def products(x: torch.Tensor, weight: Stack, chosen: torch.Tensor, order: Order 
         else:
             # Blocks of one expert are neighbours on the axis that runs fastest: they read the same weight rows out of the L2 cache.
             experts_kernel[(order.blocks.shape[1], cdiv(n, config["BLOCK_N"]))](
-                x, *weight.operands, order.pairs, order.blocks, out, x.stride(0), n, columns, tiles, groups, ONE,
-                SHARED=shared, **weight.constants, EVEN_K=columns % config["COLUMNS"] == 0, **config,
+                x, *weight.operands, order.pairs, order.blocks, out, x.stride(0), n, columns, tiles, groups,
+                SHARED=shared, **weight.constants, SCALE_SUMS=scales_sums(order.rows, weight, x.dtype),
+                EVEN_K=columns % config["COLUMNS"] == 0, **config,
             )  # fmt: skip
 
     if out.numel():

@@ -1,8 +1,7 @@
 """Triton kernels of the dispatch table. Importing this file does not import triton.
 
-Integer and block-float weights with unquantized activations have a kernel for each range of rows, all over one copy of the weight
-(`layout.Weight`): a matrix-vector product without tensor cores, split-K on tensor cores, and a product that dequantizes by tiles or
-into a scratch matrix.
+Integer and block-float weights with unquantized activations have two kernels over one copy of the weight (`layout.Weight`): a
+matrix-vector product without tensor cores, and a matrix product on them.
 """
 
 from __future__ import annotations
@@ -370,23 +369,18 @@ class W8A8Triton(StoredTriton):
 
 def multiply(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x W^T + bias`: `[M, K]` float16 or bfloat16 -> `[M, N]`, by the kernel for so many rows."""
-    from runtime.kernels.triton import few_rows, many_rows, matvec
+    from runtime.kernels.triton import matmul, matvec
 
     if x.shape[0] <= matvec.MAXIMUM_ROWS:
         return matvec.matvec(x, weight, bias)
-    if x.shape[0] <= few_rows.MAXIMUM_ROWS:
-        return few_rows.few_rows(x, weight, bias)
-    return many_rows.many_rows(x, weight, bias)
+    return matmul.matmul(x, weight, bias)
 
 
 def product_path(rows: int) -> str:
     """What `multiply` does for so many rows."""
-    from runtime.kernels.triton import few_rows, matvec
+    from runtime.kernels.triton import matvec
 
-    if rows <= matvec.MAXIMUM_ROWS:
-        return "triton matrix-vector product"
-    few = rows <= few_rows.MAXIMUM_ROWS
-    return "triton split-K tensor cores" if few else "triton dequantizing matrix product"
+    return "triton matrix-vector product" if rows <= matvec.MAXIMUM_ROWS else "triton matrix product"
 
 
 def _of_rows(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ def signed_slice(w, offset, j: tl.constexpr, dtype: tl.constexpr):
 
 @jit
 def signed_columns(w, offset, first: tl.constexpr, COLUMNS: tl.constexpr, dtype: tl.constexpr):
-    """`COLUMNS` columns of a tile from slice `first` on: words `[rows, 16]` -> `[rows, COLUMNS]`, as in `codes.dequantize_tile`."""
+    """`COLUMNS` columns of a tile from slice `first` on: words `[rows, 16]` -> `[rows, COLUMNS]`, as in `codes.dequantize_slices`."""
     a = tl.join(signed_slice(w, offset, first, dtype), signed_slice(w, offset, first + 1, dtype))
     if COLUMNS == 32:
         return tl.reshape(tl.permute(a, (0, 2, 1)), [w.shape[0], 32])

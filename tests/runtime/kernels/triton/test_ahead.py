@@ -250,11 +250,13 @@ def test_sources_are_more_than_text(tmp_path: Path) -> None:
     jit.collect_source(matvec().fn, parts)
     assert "runtime.kernels.triton.codes.code_tiny" in parts, "helpers count"
     jit.collect_source(jit.Entry.known["codes._sum_parts"].fn, parts)
-    from runtime.kernels.triton.many_rows import many_rows_kernel
+    from runtime.kernels.triton.matmul import matmul_kernel
 
-    jit.collect_source(many_rows_kernel.fn, parts)
+    jit.collect_source(matmul_kernel.fn, parts)
     assert "runtime.kernels.triton.codes.dequantize_slice" in parts
-    assert "runtime.kernels.triton.codes.code_plus" in parts, "helpers of helpers too"
+    assert {f"runtime.kernels.triton.codes.{name}" for name in ("code_plus", "code_slice")} <= set(parts), (
+        "helpers of helpers too"
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,16 +276,16 @@ def test_kernels_for_another_gpu_are_said(tmp_path: Path, caplog: pytest.LogCapt
 def test_tuning_chooses_among_what_is_there(tmp_path: Path) -> None:
     layer = w4_layer()
     kernel, tensors = w4_tensors(layer)
-    from runtime.kernels.triton import few_rows, layout
+    from runtime.kernels.triton import layout, matmul
 
     weight = layout.Weight(tensors["words"], tensors["scale"], None, layer.shape, 32, 4)
     x = torch.randn(5, 256).bfloat16()
-    candidates = few_rows.configurations(5, weight)
+    candidates = matmul.configurations(5, weight)
     assert len(candidates) > 2
 
     def launch(config: dict[str, Any]) -> None:
         with forced(config):
-            few_rows.few_rows(x, weight)
+            matmul.matmul(x, weight)
 
     assert tuning.compiled_ahead(candidates, launch, CPU) == candidates, "no export is loaded"
     with jit.recording() as launches:
@@ -356,12 +358,12 @@ def test_every_candidate_is_recorded(tiny_artifact: Path) -> None:
     assert set(few.variants) < set(many.variants)
     names = {variant.kernel for variant in many.variants}
     assert names >= {
-        "matvec.matvec_kernel", "few_rows.few_rows_kernel", "many_rows.many_rows_kernel", "many_rows.dequantize_kernel",
+        "matvec.matvec_kernel", "matmul.matmul_kernel", "matmul.dequantize_kernel",
         "fused.rms_norm_kernel", "fused.swiglu_kernel", "rotary_store.rotary_store_kernel", "paged_attention.split_kernel",
         "paged_attention.join_kernel",
     }  # fmt: skip
     blocks = [
-        {(v.arguments[-4][1], v.arguments[-3][1]) for v in found.variants if v.kernel == "many_rows.many_rows_kernel"}
+        {(v.arguments[-4][1], v.arguments[-3][1]) for v in found.variants if v.kernel == "matmul.matmul_kernel"}
         for found in (many, old)
     ]
     assert blocks[0] != blocks[1], "an older GPU has candidates of its own"
@@ -428,7 +430,7 @@ def test_the_engine_launches_what_is_compiled(fuse: bool, tiny_artifact: Path, m
     model.logits(torch.zeros(3, 40, dtype=torch.long))
     names = {variant.kernel for variant in witness.seen}
     assert names >= {
-        "matvec.matvec_kernel", "few_rows.few_rows_kernel", "many_rows.many_rows_kernel", "fused.rms_norm_kernel",
+        "matvec.matvec_kernel", "matmul.matmul_kernel", "fused.rms_norm_kernel",
         "fused.swiglu_kernel", "rotary_store.rotary_store_kernel", "paged_attention.split_kernel", "paged_attention.join_kernel",
     } - ({"fused.swiglu_kernel"} if not fuse else set())  # fmt: skip
     blueprint = Blueprint(Artifact(tiny_artifact), torch.device("meta"), "auto", torch.bfloat16, False)

@@ -12,7 +12,8 @@ if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
 KERNELS = [
-    "w4a16 1", "w4a16 16", "w4a16 512", "w4a16 dequantize", "w8a8 int8 512", "w8a8 float8 512", "quantize int8", "2:4 w4 1",
+    "w4a16 1", "w4a16 16", "w4a16 64", "w4a16 512", "w4a16 float16 16", "w4a16 float16 512", "mxfp4 float16 16", "w8a16 512",
+    "w4a16 dequantize", "w8a8 int8 512", "w8a8 float8 512", "quantize int8", "2:4 w4 1",
     "w4 rounded 1", "w4 rounded 512", "w4 rounded, groups 16", "w4 rounded, groups 4096", "quantize groups", "w4 float8 16",
     "w4 float8 512", "float8 blocks 16", "float8 blocks 512", "mxfp4 1", "mxfp4 16", "mxfp4 512", "nvfp4 1", "nvfp4 16", "nvfp4 512",
     "nvfp4 dequantize", "mxfp8 1", "mxfp8 16", "mxfp8 512", "round NVFP4", "round MXFP4", "round MXFP8",
@@ -38,6 +39,36 @@ def test_compiles_without_spills(name, capability, tmp_path, monkeypatch):
         assert used["spill_bytes"] == 0, (kernel, used)
         assert 16 <= used["registers"] <= 255, (kernel, used)  # far fewer: the compiler found nothing worth computing
         assert used["shared"] <= 163 << 10, (kernel, used)  # what a program may have on sm_80
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "most"),
+    [
+        ("w4a16 16", 90, 2.8), ("w4a16 64", 90, 4.0), ("w4a16 512", 90, 4.1), ("w4a16 asymmetric 16", 90, 3.0),
+        ("experts w4 2048", 90, 4.1), ("mxfp4 16", 90, 6.1), ("nvfp4 512", 90, 9.0), ("w4a16 16", 80, 2.8), ("w4a16 16", 100, 3.0),
+        ("w4a16 512", 100, 3.7), ("w8a16 512", 90, 6.8), ("w4a16 64", 80, 6.4), ("w4a16 float16 16", 90, 2.9),
+    ],
+)  # fmt: skip
+@pytest.mark.sampled(3, 7)
+def test_the_loop_of_a_product_is_short(name, capability, most, tmp_path, monkeypatch):
+    """In instructions a weight; on Hopper products stay under way while the next weights are dequantized, out of registers."""
+    import gpu_launches
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = gpu_launches.record(gpu_launches.hot_launches()[name][0], capability)
+    launch = next(one for one in launches if one.kernel.__name__ in ("matmul_kernel", "experts_kernel"))
+    kernel = gpu_launches.build(launch, capability)
+    assert gpu_launches.instructions_a_weight(launch, kernel) <= most
+    names = [each.partition(".")[0] for each in gpu_launches.main_loop(kernel)]
+    assert names.count("LDGSTS") >= 3, "codes and activations are copied ahead"
+    if name.startswith("w4a16") and (name, capability) != ("w4a16 64", 80):  # there two warps dequantize the same
+        weights = launch.arguments["BLOCK_N"] * 128 / (kernel.metadata.num_warps * 32)
+        dequantized = sum(names.count(each) for each in ("LOP3", "SHF", "PRMT"))
+        assert dequantized <= 1.25 * weights, "pairs are dequantized together"
+    if capability == 90:
+        assert names.count("WARPGROUP") <= 4 < names.count("HGMMA"), "ptxas waits for each product (C7515)"
+        assert names.count("STS") <= 2, "dequantized weights go through shared memory"
+        assert names.count("BAR") <= 4
 
 
 def narrow(columns, sparse):

@@ -20,8 +20,7 @@ HERE = Path(__file__).parent
     "name",
     [
         "matvec",
-        "few_rows",
-        "many_rows",
+        "matmul",
         "w8a8",
         "rounded",
         "block_float",

@@ -71,6 +71,32 @@ def choose_policy(
     Raises:
         RequestError: the policy cannot be, or not for this model; the sentence says why.
     """
+    policy = _find(value, artifact, config)
+    _check_inputs(() if policy is None else policy.prefix_tokens, artifact)
+    return policy
+
+
+def _check_inputs(prefix: tuple[int, ...], artifact: Artifact) -> None:
+    """RequestError where texts begin with another prefix than the one that static grids of layers' inputs are good behind."""
+    quantization = artifact.config.get("quantization_config")
+    groups = quantization.get("config_groups") if isinstance(quantization, Mapping) else None
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        inputs = group.get("input_activations") if isinstance(group, Mapping) else None
+        if not isinstance(inputs, Mapping) or inputs.get("dynamic") is not False:
+            continue
+        known = tuple(inputs.get("prefix", ()))
+        if known != prefix:
+            behind = f"behind prefix tokens {list(known)}" if known else "without a prefix"
+            way = "leave kv_cache out" if known else "give prefix: 0, or compress it with this policy as its kv_cache stage"
+            asked = f"with prefix tokens {list(prefix)}" if prefix else "without them"
+            raise RequestError(
+                f"{WHERE}.prefix: the static activation scales of {artifact.path} were calibrated {behind}, and texts would begin {asked}; "
+                f"{way}"
+            )
+
+
+def _find(value: str | Mapping[str, Any] | bool | None, artifact: Artifact, config: Callable[[], Any]) -> Policy | None:
+    """As `choose_policy`, whatever the grids of inputs."""
     if is_off(value):
         return None
     own = (artifact.manifest or {}).get(WHERE)

@@ -43,7 +43,8 @@ class Comparison:
     def tokens(self, windows: torch.Tensor) -> dict[str, Any]:
         """Perplexity of both models on `windows` `[n, s]` int64 (every token but the first of a window is scored), KL and agreement.
 
-        The artifact reads its prefix tokens before each window. An encoder-decoder reads the first half of a window and is scored on the rest, given token by token; a speech model is scored on
+        The artifact reads its prefix tokens, if it has any, before each window.
+        An encoder-decoder reads the first half of a window and is scored on the rest, given token by token; a speech model is scored on
         transcripts.
 
         Returns:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,6 @@ from runtime.engines.native.engine import NativeEngine
 from runtime.engines.native.parts import Parts, linears, read_parts
 from runtime.engines.native.pool import Pool
 from runtime.engines.program.operations import Layer
-from runtime.kernels.cpu.experts import Reading
-from runtime.kernels.cpu.library import Linear, Rounding
 from runtime.layers.unrounded import unrounded
 
 if TYPE_CHECKING:
@@ -71,7 +69,7 @@ def disproof(engine: NativeEngine) -> str | None:
             wanted = model(input_ids=torch.tensor([_probe_ids(engine)]), use_cache=False).logits[0].float()
     except Exception as error:  # whatever code of models raises
         return f"transformers' modules do not compute a probe: {error}"
-    with _unrounded(parts.inputs):
+    with parts.unrounded():
         return _difference(probe(engine), wanted, parts)
 
 
@@ -136,20 +134,6 @@ def _nameless(layer: Layer) -> tuple[Any, ...]:
         return value
 
     return tuple(local(operation) for operation in layer.operations)
-
-
-@contextmanager
-def _unrounded(inputs: Sequence[Linear | Reading]) -> Iterator[None]:
-    """Activation quantization is off in the C layers."""
-    rounded = [each for each in inputs if each.rounding.kind]
-    before = [(each.digits, bytes(each.rounding)) for each in rounded]
-    try:
-        for each in rounded:
-            each.digits, each.rounding = 3, Rounding()
-        yield
-    finally:
-        for each, (digits, rounding) in zip(rounded, before, strict=True):
-            each.digits, each.rounding = digits, Rounding.from_buffer_copy(rounding)
 
 
 @contextmanager

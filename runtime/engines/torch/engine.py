@@ -244,7 +244,9 @@ class TorchEngine(ModuleEngine, RowEngine):
         before = factory.length(cache) if factory is not None else 0
         width = input_ids.shape[1]
         if cache is None and self.cache_factory is not None and self.cache_factory.states is not None:
-            cache = self.cache_factory.states.begin(len(input_ids))  # whose grids are good for tokens behind the prefix only
+            cache = self.cache_factory.states.begin(
+                len(input_ids)
+            )  # whose grids are good for tokens behind the prefix only
             assert attention_mask is None
             assert position_ids is None
         if factory is not None and factory.prefix:

@@ -87,12 +87,13 @@ def _check_inputs(prefix: tuple[int, ...], artifact: Artifact) -> None:
         known = tuple(inputs.get("prefix", ()))
         if known != prefix:
             behind = f"behind prefix tokens {list(known)}" if known else "without a prefix"
-            way = "leave kv_cache out" if known else "give prefix: 0, or compress it with this policy as its kv_cache stage"
-            asked = f"with prefix tokens {list(prefix)}" if prefix else "without them"
-            raise RequestError(
-                f"{WHERE}.prefix: the static activation scales of {artifact.path} were calibrated {behind}, and texts would begin {asked}; "
-                f"{way}"
+            way = "leave kv_cache out, or give it prefix: calibrated"
+            if not known:
+                way = "give prefix: 0, or compress it with this policy as its kv_cache stage"
+            text = (
+                f"the static activation scales of {artifact.path} were calibrated {behind}, not {list(prefix)}; {way}"
             )
+            raise RequestError(f"{WHERE}.prefix: {text}")
 
 
 def _find(value: str | Mapping[str, Any] | bool | None, artifact: Artifact, config: Callable[[], Any]) -> Policy | None:

@@ -91,7 +91,7 @@ class CompressedCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As transformers' own; what a sliding window no longer needs is freed, too."""
-        if self.prefix is not None and not self.layers[layer_idx].get_seq_length():
+        if self.prefix is not None and not self.get_seq_length(layer_idx):
             states, first = self.prefix
             key_states, value_states = states.put(layer_idx, key_states, value_states, first)
         found: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)

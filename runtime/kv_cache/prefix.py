@@ -84,6 +84,6 @@ class PrefixStates:
     def begin(self, batch: int) -> DynamicCache:
         """A plain cache of so many sequences that hold the prefix alone."""
         cache = DynamicCache(config=self.config)
-        for layer, states in self.layers.items():
-            cache.update(*(each.expand(batch, -1, -1, -1) for each in states), layer)
+        for layer, (keys, values) in self.layers.items():
+            cache.update(keys.expand(batch, -1, -1, -1), values.expand(batch, -1, -1, -1), layer)
         return cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ def unrounded(module: nn.Module, tokens: int | None = None) -> Iterator[None]:
         yield
 
 
-def _rounds(module: nn.Module) -> bool:
+def _rounds(module: nn.Module) -> TypeGuard[CompressedLinear]:
     return isinstance(module, CompressedLinear) and module.entry.scheme.activations is not None
 
 

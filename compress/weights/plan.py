@@ -114,18 +114,21 @@ def _behind(scheme: Scheme, tokens: tuple[int, ...]) -> Scheme:
 
 def check_prefix(plan: WeightPlan) -> None:
     """RequestError where static grids of inputs cannot be calibrated behind prefix tokens, whose own inputs stay as they are."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
     context, names = plan.context, plan.static_inputs
     recipe, model = context.recipe, context.streamed.model
     index = next((i for name in names if (i := plan.tasks[name].quantize_stage) is not None), None)
     stage = next(stage for stage in recipe.stages if stage.index == index)
-    types = set(getattr(context.streamed.config.get_text_config(decoder=True), "layer_types", None) or ())
+    layers = DynamicCache(config=context.streamed.config.get_text_config(decoder=True)).layers
+    other = next((layer for layer in layers if not isinstance(layer, DynamicLayer)), None)
     expert = next((name for name in names if expert_of(model, name) is not None), None)
     if context.settled >= 0:
         reason = "a recovery trains them on text without a prefix"
     elif expert is not None:
         reason = f"{expert} is an expert's, which is given tokens out of their rows"
-    elif other := sorted(kind for kind in types if kind == "linear_attention" or not kind.endswith("attention")):
-        reason = f"the model has layers without keys and values ({', '.join(other)}), which rounded prefix tokens would reach"
+    elif other is not None:
+        reason = "the model has layers without keys and values, which clipped inputs of prefix tokens would reach"
     elif not recipe.calibration.packing:
         raise RequestError(recipe.calibration.at("packing", "prefix tokens are found on full rows; set packing: true"))
     else:

@@ -318,7 +318,8 @@ class _Run:
             for job in self.session.after:
                 if tokens := job.text_prefix(context, self.store, reporter):
                     layers.put_prefix(tokens)
-            clock.lap("outlier tokens")
+                if job.begins_texts:
+                    clock.lap("outlier tokens")
         made = layers.run(context, self.store, reporter)
         clock.lap(layers.title)
         write_metadata(layers, directory)

@@ -15,7 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import compress
 import runtime
 from compress.cli import main
+from compress.kv_cache import outlier_tokens
 from compress.kv_cache.calibrate import calibrate
+from compress.weights import block_pass
 from export import fitting
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
@@ -61,24 +63,35 @@ def _plant(model: Any) -> None:
         block.mlp.c_proj.weight[0] *= 0.004
 
 
+def _request(model: Path, *stages: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    text = model.parent / "text.txt"
+    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(300)), encoding="utf-8")
+    given = {"data": str(text), "samples": 8, "sequence_length": 32, "batch_size": 4}
+    return {"name": "test", "model": str(model), "calibration": given, "stages": list(stages), **sections}
+
+
 @pytest.fixture(scope="module")
 def sinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose first tokens are outliers."""
     return _random(tmp_path_factory.mktemp("sinking"), "gpt2", tie_word_embeddings=False, bos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def behind(sinking: Path) -> Any:
+    """It, with static grids behind the prefix that was found."""
+    text = str(sinking.parent / "text.txt")
+    windows = {**UNLIMITED, "data": text, "sequence_length": 32, "samples": 2}
+    request = _request(sinking, {"quantize": STATIC}, {"kv_cache": PLAIN}, evaluate=windows)
+    return compress.apply(request, output=sinking.parent / "behind", quiet=True, device="cpu")
 
 
 @pytest.fixture(scope="module")
 def pinned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama whose static grids were calibrated behind given tokens."""
-    directory = tmp_path_factory.mktemp("pinned")
-    text = directory / "text.txt"
-    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(300)), encoding="utf-8")
-    model = _random(directory, "llama")
+    model = _random(tmp_path_factory.mktemp("pinned"), "llama")
     known = {"fingerprint": fingerprint(read_config(model)), "prefix_tokens": PREFIX}
-    request = {
-        "name": "pinned", "model": str(model), "calibration": {"data": str(text), "samples": 8, "sequence_length": 32},
-        "stages": [{"kv_cache": {**PLAIN, "calibrated": known}}, {"quantize": STATIC}],
-    }  # fmt: skip
-    return compress.apply(request, output=directory / "out", quiet=True, device="cpu").path
+    request = _request(model, {"kv_cache": {**PLAIN, "calibrated": known}}, {"quantize": STATIC})
+    return compress.apply(request, output=model.parent / "out", quiet=True, device="cpu").path
 
 
 def _scales(path: Path) -> dict[str, float]:
@@ -86,12 +99,8 @@ def _scales(path: Path) -> dict[str, float]:
     return {name: float(stored.get(name)) for name in stored.names() if name.endswith("input_scale")}
 
 
-def test_an_outlier_at_the_beginning_ruins_no_grid_behind_the_prefix(sinking, recipe, text, tmp_path):
-    windows = {**UNLIMITED, "data": str(text), "sequence_length": 32, "samples": 2}
-    without, behind = (
-        compress.apply(recipe(sinking, {"quantize": STATIC}, *more, **judged), output=tmp_path / name, quiet=True)
-        for name, more, judged in (("without", [], {}), ("behind", [{"kv_cache": PLAIN}], {"evaluate": windows}))
-    )
+def test_an_outlier_at_the_beginning_ruins_no_grid_behind_the_prefix(sinking, behind, tmp_path):
+    without = compress.apply(_request(sinking, {"quantize": STATIC}), output=tmp_path / "without", quiet=True)
     policy = behind.manifest["kv_cache"]
     assert policy["calibrated"]["prefix_tokens"] == [256], "the token that texts begin with"
     assert policy["calibrated"]["facts"]["prefix_tokens"]["initial"] == 1
@@ -109,21 +118,39 @@ def test_an_outlier_at_the_beginning_ruins_no_grid_behind_the_prefix(sinking, re
         runtime.load(without.path, device="cpu", kv_cache=policy)
 
 
-def test_tokens_found_before_compression_are_those_found_after(sinking, recipe, tmp_path):
+def test_tokens_found_before_compression_are_those_found_after(sinking, behind):
     """One block at a time, as the pipeline does it, and in the whole model."""
-    written = compress.apply(
-        recipe(sinking, {"quantize": STATIC}, {"kv_cache": PLAIN}), output=tmp_path / "out", quiet=True
-    )
     rows = torch.randint(0, 256, (8, 32), generator=torch.Generator().manual_seed(0))
-    before = written.manifest["kv_cache"]["calibrated"]
+    before = behind.manifest["kv_cache"]["calibrated"]
     assert before["fingerprint"] == fingerprint(read_config(sinking))
     assert before["prefix_tokens"] == calibrate(sinking, {"prefix_tokens"}, rows)["prefix_tokens"]
-    # Behind its prefix the artifact has no outliers left.
-    assert calibrate(written.path, {"channels"}, rows)["channels"]
-    resumed = compress.apply(
-        recipe(sinking, {"quantize": STATIC}, {"kv_cache": PLAIN}), output=tmp_path / "out", quiet=True, resume=True
-    )
-    assert resumed.manifest == written.manifest
+    after = calibrate(behind.path, {"channels", "prefix_tokens"}, rows)
+    assert after["channels"]
+    assert after["facts"]["prefix_tokens"]["initial"] == 1, "the prefix itself, not clipped"
+
+
+def test_a_resumed_run_goes_on_behind_the_same_prefix(sinking, behind, tmp_path, monkeypatch):
+    own, request = block_pass.run_block, _request(sinking, {"quantize": STATIC}, {"kv_cache": PLAIN})
+
+    def interrupted(job: Any, index: int, states: Any) -> Any:
+        if index == 1:
+            raise KeyboardInterrupt
+        return own(job, index, states)
+
+    def found_again(*_: Any) -> None:
+        raise AssertionError("prefix tokens are found once")
+
+    monkeypatch.setattr(block_pass, "run_block", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compress.apply(request, output=tmp_path / "out", quiet=True, device="cpu")
+    monkeypatch.undo()
+    monkeypatch.setattr(outlier_tokens, "find_before_compression", found_again)
+    resumed = compress.apply(request, output=tmp_path / "out", quiet=True, device="cpu", resume=True)
+    hashes = [
+        {n: f["sha256"] for n, f in w.manifest["files"].items() if n.startswith("model-")} for w in (resumed, behind)
+    ]
+    assert hashes[0] == hashes[1]
+    assert resumed.manifest["kv_cache"]["calibrated"]["prefix_tokens"] == [256]
 
 
 def _greedy(module: Any, prompt: list[int], count: int) -> list[int]:
@@ -167,6 +194,29 @@ def test_penalties_do_not_see_the_prefix(pinned):
     options = {"max_new_tokens": 8, "ignore_eos": True, "repetition_penalty": 3.0}
     modules, native = (runtime.load(pinned, device="cpu", kernels=kernels) for kernels in ("reference", "auto"))
     assert native.generate(PROMPTS, **options) == modules.generate(PROMPTS, **options)
+
+
+def _within_bounds(path: Path, bound: int) -> Any:
+    """The model with little more memory than it needs."""
+    try:
+        return runtime.load(path, device="cpu", max_memory=bound)
+    except RequestError as error:
+        least = float(str(error).partition("at least ")[2].partition(" MB")[0])
+        return _within_bounds(path, int(least * 1e6) + 10_000)
+
+
+def test_eviction_and_streamed_blocks_leave_the_prefix_as_it_is(pinned):
+    evict = {"score": "streaming", "tokens": 40, "interval": 8}
+    policy = {"evict": evict, "prefix": "calibrated", "recent": 16}
+    modules, native = (
+        runtime.load(pinned, device="cpu", kernels=kernels, kv_cache=policy) for kernels in ("reference", "auto")
+    )
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    assert native.generate(PROMPTS, **options) == modules.generate(PROMPTS, **options)
+    whole = runtime.load(pinned, device="cpu")
+    streamed = _within_bounds(pinned, 1_000_000)
+    assert "Streamed" in type(streamed.engine).__name__
+    assert streamed.generate(PROMPTS, **options) == whole.generate(PROMPTS, **options)
 
 
 def test_another_prefix_than_that_of_the_grids_is_refused(pinned, capsys):

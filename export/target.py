@@ -156,6 +156,8 @@ class Target(ABC):
                 )
             if entry.scheme.transform is not None and not self.transforms_inputs:
                 return f"{module} transforms its inputs (input_transform {entry.scheme.transform.name}), which it cannot express"
+            if entry.scheme.activations is not None and entry.scheme.activations.prefix and not self.keeps_cache:
+                return f"the static activation scale of {module} is good behind prefix tokens only, which it puts before no prompt"
         return self.why_not(source, options)
 
     @abstractmethod

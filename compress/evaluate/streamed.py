@@ -18,6 +18,7 @@ from compress.evaluate.metrics import TokenMetrics, perplexity
 from compress.model.context import OTHER_TOKENS, Context
 from compress.model.streamed import Batch, HiddenStates, StreamedModel, run_blocks
 from runtime.api.pooling import read_pooling
+from runtime.engines.torch.encoder import position_limit
 
 LOGIT_ROWS = 512
 """Positions whose logits are computed at a time; they take this times the vocabulary times 4 bytes."""
@@ -42,18 +43,21 @@ class Comparison:
     def tokens(self, windows: torch.Tensor) -> dict[str, Any]:
         """Perplexity of both models on `windows` `[n, s]` int64 (every token but the first of a window is scored), KL and agreement.
 
+        The artifact reads its prefix tokens, if it has any, before each window.
         An encoder-decoder reads the first half of a window and is scored on the rest, given token by token; a speech model is scored on
         transcripts.
 
         Returns:
             {"before": {...}, "after": {...}, "kl", "top1_agreement", "tokens"}: KL(source || artifact) in nats per token.
         """
-        before, after = self._run_both(windows, windows)
+        prefix = len(self.artifact.prefix)
+        ids = windows.new_tensor(self.artifact.prefix).expand(len(windows), -1)
+        before, after = self._run_both(windows, torch.cat([ids, windows], 1))
         base, ours = TokenMetrics(), TokenMetrics()
         with self.source.outside(), self.artifact.outside():
             for number, part, ids in _parts(self.source, windows, self.batch_size):
                 targets, reference = _predictions(self.source, before, number, part, ids)
-                _, logits = _predictions(self.artifact, after, number, part, ids)
+                _, logits = _predictions(self.artifact, after, number, part, ids, prefix)
                 base.add(reference, targets)
                 ours.add(logits, targets, reference_logits=reference)
         before.drop()
@@ -152,6 +156,9 @@ def evaluate_artifact(
     if not context.checkpoint_is_finite:
         reporter.warn("the source holds NaN or Inf, so its quality was not measured")
         return {}
+    limit = position_limit(context.streamed.model)
+    if artifact.prefix and limit is not None:  # its prefix tokens take places of the context
+        windows = windows[:, : limit - len(artifact.prefix)]
     comparison = Comparison(context.reference, artifact, config.batch_size, spill, reporter)
     if context.streamed.kind == "encoder":
         metrics = comparison.embeddings(windows, context.source_ids(windows) if context.kept_tokens else windows)
@@ -211,10 +218,10 @@ def _parts(model: StreamedModel, windows: torch.Tensor, batch_size: int) -> Iter
 
 
 def _predictions(
-    model: StreamedModel, states: HiddenStates, number: int, part: slice, ids: torch.Tensor
+    model: StreamedModel, states: HiddenStates, number: int, part: slice, ids: torch.Tensor, prefix: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scored tokens of some rows, int64 `[n]`, and the logits that predict them, `[n, vocabulary]`."""
+    """The scored tokens of some rows, int64 `[n]`, and the logits that predict them, `[n, vocabulary]`; `prefix`: tokens before `ids`."""
     targets = model.rows.labels(ids).reshape(-1)
-    logits = model.outputs(states.get(number)[part].to(model.device), ids)[:, :-1].flatten(0, 1)
+    logits = model.outputs(states.get(number)[part, prefix:].to(model.device), ids)[:, :-1].flatten(0, 1)
     scored = targets >= 0
     return (targets, logits) if bool(scored.all()) else (targets[scored], logits[scored.to(logits.device)])

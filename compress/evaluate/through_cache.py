@@ -60,7 +60,9 @@ def through_cache(
     if engine.lockstep:
         need = engine.cache_factory.need(prompt, length - prompt)
     else:
-        need = engine.page_bytes * (pages_of(engine, engine.slots(prompt, length - prompt)) + engine.overhead.step)
+        need = engine.page_bytes * (
+            pages_of(engine, engine.slots(len(engine.prefix) + prompt, length - prompt)) + engine.overhead.step
+        )
     rows = min(rows_at_once(windows, engine.vocab_size, batch_size), cache_bound(engine, [need], None) // max(need, 1))
     shape = Shape.of(engine.module.config, engine.module.dtype)
     plain, ours = TokenMetrics(), TokenMetrics()
@@ -103,6 +105,7 @@ def _of_rows(engine: Any, ids: torch.Tensor, prompt: int) -> tuple[torch.Tensor,
 
 def _of_pages(engine: Engine, ids: torch.Tensor, prompt: int) -> tuple[torch.Tensor, Usage]:
     """As `_of_rows`, on engines with pages, whose numbers depend on no chunks but where they evict."""
+    ids, prompt = torch.cat([ids.new_tensor(engine.prefix).expand(len(ids), -1), ids], 1), len(engine.prefix) + prompt
     count, found, total = -(-ids.shape[1] // engine.page_size), [], Usage(0)
     width = engine.page_size  # larger steps would hold more of the cache plain than decoding does
     for row in ids.tolist():

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -16,8 +15,10 @@ from compress.core.progress import Progress
 from compress.kv_cache import gates
 from compress.kv_cache.attention import AttentionCall
 from compress.kv_cache.gates import GateOptions
+from compress.kv_cache.outlier_tokens import RATIO, OutlierTokens, first_token
 from compress.kv_cache.statistics import Observer
 from compress.kv_cache.view import CalibrationView, Found
+from compress.model.streamed import with_prefix
 from runtime.api.load import load_tokenizer
 from runtime.checkpoint.artifact import Artifact
 from runtime.config.settings import calibrations_of
@@ -27,6 +28,7 @@ from runtime.kv_cache.policy.calibrated import calibrations, fingerprint
 from runtime.kv_cache.policy.policy import Policy
 from runtime.kv_cache.policy.presets import find_preset
 from runtime.kv_cache.policy.registries import SCORES, SELECTIONS
+from runtime.layers.unrounded import input_prefix, unrounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,94 +109,11 @@ def find_channels(view: CalibrationView) -> Found:
     return {"channels": (chosen, {"rank": heavy.rank, "share": heavy.share(chosen)})}
 
 
-# PrefixQuant: tokens whose activations dwarf all others, to be put before every prompt, where the cache keeps them as floats.
-
-RATIO = 64.0
-SELDOM = 0.1  # a lone candidate in fewer rows than this share is chance
-
-
-@dataclass
-class OutlierTokens(Observer):
-    """Observes tokens whose largest activation exceeds `ratio` times the median of their row (PrefixQuant, arXiv 2410.05265).
-
-    Every block is looked at in two places: its input, and the input of its down projection, where the paper looks.
-    """
-
-    ratio: float = RATIO
-    counts: dict[str, int] = field(default_factory=dict)
-    found: Counter[int] = field(default_factory=Counter)
-    rows: int = 0
-    initial: int = 0
-    largest: float = 0.0
-    _batch: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def activations(self, site: str, maxima: torch.Tensor) -> None:
-        ratios = maxima / maxima.median(1, keepdim=True).values.clamp(min=1e-30)
-        self.largest = max(self.largest, float(ratios.max()))
-        self._batch[site] = (ratios > self.ratio).cpu()
-
-    def batch_done(self, ids: torch.Tensor) -> None:
-        anywhere = torch.zeros(ids.shape, dtype=torch.bool)
-        for site, outliers in self._batch.items():
-            self.counts[site] = self.counts.get(site, 0) + int(outliers.sum())
-            anywhere |= outliers
-        self.found.update(ids.cpu()[:, 1:][anywhere[:, 1:]].tolist())
-        self.initial += int(anywhere[:, 0].sum())
-        self.rows += len(ids)
-        self._batch = {}
-
-    def finish(self, start: int | None) -> tuple[list[int], dict[str, Any]]:
-        """The prefix of a model whose texts begin with token `start` (None: with any), and facts for the report.
-
-        As many of the most frequent outlier tokens as a row has outliers at most, rounded up, first tokens of rows not counted.
-
-        Returns:
-            Ids to put before prompts, BOS first; empty: none. Facts: "outliers", mean number of outlier tokens in a row, at the place of
-            the model with the most; "initial", share of the rows whose first token is one; "frequent", [id, times] of the other outlier
-            tokens, most frequent first (in however many blocks one is, it counts once); "largest", the largest ratio of a token's maximum
-            to the median of its row's; "reason", why the prefix is what it is.
-        """
-        rows = max(1, self.rows)
-        outliers, initial = max(self.counts.values(), default=0) / rows, self.initial / rows
-        # Sorted so that equal counts give the same prefix whatever was seen first.
-        frequent = sorted(self.found.items(), key=lambda pair: (-pair[1], pair[0]))
-        chosen = frequent[: math.ceil(outliers)]
-        if len(frequent) == 1 and frequent[0][1] < SELDOM * rows:
-            chosen = []
-        tokens = [token for token, _ in chosen if token != start]
-        reason = f"{outliers:.1f} outlier tokens a row"
-        if outliers == 0:
-            reason = f"no token's activations exceed {self.ratio:g} times the median (at most {self.largest:.1f} times)"
-        elif start is not None:
-            tokens = [start, *tokens]
-        elif tokens:
-            reason += "; the tokenizer has no token that texts begin with"
-        elif initial:
-            reason = "outlier tokens are first tokens only, and the tokenizer has none that texts begin with"
-        else:
-            reason = "the only outlier token is too rare"
-        return tokens, {
-            "outliers": round(outliers, 3),
-            "initial": round(initial, 3),
-            "frequent": [list(pair) for pair in frequent[:16]],
-            "largest": round(self.largest, 2),
-            "reason": reason,
-        }
-
-
 def find_prefix(view: CalibrationView) -> Found:
     """Prefix tokens of a `CalibrationView`."""
     outliers = OutlierTokens(view.options.ratio)
     view.observe(outliers)
-    return {"prefix_tokens": outliers.finish(_start(view.tokenizer))}
-
-
-def _start(tokenizer: Any) -> int | None:
-    """The token that texts begin with; families without one have been trained to see their end-of-text token there."""
-    if tokenizer is None:
-        return None
-    bos: int | None = tokenizer.bos_token_id
-    return tokenizer.eos_token_id if bos is None else bos
+    return {"prefix_tokens": outliers.finish(first_token(view.tokenizer))}
 
 
 @dataclass(frozen=True)
@@ -256,6 +175,8 @@ def calibrate(
     wanted = _wanted(needs)
     model, tokenizer = load(artifact, trust_remote_code, device)
     _check(rows, model)
+    if prefix := input_prefix(model):  # its grids are good for tokens behind the prefix only
+        rows = with_prefix(rows, prefix)
     view = CalibrationView(model, tokenizer, rows, None, options or CalibrationOptions(), progress, seed)
     result: dict[str, Any] = {"fingerprint": fingerprint(model.config), "seconds": {}, "facts": {}}
     for need in sorted(wanted):
@@ -263,7 +184,9 @@ def calibrate(
             continue
         began = time.perf_counter()
         calibrator, method = _calibrator(need, needs)
-        for name, (value, facts) in calibrator(replace(view, method=method)).items():
+        with unrounded(model, len(prefix)) if prefix else nullcontext():
+            found = calibrator(replace(view, method=method))
+        for name, (value, facts) in found.items():
             result[name], result["facts"][name] = value, facts
             result["seconds"][name] = round(time.perf_counter() - began, 2)
     return result

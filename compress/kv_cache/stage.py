@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from compress.model.context import Context
     from runtime.kv_cache.policy.policy import Policy
 
+PREFIX = "prefix"
+"""Record of prefix tokens that were found before layers were compressed."""
 # Limits that hold for weights and cache together, too: as NAME_overall.
 _OVERALL = ("max_perplexity", "max_perplexity_increase")
 
@@ -63,6 +65,24 @@ class CheckedCache(Job):
         return {"kv_cache": self._facts(context, self.policy)}
 
     @property
+    def begins_texts(self) -> bool:
+        """Whether it has prefix tokens before every prompt."""
+        return not isinstance(self.policy.prefix, int)
+
+    def text_prefix(self, context: Context, store: Store, reporter: Reporter) -> tuple[int, ...]:
+        """The policy's prefix tokens, found on the model before its layers are compressed where the policy does not know them."""
+        from compress.kv_cache.outlier_tokens import find_before_compression
+
+        if "prefix_tokens" not in self.policy.missing:
+            return self.policy.prefix_tokens
+        found = store.directory.record(PREFIX)
+        if found is None:
+            spill = store.work / "hidden-prefix" if store.spill else None
+            found = find_before_compression(context, spill, reporter)
+            store.directory.commit(PREFIX, found)
+        return self._calibrated(found).prefix_tokens
+
+    @property
     def computes(self) -> bool:
         """Whether the policy must know something of the finished model."""
         return bool(self.policy.missing)
@@ -70,13 +90,22 @@ class CheckedCache(Job):
     def run(self, context: Context, store: Store, reporter: Reporter) -> dict[str, Any]:
         """Find it on the run's device, where the finished model must fit as a whole; see `compress.kv_cache.calibrate`."""
         from compress.kv_cache.calibrate import calibrate
+        from runtime.kv_cache.policy.calibrated import Calibrated
 
         config = context.recipe.calibration
         if not config.packing:
             raise RequestError(config.at("packing", "the kv_cache stage is calibrated on full rows; set packing: true"))
+        known = store.directory.record(PREFIX) or {}
+        policy = self._calibrated(known)
+        if not policy.missing:
+            return known
         rows = torch.cat([ids for ids, _ in context.calibration.batches])
         device = context.streamed.device
-        return calibrate(store.output, self.policy, rows, reporter, context.recipe.seed, device=device)
+        found = calibrate(store.output, policy, rows, reporter, context.recipe.seed, device=device)
+        if not known:
+            return found
+        assert policy.calibrated is not None
+        return policy.calibrated.joined(Calibrated.parse(found, ("calibrated",))).resolved()
 
     def evaluate(
         self,

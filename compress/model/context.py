@@ -16,7 +16,7 @@ from compress.core.tensors import finite
 from compress.data.layout import ImageRows
 from compress.model.auto_rows import settle
 from compress.model.source import SourceCheckpoint
-from compress.model.streamed import Batch, StreamedModel
+from compress.model.streamed import Batch, StreamedModel, with_prefix
 from compress.recipe import Recipe
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
@@ -178,8 +178,15 @@ class Context:
     def batches(self) -> list[Batch]:
         """Calibration batches; a mask only where a batch has padding."""
         parts = [part for batch in self.calibration.batches for part in cut(batch, self.bounds.rows)]
+        if prefix := self.streamed.prefix:
+            parts = [(with_prefix(ids, prefix), with_prefix(mask, [True] * len(prefix))) for ids, mask in parts]
         batches = [(ids, None if bool(mask.all()) else mask) for ids, mask in parts]
         return [(self.framed(ids) if mask is None else ids, mask) for ids, mask in batches]
+
+    def put_prefix(self, tokens: tuple[int, ...]) -> None:
+        """Let calibration text and the artifact's evaluation begin with these tokens; see `StreamedModel.prefix`."""
+        self.streamed.prefix = tokens
+        self.__dict__.pop("batches", None)
 
     def bind(self, bounds: Bounds) -> None:
         """Set the bounds."""

@@ -76,7 +76,7 @@ def forwards(
         return streamed.run_block(index, states.get(first + number), batches[number], block=block)
 
     own = range(len(batches)) if numbers is None else numbers
-    return [(partial(run, number), batches[number][1]) for number in own]
+    return [(partial(run, number), streamed.counted(batches[number])) for number in own]
 
 
 def find_groups(block: nn.Module, run: Callable[[], Any], names: Iterable[str]) -> list[InputGroup]:

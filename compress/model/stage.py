@@ -112,6 +112,15 @@ class Job:
         """
         return context.opened
 
+    @property
+    def begins_texts(self) -> bool:
+        """Whether the artifact may put tokens of its own before every text (phase "artifact")."""
+        return False
+
+    def text_prefix(self, context: Context, store: Store, reporter: Reporter) -> tuple[int, ...]:
+        """These tokens, found before layers are compressed, and noted for `run`, where `begins_texts`."""
+        return ()
+
     def footprint(self, context: Context, rows: Rows, bounds: Bounds, speed: Speed) -> Footprint:
         """Memory, disk and time that `run` takes.
 
@@ -227,6 +236,19 @@ class LayersJob(Job):
     @property
     def widths(self) -> list[int]:
         """Inputs of the layers whose Hessian is collected, ascending."""
+        raise NotImplementedError
+
+    @property
+    def static_inputs(self) -> bool:
+        """Whether layers round their inputs to grids that are calibrated."""
+        raise NotImplementedError
+
+    def check_prefix(self) -> None:
+        """RequestError where these grids cannot be calibrated behind prefix tokens."""
+        raise NotImplementedError
+
+    def put_prefix(self, tokens: tuple[int, ...]) -> None:
+        """Calibrate these grids behind prefix tokens."""
         raise NotImplementedError
 
     def before(self) -> LayersJob:

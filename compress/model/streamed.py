@@ -10,7 +10,7 @@ output. What a row of integers means to a model, `compress.data.layout` defines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,17 @@ from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.decoding.seq2seq import decoder_start
 from runtime.engines.torch.seq2seq import encoder_output
 from runtime.errors import CompressError
+from runtime.layers.unrounded import unrounded
 from runtime.modeling.cache_argument import CACHE_ARGUMENTS
 from runtime.modeling.skeleton import reads_features, reads_images
 
 Batch = tuple[torch.Tensor, torch.Tensor | None]  # rows [b, s] int64, mask [b, s] bool (None: all tokens are valid)
+
+
+def with_prefix(rows: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
+    """Rows `[n, s]` of text behind prefix tokens, of the same length: their last tokens are cut off."""
+    ids = rows.new_tensor(list(prefix)).expand(len(rows), -1)
+    return torch.cat([ids, rows[:, : rows.shape[1] - len(prefix)]], 1)
 
 
 class _PreludeDoneError(Exception):
@@ -43,7 +50,14 @@ class _TailDoneError(Exception):
 
 
 class StreamedModel(PartialModel):
-    """A checkpoint (or artifact) that runs block by block. Arguments as `PartialModel`'s."""
+    """A checkpoint (or artifact) that runs block by block. Arguments as `PartialModel`'s.
+
+    Attributes:
+        prefix: token ids. Of rows that begin with them, layers read the inputs of these tokens without rounding, and statistics leave
+            them out: static grids are for the tokens behind.
+    """
+
+    prefix: tuple[int, ...] = ()
 
     def __init__(self, checkpoint: Checkpoint, *arguments: Any, **options: Any) -> None:
         super().__init__(checkpoint, *arguments, **options)
@@ -82,6 +96,19 @@ class StreamedModel(PartialModel):
             if self.kind == "encoder-decoder":
                 arguments["decoder_input_ids"] = self.rows.target(ids).to(self.device)
             return module(**arguments, use_cache=False, **more)
+
+    def _leading(self, ids: torch.Tensor) -> int:
+        """Tokens of the prefix that rows begin with: all or none."""
+        count = len(self.prefix)
+        return count if count and bool((ids[:, :count] == ids.new_tensor(self.prefix)).all()) else 0
+
+    def counted(self, batch: Batch) -> torch.Tensor | None:
+        """Bool `[b, s]`, the tokens of a batch that statistics count; None: all."""
+        ids, mask = batch
+        if count := self._leading(ids):
+            mask = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.clone()
+            mask[:, :count] = False
+        return mask
 
     # ---------------------------------------------------------------- running
     @torch.inference_mode()
@@ -195,8 +222,9 @@ class StreamedModel(PartialModel):
             kwargs = {**kwargs, **dict.fromkeys(self._memory_names, memory)}
         if dtype is not None:
             hidden, kwargs = hidden.to(dtype), _cast(kwargs, dtype)
-        with products(self.device):
-            out = (self.blocks[index] if block is None else block)(hidden, **kwargs)
+        module, leading = self.blocks[index] if block is None else block, self._leading(batch[0])
+        with products(self.device), unrounded(module, leading) if leading else nullcontext():
+            out = module(hidden, **kwargs)
         out = out[0] if isinstance(out, (tuple, list)) else out
         return out if memory is None else torch.cat([out, memory.to(out.dtype)], dim=1)
 

@@ -54,7 +54,7 @@ def open_artifact(path: Path, context: Context) -> StreamedModel:
         install_compressed(model, checkpoint.config, checkpoint.names())
 
     artifact = StreamedModel(checkpoint, streamed.device, install=put, loaded=dense_for_now, dtype=streamed.dtype)
-    artifact.rows = streamed.rows
+    artifact.rows, artifact.prefix = streamed.rows, streamed.prefix
     return artifact
 
 

@@ -314,6 +314,12 @@ class _Run:
         if self.session.before:
             self._make_models()
         layers, context = self.session.layers, self.session.context
+        if layers.static_inputs:
+            for job in self.session.after:
+                if tokens := job.text_prefix(context, self.store, reporter):
+                    layers.put_prefix(tokens)
+                if job.begins_texts:
+                    clock.lap("outlier tokens")
         made = layers.run(context, self.store, reporter)
         clock.lap(layers.title)
         write_metadata(layers, directory)

@@ -492,7 +492,7 @@ def _head_statistics(job: BlockPass, task: LayerTask, module: nn.Module, states:
         return job.streamed.head_input(states.get(number).to(device), ids)
 
     for number in job.calibrated:
-        ids, mask = job.batches[number]
+        ids, mask = job.batches[number][0], job.streamed.counted(job.batches[number])
         collector.add(read(number, ids), mask, read(job.original_state(number), ids) if task.propagated else None)
     job.team.add_up(collector)
     return collector.finish()

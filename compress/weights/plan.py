@@ -19,6 +19,7 @@ from compress.weights.assign import Uncompressed, assign
 from compress.weights.layer_task import LayerTask
 from runtime.errors import RequestError
 from runtime.formats.scheme import Scheme
+from runtime.modeling.experts import expert_of
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,19 @@ class WeightPlan:
         shared = _shared(self.context.streamed)
         return any(name in shared for name in self.tasks)
 
+    @property
+    def static_inputs(self) -> list[str]:
+        """Layers that round their inputs to one calibrated grid."""
+        return [name for name, task in self.tasks.items() if _static(task.scheme)]
+
+    def put_prefix(self, tokens: tuple[int, ...]) -> None:
+        """Calibrate these grids behind prefix tokens, and say so in the layers' schemes."""
+        self.context.put_prefix(tokens)
+        for name in self.static_inputs:
+            task = self.tasks[name]
+            task.scheme = _behind(task.scheme, tokens)
+            task.candidates = tuple(_behind(scheme, tokens) for scheme in task.candidates)
+
     def of_block(self, index: int) -> dict[str, LayerTask]:
         """The tasks of a block's layers."""
         prefix = self.context.streamed.block_prefix(index)
@@ -87,6 +101,40 @@ class WeightPlan:
     def unsettled(self) -> WeightPlan:
         """The plan as it is where no recovery has settled anything yet."""
         return replace(self, tasks={name: replace(task, settled=-1) for name, task in self.tasks.items()})
+
+
+def _static(scheme: Scheme) -> bool:
+    return scheme.activations is not None and scheme.activations.dynamic is False
+
+
+def _behind(scheme: Scheme, tokens: tuple[int, ...]) -> Scheme:
+    assert scheme.activations is not None
+    return replace(scheme, activations=replace(scheme.activations, prefix=tokens))
+
+
+def check_prefix(plan: WeightPlan) -> None:
+    """RequestError where static grids of inputs cannot be calibrated behind prefix tokens, whose own inputs stay as they are."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    context, names = plan.context, plan.static_inputs
+    recipe, model = context.recipe, context.streamed.model
+    index = next((i for name in names if (i := plan.tasks[name].quantize_stage) is not None), None)
+    stage = next(stage for stage in recipe.stages if stage.index == index)
+    layers = DynamicCache(config=context.streamed.config.get_text_config(decoder=True)).layers
+    other = next((layer for layer in layers if not isinstance(layer, DynamicLayer)), None)
+    expert = next((name for name in names if expert_of(model, name) is not None), None)
+    if context.settled >= 0:
+        reason = "a recovery trains them on text without a prefix"
+    elif expert is not None:
+        reason = f"{expert} is an expert's, which is given tokens out of their rows"
+    elif other is not None:
+        reason = "the model has layers without keys and values, which clipped inputs of prefix tokens would reach"
+    elif not recipe.calibration.packing:
+        raise RequestError(recipe.calibration.at("packing", "prefix tokens are found on full rows; set packing: true"))
+    else:
+        return
+    text = f"static activations cannot be calibrated behind the prefix of the kv_cache stage: {reason}"
+    raise RequestError(recipe.origin.at((*stage.path, "activation_mode"), f"{text}; make the activations dynamic"))
 
 
 def prepare(context: Context) -> WeightPlan:

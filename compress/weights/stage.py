@@ -60,6 +60,18 @@ class CheckedWeights(LayersJob):
     def before(self) -> CheckedWeights:
         return replace(self, weights=self.weights.unsettled(), judged=False)
 
+    @property
+    def static_inputs(self) -> bool:
+        return bool(self.weights.static_inputs)
+
+    def check_prefix(self) -> None:
+        from compress.weights.plan import check_prefix
+
+        check_prefix(self.weights)
+
+    def put_prefix(self, tokens: tuple[int, ...]) -> None:
+        self.weights.put_prefix(tokens)
+
     def check_settled(self, stage: Stage) -> None:
         from compress.weights.plan import check_settled
 
@@ -150,6 +162,7 @@ class CheckedWeights(LayersJob):
                 "stages": [stage.index for stage in context.recipe.stages],
                 "paths": [str(path.absolute()) for path in (context.path, context.original.path, directory.path)],
                 "tasks": plan.tasks,
+                "prefix": context.streamed.prefix,
                 "constraints": plan.constraints,
                 "done": done,
                 "spill": store.spill,
@@ -206,6 +219,7 @@ class WeightsRoom(StageRoom):
         own = recipe.model_copy(update={"stages": [s for s in recipe.stages if s.index in task["stages"]]})
         context = Context.open(own, open_checkpoint(checkpoint), device, open_checkpoint(original), experts_apart=True)
         context.bind(task["bounds"])
+        context.put_prefix(task["prefix"])
         plan = WeightPlan(
             context, task["tasks"], task["constraints"]
         )  # as the main process has checked and allocated it

@@ -202,6 +202,8 @@ class Model(GeneratingModel):
 
     def _score(self, ids: list[int]) -> Score:
         engine, caller = self.engine, Caller(self._turns)
+        prefix = len(engine.prefix)
+        ids = [*engine.prefix, *ids]
         pages = range(-(-len(ids) // engine.page_size))
         pool = caller.run(engine.new_pages, len(pages))
         total = 0.0
@@ -211,8 +213,8 @@ class Model(GeneratingModel):
             logits = caller.run(engine.read, pool, [Chunk(ids[start:end], start, pages)], True)
             following = torch.tensor(ids[start + 1 : end + 1], device=self.engine.device)
             chosen = torch.log_softmax(logits, dim=-1).gather(-1, following[:, None])
-            total += float(chosen.double().sum())
-        return Score(total, len(ids) - 1)
+            total += float(chosen[max(0, prefix - start) :].double().sum())
+        return Score(total, len(ids) - prefix - 1)
 
     # ---------------------------------------------------------------- facts
     @property

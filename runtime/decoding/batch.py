@@ -68,7 +68,9 @@ class Batch:
         if total is None:
             total = most_pages(engine, call.pages, None)
             if engine.context_length is not None:  # more than sequences could ever use
-                total = min(total, self._most * pages_of(engine, engine.context_length + engine.page_size))
+                total = min(
+                    total, self._most * pages_of(engine, len(engine.prefix) + engine.context_length + engine.page_size)
+                )
             if self._keep is None:
                 self._keep = kept_bytes(engine)
         self.drafts = call.speculation is not None

@@ -157,7 +157,8 @@ class CausalRequest(Request):
         decoding, ids = self._decoding, self.prompts.ids
         sources = generators(self._options, self._seeds)
         for group in self._groups:
-            sequences = [Decoded(ids[i], self.outputs[i], sources[i]) for i in group.rows]
+            prefix = decoding.engine.prefix
+            sequences = [Decoded(ids[i], self.outputs[i], sources[i], prefix) for i in group.rows]
             speculation = decoding.drafts if group.drafts else None
             call = Call(sequences, self._options, stats, speculation, streams=self._streams, pages=group.pages)
             yield from self._scheduler(group, call).run(call)
@@ -175,7 +176,8 @@ class CausalRequest(Request):
     def _paged(self, rooms: Sequence[int]) -> Group:
         """All prompts at once."""
         engine, memory = self._decoding.engine, self._options.cache_memory
-        positions = [engine.slots(len(ids), new) for ids, new in zip(self.prompts.ids, rooms, strict=True)]
+        before = len(engine.prefix)
+        positions = [engine.slots(before + len(ids), new) for ids, new in zip(self.prompts.ids, rooms, strict=True)]
         drafting, shared = self._decoding.drafts, self._decoding.scheduler
         nodes = 0 if drafting is None else getattr(drafting.lengths, "nodes", 1)
         largest = pages_of(engine, max(positions))

@@ -27,16 +27,18 @@ class Sequence:
     Attributes:
         call: that it is of. age: its place in the order of all calls' sequences, the oldest first.
         tokens: ids of the prompt and of the output so far.
-        prompt: how many of them the caller gave.
+        prompt: how many of them are the caller's and the engine's prefix. prefix: how many of these are the engine's.
         computed: how many of them are in the cache.
         high: the most `computed` has been; less after a preemption.
         pages: in order. contents: what the full ones among them hold, or will.
         retention: of what the engine evicts or leaves unread; None: nothing. public: tokens up to which others may begin on its pages.
     """
 
-    def __init__(self, prompt: Ids[int], output: SequenceOutput, generator: torch.Generator | None) -> None:
-        self.tokens = list(prompt)
-        self.prompt = len(prompt)
+    def __init__(
+        self, prompt: Ids[int], output: SequenceOutput, generator: torch.Generator | None, prefix: Ids[int] = ()
+    ) -> None:
+        self.tokens = [*prefix, *prompt]
+        self.prompt, self.prefix = len(self.tokens), len(prefix)
         self.output = output
         self.generator = generator
         self.seen: torch.Tensor | None = None

@@ -172,7 +172,9 @@ class Steps:
         # Nothing of the step after which tokens are evicted may be taken back.
         rooms = [max(0, int(min(text.output.left, text.reach - 1)) - 1) for text in texts]
         if context is not None:
-            rooms = [min(room, context - len(text.tokens)) for room, text in zip(rooms, texts, strict=True)]
+            rooms = [
+                min(room, context - len(text.tokens) + text.prefix) for room, text in zip(rooms, texts, strict=True)
+            ]
         most = self.engine.draft_room(pool)
         if most is not None:
             rooms = [min(room, most) for room in rooms]
@@ -280,14 +282,15 @@ def _is_greedy(sequence: Sequence) -> bool:
 def _seen(sequence: Sequence, logits: torch.Tensor) -> torch.Tensor | None:
     """Bool `[vocab]`, the tokens of the sequence; None where nobody asks."""
     if sequence.options.repetition_penalty != 1.0 and sequence.seen is None:
-        sequence.seen = seen_tokens(sequence.tokens, logits)
+        sequence.seen = seen_tokens(sequence.tokens[sequence.prefix :], logits)
     return sequence.seen
 
 
 def _count(sequence: Sequence, count: int) -> int:
     """Book `count` tokens that are being computed; returns how many of them are decoded ones (not of a prompt, not again)."""
     stats, start, end = sequence.stats, sequence.computed, sequence.computed + count
-    shared = min(start, sequence.prompt) - sequence.high  # found in pages of others
+    prefix = sequence.prefix  # whose tokens are not counted
+    shared = min(start, sequence.prompt) - max(sequence.high, prefix)  # found in pages of others
     if shared > 0:
         stats.shared_prompt_tokens += shared
         stats.prompt_tokens += shared
@@ -296,5 +299,5 @@ def _count(sequence: Sequence, count: int) -> int:
         stats.recomputed_tokens += min(new, end) - start
     sequence.high = max(end, sequence.high)
     if new < sequence.prompt:
-        stats.prompt_tokens += max(0, min(end, sequence.prompt) - new)
+        stats.prompt_tokens += max(0, min(end, sequence.prompt) - max(new, prefix))
     return max(0, end - max(new, sequence.prompt))

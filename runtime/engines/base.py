@@ -142,6 +142,7 @@ class Engine(ABC):
         page_bytes: memory of one page, all layers together.
         overhead: memory that a pool takes beside its pages.
         policy: how keys and values are compressed; None: they are not.
+        prefix: token ids that callers put before the tokens of every sequence; `context_length` does not count them.
         most_rows: tokens that one step takes at most, over all its chunks.
         draft_rows: tokens that a step of drafts should have at most.
         trees: whether chunks may have `parents`; else they are chains.
@@ -166,6 +167,7 @@ class Engine(ABC):
     cache_budget: int | None = None
     overhead: Overhead = Overhead()
     policy: Policy | None = None
+    prefix: tuple[int, ...] = ()
     ranks: Ranks | None = None
 
     @property
@@ -259,7 +261,10 @@ class Engine(ABC):
         return None
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits of every position, int64 `[batch, seq]` to float32 `[batch, seq, vocab]`; no cache remains."""
+        """Logits of every position, int64 `[batch, seq]` to float32 `[batch, seq, vocab]`; no cache remains.
+
+        Behind the prefix where static grids of inputs were calibrated behind it, else without.
+        """
         return self._logits(input_ids, self.new_pages(-(-input_ids.shape[1] // self.page_size)))
 
     def _logits(self, input_ids: torch.Tensor, pool: Any) -> torch.Tensor:

@@ -20,7 +20,6 @@ def why_not_pages(policy: Policy) -> str | None:
     for what, given in (
         ("merge tokens", policy.clusters),
         ("hold tokens in several tiers", len(policy.tiers) > 1),
-        ("begin with calibrated tokens", not isinstance(policy.prefix, int)),
     ):
         if given:
             return what

@@ -33,6 +33,8 @@ class ActivationScheme:
             has an outlier in it; here every token has outliers of its own, so that its result does not depend on the batch it is in.
         int8_tail: so many features at the end, whole groups, are rounded to 8 bits: those with outliers, which an `InputOrder` has brought
             there (Zhao et al., Atom, 2023, arXiv 2310.19102).
+        prefix: token ids in front of every text that a static scale was calibrated on. Their own inputs, which may be outliers, do not
+            count: the runtime computes their keys and values with inputs as they are (PrefixQuant, 2024, arXiv 2410.05265).
     """
 
     bits: int = 8
@@ -44,11 +46,12 @@ class ActivationScheme:
     scales: Literal["e8m0", "e4m3"] | None = None
     outliers: float | None = None
     int8_tail: int = 0
+    prefix: tuple[int, ...] = ()
 
     @property
     def own(self) -> bool:
         """Whether compressed-tensors cannot express it."""
-        return self.outliers is not None or self.int8_tail > 0
+        return self.outliers is not None or self.int8_tail > 0 or bool(self.prefix)
 
     @property
     def calibrated(self) -> bool:
@@ -74,6 +77,8 @@ class ActivationScheme:
             return "activations with a global scale have strategy 'tensor_group', dynamic 'local' and scales of e4m3, all three or none"
         if self.dynamic is False and self.strategy != "tensor":
             return f"static activation scales are those of a tensor, not of a {self.strategy}"
+        if self.prefix and self.dynamic is not False:
+            return "activations have a prefix where their scale is static"
         if self.scales is not None and (not groups or self.type != "float"):
             return f"{self.scales} scales are for groups of float activations"
         if self.scales == "e8m0" and self.group_size != 32:
@@ -104,7 +109,8 @@ class ActivationScheme:
         when = self.dynamic if isinstance(self.dynamic, str) else "dynamic" if self.dynamic else "static"
         kept = "" if self.outliers is None else f", outliers above {self.outliers:g} kept"
         tail = f", {self.int8_tail} features a8" if self.int8_tail else ""
-        return f"a{self.bits} {when}{kept}{tail}"
+        behind = f" behind {len(self.prefix)} prefix tokens" if self.prefix else ""
+        return f"a{self.bits} {when}{behind}{kept}{tail}"
 
     def tensors(self, dtype: torch.dtype) -> dict[str, TensorSpec]:
         """What calibration leaves on disk, `[1]` each, for scales of `dtype`: `input_scale` (and `input_zero_point`), or
@@ -119,11 +125,13 @@ class ActivationScheme:
         return specs
 
     def to_config(self) -> dict[str, Any]:
-        """In the words of compressed-tensors, and `outliers` and `int8_tail` where there are any."""
+        """In the words of compressed-tensors, and `outliers`, `int8_tail` and `prefix` where there are any."""
         fields = asdict(self)
-        for name in ("outliers", "int8_tail"):
+        for name in ("outliers", "int8_tail", "prefix"):
             if not fields[name]:
                 del fields[name]
+        if self.prefix:
+            fields["prefix"] = list(self.prefix)
         scales = fields.pop("scales")
         dtypes = {} if scales is None else dict.fromkeys(("scale_dtype", "zp_dtype"), str(SCALE_DTYPES[scales]))
         return {"num_bits": fields.pop("bits"), **fields, **dtypes}
@@ -135,7 +143,7 @@ class ActivationScheme:
 
         Raises:
             ValueError: scales of a dtype that this runtime does not have, a `group_size` or `int8_tail` that is no integer, `outliers` that
-                is no number.
+                is no number, a `prefix` that is no list of token ids.
         """
         dynamic, strategy = arguments["dynamic"], arguments["strategy"]
         size, dtype = arguments.get("group_size"), arguments.get("scale_dtype")
@@ -145,6 +153,9 @@ class ActivationScheme:
         tail = arguments.get("int8_tail", 0)
         if isinstance(tail, bool) or not isinstance(tail, int) or tail < 0:
             raise ValueError(f"int8_tail is {tail!r}, expected a number of features")
+        prefix = arguments.get("prefix", ())
+        if not isinstance(prefix, list | tuple) or not all(type(token) is int and token >= 0 for token in prefix):
+            raise ValueError(f"prefix is {prefix!r}, expected token ids")
         if strategy not in ("group", "tensor_group"):
             size = dtype = None
         elif not isinstance(size, int):
@@ -164,4 +175,5 @@ class ActivationScheme:
             found[0] if found else None,  # type: ignore[arg-type]
             None if outliers is None else float(outliers),
             tail,
+            tuple(prefix),
         )

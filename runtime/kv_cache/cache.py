@@ -16,6 +16,7 @@ from runtime.kv_cache.layer import CompressedLayer
 from runtime.kv_cache.plan import CachePlan
 from runtime.kv_cache.policy.checks import check_module
 from runtime.kv_cache.policy.policy import Policy
+from runtime.kv_cache.prefix import PrefixStates
 from runtime.kv_cache.shape import compressed_layers
 from runtime.kv_cache.storage.plan import Tier
 from runtime.modeling.cache_argument import cache_argument
@@ -42,6 +43,7 @@ class CompressedCache(Cache):
 
     Attributes:
         reads: how many of the cached tokens steps have read; None without a selection: all of them.
+        prefix: what the first chunk's prefix tokens are cached as, and the columns `[batch]` where these begin; None: as they come.
 
     Raises:
         ValueError: the model's attention is another one, no layer has full attention, or the policy cannot be for this model:
@@ -72,6 +74,7 @@ class CompressedCache(Cache):
             setattr(model, _RECORDED, True)
         selection = None if plan.selection is None else plan.selection.begin(len(compressed))
         self.reads: ReadCounter | None = None if selection is None else selection.reads
+        self.prefix: tuple[PrefixStates, torch.Tensor] | None = None
         storage, offload = plan.storage, None
         if plan.offload is not None:
             offload = plan.offload.begin(model.device)
@@ -88,6 +91,9 @@ class CompressedCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As transformers' own; what a sliding window no longer needs is freed, too."""
+        if self.prefix is not None and not self.get_seq_length(layer_idx):
+            states, first = self.prefix
+            key_states, value_states = states.put(layer_idx, key_states, value_states, first)
         found: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
         if isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past:

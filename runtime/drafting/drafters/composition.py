@@ -14,6 +14,7 @@ from runtime.drafting.draft_cache import position_bytes
 from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified, drafted_where
 from runtime.drafting.drafters.draft_model import DraftModel
 from runtime.drafting.drafters.tables.growth import join
+from runtime.engines.base import Engine
 from runtime.sampling.tree import Tree
 
 
@@ -151,13 +152,14 @@ def both(first: Tree, more: Tree) -> Tree:
 GROWTH = 3
 
 
-def within(drafter: Drafter, draft: DraftModel, context: int | None) -> Drafter:
+def within(drafter: Drafter, draft: DraftModel, target: Engine) -> Drafter:
     """The drafter, kept to the limits that its draft model has and its target has not.
 
     Args:
-        draft: that it drafts with. context: of the target; None: it has no limit.
+        draft: that it drafts with. target: the engine that verifies, whose prefix the draft reads too.
     """
     engine, own = draft.engine, draft.engine.context_length
+    context = None if target.context_length is None else target.context_length + len(target.prefix)
     shorter = own is not None and (context is None or own < context)
     if not shorter and draft.cache_bytes is None:
         return drafter

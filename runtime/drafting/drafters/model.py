@@ -133,7 +133,7 @@ class FromDraft(Drafter):
                 raise
             _log.warning("the draft %s is used as a chain: %s", directory, error.text)
             drafter = ModelDrafter.over(draft, directory, candidates)
-        return within(drafter, draft, target.engine.context_length)
+        return within(drafter, draft, target.engine)
 
     @classmethod
     def over(cls, draft: DraftModel, directory: Path, candidates: Candidates, **settings: Any) -> Drafter:

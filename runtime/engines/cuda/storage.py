@@ -87,6 +87,7 @@ def why_modules_store(policy: Policy) -> str | None:
         ("select what a step reads", policy.select),
         ("offload pages", policy.offload),
         ("hold floats in another dtype", policy.floats),
+        ("begin with calibrated tokens", None if isinstance(policy.prefix, int) else policy.prefix),
     ):
         if given is not None:
             return what

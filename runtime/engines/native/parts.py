@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -249,6 +250,19 @@ class Parts(Structures):
         every = [each for ops, count in parts for each in linears(ops, count)]
         experts = [op.mixture.experts.contents for op, _, share in every if share < 1.0]
         return [*(each for _, each, _ in every), *(x for each in experts for x in (each.first, each.second))]
+
+    @contextmanager
+    def unrounded(self) -> Iterator[None]:
+        """While active, activation quantization is off in these structures, and in copies that are made of them."""
+        rounded = [each for each in self.inputs if each.rounding.kind]
+        before = [(each.digits, bytes(each.rounding)) for each in rounded]
+        try:
+            for each in rounded:
+                each.digits, each.rounding = 3, library.Rounding()
+            yield
+        finally:
+            for each, (digits, rounding) in zip(rounded, before, strict=True):
+                each.digits, each.rounding = digits, library.Rounding.from_buffer_copy(rounding)
 
     @property
     def digits(self) -> set[int]:

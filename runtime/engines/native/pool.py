@@ -44,14 +44,21 @@ class Pool:
         recorder: records the next step, once; None: nobody wants it.
         plain: which pages are plain; None: all are.
         arenas: of all layers.
+        exact: the decoder with inputs as they are, for prefix tokens, which static grids would clip; None: nothing asks for it.
         file: with the pages that are stored; None: they are in memory.
         reads: tokens that steps with a selection read, and could have read, of all heads of all layers that are not windows.
     """
 
     def __init__(
-        self, parts: Parts, count: int, blocks: Sequence[Block] | None = None, storage: PageStorage | None = None
+        self,
+        parts: Parts,
+        count: int,
+        blocks: Sequence[Block] | None = None,
+        storage: PageStorage | None = None,
+        exact: bool = False,
     ) -> None:
-        """`blocks`: the layers; None: all of the model's. `storage`: of pages that are no longer recent; None: all stay plain."""
+        """`blocks`: the layers; None: all of the model's. `storage`: of pages that are no longer recent; None: all stay plain. `exact`:
+        there are prefix tokens that are not rounded."""
         layers = parts.blocks if blocks is None else blocks
         dtype = (storage and storage.floats) or parts.cache_dtype
         # Not touched here: the operating system gives the memory when a page is first written.
@@ -96,6 +103,14 @@ class Pool:
         self.bounds = {i: bounds(count, parts.kv_heads, parts.head_dim, dtype) for i in chosen}
         for i, tensor in self.bounds.items():
             self.blocks[i].bounds = tensor.data_ptr()
+        self.exact: Decoder | None = None
+        if exact:
+            with parts.unrounded():
+                self.exact = decoder_of(parts, layers)
+            self.exact.cache_type, self.exact.storage = self.decoder.cache_type, self.decoder.storage
+            for i in range(len(layers)):
+                own, shared = self.exact.blocks[i], self.blocks[i]
+                own.keys, own.values, own.stored, own.bounds = shared.keys, shared.values, shared.stored, shared.bounds
 
     def count_reads(self, held: int, read: int) -> None:
         """Of the rows of a step that select: tokens that were there, and those that layers with bounds read."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,7 @@ from runtime.engines.native.engine import NativeEngine
 from runtime.engines.native.parts import Parts, linears, read_parts
 from runtime.engines.native.pool import Pool
 from runtime.engines.program.operations import Layer
-from runtime.kernels.cpu.experts import Reading
-from runtime.kernels.cpu.library import Linear, Rounding
-from runtime.layers.compressed_linear import CompressedLinear
-from runtime.modeling.experts import Experts
+from runtime.layers.unrounded import unrounded
 
 if TYPE_CHECKING:
     from runtime.engines.torch.engine import TorchEngine
@@ -68,11 +65,11 @@ def disproof(engine: NativeEngine) -> str | None:
     parts, model = engine.parts, engine.module
     names = [parts.program.layers[i].name for i in kinds(parts)]
     try:
-        with torch.inference_mode(), _only(model, names), _unrounded_modules(parts):
+        with torch.inference_mode(), _only(model, names), unrounded(model):
             wanted = model(input_ids=torch.tensor([_probe_ids(engine)]), use_cache=False).logits[0].float()
     except Exception as error:  # whatever code of models raises
         return f"transformers' modules do not compute a probe: {error}"
-    with _unrounded(parts.inputs):
+    with parts.unrounded():
         return _difference(probe(engine), wanted, parts)
 
 
@@ -137,40 +134,6 @@ def _nameless(layer: Layer) -> tuple[Any, ...]:
         return value
 
     return tuple(local(operation) for operation in layer.operations)
-
-
-@contextmanager
-def _unrounded(inputs: Sequence[Linear | Reading]) -> Iterator[None]:
-    """Activation quantization is off in the C layers."""
-    rounded = [each for each in inputs if each.rounding.kind]
-    before = [(each.digits, bytes(each.rounding)) for each in rounded]
-    try:
-        for each in rounded:
-            each.digits, each.rounding = 3, Rounding()
-        yield
-    finally:
-        for each, (digits, rounding) in zip(rounded, before, strict=True):
-            each.digits, each.rounding = digits, Rounding.from_buffer_copy(rounding)
-
-
-@contextmanager
-def _unrounded_modules(parts: Parts) -> Iterator[None]:
-    """Activation quantization is off in the model's modules."""
-
-    def forward(layer: CompressedLinear, x: torch.Tensor) -> torch.Tensor:
-        bias = None if layer.bias is None else layer.bias.to(layer.dtype)
-        return nn.functional.linear(x.to(layer.dtype), layer.dequantize(), bias).to(x.dtype)
-
-    rounded = any(each.rounding.kind for each in parts.inputs)
-    with ExitStack() as stack:
-        for module in parts.model.modules() if rounded else ():
-            if isinstance(module, CompressedLinear) and module.entry.scheme.activations is not None:
-                module.__dict__["forward"] = functools.partial(forward, module)
-                stack.callback(functools.partial(module.__dict__.pop, "forward"))
-            elif isinstance(module, Experts):  # so that each expert's layers go through the forward above
-                stack.callback(functools.partial(setattr, module, "compute", module.compute))
-                module.compute = None
-        yield
 
 
 @contextmanager

@@ -239,7 +239,8 @@ class StreamedNative(_Streamed, NativeEngine):
                 super().compute(step, pool)
                 continue
             with self.ring.block(first) as slot:
-                at, base = ctypes.addressof(pool.blocks[first].ops.contents), self.ring.slots.buffers[slot].data_ptr()
+                at = ctypes.addressof(step.decoder.contents.blocks[first].ops.contents)
+                base = self.ring.slots.buffers[slot].data_ptr()
                 for place, distance, shared in self._moves[first]:
                     ctypes.c_void_p.from_address(place if shared else at + place).value = base + distance
                 super().compute(step, pool)

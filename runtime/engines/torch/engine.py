@@ -21,9 +21,11 @@ from runtime.kv_cache.estimate import needed_bytes
 from runtime.kv_cache.kernels import explain
 from runtime.kv_cache.layer import STEP_TOKENS, CompressedLayer
 from runtime.kv_cache.policy.policy import Policy
+from runtime.kv_cache.prefix import PrefixStates
 from runtime.kv_cache.shape import Shape
 from runtime.kv_cache.storage.base import StateError
 from runtime.kv_cache.token_store import TokenStore
+from runtime.layers.unrounded import input_prefix
 from runtime.modeling.cache_argument import CACHE_ARGUMENTS, cache_argument
 from runtime.modeling.linear_modules import is_matrix
 
@@ -73,6 +75,7 @@ class CacheFactory:
     Attributes:
         description: of the policy, in a few words.
         prefix: token ids that come before every prompt.
+        states: what is cached of them where static grids would clip their inputs; None: what each prompt's pass computes.
 
     Raises:
         ConfigError: the model's attention cannot, calibration is missing, or its device does not go with the policy.
@@ -83,6 +86,7 @@ class CacheFactory:
         self.description, self.prefix = policy.describe(), policy.prefix_tokens
         prepare(module)
         probe_cache(module)
+        self.states = PrefixStates.compute(module, self.prefix) if input_prefix(module) else None
         self._module = module
         self._shape = Shape.of(module.config, module.dtype)
         try:
@@ -135,7 +139,7 @@ class CacheFactory:
         return next(layer.seen for layer in cache.layers if isinstance(layer, CompressedLayer))
 
     def begin(
-        self, input_ids: torch.Tensor, mask: torch.Tensor | None
+        self, cache: CompressedCache, input_ids: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """A prompt `[batch, seq]` with the prefix between its padding, which is on the left, and its tokens; mask and positions too."""
         batch, count = len(input_ids), len(self.prefix)
@@ -146,6 +150,8 @@ class CacheFactory:
         prefix = torch.tensor(self.prefix, device=device).expand(batch, count)
         ids.scatter_(1, padding[:, None] + columns, prefix)
         places = torch.arange(ids.shape[1], device=device)[None] - padding[:, None]
+        if self.states is not None:
+            cache.prefix = self.states, padding
         return ids, self.extend(mask), places.clamp(min=0)
 
     def extend(self, mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -237,12 +243,18 @@ class TorchEngine(ModuleEngine, RowEngine):
         factory = self.cache_factory if cache is not None else None
         before = factory.length(cache) if factory is not None else 0
         width = input_ids.shape[1]
+        if cache is None and self.cache_factory is not None and self.cache_factory.states is not None:
+            cache = self.cache_factory.states.begin(
+                len(input_ids)
+            )  # whose grids are good for tokens behind the prefix only
+            assert attention_mask is None
+            assert position_ids is None
         if factory is not None and factory.prefix:
             if before:
                 attention_mask = factory.extend(attention_mask)
                 position_ids = None if position_ids is None else position_ids + len(factory.prefix)
             else:
-                input_ids, attention_mask, position_ids = factory.begin(input_ids, attention_mask)
+                input_ids, attention_mask, position_ids = factory.begin(cache, input_ids, attention_mask)
         arguments: dict[str, Any] = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path as FilePath
@@ -20,6 +21,7 @@ from runtime.kv_cache.policy.axes import Axes
 from runtime.kv_cache.policy.calibrated import Calibrated
 from runtime.kv_cache.policy.presets import PRESETS, Preset, find_preset
 
+_log = logging.getLogger("compress.kv_cache")
 WHERE = "kv_cache"
 KEYS = (
     "method", "evict", "keys", "values", "recent", "prefix", "tiers", "saliency", "clusters", "select", "offload", "floats",
@@ -71,6 +73,36 @@ def choose_policy(
     Raises:
         RequestError: the policy cannot be, or not for this model; the sentence says why.
     """
+    policy = _find(value, artifact, config)
+    tokens, known = [] if policy is None else list(policy.prefix_tokens), _static_prefix(artifact)
+    if known is None or known == tokens:
+        return policy
+    behind = f"behind prefix tokens {known}" if known else "without a prefix"
+    way = "leave kv_cache out, or give it prefix: calibrated"
+    if not known:
+        way = "give prefix: 0, or compress it with this policy as its kv_cache stage"
+    text = f"the static activation scales of {artifact.path} were calibrated {behind}, not {tokens}; {way}"
+    if known or value is not None:
+        raise RequestError(f"{WHERE}.prefix: {text}")
+    _log.warning(
+        "%s.prefix: %s", WHERE, text
+    )  # an artifact of versions that calibrated all of them so: its prefix does no harm
+    return policy
+
+
+def _static_prefix(artifact: Artifact) -> Any:
+    """Token ids behind which static grids of layers' inputs were calibrated, `[]`: without any; None: there are no such grids."""
+    quantization = artifact.config.get("quantization_config")
+    groups = quantization.get("config_groups") if isinstance(quantization, Mapping) else None
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        inputs = group.get("input_activations") if isinstance(group, Mapping) else None
+        if isinstance(inputs, Mapping) and inputs.get("dynamic") is False:
+            return inputs.get("prefix") or []
+    return None
+
+
+def _find(value: str | Mapping[str, Any] | bool | None, artifact: Artifact, config: Callable[[], Any]) -> Policy | None:
+    """As `choose_policy`, whatever the grids of inputs."""
     if is_off(value):
         return None
     own = (artifact.manifest or {}).get(WHERE)

@@ -1,0 +1,261 @@
+"""Static activations behind prefix tokens: from the recipe to the tokens of both engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import SMALL, VOCABULARY, byte_tokenizer
+from random_models import UNLIMITED
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import compress
+import runtime
+from compress.cli import main
+from compress.kv_cache import outlier_tokens
+from compress.kv_cache.calibrate import calibrate
+from compress.weights import block_pass
+from export import fitting
+from runtime.checkpoint.artifact import Artifact
+from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.errors import RequestError
+from runtime.kv_cache.policy.calibrated import fingerprint
+from runtime.layers.unrounded import input_prefix, unrounded
+from runtime.modeling.skeleton import read_config
+
+STATIC = {"method": "rtn", "bits": 8, "group_size": "channel", "activations": "int8", "activation_mode": "static"}
+PLAIN = {"method": "prefixquant", "keys": None, "values": None, "recent": 16}
+PREFIX = [7, 200, 9]
+PROMPTS = [[*range(10, 40)], [60, 61, 62], [5], [*range(20, 110)]]
+
+
+def _random(directory: Path, family: str, **changes: Any) -> Path:
+    torch.manual_seed(len(family))
+    settings = {**SMALL[family], "vocab_size": VOCABULARY, "max_position_embeddings": 128, **changes}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 1.5 / parameter.shape[1] ** 0.5)
+        if family == "gpt2":
+            _plant(model)
+    model.save_pretrained(directory / family)
+    byte_tokenizer().save_pretrained(directory / family)
+    return directory / family
+
+
+def _plant(model: Any) -> None:
+    """The first token of a text, whichever it is, drives one channel of each MLP to hundreds of times what other tokens reach."""
+    model.lm_head.weight.normal_(0, 0.2)
+    inner = model.transformer
+    inner.wte.weight.normal_()
+    inner.wte.weight[:, 0] = 0
+    inner.wpe.weight.zero_()
+    inner.wpe.weight[0, 0] = 40
+    for block in inner.h:
+        block.mlp.c_fc.weight[0] = 0
+        block.mlp.c_fc.weight[:, 0] = 0
+        block.mlp.c_fc.weight[0, 0] = 300
+        block.mlp.c_fc.bias[0] = -900
+        block.mlp.c_proj.weight[0] *= 0.004
+
+
+def _request(model: Path, *stages: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    text = model.parent / "text.txt"
+    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(300)), encoding="utf-8")
+    given = {"data": str(text), "samples": 8, "sequence_length": 32, "batch_size": 4}
+    return {"name": "test", "model": str(model), "calibration": given, "stages": list(stages), **sections}
+
+
+@pytest.fixture(scope="module")
+def sinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose first tokens are outliers."""
+    return _random(tmp_path_factory.mktemp("sinking"), "gpt2", tie_word_embeddings=False, bos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def behind(sinking: Path) -> Any:
+    """It, with static grids behind the prefix that was found."""
+    text = str(sinking.parent / "text.txt")
+    windows = {**UNLIMITED, "data": text, "sequence_length": 32, "samples": 2}
+    request = _request(sinking, {"quantize": STATIC}, {"kv_cache": PLAIN}, evaluate=windows)
+    return compress.apply(request, output=sinking.parent / "behind", quiet=True, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def pinned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose static grids were calibrated behind given tokens."""
+    model = _random(tmp_path_factory.mktemp("pinned"), "llama")
+    known = {"fingerprint": fingerprint(read_config(model)), "prefix_tokens": PREFIX}
+    request = _request(model, {"kv_cache": {**PLAIN, "calibrated": known}}, {"quantize": STATIC})
+    return compress.apply(request, output=model.parent / "out", quiet=True, device="cpu").path
+
+
+def _scales(path: Path) -> dict[str, float]:
+    stored = Checkpoint(path)
+    return {name: float(stored.get(name)) for name in stored.names() if name.endswith("input_scale")}
+
+
+def test_an_outlier_at_the_beginning_ruins_no_grid_behind_the_prefix(sinking, behind, tmp_path):
+    without = compress.apply(_request(sinking, {"quantize": STATIC}), output=tmp_path / "without", quiet=True)
+    policy = behind.manifest["kv_cache"]
+    assert policy["calibrated"]["prefix_tokens"] == [256], "the token that texts begin with"
+    assert policy["calibrated"]["facts"]["prefix_tokens"]["initial"] == 1
+    own, others = _scales(behind.path), _scales(without.path)
+    assert max(others[name] / own[name] for name in own) > 20
+    ids = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(0))
+    exact = runtime.load(sinking, device="cpu").logits(ids).log_softmax(-1)
+    kl = {}
+    for written in (without, behind):
+        ours = runtime.load(written.path, device="cpu").logits(ids).log_softmax(-1)
+        kl[written.path.name] = float((exact.exp() * (exact - ours)).sum(-1).mean())
+    assert kl["behind"] < 0.25 * kl["without"]
+    assert behind.metrics["kl"] < 0.25 * kl["without"], "what the pipeline measures is behind the prefix, too"
+    with pytest.raises(RequestError, match=r"kv_cache\.prefix: .* calibrated without a prefix, not \[256\]"):
+        runtime.load(without.path, device="cpu", kv_cache=policy)
+
+
+def test_tokens_found_before_compression_are_those_found_after(sinking, behind):
+    """One block at a time, as the pipeline does it, and in the whole model."""
+    rows = torch.randint(0, 256, (8, 32), generator=torch.Generator().manual_seed(0))
+    before = behind.manifest["kv_cache"]["calibrated"]
+    assert before["fingerprint"] == fingerprint(read_config(sinking))
+    assert before["prefix_tokens"] == calibrate(sinking, {"prefix_tokens"}, rows)["prefix_tokens"]
+    after = calibrate(behind.path, {"channels", "prefix_tokens"}, rows)
+    assert after["channels"]
+    assert after["facts"]["prefix_tokens"]["initial"] == 1, "the prefix itself, not clipped"
+
+
+def test_a_resumed_run_goes_on_behind_the_same_prefix(sinking, behind, tmp_path, monkeypatch):
+    own, request = block_pass.run_block, _request(sinking, {"quantize": STATIC}, {"kv_cache": PLAIN})
+
+    def interrupted(job: Any, index: int, states: Any) -> Any:
+        if index == 1:
+            raise KeyboardInterrupt
+        return own(job, index, states)
+
+    def found_again(*_: Any) -> None:
+        raise AssertionError("prefix tokens are found once")
+
+    monkeypatch.setattr(block_pass, "run_block", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compress.apply(request, output=tmp_path / "out", quiet=True, device="cpu")
+    monkeypatch.undo()
+    monkeypatch.setattr(outlier_tokens, "find_before_compression", found_again)
+    resumed = compress.apply(request, output=tmp_path / "out", quiet=True, device="cpu", resume=True)
+    hashes = [
+        {n: f["sha256"] for n, f in w.manifest["files"].items() if n.startswith("model-")} for w in (resumed, behind)
+    ]
+    assert hashes[0] == hashes[1]
+    assert resumed.manifest["kv_cache"]["calibrated"]["prefix_tokens"] == [256]
+
+
+def _greedy(module: Any, prompt: list[int], count: int) -> list[int]:
+    """Token by token without a cache, the prefix's own inputs unrounded."""
+    ids = [*PREFIX, *prompt]
+    for _ in range(count):
+        with torch.inference_mode(), unrounded(module, len(PREFIX)):
+            ids.append(int(module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[-count:]
+
+
+def test_both_engines_compute_the_prefix_with_inputs_as_they_are(pinned):
+    modules = runtime.load(pinned, device="cpu", kernels="reference")
+    native = runtime.load(pinned, device="cpu")
+    assert "decoder in C" in native.stats["engine"]
+    module = modules.engine.module
+    assert list(input_prefix(module)) == PREFIX
+    expected = [_greedy(module, prompt, 6) for prompt in PROMPTS]
+    for model in (modules, native):
+        assert model.generate(PROMPTS, max_new_tokens=6, ignore_eos=True) == expected
+        assert model.stats["prompt_tokens"] == sum(map(len, PROMPTS))
+        assert [model.generate(prompt, max_new_tokens=6, ignore_eos=True) for prompt in PROMPTS] == expected
+        assert model.engine.context_length == 125
+        with pytest.raises(RequestError, match="context"):
+            model.generate([1] * 120, max_new_tokens=6)
+    assert native.generate(PROMPTS[0], max_new_tokens=6, ignore_eos=True, prefill_chunk=2) == expected[0]
+    drafted = runtime.load(pinned, device="cpu", drafter="lookup")
+    assert drafted.generate(PROMPTS, max_new_tokens=6, ignore_eos=True) == expected
+    with torch.inference_mode(), unrounded(module, len(PREFIX)):
+        logits = module(input_ids=torch.tensor([[*PREFIX, *PROMPTS[0]]]), use_cache=False).logits[:, len(PREFIX) :]
+    torch.testing.assert_close(modules.logits([PROMPTS[0]]), logits)
+    torch.testing.assert_close(native.logits([PROMPTS[0]]), logits, atol=1e-3, rtol=1e-3)
+    assert native.score(PROMPTS[0]).tokens == modules.score(PROMPTS[0]).tokens == len(PROMPTS[0]) - 1
+    assert native.score(PROMPTS[0]).log_likelihood == pytest.approx(modules.score(PROMPTS[0]).log_likelihood, rel=1e-4)
+    with torch.inference_mode():
+        rounded = module(input_ids=torch.tensor([[*PREFIX, *PROMPTS[0]]]), use_cache=False).logits[:, len(PREFIX) :]
+    assert not torch.allclose(rounded, logits, atol=1e-3), "the prefix's inputs matter"
+
+
+def test_penalties_do_not_see_the_prefix(pinned):
+    options = {"max_new_tokens": 8, "ignore_eos": True, "repetition_penalty": 3.0}
+    modules, native = (runtime.load(pinned, device="cpu", kernels=kernels) for kernels in ("reference", "auto"))
+    assert native.generate(PROMPTS, **options) == modules.generate(PROMPTS, **options)
+
+
+def _within_bounds(path: Path, bound: int) -> Any:
+    """The model with little more memory than it needs."""
+    try:
+        return runtime.load(path, device="cpu", max_memory=bound)
+    except RequestError as error:
+        least = float(str(error).partition("at least ")[2].partition(" MB")[0])
+        return _within_bounds(path, int(least * 1e6) + 10_000)
+
+
+def test_eviction_and_streamed_blocks_leave_the_prefix_as_it_is(pinned):
+    evict = {"score": "streaming", "tokens": 40, "interval": 8}
+    policy = {"evict": evict, "prefix": "calibrated", "recent": 16}
+    modules, native = (
+        runtime.load(pinned, device="cpu", kernels=kernels, kv_cache=policy) for kernels in ("reference", "auto")
+    )
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    assert native.generate(PROMPTS, **options) == modules.generate(PROMPTS, **options)
+    whole = runtime.load(pinned, device="cpu")
+    streamed = _within_bounds(pinned, 1_000_000)
+    assert "Streamed" in type(streamed.engine).__name__
+    assert streamed.generate(PROMPTS, **options) == whole.generate(PROMPTS, **options)
+
+
+def test_another_prefix_than_that_of_the_grids_is_refused(pinned, capsys):
+    for policy in (False, "kivi"):
+        with pytest.raises(RequestError, match=r"kv_cache\.prefix: .* behind prefix tokens \[7, 200, 9\], not \[\]"):
+            runtime.load(pinned, device="cpu", kv_cache=policy)
+    own = Artifact(pinned).manifest["kv_cache"]
+    assert runtime.load(pinned, device="cpu", kv_cache={"keys": "int8", "prefix": "calibrated"}).generate([1, 2])
+    other = json.loads(json.dumps(own).replace("200", "201"))
+    with pytest.raises(RequestError, match=r"not \[7, 201, 9\]"):
+        runtime.load(pinned, device="cpu", kv_cache=other)
+    assert main(["generate", str(pinned), "a", "--device", "cpu", "--kv-cache", "none"]) == 2
+    assert "calibrated behind prefix tokens" in capsys.readouterr().err
+
+
+def test_who_puts_no_prefix_before_prompts_refuses_the_artifact(pinned):
+    with pytest.raises(RequestError, match=r"load it with runtime\.load"):
+        AutoModelForCausalLM.from_pretrained(pinned)
+    reasons = fitting(pinned)
+    assert all("prefix tokens" in str(reasons[name]) for name in ("huggingface", "onnx", "gguf"))
+
+
+@pytest.mark.parametrize(
+    ("family", "stages", "sections", "reason"),
+    [
+        ("mixtral", [], {}, "expert"),
+        (
+            "llama",
+            [{"draft": {"method": "distillspec", "layers": 1, "sequence_length": 32, "samples": 8}}],
+            {},
+            "puts before no text",
+        ),
+        ("llama", [], {"calibration": {"data": "bundled", "packing": False}}, "packing"),
+    ],
+)
+def test_what_cannot_be_calibrated_behind_a_prefix_is_refused_at_once(
+    make_checkpoint, recipe, tmp_path, family, stages, sections, reason
+):
+    request = recipe(make_checkpoint(family), {"quantize": STATIC}, {"kv_cache": PLAIN}, *stages, **sections)
+    with pytest.raises(RequestError, match=reason):
+        compress.apply(request, output=tmp_path / "out", quiet=True)
+    assert not (tmp_path / "out").exists()

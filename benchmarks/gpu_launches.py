@@ -260,18 +260,26 @@ def cache_call(
 
 
 def main_loop(kernel: Any) -> list[str]:
-    """Opcodes of the longest loop of a compiled kernel that has no loop inside, in order; ValueError if there is none."""
+    """`longest_loop` of a compiled kernel."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return longest_loop(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def longest_loop(sass: str) -> list[str]:
+    """Opcodes of the longest loop that has no other inside, in order; ValueError if there is no loop.
+
+    Args:
+        sass: what nvdisasm prints.
+    """
     names: list[str] = []
     places: dict[str, int] = {}
     loops: list[tuple[int, int]] = []
-    for line in text.splitlines():
+    for line in sass.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line.strip()):
             places[label[1]] = len(names)
         elif found := re.match(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([^\s;]+)(.*)", line.strip()):

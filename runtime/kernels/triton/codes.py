@@ -116,12 +116,14 @@ def _mantissas(words, dtype: tl.constexpr):
     """
     if INTERPRETED:
         return (words & 0x000F000F) | (0x43004300 if dtype == tl.bfloat16 else 0x64006400)
-    elif dtype == tl.bfloat16:
-        asm: tl.constexpr = "lop3.b32 $0, $1, 0x000f000f, 0x43004300, 0xea;"  # (a & b) | c
-        return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+    elif dtype == tl.bfloat16:  # (a & b) | c
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x000f000f, 0x43004300, 0xea;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1
+        )
     else:
-        asm: tl.constexpr = "lop3.b32 $0, $1, 0x000f000f, 0x64006400, 0xea;"
-        return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x000f000f, 0x64006400, 0xea;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1
+        )
 
 
 @jit

@@ -71,6 +71,46 @@ def test_the_loop_of_a_product_is_short(name, capability, most, tmp_path, monkey
         assert names.count("BAR") <= 4
 
 
+SASS = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   LDG.E.U8 R2, [R4.64] ;
+.L_x_2:
+        /*0020*/                   HGMMA.64x16x16.F32.BF16 R24, R8, gdesc[UR4], R24 ;
+        /*0030*/              @!P0 IADD3 R3, R3, 0x1, RZ ;
+        /*0040*/               @P1 BRA `(.L_x_2) ;
+        /*0050*/              @UP1 UIADD3 UR4, UR4, 0x1, URZ ;
+        /*0060*/               @P2 BRA `(.L_x_1) ;
+.L_x_3:
+        /*0070*/                   BRA `(.L_x_3) ;
+"""
+
+
+def test_the_longest_loop_is_read_from_sass():
+    import gpu_launches
+
+    assert gpu_launches.longest_loop(SASS) == ["HGMMA.64x16x16.F32.BF16", "IADD3", "BRA"]
+    with pytest.raises(ValueError, match="empty"):
+        gpu_launches.longest_loop(SASS.partition(".L_x_1")[0])
+
+
+def test_an_estimate_is_the_longest_of_three():
+    import gpu_estimate
+    import gpu_launches
+
+    gpu = gpu_estimate.GPUS[1]
+    few, many = (
+        gpu_launches.record(gpu_launches.hot_launches()[f"w4a16 {rows}"][0], gpu.capability)[0] for rows in (16, 512)
+    )
+    of_few, of_many = gpu_estimate.estimate(gpu, few, 2.7, 16), gpu_estimate.estimate(gpu, many, 4.1, 512)
+    weight = 4096 * 4096 / 2 * (1 + 4 / 128)  # codes, and two bytes a scale of 128
+    assert weight / gpu.bandwidth * 1e6 < of_few["memory_us"] < 2 * weight / gpu.bandwidth * 1e6
+    assert of_few["bound_by"] == "memory"
+    assert of_many["tensor_cores_us"] == pytest.approx(2 * 512 * 4096**2 / gpu.flops * 1e6, abs=0.01)
+    assert of_many["bound_by"] == "tensor_cores"
+    assert gpu_estimate.estimate(gpu, few, 27.0, 16)["bound_by"] == "instructions"
+
+
 def narrow(columns, sparse):
     """A matrix-vector product with a weight of odd sizes `[4093, columns]`, on meta."""
     from runtime.kernels.triton import layout, matvec, sparse24_w4

@@ -55,14 +55,19 @@ def architecture(kernel: Any) -> str:
     return found[1]
 
 
-def resources(kernel: Any, capability: int) -> dict[str, int]:
-    """`registers` a thread, `spill_bytes` (stores and loads), `shared` bytes a program, as `ptxas -v` tells for the PTX."""
+def remarks(kernel: Any, capability: int) -> str:
+    """What `ptxas -v` says of the kernel's PTX."""
     ptxas = get_ptxas(capability).path
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "kernel.ptx"
         path.write_text(kernel.asm["ptx"], encoding="utf-8")
         command = [ptxas, "-v", f"--gpu-name={architecture(kernel)}", str(path), "-o", str(path.with_suffix(".cubin"))]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def resources(kernel: Any, capability: int) -> dict[str, int]:
+    """`registers` a thread, `spill_bytes` (stores and loads), `shared` bytes a program, as `ptxas -v` tells for the PTX."""
+    said = remarks(kernel, capability)
     registers, spills = re.search(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill", said)
     assert registers is not None, said
     return {"registers": int(registers[1]), "spill_bytes": sum(map(int, spills)), "shared": int(kernel.metadata.shared)}

@@ -37,10 +37,8 @@ def unrounded(module: nn.Module, tokens: int | None = None) -> Iterator[None]:
                 each.__dict__["compute"] = functools.partial(_compute, each, tokens)
                 stack.callback(each.__dict__.pop, "compute")
             elif isinstance(each, Experts) and any(map(_rounds, each.modules())):
-                stack.callback(
-                    setattr, each, "compute", each.compute
-                )  # so that each expert's layers are asked themselves
-                each.compute = None
+                stack.callback(setattr, each, "compute", each.compute)
+                each.compute = None  # so that each expert's layers are asked themselves
         yield
 
 

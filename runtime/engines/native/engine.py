@@ -28,6 +28,7 @@ from runtime.engines.plain_pages import PlainPages
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Decoder, Step
 from runtime.layers.compressed_linear import CompressedLinear
+from runtime.layers.unrounded import input_prefix
 from runtime.system import processes
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class NativeEngine(FusedEngine):
         if isinstance(storage, str):
             return storage
         self.policy, self.storage, self._plan, self.prefix = policy, storage, policy.plan(), policy.prefix_tokens
-        self._exact = bool(self.prefix) and any(each.rounding.scale for each in self.parts.inputs)
+        self._exact = bool(self.prefix) and bool(input_prefix(self.parts.model))
         if self.context_length is not None:
             self.context_length -= len(self.prefix)
         self.description += f", compressed cache ({policy.describe()})"
@@ -269,9 +270,10 @@ class NativeEngine(FusedEngine):
         recorder, pool.recorder = pool.recorder, None  # records no prefix
         for decoder, parts in zip((pool.exact, pool.decoder), _split(chunks, leading), strict=True):
             rows = [row for row, chunk in parts for row in range(row, row + len(chunk.tokens))]
-            wanted = [place for place, row in enumerate(outputs) if row in set(rows)]
+            places = {row: place for place, row in enumerate(rows)}
+            wanted = [place for place, row in enumerate(outputs) if row in places]
             if rows:
-                own = [rows.index(outputs[place]) for place in wanted]
+                own = [places[outputs[place]] for place in wanted]
                 pool.recorder = None if decoder is pool.exact else recorder
                 logits[wanted], x[rows] = self._pass(pool, decoder, [chunk for _, chunk in parts], own, narrow)
         return logits, x

@@ -253,7 +253,7 @@ class Parts(Structures):
 
     @contextmanager
     def unrounded(self) -> Iterator[None]:
-        """While active, activation quantization is off in these structures, and in copies that are made of them."""
+        """While active, activation quantization is off in these structures. No step may run meanwhile."""
         rounded = [each for each in self.inputs if each.rounding.kind]
         before = [(each.digits, bytes(each.rounding)) for each in rounded]
         try:

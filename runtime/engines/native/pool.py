@@ -9,7 +9,7 @@ import torch
 
 from runtime.engines.base import Chunk
 from runtime.engines.native.layout import Arena, RaggedPages
-from runtime.engines.native.parts import Parts
+from runtime.engines.native.parts import Parts, linears
 from runtime.engines.native.recorder import Recorder
 from runtime.engines.native.selection import bounds
 from runtime.engines.native.storage import PageStorage, whole_layers
@@ -105,8 +105,11 @@ class Pool:
             self.blocks[i].bounds = tensor.data_ptr()
         self.exact: Decoder | None = None
         if exact:
-            with parts.unrounded():
-                self.exact = decoder_of(parts, layers)
+            self.exact = decoder_of(parts, layers)
+            # Its operations are copies; experts would be shared, but static grids behind a prefix are refused for these.
+            for operations in self.exact.operations:
+                for _, each, _ in linears(operations, len(operations)):
+                    each.digits, each.rounding = 3, library.Rounding()
             self.exact.cache_type, self.exact.storage = self.decoder.cache_type, self.decoder.storage
             for i in range(len(layers)):
                 own, shared = self.exact.blocks[i], self.blocks[i]

@@ -244,11 +244,10 @@ class TorchEngine(ModuleEngine, RowEngine):
         before = factory.length(cache) if factory is not None else 0
         width = input_ids.shape[1]
         if cache is None and self.cache_factory is not None and self.cache_factory.states is not None:
-            cache = self.cache_factory.states.begin(
-                len(input_ids)
-            )  # whose grids are good for tokens behind the prefix only
+            # Static grids are good for tokens behind the prefix only. Without a cache, rows are whole and unpadded.
             assert attention_mask is None
             assert position_ids is None
+            cache = self.cache_factory.states.begin(len(input_ids))
         if factory is not None and factory.prefix:
             if before:
                 attention_mask = factory.extend(attention_mask)

@@ -100,7 +100,8 @@ class StreamedModel(PartialModel):
     def _leading(self, ids: torch.Tensor) -> int:
         """Tokens of the prefix that rows begin with: all or none."""
         count = len(self.prefix)
-        return count if count and bool((ids[:, :count] == ids.new_tensor(self.prefix)).all()) else 0
+        whole = 0 < count <= ids.shape[1]
+        return count if whole and bool((ids[:, :count] == ids.new_tensor(self.prefix)).all()) else 0
 
     def counted(self, batch: Batch) -> torch.Tensor | None:
         """Bool `[b, s]`, the tokens of a batch that statistics count; None: all."""

@@ -117,6 +117,7 @@ def _loaded(model: str | Path | Model, options: Mapping[str, Any] | None) -> Mod
 
 def _reference(model: str | Path | Model, options: Mapping[str, Any]) -> Model:
     """With a plain cache; behind its prefix tokens where its static activations need them."""
+    from runtime.api.load import refuse_unfinished
     from runtime.checkpoint.artifact import Artifact
     from runtime.checkpoint.export_directory import find_export
     from runtime.formats.quantization_config import static_prefix
@@ -125,6 +126,7 @@ def _reference(model: str | Path | Model, options: Mapping[str, Any]) -> Model:
     if isinstance(model, (str, Path)):
         export = find_export(model)
         if export is None or export.is_checkpoint:
+            refuse_unfinished(model)
             artifact = Artifact(model, bool(options.get("trust_remote_code", False)))
             plain = bool(static_prefix(artifact.config.get("quantization_config"))) and {"prefix": "calibrated"}
     return _loaded(model, {**options, "kv_cache": plain, "adapter": None, "scheme": None})

@@ -106,7 +106,7 @@ def _scales(path: Path) -> dict[str, float]:
     return {name: float(stored.get(name)) for name in stored.names() if name.endswith("input_scale")}
 
 
-def test_an_outlier_at_the_beginning_ruins_no_grid_behind_the_prefix(sinking, behind, tmp_path):
+def test_an_outlier_at_the_beginning_ruins_no_grid_behind_the_prefix(sinking, behind, tmp_path, caplog):
     without = compress.apply(_request(sinking, {"quantize": STATIC}), output=tmp_path / "without", quiet=True)
     policy = behind.manifest["kv_cache"]
     assert policy["calibrated"]["prefix_tokens"] == [256], "the token that texts begin with"
@@ -126,6 +126,9 @@ def test_an_outlier_at_the_beginning_ruins_no_grid_behind_the_prefix(sinking, be
         match=r"kv_cache\.prefix: .* calibrated without a prefix, and prompts would follow \[256\]; give prefix: 0",
     ):
         runtime.load(without.path, device="cpu", kv_cache=policy)
+    write_sealed(without.path / "compress.json", {**without.manifest, "kv_cache": policy})
+    runtime.load(without.path, device="cpu", verify=False)  # as earlier versions have written it
+    assert "prompts would follow [256]; compress it again" in caplog.text
 
 
 def test_a_block_at_a_time_finds_the_tokens_that_the_whole_model_does(sinking, tmp_path):

@@ -45,7 +45,8 @@ def evaluate(
         batch_size: windows in one forward pass.
         reference: the model to compare with, usually the uncompressed one; it must have the same tokenizer.
         load_options: for `runtime.load` where a path is given: device, kernels, dtype, kv_cache (None: the artifact's own policy,
-            False: a plain cache), ... A reference has a plain cache, whatever they say.
+            False: a plain cache), ... A reference has a plain cache, whatever they say (behind prefix tokens, if it
+            needs them).
 
     Returns:
         `perplexity`, `nll`, `tokens`, `evaluated_on` (the text in words), `sequence_length`, `windows`, `seconds`, `tokens_per_second` (of
@@ -62,11 +63,7 @@ def evaluate(
         raise RequestError(f"batch_size must be at least 1, not {batch_size}")
     trust = bool((load_options or {}).get("trust_remote_code", False))
     ours = _loaded(model, load_options)
-    base = (
-        None
-        if reference is None
-        else _loaded(reference, {**(load_options or {}), "kv_cache": False, "adapter": None, "scheme": None})
-    )
+    base = None if reference is None else _reference(reference, load_options or {})
     if base is not None:
         _check_same_tokens(ours, base)
     evaluated_on = "the given windows"
@@ -116,6 +113,23 @@ def _loaded(model: str | Path | Model, options: Mapping[str, Any] | None) -> Mod
     if not isinstance(loaded, runtime.Model):
         raise RequestError(f"{model} holds a {type(loaded).__name__}; perplexity is measured of causal language models")
     return loaded
+
+
+def _reference(model: str | Path | Model, options: Mapping[str, Any]) -> Model:
+    """With a plain cache; behind its prefix tokens where its static activations need them."""
+    from runtime.api.load import refuse_unfinished
+    from runtime.checkpoint.artifact import Artifact
+    from runtime.checkpoint.export_directory import find_export
+    from runtime.formats.quantization_config import static_prefix
+
+    plain: Any = False
+    if isinstance(model, (str, Path)):
+        export = find_export(model)
+        if export is None or export.is_checkpoint:
+            refuse_unfinished(model)
+            artifact = Artifact(model, bool(options.get("trust_remote_code", False)))
+            plain = bool(static_prefix(artifact.config.get("quantization_config"))) and {"prefix": "calibrated"}
+    return _loaded(model, {**options, "kv_cache": plain, "adapter": None, "scheme": None})
 
 
 def _text(model: Model, text: str | Path, sequence_length: int | None, samples: int | None) -> EvaluationData:

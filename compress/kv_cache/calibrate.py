@@ -176,6 +176,8 @@ def calibrate(
     model, tokenizer = load(artifact, trust_remote_code, device)
     _check(rows, model)
     if prefix := input_prefix(model):  # its grids are good for tokens behind the prefix only
+        if "gates" in wanted:
+            raise RequestError(f"{artifact}: {gates.NO_PREFIX}")
         rows = with_prefix(rows, prefix)
     view = CalibrationView(model, tokenizer, rows, None, options or CalibrationOptions(), progress, seed)
     result: dict[str, Any] = {"fingerprint": fingerprint(model.config), "seconds": {}, "facts": {}}

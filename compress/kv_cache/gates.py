@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+NO_PREFIX = (
+    "gates are trained on rows without the prefix that static activations are good behind; make the activations dynamic"
+)
+"""Why gates and such activations do not go together."""
+
+
 # Gradients through deep models without keeping all of a forward.
 
 KEEP = 1 << 30

@@ -82,6 +82,14 @@ class CheckedCache(Job):
             store.directory.commit(PREFIX, found)
         return self._calibrated(found).prefix_tokens
 
+    def check_behind_prefix(self, context: Context) -> None:
+        from compress.kv_cache.gates import NO_PREFIX
+        from compress.model.streamed import check_room
+
+        if "gates" in self.policy.missing:
+            raise RequestError(context.recipe.origin.at(self.stage.path, NO_PREFIX))
+        check_room(context.recipe.calibration.sequence_length, len(self.policy.prefix_tokens))
+
     @property
     def computes(self) -> bool:
         """Whether the policy must know something of the finished model."""

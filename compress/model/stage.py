@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from compress.core.processes import Team
 from compress.core.run_directory import RunDirectory
 from compress.recipe.stages import KINDS, Stage, StageKind
+from runtime.errors import RequestError
 
 if TYPE_CHECKING:
     import torch
@@ -120,6 +121,12 @@ class Job:
     def text_prefix(self, context: Context, store: Store, reporter: Reporter) -> tuple[int, ...]:
         """These tokens, found before layers are compressed, and noted for `run`, where `begins_texts`."""
         return ()
+
+    def check_behind_prefix(self, context: Context) -> None:
+        """RequestError where it cannot be beside static activations that are calibrated behind these tokens (phase "artifact")."""
+        if self.computes:
+            text = "static activations are good behind the prefix of the kv_cache stage only, which this stage puts before no text"
+            raise RequestError(context.recipe.origin.at(self.stage.path, f"{text}; make the activations dynamic"))
 
     def footprint(self, context: Context, rows: Rows, bounds: Bounds, speed: Speed) -> Footprint:
         """Memory, disk and time that `run` takes.

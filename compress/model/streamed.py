@@ -27,7 +27,7 @@ from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.decoding.seq2seq import decoder_start
 from runtime.engines.torch.seq2seq import encoder_output
-from runtime.errors import CompressError
+from runtime.errors import CompressError, RequestError
 from runtime.layers.unrounded import unrounded
 from runtime.modeling.cache_argument import CACHE_ARGUMENTS
 from runtime.modeling.skeleton import reads_features, reads_images
@@ -36,9 +36,17 @@ Batch = tuple[torch.Tensor, torch.Tensor | None]  # rows [b, s] int64, mask [b, 
 
 
 def with_prefix(rows: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
-    """Rows `[n, s]` of text behind prefix tokens, of the same length: their last tokens are cut off."""
+    """Rows `[n, s]` of text behind prefix tokens, of the same length: their last tokens are cut off; see `check_room`."""
+    check_room(rows.shape[1], len(prefix))
     ids = rows.new_tensor(list(prefix)).expand(len(rows), -1)
     return torch.cat([ids, rows[:, : rows.shape[1] - len(prefix)]], 1)
+
+
+def check_room(length: int, tokens: int) -> None:
+    """RequestError where so many prefix tokens leave no text in rows of a length; text is two tokens, of which one is predicted."""
+    if length - tokens < 2:
+        text = f"{tokens} tokens leave no text in rows of {length}; raise calibration.sequence_length"
+        raise RequestError(f"kv_cache.calibrated.prefix_tokens: {text}")
 
 
 class _PreludeDoneError(Exception):

@@ -130,9 +130,7 @@ class Session:
         if layers.static_inputs and any(job.begins_texts for job in after):
             layers.check_prefix()
             for job in after:
-                if job.computes and not job.begins_texts:
-                    text = "static activations are good behind the prefix of the kv_cache stage only, which this stage puts before no text"
-                    raise RequestError(recipe.origin.at(job.stage.path, f"{text}; make the activations dynamic"))
+                job.check_behind_prefix(context)
         context.reads_text = any(job.needs for job in (*before, layers, *after))
         if context.reads_text or recipe.evaluate is not None:
             check_streams(context.streamed)

@@ -23,6 +23,7 @@ from runtime.engines.base import Engine, EngineOptions
 from runtime.engines.blueprint import Blueprint
 from runtime.engines.choose import load_engine, load_export, load_rank, recall_engine
 from runtime.errors import ArtifactError, RequestError
+from runtime.formats.quantization_config import refuse_prefix
 from runtime.kernels.cpu import library
 from runtime.kv_cache.policy.policy import choose_policy
 from runtime.layers.adapter import check_adapter
@@ -196,6 +197,9 @@ def load(
         artifact = round_artifact(artifact, scheme, trust_remote_code)
     brings = (artifact.manifest or {}).get("draft") is not None or (artifact.path / CHOICE).is_file()
     blueprint = Blueprint(artifact, target, kernels, compute, trust_remote_code, beside)
+    if together:  # before its policy, without which it cannot be loaded, is refused
+        text = f"tensor_parallel={tensor_parallel}: {artifact.path} cannot be divided among ranks"
+        refuse_prefix(artifact.config.get("quantization_config"), text)
     policy = choose_policy(kv_cache, artifact, lambda: blueprint.config)
     for sentence in () if policy is None else policy.idle(blueprint.config):
         _log.warning("kv_cache.%s", sentence)

@@ -109,7 +109,7 @@ class ActivationScheme:
         when = self.dynamic if isinstance(self.dynamic, str) else "dynamic" if self.dynamic else "static"
         kept = "" if self.outliers is None else f", outliers above {self.outliers:g} kept"
         tail = f", {self.int8_tail} features a8" if self.int8_tail else ""
-        behind = f" behind {len(self.prefix)} prefix tokens" if self.prefix else ""
+        behind = f" behind {len(self.prefix)} prefix token{'s' * (len(self.prefix) > 1)}" if self.prefix else ""
         return f"a{self.bits} {when}{behind}{kept}{tail}"
 
     def tensors(self, dtype: torch.dtype) -> dict[str, TensorSpec]:

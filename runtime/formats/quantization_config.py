@@ -15,7 +15,7 @@ from typing import Any
 
 from runtime import formats
 from runtime.config.messages import did_you_mean
-from runtime.errors import ArtifactError, CompressError
+from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.formats.activation_scheme import ActivationScheme
 from runtime.formats.scheme import Scheme, own_kind
 
@@ -152,6 +152,31 @@ def parse(
             raise ArtifactError(f"quantization_config.value_counts has no count for {name}, stored as {entry.format}")
     order = {name: i for i, name in enumerate(names)}
     return {name: ranked[name][1] for name in sorted(ranked, key=lambda n: order.get(n, -1))}
+
+
+def static_prefix(config: Any) -> tuple[int, ...] | None:
+    """Token ids behind which a configuration's static input scales were calibrated, `()`: behind none; None: it has no such scales.
+
+    Raises:
+        ArtifactError: a group is malformed.
+    """
+    if not isinstance(config, Mapping) or config.get("quant_method") not in (OWN_METHOD, SHARED_METHOD):
+        return None
+    groups = config.get("config_groups")
+    for key, group in groups.items() if isinstance(groups, Mapping) else ():
+        activations = _entry(key, group, config.get("format")).scheme.activations
+        if activations is not None and activations.dynamic is False:
+            return activations.prefix
+    return None
+
+
+def refuse_prefix(config: Any, text: str) -> None:
+    """RequestError, `text` with the reason, where static input scales of a configuration were calibrated behind prefix tokens.
+
+    For whoever puts nothing before texts.
+    """
+    if static_prefix(config):
+        raise RequestError(f"{text}: its static activations need its prefix tokens")
 
 
 def _check_top(config: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from runtime.checkpoint.headers import read_header
 from runtime.config.dtypes import dtype_name
 from runtime.config.messages import did_you_mean
 from runtime.errors import ArtifactError, RequestError
-from runtime.formats.quantization_config import OWN_METHOD, SHARED_METHOD, ModuleEntry
+from runtime.formats.quantization_config import OWN_METHOD, SHARED_METHOD, ModuleEntry, refuse_prefix
 from runtime.kernels import check_name
 from runtime.layers.compressed_linear import CompressedLinear, install, prepare_all
 from runtime.layers.compressed_module import CompressedModule
@@ -114,11 +114,9 @@ class CompressHfQuantizer(HfQuantizer):
         tensors = {name: entry for header in headers for name, entry in header.tensors.items()}
         stored = [name for name, entry in tensors.items() if not is_guard(entry.shape, entry.dtype)]
         entries = entries_of(model, self.quantization_config.to_dict(), stored)
-        if any(each.scheme.activations is not None and each.scheme.activations.prefix for each in entries.values()):
-            raise RequestError(
-                "the activation scales of this checkpoint are good behind its prefix tokens only, which transformers does not put before "
-                "prompts; load it with runtime.load"
-            )
+        refuse_prefix(
+            self.quantization_config.to_dict(), "transformers cannot run this checkpoint, load it with runtime.load"
+        )
         if type(model).__name__ not in (model.config.architectures or [type(model).__name__]):
             entries = _shared_with(model, entries, stored)
         install(model, entries)

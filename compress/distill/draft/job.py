@@ -26,6 +26,7 @@ from runtime.drafting.drafters.draft_model import check_target
 from runtime.engines.blueprint import Blueprint
 from runtime.engines.choose import choose_engine
 from runtime.errors import CompressError, RequestError
+from runtime.formats.quantization_config import refuse_prefix
 from runtime.modeling.skeleton import build_skeleton, model_kind, read_config
 
 if TYPE_CHECKING:
@@ -164,6 +165,8 @@ def prepare(
     kind = model_kind(model.config)
     if kind != "decoder":
         raise RequestError(origin.at(path, f"drafts are for causal language models, and this is an {kind}"))
+    text = f"no draft can be trained for {checkpoint.path}, which training would run without a prefix"
+    refuse_prefix(checkpoint.config.get("quantization_config"), origin.at(path, text))
     name, start, own = getattr(stage.config, "model", None), None, None
     if name is not None:
         key = (*path, "model")

@@ -17,6 +17,7 @@ from runtime.config.settings import ConfigError, read
 from runtime.drafting.config.target import UnfitError, check_fingerprint
 from runtime.engines.torch.drafts import columns
 from runtime.errors import ArtifactError, RequestError
+from runtime.formats.quantization_config import refuse_prefix
 from runtime.modeling.linear_modules import is_linear
 
 DRAFT = "draft.json"
@@ -48,8 +49,8 @@ def load_draft(path: Path, target: Artifact, device: torch.device, trust_remote_
         device: of the target.
 
     Raises:
-        RequestError: it is a draft of another target, or has another vocabulary. UnfitError: its cache takes no tokens back.
-        ArtifactError: it cannot be read.
+        RequestError: it is a draft of another target, needs prefix tokens, or has another vocabulary.
+        UnfitError: its cache takes no tokens back. ArtifactError: it cannot be read.
     """
     from runtime.engines.blueprint import Blueprint
     from runtime.engines.choose import fused_engine
@@ -106,7 +107,8 @@ def why_not_back(engine: Any) -> str | None:
 
 
 def check_target(facts: Mapping[str, Any], draft: Artifact, target: Artifact) -> None:
-    """RequestError where a draft says that it is another target's, or where its tokens mean something else."""
+    """RequestError where a draft says that it is another target's, needs prefix tokens, or where its tokens mean something else."""
+    refuse_prefix(draft.config.get("quantization_config"), f"drafter: {draft.path} cannot draft")
     if facts.get("target") is not None:
         check_fingerprint(draft.path, facts, target)
     mine, theirs = _vocabulary(draft), _vocabulary(target)

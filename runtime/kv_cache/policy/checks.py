@@ -166,7 +166,12 @@ def _check_calibrated(policy: Axes, config: Any, shape: Shape) -> None:
 
 
 def _check_positions(policy: Axes, positions: int, name: str) -> None:
-    """ConfigError where a ratio of the longest sequence that the model reads is no more than what is kept or read anyway."""
+    """ConfigError where a ratio of the longest sequence that the model reads is no more than what is kept or read anyway, or prefix tokens
+    leave no room for two of a text."""
+    count = len(policy.prefix_tokens)
+    if positions - count < 2:
+        text = f"{count} tokens leave no text in the {positions} positions of {name}; give fewer"
+        raise ConfigError(("calibrated", PREFIX_TOKENS.name), text)
     for key, plan, least, who, way in _floors(policy):
         if plan.ratio is not None and plan.ratio * positions <= least:
             share = f"{plan.ratio:.3g} of the {positions} positions of {name} are {plan.ratio * positions:.4g} tokens"

@@ -14,6 +14,7 @@ from runtime.checkpoint.checkpoint import read_json
 from runtime.config.messages import plain, show
 from runtime.config.settings import ConfigError, Path, Text, configure, is_off, mapping, read, settings_of, unknown
 from runtime.errors import RequestError
+from runtime.formats.quantization_config import static_prefix
 from runtime.kv_cache.clusters import Clusters
 from runtime.kv_cache.policy import checks
 from runtime.kv_cache.policy import readers as parts
@@ -74,31 +75,24 @@ def choose_policy(
         RequestError: the policy cannot be, or not for this model; the sentence says why.
     """
     policy = _find(value, artifact, config)
-    tokens, known = [] if policy is None else list(policy.prefix_tokens), _static_prefix(artifact)
+    tokens = () if policy is None else policy.prefix_tokens
+    known = static_prefix(artifact.config.get("quantization_config"))
     if known is None or known == tokens:
         return policy
-    behind = f"behind prefix tokens {known}" if known else "without a prefix"
-    way = "leave kv_cache out, or give it prefix: calibrated"
-    if not known:
-        way = "give prefix: 0, or compress it with this policy as its kv_cache stage"
-    text = f"the static activation scales of {artifact.path} were calibrated {behind}, not {tokens}; {way}"
+    behind = f"behind prefix tokens {list(known)}" if known else "without a prefix"
+    here = str(list(tokens)) if tokens else "none"
+    if value is None:
+        way = "compress it again"
+    elif known:
+        way = "leave kv_cache out, or give it prefix: calibrated"
+    else:
+        way = "give prefix: 0, or compress it again with this policy as its kv_cache stage"
+    text = f"the static activation scales of {artifact.path} were calibrated {behind}, and prompts would follow {here}; {way}"
     if known or value is not None:
         raise RequestError(f"{WHERE}.prefix: {text}")
-    _log.warning(
-        "%s.prefix: %s", WHERE, text
-    )  # an artifact of versions that calibrated all of them so: its prefix does no harm
+    # An artifact of versions that calibrated all of them so: its prefix does no harm.
+    _log.warning("%s.prefix: %s", WHERE, text)
     return policy
-
-
-def _static_prefix(artifact: Artifact) -> Any:
-    """Token ids behind which static grids of layers' inputs were calibrated, `[]`: without any; None: there are no such grids."""
-    quantization = artifact.config.get("quantization_config")
-    groups = quantization.get("config_groups") if isinstance(quantization, Mapping) else None
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        inputs = group.get("input_activations") if isinstance(group, Mapping) else None
-        if isinstance(inputs, Mapping) and inputs.get("dynamic") is False:
-            return inputs.get("prefix") or []
-    return None
 
 
 def _find(value: str | Mapping[str, Any] | bool | None, artifact: Artifact, config: Callable[[], Any]) -> Policy | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import compress
 import runtime
 from compress.cli import main
+from compress.core.files import write_sealed
+from compress.core.progress import Reporter
+from compress.evaluate.evaluate import evaluate
 from compress.kv_cache import outlier_tokens
 from compress.kv_cache.calibrate import calibrate
+from compress.kv_cache.outlier_tokens import OutlierTokens, find_before_compression
+from compress.model.streamed import StreamedModel
 from compress.weights import block_pass
 from export import fitting
 from runtime.checkpoint.artifact import Artifact
@@ -99,7 +106,7 @@ def _scales(path: Path) -> dict[str, float]:
     return {name: float(stored.get(name)) for name in stored.names() if name.endswith("input_scale")}
 
 
-def test_an_outlier_at_the_beginning_ruins_no_grid_behind_the_prefix(sinking, behind, tmp_path):
+def test_an_outlier_at_the_beginning_ruins_no_grid_behind_the_prefix(sinking, behind, tmp_path, caplog):
     without = compress.apply(_request(sinking, {"quantize": STATIC}), output=tmp_path / "without", quiet=True)
     policy = behind.manifest["kv_cache"]
     assert policy["calibrated"]["prefix_tokens"] == [256], "the token that texts begin with"
@@ -114,19 +121,44 @@ def test_an_outlier_at_the_beginning_ruins_no_grid_behind_the_prefix(sinking, be
         kl[written.path.name] = float((exact.exp() * (exact - ours)).sum(-1).mean())
     assert kl["behind"] < 0.25 * kl["without"]
     assert behind.metrics["kl"] < 0.25 * kl["without"], "what the pipeline measures is behind the prefix, too"
-    with pytest.raises(RequestError, match=r"kv_cache\.prefix: .* calibrated without a prefix, not \[256\]"):
+    with pytest.raises(
+        RequestError,
+        match=r"kv_cache\.prefix: .* calibrated without a prefix, and prompts would follow \[256\]; give prefix: 0",
+    ):
         runtime.load(without.path, device="cpu", kv_cache=policy)
+    write_sealed(without.path / "compress.json", {**without.manifest, "kv_cache": policy})
+    runtime.load(without.path, device="cpu", verify=False)  # as earlier versions have written it
+    assert "prompts would follow [256]; compress it again" in caplog.text
 
 
-def test_tokens_found_before_compression_are_those_found_after(sinking, behind):
-    """One block at a time, as the pipeline does it, and in the whole model."""
+def test_a_block_at_a_time_finds_the_tokens_that_the_whole_model_does(sinking, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(sinking)
+    with torch.no_grad():
+        model.transformer.wte.weight[7, 0] = 40  # an outlier wherever it is
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    rows = torch.randint(10, 256, (7, 32), generator=torch.Generator().manual_seed(0))
+    rows[:5, 9] = rows[2:, 20] = 7
+    streamed = StreamedModel(Checkpoint(tmp_path), torch.device("cpu"))
+    context: Any = SimpleNamespace(
+        streamed=streamed, batches=[(ids, None) for ids in rows.split(4)], tokenizer=byte_tokenizer()
+    )
+    before, after = (
+        find_before_compression(context, None, Reporter(None, True)),
+        calibrate(tmp_path, {"prefix_tokens"}, rows),
+    )
+    assert before["fingerprint"] == after["fingerprint"]
+    assert before["prefix_tokens"] == after["prefix_tokens"] == [256, 7]
+    facts, expected = before["facts"]["prefix_tokens"], after["facts"]["prefix_tokens"]
+    assert facts == {**expected, "largest": pytest.approx(expected["largest"], rel=1e-4)}
+    assert (facts["outliers"], facts["initial"], facts["frequent"]) == (pytest.approx(17 / 7, abs=1e-3), 1, [[7, 10]])
+
+
+def test_a_finished_artifact_is_calibrated_behind_its_prefix(behind):
     rows = torch.randint(0, 256, (8, 32), generator=torch.Generator().manual_seed(0))
-    before = behind.manifest["kv_cache"]["calibrated"]
-    assert before["fingerprint"] == fingerprint(read_config(sinking))
-    assert before["prefix_tokens"] == calibrate(sinking, {"prefix_tokens"}, rows)["prefix_tokens"]
-    after = calibrate(behind.path, {"channels", "prefix_tokens"}, rows)
-    assert after["channels"]
-    assert after["facts"]["prefix_tokens"]["initial"] == 1, "the prefix itself, not clipped"
+    found = calibrate(behind.path, {"channels", "prefix_tokens"}, rows)
+    assert found["channels"]
+    assert found["facts"]["prefix_tokens"]["initial"] == 1, "the prefix itself, not clipped"
 
 
 def test_a_resumed_run_goes_on_behind_the_same_prefix(sinking, behind, tmp_path, monkeypatch):
@@ -221,19 +253,86 @@ def test_eviction_and_streamed_blocks_leave_the_prefix_as_it_is(pinned):
 
 def test_another_prefix_than_that_of_the_grids_is_refused(pinned, capsys):
     for policy in (False, "kivi"):
-        with pytest.raises(RequestError, match=r"kv_cache\.prefix: .* behind prefix tokens \[7, 200, 9\], not \[\]"):
+        with pytest.raises(
+            RequestError,
+            match=r"kv_cache\.prefix: .* behind prefix tokens \[7, 200, 9\], and prompts would follow none",
+        ):
             runtime.load(pinned, device="cpu", kv_cache=policy)
     own = Artifact(pinned).manifest["kv_cache"]
     assert runtime.load(pinned, device="cpu", kv_cache={"keys": "int8", "prefix": "calibrated"}).generate([1, 2])
     other = json.loads(json.dumps(own).replace("200", "201"))
-    with pytest.raises(RequestError, match=r"not \[7, 201, 9\]"):
+    with pytest.raises(RequestError, match=r"would follow \[7, 201, 9\]; leave kv_cache out"):
         runtime.load(pinned, device="cpu", kv_cache=other)
     assert main(["generate", str(pinned), "a", "--device", "cpu", "--kv-cache", "none"]) == 2
     assert "calibrated behind prefix tokens" in capsys.readouterr().err
 
 
+def _without_policy(path: Path, copy: Path) -> Path:
+    """A copy of an artifact whose manifest has lost its policy."""
+    shutil.copytree(path, copy)
+    manifest = json.loads((copy / "compress.json").read_text(encoding="utf-8"))
+    del manifest["kv_cache"]
+    write_sealed(copy / "compress.json", manifest)
+    return copy
+
+
+def test_an_artifact_that_has_lost_its_policy_must_be_compressed_again(pinned, tmp_path):
+    copy = _without_policy(pinned, tmp_path / "copy")
+    with pytest.raises(RequestError, match=r"prompts would follow none; compress it again"):
+        runtime.load(copy, device="cpu", verify=False)
+
+
+def test_drafts_and_ranks_refuse_the_artifact(pinned, recipe):
+    stage = {"draft": {"method": "distillspec", "layers": 1, "sequence_length": 32, "samples": 8}}
+    with pytest.raises(
+        RequestError, match=r"stages\.0\.draft: no draft can be trained for .*its static activations need its prefix"
+    ):
+        compress.draft(pinned, recipe(pinned, stage), device="cpu", quiet=True)
+    source = pinned.parent / "llama"
+    with pytest.raises(
+        RequestError, match=r"drafter: .*out cannot draft: its static activations need its prefix tokens"
+    ):
+        runtime.load(source, device="cpu", drafter=str(pinned))
+    for policy in (None, False):
+        with pytest.raises(RequestError, match=r"tensor_parallel=2: .* cannot be divided among ranks: its static"):
+            runtime.load(pinned, device="cpu", tensor_parallel=2, kv_cache=policy)
+
+
+def test_a_reference_is_read_behind_its_prefix(pinned):
+    windows = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(0))
+    options = {"device": "cpu"}
+    alone = evaluate(pinned, windows=windows, load_options=options)
+    found = evaluate(pinned.parent / "llama", windows=windows, reference=pinned, load_options=options)
+    assert found["reference"]["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-6)
+
+
+def test_a_prefix_as_long_as_a_row_is_refused(sinking, tmp_path, recipe, monkeypatch):
+    known = {"fingerprint": fingerprint(read_config(sinking)), "prefix_tokens": [7] * 31}
+    request = _request(sinking, {"quantize": STATIC}, {"kv_cache": {**PLAIN, "calibrated": known}})
+    text = r"kv_cache\.calibrated\.prefix_tokens: 31 tokens leave no text in rows of 32; raise calibration\.sequence_length"
+    with pytest.raises(RequestError, match=text):
+        compress.apply(request, output=tmp_path / "known", quiet=True, device="cpu")
+    assert not (tmp_path / "known").exists()
+    monkeypatch.setattr(OutlierTokens, "finish", lambda *_: ([7] * 31, {}))
+    request = _request(sinking, {"quantize": STATIC}, {"kv_cache": PLAIN})
+    with pytest.raises(RequestError, match=text):
+        compress.apply(request, output=tmp_path / "found", quiet=True, device="cpu")
+
+
+def test_a_prefix_as_long_as_the_context_is_refused(sinking):
+    known = {"fingerprint": fingerprint(read_config(sinking)), "prefix_tokens": [7] * 127}
+    with pytest.raises(RequestError, match="127 tokens leave no text in the 128 positions"):
+        runtime.load(sinking, device="cpu", kv_cache={**PLAIN, "calibrated": known})
+
+
+def test_gates_are_not_trained_behind_a_prefix(pinned):
+    rows = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(RequestError, match="gates are trained on rows without the prefix"):
+        calibrate(pinned, {"gates"}, rows)
+
+
 def test_who_puts_no_prefix_before_prompts_refuses_the_artifact(pinned):
-    with pytest.raises(RequestError, match=r"load it with runtime\.load"):
+    with pytest.raises(RequestError, match=r"load it with runtime\.load: its static activations need its prefix"):
         AutoModelForCausalLM.from_pretrained(pinned)
     reasons = fitting(pinned)
     assert all("prefix tokens" in str(reasons[name]) for name in ("huggingface", "onnx", "gguf"))
@@ -243,6 +342,19 @@ def test_who_puts_no_prefix_before_prompts_refuses_the_artifact(pinned):
     ("family", "stages", "sections", "reason"),
     [
         ("mixtral", [], {}, "expert"),
+        ("lfm2", [], {}, "layers without keys and values"),
+        (
+            "llama",
+            [{"recover": {"method": "finetune", "steps": 1, "samples": 8, "batch_size": 2}}],
+            {},
+            "a recovery trains",
+        ),
+        (
+            "llama",
+            [{"kv_cache": {"method": "duoattention", "prefix": "calibrated"}}],
+            {},
+            "gates are trained on rows without the prefix",
+        ),
         (
             "llama",
             [{"draft": {"method": "distillspec", "layers": 1, "sequence_length": 32, "samples": 8}}],
@@ -253,9 +365,13 @@ def test_who_puts_no_prefix_before_prompts_refuses_the_artifact(pinned):
     ],
 )
 def test_what_cannot_be_calibrated_behind_a_prefix_is_refused_at_once(
-    make_checkpoint, recipe, tmp_path, family, stages, sections, reason
+    make_checkpoint, recipe, tmp_path, monkeypatch, family, stages, sections, reason
 ):
-    request = recipe(make_checkpoint(family), {"quantize": STATIC}, {"kv_cache": PLAIN}, *stages, **sections)
+    layers = {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}
+    monkeypatch.setitem(SMALL, "lfm2", {**SMALL["llama"], **layers})
+    policy = [] if any("kv_cache" in stage for stage in stages) else [{"kv_cache": PLAIN}]
+    model = make_checkpoint(family)
+    request = recipe(model, {"quantize": STATIC}, *stages, *policy, **sections)
     with pytest.raises(RequestError, match=reason):
         compress.apply(request, output=tmp_path / "out", quiet=True)
     assert not (tmp_path / "out").exists()

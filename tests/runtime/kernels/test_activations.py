@@ -159,3 +159,9 @@ def test_a_group_size_that_is_no_integer() -> None:
     for size in ("128", None, [128]):
         with pytest.raises(ValueError, match="expected a positive integer"):
             ActivationScheme.from_arguments({**arguments, "group_size": size})
+
+
+@pytest.mark.parametrize(("prefix", "behind"), [((256,), "1 prefix token"), ((7, 200), "2 prefix tokens")])
+def test_a_prefix_is_described(prefix, behind):
+    scheme = ActivationScheme(dynamic=False, strategy="tensor", prefix=prefix)
+    assert scheme.describe() == f"a8 static behind {behind}"

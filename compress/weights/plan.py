@@ -125,6 +125,8 @@ def check_prefix(plan: WeightPlan) -> None:
     expert = next((name for name in names if expert_of(model, name) is not None), None)
     if context.settled >= 0:
         reason = "a recovery trains them on text without a prefix"
+    elif context.kept_tokens:
+        reason = "the vocabulary is cut, and the quality of other tokens is measured on text without a prefix"
     elif expert is not None:
         reason = f"{expert} is an expert's, which is given tokens out of their rows"
     elif other is not None:

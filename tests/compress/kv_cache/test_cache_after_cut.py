@@ -14,6 +14,7 @@ from compress.cli import main
 from compress.evaluate import through_cache as module
 from compress.recipe import load
 from compress.run.session import Session
+from runtime.errors import RequestError
 
 BUNDLED = Path(__file__).resolve().parents[3] / "recipes" / "checkpoints" / "stdlib-4m"
 CUT = {"structure": {"method": "frequency", "remove": "vocabulary", "keep": 3072}}
@@ -34,6 +35,14 @@ def request(*stages: dict[str, Any]) -> dict[str, Any]:
             "max_perplexity_increase": "100000%",
         },
     }
+
+
+def test_static_activations_behind_a_prefix_are_refused(tmp_path: Path) -> None:
+    static = {"method": "rtn", "scheme": "W8A8", "activation_mode": "static"}
+    with pytest.raises(RequestError, match=r"stages\.1\.quantize\.activation_mode: .* vocabulary is cut"):
+        compress.apply(
+            request(CUT, {"quantize": static}, {"kv_cache": "prefixquant"}), output=tmp_path / "out", quiet=True
+        )
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ from runtime.modeling.skeleton import read_config
 STATIC = {"method": "rtn", "bits": 8, "group_size": "channel", "activations": "int8", "activation_mode": "static"}
 PLAIN = {"method": "prefixquant", "keys": None, "values": None, "recent": 16}
 PREFIX = [7, 200, 9]
+LONG = [5 + i % 90 for i in range(70)]  # crosses a page
 PROMPTS = [[*range(10, 40)], [60, 61, 62], [5], [*range(20, 110)]]
 
 
@@ -375,3 +377,30 @@ def test_what_cannot_be_calibrated_behind_a_prefix_is_refused_at_once(
     with pytest.raises(RequestError, match=reason):
         compress.apply(request, output=tmp_path / "out", quiet=True)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama behind a prefix that crosses a page, its older pages in 4 bits."""
+    model = _random(tmp_path_factory.mktemp("long"), "llama", max_position_embeddings=512)
+    known = {"fingerprint": fingerprint(read_config(model)), "prefix_tokens": LONG}
+    calibration = {"calibration": {**_request(model)["calibration"], "sequence_length": 128}}
+    stages = [{"kv_cache": {"method": "prefixquant", "recent": 16, "calibrated": known}}, {"quantize": STATIC}]
+    request = _request(model, *stages, **calibration)
+    return compress.apply(request, output=model.parent / "out", quiet=True, device="cpu").path
+
+
+def test_pages_in_few_bits_behind_a_long_prefix(long):
+    modules, native = (runtime.load(long, device="cpu", kernels=kernels) for kernels in ("reference", "auto"))
+    assert "decoder in C" in native.stats["engine"]
+    short = [[60, 61, 62], [5], [7, 8]]
+    alone = [native.generate(prompt, max_new_tokens=6, ignore_eos=True) for prompt in short]
+    assert alone == [modules.generate(prompt, max_new_tokens=6, ignore_eos=True) for prompt in short]
+    assert native.generate(short, max_new_tokens=6, ignore_eos=True) == alone
+    with ThreadPoolExecutor(3) as pool:
+        together = pool.map(lambda prompt: native.generate(prompt, max_new_tokens=6, ignore_eos=True), short * 3)
+    assert list(together) == alone * 3
+    stream = native.stream(short[0], max_new_tokens=6, ignore_eos=True)
+    next(stream)
+    stream.close()
+    assert native.generate(short[0], max_new_tokens=6, ignore_eos=True) == alone[0], "after one that was left"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -172,6 +173,15 @@ def weight_only_cases(w: Any, label: str, small: bool) -> Iterator[Case]:
             bias = torch.randn(n, device=device).bfloat16()
             expected = x.double() @ dense + bias.double()
             yield Case(f"{function.__name__}, {label} rows {m}", partial(function, x, w, bias), expected, 5e-3)
+    half = dataclasses.replace(w, scale=w.scale.half()) if w.scale.is_floating_point() else w
+    if half.scale.dtype != torch.uint8:  # e8m0 has a wider range than float16
+        dense = references.dequantize(half, torch.float16)
+        name = f"dequantize, {label} float16"
+        yield Case(name, partial(matmul.dequantize, half, torch.float16), dense.double(), 0.0)
+        dense = references.dequantize(half, torch.float64).t()
+        for m in (16,) if small else (16, 300):
+            x = torch.randn(m, k, device=device).half()
+            yield Case(f"matmul, {label} float16 rows {m}", partial(matmul.matmul, x, half), x.double() @ dense, 5e-3)
 
 
 def candidate_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case]:

@@ -237,28 +237,13 @@ def dequantize_groups(
         return dequantize_slices(w, s, z, first * RUN, RUN, FIELD, FLOAT, scale.dtype.element_ty, dtype)
     else:
         half: tl.constexpr = COUNT // 2
-        return beside(
-            dequantize_groups(
-                w, scale, zero, owned, column, N, groups, first, half, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype
-            ),
-            dequantize_groups(
-                w,
-                scale,
-                zero,
-                owned,
-                column,
-                N,
-                groups,
-                first + half,
-                half,
-                GROUP,
-                FIELD,
-                FLOAT,
-                RUN,
-                ASYMMETRIC,
-                dtype,
-            ),
+        left = dequantize_groups(
+            w, scale, zero, owned, column, N, groups, first, half, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype
         )
+        right = dequantize_groups(
+            w, scale, zero, owned, column, N, groups, first + half, half, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype
+        )
+        return beside(left, right)
 
 
 @jit

@@ -19,6 +19,7 @@ from compress.model.context import OTHER_TOKENS, Context
 from compress.model.streamed import Batch, HiddenStates, StreamedModel, run_blocks
 from runtime.api.pooling import read_pooling
 from runtime.engines.torch.encoder import position_limit
+from runtime.kv_cache.prefix import behind
 
 LOGIT_ROWS = 512
 """Positions whose logits are computed at a time; they take this times the vocabulary times 4 bytes."""
@@ -51,8 +52,7 @@ class Comparison:
             {"before": {...}, "after": {...}, "kl", "top1_agreement", "tokens"}: KL(source || artifact) in nats per token.
         """
         prefix = len(self.artifact.prefix)
-        ids = windows.new_tensor(self.artifact.prefix).expand(len(windows), -1)
-        before, after = self._run_both(windows, torch.cat([ids, windows], 1))
+        before, after = self._run_both(windows, behind(self.artifact.prefix, windows))
         base, ours = TokenMetrics(), TokenMetrics()
         with self.source.outside(), self.artifact.outside():
             for number, part, ids in _parts(self.source, windows, self.batch_size):

@@ -12,6 +12,7 @@ from runtime.engines.base import Chunk, Usage
 from runtime.errors import RequestError
 from runtime.kv_cache.estimate import full_bytes
 from runtime.kv_cache.layer import STEP_TOKENS
+from runtime.kv_cache.prefix import behind
 from runtime.kv_cache.shape import Shape
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _of_rows(engine: Any, ids: torch.Tensor, prompt: int) -> tuple[torch.Tensor,
 
 def _of_pages(engine: Engine, ids: torch.Tensor, prompt: int) -> tuple[torch.Tensor, Usage]:
     """As `_of_rows`, on engines with pages, whose numbers depend on no chunks but where they evict."""
-    ids, prompt = torch.cat([ids.new_tensor(engine.prefix).expand(len(ids), -1), ids], 1), len(engine.prefix) + prompt
+    ids, prompt = behind(engine.prefix, ids), len(engine.prefix) + prompt
     count, found, total = -(-ids.shape[1] // engine.page_size), [], Usage(0)
     width = engine.page_size  # larger steps would hold more of the cache plain than decoding does
     for row in ids.tolist():

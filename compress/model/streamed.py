@@ -28,6 +28,7 @@ from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.decoding.seq2seq import decoder_start
 from runtime.engines.torch.seq2seq import encoder_output
 from runtime.errors import CompressError, RequestError
+from runtime.kv_cache.prefix import behind
 from runtime.layers.unrounded import unrounded
 from runtime.modeling.cache_argument import CACHE_ARGUMENTS
 from runtime.modeling.skeleton import reads_features, reads_images
@@ -38,8 +39,7 @@ Batch = tuple[torch.Tensor, torch.Tensor | None]  # rows [b, s] int64, mask [b, 
 def with_prefix(rows: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
     """Rows `[n, s]` of text behind prefix tokens, of the same length: their last tokens are cut off; see `check_room`."""
     check_room(rows.shape[1], len(prefix))
-    ids = rows.new_tensor(list(prefix)).expand(len(rows), -1)
-    return torch.cat([ids, rows[:, : rows.shape[1] - len(prefix)]], 1)
+    return behind(prefix, rows)[:, : rows.shape[1]]
 
 
 def check_room(length: int, tokens: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import layout, tuning
-from runtime.kernels.triton.codes import own_block, store_part
+from runtime.kernels.triton.codes import beside, own_block, store_part
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import split_k, widest_split
 from runtime.kernels.triton.tuning import Config
@@ -30,21 +30,13 @@ def signed_slice(w, offset, j: tl.constexpr, dtype: tl.constexpr):
 
 
 @jit
-def signed_columns(w, offset, first: tl.constexpr, COLUMNS: tl.constexpr, dtype: tl.constexpr):
-    """`COLUMNS` columns of a tile from slice `first` on: words `[rows, 16]` -> `[rows, COLUMNS]`, as in `codes.dequantize_slices`."""
-    a = tl.join(signed_slice(w, offset, first, dtype), signed_slice(w, offset, first + 1, dtype))
-    if COLUMNS == 32:
-        return tl.reshape(tl.permute(a, (0, 2, 1)), [w.shape[0], 32])
+def signed_slices(w, offset, first: tl.constexpr, COUNT: tl.constexpr, dtype: tl.constexpr):
+    """`COUNT` slices from `first` on, a power of two of them, side by side: words `[rows, 16]` -> `[rows, 16 COUNT]`."""
+    if COUNT == 1:
+        return signed_slice(w, offset, first, dtype)
     else:
-        b = tl.join(a, tl.join(signed_slice(w, offset, first + 2, dtype), signed_slice(w, offset, first + 3, dtype)))
-        if COLUMNS == 64:
-            return tl.reshape(tl.permute(b, (0, 3, 2, 1)), [w.shape[0], 64])
-        else:
-            c = tl.join(signed_slice(w, offset, first + 4, dtype), signed_slice(w, offset, first + 5, dtype))
-            d = tl.join(
-                c, tl.join(signed_slice(w, offset, first + 6, dtype), signed_slice(w, offset, first + 7, dtype))
-            )
-            return tl.reshape(tl.permute(tl.join(b, d), (0, 4, 3, 2, 1)), [w.shape[0], 128])
+        half: tl.constexpr = COUNT // 2
+        return beside(signed_slices(w, offset, first, half, dtype), signed_slices(w, offset, first + half, half, dtype))
 
 
 @entry
@@ -77,7 +69,7 @@ def rounded_kernel(
             offset = 8
             if ASYMMETRIC:
                 offset = 8 + tl.load(zero + at).to(tl.int32)[:, None]
-            b = tl.trans(signed_columns(w, offset, unit * UNIT // 16, UNIT, a.dtype))
+            b = tl.trans(signed_slices(w, offset, unit * UNIT // 16, UNIT // 16, a.dtype))
             if a.dtype == tl.int8:
                 part = tl.dot(a, b, out_dtype=tl.int32)
             else:

@@ -109,7 +109,8 @@ class Pool:
             # Its operations are copies; experts would be shared, but static grids behind a prefix are refused for these.
             for operations in self.exact.operations:
                 for _, each, _ in linears(operations, len(operations)):
-                    each.digits, each.rounding = 3, library.Rounding()
+                    if each.rounding.kind:
+                        each.digits, each.rounding = 3, library.Rounding()
             self.exact.cache_type, self.exact.storage = self.decoder.cache_type, self.decoder.storage
             for i in range(len(layers)):
                 own, shared = self.exact.blocks[i], self.blocks[i]

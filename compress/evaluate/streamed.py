@@ -19,7 +19,7 @@ from compress.model.context import OTHER_TOKENS, Context
 from compress.model.streamed import Batch, HiddenStates, StreamedModel, run_blocks
 from runtime.api.pooling import read_pooling
 from runtime.engines.torch.encoder import position_limit
-from runtime.kv_cache.prefix import behind
+from runtime.layers.unrounded import behind
 
 LOGIT_ROWS = 512
 """Positions whose logits are computed at a time; they take this times the vocabulary times 4 bytes."""

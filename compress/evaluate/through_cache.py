@@ -12,8 +12,8 @@ from runtime.engines.base import Chunk, Usage
 from runtime.errors import RequestError
 from runtime.kv_cache.estimate import full_bytes
 from runtime.kv_cache.layer import STEP_TOKENS
-from runtime.kv_cache.prefix import behind
 from runtime.kv_cache.shape import Shape
+from runtime.layers.unrounded import behind
 
 if TYPE_CHECKING:
     from compress.core.progress import Progress

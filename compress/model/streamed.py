@@ -28,8 +28,7 @@ from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.decoding.seq2seq import decoder_start
 from runtime.engines.torch.seq2seq import encoder_output
 from runtime.errors import CompressError, RequestError
-from runtime.kv_cache.prefix import behind
-from runtime.layers.unrounded import unrounded
+from runtime.layers.unrounded import behind, unrounded
 from runtime.modeling.cache_argument import CACHE_ARGUMENTS
 from runtime.modeling.skeleton import reads_features, reads_images
 

@@ -8,7 +8,6 @@ computes. So an artifact stores no cache, and no kernel needs to know which toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +20,6 @@ from runtime.modeling.cache_argument import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-def behind(tokens: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
-    """Token ids `[n, s]` with the prefix `tokens` before each row."""
-    return torch.cat([rows.new_tensor(list(tokens)).expand(len(rows), -1), rows], 1)
 
 
 class _Recorded(DynamicCache):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeGuard
 
@@ -19,6 +19,11 @@ def input_prefix(module: nn.Module) -> tuple[int, ...]:
     """Token ids behind which the static input grids of a model were calibrated (`ActivationScheme.prefix`); empty: none."""
     schemes = (each.entry.scheme.activations for each in module.modules() if isinstance(each, CompressedLinear))
     return next((scheme.prefix for scheme in schemes if scheme is not None and scheme.prefix), ())
+
+
+def behind(tokens: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+    """Token ids `[n, s]` with the prefix `tokens` before each row."""
+    return torch.cat([rows.new_tensor(list(tokens)).expand(len(rows), -1), rows], 1)
 
 
 @contextmanager

@@ -27,9 +27,8 @@ from runtime.engines.native.storage import PageStorage, storage_of, whole_layers
 from runtime.engines.plain_pages import PlainPages
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Decoder, Step
-from runtime.kv_cache.prefix import behind
 from runtime.layers.compressed_linear import CompressedLinear
-from runtime.layers.unrounded import input_prefix
+from runtime.layers.unrounded import behind, input_prefix
 from runtime.system import processes
 
 if TYPE_CHECKING:

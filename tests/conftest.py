@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,29 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # One thread a process, in the processes that tests start too: the models are tiny, so that a second thread mostly waits for the
 # first, and `pytest -n 2` uses the other core better.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# They import the same files again and again, also where the user's own processes keep no bytecode.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
 from byte_tokenizers import plain_byte_tokenizer
 from random_models import UNLIMITED, random_llama
 
+from compress.report import charts
+
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 TEXT = "".join(f"line {i}: the square of {i} is {i * i}, and its double is {2 * i}.\n" for i in range(400))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_runs() -> Iterator[None]:
+    """Runs of recipes do without what takes most of their time where models are tiny, in this process: to wait for the disk (no test can
+    see whether it has written), and to draw the charts of reports, which are built but come out empty outside of the tests of reports."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr(charts, "_written", lambda drawn: "<svg></svg>")
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -97,6 +112,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid.partition("::")[0] if nodeid.startswith(WHOLE_FILES) else nodeid
 
     return Scheduler(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage, which runs ask for, need not look at what was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

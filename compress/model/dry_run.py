@@ -8,7 +8,7 @@ model that asks for values, which shapes do not have, is taken to run.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -45,11 +45,9 @@ def check_runs(streamed: StreamedModel, compressed: Collection[str] = ()) -> Non
     """
     name = type(streamed.model).__name__
     _check_weights_apart(streamed, name)
-    rehearsed = _copy(streamed.model)
-    run = _runner(streamed.kind, rehearsed)
-    # Experts that something stands in for are no modules of the copy.
-    modules = dict(rehearsed.named_modules(remove_duplicate=False))
-    layers = {own: modules[own] for own in compressed if own in modules and is_matrix(modules[own])}
+    if _runs_packed(streamed, compressed):
+        return
+    rehearsed, run, layers = _rehearsal(streamed, compressed)
     # The weights of layers that are not called are read by who has them (Mamba's dt_proj), and stay.
     called: set[str] = set()
 
@@ -69,8 +67,7 @@ def check_runs(streamed: StreamedModel, compressed: Collection[str] = ()) -> Non
     except RuntimeError:  # NotImplementedError is one
         return
     read: list[str] = []  # layers whose weight was asked for
-    for own in called:
-        rehearsed.set_submodule(own, _Packed(own, layers[own], read))
+    _pack(rehearsed, {own: layers[own] for own in called}, read)
     try:
         with torch.inference_mode(), _META:
             run()
@@ -80,6 +77,34 @@ def check_runs(streamed: StreamedModel, compressed: Collection[str] = ()) -> Non
             f"{name} itself reads the weight {where}as it runs, and a compressed layer has none ({first_line(error)})"
         )
         raise RequestError(f"{text}; ignore it in the recipe") from error
+
+
+def _runs_packed(streamed: StreamedModel, compressed: Collection[str]) -> bool:
+    """Whether the model runs with all layers packed, as most do at once: where it does not, it takes two more runs to say why."""
+    rehearsed, run, layers = _rehearsal(streamed, compressed)
+    _pack(rehearsed, layers, [])
+    try:
+        with _handing_on(rehearsed, type(streamed.model).__name__), torch.inference_mode(), _META:
+            run()
+    except (*_OWN, RuntimeError):
+        return False
+    return True
+
+
+def _rehearsal(
+    streamed: StreamedModel, compressed: Collection[str]
+) -> tuple[Any, Callable[[], None], dict[str, nn.Module]]:
+    """A copy of the model on meta, the function that runs it, and its layers that will be compressed, by their names."""
+    rehearsed = _copy(streamed.model)
+    # Experts that something stands in for are no modules of the copy.
+    modules = dict(rehearsed.named_modules(remove_duplicate=False))
+    layers = {own: modules[own] for own in compressed if own in modules and is_matrix(modules[own])}
+    return rehearsed, _runner(streamed.kind, rehearsed), layers
+
+
+def _pack(model: nn.Module, layers: Mapping[str, nn.Module], read: list[str]) -> None:
+    for own, layer in layers.items():
+        model.set_submodule(own, _Packed(own, layer, read))
 
 
 def _check_weights_apart(streamed: StreamedModel, name: str) -> None:

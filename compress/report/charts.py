@@ -108,9 +108,7 @@ def log_where_wide(
 
 def svg(drawn: Figure, name: str, label: str = "") -> str:
     """The figure as an `<svg>` element to be put into a page: ids of its own, colours of the page; `label` says in words what it shows."""
-    buffer = io.StringIO()
-    drawn.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
+    text = _written(drawn)
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
@@ -125,6 +123,13 @@ def svg(drawn: Figure, name: str, label: str = "") -> str:
     opening = re.sub(r' (width|height|version|xmlns(:xlink)?)="[^"]*"', "", opening)
     words = f' aria-label="{escape(label)}"' if label else ""
     return opening.replace("<svg", f'<svg class="chart" role="img"{words}', 1) + ">" + rest
+
+
+def _written(drawn: Figure) -> str:
+    """The figure as the text of an SVG file."""
+    buffer = io.StringIO()
+    drawn.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
 
 
 PART_COLORS = {

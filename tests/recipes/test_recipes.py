@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
-import subprocess
-import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 import torch
 from family_models import FAMILIES
 
 import runtime
+from compress.cli import main
 from compress.core.resources import bundled_recipes
 from compress.recipe import load, locate_model
 from runtime.checkpoint.artifact import Artifact
@@ -63,14 +64,15 @@ CASES = [pytest.param(name, marks=() if name in QUICKEST else pytest.mark.slow) 
 
 @pytest.fixture(scope="module", params=CASES)
 def applied(request, tmp_path_factory):
-    """Name of the recipe, its output directory, and what `compress apply --json` printed, run as a user runs it."""
+    """Name of the recipe, its output directory, and what `compress apply --json` printed."""
     output = tmp_path_factory.mktemp(request.param) / "artifact"
-    command = [sys.executable, "-m", "compress.cli", "apply", request.param, "--output", str(output), "--json"]
     quick = [*QUICK, *(f"stages.{key}" for key in SHORTER.get(request.param, ()))]
     options = [text for key in quick for text in ("--set", key)]
-    done = subprocess.run([*command, "--device", "cpu", *options], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return request.param, output, json.loads(done.stdout)
+    out, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(errors):
+        code = main(["apply", request.param, "--output", str(output), "--json", "--device", "cpu", *options])
+    assert code == 0, errors.getvalue()[-2000:]
+    return request.param, output, json.loads(out.getvalue())
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from unknown_models import linear_layers, write_unknown
 
 import compress
 import runtime
+from compress.cli import main
 from compress.core.resources import recipes_directory
 from compress.model.tensor_model import TensorModel, outermost_lists, routers_by_name
 from compress.recipe import load
@@ -351,26 +350,25 @@ def test_readers(tmp_path: Path) -> None:
         assert made.manifest["readable_by"] == planned
 
 
-def test_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_unknown(tmp_path / "model")
     recipe, output = tmp_path / "recipe.yaml", tmp_path / "out"
     recipe.write_text(json.dumps(request(tmp_path / "model", rtn(**W4))))
 
-    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "compress.cli", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    def run(*arguments: object) -> tuple[int, str, str]:
+        return main([*map(str, arguments)]), *capsys.readouterr()
 
-    plan = run("plan", recipe)
-    assert plan.returncode == 0, plan.stderr
-    assert "trunk.cells.*.fused" in plan.stdout, "what is copied though it is large"
-    done = run("apply", recipe, "--output", output)
-    assert done.returncode == 0, done.stderr
-    assert "compress inspect" in done.stdout
-    assert "compress generate" not in done.stdout
-    assert run("inspect", output, "--verify").returncode == 0
-    refused = run("generate", output, "text")
-    assert refused.returncode != 0
-    assert "unheard_of" in refused.stderr
+    code, said, errors = run("plan", recipe)
+    assert code == 0, errors
+    assert "trunk.cells.*.fused" in said, "what is copied though it is large"
+    code, said, errors = run("apply", recipe, "--output", output)
+    assert code == 0, errors
+    assert "compress inspect" in said
+    assert "compress generate" not in said
+    assert run("inspect", output, "--verify")[0] == 0
+    code, _, errors = run("generate", output, "text")
+    assert code != 0
+    assert "unheard_of" in errors
 
 
 # ------------------------------------------------------------ what it cannot be

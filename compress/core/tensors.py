@@ -1,7 +1,8 @@
-"""Products of matrices on CPUs: bfloat16 ones without bfloat16 arithmetic, float32 ones by all of AVX-512; and what tensors hold.
+"""Products of matrices on CPUs: 16-bit ones without 16-bit arithmetic, float32 ones by all of AVX-512; and what tensors hold.
 
-A CPU without bfloat16 arithmetic (AVX2 only, say) multiplies bfloat16 matrices several times slower than float32 ones. A bfloat16 product
-is float32 sums of exact products, rounded once; computing it in float32 and rounding the result is the same up to the order of the sums.
+A CPU without bfloat16 arithmetic (AVX2 only, say) multiplies bfloat16 matrices up to ten times slower than float32 ones, and float16 ones
+few CPUs multiply any faster. A 16-bit product is float32 sums of exact products, rounded once; computing it in float32 and rounding the
+result is the same up to the order of the sums.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
         torch.matmul,
         torch.mm,
         torch.bmm,
+        torch.addmm,
         torch.baddbmm,
         torch.Tensor.matmul,
         torch.Tensor.mm,
@@ -35,8 +37,11 @@ _PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
+WIDENED = (torch.bfloat16, torch.float16)
+
+
 class WidenedProducts(TorchFunctionMode):
-    """While active, products of bfloat16 CPU tensors are computed in float32 and rounded to bfloat16."""
+    """While active, products of 16-bit CPU tensors are computed in float32 and rounded to their type."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -44,12 +49,17 @@ class WidenedProducts(TorchFunctionMode):
         if func not in _PRODUCTS or not _narrow(first) or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         wide = func(*map(_widen, args), **{k: _widen(v) for k, v in kwargs.items()})
-        return wide.to(torch.bfloat16)
+        return wide.to(first.dtype)
 
 
-def products(device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which a model runs on `device`: widened products where that is faster, nothing elsewhere."""
-    return WidenedProducts() if device.type == "cpu" and not has_bfloat16() else nullcontext()
+def products(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """The context in which a model of this dtype runs on `device`: widened products where that is faster, nothing elsewhere."""
+    return WidenedProducts() if device.type == "cpu" and is_slow(dtype) else nullcontext()
+
+
+def is_slow(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of `dtype` faster as float32 ones."""
+    return dtype in WIDENED and not processes.multiplies(dtype)
 
 
 @contextmanager
@@ -98,13 +108,8 @@ def bound_kernel_caches() -> None:
         os.environ.setdefault(name, str(KERNELS_KEPT))
 
 
-def has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices at full speed."""
-    return processes.multiplies(torch.bfloat16)
-
-
 def _narrow(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 and value.device.type == "cpu"
+    return isinstance(value, torch.Tensor) and value.dtype in WIDENED and value.device.type == "cpu"
 
 
 def _widen(value: Any) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from compress.core.tensors import has_bfloat16, products
+from compress.core.tensors import is_slow, products
 from compress.model.streamed import StreamedModel
 from runtime.modeling.linear_modules import sides
 
@@ -62,7 +62,7 @@ class ModelSize:
         linears: inputs and outputs of every linear layer of the blocks.
         stored: bytes of its tensors on the disk.
         itemsize: bytes of a number as it computes.
-        widened: matrices become float32 when they are used, since the CPU has no bfloat16.
+        widened: matrices become float32 when they are used, since the CPU does not multiply their type.
         encoder: it says no next token.
         eager: its attention is written out.
     """
@@ -101,7 +101,7 @@ class ModelSize:
             linears=tuple((shape[1], shape[0]) for module in streamed.blocks.modules() if (shape := sides(module))),
             stored=sum(streamed.checkpoint.held_bytes(name) for name in streamed.checkpoint.names()),
             itemsize=streamed.dtype.itemsize,
-            widened=cpu and streamed.dtype == torch.bfloat16 and not has_bfloat16(),
+            widened=cpu and is_slow(streamed.dtype),
             encoder=streamed.kind == "encoder",
             eager=getattr(streamed.model.config.get_text_config(), "_attn_implementation", None) in (None, "eager"),
         )
@@ -125,7 +125,7 @@ class ModelSize:
         batch = max((math.prod(shape) for shape in rows), default=0)
         # Attention that is written out holds a score for every pair of tokens; fused kernels do not.
         attention = max((shape[0] * shape[1] ** 2 * self.heads * 4 for shape in rows), default=0) if self.eager else 0
-        # Products are widened to float32 where the CPU has no bfloat16: a copy of the weight at hand.
+        # Products are widened to float32 where the CPU does not multiply their type: a copy of the weight at hand.
         wide = 4 * self.largest if self.widened else 0
         return wide + batch * (self.widest + self.hidden) * self.itemsize * 4 + min(attention, 2**30)
 
@@ -161,7 +161,7 @@ def _flops(dtype: torch.dtype, device: torch.device) -> float:
     generator = torch.Generator().manual_seed(0)  # a plan is no part of what a seed decides
     a, b = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
     best = math.inf
-    with products(a.device):
+    with products(a.device, a.dtype):
         for _ in range(5):
             start = time.perf_counter()
             torch.mm(a, b)

@@ -97,7 +97,7 @@ class StreamedModel(PartialModel):
         arguments: dict[str, Any] = self._entering(ids)
         if mask is not None:
             arguments["attention_mask"] = mask.to(self.device).long()
-        with products(self.device):
+        with products(self.device, self.dtype):
             if self.kind == "encoder":
                 return module.base_model(**arguments, **more)
             if self.kind == "encoder-decoder":
@@ -176,7 +176,7 @@ class StreamedModel(PartialModel):
             self._replaced(number, recorders),
             self.outside(head=False),
             self._first_block(number, learn),
-            products(self.device),
+            products(self.device, self.dtype),
         ):
             call()
         if len(calls) != len(stack.blocks):
@@ -231,7 +231,7 @@ class StreamedModel(PartialModel):
         if dtype is not None:
             hidden, kwargs = hidden.to(dtype), _cast(kwargs, dtype)
         module, leading = self.blocks[index] if block is None else block, self._leading(batch[0])
-        with products(self.device), unrounded(module, leading) if leading else nullcontext():
+        with products(self.device, dtype or self.dtype), unrounded(module, leading) if leading else nullcontext():
             out = module(hidden, **kwargs)
         out = out[0] if isinstance(out, (tuple, list)) else out
         return out if memory is None else torch.cat([out, memory.to(out.dtype)], dim=1)
@@ -296,7 +296,7 @@ class StreamedModel(PartialModel):
         handover = self._handovers[number]
         loaded = self._loaded(self.model, self.is_inside) if self._loaded is not None else nullcontext()
         recorders = [Recorder(block, lambda _h, _k: None, handover, hidden) for block in stack.blocks]
-        with self._replaced(number, recorders), self.outside(), loaded, products(self.device):
+        with self._replaced(number, recorders), self.outside(), loaded, products(self.device, self.dtype):
             yield
 
     @torch.inference_mode()

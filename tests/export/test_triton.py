@@ -467,11 +467,11 @@ def test_it_is_listed(tiny_artifact: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_all_configurations_for_two_gpus(tiny_artifact: Path, tmp_path: Path) -> None:
-    found = export.export(tiny_artifact, "triton", tmp_path / "all", gpus="90,100", quiet=True)
-    assert set(found.facts["gpus"]) == {"sm_90", "sm_100"}
-    few = plan.launches(Source(tiny_artifact), TritonOptions(configs="default"), 90).variants
-    assert found.facts["gpus"]["sm_90"]["kernels"] > 1.5 * len(few)
+def test_all_configurations(tiny_artifact: Path, tmp_path: Path) -> None:
+    found = export.export(tiny_artifact, "triton", tmp_path / "all", gpus="100", quiet=True)
+    assert set(found.facts["gpus"]) == {"sm_100"}
+    few = plan.launches(Source(tiny_artifact), TritonOptions(configs="default"), 100).variants
+    assert found.facts["gpus"]["sm_100"]["kernels"] > 1.5 * len(few)
     assert all(entry["spill_bytes"] == 0 for entry in index(found.path) if entry["kernel"].startswith("matvec"))
     assert found.verification is not None
-    assert found.verification.metrics["compiled_again"] == 6
+    assert found.verification.metrics["compiled_again"] == 3

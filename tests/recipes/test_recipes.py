@@ -23,10 +23,10 @@ RECIPES = {name: path for name, path in bundled_recipes().items() if name not in
 QUICK = ["calibration.samples=16", "calibration.sequence_length=128", "evaluate.samples=16"]
 QUICK += ["evaluate.max_kl=0.6", "evaluate.min_agreement=40%"]  # so little text costs more than the usual limits allow
 
-# Of recipes that train: a third of their steps.
+# Of recipes that train: few of their steps.
 SHORTER = {
     "llama_w4_draft": ["1.draft.steps=50", "1.draft.samples=160"],
-    "llama_small_w4": ["1.recover.steps=40", "1.recover.samples=128", "4.draft.steps=40", "4.draft.samples=128"],
+    "llama_small_w4": ["1.recover.steps=15", "1.recover.samples=60", "4.draft.steps=15", "4.draft.samples=60"],
 }
 
 # Bits a weight of the compressed matrices, scales included: what the recipe promises, with little room above it.

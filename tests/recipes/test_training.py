@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from compress.core.tensors import products
+
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "recipes" / "checkpoints"
 sys.path.insert(0, str(CHECKPOINTS))
 
@@ -27,7 +29,8 @@ def stdlib_model(scratch: Path, *options: str, name: str = "stdlib-4m") -> Any:
     common = ["--steps", str(STEPS), "--warmup", "2", "--batch", "2", "--micro-batch", "1", "--no-compile"]
     where = ["--model", name, "--scratch", str(scratch), "--checkpoint-every", "2"]
     args = train.parse_args([*where, *common, *options])
-    return train.train(args, tokens, tokens[:512])
+    with products(torch.device("cpu"), torch.bfloat16):  # Muon's, which some CPUs take minutes for
+        return train.train(args, tokens, tokens[:512])
 
 
 def qwen3_model(scratch: Path, *options: str) -> Any:
@@ -51,6 +54,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train_recall, "STAGES", (64, 128))
+    monkeypatch.setattr(train, "SEQ_LEN", 32)
     whole = run(tmp_path / "whole").state_dict()
     done = 0
     step = training.Trainer.step

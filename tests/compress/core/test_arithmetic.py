@@ -1,4 +1,4 @@
-"""Widened products: the same numbers as bfloat16 arithmetic, and only where they are asked for."""
+"""Widened products: the same numbers as 16-bit arithmetic, and only where they are asked for."""
 
 from __future__ import annotations
 
@@ -30,23 +30,28 @@ def seen():
         yield watched.dtypes
 
 
-def test_a_widened_product_is_the_float32_product_rounded_once(seen) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_widened_product_is_the_float32_product_rounded_once(dtype, seen) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, w, b = (torch.randn(shape, generator=generator).bfloat16() for shape in ((3, 5, 40), (24, 40), (24,)))
+    x, w, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 5, 40), (24, 40), (24,)))
     with WidenedProducts():
         y = functional.linear(x, w, b)
         assert seen == [torch.float32] * 2
         named = functional.linear(input=x, weight=w, bias=b)
         product = x @ w.T
         assert seen == [torch.float32] * 6
+        added = torch.addmm(b, x[0], w.T, alpha=0.5)
+        assert seen == [torch.float32] * 8
         other = x + x
-        assert len(seen) == 6, "sums are no products"
-    assert y.dtype == named.dtype == product.dtype == other.dtype == torch.bfloat16
-    assert torch.equal(y, functional.linear(x.float(), w.float(), b.float()).bfloat16())
+        assert len(seen) == 8, "sums are no products"
+    assert {each.dtype for each in (y, named, product, added, other)} == {dtype}
+    assert torch.equal(y, functional.linear(x.float(), w.float(), b.float()).to(dtype))
     assert torch.equal(y, named)
-    assert torch.equal(product, (x.float() @ w.float().T).bfloat16())
-    # bfloat16 has 8 bits: one rounding is at most 2^-9 of the value.
-    torch.testing.assert_close(y.double(), functional.linear(x.double(), w.double(), b.double()), rtol=2**-8, atol=1e-4)
+    assert torch.equal(product, (x.float() @ w.float().T).to(dtype))
+    assert torch.equal(added, torch.addmm(b.float(), x[0].float(), w.float().T, alpha=0.5).to(dtype))
+    # One rounding is at most half of the last bit: bfloat16 has 8, float16 11.
+    exact = functional.linear(x.double(), w.double(), b.double())
+    torch.testing.assert_close(y.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
 def test_float32_and_results_with_a_place_of_their_own_pass_through(seen) -> None:
@@ -59,12 +64,12 @@ def test_float32_and_results_with_a_place_of_their_own_pass_through(seen) -> Non
     assert out.abs().sum() > 0
 
 
-def test_the_mode_is_for_cpus_without_bfloat16(monkeypatch) -> None:
-    monkeypatch.setattr(tensors, "has_bfloat16", lambda: False)
-    assert isinstance(products(torch.device("cpu")), WidenedProducts)
-    assert not isinstance(products(torch.device("cuda")), WidenedProducts)
-    monkeypatch.setattr(tensors, "has_bfloat16", lambda: True)
-    assert not isinstance(products(torch.device("cpu")), WidenedProducts)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_mode_is_for_types_that_the_cpu_does_not_multiply(dtype, monkeypatch) -> None:
+    monkeypatch.setattr(tensors.processes, "multiplies", lambda asked: asked != dtype)
+    assert isinstance(products(torch.device("cpu"), dtype), WidenedProducts)
+    for device, other in (("cuda", dtype), ("cpu", torch.float32), ("cpu", ({*tensors.WIDENED} - {dtype}).pop())):
+        assert not isinstance(products(torch.device(device), other), WidenedProducts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

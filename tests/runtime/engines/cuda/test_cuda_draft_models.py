@@ -58,6 +58,7 @@ def plain() -> Any:
     return model_over(lean())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [*KINDS, "cascade"])
 def test_texts_are_those_of_plain_decoding(plain: Any, kind: str) -> None:
     texts = prompts(12, 40)  # more than the first memory of the draft holds

@@ -77,6 +77,7 @@ def test_logits_are_those_of_modules_with_the_policy(name: str, monkeypatch: pyt
     assert torch.equal(which.logits(torch.tensor([ids])), plain.logits(torch.tensor([ids]))), "which no cache is for"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", POLICIES)
 def test_logits_depend_on_no_cut_and_no_neighbour(name: str) -> None:
     """Prompts in chunks, single steps and drafts beside another sequence; decode steps are graphs."""

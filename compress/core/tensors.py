@@ -1,65 +1,19 @@
-"""Products of matrices on CPUs: 16-bit ones without 16-bit arithmetic, float32 ones by all of AVX-512; and what tensors hold.
-
-A CPU without bfloat16 arithmetic (AVX2 only, say) multiplies bfloat16 matrices up to ten times slower than float32 ones, and float16 ones
-few CPUs multiply any faster. A 16-bit product is float32 sums of exact products, rounded once; computing it in float32 and rounding the
-result is the same up to the order of the sums.
-"""
+"""Products of float32 matrices by all of AVX-512; and what tensors hold."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from runtime.system import processes
 
 #: Kernels that oneDNN caches; a block without experts needs fewer.
 KERNELS_KEPT = 32
-
-_PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
-    {
-        torch.nn.functional.linear,
-        torch.matmul,
-        torch.mm,
-        torch.bmm,
-        torch.addmm,
-        torch.baddbmm,
-        torch.Tensor.matmul,
-        torch.Tensor.mm,
-        torch.Tensor.bmm,
-        torch.Tensor.__matmul__,
-    }
-)
-
-
-WIDENED = (torch.bfloat16, torch.float16)
-
-
-class WidenedProducts(TorchFunctionMode):
-    """While active, products of 16-bit CPU tensors are computed in float32 and rounded to their type."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        first = args[0] if args else kwargs.get("input")
-        if func not in _PRODUCTS or not _narrow(first) or kwargs.get("out") is not None:
-            return func(*args, **kwargs)
-        wide = func(*map(_widen, args), **{k: _widen(v) for k, v in kwargs.items()})
-        return wide.to(first.dtype)
-
-
-def products(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """The context in which a model of this dtype runs on `device`: widened products where that is faster, nothing elsewhere."""
-    return WidenedProducts() if device.type == "cpu" and is_slow(dtype) else nullcontext()
-
-
-def is_slow(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of `dtype` faster as float32 ones."""
-    return dtype in WIDENED and not processes.multiplies(dtype)
 
 
 @contextmanager
@@ -106,14 +60,6 @@ def bound_kernel_caches() -> None:
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(KERNELS_KEPT))
-
-
-def _narrow(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in WIDENED and value.device.type == "cpu"
-
-
-def _widen(value: Any) -> Any:
-    return value.float() if _narrow(value) else value
 
 
 def finite(value: torch.Tensor) -> bool:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from compress.core.tensors import is_slow, products
 from compress.model.streamed import StreamedModel
+from runtime.layers.dense_products import is_slow, products
 from runtime.modeling.linear_modules import sides
 
 Rows = Sequence[tuple[int, ...]]

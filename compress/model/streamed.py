@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.core.tensors import products
 from compress.data.layout import HalvedRows, ImageRows, SpeechRows, TextRows
 from compress.model.hidden_states import HiddenStates
 from compress.model.partial import Handover, PartialModel, Recorder
@@ -28,6 +27,7 @@ from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.decoding.seq2seq import decoder_start
 from runtime.engines.torch.seq2seq import encoder_output
 from runtime.errors import CompressError, RequestError
+from runtime.layers.dense_products import products
 from runtime.layers.unrounded import behind, unrounded
 from runtime.modeling.cache_argument import CACHE_ARGUMENTS
 from runtime.modeling.skeleton import reads_features, reads_images

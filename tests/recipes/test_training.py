@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compress.core.tensors import products
+from runtime.layers.dense_products import products
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "recipes" / "checkpoints"
 sys.path.insert(0, str(CHECKPOINTS))

@@ -42,7 +42,8 @@ class TorchEncoderEngine(ModuleEngine):
         # Models differ in what they make of a missing mask: some look for padding ids themselves.
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         segments = {"token_type_ids": torch.zeros_like(input_ids)} if self._takes_segments else {}
-        return self._base(input_ids=input_ids, attention_mask=mask, **segments).last_hidden_state.float()
+        with self.products():
+            return self._base(input_ids=input_ids, attention_mask=mask, **segments).last_hidden_state.float()
 
 
 def position_limit(module: PreTrainedModel) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from runtime.kv_cache.prefix import PrefixStates
 from runtime.kv_cache.shape import Shape
 from runtime.kv_cache.storage.base import StateError
 from runtime.kv_cache.token_store import TokenStore
+from runtime.layers.dense_products import products
 from runtime.layers.unrounded import input_prefix
 from runtime.modeling.cache_argument import CACHE_ARGUMENTS, cache_argument
 from runtime.modeling.linear_modules import is_matrix
@@ -32,6 +33,9 @@ from runtime.modeling.linear_modules import is_matrix
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
+#: Elements of the largest matrix of which a float32 copy is made for a product: 256 MB. Heads are larger, and mostly read one row.
+LARGEST_WIDENED = 1 << 26
 
 # Layers in which padding on the left changes nothing for the tokens; others (recurrent, convolutional) carry it along.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -58,6 +62,10 @@ class ModuleEngine:
             elif is_matrix(child):
                 result[name] = f"torch {str(child.weight.dtype).removeprefix('torch.')}"
         return result
+
+    def products(self) -> AbstractContextManager[Any]:
+        """The context in which the module runs."""
+        return products(self.device, self.module.dtype, LARGEST_WIDENED)
 
     @torch.inference_mode()
     def keep_rows(self, cache: Any, rows: torch.Tensor) -> None:
@@ -264,7 +272,7 @@ class TorchEngine(ModuleEngine, RowEngine):
             arguments["position_ids"] = position_ids
         if last_only and self._takes_last_only:
             arguments["logits_to_keep"] = 1
-        with nullcontext() if factory is None else factory.failures():
+        with self.products(), nullcontext() if factory is None else factory.failures():
             logits = self.module(**arguments).logits
         if factory is not None:
             check_asked(self.module, cache, before + input_ids.shape[1])  # else its output would be wrong, not slow

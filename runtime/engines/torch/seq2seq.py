@@ -33,12 +33,14 @@ class TorchSeq2SeqEngine(ModuleEngine):
         """Encoder states of token ids or audio features; `RequestError` where features do not fit the encoder's window."""
         if self.features:
             try:
-                return self._encoder(input_ids.to(self.module.dtype)).last_hidden_state
+                with self.products():
+                    return self._encoder(input_ids.to(self.module.dtype)).last_hidden_state
             except ValueError as error:
                 # Each family has a window of its own, of which only its encoder knows.
                 raise RequestError(f"features of shape {list(input_ids.shape[1:])} do not fit: {error}") from error
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        return self._encoder(input_ids=input_ids, attention_mask=mask).last_hidden_state
+        with self.products():
+            return self._encoder(input_ids=input_ids, attention_mask=mask).last_hidden_state
 
     def new_cache(self) -> Any:
         """An empty decoder cache."""
@@ -57,13 +59,14 @@ class TorchSeq2SeqEngine(ModuleEngine):
         last_only: bool = False,
     ) -> torch.Tensor:
         """Decoder logits for the new tokens, or after the last of them only; the cache is extended."""
-        logits = self.module(
-            decoder_input_ids=decoder_input_ids,
-            encoder_outputs=encoder_output(states),
-            attention_mask=attention_mask,
-            use_cache=cache is not None,
-            **{cache_argument(self.module): cache},
-        ).logits
+        with self.products():
+            logits = self.module(
+                decoder_input_ids=decoder_input_ids,
+                encoder_outputs=encoder_output(states),
+                attention_mask=attention_mask,
+                use_cache=cache is not None,
+                **{cache_argument(self.module): cache},
+            ).logits
         return (logits[:, -1:] if last_only else logits).float()
 
     def cache_bytes(self, cache: Any) -> int:

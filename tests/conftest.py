@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,11 +18,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
+import report_charts
 import torch
 from byte_tokenizers import plain_byte_tokenizer
 from random_models import UNLIMITED, random_llama
-
-from compress.report import charts
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -32,11 +30,16 @@ TEXT = "".join(f"line {i}: the square of {i} is {i * i}, and its double is {2 * 
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_runs() -> Iterator[None]:
-    """Runs of recipes do without what takes most of their time where models are tiny, in this process: to wait for the disk (no test can
-    see whether it has written), and to draw the charts of reports, which are built but come out empty outside of the tests of reports."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        patch.setattr(charts, "_written", lambda drawn: "<svg></svg>")
+    """Recipes that tests run in this process wait for no disk, since no test can see whether data has reached it, and draw no charts."""
+    with pytest.MonkeyPatch.context() as patch, report_charts.undrawn():
+        patch.setattr(os, "fsync", os.fstat)  # which refuses the same descriptors
+        yield
+
+
+@pytest.fixture
+def drawn_charts() -> Iterator[None]:
+    """Charts of reports are drawn, which `quick_runs` leaves empty."""
+    with report_charts.drawn():
         yield
 
 
@@ -87,7 +90,8 @@ def tiny_artifact(tiny_llama: Callable[..., Path], tiny_text: Path, tmp_path_fac
             "max_perplexity_increase": "300%",
         },
     }
-    return compress.apply(recipe, output=tmp_path_factory.mktemp("tiny-artifact") / "tiny_w4", quiet=True).path
+    with report_charts.drawn():
+        return compress.apply(recipe, output=tmp_path_factory.mktemp("tiny-artifact") / "tiny_w4", quiet=True).path
 
 
 @pytest.fixture(scope="session")
@@ -112,12 +116,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid.partition("::")[0] if nodeid.startswith(WHOLE_FILES) else nodeid
 
     return Scheduler(config, log)
-
-
-def pytest_collection_finish() -> None:
-    """Collections of garbage, which runs ask for, need not look at what was imported."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -62,7 +62,7 @@ class ModelSize:
         linears: inputs and outputs of every linear layer of the blocks.
         stored: bytes of its tensors on the disk.
         itemsize: bytes of a number as it computes.
-        widened: matrices become float32 when they are used, since the CPU does not multiply their type.
+        widened: matrices become float32 when they are used, since the CPU has no products of their dtype.
         encoder: it says no next token.
         eager: its attention is written out.
     """
@@ -120,14 +120,17 @@ class ModelSize:
         """Bytes of the hidden states of rows."""
         return tokens(rows) * self.hidden * self.itemsize
 
+    @property
+    def wide_copy(self) -> int:
+        """Bytes of the float32 copy of the weight at hand, where products are widened."""
+        return 4 * self.largest if self.widened else 0
+
     def forward(self, rows: Rows) -> int:
         """Bytes that running a block over one batch takes, beside its weights and the states."""
         batch = max((math.prod(shape) for shape in rows), default=0)
         # Attention that is written out holds a score for every pair of tokens; fused kernels do not.
         attention = max((shape[0] * shape[1] ** 2 * self.heads * 4 for shape in rows), default=0) if self.eager else 0
-        # Products are widened to float32 where the CPU does not multiply their type: a copy of the weight at hand.
-        wide = 4 * self.largest if self.widened else 0
-        return wide + batch * (self.widest + self.hidden) * self.itemsize * 4 + min(attention, 2**30)
+        return self.wide_copy + batch * (self.widest + self.hidden) * self.itemsize * 4 + min(attention, 2**30)
 
 
 @dataclass(frozen=True)

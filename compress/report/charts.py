@@ -108,7 +108,7 @@ def log_where_wide(
 
 def svg(drawn: Figure, name: str, label: str = "") -> str:
     """The figure as an `<svg>` element to be put into a page: ids of its own, colours of the page; `label` says in words what it shows."""
-    text = _written(drawn)
+    text = svg_file(drawn)
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
@@ -125,7 +125,7 @@ def svg(drawn: Figure, name: str, label: str = "") -> str:
     return opening.replace("<svg", f'<svg class="chart" role="img"{words}', 1) + ">" + rest
 
 
-def _written(drawn: Figure) -> str:
+def svg_file(drawn: Figure) -> str:
     """The figure as the text of an SVG file."""
     buffer = io.StringIO()
     drawn.savefig(buffer, format="svg", metadata={"Date": None})

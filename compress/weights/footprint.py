@@ -182,7 +182,7 @@ class WeightsFootprint:
         solved = max(self._block(size, layers, rows, bounds, forward) + 3 * size for size, layers in blocks)
         longest = max((batch[1] for batch in rows), default=1)
         logits = 6 * 4 * max(LOGIT_ROWS, longest) * self._plan.context.vocabulary
-        return max(solved, self._outside + (0 if self._model.encoder else logits))
+        return max(solved, self._outside + (0 if self._model.encoder else self._model.wide_copy + logits))
 
     # ------------------------------------------------------------ blocks
     def _block(self, size: int, layers: list[_Layer], rows: Rows, bounds: Bounds, forward: int) -> int:
@@ -319,7 +319,8 @@ class WeightsFootprint:
             judge.itemsize * (judge.outside + judge.block) + judge.forward(batch),
             front + self._read_back() + self._model.forward(batch),
         )
-        return max(runs, judge.itemsize * judge.outside + self._outside + (0 if self._model.encoder else logits))
+        heads = 0 if self._model.encoder else max(judge.wide_copy, self._model.wide_copy) + logits
+        return max(runs, judge.itemsize * judge.outside + self._outside + heads)
 
     def _advice(self, bounds: Bounds, rows: Rows) -> str:
         """What would make a run smaller: the batch if it matters, else only a larger machine."""

@@ -1,8 +1,8 @@
 """Products of 16-bit matrices on CPUs that have no 16-bit arithmetic.
 
-A CPU without bfloat16 arithmetic (AVX2 only, say) multiplies bfloat16 matrices up to ten times slower than float32 ones, and float16 ones
-few CPUs multiply any faster. A 16-bit product is float32 sums of exact products, rounded once; computing it in float32 and rounding the
-result is the same up to the order of the sums.
+A CPU without bfloat16 arithmetic (AVX2 only, say) multiplies bfloat16 matrices up to ten times slower than float32 ones; float16 arithmetic
+few CPUs have. A 16-bit product is float32 sums of exact products, rounded once; computing it in float32 and rounding the result is the same
+up to the order of the sums.
 """
 
 from __future__ import annotations
@@ -16,21 +16,25 @@ from torch.overrides import TorchFunctionMode
 
 from runtime.system import processes
 
-#: Products, and which argument is the left matrix.
-_PRODUCTS: dict[Callable[..., Any], int] = {
-    torch.nn.functional.linear: 0,
-    torch.matmul: 0,
-    torch.mm: 0,
-    torch.bmm: 0,
-    torch.addmm: 1,
-    torch.baddbmm: 1,
-    torch.Tensor.matmul: 0,
-    torch.Tensor.mm: 0,
-    torch.Tensor.bmm: 0,
-    torch.Tensor.__matmul__: 0,
+#: Products; of each the place and the name of the left matrix, and the name of the right one, which follows it. Products of groups
+#: (`grouped_mm`) are not among them: a copy of all experts would be made.
+_PRODUCTS: dict[Callable[..., Any], tuple[int, str, str]] = {
+    torch.nn.functional.linear: (0, "input", "weight"),
+    torch.matmul: (0, "input", "other"),
+    torch.mm: (0, "input", "mat2"),
+    torch.bmm: (0, "input", "mat2"),
+    torch.addmm: (1, "mat1", "mat2"),
+    torch.baddbmm: (1, "batch1", "batch2"),
+    torch.Tensor.matmul: (0, "self", "other"),
+    torch.Tensor.mm: (0, "self", "mat2"),
+    torch.Tensor.bmm: (0, "self", "mat2"),
+    torch.Tensor.addmm: (1, "mat1", "mat2"),
+    torch.Tensor.baddbmm: (1, "batch1", "batch2"),
+    torch.Tensor.__matmul__: (0, "self", "other"),
 }
 #: With fewer rows it takes longer to widen a weight than to multiply it as it is.
 FEWEST_ROWS = 16
+#: Types that few CPUs multiply.
 WIDENED = (torch.bfloat16, torch.float16)
 
 
@@ -38,7 +42,7 @@ class WidenedProducts(TorchFunctionMode):
     """While active, products of 16-bit CPU tensors with `FEWEST_ROWS` rows or more are computed in float32 and rounded to their type.
 
     Args:
-        most: elements of a matrix that is widened, which takes 4 bytes each; None: of any.
+        most: elements of the right matrix (of a batch: of all of them) that is widened, which takes 4 bytes each; None: of any.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -47,21 +51,20 @@ class WidenedProducts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        place = _PRODUCTS.get(func)
-        if place is None or kwargs.get("out") is not None:
+        if func not in _PRODUCTS or kwargs.get("out") is not None:
             return func(*args, **kwargs)
-        given = (*args, *kwargs.values())
-        narrow = [value for value in given if _narrow(value)]
-        left = args[place] if len(args) > place else kwargs.get("input")
-        if not _narrow(left) or self._is_quick(left, narrow):
+        place, *names = _PRODUCTS[func]
+        left, right = (args[at] if at < len(args) else kwargs.get(name) for at, name in enumerate(names, place))
+        if not (_narrow(left) and _narrow(right) and self._is_worth_it(left, right)):
             return func(*args, **kwargs)
         return func(*map(_widen, args), **{key: _widen(value) for key, value in kwargs.items()}).to(left.dtype)
 
-    def _is_quick(self, left: torch.Tensor, narrow: list[torch.Tensor]) -> bool:
-        """Whether a product is left as it is."""
-        if left.numel() < FEWEST_ROWS * left.shape[-1]:
-            return True
-        return self._most is not None and any(value.numel() > self._most for value in narrow)
+    def _is_worth_it(self, left: torch.Tensor, right: torch.Tensor) -> bool:
+        if self._most is not None and right.numel() > self._most:
+            return False
+        if right.dim() > 2:  # a product each of a batch
+            return left.dim() > 1 and left.shape[-2] >= FEWEST_ROWS
+        return left.dim() > 1 and left.shape[:-1].numel() >= FEWEST_ROWS
 
 
 def products(device: torch.device, dtype: torch.dtype, most: int | None = None) -> AbstractContextManager[Any]:

@@ -467,8 +467,18 @@ def test_it_is_listed(tiny_artifact: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+def test_two_gpus(tiny_artifact: Path, tmp_path: Path) -> None:
+    found = export.export(tiny_artifact, "triton", tmp_path / "both", gpus="90,100", configs="default", quiet=True)
+    assert set(found.facts["gpus"]) == {"sm_90", "sm_100"}
+    assert {entry["architecture"] for entry in index(found.path)} == {"sm_90a", "sm_100a"}
+    assert found.verification is not None
+    assert found.verification.metrics["compiled_again"] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_all_configurations(tiny_artifact: Path, tmp_path: Path) -> None:
-    found = export.export(tiny_artifact, "triton", tmp_path / "all", gpus="100", quiet=True)
+    found = export.export(tiny_artifact, "triton", tmp_path / "all", gpus="100", configs="all", quiet=True)
     assert set(found.facts["gpus"]) == {"sm_100"}
     few = plan.launches(Source(tiny_artifact), TritonOptions(configs="default"), 100).variants
     assert found.facts["gpus"]["sm_100"]["kernels"] > 1.5 * len(few)

@@ -29,7 +29,7 @@ def stdlib_model(scratch: Path, *options: str, name: str = "stdlib-4m") -> Any:
     common = ["--steps", str(STEPS), "--warmup", "2", "--batch", "2", "--micro-batch", "1", "--no-compile"]
     where = ["--model", name, "--scratch", str(scratch), "--checkpoint-every", "2"]
     args = train.parse_args([*where, *common, *options])
-    with products(torch.device("cpu"), torch.bfloat16):  # Muon's, which some CPUs take minutes for
+    with products(torch.device("cpu"), torch.bfloat16):  # Muon's take minutes where the CPU has none in bfloat16
         return train.train(args, tokens, tokens[:512])
 
 

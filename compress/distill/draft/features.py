@@ -80,7 +80,7 @@ class Features:
         """`[b, s, hidden]`: of a paged engine row by row, in steps as large as it takes; else of transformers' module."""
         engine = self._engine
         if engine.lockstep:
-            with evaluating(self.module), states_of(self.module) as states:
+            with evaluating(self.module), states_of(self.module) as states, engine.products():
                 self.module(input_ids=ids.to(self.module.device), use_cache=False)
             return states[0]
         pages, size = range(-(-ids.shape[1] // engine.page_size)), engine.most_rows

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-#: Elements of the largest matrix of which a float32 copy is made for a product: 256 MB. Heads are larger, and mostly read one row.
+#: Elements of the largest matrix of which a float32 copy is made for a product: 256 MB. Heads are larger, and mostly multiply one row.
 LARGEST_WIDENED = 1 << 26
 
 # Layers in which padding on the left changes nothing for the tokens; others (recurrent, convolutional) carry it along.
@@ -49,6 +49,8 @@ class ModuleEngine:
     def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
         self.module = module
         self.device = device
+        # Of the weights that are not packed.
+        self._dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
         self.weight_bytes = weight_bytes(module)
         self.description = f"transformers' {type(module).__name__}"
 
@@ -65,7 +67,7 @@ class ModuleEngine:
 
     def products(self) -> AbstractContextManager[Any]:
         """The context in which the module runs."""
-        return products(self.device, self.module.dtype, LARGEST_WIDENED)
+        return products(self.device, self._dtype, LARGEST_WIDENED)
 
     @torch.inference_mode()
     def keep_rows(self, cache: Any, rows: torch.Tensor) -> None:

@@ -1,18 +1,14 @@
-"""Charts of reports are drawn here, as `quick_runs` leaves out elsewhere."""
+"""Charts of reports are drawn here, which `quick_runs` leaves empty elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-
-from compress.report import charts
-
-_written = charts._written  # before `quick_runs`
+import report_charts
 
 
 @pytest.fixture(scope="module", autouse=True)
 def drawn(quick_runs: None) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(charts, "_written", _written)
+    with report_charts.drawn():
         yield

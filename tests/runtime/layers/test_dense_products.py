@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runtime.engines.torch import engine as engine_module
+from runtime.engines.torch.encoder import TorchEncoderEngine
+from runtime.engines.torch.engine import TorchEngine
+from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine
 from runtime.layers import dense_products
 from runtime.layers.dense_products import FEWEST_ROWS, WidenedProducts, products
 
@@ -19,7 +25,10 @@ class _Products(TorchDispatchMode):
         self.dtypes: list[torch.dtype] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm.default):
+        aten = torch.ops.aten
+        if func is aten.linear.default:  # as it is in inference mode
+            self.dtypes += [value.dtype for value in args[:2]]
+        elif func in (aten.mm.default, aten.mm.out, aten.addmm.default, aten.bmm.default, aten.baddbmm.default):
             self.dtypes += [value.dtype for value in args[-2:]]
         return func(*args, **(kwargs or {}))
 
@@ -90,3 +99,84 @@ def test_few_rows_and_large_matrices_are_multiplied_as_they_are(seen) -> None:
             functional.linear(x, w)
             torch.addmm(torch.zeros(6).bfloat16(), x, w.T)
         assert seen == [dtype] * 4
+
+
+def test_rows_are_those_of_one_product_of_a_batch(seen) -> None:
+    keys = torch.randn(2, 20, 8, 30).bfloat16()
+    for rows, dtype in ((1, torch.bfloat16), (FEWEST_ROWS, torch.float32)):
+        queries = torch.randn(2, 20, rows, 8).bfloat16()
+        seen.clear()
+        with WidenedProducts():
+            found = queries @ keys
+            torch.bmm(queries[0], keys[0])
+            torch.baddbmm(found[0], queries[0], keys[0])
+        assert seen == [dtype] * 6
+
+
+def test_arguments_may_be_named(seen) -> None:
+    x, w = torch.randn(FEWEST_ROWS, 8).bfloat16(), torch.randn(8, 6).bfloat16()
+    bias, many = torch.randn(6).bfloat16(), torch.zeros(FEWEST_ROWS, 6).bfloat16()
+    with WidenedProducts():
+        found = [
+            torch.addmm(input=bias, mat1=x, mat2=w), torch.addmm(bias, mat1=x, mat2=w), bias.addmm(x, mat2=w),
+            torch.addmm(many, x, w), many[None].baddbmm(batch1=x[None], batch2=w[None])[0],
+            torch.matmul(input=x, other=w), x.mm(mat2=w),
+        ]  # fmt: skip
+    assert seen == [torch.float32] * 14
+    assert {each.dtype for each in found} == {torch.bfloat16}
+    assert torch.equal(found[0], found[2])
+    with WidenedProducts(), pytest.raises(RuntimeError):
+        torch.mm(x, w.float())
+    with WidenedProducts():
+        assert (x[0] @ w).shape == (6,)
+        assert (x @ w[:, 0]).shape == (FEWEST_ROWS,)
+
+
+def decoder() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    engine = TorchEngine(LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=24)).bfloat16(), CPU)
+    return lambda ids: engine.forward(ids, None, None, None)
+
+
+def encoder() -> Any:
+    from transformers import BertConfig, BertModel
+
+    engine = TorchEncoderEngine(BertModel(BertConfig(**SIZES, intermediate_size=24)).bfloat16(), CPU)
+    return lambda ids: engine.forward(ids, None)
+
+
+def encoder_of_two_stacks() -> Any:
+    return lambda ids: seq2seq().encode(ids, None)
+
+
+def decoder_of_two_stacks() -> Any:
+    states = torch.randn(1, 3, 16).bfloat16()
+    return lambda ids: seq2seq().decode(ids, states, None, None)
+
+
+def seq2seq() -> TorchSeq2SeqEngine:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    return TorchSeq2SeqEngine(T5ForConditionalGeneration(config).bfloat16(), CPU)
+
+
+CPU = torch.device("cpu")
+SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize("make", [decoder, encoder, encoder_of_two_stacks, decoder_of_two_stacks])
+def test_engines_of_modules_widen_many_rows_where_that_is_faster(make, seen, monkeypatch) -> None:
+    run = make()
+    for multiplied, rows, wide in ((False, FEWEST_ROWS, True), (False, 1, False), (True, FEWEST_ROWS, False)):
+        monkeypatch.setattr(dense_products.processes, "multiplies", lambda dtype, known=multiplied: known)
+        seen.clear()
+        run(torch.arange(rows)[None])
+        assert (torch.float32 in seen) == wide
+        assert seen.count(torch.bfloat16) >= (0 if wide else 6)
+    monkeypatch.setattr(dense_products.processes, "multiplies", lambda dtype: False)
+    monkeypatch.setattr(engine_module, "LARGEST_WIDENED", 10)
+    seen.clear()
+    run(torch.arange(FEWEST_ROWS)[None])
+    assert set(seen) == {torch.bfloat16}, "all weights are larger"

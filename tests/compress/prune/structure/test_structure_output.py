@@ -71,12 +71,14 @@ def test_layers_whose_error_nobody_asked_for_have_no_chart() -> None:
     assert ["model.layers.0.mlp.down_proj", "96", "64", "–", "–", ""] in rows(html)
 
 
+@pytest.mark.usefixtures("drawn_charts")
 def test_two_passes_have_charts_of_their_own() -> None:
     one = {**CUT, "remove": "ffn", "layers": [layer("model.layers.0.mlp.down_proj", 0.1)]}
     two = {**CUT, "remove": "heads", "unit": "heads", "layers": [layer("model.layers.0.self_attn.o_proj", 0.1)]}
     html = page(one, two)
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert html.count("<svg") == 2
+    assert ids
     assert len(ids) == len(set(ids))
 
 

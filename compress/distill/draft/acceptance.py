@@ -42,8 +42,10 @@ def measure_acceptance(student: Student, target: Teacher, rows: TextRows, texts:
     with evaluating(student):
         return {
             "length": length,
-            "text": {way: _walked(student, target, rows, length, way, written=False) for way in WAYS},
-            "continuations": {way: _walked(student, target, texts[way], length, way, written=True) for way in WAYS},
+            "text": _walked(student, target, rows, length, list(WAYS), written=False),
+            "continuations": {
+                way: _walked(student, target, texts[way], length, [way], written=True)[way] for way in WAYS
+            },
         }
 
 
@@ -55,30 +57,45 @@ def target_texts(target: Teacher, rows: TextRows) -> Texts:
 
 
 def _walked(
-    student: Student, target: Teacher, rows: TextRows, length: int, way: str, written: bool
-) -> dict[str, Any] | None:
-    reached, passed = torch.zeros(2, length, dtype=torch.float64)
-    steps = first = count = 0.0
+    student: Student, target: Teacher, rows: TextRows, length: int, ways: list[str], written: bool
+) -> dict[str, dict[str, Any] | None]:
+    walks = {way: _Walk(length) for way in ways}
     for ids, trained in rows.parts(_TOGETHER):
-        found = _chances(student, target, ids, trained, length, way == "greedy", written)
-        _, expected, counted = found
-        first += float(expected[0][counted[0]].sum())
-        count += float(counted[0].sum())
-        for row in range(len(ids)):
-            at = follow(*([part[row] for part in parts] for parts in found))
-            steps += at[0]
-            reached += at[1]
-            passed += at[2]
-    if not steps:
-        return None
-    accepted = float(passed.sum()) / steps
-    return {
-        "acceptance": first / count,
-        "by_position": [float(p / r) if r > 0 else None for p, r in zip(passed, reached, strict=True)],
-        "accepted": accepted,
-        "tokens": accepted + 1,
-        "steps": round(steps, 3),
-    }
+        for way, found in _chances(student, target, ids, trained, length, ways, written).items():
+            walks[way].add(*found)
+    return {way: walk.means() for way, walk in walks.items()}
+
+
+class _Walk:
+    """What steps along rows come to, `length` tokens drafted in each."""
+
+    def __init__(self, length: int) -> None:
+        self._reached, self._passed = torch.zeros(2, length, dtype=torch.float64)
+        self._steps = self._first = self._count = 0.0
+
+    def add(self, accepted: list[torch.Tensor], expected: list[torch.Tensor], counted: list[torch.Tensor]) -> None:
+        """Follow rows, of which `_chances` has said this."""
+        self._first += float(expected[0][counted[0]].sum())
+        self._count += float(counted[0].sum())
+        for row in range(len(counted[0])):
+            steps, reached, passed = follow(*([part[row] for part in parts] for parts in (accepted, expected, counted)))
+            self._steps += steps
+            self._reached += reached
+            self._passed += passed
+
+    def means(self) -> dict[str, Any] | None:
+        """R of `measure_acceptance`."""
+        if not self._steps:
+            return None
+        accepted = float(self._passed.sum()) / self._steps
+        places = zip(self._passed, self._reached, strict=True)
+        return {
+            "acceptance": self._first / self._count,
+            "by_position": [float(p / r) if r > 0 else None for p, r in places],
+            "accepted": accepted,
+            "tokens": accepted + 1,
+            "steps": round(self._steps, 3),
+        }
 
 
 def follow(
@@ -119,6 +136,9 @@ def follow(
     return steps, torch.tensor(reached, dtype=torch.float64), torch.tensor(passed, dtype=torch.float64)
 
 
+_Found = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+
+
 @torch.no_grad()
 def _chances(
     student: Student,
@@ -126,35 +146,34 @@ def _chances(
     ids: torch.Tensor,
     trained: torch.Tensor,
     length: int,
-    greedy: bool,
+    ways: list[str],
     written: bool,
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Of rows `[n, s]`, for each token j ahead of anchors a, `[n, s - j]`: the chance that token a + 1 + j of the row, drafted at a, was
-    accepted, given that those between were (float64); the mean of that over all that the target might have said in its place (float64);
-    and whether the token is one to be measured (bool)."""
+) -> dict[str, _Found]:
+    """Of rows `[n, s]`, for each way, and for each token j ahead of anchors a, `[n, s - j]`: the chance that token a + 1 + j of the row,
+    drafted at a, was accepted, given that those between were (float64); the mean of that over all that the target might have said in its
+    place (float64); and whether the token is one to be measured (bool)."""
     ids = ids.to(student.draft.device)
     following = ids.roll(-1, 1)
     teacher = target.logits(ids)
     log_p, best, kept = torch.log_softmax(teacher, -1), teacher.argmax(-1), student.kept
-    accepted: list[torch.Tensor] = []
-    expected: list[torch.Tensor] = []
-    counted: list[torch.Tensor] = []
+    found: dict[str, _Found] = {way: ([], [], []) for way in ways}
     for ahead, logits in enumerate(student.proposals(ids, length)):
-        if greedy:
-            first = logits.argmax(-1)
-            first = first if kept is None else kept[first]
-            # Written by the target itself, the row's token is the target's choice, also where two are equally likely.
-            wanted = following[:, ahead:] if written else best[:, ahead:]
-            chance = mean = (first == wanted).double()
-        else:
-            p, log_q = log_p[:, ahead:], torch.log_softmax(logits.float(), -1)
-            # Of equal distributions the sum may be 1 and the rounding of a softmax; nothing is accepted more often than always.
-            mean = torch.minimum(p if kept is None else p[..., kept], log_q).exp().double().sum(-1).clamp_max(1.0)
-            chance = _ratio(p, log_q, following[:, ahead:], kept) if written else mean
-        accepted.append(chance.cpu())
-        expected.append(mean.cpu())
-        counted.append(trained[:, ahead:])
-    return accepted, expected, counted
+        for way, (accepted, expected, counted) in found.items():
+            if way == "greedy":
+                first = logits.argmax(-1)
+                first = first if kept is None else kept[first]
+                # Written by the target itself, the row's token is the target's choice, also where two are equally likely.
+                wanted = following[:, ahead:] if written else best[:, ahead:]
+                chance = mean = (first == wanted).double()
+            else:
+                p, log_q = log_p[:, ahead:], torch.log_softmax(logits.float(), -1)
+                # Of equal distributions the sum may be 1 and the rounding of a softmax; nothing is accepted more often than always.
+                mean = torch.minimum(p if kept is None else p[..., kept], log_q).exp().double().sum(-1).clamp_max(1.0)
+                chance = _ratio(p, log_q, following[:, ahead:], kept) if written else mean
+            accepted.append(chance.cpu())
+            expected.append(mean.cpu())
+            counted.append(trained[:, ahead:])
+    return found
 
 
 def _ratio(log_p: torch.Tensor, log_q: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:

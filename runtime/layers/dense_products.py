@@ -42,7 +42,8 @@ class WidenedProducts(TorchFunctionMode):
     """While active, products of 16-bit CPU tensors with `FEWEST_ROWS` rows or more are computed in float32 and rounded to their type.
 
     Args:
-        most: elements of the right matrix (of a batch: of all of them) that is widened, which takes 4 bytes each; None: of any.
+        most: elements of a float32 copy of the right matrix (of a batch: of all of them); weights of larger linear layers are multiplied in
+            parts, other larger matrices as they are. None: of any size.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -55,16 +56,18 @@ class WidenedProducts(TorchFunctionMode):
             return func(*args, **kwargs)
         place, *names = _PRODUCTS[func]
         left, right = (args[at] if at < len(args) else kwargs.get(name) for at, name in enumerate(names, place))
-        if not (_narrow(left) and _narrow(right) and self._is_worth_it(left, right)):
+        if not (_narrow(left) and _narrow(right) and _has_rows(left, right)):
             return func(*args, **kwargs)
+        if self._most is not None and right.numel() > self._most:
+            return self._in_parts(*args, **kwargs) if func is torch.nn.functional.linear else func(*args, **kwargs)
         return func(*map(_widen, args), **{key: _widen(value) for key, value in kwargs.items()}).to(left.dtype)
 
-    def _is_worth_it(self, left: torch.Tensor, right: torch.Tensor) -> bool:
-        if self._most is not None and right.numel() > self._most:
-            return False
-        if right.dim() > 2:  # a product each of a batch
-            return left.dim() > 1 and left.shape[-2] >= FEWEST_ROWS
-        return left.dim() > 1 and left.shape[:-1].numel() >= FEWEST_ROWS
+    def _in_parts(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows = max(1, (self._most or 0) // weight.shape[1])
+        wide, linear = input.float(), torch.nn.functional.linear
+        biases = [None] * len(weight) if bias is None else bias.float().split(rows)
+        parts = zip(weight.split(rows), biases, strict=False)
+        return torch.cat([linear(wide, part.float(), own).to(input.dtype) for part, own in parts], -1)
 
 
 def products(device: torch.device, dtype: torch.dtype, most: int | None = None) -> AbstractContextManager[Any]:
@@ -75,6 +78,12 @@ def products(device: torch.device, dtype: torch.dtype, most: int | None = None) 
 def is_slow(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies matrices of `dtype` faster as float32 ones."""
     return dtype in WIDENED and not processes.multiplies(dtype)
+
+
+def _has_rows(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether a product, of a batch each, has as many rows as it takes."""
+    rows = left.shape[-2:-1] if right.dim() > 2 else left.shape[:-1]
+    return left.dim() > 1 and rows.numel() >= FEWEST_ROWS
 
 
 def _narrow(value: Any) -> bool:

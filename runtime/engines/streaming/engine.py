@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -79,10 +78,6 @@ class StreamedTorch(_Streamed, TorchEngine):
             block = module.get_submodule(group.name)
             block.register_forward_pre_hook(partial(enter, number, views))
             block.register_forward_hook(partial(leave, views), always_call=True)
-
-    def products(self) -> AbstractContextManager[Any]:
-        """As they are: the bound has no room for wider copies of weights."""
-        return nullcontext()
 
     @torch.inference_mode()
     def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-#: Elements of the largest matrix of which a float32 copy is made for a product: 256 MB. Heads are larger, and mostly multiply one row.
-LARGEST_WIDENED = 1 << 26
+#: Elements of the largest float32 copy of weights that a product makes: 64 MB, for which a bound of memory has room.
+LARGEST_WIDENED = 1 << 24
 
 # Layers in which padding on the left changes nothing for the tokens; others (recurrent, convolutional) carry it along.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}

@@ -11,6 +11,7 @@ import torch
 from runtime.checkpoint.artifact import Artifact
 from runtime.errors import ArtifactError, RequestError
 from runtime.layers.adapter import add_adapter
+from runtime.layers.dense_products import leave_products
 from runtime.layers.install import install_compressed
 from runtime.modeling.skeleton import Kind, build_skeleton, model_kind, read_config
 from runtime.modeling.weights import fill, main_dtype, to_device
@@ -70,6 +71,8 @@ class Blueprint:
         names = self.artifact.checkpoint.names()
         module = build_skeleton(self.config, self.stored_dtype, bool(self.trust_remote_code), names)
         compressed = install_compressed(module, self.artifact.config, names)
+        if self.kernels == "reference":
+            leave_products(module)
         if not compressed and self.kernels not in ("auto", "fast", "reference"):
             raise RequestError(f"kernels {self.kernels!r} fits no layer: {self.artifact.path} is not compressed")
         return module, compressed

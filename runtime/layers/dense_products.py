@@ -34,6 +34,7 @@ _PRODUCTS: dict[Callable[..., Any], tuple[int, str, str]] = {
 }
 #: With fewer rows it takes longer to widen a weight than to multiply it as it is.
 FEWEST_ROWS = 16
+_LEFT = "_products_are_left"
 #: Types that few CPUs multiply.
 WIDENED = (torch.bfloat16, torch.float16)
 
@@ -73,6 +74,17 @@ class WidenedProducts(TorchFunctionMode):
 def products(device: torch.device, dtype: torch.dtype, most: int | None = None) -> AbstractContextManager[Any]:
     """The context in which a model of this dtype runs on `device`: `WidenedProducts` where they are faster, nothing elsewhere."""
     return WidenedProducts(most) if device.type == "cpu" and is_slow(dtype) else nullcontext()
+
+
+def leave_products(module: torch.nn.Module) -> None:
+    """Have a model multiply as torch does, so that it computes the same bits as transformers."""
+    module.__dict__[_LEFT] = True
+
+
+def products_of(module: torch.nn.Module, device: torch.device, most: int) -> AbstractContextManager[Any]:
+    """The context in which the modules of a model run, whose dtype is that of the weights that are not packed."""
+    dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
+    return nullcontext() if _LEFT in module.__dict__ else products(device, dtype, most)
 
 
 def is_slow(dtype: torch.dtype) -> bool:

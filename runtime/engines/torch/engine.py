@@ -25,7 +25,7 @@ from runtime.kv_cache.prefix import PrefixStates
 from runtime.kv_cache.shape import Shape
 from runtime.kv_cache.storage.base import StateError
 from runtime.kv_cache.token_store import TokenStore
-from runtime.layers.dense_products import products
+from runtime.layers.dense_products import products_of
 from runtime.layers.unrounded import input_prefix
 from runtime.modeling.cache_argument import CACHE_ARGUMENTS, cache_argument
 from runtime.modeling.linear_modules import is_matrix
@@ -49,8 +49,6 @@ class ModuleEngine:
     def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
         self.module = module
         self.device = device
-        # Of the weights that are not packed.
-        self._dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
         self.weight_bytes = weight_bytes(module)
         self.description = f"transformers' {type(module).__name__}"
 
@@ -67,7 +65,7 @@ class ModuleEngine:
 
     def products(self) -> AbstractContextManager[Any]:
         """The context in which the module runs."""
-        return products(self.device, self._dtype, LARGEST_WIDENED)
+        return products_of(self.module, self.device, LARGEST_WIDENED)
 
     @torch.inference_mode()
     def keep_rows(self, cache: Any, rows: torch.Tensor) -> None:

@@ -193,3 +193,16 @@ def test_engines_of_modules_widen_many_rows_where_that_is_faster(make, seen, mon
     monkeypatch.setattr(engine_module, "LARGEST_WIDENED", 10)
     run(torch.arange(FEWEST_ROWS)[None])
     assert len(seen) > 3 * before, "all weights are larger"
+
+
+def test_products_of_a_module_may_be_left_to_torch(seen, monkeypatch) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.setattr(dense_products.processes, "multiplies", lambda dtype: False)
+    module = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=24)).bfloat16().eval()
+    ids = torch.arange(FEWEST_ROWS)[None]
+    dense_products.leave_products(module)
+    found = TorchEngine(module, CPU).forward(ids, None, None, None)
+    assert torch.float32 not in seen
+    with torch.inference_mode():
+        assert torch.equal(found, module(input_ids=ids).logits.float())

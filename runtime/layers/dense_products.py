@@ -1,8 +1,8 @@
 """Products of 16-bit matrices on CPUs that have no 16-bit arithmetic.
 
-A CPU without bfloat16 arithmetic (AVX2 only, say) multiplies bfloat16 matrices up to ten times slower than float32 ones; float16 arithmetic
-few CPUs have. A 16-bit product is float32 sums of exact products, rounded once; computing it in float32 and rounding the result is the same
-up to the order of the sums.
+A CPU without bfloat16 arithmetic (AVX2 only, say) multiplies bfloat16 matrices up to ten times slower than float32 ones, and few CPUs have
+float16 arithmetic. A 16-bit product is float32 sums of exact products, rounded once; computing it in float32 and rounding the result is the
+same up to the order of the sums.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _PRODUCTS: dict[Callable[..., Any], tuple[int, str, str]] = {
 }
 #: With fewer rows it takes longer to widen a weight than to multiply it as it is.
 FEWEST_ROWS = 16
-_LEFT = "_products_are_left"
 #: Types that few CPUs multiply.
 WIDENED = (torch.bfloat16, torch.float16)
+_BY_TORCH = "_multiplied_by_torch"  # attribute of a model whose products are left alone
 
 
 class WidenedProducts(TorchFunctionMode):
@@ -57,18 +57,21 @@ class WidenedProducts(TorchFunctionMode):
             return func(*args, **kwargs)
         place, *names = _PRODUCTS[func]
         left, right = (args[at] if at < len(args) else kwargs.get(name) for at, name in enumerate(names, place))
-        if not (_narrow(left) and _narrow(right) and _has_rows(left, right)):
+        if not (_narrow(left) and _narrow(right) and left.dtype == right.dtype and _has_many_rows(left, right)):
             return func(*args, **kwargs)
         if self._most is not None and right.numel() > self._most:
             return self._in_parts(*args, **kwargs) if func is torch.nn.functional.linear else func(*args, **kwargs)
         return func(*map(_widen, args), **{key: _widen(value) for key, value in kwargs.items()}).to(left.dtype)
 
     def _in_parts(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        rows = max(1, (self._most or 0) // weight.shape[1])
-        wide, linear = input.float(), torch.nn.functional.linear
-        biases = [None] * len(weight) if bias is None else bias.float().split(rows)
-        parts = zip(weight.split(rows), biases, strict=False)
-        return torch.cat([linear(wide, part.float(), own).to(input.dtype) for part, own in parts], -1)
+        assert self._most is not None
+        wide, size = input.float(), max(1, self._most // weight.shape[1])
+        parts = []
+        for start in range(0, len(weight), size):
+            part = slice(start, start + size)
+            own = None if bias is None else bias[part].float()
+            parts.append(torch.nn.functional.linear(wide, weight[part].float(), own).to(input.dtype))
+        return torch.cat(parts, -1)
 
 
 def products(device: torch.device, dtype: torch.dtype, most: int | None = None) -> AbstractContextManager[Any]:
@@ -78,13 +81,13 @@ def products(device: torch.device, dtype: torch.dtype, most: int | None = None) 
 
 def leave_products(module: torch.nn.Module) -> None:
     """Have a model multiply as torch does, so that it computes the same bits as transformers."""
-    module.__dict__[_LEFT] = True
+    module.__dict__[_BY_TORCH] = True
 
 
 def products_of(module: torch.nn.Module, device: torch.device, most: int) -> AbstractContextManager[Any]:
     """The context in which the modules of a model run, whose dtype is that of the weights that are not packed."""
     dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
-    return nullcontext() if _LEFT in module.__dict__ else products(device, dtype, most)
+    return nullcontext() if _BY_TORCH in module.__dict__ else products(device, dtype, most)
 
 
 def is_slow(dtype: torch.dtype) -> bool:
@@ -92,8 +95,8 @@ def is_slow(dtype: torch.dtype) -> bool:
     return dtype in WIDENED and not processes.multiplies(dtype)
 
 
-def _has_rows(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether a product, of a batch each, has as many rows as it takes."""
+def _has_many_rows(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether a product (of a batch: each) has `FEWEST_ROWS` or more."""
     rows = left.shape[-2:-1] if right.dim() > 2 else left.shape[:-1]
     return left.dim() > 1 and rows.numel() >= FEWEST_ROWS
 

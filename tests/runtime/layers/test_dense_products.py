@@ -136,8 +136,9 @@ def test_arguments_may_be_named(seen) -> None:
     assert seen == [torch.float32] * 14
     assert {each.dtype for each in found} == {torch.bfloat16}
     assert torch.equal(found[0], found[2])
-    with WidenedProducts(), pytest.raises(RuntimeError):
-        torch.mm(x, w.float())
+    for other in (torch.float32, torch.float16):
+        with WidenedProducts(), pytest.raises(RuntimeError):
+            torch.mm(x, w.to(other))
     with WidenedProducts():
         assert (x[0] @ w).shape == (6,)
         assert (x @ w[:, 0]).shape == (FEWEST_ROWS,)

@@ -12,7 +12,9 @@ from compress.model.module_hooks import evaluating
 from runtime.drafting.drafters.heads import TargetParts
 from runtime.engines.base import Chunk
 from runtime.engines.torch.drafts import states_of
+from runtime.engines.torch.engine import LARGEST_WIDENED
 from runtime.errors import RequestError
+from runtime.layers.dense_products import products_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -80,7 +82,8 @@ class Features:
         """`[b, s, hidden]`: of a paged engine row by row, in steps as large as it takes; else of transformers' module."""
         engine = self._engine
         if engine.lockstep:
-            with evaluating(self.module), states_of(self.module) as states, engine.products():
+            as_in_engine = products_of(self.module, self.module.device, LARGEST_WIDENED)
+            with evaluating(self.module), states_of(self.module) as states, as_in_engine:
                 self.module(input_ids=ids.to(self.module.device), use_cache=False)
             return states[0]
         pages, size = range(-(-ids.shape[1] // engine.page_size)), engine.most_rows

@@ -99,7 +99,22 @@ def repair() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = patched
+    # The interpreter replaces the functions of the language at every launch and at every call of a function by a kernel, which takes
+    # half of the time: here once.
+    patch_language, languages = interpreter._patch_lang, set()
+
+    class Kept:
+        def restore(self) -> None:
+            pass
+
+    def patch_once(function: Any) -> Kept:
+        found = {each.__name__ for each in function.__globals__.values() if each is tl or each is tl.core}
+        if not found <= languages:
+            languages.update(found)
+            patch_language(function)
+        return Kept()
+
+    interpreter._patch_lang_tensor, interpreter._patch_lang = patched, patch_once
     builder.create_masked_load, builder.create_masked_store = load, store
     builder.cast_impl, builder.create_fp_to_fp, builder.create_dot, builder.repaired = cast, cast, dot, True
     builder.create_dot_scaled, interpreter.TritonSemantic.dot_scaled = dot_scaled, with_names
@@ -119,11 +134,11 @@ def watch() -> None:
     launches: list[_Launch] = []
 
     def load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
-        launches[-1].touch(launches[-1].loaded, pointers, mask)
+        launches[-1].load(pointers, mask)
         return masked_load(self, pointers, mask, *others)
 
     def store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
-        launches[-1].touch(launches[-1].stored, pointers, mask)
+        launches[-1].store(pointers, mask)
         return masked_store(self, pointers, value, mask, *others)
 
     def dimensions(self: Any, *grid: int) -> None:
@@ -159,23 +174,25 @@ def watched() -> Iterator[list[_Launch]]:
 
 
 class _Launch:
-    """What the programs of one launch load and store: arrays of addresses, each with its program."""
+    """What the programs of one launch load and store, by the first byte of each element."""
 
     kept: ClassVar[list[_Launch] | None] = None
     _orders = random.Random(0)
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.loaded: list[tuple[Any, int]] = []
-        self.stored: list[tuple[Any, int]] = []
-        starts = [each.data_ptr() for each in tensors if each.numel()]
-        extents = [
-            1 + sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
-            for each in tensors
-            if each.numel()
-        ]
-        sizes = [each.element_size() for each in tensors if each.numel()]
-        self._starts = np.array(starts, dtype=np.uint64)
-        self._ends = self._starts + np.array(extents, dtype=np.uint64) * np.array(sizes, dtype=np.uint64)
+        ranges = sorted(_range(each) for each in tensors if each.numel())
+        joined: list[tuple[int, int]] = []
+        for start, end in ranges:  # views of one tensor overlap
+            if joined and start < joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+            else:
+                joined.append((start, end))
+        self._starts, self._ends = np.array(joined or [(0, 0)], dtype=np.int64).T
+        sizes = self._ends - self._starts
+        self._firsts = np.cumsum(sizes) - sizes  # of each range in the arrays below
+        self._loaded = np.zeros(sizes.sum(), dtype=bool)
+        self._stored = np.zeros(sizes.sum(), dtype=np.int32)  # by which program, counted from 1
+        self._wrong: str | None = None
 
     def shuffle(self, grid: Sequence[int]) -> None:
         """The programs of this grid in a new order."""
@@ -188,32 +205,44 @@ class _Launch:
         self._program = self._order[int(np.ravel_multi_index(tuple(place), self._grid))]
         return tuple(int(each) for each in np.unravel_index(self._program, self._grid))
 
-    def touch(self, kind: list[tuple[Any, int]], pointers: Any, mask: Any) -> None:
+    def load(self, pointers: Any, mask: Any) -> None:
         """Note the addresses that are not masked."""
-        at = np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)].astype(np.uint64)
-        size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
-        inside = (at[:, None] >= self._starts) & (at[:, None] + size <= self._ends)
-        assert inside.any(1).all(), f"program {self._program} reaches outside the tensors of its launch"
-        kind.append((np.unique(at), self._program))
+        at = self._places(pointers, mask)
+        self._loaded[at] = True
+        if self._stored[at].any():
+            self._wrong = "{} loads what it stores"
+
+    def store(self, pointers: Any, mask: Any) -> None:
+        """As `load`."""
+        at = self._places(pointers, mask)
+        before = self._stored[at]
+        if ((before != 0) & (before != self._program + 1)).any():
+            self._wrong = "two programs of {} store to one address"
+        elif self._loaded[at].any():
+            self._wrong = "{} loads what it stores"
+        self._stored[at] = self._program + 1
+
+    def _places(self, pointers: Any, mask: Any) -> Any:
+        at = np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)].astype(np.int64)
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        which = np.searchsorted(self._starts, at, side="right") - 1
+        inside = (which >= 0) & (at + size <= self._ends[which])
+        assert inside.all(), f"program {self._program} reaches outside the tensors of its launch"
+        return at - self._starts[which] + self._firsts[which]
 
     def loads(self, tensor: torch.Tensor) -> bool:
         """Whether a program loaded anything of a contiguous tensor."""
-        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
-        return any(bool(((at >= start) & (at < end)).any()) for at, _ in self.loaded)
+        start, end = _range(tensor)
+        which = int(np.searchsorted(self._starts, start, side="right")) - 1
+        first = start - int(self._starts[which]) + int(self._firsts[which])
+        return bool(self._loaded[first : first + end - start].any())
 
     def check(self, kernel: str) -> None:
         """Whether the order of programs matters."""
-        stored, programs = _joined(self.stored)
-        loaded, _ = _joined(self.loaded)
-        order = np.argsort(stored, kind="stable")
-        stored, programs = stored[order], programs[order]
-        twice = (stored[1:] == stored[:-1]) & (programs[1:] != programs[:-1])
-        assert not twice.any(), f"two programs of {kernel} store to one address"
-        assert not np.isin(loaded, stored).any(), f"{kernel} loads what it stores"
+        assert self._wrong is None, self._wrong.format(kernel)
 
 
-def _joined(touched: list[tuple[Any, int]]) -> tuple[Any, Any]:
-    addresses = [at for at, _ in touched] or [np.zeros(0, np.uint64)]
-    return np.concatenate(addresses), np.concatenate(
-        [np.full(len(at), program) for at, program in touched] or [np.zeros(0, np.int64)]
-    )
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte, and of the byte after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (1 + last) * tensor.element_size()

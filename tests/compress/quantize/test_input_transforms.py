@@ -350,7 +350,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(5, 6)
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_artifact_computes_what_its_layers_stand_for(

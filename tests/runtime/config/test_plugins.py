@@ -43,7 +43,7 @@ def refusal(package: Path, group: str, entry: str, code: str) -> str:
     return message
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("group", TAKEN)
 def test_a_name_that_is_taken_is_refused(group: str, tmp_path: Path) -> None:
     name, code = TAKEN[group]

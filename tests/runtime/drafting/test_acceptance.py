@@ -68,7 +68,7 @@ class KeepsProposal(Exact):
         return None, int(torch.multinomial(p, 1, generator=target.generator))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, 2)
 @pytest.mark.parametrize("options", SETTINGS)
 @pytest.mark.parametrize("shape", [[1, 1], [3, 2]])
 def test_exact_sampling_is_distributed_as_the_target(shape: list[int], options: GenerationOptions) -> None:
@@ -79,7 +79,7 @@ def test_guesses_under_sampling_are_distributed_as_the_target() -> None:
     assert misfit_of(Exact(), [2, 2], SETTINGS[0], 5000, guesses=True) < 4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 3)
 @pytest.mark.parametrize(
     "options",
     [

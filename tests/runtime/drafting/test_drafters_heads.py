@@ -102,7 +102,7 @@ def drafter(student: HeadStudent, **given: Any) -> Any:
 
 
 # ---------------------------------------------------------------- texts
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, 5)
 @pytest.mark.parametrize("given", [{}, {"shape": "fitted", "width": 3, "refit": 4}, {"width": 1}])
 @pytest.mark.parametrize("lengths", [Fixed(depth=3, nodes=10), Fixed(depth=8, nodes=4), Goodput()])
 @pytest.mark.parametrize("name", KINDS)

@@ -62,7 +62,7 @@ def plain() -> Any:
 PAIRS = [(kind, "paged") for kind in KINDS] + [(kind, "plain") for kind in ("chain", "staged", "parallel", "cascade")]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(6, 8)
 @pytest.mark.parametrize(("kind", "slots"), PAIRS)
 @pytest.mark.parametrize("lengths", [Fixed(depth=5, nodes=10), Goodput()])
 def test_greedy_texts_are_those_of_plain_decoding(plain: Any, kind: str, slots: str, lengths: Any) -> None:
@@ -92,7 +92,7 @@ def test_a_seed_gives_the_text_of_plain_decoding(plain: Any, kind: str) -> None:
     assert model(speculation(drafter(kind))).generate(texts, **options) == plain.generate(texts, **options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_texts_are_distributed_as_those_of_plain_decoding(plain: Any, kind: str) -> None:
     drafting = model(speculation(drafter(kind, noise=0.1), Fixed(depth=3, nodes=6)))

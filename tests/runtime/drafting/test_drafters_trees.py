@@ -289,7 +289,7 @@ def misfit_of(
     return misfit(written(Exact(), tree, target, options, draws, 2), expected(target, options, 2))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize(
     ("options", "level", "kept", "tried"),
     [

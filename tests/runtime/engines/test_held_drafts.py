@@ -49,7 +49,7 @@ def model(module: Any, policy: Any, *arguments: Any, **changes: Any) -> Any:
 
 
 # ---------------------------------------------------------------- texts
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 4)
 @pytest.mark.parametrize("name", POLICIES)
 def test_texts_are_those_of_plain_decoding(module: Any, name: str) -> None:
     plain = model(module, POLICIES[name])

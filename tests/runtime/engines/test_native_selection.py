@@ -207,7 +207,7 @@ def test_bits_depend_on_no_cut_and_no_threads(module: Any, policy: str) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, 3)
 @pytest.mark.parametrize("policy", ALL)
 def test_a_batch_gives_what_each_prompt_gives_alone(module: Any, policy: str) -> None:
     prompts = texts(300, 20, 129, 64, 700, seed=2)
@@ -229,7 +229,7 @@ def test_what_was_written_is_read_whole_as_a_prompt(module: Any, policy: str) ->
     assert model.stats["shared_prompt_tokens"] == 192, "all pages of the prompt, and none of what was written"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(5, 6)
 @pytest.mark.parametrize("policy", ALL)
 @pytest.mark.parametrize("spare", [0, 6])
 def test_within_any_memory_the_same(module: Any, policy: str, spare: int) -> None:

@@ -93,7 +93,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(module: Any, policy: str) ->
     assert model.stats["shared_prompt_tokens"] > 0 or "nothing recent" in policy
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(6, 5)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("spare", [0, 7, 30])
 def test_within_any_memory_the_same(module: Any, policy: str, spare: int) -> None:
@@ -124,7 +124,7 @@ def test_what_ended_calls_leave_stays_within_its_bound(module: Any) -> None:
 
 
 # ---------------------------------------------------------------- policy x drafter
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(15, 10)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_drafters_write_what_plain_decoding_writes(module: Any, draft: str, kind: str, policy: str) -> None:

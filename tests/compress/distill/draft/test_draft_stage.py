@@ -113,7 +113,7 @@ def test_an_interrupted_training_goes_on(plain, recipe, tmp_path, monkeypatch, s
     assert files(found.path) == files(plain.path)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 4)
 @pytest.mark.parametrize(
     ("method", "changes"),
     [

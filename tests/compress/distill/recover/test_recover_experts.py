@@ -45,7 +45,7 @@ def dense(path: Path) -> dict[str, torch.Tensor]:
     return {n: layer.compressed_weight().dequantize() for n, layer in held.items() if ".experts." in n}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("stages", [(GRID,), (SPARSE,), (SPARSE, GRID)], ids=["grid", "sparse", "both"])
 def test_what_compression_made_of_experts_is_where_recovery_begins(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, stages: Any

@@ -106,7 +106,7 @@ def by_hand(router: Any, config: Any, gone: list[int]) -> Callable[[torch.Tensor
     return forward
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, 4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", ["routing", "magnitude"])
 def test_the_rest_computes_what_the_whole_does_without_them(

@@ -142,7 +142,7 @@ def test_dimensions_that_hold_nothing_go_without_a_trace(
         assert names >= ({"o", "wi", "wo", "q", "k", "v"} if family.startswith("t5") else {"o_proj"})
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize(("family", "teacher"), [("llama", "memory"), ("llama", "cached"), ("t5", "memory")])
 def test_recovery_after_it_learns_from_the_dimensions_that_stay(
     checkpoint: Callable[..., Path], recipe: Any, tmp_path: Path, family: str, teacher: str
@@ -165,7 +165,7 @@ def test_recovery_after_it_learns_from_the_dimensions_that_stay(
     assert facts["before"]["kl"] < 1e-4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 4)
 @pytest.mark.parametrize("method", ["activation", "magnitude", "random"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi", "t5"])
 def test_every_tensor_is_cut_by_the_same_dimensions(

@@ -111,7 +111,7 @@ def least(recipe: dict[str, Any], tmp_path: Path) -> int:
     return int(str(error.value).rpartition("keep ")[2].split()[0])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, 2)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -355,7 +355,7 @@ def test_stages_that_follow_read_with_the_new_tokenizer(
     assert Checkpoint(made.path).shape("model.embed_tokens.weight") == (400, 64)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("teacher", ["memory", "cached"])
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])
 def test_recovery_after_it_learns_from_the_whole_model(

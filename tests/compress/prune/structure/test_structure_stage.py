@@ -54,7 +54,7 @@ def rows_of(part: torch.Tensor, whole: torch.Tensor) -> list[int]:
     return [next(i for i, row in enumerate(whole) if torch.equal(row, wanted)) for wanted in part]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, 3)
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "gradient_free", "taylor", "obs", "random", "prefix"])
 def test_channels_are_gone_and_nothing_else_changed(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, method: str

@@ -43,7 +43,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def held(policy: dict[str, Any], name: str = "grouped", **options: Any) -> CudaEngine:
     """The engine over a random model, with a policy."""
-    found = engine(model_of(name, head_dim=32, max_position_embeddings=1024), **{"page_size": PAGE, **options})
+    found = engine(model_of(name, head_dim=32, max_position_embeddings=512), **{"page_size": PAGE, **options})
     assert found.hold(Policy.parse(policy)) is None
     return found
 
@@ -60,9 +60,9 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_logits_are_those_of_modules_with_the_policy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoragePlan, "chunk", PAGE)  # modules store 32 tokens at a time, pages here have 64
-    modules = TorchEngine(model_of("grouped", head_dim=32, max_position_embeddings=1024), torch.device("cpu"))
+    modules = TorchEngine(model_of("grouped", head_dim=32, max_position_embeddings=512), torch.device("cpu"))
     modules.compress_cache(Policy.parse(POLICIES[name]))
-    ids, which = text(330), held(POLICIES[name])
+    ids, which = text(230), held(POLICIES[name])
     cache, expected = modules.new_cache(), []
     for token in ids:  # one by one: a prompt in one piece is read plain by modules
         expected.append(modules.forward(torch.tensor([[token]]), cache, None, None)[0, -1])
@@ -71,7 +71,7 @@ def test_logits_are_those_of_modules_with_the_policy(name: str, monkeypatch: pyt
     assert float((found - wanted).norm() / wanted.norm()) < 1e-2
     best = wanted.max(-1).values - wanted.gather(-1, found.argmax(-1, keepdim=True))[:, 0]
     assert float((best > 1e-3 * wanted.abs().max()).float().mean()) < 0.02
-    plain = engine(model_of("grouped", head_dim=32, max_position_embeddings=1024), page_size=PAGE)
+    plain = engine(model_of("grouped", head_dim=32, max_position_embeddings=512), page_size=PAGE)
     other = plain.read(plain.new_pages(6), [Chunk(ids, 0, range(6))], every=True)
     assert float((found - other).norm() / wanted.norm()) > 2e-2, "nothing was stored"
     assert torch.equal(which.logits(torch.tensor([ids])), plain.logits(torch.tensor([ids]))), "which no cache is for"
@@ -124,19 +124,19 @@ def test_memory_is_that_of_few_bits_and_what_is_recent() -> None:
 
 def test_a_prompt_that_needs_more_places_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what the pages before hold, and with graphs over the new memory."""
-    ids, more, fake = text(200), text(700, 2), Fake()
+    ids, more, fake = text(200), text(440, 2), Fake()
     which = held(POLICIES["int4"], capture=fake, buckets=(1,))
     whole = which.read(which.new_pages(4), [Chunk(ids, 0, range(4))], every=True)
     which.trim()
     monkeypatch.setattr(Storage, "places", lambda *_: 3)
     pool = which.new_pages(20)
-    near(which.read(pool, [Chunk(ids[:150], 0, range(4))], every=True), whole[:150])
-    near(which.step(pool, [Chunk(ids[150:151], 150, range(4))]), whole[150:151])
+    near(which.read(pool, [Chunk(ids[:180], 0, range(4))], every=True), whole[:180])
+    near(which.step(pool, [Chunk(ids[180:181], 180, range(4))]), whole[180:181])
     assert pool.memory.stored is not None
     assert pool.memory.stored.keys.shape[1] == 4
-    which.read(pool, [Chunk(more, 0, range(4, 15))])
-    assert pool.memory.stored.keys.shape[1] >= 14
-    for at in range(151, 200):
+    which.read(pool, [Chunk(more, 0, range(4, 11))])
+    assert pool.memory.stored.keys.shape[1] >= 10
+    for at in range(181, 200):
         near(which.step(pool, [Chunk([ids[at]], at, range(4))]), whole[at : at + 1])
 
 
@@ -148,7 +148,7 @@ def test_drafts_that_are_taken_back_leave_nothing(name: str) -> None:
     which.read(pool, [Chunk(ids[:125], 0, range(6))])
     assert which.draft_room(pool) == POLICIES[name]["recent"]
     at = 125
-    while at < 295:  # a chain of drafts: two are right, then wrong ones fill the page
+    while at < 205:  # a chain of drafts: two are right, then wrong ones fill the page
         wrong = [(token + 1) % 400 for token in ids[at + 2 : at + 5]]
         chunk = Chunk([*ids[at : at + 2], *wrong], at, range(6), outputs=5)
         logits, _ = which.verify(pool, [chunk])
@@ -165,10 +165,10 @@ def test_sequences_share_only_pages_that_they_can_begin_after() -> None:
     assert sharing is not None
     ids, end = text(256), text(20, 5)
     alone = which.read(which.new_pages(8), [Chunk([*ids[:192], *end], 0, range(8))])
-    which.read(pool, [Chunk(ids[:200], 0, range(6))])
+    which.read(pool, [Chunk(ids[:240], 0, range(6))])
     assert sharing.usable([0, 1, 2]) == 3
     sharing.enter([0, 1, 2, 8], 3)
-    for at in range(200, 256):  # the first goes on, and would give page 2 up but for the second
+    for at in range(240, 256):  # the first goes on, and would give page 2 up but for the second
         which.step(pool, [Chunk([ids[at]], at, range(6))])
     near(which.read(pool, [Chunk(end, 192, [0, 1, 2, 8])]), alone)
     sharing.leave([0, 1, 2, 8])
@@ -178,7 +178,7 @@ def test_sequences_share_only_pages_that_they_can_begin_after() -> None:
 
 def test_layers_with_windows_stay_plain() -> None:
     ids, policy = text(300), Policy.parse(POLICIES["int4"])
-    model = model_of("qwen2, some windows", head_dim=32, max_position_embeddings=1024)
+    model = model_of("qwen2, some windows", head_dim=32, max_position_embeddings=512)
     which = engine(model, page_size=PAGE)
     assert which.hold(policy) is None
     pool = which.new_pages(5)
@@ -200,9 +200,9 @@ def test_what_is_not_finite_is_refused_in_a_sentence(capture: Any) -> None:
     with pytest.raises(RequestError, match=r"kv_cache .*: a key or value is not finite"):
         which.read(which.new_pages(4), [Chunk([5] * 200, 0, range(4))])
     pool = which.new_pages(4)
-    which.read(pool, [Chunk([*text(60), 5], 0, range(4))])
+    which.read(pool, [Chunk([*text(115), 5], 0, range(4))])
     with pytest.raises(RequestError, match=r"keys int4, values int4\): a key or value is not finite"):  # noqa: PT012
-        for at in range(61, 140):
+        for at in range(116, 140):
             which.step(pool, [Chunk([1], at, range(4))])
     for _ in range(2):  # what is left of it, behind the end of the next, is nobody's
         del pool
@@ -217,8 +217,8 @@ def test_a_step_that_fails_leaves_nothing_to_the_next_pool(monkeypatch: pytest.M
     which, ids = held(POLICIES["int4"], capture=Fake()), text(200)
     whole = which.read(which.new_pages(4), [Chunk(ids, 0, range(4))], every=True)
     pool = which.new_pages(4)
-    with pytest.raises(RequestError, match="position 1024 is past the 1024"):
-        which.read(pool, [Chunk(ids, 825, range(17))])
+    with pytest.raises(RequestError, match="position 512 is past the 512"):
+        which.read(pool, [Chunk(ids, 313, range(9))])
     assert pool.memory.plain is not None
     assert not pool.memory.plain.most, "refused before anything was done"
     assert pool.memory.stored is not None
@@ -280,7 +280,7 @@ def test_a_short_prompt_is_computed_as_alone_beside_a_long_one() -> None:
 
 def test_the_reason_why_modules_compute_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is joined; and a policy that pages hold goes along with the model."""
-    model = model_of("grouped", head_dim=32, max_position_embeddings=1024)
+    model = model_of("grouped", head_dim=32, max_position_embeddings=512)
     torch_engine = TorchEngine(model, torch.device("cpu"))
     monkeypatch.setattr(torch_engine, "device", torch.device("cuda"))
     monkeypatch.setattr(gpu, "capability", lambda _: (9, 0))
@@ -378,16 +378,16 @@ def test_steps_with_kernels_can_be_captured(name: str, policy: str, monkeypatch:
         return launch(kernel, grid, arguments)
 
     monkeypatch.setattr(jit.Entry, "launcher", counted)
-    pool, ids = which.new_pages(8), text(200)
+    pool, ids = which.new_pages(8), text(140)
     which.step(pool, [Chunk([id % 101 for id in ids[:90]], 0, range(8))])
     before = len(stores)
-    for at in range(90, 200):
+    for at in range(90, 140):
         which.step(pool, [Chunk([ids[at] % 101], at, range(8))])
     launched = {entry[0] for trace in fake.traces for entry in trace.steps}
     assert launched >= {"stored_attention.stored_split_kernel", "paged_attention.join_kernel"}
     assert "page_store.page_store_kernel" not in launched, "pages are stored before a step, not in its graph"
     layers = sum(layer.stored is not None for layer in pool.memory.layers)
     assert which.storage is not None
-    stored = [max(which.storage.first(32), (position - 32) // 32) for position in (89, 199)]
+    stored = [max(which.storage.first(32), (position - 32) // 32) for position in (89, 139)]
     wanted = [(1, which.parts.kv_heads, layers)] * 2 * (stored[1] - stored[0])
     assert stores[before:] == wanted, "one launch a side and page, of all layers"

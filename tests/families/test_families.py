@@ -39,7 +39,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, request.param.write(tmp_path_factory.mktemp(request.param.name) / "model")
 
 
-@pytest.mark.sampled(2, 26)
+@pytest.mark.sampled(2, 16)
 @pytest.mark.parametrize("stages", RECIPES.values(), ids=RECIPES)
 def test_from_checkpoint_to_artifact(
     source: tuple[Family, Path], stages: list[dict[str, Any]], text: Path, sounds: Path, tmp_path: Path

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
@@ -158,8 +159,9 @@ def one_row_at_a_time(rows: Rows) -> list[tuple[int, ...]]:
     return [(1, *shape[1:]) for shape in rows]
 
 
+@cache
 def _flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Of a square product, best of a few."""
+    """Of a square product, best of a few; measured once a process."""
     size = 512 if device.type == "cpu" else 4096
     generator = torch.Generator().manual_seed(0)  # a plan is no part of what a seed decides
     a, b = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))

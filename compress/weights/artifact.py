@@ -304,7 +304,7 @@ def _initialised_by_name(model: PreTrainedModel, entries: Mapping[str, ModuleEnt
     """Layers whose weight the model looks for when it initialises a module around them (GPT-BigCode, T5).
 
     compressed-tensors leaves a packed layer without a `weight`, and transformers initialises every module after loading. Each kind of
-    module is asked once, with copies on meta, before and after the weights are taken out of them.
+    module is asked once, with copies on meta: without the weights, and where that fails with them.
     """
     inside: dict[str, set[str]] = {}
     for name, entry in entries.items():
@@ -321,7 +321,7 @@ def _initialised_by_name(model: PreTrainedModel, entries: Mapping[str, ModuleEnt
     for home, layers in inside.items():
         kind = (type(model.get_submodule(home)), frozenset(layers))
         if kind not in asked:
-            asked[kind] = _initialises(model, home, ()) and not _initialises(model, home, layers)
+            asked[kind] = not _initialises(model, home, layers) and _initialises(model, home, ())
         if asked[kind]:
             found |= {f"{home}.{layer}" if home else layer for layer in layers}
     return found

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from artifact_kinds import K_QUANTS, SIZES, STAGES
@@ -48,3 +51,23 @@ def made(
         return done[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def few_launches() -> Callable[[], AbstractContextManager[None]]:
+    """`with few_launches():` exports to triton compile one launch of each kernel."""
+    from export.triton_aot import plan
+
+    every = plan.launches
+
+    def few(*arguments: Any) -> plan.Launches:
+        found = every(*arguments)
+        return replace(found, variants=list({each.kernel: each for each in found.variants}.values()))
+
+    @contextmanager
+    def patched() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plan, "launches", few)
+            yield
+
+    return patched

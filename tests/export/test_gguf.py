@@ -25,7 +25,7 @@ needs_llama_cpp = pytest.mark.skipif(not LLAMA_CPP, reason="llama-cpp-python is 
 Make = Callable[..., Path]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 3)
 @pytest.mark.parametrize(
     ("kind", "types"),
     [

@@ -52,7 +52,7 @@ def mixed(tiny_llama: Make, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 8)
 @pytest.mark.parametrize(
     "kind",
     ["dense", *WEIGHT_ONLY, "w8a8", "w8a8_static", "w4a8", "w4afp8", "fp8", "fp8_static", "bitmap", *BLOCK_FLOATS],
@@ -86,7 +86,7 @@ def test_what_needs_no_change_is_copied_tensor_by_tensor(made: Make, tmp_path: P
     assert not [c for c in result.conversions if c.bytes]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, 3)
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
 def test_gptq_holds_the_same_matrices(made: Make, tmp_path: Path, kind: str) -> None:
     if kind == "w4_g48":  # 128 columns in groups of 48 become groups of 16

@@ -56,7 +56,7 @@ CELLS += [(kind, target) for kind in ("nvfp4", *OURS) for target in TARGETS]
 CELLS += [(kind, "tensorrt bundle") for kind in ("w4_g128_positive", "w8a8_positive", "sparse_w4_positive")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 40)
 @pytest.mark.parametrize(("kind", "target"), CELLS)
 def test_works_and_is_verified_or_is_refused(made: Callable[..., Path], tmp_path: Path, target: str, kind: str) -> None:
     name = target.split()[0]

@@ -21,7 +21,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 3)
 @pytest.mark.parametrize("ort", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "w4_g128", "w8a8", "w4_g32_asymmetric"])
 def test_float16_is_written_and_proven(made: Callable[..., Path], tmp_path: Path, kind: str, ort: bool) -> None:

@@ -23,7 +23,7 @@ BEYOND = [
 ]  # test_matrix.py has the others
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 7)
 @pytest.mark.parametrize(
     ("kind", "ort"), [*((kind, False) for kind in BEYOND), ("w8a8_static", True), ("fp8_static", True), ("w4a8", True)]
 )

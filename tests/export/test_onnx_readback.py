@@ -45,7 +45,7 @@ def job_of(artifact: Path, folder: Path, **options: Any) -> Job:
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 10)
 @pytest.mark.parametrize("options", [{}, {"ort": True}, {"ort": True, "dtype": "float16"}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_written_is_the_artifact_s(

@@ -62,7 +62,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return name, ort, model, folder / "out"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 5)
 def test_windows_give_the_artifacts_numbers(pair: tuple[str, bool, Path, Path]) -> None:
     """Prefill in one piece and in pieces, alone and in a batch with padding, past the window; the same tokens."""
     name, ort, model, exported = pair

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -467,16 +466,9 @@ def test_it_is_listed(tiny_artifact: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_gpus(tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch of each kernel on each."""
-    every = plan.launches
-
-    def some(*arguments: Any) -> plan.Launches:
-        found = every(*arguments)
-        return replace(found, variants=list({each.kernel: each for each in found.variants}.values()))
-
-    monkeypatch.setattr(plan, "launches", some)
-    found = export.export(tiny_artifact, "triton", tmp_path / "both", gpus="90,100", configs="default", quiet=True)
+def test_two_gpus(tiny_artifact: Path, tmp_path: Path, few_launches: Any) -> None:
+    with few_launches():
+        found = export.export(tiny_artifact, "triton", tmp_path / "both", gpus="90,100", configs="default", quiet=True)
     assert set(found.facts["gpus"]) == {"sm_90", "sm_100"}
     assert {entry["architecture"] for entry in index(found.path)} == {"sm_90a", "sm_100a"}
     assert found.verification is not None

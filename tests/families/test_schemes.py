@@ -104,7 +104,7 @@ SCHEMES = {
 }  # of experts that have published names
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 8)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", ["llama", *MIXTURES])
 def test_loads_as_it_says(name: str, scheme: str, sources: dict[str, Path], text: Path, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def record(path: Path) -> dict[str, Any]:
     return json.loads((path / "compress.json").read_text())["passes"][0]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(6, 6)
 @pytest.mark.parametrize("name", sorted(VALUES))
 def test_a_rotated_model_computes_what_it_did(name: str, tmp_path: Path) -> None:
     model = source(name, tmp_path / "source")

@@ -335,7 +335,7 @@ def by_hand(budget: str, channels: int, tied: bool) -> int:
     return 2 * (linear + seen + 64 * VOCABULARY)  # embeddings are looked up; a head is multiplied with, tied or not
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("budget", "share", "multiple"),

@@ -148,7 +148,7 @@ def test_an_apply_reports_layers_quality_and_sizes(
 def test_a_recovery_reports_its_loss_and_a_sweep_its_trials(
     wandb: Library, make_checkpoint: Callable[..., Path], recipe: Any, text: Path, tmp_path: Path
 ) -> None:
-    recover = {"recover": {"method": "finetune", "steps": 4, "batch_size": 2}}
+    recover = {"recover": {"method": "finetune", "steps": 4, "batch_size": 2, "samples": 16, "sequence_length": 32}}
     asked = recipe(
         make_checkpoint(), {"structure": {"method": "magnitude", "remove": "ffn", "ratio": 0.25}}, recover, RTN
     )

@@ -99,11 +99,14 @@ def test_a_model_that_does_not_read_the_text(model: str, reads: bool) -> None:
         assert "the bundled held-out text, 16 rows of 256 tokens" in found[0]
 
 
+FEW = ["calibration.samples=16", "calibration.sequence_length=128", "evaluate.samples=16"]
+
+
 @pytest.mark.slow
 def test_a_ruined_model_on_text_that_it_does_not_read_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["apply", "llama_w4", "-m", str(MODELS / "recall-1m"), "-o", str(tmp_path / "out"), "-q"]
     sets = [f"--set=stages.0.quantize.{field}" for field in ("group_size=64", "bits=2")]
-    assert main([*arguments, *sets]) == 1
+    assert main([*arguments, *sets, *(f"--set={field}" for field in FEW)]) == 1
     out, err = capsys.readouterr()
     assert "max_kl is " in err
     assert "the limit is 0.5" in err
@@ -117,6 +120,7 @@ def test_a_ruined_model_on_its_own_text_fails(tmp_path: Path, own: bool) -> None
     (tmp_path / "mine.txt").write_bytes(bundled_text("calibration").read_bytes())
     sets = ["stages.0.quantize.method=rtn", "stages.0.quantize.bits=2", "stages.0.quantize.group_size=64"]
     sets += [f"calibration.data={tmp_path / 'mine.txt'}"] if own else []
+    sets += FEW
     with pytest.raises(LimitError, match=r"max_kl is .*min_agreement is ") as failure:
         compress.apply("llama_w4", output=tmp_path / "out", set=sets, quiet=True)
     metrics = failure.value.result.metrics

@@ -54,6 +54,7 @@ def bundled(*stages: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+SHORTER = {"samples": 64, "sequence_length": 64, "steps": 8, "batch_size": 8, "evaluate_every": 4}
 LONGER = {"samples": 160, "sequence_length": 64, "steps": 16, "batch_size": 8, "evaluate_every": 8}
 
 
@@ -112,9 +113,9 @@ def test_some_of_what_was_lost_comes_back_soon(
 def test_the_whole_chain(tmp_path: Path) -> None:
     stages = (
         {"structure": {"method": "obs", "remove": "ffn", "keep": 640}},
-        recover(**LONGER, learning_rate=3e-4),
+        recover(**SHORTER, learning_rate=3e-4),
         {"prune": {"method": "sparsegpt", "pattern": "2:4"}},
-        recover(**LONGER, learning_rate=3e-4, teacher="cached"),
+        recover(**SHORTER, learning_rate=3e-4, teacher="cached"),
         {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 128}},
         {
             "draft": {

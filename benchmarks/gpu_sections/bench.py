@@ -177,6 +177,8 @@ class Bench:
 
     def seconds(self, calls: Sequence[Callable[[], Any]]) -> float:
         """Median seconds of one of `calls`, the same work on different buffers, replayed from one CUDA graph if it captures."""
+        if self.dry:  # that it runs is all there is to see
+            return self.timed(calls[0])
         for call in calls:
             call()  # compiles and tunes
         self.synchronize()
@@ -186,13 +188,11 @@ class Bench:
                 call()
 
         replay = self._captured(every)
-        for _ in range(self.pick(2, 0)):
+        for _ in range(2):
             replay()
-        return statistics.median(self.timed(replay) / len(calls) for _ in range(self.pick(REPEATS, 1)))
+        return statistics.median(self.timed(replay) / len(calls) for _ in range(REPEATS))
 
     def _captured(self, run: Callable[[], None]) -> Callable[[], Any]:
-        if self.dry:
-            return run
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):

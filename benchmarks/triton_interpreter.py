@@ -54,8 +54,11 @@ def repair() -> None:
         return handle(value.view(signed).numpy().view(unsigned), to)
 
     def dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        # In float64, because sums of a BLAS depend on which row of the block they are in; those of tensor cores do not.
+        kind = np.float64 if d.data.dtype == np.float32 else d.data.dtype
         left, right = decoded(a.data, a.dtype.scalar), decoded(b.data, b.dtype.scalar)
-        return handle(np.matmul(left.astype(d.data.dtype), right.astype(d.data.dtype)) + d.data, d.dtype.scalar)
+        product = np.matmul(left.astype(kind), right.astype(kind)).astype(d.data.dtype)
+        return handle(product + d.data, d.dtype.scalar)
 
     def scaled(values: Any, scale: Any, kind: Any) -> Any:
         """Operand `[rows, K]` of a scaled product, out of bytes and a scale for each block of a row."""

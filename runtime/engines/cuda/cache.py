@@ -65,10 +65,9 @@ class Chunks:
             of its queries that is in the tile.
         """
         if (rows, group) not in self._tiles:
-            facts = zip(
-                accumulate(self.counts, initial=0), self.starts, self.counts, accumulate(self._widths, initial=0)
-            )
-            found = [(*each, query) for each in facts for query in range(0, each[2] * group, rows)]
+            rows_before, pages_before = ([0, *accumulate(each)][:-1] for each in (self.counts, self._widths))
+            chunks = zip(rows_before, self.starts, self.counts, pages_before, strict=True)
+            found = [(*each, query) for each in chunks for query in range(0, each[2] * group, rows)]
             found.sort(key=lambda tile: -(tile[1] + min(tile[2], (tile[4] + rows) // group)))
             self._tiles[rows, group] = torch.tensor(found, dtype=torch.int32).to(self.pages.device)
         return self._tiles[rows, group]

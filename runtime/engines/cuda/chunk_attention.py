@@ -20,11 +20,14 @@ from runtime.kernels.triton.jit import entry, jit, next_power_of_2, tl
 
 @jit
 def _attend(
-    state, query, positions, keys, values, pages, first, end, last, page_stride, token_stride, scale, window,
+    state, query, positions, keys, values, pages, first, end, lowest, highest, page_stride, token_stride, scale, window,
     SIZE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over blocks `first` to `end`: largest scores, sums of weights, sums of weighted values."""
+    """Online softmax over blocks `first` to `end` of keys: largest scores, sums of weights, sums of weighted values.
+
+    `lowest` and `highest` are the least and the largest of the queries' positions.
+    """
     most, total, sums = state
     d, n = tl.arange(0, query.shape[1]), tl.arange(0, BLOCK)
     # Loaded in the iteration before, so that copies that are ahead need not wait for it.
@@ -33,8 +36,10 @@ def _attend(
         base = page.to(tl.int64) * page_stride + (block * BLOCK % PAGE + n) * token_stride
         page = tl.load(pages + (block + 1) * BLOCK // PAGE, mask=block + 1 < end, other=0)
         there = (d < SIZE)[None, :]
-        if MASKED:  # what lies behind the chunk was never written, and 0 * NaN is NaN
-            there = there & (block * BLOCK + n <= last)[:, None]
+        if MASKED:  # what no query sees may never have been written, and 0 * NaN is NaN
+            there = there & (block * BLOCK + n <= highest)[:, None]
+            if WINDOWED:
+                there = there & (block * BLOCK + n > lowest - window)[:, None]
         k = tl.load(keys + base[:, None] + d[None, :], mask=there, other=0.0)
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
         if MASKED:
@@ -43,11 +48,11 @@ def _attend(
                 seen = seen & ((block * BLOCK + n)[None, :] > positions[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 1) * scale)  # the scale brings log2(e) along
-        base_of_weights = higher
+        finite = higher
         if MASKED and WINDOWED:  # a query may see nothing of its tile's first blocks
-            base_of_weights = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores * scale - base_of_weights[:, None])
-        fade = tl.exp2(most - base_of_weights)
+            finite = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores * scale - finite[:, None])
+        fade = tl.exp2(most - finite)
         v = tl.load(values + base[:, None] + d[None, :], mask=there, other=0.0)
         total = total * fade + tl.sum(weights, 1)
         sums = tl.dot(weights.to(v.dtype), v, sums * fade[:, None], input_precision=PRECISION)
@@ -57,7 +62,7 @@ def _attend(
 
 @jit
 def _own(tile, head, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Of a tile's queries: tokens in the chunk, heads, and which there are; past the end, all are those of the last token."""
+    """Of a tile's queries: tokens in the chunk, heads, and whether they exist; past the end, tokens are the last one."""
     count, first = tl.load(tile + 2, volatile=True), tl.load(tile + 4, volatile=True)
     query = first + tl.arange(0, ROWS)
     return tl.minimum(query // GROUP, count - 1), head * GROUP + query % GROUP, query < count * GROUP
@@ -87,23 +92,22 @@ def chunk_kernel(
         tl.zeros([ROWS], tl.float32),
         tl.zeros([ROWS, BLOCK_D], tl.float32),
     )
-    first = 0
-    whole = (lowest + 1) // BLOCK  # blocks up to it are seen whole by every query, but for windows
-    end = highest // BLOCK + 1
+    # Blocks from `first` to `whole` are seen whole by every query.
+    first, whole, end = 0, (lowest + 1) // BLOCK, highest // BLOCK + 1
     if WINDOWED:
         begin = tl.maximum(lowest + 1 - window, 0) // BLOCK
         first = tl.minimum(tl.cdiv(tl.maximum(highest + 1 - window, 0), BLOCK), end)
         whole = tl.maximum(whole, first)
         state = _attend(
-            state, query, positions, keys, values, pages, begin, first, highest, page_stride, token_stride, scale, window,
+            state, query, positions, keys, values, pages, begin, first, lowest, highest, page_stride, token_stride, scale, window,
             SIZE, PAGE, BLOCK, True, WINDOWED, PRECISION, STAGES,
         )  # fmt: skip
     state = _attend(
-        state, query, positions, keys, values, pages, first, whole, highest, page_stride, token_stride, scale, window,
+        state, query, positions, keys, values, pages, first, whole, lowest, highest, page_stride, token_stride, scale, window,
         SIZE, PAGE, BLOCK, False, WINDOWED, PRECISION, STAGES,
     )  # fmt: skip
     _, total, sums = _attend(
-        state, query, positions, keys, values, pages, whole, end, highest, page_stride, token_stride, scale, window,
+        state, query, positions, keys, values, pages, whole, end, lowest, highest, page_stride, token_stride, scale, window,
         SIZE, PAGE, BLOCK, True, WINDOWED, PRECISION, STAGES,
     )  # fmt: skip
     y = sums / total[:, None]

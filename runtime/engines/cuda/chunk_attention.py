@@ -151,6 +151,6 @@ def _over_plain_pages(q: Tensor, layer: CacheLayer, chunks: Chunks, scale: float
         q, keys, values, chunks.pages, tiles, out,
         q.stride(0), keys.stride(0), keys.stride(1), scale * 1.4426950408889634, window,
         KV_HEADS=kv_heads, GROUP=group, ROWS=most, SIZE=size, BLOCK_D=channels, PAGE=page, BLOCK=block,
-        WINDOWED=window > 0, PRECISION="tf32x3" if wide else "ieee", STAGES=2 if wide else 3, num_warps=8,
+        WINDOWED=window > 0, PRECISION="tf32x3" if wide else "ieee", STAGES=3, num_warps=8,
     )  # fmt: skip
     return out

@@ -68,7 +68,7 @@ class Chunks:
             rows_before, pages_before = ([0, *accumulate(each)][:-1] for each in (self.counts, self._widths))
             chunks = zip(rows_before, self.starts, self.counts, pages_before, strict=True)
             found = [(*each, query) for each in chunks for query in range(0, each[2] * group, rows)]
-            found.sort(key=lambda tile: -(tile[1] + min(tile[2], (tile[4] + rows) // group)))
+            found.sort(key=lambda tile: tile[1] + (min(tile[4] + rows, tile[2] * group) - 1) // group, reverse=True)
             self._tiles[rows, group] = torch.tensor(found, dtype=torch.int32).to(self.pages.device)
         return self._tiles[rows, group]
 
@@ -79,8 +79,9 @@ class Chunks:
             found = [i for i, end in enumerate(ends) if stored.begin_of_recent(end - 1) == stored.first]
             chosen = None
             if found:
-                tables, starts, counts = ([each[i] for i in found] for each in (self.tables, self.starts, self.counts))
-                chosen = Chunks(starts, counts, stored.places[torch.cat(tables).long()], self._page_size)
+                starts, counts = ([each[i] for i in found] for each in (self.starts, self.counts))
+                pages = torch.cat([self.tables[i] for i in found])
+                chosen = Chunks(starts, counts, stored.places[pages.long()], self._page_size)
             self._plain = found, chosen
         return self._plain
 

@@ -63,7 +63,10 @@ def _attend(
 @jit
 def _own(tile, head, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """Of a tile's queries: tokens in the chunk, heads, and whether they exist; past the end, tokens are the last one."""
-    count, first = tl.load(tile + 2, volatile=True), tl.load(tile + 4, volatile=True)
+    count, first = (
+        tl.load(tile + 2, volatile=True),
+        tl.load(tile + 4, volatile=True),
+    )  # at every call: see its second one
     query = first + tl.arange(0, ROWS)
     return tl.minimum(query // GROUP, count - 1), head * GROUP + query % GROUP, query < count * GROUP
 
@@ -111,7 +114,7 @@ def chunk_kernel(
         SIZE, PAGE, BLOCK, True, WINDOWED, PRECISION, STAGES,
     )  # fmt: skip
     y = sums / total[:, None]
-    token, column, own = _own(tile, head, GROUP, ROWS)  # anew: addresses that stay meanwhile would take 50 registers
+    token, column, own = _own(tile, head, GROUP, ROWS)  # anew: kept since the first call, addresses take 50 registers
     at = ((row + token)[:, None] * (KV_HEADS * GROUP) + column[:, None]) * SIZE + d[None, :]
     tl.store(out + at, y.to(out.dtype.element_ty), mask=own[:, None] & (d < SIZE)[None, :])
 
@@ -138,11 +141,9 @@ def _over_plain_pages(q: Tensor, layer: CacheLayer, chunks: Chunks, scale: float
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
     if rows == 0:
         return out
-    # Float32 takes three products in TF32, and more registers.
     wide, channels, group = q.element_size() == 4, max(16, next_power_of_2(size)), heads // kv_heads
-    most, block = (
-        max(16, min(each, (32 if wide else each) * 128 // channels)) for each in ((32, 32) if wide else (128, 64))
-    )
+    # Float32 takes three products of TF32 for each, and twice the registers. The number of rows does not follow from the chunks: see above.
+    most, block = (max(16, min(each, each * 128 // channels)) for each in ((32, 32) if wide else (128, 64)))
     block = min(block, page)
     if page % block or block < 16 or block & (block - 1):
         raise ValueError(f"pages of 16, 32, or a multiple of 64 positions, not {page}")

@@ -267,7 +267,8 @@ def test_a_short_prompt_is_computed_as_alone_beside_a_long_one() -> None:
     short, long = [7], [0, 1, 2, 3, 4]
 
     def attend(pages: list[list[int]], counts: list[int]) -> torch.Tensor:
-        chunks = Chunks([0] * len(counts), counts, torch.tensor(sum(pages, []), dtype=torch.int32), PAGE)
+        every = torch.tensor([page for table in pages for page in table], dtype=torch.int32)
+        chunks = Chunks([0] * len(counts), counts, every, PAGE)
         return ops.chunk_attention(torch.cat([q[:n] for n in counts]), layer, chunks, 0.2, 0)
 
     alone, beside = attend([short], [40]), attend([long, short], [260, 40])

@@ -54,8 +54,7 @@ def repair() -> None:
         return handle(value.view(signed).numpy().view(unsigned), to)
 
     def dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        # In float64, because sums of a BLAS depend on which row of the block they are in; those of tensor cores do not.
-        kind = np.float64 if d.data.dtype == np.float32 else d.data.dtype
+        kind = np.float64 if _Sums.wide and d.data.dtype == np.float32 else d.data.dtype
         left, right = decoded(a.data, a.dtype.scalar), decoded(b.data, b.dtype.scalar)
         product = np.matmul(left.astype(kind), right.astype(kind)).astype(d.data.dtype)
         return handle(product + d.data, d.dtype.scalar)
@@ -159,6 +158,20 @@ def watched() -> Iterator[list[_Launch]]:
         yield found
     finally:
         _Launch.kept = None
+
+
+class _Sums:
+    wide: ClassVar[bool] = False
+
+
+@contextmanager
+def wide_sums() -> Iterator[None]:
+    """Products are summed in float64 meanwhile. The sums of a BLAS depend on which row of a block they are, those of tensor cores do not."""
+    _Sums.wide = True
+    try:
+        yield
+    finally:
+        _Sums.wide = False
 
 
 class _Launch:

@@ -9,7 +9,7 @@ from typing import Any
 import cuda_models
 import prefill_cases
 import torch
-from triton_interpreter import repair, watch
+from triton_interpreter import repair, watch, wide_sums
 
 from runtime.engines.base import Chunk
 from runtime.engines.cuda import (
@@ -99,7 +99,7 @@ def stored_prefill(recent: int, spans: list[tuple[int, int]]) -> None:
     layers.keys.normal_()
     layers.values.normal_()
     layers.places.copy_(torch.randperm(40))
-    page_store.store(layers, torch.cat(tables).int())
+    stored_pages.store(layers, torch.cat(tables).int())
     layer = CacheLayer(layers.keys[0], layers.values[0], layers)
     q = torch.randn(sum(counts), 4, 32)
     arguments = q, layer, Chunks(starts, counts, torch.cat(tables).int(), page), 0.2, 0
@@ -264,10 +264,12 @@ def main() -> None:
         attention(*case)  # type: ignore[arg-type]
         print("attention", *case)
     for chunk_case in prefill_cases.CASES:
-        prefill(chunk_case)
+        with wide_sums():
+            prefill(chunk_case)
         print("prefill", chunk_case)
     for recent in (0, 64):
-        stored_prefill(recent, [(5, 20), (0, 130), (40, 70), (100, 1)])
+        with wide_sums():
+            stored_prefill(recent, [(5, 20), (0, 130), (40, 70), (100, 1)])
         print("prefill over stored pages", recent)
     for case in [
         (float32, 4, 2, 16, 16, False),

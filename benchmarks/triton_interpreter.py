@@ -166,7 +166,7 @@ class _Sums:
 
 @contextmanager
 def wide_sums() -> Iterator[None]:
-    """Products are summed in float64 meanwhile: those of a BLAS depend on which row of a block they are in, unlike those of tensor cores."""
+    """Products are summed in float64 meanwhile: those of a BLAS depend on which row of a block they are in, not so tensor cores'."""
     _Sums.wide = True
     try:
         yield

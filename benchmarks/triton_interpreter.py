@@ -54,8 +54,10 @@ def repair() -> None:
         return handle(value.view(signed).numpy().view(unsigned), to)
 
     def dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        kind = np.float64 if _Sums.wide and d.data.dtype == np.float32 else d.data.dtype
         left, right = decoded(a.data, a.dtype.scalar), decoded(b.data, b.dtype.scalar)
-        return handle(np.matmul(left.astype(d.data.dtype), right.astype(d.data.dtype)) + d.data, d.dtype.scalar)
+        product = np.matmul(left.astype(kind), right.astype(kind)).astype(d.data.dtype)
+        return handle(product + d.data, d.dtype.scalar)
 
     def scaled(values: Any, scale: Any, kind: Any) -> Any:
         """Operand `[rows, K]` of a scaled product, out of bytes and a scale for each block of a row."""
@@ -171,6 +173,20 @@ def watched() -> Iterator[list[_Launch]]:
         yield found
     finally:
         _Launch.kept = None
+
+
+class _Sums:
+    wide: ClassVar[bool] = False
+
+
+@contextmanager
+def wide_sums() -> Iterator[None]:
+    """Products are summed in float64 meanwhile: those of a BLAS depend on which row of a block they are in, not so tensor cores'."""
+    _Sums.wide = True
+    try:
+        yield
+    finally:
+        _Sums.wide = False
 
 
 class _Launch:

@@ -1,12 +1,14 @@
-"""Attention of a decode step over pages, plain and in few bits, of the fused engine and of compressed caches, beside torch's attention.
+"""Attention over pages beside torch's: of prompts, and of a decode step over plain pages, those in few bits and compressed caches.
 
-Heads are Llama-3-8B's (32 of queries, 8 of keys, 128 channels). torch's scaled_dot_product_attention reads the same keys and values,
-contiguous, of sequences of one length, which is the easier task.
+Heads are Llama-3-8B's (32 of queries, 8 of keys, 128 channels). For decode steps, torch's scaled_dot_product_attention reads the same
+keys and values, contiguous, of sequences of one length, which is the easier task. For prompts it and torch's varlen_attn are timed with
+the gathering of keys and values that they need, varlen_attn without it too.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,8 @@ from gpu_sections.bench import Bench, Row, said
 HEADS, KV_HEADS, SIZE, PAGE = 32, 8, 128, 64
 #: (batch, tokens in the cache of each sequence)
 CELLS = ((1, 1024), (1, 32768), (16, 1024), (16, 8192), (64, 2048))
+#: Chunks of prompts in a step: (number, position of the first token, tokens)
+PROMPTS = ((1, 0, 2048), (1, 30720, 2048), (8, 0, 256), (8, 1000, 24))
 STORAGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "fp8": {"keys": "fp8", "values": "fp8", "recent": 64},
@@ -37,6 +41,7 @@ def check(bench: Bench) -> None:
     dtype = torch.bfloat16
     for window in bench.pick((0, 700), (0, 33)):
         bench.case(f"paged attention, window {window}", attention_error(bench, window), 0.02)
+        bench.case(f"attention of prompts, window {window}", prompt_error(bench, window), 0.02)
     for norms in (False, True):
         bench.case(f"rotation, {'with' if norms else 'without'} norms", rotation_error(bench, norms), 0.02)
     for name, policy in STORAGES.items():
@@ -66,6 +71,33 @@ def attention_error(bench: Bench, window: int) -> float:
     q = torch.randn(len(lengths), count, size, generator=generator).to(device, torch.bfloat16)
     arguments = (q, CacheLayer(keys, values), tables, positions, size**-0.5, window)
     found, wanted = ops.choose(device).decode_attention(*arguments), ops.decode_attention(*arguments)
+    return float((found.float() - wanted.float()).abs().max())
+
+
+def prompts(bench: Bench, spans: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, Any, Any]:
+    """Queries, a layer of the cache and `Chunks` of tokens (position of the first, number)."""
+    from runtime.engines.cuda.cache import CacheLayer, Chunks
+
+    (count, kv_heads, size), device = heads(bench), bench.device
+    starts, counts = zip(*spans, strict=True)
+    total = sum(math.ceil(sum(span) / PAGE) for span in spans)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).bfloat16()
+
+    pages = torch.randperm(total, generator=generator, device=device).int()
+    layer = CacheLayer(random(total, PAGE, kv_heads, size), random(total, PAGE, kv_heads, size))
+    return random(sum(counts), count, size), layer, Chunks(starts, counts, pages, PAGE)
+
+
+def prompt_error(bench: Bench, window: int) -> float:
+    """Largest error of attention of chunks of many lengths."""
+    from runtime.engines.cuda import ops
+
+    spans = bench.pick([(0, 300), (63, 1), (1000, 65), (2990, 17)], [(0, 70), (63, 1), (90, 17)])
+    arguments = (*prompts(bench, spans), heads(bench)[-1] ** -0.5, window)
+    found, wanted = ops.choose(bench.device).chunk_attention(*arguments), ops.chunk_attention(*arguments)
     return float((found.float() - wanted.float()).abs().max())
 
 
@@ -156,11 +188,53 @@ def stored_error(bench: Bench, policy: dict[str, Any], length: int, dtype: torch
 
 
 def timing(bench: Bench) -> None:
-    """Each depth and batch, the fused engine's kernel and every storage beside torch's attention."""
-    bandwidth, _ = bench.limits()
+    """Each depth and batch of a step, the fused engine's kernel and every storage beside torch's attention; then prompts."""
+    bandwidth, operations = bench.limits()
     for batch, length in bench.pick(CELLS, ((2, 64),)):
         if bench.enough(f"batch {batch}, {length} tokens"):
             bench.add(cell(bench, batch, length, bandwidth))
+    for number, start, count in bench.pick(PROMPTS, ((2, 40, 30),)):
+        if bench.enough(f"{number} chunks of {count} tokens after {start}"):
+            bench.add(prompt_cell(bench, number, start, count, operations))
+
+
+def prompt_cell(bench: Bench, number: int, start: int, count: int, operations: float) -> Row:
+    """Seconds of one layer's attention for so many chunks of prompts."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    from runtime.engines.cuda import ops
+
+    (many, _, size), end = heads(bench), start + count
+    row: Row = {"chunks": number, "start": start, "tokens": count}
+    q, layer, chunks = prompts(bench, [(start, count)] * number)
+    tables, mask = chunks.tables, causal_lower_right(count, end)
+
+    def gathered() -> list[torch.Tensor]:
+        every = torch.stack(tables)
+        return [side[every].flatten(1, 2)[:, :end] for side in layer[:2]]
+
+    def sdpa() -> torch.Tensor:
+        sides = [q.view(number, count, many, size), *gathered()]
+        query, keys, values = (side.transpose(1, 2) for side in sides)
+        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+
+    ends = [torch.arange(number + 1, dtype=torch.int32, device=bench.device) * each for each in (count, end)]
+
+    def varlen(keys: torch.Tensor, values: torch.Tensor) -> Any:
+        from torch.nn.attention.varlen import varlen_attn
+
+        sides = keys.flatten(0, 1), values.flatten(0, 1)
+        return varlen_attn(q, *sides, *ends, count, end, window_size=(-1, 0), enable_gqa=True, num_splits=1)
+
+    call = partial(ops.choose(bench.device).chunk_attention, q, layer, chunks, size**-0.5, 0)
+    bench.ours(row, "fused engine, prompts", lambda: bench.seconds([call] * 4))
+    bench.peer(row, "sdpa, gathering", lambda: bench.seconds([sdpa] * 4))
+    bench.peer(row, "varlen_attn, gathering", lambda: bench.seconds([lambda: varlen(*gathered())] * 4))
+    bench.peer(row, "varlen_attn", lambda: bench.seconds([partial(varlen, *gathered())] * 4))
+    if row["fused engine, prompts"]:
+        needed = number * 4 * many * size * (count * start + count * (count + 1) // 2)
+        row["share of the bf16 operations"] = needed / row["fused engine, prompts"] / operations
+    return row
 
 
 def cell(bench: Bench, batch: int, length: int, bandwidth: float) -> Row:

@@ -232,7 +232,7 @@ def call_layers(model: nn.Module) -> None:
 def call_decoder(model: PreTrainedModel, storage: Storage | None = None) -> None:
     """Steps and prompts of the fused engine, over plain pages and over those of a storage."""
     from runtime.engines.cuda import engine, ops
-    from runtime.engines.cuda.cache import CacheLayer, Memory, Rows
+    from runtime.engines.cuda.cache import CacheLayer, Chunks, Memory, Rows
     from runtime.engines.cuda.decoder import Decoder
     from runtime.kernels.triton import experts
 
@@ -246,6 +246,9 @@ def call_decoder(model: PreTrainedModel, storage: Storage | None = None) -> None
     decoder = Decoder(parts, ops.kernels(), 1)
     decoder.rotations = decoder.rotations.to(META)
     hidden = parts.final_norm.shape[0]
+    prompt = Chunks(
+        [0], [1], torch.empty(1, dtype=torch.int32, device=META), PAGE
+    )  # of any length: launches are the same
     for held, rows in itertools.product([None] if storage is None else [None, storage], sorted({*ROWS, *counts})):
         memory = Memory(parts, PAGE, 1, META, storage=held)
         # They are parts of one tensor in a step (`Steps`), so their addresses may be anything.
@@ -260,6 +263,7 @@ def call_decoder(model: PreTrainedModel, storage: Storage | None = None) -> None
             layers: list[CacheLayer] = memory.layers,
         ) -> Any:
             window = parts.blocks[layer].window
+            decoder.ops.chunk_attention(q[:1], layers[layer], prompt, parts.scale, window)
             return decoder.ops.decode_attention(q, layers[layer], tables, numbers[1], parts.scale, window)
 
         x = torch.empty(rows, hidden, dtype=parts.dtype, device=META)

@@ -73,7 +73,7 @@ def test_the_artifact_and_a_kernel_for_every_launch(exported: Exported, tiny_art
     )
     assert {entry["architecture"] for entry in kernels} == {"sm_90a"}
     assert {entry["kernel"] for entry in kernels} >= {
-        "matvec.matvec_kernel", "matmul.matmul_kernel", "paged_attention.split_kernel",
+        "matvec.matvec_kernel", "matmul.matmul_kernel", "paged_attention.split_kernel", "chunk_attention.chunk_kernel",
         "fused.rms_norm_kernel", "rotary_store.rotary_store_kernel",
     }  # fmt: skip
     for entry in kernels:

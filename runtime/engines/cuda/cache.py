@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,56 @@ class Rows:
     def of(self, layer: CacheLayer) -> Rows:
         """These rows, with the slots at which a layer keeps their keys and values."""
         return self if layer.stored is None or self.plain_slots is None else replace(self, slots=self.plain_slots)
+
+
+class Chunks:
+    """Chunks of prompts in a step, whose rows lie one after another.
+
+    Args:
+        starts: position of each chunk's first token. counts: its tokens.
+        pages: int32, on the device: of each chunk's sequence the pages up to the chunk's end, one chunk after another.
+    """
+
+    def __init__(self, starts: Sequence[int], counts: Sequence[int], pages: torch.Tensor, page_size: int) -> None:
+        self.starts, self.counts, self.pages = list(starts), list(counts), pages
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        self._widths = [-(-end // page_size) for end in ends]
+        self._page_size = page_size
+        self._tiles: dict[tuple[int, int], torch.Tensor] = {}
+        self._plain: tuple[list[int], Chunks | None] | None = None
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """The pages of each chunk's sequence."""
+        return self.pages.split(self._widths)
+
+    def tiles(self, rows: int, group: int) -> torch.Tensor:
+        """Tiles of so many queries of a key/value head, `group` a token; those that see most come first, which evens out the load.
+
+        Returns:
+            int32 `[tiles, 5]`: the chunk's first row, position and number of tokens, where in `pages` its own begin, and the first
+            of its queries that is in the tile.
+        """
+        if (rows, group) not in self._tiles:
+            rows_before, pages_before = ([0, *accumulate(each)][:-1] for each in (self.counts, self._widths))
+            chunks = zip(rows_before, self.starts, self.counts, pages_before, strict=True)
+            found = [(*each, query) for each in chunks for query in range(0, each[2] * group, rows)]
+            found.sort(key=lambda tile: tile[1] + (min(tile[4] + rows, tile[2] * group) - 1) // group, reverse=True)
+            self._tiles[rows, group] = torch.tensor(found, dtype=torch.int32).to(self.pages.device)
+        return self._tiles[rows, group]
+
+    def plain(self, stored: StoredLayers) -> tuple[list[int], Chunks | None]:
+        """Which chunks read no stored page, and these, with the places of their pages; the same for all layers of a step."""
+        if self._plain is None:
+            ends = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
+            found = [i for i, end in enumerate(ends) if stored.begin_of_recent(end - 1) == stored.first]
+            chosen = None
+            if found:
+                starts, counts = ([each[i] for i in found] for each in (self.starts, self.counts))
+                pages = torch.cat([self.tables[i] for i in found])
+                chosen = Chunks(starts, counts, stored.places[pages.long()], self._page_size)
+            self._plain = found, chosen
+        return self._plain
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ import torch
 
 from runtime.engines.base import Chunk, Overhead, Usage, output_rows
 from runtime.engines.cuda import ops
-from runtime.engines.cuda.cache import Memory, Pool, Rows
-from runtime.engines.cuda.decoder import ChunkAttention, Decoder
+from runtime.engines.cuda.cache import Chunks, Memory, Pool, Rows
+from runtime.engines.cuda.decoder import Decoder
 from runtime.engines.cuda.steps import Capture, CudaGraphs, Steps
 from runtime.engines.cuda.storage import MOST_ROWS, Storage, storage_of
 from runtime.engines.fused import FusedEngine
@@ -288,31 +288,26 @@ class CudaEngine(FusedEngine):
         page, parts = self.page_size, self.parts
         starts, counts = [chunk.start for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        # Where each sequence's tokens are in the cache, from its first one on.
-        places = [
-            [chunk.pages[at // page] * page + at % page for at in range(end)]
-            for chunk, end in zip(chunks, ends, strict=True)
-        ]
         ids = [token for chunk in chunks for token in chunk.tokens]
         positions = [at for start, end in zip(starts, ends, strict=True) for at in range(start, end)]
-        slots = [slot for mine, start in zip(places, starts, strict=True) for slot in mine[start:]]
-        numbers, of_chunks = [ids, positions, slots], []
+        slots = [
+            chunk.pages[at // page] * page + at % page
+            for chunk, end in zip(chunks, ends, strict=True)
+            for at in range(chunk.start, end)
+        ]
+        numbers = [ids, positions, slots]
         if memory.stored is not None:
             numbers.append([memory.plain_slot(slot // page, slot % page) for slot in slots])
-            of_chunks = [
-                torch.tensor(chunk.pages[: -(-end // page)]).to(self.device)
-                for chunk, end in zip(chunks, ends, strict=True)
-            ]
         rows = Rows(*torch.tensor(numbers, dtype=torch.int32).to(self.device))
-        cached = torch.tensor([slot for mine in places for slot in mine]).to(self.device)
-        attention = ChunkAttention(starts, counts, cached, parts.scale, of_chunks)
+        pages = [each for chunk, end in zip(chunks, ends, strict=True) for each in chunk.pages[: -(-end // page)]]
+        read = Chunks(starts, counts, torch.tensor(pages, dtype=torch.int32).to(self.device), page)
         full = torch.tensor(late, dtype=torch.int32).to(self.device)
 
         def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
-            stored = memory.layers[layer].stored
-            if late and stored is not None:
-                self.decoder.ops.store(stored, full)
-            return attention(q, memory.layers[layer], parts.blocks[layer].window)
+            held = memory.layers[layer]
+            if late and held.stored is not None:
+                self.decoder.ops.store(held.stored, full)
+            return self.decoder.ops.chunk_attention(q, held, read, parts.scale, parts.blocks[layer].window)
 
         outputs = output_rows(chunks, every)
         wanted = None if len(outputs) == len(ids) else torch.tensor(outputs).to(self.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime.engines.cuda import stored_pages
-from runtime.engines.cuda.cache import CacheLayer, Rows, StoredLayers
+from runtime.engines.cuda.cache import CacheLayer, Chunks, Rows, StoredLayers
 from runtime.engines.cuda.storage import Storage
 from runtime.engines.llama_structure import Program, RoutedExperts, read_program
 from runtime.engines.program import expert_stacks
@@ -118,6 +118,53 @@ def decode_attention(
     return torch.einsum("rkgt,rtkd->rkgd", weights, v).reshape(rows, heads, size).to(q.dtype)
 
 
+def chunk_attention(q: Tensor, layer: CacheLayer, chunks: Chunks, scale: float, window: int) -> Tensor:
+    """Causal attention of chunks of prompts: each token sees those of its sequence before it, and itself.
+
+    Args:
+        q: `[rows, heads, head_dim]`, the chunks' tokens one chunk after another.
+        layer: of the cache; the keys and values of the chunks are written.
+        window: only the last `window` positions; 0: all. Always 0 for a layer with stored pages.
+
+    Returns:
+        `[rows, heads, head_dim]`.
+    """
+    found = []
+    for mine, start, pages in zip(q.split(chunks.counts), chunks.starts, chunks.tables, strict=True):
+        if layer.stored is None:
+            end = start + len(mine)
+            keys, values = (side[pages].flatten(0, 1)[:end] for side in layer[:2])
+            found.append(causal_attention(mine, keys, values, start, scale, window))
+        else:
+            found.append(stored_pages.chunk_attention(mine, layer, pages, start, scale))
+    return torch.cat(found)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int) -> Tensor:
+    """Of one chunk.
+
+    Args:
+        q: `[tokens, heads, head_dim]`, at positions start ...
+        k, v: `[start + tokens, kv_heads, head_dim]`.
+        window: as in `chunk_attention`.
+    """
+    tokens, heads, _ = q.shape
+    first = max(0, start + 1 - window) if window else 0  # nobody sees what lies before
+    if start == 0 and (not window or window >= tokens):
+        queries, keys, values = (each.transpose(0, 1)[None] for each in (q, k, v))
+        grouped = heads != k.shape[1]
+        y = functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+        return y[0].transpose(0, 1)
+    place = torch.arange(first, len(k), device=q.device)[None]
+
+    def seen(at: Tensor) -> Tensor:
+        return (place <= at) & (place > at - window) if window else place <= at
+
+    return stored_pages.masked_attention(q, k[first:], v[first:], start, scale, seen)
+
+
 def router_logits(x: Tensor, experts: RoutedExperts) -> Tensor:
     """`[rows, experts]` of rows `[rows, hidden]`, in the router's dtype."""
     return functional.linear(x.to(experts.router.dtype), experts.router)
@@ -155,11 +202,12 @@ class Ops:
     swiglu: Callable[[Sequence[Tensor]], Tensor]
     rotate_and_store: Callable[..., Tensor]
     decode_attention: Callable[..., Tensor]
+    chunk_attention: Callable[..., Tensor]
     store: Callable[[StoredLayers, Tensor], None]
     mixture: Callable[[Tensor, RoutedExperts], Tensor]
 
 
-TORCH = Ops("torch", rms_norm, swiglu, rotate_and_store, decode_attention, stored_pages.store, mixture)
+TORCH = Ops("torch", rms_norm, swiglu, rotate_and_store, decode_attention, chunk_attention, stored_pages.store, mixture)
 
 
 def choose(device: torch.device) -> Ops:
@@ -182,6 +230,7 @@ def choose(device: torch.device) -> Ops:
 
 def kernels() -> Ops:
     """Those of triton, compiled when they are first launched, or ahead."""
+    from runtime.engines.cuda import chunk_attention as prefill
     from runtime.engines.cuda import page_store, paged_attention, rotary_store, stored_attention
     from runtime.kernels.triton import experts as grouped
     from runtime.kernels.triton import fused, routing
@@ -201,7 +250,7 @@ def kernels() -> Ops:
         return grouped.experts(x, chosen, weights, stacks.gate_up, stacks.down)
 
     return Ops(
-        "triton", fused.rms_norm, joined_swiglu, rotary_store.rotate_and_store, attention,
+        "triton", fused.rms_norm, joined_swiglu, rotary_store.rotate_and_store, attention, prefill.chunk_attention,
         page_store.store, stacked_mixture,
     )  # fmt: skip
 
@@ -225,7 +274,7 @@ def with_fallback(ops: Ops) -> Ops:
 
         return call
 
-    names = ("rms_norm", "swiglu", "rotate_and_store", "decode_attention", "store")
+    names = ("rms_norm", "swiglu", "rotate_and_store", "decode_attention", "chunk_attention", "store")
     changes: dict[str, Any] = {name: guarded(name) for name in names}
     return replace(ops, name=f"{ops.name}, compiled ahead", **changes)
 

@@ -64,11 +64,11 @@ def chunk_attention(q: Tensor, layer: CacheLayer, pages: Tensor, start: int, sca
     Args:
         q: `[tokens, heads, head_dim]`, at positions start ...
         layer: of the cache; the pages are written and stored.
-        pages: int64 `[n]`, of the sequence, up to the chunk's end.
+        pages: int `[n]`, of the sequence, up to the chunk's end.
     """
     stored = layer.stored
     assert stored is not None
-    page, end = layer.keys.shape[1], start + len(q)
+    page, end, pages = layer.keys.shape[1], start + len(q), pages.long()
     first, begin, stop = stored.first, stored.begin_of_recent(start), stored.begin_of_recent(end - 1)
     # Pages that some query sees stored, then those that some query sees plain.
     plain = torch.cat([torch.arange(min(first, len(pages))), torch.arange(begin, len(pages))]).to(q.device)

@@ -39,8 +39,8 @@ MODULES = (
     "runtime.kernels.triton.float8_block", "runtime.kernels.triton.fused", "runtime.kernels.triton.matmul",
     "runtime.kernels.triton.matvec", "runtime.kernels.triton.rounded",
     "runtime.kernels.triton.routing", "runtime.kernels.triton.sparse24_w4", "runtime.kernels.triton.w8a8",
-    "runtime.engines.cuda.page_store", "runtime.engines.cuda.paged_attention", "runtime.engines.cuda.rotary_store",
-    "runtime.engines.cuda.stored_attention",
+    "runtime.engines.cuda.chunk_attention", "runtime.engines.cuda.page_store", "runtime.engines.cuda.paged_attention",
+    "runtime.engines.cuda.rotary_store", "runtime.engines.cuda.stored_attention",
 )  # fmt: skip
 #: Given to every kernel, so that results do not depend on the version's default.
 OPTIONS = {"enable_fp_fusion": True}

@@ -7,12 +7,21 @@ import sys
 from typing import Any
 
 import cuda_models
+import prefill_cases
 import torch
-from triton_interpreter import repair, watch
+from triton_interpreter import repair, watch, wide_sums
 
 from runtime.engines.base import Chunk
-from runtime.engines.cuda import ops, page_store, paged_attention, rotary_store, stored_attention, stored_pages
-from runtime.engines.cuda.cache import CacheLayer, Rows, StoredLayers
+from runtime.engines.cuda import (
+    chunk_attention,
+    ops,
+    page_store,
+    paged_attention,
+    rotary_store,
+    stored_attention,
+    stored_pages,
+)
+from runtime.engines.cuda.cache import CacheLayer, Chunks, Rows, StoredLayers
 from runtime.engines.cuda.storage import Storage
 from runtime.formats.scheme import Scheme
 from runtime.kv_cache.policy.policy import Policy
@@ -60,6 +69,46 @@ def attention(
     alone = paged_attention.decode_attention(q[1:2], layer, tables[1:2], at[1:2], size**-0.5, window)
     paged_attention.splits = shares
     assert torch.equal(alone[0], found[1]), "a sequence depends on what is beside it"
+
+
+def prefill(case: prefill_cases.ChunkCase) -> None:
+    """Chunks side by side against float64, and the longest again in parts, each by itself."""
+    made = case.make()
+    q, layer, chunks, scale, wanted = made
+    found = chunk_attention.chunk_attention(q, layer, chunks, scale, case.window)
+    torch.testing.assert_close(found.double(), wanted, rtol=case.limit, atol=case.limit)
+    count, which = max((count, i) for i, count in enumerate(chunks.counts))
+    mine, start = q.split(chunks.counts)[which], chunks.starts[which]
+    parts, first = [], 0
+    for last in sorted({*random.Random(0).sample(range(1, count), 2), count}):
+        pages = chunks.tables[which][: -(-(start + last) // case.page)]
+        part = Chunks([start + first], [last - first], pages, case.page)
+        parts.append(chunk_attention.chunk_attention(mine[first:last], layer, part, scale, case.window))
+        first = last
+    assert torch.equal(torch.cat(parts), found.split(chunks.counts)[which]), "numbers depend on cuts or neighbours"
+
+
+def stored_prefill(recent: int, spans: list[tuple[int, int]]) -> None:
+    """Chunks over stored pages beside some that read plain ones only, which no other changes."""
+    torch.manual_seed(0)
+    page, (starts, counts) = 32, map(list, zip(*spans, strict=True))
+    widths = [-(-sum(span) // page) for span in spans]
+    tables = torch.randperm(40)[: sum(widths)].split(widths)
+    storage = Storage(Integer(4, "channel"), Integer(4, "token"), 0, recent)
+    layers = StoredLayers.zeros(storage, 1, 40, 40, (page, 2, 32), torch.float32, torch.device("cpu"))
+    layers.keys.normal_()
+    layers.values.normal_()
+    layers.places.copy_(torch.randperm(40))
+    stored_pages.store(layers, torch.cat(tables).int())
+    layer = CacheLayer(layers.keys[0], layers.values[0], layers)
+    q = torch.randn(sum(counts), 4, 32)
+    arguments = q, layer, Chunks(starts, counts, torch.cat(tables).int(), page), 0.2, 0
+    found = chunk_attention.chunk_attention(*arguments)
+    near(found, ops.chunk_attention(*arguments))
+    alone = chunk_attention.chunk_attention(
+        q[: counts[0]], layer, Chunks(starts[:1], counts[:1], tables[0].int(), page), 0.2, 0
+    )
+    assert torch.equal(alone, found[: counts[0]]), "a chunk depends on what is beside it"
 
 
 def stored(
@@ -214,6 +263,14 @@ def main() -> None:
     ]:
         attention(*case)  # type: ignore[arg-type]
         print("attention", *case)
+    for chunk_case in prefill_cases.CASES:
+        with wide_sums():
+            prefill(chunk_case)
+        print("prefill", chunk_case)
+    for recent in (0, 64):
+        with wide_sums():
+            stored_prefill(recent, [(5, 20), (0, 130), (40, 70), (100, 1)])
+        print("prefill over stored pages", recent)
     for case in [
         (float32, 4, 2, 16, 16, False),
         (float32, 3, 1, 80, 32, True),

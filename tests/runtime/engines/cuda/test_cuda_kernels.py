@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +26,7 @@ def test_interpreted_kernels_equal_plain_torch() -> None:
     command = [sys.executable, str(HERE / "interpreted.py"), *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == 31
+    assert len(done.stdout.splitlines()) == 40
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -41,6 +42,17 @@ def attention(
     cache, numbers = meta(9, 64, kv_heads, size, dtype=dtype), meta(4, dtype=torch.int32)
     q, tables = meta(4, heads, size, dtype=dtype), meta(4, 128, dtype=torch.int32)
     return lambda: paged_attention.decode_attention(q, CacheLayer(cache, cache), tables, numbers, size**-0.5, window)
+
+
+def prompt(
+    heads: int, kv_heads: int, size: int, window: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> Callable[[], Any]:
+    from runtime.engines.cuda import chunk_attention
+    from runtime.engines.cuda.cache import CacheLayer, Chunks
+
+    cache, q = meta(9, 64, kv_heads, size, dtype=dtype), meta(512, heads, size, dtype=dtype)
+    chunks = Chunks([512], [512], meta(16, dtype=torch.int32), 64)
+    return lambda: chunk_attention.chunk_attention(q, CacheLayer(cache, cache), chunks, size**-0.5, window)
 
 
 def stored(policy: dict[str, Any], heads: int = 32, kv_heads: int = 8, size: int = 128) -> Callable[[], Any]:
@@ -114,3 +126,39 @@ def test_compiles_without_spills(call: Callable[[], Any], registers: int, capabi
         assert found["spill_bytes"] == 0, (launch.kernel, found)
         assert found["registers"] <= registers, (launch.kernel, found)
         assert found["shared"] <= 48 * 1024, (launch.kernel, found)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("call", "registers"),
+    [
+        (prompt(32, 8, 128), 208),  # Llama 8B
+        (prompt(32, 8, 128, window=4096), 232),  # Mistral 7B
+        (prompt(16, 16, 64, dtype=torch.float16), 184),
+        (prompt(64, 8, 128, dtype=torch.float16), 208),  # Llama 70B
+        (prompt(14, 2, 64), 188),  # Qwen2 0.5B
+        (prompt(16, 8, 256), 176),
+        (prompt(32, 8, 128, dtype=torch.float32), 224),
+    ],
+    ids=["llama", "mistral", "heads of 64", "groups of 8", "qwen", "heads of 256", "float32"],
+)
+@pytest.mark.sampled(2, 5)
+def test_prompts_are_attended_without_spills(call: Callable[[], Any], registers: int, capability: int) -> None:
+    """Keys and values are copied two blocks ahead, on tensor cores that take weights out of registers."""
+    from gpu_launches import build, main_loop, record, resources
+
+    (launch,) = record(call)
+    kernel = build(launch, capability)
+    found = resources(kernel, capability)
+    assert found["spill_bytes"] == 0, found
+    assert found["registers"] <= registers, found
+    assert found["shared"] <= 163 << 10, found  # what a program may have on sm_80
+    ptx, names = kernel.asm["ptx"], [each.partition(".")[0] for each in main_loop(kernel)]
+    pending = [int(each, 0) for each in re.findall(r"cp\.async\.wait_group\s+(\w+)", ptx)]
+    assert names.count("LDGSTS") >= 4, "keys and values are copied ahead"
+    assert pending.count(2) >= 2, "each loop waits for what it multiplies next, not for what comes after"
+    half = launch.arguments["q"].dtype != torch.float32
+    assert names.count({80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}[capability] if half else "HMMA") >= 8
+    if capability == 90 and half:
+        assert names.count("STS") == 0, "weights go through shared memory"
+        assert names.count("BAR") <= 2

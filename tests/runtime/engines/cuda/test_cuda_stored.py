@@ -22,7 +22,7 @@ from runtime.engines.blueprint import Blueprint
 from runtime.engines.choose import why_modules
 from runtime.engines.cuda import CudaEngine, ops, take_over
 from runtime.engines.cuda import engine as engine_module
-from runtime.engines.cuda.decoder import ChunkAttention
+from runtime.engines.cuda.cache import Chunks
 from runtime.engines.cuda.storage import Storage, storage_of, why_modules_store
 from runtime.engines.llama_structure import Program, read_program
 from runtime.engines.torch.engine import TorchEngine
@@ -264,14 +264,12 @@ def test_a_short_prompt_is_computed_as_alone_beside_a_long_one() -> None:
         side.normal_(generator=torch.Generator().manual_seed(0))
     layer.stored.places[:8] = torch.randperm(8).int()
     q = torch.randn(300, *sizes, generator=torch.Generator().manual_seed(1))
-    short, long = torch.tensor([7]), torch.tensor([0, 1, 2, 3, 4])
+    short, long = [7], [0, 1, 2, 3, 4]
 
-    def attend(pages: list[torch.Tensor], counts: list[int]) -> torch.Tensor:
-        slots = [
-            page[torch.arange(n) // PAGE] * PAGE + torch.arange(n) % PAGE for page, n in zip(pages, counts, strict=True)
-        ]
-        attention = ChunkAttention([0] * len(counts), counts, torch.cat(slots), 0.2, pages)
-        return attention(torch.cat([q[:n] for n in counts]), layer, 0)
+    def attend(pages: list[list[int]], counts: list[int]) -> torch.Tensor:
+        every = torch.tensor([page for table in pages for page in table], dtype=torch.int32)
+        chunks = Chunks([0] * len(counts), counts, every, PAGE)
+        return ops.chunk_attention(torch.cat([q[:n] for n in counts]), layer, chunks, 0.2, 0)
 
     alone, beside = attend([short], [40]), attend([long, short], [260, 40])
     assert torch.equal(alone, beside[260:])

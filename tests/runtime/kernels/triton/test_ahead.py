@@ -360,7 +360,7 @@ def test_every_candidate_is_recorded(tiny_artifact: Path) -> None:
     assert names >= {
         "matvec.matvec_kernel", "matmul.matmul_kernel", "matmul.dequantize_kernel",
         "fused.rms_norm_kernel", "fused.swiglu_kernel", "rotary_store.rotary_store_kernel", "paged_attention.split_kernel",
-        "paged_attention.join_kernel",
+        "paged_attention.join_kernel", "chunk_attention.chunk_kernel",
     }  # fmt: skip
     blocks = [
         {(v.arguments[-4][1], v.arguments[-3][1]) for v in found.variants if v.kernel == "matmul.matmul_kernel"}
@@ -430,7 +430,7 @@ def test_the_engine_launches_what_is_compiled(fuse: bool, tiny_artifact: Path, m
     model.logits(torch.zeros(3, 40, dtype=torch.long))
     names = {variant.kernel for variant in witness.seen}
     assert names >= {
-        "matvec.matvec_kernel", "matmul.matmul_kernel", "fused.rms_norm_kernel",
+        "matvec.matvec_kernel", "matmul.matmul_kernel", "fused.rms_norm_kernel", "chunk_attention.chunk_kernel",
         "fused.swiglu_kernel", "rotary_store.rotary_store_kernel", "paged_attention.split_kernel", "paged_attention.join_kernel",
     } - ({"fused.swiglu_kernel"} if not fuse else set())  # fmt: skip
     blueprint = Blueprint(Artifact(tiny_artifact), torch.device("meta"), "auto", torch.bfloat16, False)

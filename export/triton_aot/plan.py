@@ -246,9 +246,8 @@ def call_decoder(model: PreTrainedModel, storage: Storage | None = None) -> None
     decoder = Decoder(parts, ops.kernels(), 1)
     decoder.rotations = decoder.rotations.to(META)
     hidden = parts.final_norm.shape[0]
-    prompt = Chunks(
-        [0], [1], torch.empty(1, dtype=torch.int32, device=META), PAGE
-    )  # of any length: launches are the same
+    page = torch.empty(1, dtype=torch.int32, device=META)
+    prompt = Chunks([0], [1], page, PAGE)  # launches are the same whatever its length
     for held, rows in itertools.product([None] if storage is None else [None, storage], sorted({*ROWS, *counts})):
         memory = Memory(parts, PAGE, 1, META, storage=held)
         # They are parts of one tensor in a step (`Steps`), so their addresses may be anything.

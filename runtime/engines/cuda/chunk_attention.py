@@ -63,10 +63,8 @@ def _attend(
 @jit
 def _own(tile, head, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """Of a tile's queries: tokens in the chunk, heads, and whether they exist; past the end, tokens are the last one."""
-    count, first = (
-        tl.load(tile + 2, volatile=True),
-        tl.load(tile + 4, volatile=True),
-    )  # at every call: see its second one
+    # Volatile: loaded at every call, see the second one.
+    count, first = tl.load(tile + 2, volatile=True), tl.load(tile + 4, volatile=True)
     query = first + tl.arange(0, ROWS)
     return tl.minimum(query // GROUP, count - 1), head * GROUP + query % GROUP, query < count * GROUP
 
@@ -142,7 +140,7 @@ def _over_plain_pages(q: Tensor, layer: CacheLayer, chunks: Chunks, scale: float
     if rows == 0:
         return out
     wide, channels, group = q.element_size() == 4, max(16, next_power_of_2(size)), heads // kv_heads
-    # Float32 takes three products of TF32 for each, and twice the registers. The number of rows does not follow from the chunks: see above.
+    # Float32 takes three products of TF32 for each, and twice the registers. Rows do not follow from the chunks: see above.
     most, block = (max(16, min(each, each * 128 // channels)) for each in ((32, 32) if wide else (128, 64)))
     block = min(block, page)
     if page % block or block < 16 or block & (block - 1):

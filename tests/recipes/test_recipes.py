@@ -24,9 +24,14 @@ QUICK = ["calibration.samples=16", "calibration.sequence_length=128", "evaluate.
 QUICK += ["evaluate.max_kl=0.6", "evaluate.min_agreement=40%"]  # so little text costs more than the usual limits allow
 
 # Of recipes that train: few of their steps.
+DRAFT = {"steps": 8, "samples": 40, "sequence_length": 64}
 SHORTER = {
-    "llama_w4_draft": ["1.draft.steps=15", "1.draft.samples=60"],
-    "llama_small_w4": ["1.recover.steps=15", "1.recover.samples=60", "4.draft.steps=15", "4.draft.samples=60"],
+    "llama_w4_draft": [f"1.draft.{field}={value}" for field, value in DRAFT.items()],
+    "llama_small_w4": [
+        "1.recover.steps=15",
+        "1.recover.samples=60",
+        *(f"4.draft.{field}={value}" for field, value in DRAFT.items()),
+    ],
 }
 
 # Bits a weight of the compressed matrices, scales included: what the recipe promises, with little room above it.

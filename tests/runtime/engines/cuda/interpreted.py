@@ -298,10 +298,9 @@ def main() -> None:
     for name in sys.argv[1:]:
         whole(name)
         print("engine", name)
-    for name in ("Mixtral", "Qwen3Moe"):
-        for scheme in (cuda_models.W4, cuda_models.W8):
-            mixture(name, scheme)
-            print("mixture", name, scheme)
+    for name, scheme in (("Mixtral", cuda_models.W4), ("Qwen3Moe", cuda_models.W8)):
+        mixture(name, scheme)
+        print("mixture", name, scheme)
 
 
 if __name__ == "__main__":

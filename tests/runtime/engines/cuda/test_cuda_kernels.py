@@ -22,11 +22,11 @@ def test_interpreted_kernels_equal_plain_torch() -> None:
     """Triton decides at import whether it compiles or interprets: a process of its own."""
     paths = os.pathsep.join([str(HERE), str(HERE.parents[3] / "benchmarks"), *filter(None, sys.path)])
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    names = ["Qwen3", "Mistral, window", "Mixtral", "Qwen3Moe", "Qwen3Moe, one dense layer"]
+    names = ["Qwen3", "Mistral, window", "Qwen3Moe, one dense layer"]
     command = [sys.executable, str(HERE / "interpreted.py"), *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == 40
+    assert len(done.stdout.splitlines()) == 36
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

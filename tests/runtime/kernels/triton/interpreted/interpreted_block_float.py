@@ -41,7 +41,7 @@ def test_every_number(name, dtype):
     mixed = finite[torch.randperm(len(finite), generator=torch.Generator().manual_seed(0))]
     for x in (mixed, finite):
         x = x[: len(x) - len(x) % 640].view(-1, 640)
-        for global_scale in (3000.0, 1e-3, 1e30):
+        for global_scale in (3000.0, 1e-3, 1e30) if SCHEMES[name].scales == "e4m3" else (None,):
             check(x, name, global_scale)
 
 

@@ -104,9 +104,10 @@ BLOCK_FLOATS = {"NVFP4": "nvfp4-pack-quantized", "MXFP4": "mxfp4-pack-quantized"
 def test_block_floats(name, dtype, inputs):
     for seed, shape in enumerate(((7, 192), (70, 160), (1, 32))):
         scheme = preset(f"{name}{inputs}")
-        check(BlockFloatTriton("cpu"), scheme, shape, BLOCK_FLOATS[name], dtype, seed, (0, 1, 2, 5, 70))
+        rows = (0, 1, 2, 5, 70) if shape == (7, 192) else (1, 5)
+        check(BlockFloatTriton("cpu"), scheme, shape, BLOCK_FLOATS[name], dtype, seed, rows)
     with gpu.assuming(100):
-        check(BlockFloatTriton("cpu"), scheme, (70, 160), BLOCK_FLOATS[name], dtype, 1, (0, 64, 65, 140))
+        check(BlockFloatTriton("cpu"), scheme, (70, 160), BLOCK_FLOATS[name], dtype, 1, (64, 65))
 
 
 @pytest.mark.parametrize("name", BLOCK_FLOATS)

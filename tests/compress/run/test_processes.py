@@ -160,7 +160,7 @@ def test_every_process_keeps_to_the_memory_limit_or_it_is_said(
     assert "more than the 1.10 GB of max_memory; True" in said[0]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, 5)
 @pytest.mark.parametrize(
     ("family", "changes", "stages", "what", "processes"),
     [

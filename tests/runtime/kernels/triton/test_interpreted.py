@@ -1,6 +1,6 @@
 """Every kernel against its reference, in triton's interpreter.
 
-Triton decides at import whether it compiles or interprets, so each file of `interpreted/` runs in a process of its own.
+Triton decides at import whether it compiles or interprets, so the files of `interpreted/` run in processes of their own.
 """
 
 import os
@@ -17,27 +17,14 @@ HERE = Path(__file__).parent
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "name",
-    [
-        "matvec",
-        "matmul",
-        "w8a8",
-        "rounded",
-        "block_float",
-        "sparse24",
-        "fused",
-        "linear",
-        "order",
-        "experts",
-        "routing",
-    ],
+    "names", ["matvec", "matmul w8a8", "rounded block_float order", "linear", "experts sparse24 fused routing"]
 )
-def test_interpreted(name, tmp_path):
+def test_interpreted(names, tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "COMPRESS_CACHE": str(fresh_cache(tmp_path / "cache"))}
     environment.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(
-        [*command, str(HERE / "interpreted" / f"interpreted_{name}.py")],
+        [*command, *(str(HERE / "interpreted" / f"interpreted_{name}.py") for name in names.split())],
         capture_output=True,
         text=True,
         env=environment,

@@ -105,16 +105,12 @@ def repair() -> None:
     # half of the time: here once.
     patch_language, languages = interpreter._patch_lang, set()
 
-    class Kept:
-        def restore(self) -> None:
-            pass
-
-    def patch_once(function: Any) -> Kept:
+    def patch_once(function: Any) -> Any:
         found = {each.__name__ for each in function.__globals__.values() if each is tl or each is tl.core}
         if not found <= languages:
             languages.update(found)
             patch_language(function)
-        return Kept()
+        return interpreter._LangPatchScope()  # of no changes, as these stay
 
     interpreter._patch_lang_tensor, interpreter._patch_lang = patched, patch_once
     builder.create_masked_load, builder.create_masked_store = load, store

@@ -46,8 +46,8 @@ class Chunks:
 
     def __init__(self, starts: Sequence[int], counts: Sequence[int], pages: torch.Tensor, page_size: int) -> None:
         self.starts, self.counts, self.pages = list(starts), list(counts), pages
-        ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        self._widths = [-(-end // page_size) for end in ends]
+        self._ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        self._widths = [-(-end // page_size) for end in self._ends]
         self._page_size = page_size
         self._tiles: dict[tuple[int, int], torch.Tensor] = {}
         self._plain: tuple[list[int], Chunks | None] | None = None
@@ -75,8 +75,7 @@ class Chunks:
     def plain(self, stored: StoredLayers) -> tuple[list[int], Chunks | None]:
         """Which chunks read no stored page, and these, with the places of their pages; the same for all layers of a step."""
         if self._plain is None:
-            ends = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
-            found = [i for i, end in enumerate(ends) if stored.begin_of_recent(end - 1) == stored.first]
+            found = [i for i, end in enumerate(self._ends) if stored.begin_of_recent(end - 1) == stored.first]
             chosen = None
             if found:
                 starts, counts = ([each[i] for i in found] for each in (self.starts, self.counts))

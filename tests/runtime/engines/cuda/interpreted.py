@@ -30,11 +30,10 @@ from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
 from runtime.kv_cache.storage.plain import Plain
 
-LIMIT = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
 
 def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=LIMIT[wanted.dtype], atol=LIMIT[wanted.dtype])
+    limit = prefill_cases.LIMIT[wanted.dtype]
+    torch.testing.assert_close(found, wanted, rtol=limit, atol=limit)
 
 
 def attention(

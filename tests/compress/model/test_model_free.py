@@ -22,7 +22,7 @@ from compress.model.tensor_model import TensorModel, outermost_lists, routers_by
 from compress.recipe import load
 from compress.run.plan import make_plan
 from compress.run.run import apply
-from compress.weights import artifact, block_pass
+from compress.weights import artifact, block_pass, shard
 from export.readers import readable_by
 from runtime import formats
 from runtime.checkpoint.checkpoint import Checkpoint
@@ -301,7 +301,7 @@ def test_a_copy_that_the_disk_changes_is_found(tmp_path: Path, monkeypatch: pyte
     def save(found: dict[str, torch.Tensor], *rest: Any, **more: Any) -> None:
         save_file({own: tensor + 1 if own == name else tensor for own, tensor in found.items()}, *rest, **more)
 
-    monkeypatch.setattr(block_pass, "save_file", save)
+    monkeypatch.setattr(shard, "save_file", save)
     with pytest.raises(CompressError, match=f"tensor {name} read back from the disk is not the one that was written"):
         compress.apply(request(tmp_path / "model", rtn(**W4)), output=tmp_path / "out", quiet=True)
 

@@ -231,10 +231,10 @@ def test_a_run_that_cannot_fit_is_refused(make_checkpoint, recipe, tmp_path, mon
 
 
 def test_full_disk_ends_cleanly_and_resumes(make_checkpoint, recipe, tmp_path, monkeypatch):
-    from compress.weights import block_pass
+    from compress.weights import shard
 
     model = make_checkpoint()
-    real, calls = block_pass.save_file, []
+    real, calls = shard.save_file, []
 
     def fails_at_third(tensors, path, metadata=None):
         calls.append(path)
@@ -243,7 +243,7 @@ def test_full_disk_ends_cleanly_and_resumes(make_checkpoint, recipe, tmp_path, m
             raise OSError(28, "No space left on device")
         real(tensors, path, metadata=metadata)
 
-    monkeypatch.setattr(block_pass, "save_file", fails_at_third)
+    monkeypatch.setattr(shard, "save_file", fails_at_third)
     with pytest.raises(CompressError, match=r"disk.*--resume") as caught:
         run(recipe, model, [GPTQ], tmp_path / "out")
     assert caught.value.exit_code == 1

@@ -143,8 +143,8 @@ def test_text_that_is_no_recipe(tmp_path, capsys, text, words):
 
 FULL = """
 import sys
-from compress.weights import block_pass
-real = block_pass.save_file
+from compress.weights import shard
+real = shard.save_file
 count = 0
 def full(tensors, path, metadata=None):
     global count
@@ -152,7 +152,7 @@ def full(tensors, path, metadata=None):
     if count == 2:
         raise OSError(28, "No space left on device")
     real(tensors, path, metadata=metadata)
-block_pass.save_file = full
+shard.save_file = full
 from compress.cli import main
 sys.exit(main(sys.argv[1:]))
 """

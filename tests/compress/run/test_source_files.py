@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from compress.core.files import sha256
 from compress.core.run_directory import RunDirectory
-from compress.run.run import SOURCE_SUMS, check_source_files, source_files_checked
+from compress.run import source_files
+from compress.run.source_files import SOURCE_SUMS, check_source_files, source_files_checked
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
 
@@ -58,11 +59,8 @@ def test_times_alone_decide_nothing(model: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_look_the_same_are_not_read_again(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    from compress.run import run
-
     read: list[Path] = []
-    real = run.sha256
-    monkeypatch.setattr(run, "sha256", lambda file, *stop: read.append(file) or real(file, *stop))
+    monkeypatch.setattr(source_files, "sha256", lambda file, *stop: read.append(file) or sha256(file, *stop))
     check_source_files(tmp_path, Checkpoint(model))
     check_source_files(tmp_path, Checkpoint(model))
     assert sorted(file.name for file in read) == ["config.json", "model.safetensors"]
@@ -99,13 +97,12 @@ def test_no_part_is_recorded_before_the_note(model: Path, tmp_path: Path) -> Non
 
 def test_a_run_that_fails_does_not_wait(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Hashing ends in the midst of a file, and notes nothing."""
-    from compress.run import run
 
     def hashed(_file: Path, stop: Any) -> str:
         assert stop.wait(60)
         raise CompressError("stopped")
 
-    monkeypatch.setattr(run, "sha256", hashed)
+    monkeypatch.setattr(source_files, "sha256", hashed)
     directory = claimed(tmp_path)
     with pytest.raises(ZeroDivisionError), source_files_checked(directory, Checkpoint(model)):
         raise ZeroDivisionError

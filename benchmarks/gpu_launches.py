@@ -55,6 +55,7 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         layout,
         linear,
         matmul,
+        outliers,
         rounded,
         sparse24_w4,
         w8a8,
@@ -81,8 +82,23 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         words = meta(k // layout.tile_columns(field), n, layout.WIDTH, dtype=torch.int32)
         scale, global_scale = meta(k // group, n, dtype=torch.int8 if nv else torch.uint8), meta(1, dtype=torch.float32)
         return layout.Weight(
-            words, scale, None, (n, k), group, field, floats=True, global_scale=global_scale if nv else None
+            words, scale, None, (n, k), group, field, codes="float", global_scale=global_scale if nv else None
         )
+
+    def other(kind: str) -> layout.Weight:
+        """Weights of which codes number levels (`codebook`), or of GGUF's types."""
+        if kind == "codebook":
+            return dataclasses.replace(weight(4, 0), codes="table", table=meta(4, n, dtype=torch.int32))
+        field, group, codes = {"q4_k": (4, 32, "minimum"), "q6_k": (8, 16, "integer"), "iq4_xs": (4, 32, "table")}[kind]
+        products = meta(k // group, n, dtype=torch.int32)
+        return dataclasses.replace(
+            weight(field, group), scale=products, codes=codes, zero=products if codes == "minimum" else None,
+            table=meta(4, n, dtype=torch.int32) if codes == "table" else None,
+        )  # fmt: skip
+
+    def outliers_call(rows: int) -> torch.Tensor:
+        columns, values = meta(n, 20, dtype=torch.int16), meta(n, 20)
+        return outliers.add(meta(rows, n), meta(rows, k), other("codebook"), columns, values)
 
     def scaled_call(name: str, rows: int) -> torch.Tensor:
         scheme, global_scale = preset(name).activations, meta(1, dtype=torch.float32) if name == "NVFP4" else None
@@ -126,6 +142,12 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         for rows in (1, 2, 16, 64, 512):
             calls[f"{kind} {rows}"] = (partial(linear.multiply, meta(rows, k), blocks(kind)), 80)
         calls[f"{kind} dequantize"] = (partial(matmul.dequantize, blocks(kind), torch.bfloat16), 80)
+    for kind in ("codebook", "q4_k", "q6_k", "iq4_xs"):
+        for rows in (1, 2, 16, 64, 512):
+            calls[f"{kind} {rows}"] = (partial(linear.multiply, meta(rows, k), other(kind)), 80)
+        calls[f"{kind} dequantize"] = (partial(matmul.dequantize, other(kind), torch.bfloat16), 80)
+    for rows in (1, 16):
+        calls[f"outliers {rows}"] = (partial(outliers_call, rows), 80)
     for name in ("NVFP4", "MXFP4", "MXFP8"):
         scheme, global_scale = preset(name).activations, meta(1, dtype=torch.float32) if name == "NVFP4" else None
         calls[f"round {name}"] = (partial(block_float.round_inputs, meta(16, k), scheme, global_scale), 80)

@@ -21,6 +21,7 @@ from runtime.kernels.cpu.int8 import Int8Cpu
 from runtime.kernels.cpu.w8a8 import W8A8Cpu
 from runtime.kernels.cuda.fp8 import Float8Cuda
 from runtime.kernels.reference import Reference
+from runtime.kernels.triton.codebooks import KQuantTriton, RowCodebookTriton
 from runtime.kernels.triton.linear import (
     BlockFloatTriton,
     Float8BlockTriton,
@@ -44,6 +45,7 @@ KERNELS: tuple[Kernel, ...] = (
     *integer.KERNELS, Float8Cpu(), DFloat11Cpu(), TernaryCpu(), Int4Cpu(), Int8Cpu(), W8A8Cpu(),
     # 2:4 comes after the dense kernel: it reads a quarter less and computes more (unmeasured on GPUs).
     Float8Cuda(), W8A8Triton(), Float8BlockTriton(), RoundedTriton(), W4A16Triton(), Sparse24Triton(), W8A16Triton(), BlockFloatTriton(),
+    RowCodebookTriton(), KQuantTriton(),
     REFERENCE,
 )  # fmt: skip
 _log = logging.getLogger("compress.kernels")

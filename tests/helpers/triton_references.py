@@ -39,7 +39,9 @@ def block_floats(
     held = scale.view(torch.int8) if scale.dtype == FLOAT8 else scale
     signed, group = (fields.to(torch.int16) - (1 << bits - 1)).to(torch.int8), fields.shape[1] // scale.shape[1]
     words, shape = layout.pack(signed, bits), tuple(fields.shape)
-    return layout.Weight(words, held.t().contiguous(), None, shape, group, bits, floats=True, global_scale=global_scale)
+    return layout.Weight(
+        words, held.t().contiguous(), None, shape, group, bits, codes="float", global_scale=global_scale
+    )
 
 
 def sparse(
@@ -54,8 +56,10 @@ def sparse(
 def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
     """`[N, K]` in `dtype`: `(code - zero) * scale`, one rounding."""
     columns = weight.shape[1]
-    if weight.floats:
+    if weight.codes == "float":
         return _dequantize_floats(weight, dtype)
+    if weight.codes != "integer" or weight.scale.dtype == torch.int32:
+        return _dequantize_others(weight, dtype)
     if isinstance(weight, sparse24_w4.Sparse24Weight):
         codes = codes_and_mask(weight)[0].double()
     else:
@@ -78,6 +82,26 @@ def _dequantize_floats(weight: layout.Weight, dtype: torch.dtype) -> torch.Tenso
     else:
         steps = torch.ldexp(torch.ones(scale.shape, dtype=wide), scale.int() - 127)
     return (codes * steps.repeat_interleave(weight.group, 1)).to(dtype)
+
+
+def _dequantize_others(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
+    """Entries of tables, unsigned integers under a minimum, and scales that are products."""
+    columns = weight.shape[1]
+    codes = layout.unpack(weight.words, weight.field, columns)
+    if weight.table is not None:
+        codes = layout.table_entries(weight.table).gather(1, codes.long() + 8)
+    elif weight.codes == "minimum":
+        codes = codes.short() + (1 << weight.field - 1)
+    group = torch.arange(columns) // (weight.group or columns or 1)
+
+    def grid(held: torch.Tensor) -> torch.Tensor:
+        if held.dtype == torch.int32:
+            factor, integers = layout.unpack_products(held, held.shape[0])
+            held = (factor.double() * integers).t()
+        return held.t().double()[:, group]
+
+    values = codes * grid(weight.scale)
+    return (values if weight.zero is None else values - grid(weight.zero)).to(dtype)
 
 
 def codes_and_mask(weight: sparse24_w4.Sparse24Weight) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,17 +40,19 @@ def code_plus(words, one, j: tl.constexpr, FIELD: tl.constexpr):
 
 
 @jit
-def code_minus(words, one, zero, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr):
-    """Field `j` of int32 words as a float32, exactly: `u - 2^(FIELD-1) - zero` by a LOP3 and an FMA, or, of a float, itself."""
-    if FLOAT:
-        return code_tiny(words, j, FIELD, FLOAT) * 2.0 ** (126 if FIELD == 4 else 120)
+def code_minus(words, one, zero, j: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr):
+    """Field `j` of int32 words as a float32, exactly: `u - 2^(FIELD-1) - zero` by a LOP3 and an FMA, under a minimum `u - zero`, or, of a
+    float, itself."""
+    if CODES == "float":
+        return code_tiny(words, j, FIELD, CODES) * 2.0 ** (126 if FIELD == 4 else 120)
     else:
         factor = 2.0 ** (23 - FIELD * j + (9 if FIELD * (j + 1) > 23 else 0))
-        return code_plus(words, one, j, FIELD) * factor - (zero + (factor + (1 << (FIELD - 1))))
+        middle = 0 if CODES == "minimum" else 1 << (FIELD - 1)
+        return code_plus(words, one, j, FIELD) * factor - (zero + (factor + middle))
 
 
 @jit
-def code_tiny(words, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr):
+def code_tiny(words, j: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr):
     """Field `j` of int32 words as the subnormal float32 `u * 2^(place - 149)` with `place` where the code lies, or, of a float e2m1
     (4 bits) or e4m3 (8 bits), as 2^-126 or 2^-120 of it.
 
@@ -58,7 +60,7 @@ def code_tiny(words, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr):
     factor is taken back in the other operand, so that products are `x * code * 2^-73` (`scale_for_tiny`). A float goes to the top of the
     word and back, its sign with it: exponent and mantissa, which may be subnormal, become the lowest of a float32.
     """
-    if FLOAT:
+    if CODES == "float":
         top = words << (32 - FIELD * (j + 1))
         if FIELD == 4:
             return ((top >> 6) & -0x7E400000).to(tl.float32, bitcast=True)  # bits 31 and 24 to 22
@@ -76,17 +78,61 @@ def code_tiny(words, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr):
 
 
 @jit
-def scale_for_tiny(x, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr):
+def load_table(tables, rows, N, CODES: tl.constexpr):
+    """The tables of `rows`, 16 bytes each, as four int32 words: of `tables` `[4, N]`. Other codes have none."""
+    if CODES == "table":
+        return (
+            tl.load(tables + rows), tl.load(tables + N + rows), tl.load(tables + 2 * N + rows), tl.load(tables + 3 * N + rows)
+        )  # fmt: skip
+    else:
+        return (rows, rows, rows, rows)
+
+
+@jit
+def look_up(words, table, j: tl.constexpr):
+    """What 4-bit fields of int32 words number in the tables of their rows: bytes, so that field `j` is the 8-bit field `j % 4`.
+
+    Four fields in seven instructions: a PRMT picks four bytes out of eight, so two ask both halves of a table, and a third takes the
+    answer of one for each byte.
+    """
+    words = words >> (16 * (j // 4))
+    if INTERPRETED:
+        found = words * 0
+        for i in tl.static_range(4):
+            place = (words >> (4 * i)) & 15
+            low, high = tl.where(place < 4, table[0], table[1]), tl.where(place < 12, table[2], table[3])
+            found |= ((tl.where(place < 8, low, high) >> (8 * (place & 3))) & 255) << (8 * i)
+        return found
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 place, low, high;
+            and.b32 place, $1, 0x7777;
+            prmt.b32 low, $2, $3, place;
+            prmt.b32 high, $4, $5, place;
+            shr.b32 place, $1, 1;
+            lop3.b32 place, place, 0x4444, 0x3210, 0xea;
+            prmt.b32 $0, low, high, place;
+            }""",
+            "=r,r,r,r,r,r", [words, table[0], table[1], table[2], table[3]], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@jit
+def scale_for_tiny(x, j: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr):
     """Activations, scaled so that products with `code_tiny` are `x * code * 2^-73`, far from both ends of float32."""
-    if FLOAT:
+    if CODES == "float":
         return x * 2.0 ** (53 if FIELD == 4 else 47)
+    elif CODES == "table":
+        return scale_for_tiny(x, j % 4, 8, "integer")
     else:
         return x * 2.0 ** (76 - FIELD * j + (9 if FIELD * (j + 1) > 23 else 0))
 
 
 @jit
 def load_scale(at):
-    """Scales at pointers, as float32: of any float dtype, of e8m0 (uint8), or of e4m3 (int8: GPUs before sm_89 have no float8)."""
+    """Scales at pointers, as float32: of any float dtype, of e8m0 (uint8), of e4m3 (int8: GPUs before sm_89 have no float8), or products
+    of an integer, the upper half of an int32, and a float16, the lower."""
     stored = tl.load(at)
     if at.dtype.element_ty == tl.uint8:
         return tl.maximum(stored.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)  # 0 is the subnormal 2^-127
@@ -94,6 +140,9 @@ def load_scale(at):
         bits = stored.to(tl.int32)
         size = ((bits << 20) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**120
         return tl.where((bits & 127) == 127, float("nan"), size)
+    elif at.dtype.element_ty == tl.int32:
+        factor = (stored & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        return factor.to(tl.float32) * (stored >> 16).to(tl.float32)
     else:
         return stored.to(tl.float32)
 
@@ -147,19 +196,23 @@ def multiply_add(a, b, c):
 
 
 @jit
-def code_slice(w, zero, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, dtype: tl.constexpr):
-    """Slice `j` of words `[rows, 16]`: codes minus `zero` `[rows]`, exactly, `[rows, 16]` in `dtype`.
+def code_slice(w, zero, table, j: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr, dtype: tl.constexpr):
+    """Slice `j` of words `[rows, 16]`: codes minus `zero` `[rows]`, or what they number in `table`, exactly, `[rows, 16]` in `dtype`.
 
     Codes of 4 bits become pairs of 16-bit floats. Two neighbouring words give two whose halves are neighbouring columns, of slices 0 to 3
     and of 4 to 7: two instructions for 16 codes. Then a pair takes a shift, a LOP3 and an FMA (of floats: two shifts, two LOP3).
     """
-    if FIELD == 4 and dtype != tl.float32:
+    if CODES == "table":
+        return code_minus(look_up(w, table, j), 0x3F800000, 0.0, j % 4, 8, "integer").to(dtype)
+    elif FIELD == 4 and dtype != tl.float32:
         even, odd = tl.split(tl.reshape(w, [w.shape[0], 8, 2]))
         if j < 4:
             pairs = (even & 0xFFFF) | (odd << 16)
         else:
             pairs = ((even >> 16) & 0xFFFF) | (odd & -65536)
-        if FLOAT:  # sign and size to the top of each half, and the size on to the lowest bits of exponent and the top of the mantissa
+        if (
+            CODES == "float"
+        ):  # sign and size to the top of each half, and the size on to the lowest bits of exponent and the top of the mantissa
             pairs = pairs << (12 - 4 * (j % 4))
             if dtype == tl.bfloat16:
                 pairs = (pairs & -0x7FFF8000) | ((pairs >> 6) & 0x01C001C0)  # of 2^-126
@@ -169,7 +222,7 @@ def code_slice(w, zero, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexp
             pairs = _mantissas(pairs >> (4 * (j % 4)), dtype)
         halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
         value = tl.reshape(halves, [w.shape[0], 16]).to(dtype, bitcast=True)
-        if FLOAT:
+        if CODES == "float":
             factor: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
             return multiply_add(value, tl.full([1, 1], factor, tl.float32), tl.full([1, 1], -0.0, tl.float32))
         else:
@@ -177,71 +230,94 @@ def code_slice(w, zero, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexp
             return multiply_add(value, tl.full([1, 1], 1.0, tl.float32), (base - zero)[:, None])
     else:
         # `ONE`: as an argument of the kernel it would keep the compiler from loading words in the layout of an operand.
-        return code_minus(w, 0x3F800000, zero[:, None], j, FIELD, FLOAT).to(dtype)
+        return code_minus(w, 0x3F800000, zero[:, None], j, FIELD, CODES).to(dtype)
 
 
 @jit
 def load_grid(scale, zero, owned, column, N, groups, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr):
-    """Scales and zero points (or 0.0), float32 `[rows]`, of the group that `column` lies in."""
+    """Scales and zero points or minima (or 0.0), float32 `[rows]`, of the group that `column` lies in."""
     at = owned
     if GROUP != 0:
         at = owned + tl.cast(tl.minimum(column // GROUP, groups - 1), tl.int64) * N
     z = tl.zeros([owned.shape[0]], tl.float32)
     if ASYMMETRIC:
-        z = tl.load(zero + at).to(tl.float32)
+        if zero.dtype.element_ty == tl.int32:
+            z = load_scale(zero + at)
+        else:
+            z = tl.load(zero + at).to(tl.float32)
     return load_scale(scale + at), z
 
 
 @jit
 def dequantize_slice(
-    w, s, z, j: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, kind: tl.constexpr, dtype: tl.constexpr
+    w, s, z, table, j: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr, kind: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
-    """Slice `j` of words `[rows, 16]`, less zero points `z`, times scales `s` `[rows]` that are stored as `kind`: `[rows, 16]`.
+    """Slice `j` of words `[rows, 16]`, less zero points `z`, times scales `s` `[rows]` that are stored as `kind`: `[rows, 16]`; or times
+    scales, less minima `z`.
 
     The rounded product, or of float32 scales the rounded float32 product; where `kind` is None, unscaled and exact.
     """
     HELD: tl.constexpr = kind == dtype or kind == tl.int8 or (kind == tl.uint8 and dtype == tl.bfloat16)
     if kind is None:
-        return code_slice(w, z, j, FIELD, FLOAT, dtype)
+        return code_slice(w, z, table, j, FIELD, CODES, dtype)
+    elif CODES == "minimum":
+        return (code_slice(w, tl.zeros_like(z), table, j, FIELD, CODES, tl.float32) * s[:, None] - z[:, None]).to(dtype)
     elif HELD and dtype != tl.float32:
-        return multiply_add(code_slice(w, z, j, FIELD, FLOAT, dtype), s[:, None], tl.full([1, 1], -0.0, tl.float32))
+        return multiply_add(
+            code_slice(w, z, table, j, FIELD, CODES, dtype), s[:, None], tl.full([1, 1], -0.0, tl.float32)
+        )
     else:
-        return (code_slice(w, z, j, FIELD, FLOAT, tl.float32) * s[:, None]).to(dtype)
+        return (code_slice(w, z, table, j, FIELD, CODES, tl.float32) * s[:, None]).to(dtype)
 
 
 @jit
 def dequantize_slices(
-    w, s, z, first: tl.constexpr, COUNT: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, kind: tl.constexpr,
+    w, s, z, table, first: tl.constexpr, COUNT: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr, kind: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
     """`COUNT` slices from `first` on, a power of two of them, side by side: `[rows, 16 COUNT]`."""
     if COUNT == 1:
-        return dequantize_slice(w, s, z, first, FIELD, FLOAT, kind, dtype)
+        return dequantize_slice(w, s, z, table, first, FIELD, CODES, kind, dtype)
     else:
         half: tl.constexpr = COUNT // 2
         return beside(
-            dequantize_slices(w, s, z, first, half, FIELD, FLOAT, kind, dtype),
-            dequantize_slices(w, s, z, first + half, half, FIELD, FLOAT, kind, dtype),
+            dequantize_slices(w, s, z, table, first, half, FIELD, CODES, kind, dtype),
+            dequantize_slices(w, s, z, table, first + half, half, FIELD, CODES, kind, dtype),
         )
 
 
 @jit
 def dequantize_groups(
-    w, scale, zero, owned, column, N, groups, first: tl.constexpr, COUNT: tl.constexpr,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    w, scale, zero, table, owned, column, N, groups, first: tl.constexpr, COUNT: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
     """`COUNT` runs of `RUN` slices from run `first` on, each under its own scale, side by side; `column` is the tile's first."""
     if COUNT == 1:
         s, z = load_grid(scale, zero, owned, column + first * (RUN * 16), N, groups, GROUP, ASYMMETRIC)
-        return dequantize_slices(w, s, z, first * RUN, RUN, FIELD, FLOAT, scale.dtype.element_ty, dtype)
+        return dequantize_slices(w, s, z, table, first * RUN, RUN, FIELD, CODES, scale.dtype.element_ty, dtype)
     else:
         half: tl.constexpr = COUNT // 2
         left = dequantize_groups(
-            w, scale, zero, owned, column, N, groups, first, half, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype
+            w, scale, zero, table, owned, column, N, groups, first, half, GROUP, FIELD, CODES, RUN, ASYMMETRIC, dtype
         )
         right = dequantize_groups(
-            w, scale, zero, owned, column, N, groups, first + half, half, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype
+            w,
+            scale,
+            zero,
+            table,
+            owned,
+            column,
+            N,
+            groups,
+            first + half,
+            half,
+            GROUP,
+            FIELD,
+            CODES,
+            RUN,
+            ASYMMETRIC,
+            dtype,
         )
         return beside(left, right)
 

@@ -31,7 +31,7 @@ _EXACT: list[tuple[int, int, int]] = [(64, 4, 3), (32, 4, 3)]  # of float32: wit
 def experts_kernel(
     x, words, scale, zero, pairs, blocks, out,
     stride, N, K, tiles, groups,
-    SHARED: tl.constexpr, GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr,
+    SHARED: tl.constexpr, GROUP: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr, RUN: tl.constexpr,
     ASYMMETRIC: tl.constexpr, SCALE_SUMS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,7 @@ def experts_kernel(
     words += expert * N * (K if FIELD == 16 else tiles * 16)
     sums = weight_times_rows(
         rows, words, scale + grids, zero + grids, owned, 0, tiles, N, K, groups,
-        GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, SCALE_SUMS, EVEN_K, BLOCK_M, BLOCK_N, COLUMNS, STAGES,
+        GROUP, FIELD, CODES, RUN, ASYMMETRIC, SCALE_SUMS, EVEN_K, BLOCK_M, BLOCK_N, COLUMNS, STAGES,
     )  # fmt: skip
     target = out + pair[None, :] * N + n[:, None]
     tl.store(target, sums.to(out.dtype.element_ty), mask=(place < end)[None, :] & (n < N)[:, None])
@@ -60,7 +60,7 @@ def experts_kernel(
 def experts_vector_kernel(
     x, words, scale, zero, chosen, out,
     stride, N, K, tiles, groups,
-    SHARED: tl.constexpr, GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr,
+    SHARED: tl.constexpr, GROUP: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr, RUN: tl.constexpr,
     ASYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(2).to(tl.int64)
@@ -68,7 +68,7 @@ def experts_vector_kernel(
     grids = expert * groups * N
     vector_product(
         x + (pair // SHARED) * stride, words + expert * tiles * N * 16, scale + grids, zero + grids, x, out + pair * N,
-        stride, 1, N, K, tiles, groups, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, False, EVEN_K, 1, BLOCK_N, TILES, 1,
+        stride, 1, N, K, tiles, groups, GROUP, FIELD, CODES, RUN, ASYMMETRIC, False, EVEN_K, 1, BLOCK_N, TILES, 1,
     )  # fmt: skip
 
 

@@ -23,6 +23,9 @@ from runtime.formats.bitpack import row_slices
 WIDTH = 16  # words of a row in one tile, and columns of a slice
 BLOCK_COLUMNS = 128  # of float8 weights with scales of blocks
 SMALLEST_UNIT = 32  # columns of an integer tensor core instruction
+#: Integers in the signed range of their bits, unsigned integers under a minimum (`code * scale - minimum`), floats (e2m1 or e4m3), or
+#: numbers of entries of a table.
+CODES = ("integer", "minimum", "float", "table")
 DENSE = 16  # "bits of a code" of weights that are no codes
 _SLICE = 1 << 24  # codes reordered at once: bounds the working memory
 
@@ -34,14 +37,15 @@ class Weight:
     Attributes:
         words: int32 `[tiles, N, 16]`.
         scale: `[groups, N]`, any float dtype; one group when there is one scale a channel. Of floats, uint8 (e8m0) or int8 (the bits of
-            e4m3).
-        zero: int8 `[groups, N]` in the signed code range; None when symmetric.
+            e4m3). Or int32: a float16 factor in the lower half times an integer in the upper.
+        zero: int8 `[groups, N]` in the signed code range, or minima, like int32 scales; None when symmetric.
         shape: `(N, K)`.
         group: columns that share a scale, a multiple of 16 (the last group may be shorter); 0 for one scale a channel.
         field: bits that hold one code, 4 or 8.
         two_of_four: of each four in a row at least two are zero once dequantized.
-        floats: codes are floats, symmetric.
+        codes: what fields hold, of `CODES`.
         global_scale: float32 `[1]`, the divisor of NVFP4's e4m3 scales; None for other formats.
+        table: int32 `[4, N]`, of `table_words`, where 4-bit codes number entries of a table of their row.
     """
 
     words: torch.Tensor
@@ -51,8 +55,9 @@ class Weight:
     group: int
     field: int
     two_of_four: bool = False
-    floats: bool = False
+    codes: str = "integer"
     global_scale: torch.Tensor | None = None
+    table: torch.Tensor | None = None
 
     @property
     def tile(self) -> int:
@@ -61,23 +66,29 @@ class Weight:
 
     @property
     def operands(self) -> tuple[torch.Tensor, ...]:
-        """Arguments of kernels: words, scales and a third: zero points of asymmetric integers, the global scale of NVFP4, else the scales
+        """Arguments of kernels: words, scales and a third: zero points or minima, the global scale of NVFP4, tables, else the scales
         again, which nobody reads there.
         """
-        given = (each for each in (self.zero, self.global_scale, self.scale) if each is not None)
+        given = (each for each in (self.zero, self.global_scale, self.table, self.scale) if each is not None)
         return self.words, self.scale, next(given)
 
     @property
     def key(self) -> tuple[int | bool | str, ...]:
         """What a choice of launches depends on."""
-        return (self.field, self.group, self.zero is not None, *self.shape, *(("floats",) if self.floats else ()))
+        return (
+            self.field,
+            self.group,
+            self.zero is not None,
+            *self.shape,
+            *(() if self.codes == "integer" else (self.codes,)),
+        )
 
     @property
     def constants(self) -> dict[str, int | bool]:
         """What kernels are compiled for."""
         run = slices_per_group(self.group, 32 // self.field)
         return {
-            "GROUP": self.group, "FIELD": self.field, "FLOAT": self.floats, "RUN": run, "ASYMMETRIC": self.zero is not None,
+            "GROUP": self.group, "FIELD": self.field, "CODES": self.codes, "RUN": run, "ASYMMETRIC": self.zero is not None,
         }  # fmt: skip
 
 
@@ -134,6 +145,11 @@ def pack(codes: torch.Tensor, field: int) -> torch.Tensor:
     return out
 
 
+def blank_words(shape: tuple[int, int], field: int) -> torch.Tensor:
+    """Words of a matrix `[N, K]` on meta."""
+    return torch.empty(-(-shape[1] // tile_columns(field)), shape[0], WIDTH, dtype=torch.int32, device="meta")
+
+
 def unpack(words: torch.Tensor, field: int, columns: int) -> torch.Tensor:
     """Inverse of `pack`: int32 `[tiles, N, 16]` -> int8 codes `[N, columns]`."""
     tiles, rows, _ = words.shape
@@ -147,3 +163,28 @@ def unpack(words: torch.Tensor, field: int, columns: int) -> torch.Tensor:
         codes = part.permute(1, 0, 3, 2).reshape(part.shape[1], -1)[:, :columns]
         out[start:stop] = codes.to(torch.int16) - (1 << field - 1)
     return out
+
+
+def table_words(entries: torch.Tensor) -> torch.Tensor:
+    """int8 entries of tables `[N, 16]` -> int32 words `[4, N]`, entries as unsigned bytes `entry + 128`."""
+    return (entries.view(torch.uint8) ^ 128).view(torch.int32).t().contiguous()
+
+
+def table_entries(words: torch.Tensor) -> torch.Tensor:
+    """Inverse of `table_words`."""
+    return (words.t().contiguous().view(torch.uint8) ^ 128).view(torch.int8)
+
+
+def pack_products(factor: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
+    """float16 factors `[N, blocks]`, each of some integers of `[N, groups]`, int8 -> int32 scales `[groups, N]`."""
+    per = integers.shape[1] // max(1, factor.shape[1])
+    low = factor.view(torch.int16).int().repeat_interleave(per, 1) & 0xFFFF
+    return (low | integers.int() << 16).t().contiguous()
+
+
+def unpack_products(products: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse of `pack_products`."""
+    given = products.t().contiguous()
+    low = given[:, :: max(1, given.shape[1] // max(1, blocks))] & 0xFFFF
+    factor = torch.where(low >= 1 << 15, low - (1 << 16), low).to(torch.int16).view(torch.float16)
+    return factor, (given >> 16).to(torch.int8)

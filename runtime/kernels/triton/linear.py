@@ -42,9 +42,7 @@ class WeightOnlyTriton(TritonKernel):
         return out
 
     def blank(self, layer: Layer, scale: torch.dtype | None = None) -> Tensors:
-        (rows, columns), tile = layer.shape, layout.tile_columns(self.field)
-        words = torch.empty(-(-columns // tile), rows, layout.WIDTH, dtype=torch.int32, device="meta")
-        return {"words": words, **_blank_grids(layer, scale)}
+        return {"words": layout.blank_words(layer.shape, self.field), **_blank_grids(layer, scale)}
 
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         values = layout.unpack(tensors["words"], self.field, layer.shape[1])
@@ -186,7 +184,7 @@ class BlockFloatTriton(TritonKernel):
     def weight(self, tensors: Tensors, layer: Layer) -> layout.Weight:
         """The weight as kernels take it."""
         return layout.Weight(
-            tensors["words"], tensors["scale"], None, layer.shape, layer.group, layer.grid.bits, floats=True,
+            tensors["words"], tensors["scale"], None, layer.shape, layer.group, layer.grid.bits, codes="float",
             global_scale=tensors.get("global_scale"),
         )  # fmt: skip
 

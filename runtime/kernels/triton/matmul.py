@@ -5,10 +5,10 @@ Blackwell want, and rows of x their other side, which may be narrow. Words of a 
 become floats in the registers that Ampere and Hopper multiply from (`codes.code_slice`). Of the weight, only codes pass through
 shared memory. Marlin (arXiv 2408.11743) does so with another layout.
 
-Codes minus their zero point are exact. Scales of channels multiply the sums at the end, and those of groups, in blocks of up to 32 rows,
-the sums of each group. In larger blocks that would take more instructions and registers, so the weight is rounded to the dtype of x,
-as the reference rounds it. Block floats are scaled before the product in any block, where that changes nothing: NVFP4, and others in
-bfloat16 (apart from scales at the ends of its range).
+Codes minus their zero point, and what codes number in a table, are exact. Scales of channels multiply the sums at the end, and
+those of groups, in blocks of up to 32 rows, the sums of each group. In larger blocks that would take more instructions and
+registers, so the weight is rounded to the dtype of x, as the reference rounds it. Block floats are scaled before the product in any
+block, where that changes nothing: NVFP4, and others in bfloat16 (apart from scales at the ends of its range).
 
 `dense` dequantizes the whole weight into a scratch matrix (read 0.5, write 2 bytes a weight) that cuBLAS multiplies; `sparse` compresses
 that of a 2:4 weight for sparse tensor cores (`semi_structured.py`). Which wins with many rows depends on the device, so tuning chooses
@@ -25,6 +25,7 @@ from runtime.kernels.triton.codes import (
     dequantize_slice,
     dequantize_slices,
     load_grid,
+    load_table,
     over_global_scale,
     own_block,
     row_major,
@@ -40,7 +41,7 @@ SCRATCH_ROWS = 1024  #: Untuned, from so many rows on the whole weight is dequan
 @jit
 def weight_times_rows(
     rows, words, scale, zero, owned, first, last, N, K, groups,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
     SCALE_SUMS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -55,6 +56,7 @@ def weight_times_rows(
     AHEAD: tl.constexpr = SCALE_SUMS and GROUPS == 1
     PARTS: tl.constexpr = GROUPS if SCALE_SUMS else 1  # products of a tile
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    table = load_table(zero, owned[:, None], N, CODES)
     if AHEAD or CHANNELS:
         s, z = load_grid(scale, zero, owned, first * COLUMNS, N, groups, GROUP, ASYMMETRIC)
     for t in tl.range(first, last, num_stages=STAGES):
@@ -69,14 +71,14 @@ def weight_times_rows(
                 dense = words + owned.to(tl.int64)[:, None] * K + k
                 w = tl.load(dense) if EVEN_K else tl.load(dense, mask=k < K, other=0.0)
             elif CHANNELS:
-                w = dequantize_slices(codes, s, z, 0, RUN, FIELD, FLOAT, None, dtype)
+                w = dequantize_slices(codes, s, z, table, 0, RUN, FIELD, CODES, None, dtype)
             elif SCALE_SUMS:
                 if not AHEAD:
                     s, z = load_grid(scale, zero, owned, t * COLUMNS + part * (RUN * 16), N, groups, GROUP, ASYMMETRIC)
-                w = dequantize_slices(codes, s, z, part * RUN, RUN, FIELD, FLOAT, None, dtype)
+                w = dequantize_slices(codes, s, z, table, part * RUN, RUN, FIELD, CODES, None, dtype)
             else:
                 w = dequantize_groups(
-                    codes, scale, zero, owned, t * COLUMNS, N, groups, 0, GROUPS, GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, dtype
+                    codes, scale, zero, table, owned, t * COLUMNS, N, groups, 0, GROUPS, GROUP, FIELD, CODES, RUN, ASYMMETRIC, dtype
                 )  # fmt: skip
             if SCALE_SUMS and not CHANNELS:
                 sums += tl.dot(w, tl.trans(a), input_precision="ieee") * s[:, None]
@@ -93,7 +95,7 @@ def weight_times_rows(
 def matmul_kernel(
     x, words, scale, zero, bias, out,
     stride, M, N, K, tiles, groups,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
     HAS_BIAS: tl.constexpr, SCALE_SUMS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +106,7 @@ def matmul_kernel(
     first = tl.program_id(1) * share
     sums = weight_times_rows(
         rows, words, scale, zero, owned, first, tl.minimum(first + share, tiles), N, K, groups,
-        GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, SCALE_SUMS, EVEN_K, BLOCK_M, BLOCK_N, 512 // FIELD, STAGES,
+        GROUP, FIELD, CODES, RUN, ASYMMETRIC, SCALE_SUMS, EVEN_K, BLOCK_M, BLOCK_N, 512 // FIELD, STAGES,
     )  # fmt: skip
     sums = over_global_scale(sums, scale, zero)
     if HAS_BIAS:
@@ -115,7 +117,7 @@ def matmul_kernel(
 @entry
 def dequantize_kernel(
     words, scale, zero, out, N, K, groups,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1)
@@ -124,15 +126,16 @@ def dequantize_kernel(
     w = tl.load(words + tl.cast(t, tl.int64) * N * 16 + owned[:, None] * 16 + word[None, :])
     rows = out + n.to(tl.int64)[:, None] * K
     kind: tl.constexpr = scale.dtype.element_ty
+    table = load_table(zero, owned[:, None], N, CODES)
     for j in tl.static_range(32 // FIELD):
         k = t * (512 // FIELD) + j * 16 + word[None, :]
         s, z = load_grid(scale, zero, owned, t * (512 // FIELD) + j * 16, N, groups, GROUP, ASYMMETRIC)
         if kind == tl.int8:
             dense = dequantize_slice(
-                w, over_global_scale(s, scale, zero), z, j, FIELD, FLOAT, tl.float32, out.dtype.element_ty
+                w, over_global_scale(s, scale, zero), z, table, j, FIELD, CODES, tl.float32, out.dtype.element_ty
             )
         else:
-            dense = dequantize_slice(w, s, z, j, FIELD, FLOAT, kind, out.dtype.element_ty)
+            dense = dequantize_slice(w, s, z, table, j, FIELD, CODES, kind, out.dtype.element_ty)
         tl.store(rows + k, dense, mask=(n < N)[:, None] & (k < K))
 
 
@@ -151,7 +154,9 @@ def scales_sums(block_rows: int, weight: layout.Weight, dtype: torch.dtype) -> b
     """Whether scales multiply the sums of each group for blocks of so many rows of x, rather than the weight, which is then rounded to
     `dtype`: where the rounding would change something, and the rows are few.
     """
-    unchanged = weight.floats and (weight.scale.dtype == torch.int8 or dtype == torch.bfloat16)
+    if weight.codes == "minimum":
+        return False  # minima of groups would multiply sums of x
+    unchanged = weight.codes == "float" and (weight.scale.dtype == torch.int8 or dtype == torch.bfloat16)
     return weight.field != layout.DENSE and block_rows <= 32 and not unchanged
 
 

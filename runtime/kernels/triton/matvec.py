@@ -15,7 +15,15 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton import layout
-from runtime.kernels.triton.codes import code_tiny, load_scale, over_global_scale, scale_for_tiny, tile_words
+from runtime.kernels.triton.codes import (
+    code_tiny,
+    load_scale,
+    load_table,
+    look_up,
+    over_global_scale,
+    scale_for_tiny,
+    tile_words,
+)
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import product, vector_configurations, widest_split
 from runtime.kernels.triton.tuning import Config
@@ -31,16 +39,29 @@ def _activations(x, k, K, EVEN_K: tl.constexpr):
 
 
 @jit
-def _scaled(part, total, scale, zero, grid, FIELD: tl.constexpr, FLOAT: tl.constexpr, ASYMMETRIC: tl.constexpr):
-    """`s * sum x (u - 2^(F-1) - z)`, of floats `s * sum x u`, out of `part = sum x u 2^-73` and `total = sum x`."""
+def _scaled(part, total, scale, zero, grid, FIELD: tl.constexpr, CODES: tl.constexpr, ASYMMETRIC: tl.constexpr):
+    """`s * sum x (u - 2^(F-1) - z)`, of floats `s * sum x u`, under minima `s * sum x u - m * sum x`, out of `part = sum x u 2^-73` and
+    `total = sum x`."""
     s = load_scale(scale + grid)[:, :, None]
-    if FLOAT:
+    if CODES == "float":
         return part * 9444732965739290427392.0 * s  # 2^73
+    if CODES == "minimum":
+        return part * 9444732965739290427392.0 * s - total[None, :, :] * load_scale(zero + grid)[:, :, None]
+    middle: tl.constexpr = 128 if CODES == "table" else 1 << (FIELD - 1)
     if ASYMMETRIC:
-        z = tl.load(zero + grid).to(tl.float32)[:, :, None] + (1 << (FIELD - 1))
+        z = tl.load(zero + grid).to(tl.float32)[:, :, None] + middle
     else:
-        z = 1.0 * (1 << (FIELD - 1))
+        z = 1.0 * middle
     return (part * 9444732965739290427392.0 - total[None, :, :] * z) * s  # 2^73
+
+
+@jit
+def _codes(words, table, j: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr):
+    """Field `j` as `code_tiny` gives it, or what it numbers in the tables."""
+    if CODES == "table":
+        return code_tiny(look_up(words, table, j), j % 4, 8, "integer")
+    else:
+        return code_tiny(words, j, FIELD, CODES)
 
 
 @jit
@@ -55,7 +76,7 @@ def _finish(sums, scale, zero, out, bias, n, N, HAS_BIAS: tl.constexpr):
 def vector_product(
     x, words, scale, zero, bias, out,
     stride, M, N, K, tiles, groups,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
     SPLIT_K: tl.constexpr,
 ):  # fmt: skip
@@ -64,6 +85,8 @@ def vector_product(
     n = tl.program_id(0) * (2 * BLOCK_N) + tl.arange(0, BLOCK_N)
     # Rows past the end repeat the last one and are not stored: no mask in the loop.
     owned_a, owned_b = tl.minimum(n, N - 1), tl.minimum(n + BLOCK_N, N - 1)
+    table_a = load_table(zero, owned_a[:, None, None], N, CODES)
+    table_b = load_table(zero, owned_b[:, None, None], N, CODES)
     tile, word = tl.arange(0, TILES), tl.arange(0, 16)
     second = x + tl.cast(stride, tl.int64)
     sum_a0 = tl.zeros([BLOCK_N, TILES, 16], tl.float32)
@@ -87,28 +110,28 @@ def vector_product(
             part_b0, part_a1, part_b1, all1 = part_a0, part_a0, part_a0, all0
             for i in tl.static_range(RUN):
                 k = (step * TILES + tile)[:, None] * (FIELDS * 16) + (run * RUN + i) * 16 + word[None, :]
-                a = code_tiny(w_a, run * RUN + i, FIELD, FLOAT)
-                b = code_tiny(w_b, run * RUN + i, FIELD, FLOAT)
+                a = _codes(w_a, table_a, run * RUN + i, FIELD, CODES)
+                b = _codes(w_b, table_b, run * RUN + i, FIELD, CODES)
                 x0 = _activations(x, k, K, EVEN_K)
                 all0 += x0
-                x0 = scale_for_tiny(x0, run * RUN + i, FIELD, FLOAT)
+                x0 = scale_for_tiny(x0, run * RUN + i, FIELD, CODES)
                 part_a0 += a * x0[None, :, :]
                 part_b0 += b * x0[None, :, :]
                 if ROWS > 1:
                     x1 = _activations(second, k, K, EVEN_K)
                     all1 += x1
-                    x1 = scale_for_tiny(x1, run * RUN + i, FIELD, FLOAT)
+                    x1 = scale_for_tiny(x1, run * RUN + i, FIELD, CODES)
                     part_a1 += a * x1[None, :, :]
                     part_b1 += b * x1[None, :, :]
             if GROUP == 0:
                 group = tile[None, :] * 0
             else:
                 group = tl.minimum((at * (FIELDS * 16) + run * RUN * 16) // GROUP, groups - 1)[None, :] * N
-            sum_a0 += _scaled(part_a0, all0, scale, zero, group + owned_a[:, None], FIELD, FLOAT, ASYMMETRIC)
-            sum_b0 += _scaled(part_b0, all0, scale, zero, group + owned_b[:, None], FIELD, FLOAT, ASYMMETRIC)
+            sum_a0 += _scaled(part_a0, all0, scale, zero, group + owned_a[:, None], FIELD, CODES, ASYMMETRIC)
+            sum_b0 += _scaled(part_b0, all0, scale, zero, group + owned_b[:, None], FIELD, CODES, ASYMMETRIC)
             if ROWS > 1:
-                sum_a1 += _scaled(part_a1, all1, scale, zero, group + owned_a[:, None], FIELD, FLOAT, ASYMMETRIC)
-                sum_b1 += _scaled(part_b1, all1, scale, zero, group + owned_b[:, None], FIELD, FLOAT, ASYMMETRIC)
+                sum_a1 += _scaled(part_a1, all1, scale, zero, group + owned_a[:, None], FIELD, CODES, ASYMMETRIC)
+                sum_b1 += _scaled(part_b1, all1, scale, zero, group + owned_b[:, None], FIELD, CODES, ASYMMETRIC)
     out += tl.cast(tl.program_id(1), tl.int64) * M * N
     _finish(sum_a0, scale, zero, out, bias, n, N, HAS_BIAS)
     _finish(sum_b0, scale, zero, out, bias, n + BLOCK_N, N, HAS_BIAS)
@@ -121,13 +144,13 @@ def vector_product(
 def matvec_kernel(
     x, words, scale, zero, bias, out,
     stride, M, N, K, tiles, groups,
-    GROUP: tl.constexpr, FIELD: tl.constexpr, FLOAT: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
     SPLIT_K: tl.constexpr,
 ):  # fmt: skip
     vector_product(
         x, words, scale, zero, bias, out, stride, M, N, K, tiles, groups,
-        GROUP, FIELD, FLOAT, RUN, ASYMMETRIC, HAS_BIAS, EVEN_K, ROWS, BLOCK_N, TILES, SPLIT_K,
+        GROUP, FIELD, CODES, RUN, ASYMMETRIC, HAS_BIAS, EVEN_K, ROWS, BLOCK_N, TILES, SPLIT_K,
     )  # fmt: skip
 
 

@@ -121,8 +121,8 @@ def _pairs(w, bits, i: tl.constexpr, x0, x1, x2, x3, part, total):
     fb = 2.0 ** (76 - 8 * i - 4 + (9 if 8 * i + 8 > 23 else 0))
     a = tl.where(_bit(bits, 4 * i), x0 * fa, tl.where(_bit(bits, 4 * i + 1), x1 * fa, x2 * fa))
     b = tl.where(_bit(bits, 4 * i + 2), x3 * fb, tl.where(_bit(bits, 4 * i + 3), x2 * fb, x1 * fb))
-    part += code_tiny(w, 2 * i, 4, False) * a
-    part += code_tiny(w, 2 * i + 1, 4, False) * b
+    part += code_tiny(w, 2 * i, 4, "integer") * a
+    part += code_tiny(w, 2 * i + 1, 4, "integer") * b
     total += a * (1.0 / fa)
     total += b * (1.0 / fb)
     return part, total
@@ -212,8 +212,8 @@ def expand_kernel(
         if ASYMMETRIC:
             z = tl.load(zero + at).to(tl.float32)[:, None]
         s = tl.load(scale + at).to(tl.float32)[:, None]
-        a = code_minus(w, one, z, 2 * i, 4, False) * s
-        b = code_minus(w, one, z, 2 * i + 1, 4, False) * s
+        a = code_minus(w, one, z, 2 * i, 4, "integer") * s
+        b = code_minus(w, one, z, 2 * i + 1, 4, "integer") * s
         a0, a1 = _bit(bits, 4 * i), _bit(bits, 4 * i + 1)
         b3, b2 = _bit(bits, 4 * i + 2), _bit(bits, 4 * i + 3)
         v0 = tl.where(a0, a, 0.0)

@@ -57,7 +57,7 @@ def matvec_arguments(x: torch.Tensor, /, **changes: Any) -> dict[str, Any]:
     words, scale = torch.zeros(2, 48, 16, dtype=torch.int32), torch.zeros(8, 48, dtype=torch.bfloat16)
     arguments = {
         "x": x, "words": words, "scale": scale, "zero": scale, "bias": x, "out": torch.zeros(48, dtype=torch.bfloat16),
-        "stride": 256, "M": 1, "N": 48, "K": 256, "tiles": 2, "groups": 8, "GROUP": 32, "FIELD": 4, "FLOAT": False, "RUN": 2,
+        "stride": 256, "M": 1, "N": 48, "K": 256, "tiles": 2, "groups": 8, "GROUP": 32, "FIELD": 4, "CODES": "integer", "RUN": 2,
         "ASYMMETRIC": False, "HAS_BIAS": False, "EVEN_K": False, "ROWS": 1, "BLOCK_N": 16, "TILES": 4, "SPLIT_K": 1,
         "num_warps": 4,
     }  # fmt: skip

@@ -62,7 +62,7 @@ def test_packed_block_floats(name):
     case, chosen = (17, 160, name), torch.tensor(CHOSEN["one unused"], dtype=torch.int32)
     every = [block_float(*case, seed=number) for number in range(COUNT)]
     words, scale = torch.stack([w.words for w in every]), torch.stack([w.scale for w in every])
-    stack, x = Stack(words, scale, None, every[0].shape, 32, every[0].field, floats=True), rows(len(chosen), 160)
+    stack, x = Stack(words, scale, None, every[0].shape, 32, every[0].field, codes="float"), rows(len(chosen), 160)
     for size, held in ((None, torch.float64), (16, torch.float64), (64, x.dtype)):
         with forced(narrow(stack.tile, size) if size else None):
             order = sort_pairs(chosen, COUNT, size) if size else None

@@ -90,9 +90,9 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         if kind == "codebook":
             return dataclasses.replace(weight(4, 0), codes="table", table=meta(4, n, dtype=torch.int32))
         field, group, codes = {"q4_k": (4, 32, "minimum"), "q6_k": (8, 16, "integer"), "iq4_xs": (4, 32, "table")}[kind]
-        products = meta(k // group, n, dtype=torch.int32)
+        factors = k // 256 * (2 if codes == "minimum" else 1)
         return dataclasses.replace(
-            weight(field, group), scale=products, codes=codes, zero=products if codes == "minimum" else None,
+            weight(field, group), scale=meta(k // group + factors, n, dtype=torch.int16), codes=codes,
             table=meta(4, n, dtype=torch.int32) if codes == "table" else None,
         )  # fmt: skip
 

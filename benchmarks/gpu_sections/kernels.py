@@ -20,7 +20,17 @@ import torch
 
 from gpu_sections import product_peers
 from gpu_sections.bench import Bench, Row, said
-from gpu_sections.kernel_cases import block_weight, cases, codes8, error_of, float8s, int_weight, sparse_weight
+from gpu_sections.kernel_cases import (
+    block_weight,
+    cases,
+    codes8,
+    error_of,
+    float8s,
+    int_weight,
+    level_weight,
+    product_weight,
+    sparse_weight,
+)
 
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 TINY = {"down": (32, 256)}
@@ -126,6 +136,13 @@ def products(bench: Bench, shape: tuple[int, int], rows: int) -> Row:
         floats = [block_weight(n, k, kind, device, seed=i) for i in range(min(24, bench.copies(n * k * bits // 8)))]
         ours(f"{kind}a16", floats, lambda w: linear.multiply(x, w), weight_bytes(floats[0]))
         del floats
+    levels = [level_weight(n, k, 0, device, seed=i) for i in range(min(24, bench.copies(n * k // 2)))]
+    ours("codebook4", levels, lambda w: linear.multiply(x, w), weight_bytes(levels[0]))
+    del levels
+    if k % 256 == 0:
+        minima = [product_weight(n, k, "q4_k", device, seed=i) for i in range(min(24, bench.copies(n * k // 2)))]
+        ours("q4_k", minima, lambda w: linear.multiply(x, w), weight_bytes(minima[0]))
+        del minima
     sparse = [sparse_weight(n, k, 128, device, seed=i) for i in range(min(24, bench.copies(n * k * 3 // 8)))]
     ours("sparse24_w4", sparse, lambda w: sparse24_w4.linear(x, w), weight_bytes(sparse[0]))
     del sparse

@@ -58,7 +58,7 @@ def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
     columns = weight.shape[1]
     if weight.codes == "float":
         return _dequantize_floats(weight, dtype)
-    if weight.codes != "integer" or weight.scale.dtype == torch.int32:
+    if weight.codes != "integer" or weight.scale.dtype == torch.int16:
         return _dequantize_others(weight, dtype)
     if isinstance(weight, sparse24_w4.Sparse24Weight):
         codes = codes_and_mask(weight)[0].double()
@@ -92,16 +92,17 @@ def _dequantize_others(weight: layout.Weight, dtype: torch.dtype) -> torch.Tenso
         codes = layout.table_entries(weight.table).gather(1, codes.long() + 8)
     elif weight.codes == "minimum":
         codes = codes.short() + (1 << weight.field - 1)
-    group = torch.arange(columns) // (weight.group or columns or 1)
+    group = torch.arange(columns, device=codes.device) // (weight.group or columns or 1)
 
-    def grid(held: torch.Tensor) -> torch.Tensor:
-        if held.dtype == torch.int32:
-            factor, integers = layout.unpack_products(held, held.shape[0])
-            held = (factor.double() * integers).t()
-        return held.t().double()[:, group]
-
-    values = codes * grid(weight.scale)
-    return (values if weight.zero is None else values - grid(weight.zero)).to(dtype)
+    scale, minima = weight.scale, None
+    if scale.dtype == torch.int16:
+        found = layout.unpack_products(scale, weight.groups, weight.codes == "minimum")
+        per = 256 // weight.group
+        scale = (found["d"].double().repeat_interleave(per, 1) * found["scale"]).t()
+        if weight.codes == "minimum":
+            minima = found["dmin"].double().repeat_interleave(per, 1) * found["minimum"]
+    values = codes * scale.t().double()[:, group]
+    return (values if minima is None else values - minima[:, group]).to(dtype)
 
 
 def codes_and_mask(weight: sparse24_w4.Sparse24Weight) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Triton kernels of weights that are no plain integer grid: levels of a row, and GGUF's types. Importing this file does not import triton.
 
 Both go through the products of `linear.multiply`: levels and IQ4's values are looked up in a table of 16 bytes a row, and scales of GGUF,
-with minima where a type has them, are an integer and a float16 factor, held together in 4 bytes a group.
+with minima where a type has them, are multiplied out of their integers and factors.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ class RowCodebookTriton(TritonKernel):
 
 
 class KQuantTriton(TritonKernel):
-    """Q2_K to Q6_K, IQ4_NL and IQ4_XS: codes of up to 4 bits laid out as 4, others as 8; `scale`, `zero_point` (minima) `[groups, out]`."""
+    """Q2_K to Q6_K, IQ4_NL and IQ4_XS: codes of up to 4 bits laid out as 4, others as 8, `scale` of `layout.pack_products`.
+
+    IQ4_NL has scales `[groups, out]` like a grid, and IQ4 a `table`, the same for each row.
+    """
 
     name = "k-quant-triton"
     formats = frozenset({KQuant.name})
@@ -94,44 +97,44 @@ class KQuantTriton(TritonKernel):
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
         form, weight = _kind(layer), layer.unpack(tensors)
         codes, field, given = weight.values, _field(form), weight.parameters
-        if form.table or not form.symmetric:
+        if _numbers(form):
             codes = form.unsigned(codes).view(torch.int8) - (1 << field - 1)
-        found = {"words": layout.pack(codes, field), "scale": layout.pack_products(given["d"], given["scale"])}
+        scale = given["d"].t().contiguous() if _plain(form) else layout.pack_products(given)
+        found = {"words": layout.pack(codes, field), "scale": scale}
         if form.table:
             values = torch.tensor(IQ4_VALUES, dtype=torch.int8, device=codes.device)
             found["table"] = layout.table_words(values.repeat(layer.shape[0], 1))
-        if not form.symmetric:
-            found["zero_point"] = layout.pack_products(given["dmin"], given["minimum"])
         return found
 
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
-        form, columns = _kind(layer), layer.shape[1]
-        blocks = columns // form.facts.block
+        form, columns, scale = _kind(layer), layer.shape[1], tensors["scale"]
         codes = layout.unpack(tensors["words"], _field(form), columns)
-        if form.table or not form.symmetric:
+        if _numbers(form):
             codes = form.signed((codes + (1 << _field(form) - 1)).view(torch.uint8))
-        parameters = dict(zip(("d", "scale"), layout.unpack_products(tensors["scale"], blocks), strict=True))
-        if not form.symmetric:
-            minima = layout.unpack_products(tensors["zero_point"], blocks)
-            parameters |= dict(zip(("dmin", "minimum"), minima, strict=True))
+        if _plain(form):
+            d = scale.t().contiguous()
+            parameters = {"d": d, "scale": torch.ones_like(d, dtype=torch.int8)}
+        else:
+            parameters = layout.unpack_products(scale, columns // form.facts.width, not form.symmetric)
         return CompressedWeight.of(codes, parameters, None, layer.entry.scheme, layer.dtype)
 
     def blank(self, layer: Layer, scale: torch.dtype | None = None) -> Tensors:
         form, (rows, columns) = _kind(layer), layer.shape
-        products = torch.empty(columns // form.facts.width, rows, dtype=torch.int32, device="meta")
-        found = {"words": layout.blank_words(layer.shape, _field(form)), "scale": products}
-        if form.table:
-            found["table"] = _blank_table(layer)
-        if not form.symmetric:
-            found["zero_point"] = torch.empty_like(products)
-        return found
+        groups, blocks = columns // form.facts.width, columns // form.facts.block
+        height = groups if _plain(form) else groups + blocks * (1 if form.symmetric else 2)
+        dtype = torch.float16 if _plain(form) else torch.int16
+        found = {
+            "words": layout.blank_words(layer.shape, _field(form)),
+            "scale": torch.empty(height, rows, dtype=dtype, device="meta"),
+        }
+        return found | ({"table": _blank_table(layer)} if form.table else {})
 
     def weight(self, tensors: Tensors, layer: Layer) -> layout.Weight:
         """The weight as kernels take it."""
         form = _kind(layer)
         codes = "table" if form.table else "integer" if form.symmetric else "minimum"
         return layout.Weight(
-            tensors["words"], tensors["scale"], tensors.get("zero_point"), layer.shape, form.facts.width, _field(form),
+            tensors["words"], tensors["scale"], None, layer.shape, form.facts.width, _field(form),
             codes=codes, table=tensors.get("table"),
         )  # fmt: skip
 
@@ -144,6 +147,16 @@ class KQuantTriton(TritonKernel):
 
 def _field(form: KQuant) -> int:
     return 4 if form.bits <= 4 else 8
+
+
+def _numbers(form: KQuant) -> bool:
+    """Whether codes are laid out as they are stored, from zero on."""
+    return form.table or not form.symmetric
+
+
+def _plain(form: KQuant) -> bool:
+    """Whether a group's scale is its block's, without an integer."""
+    return form.facts.low == form.facts.high == 1
 
 
 def _codebook(layer: Layer) -> RowCodebook:

@@ -131,8 +131,7 @@ def scale_for_tiny(x, j: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr)
 
 @jit
 def load_scale(at):
-    """Scales at pointers, as float32: of any float dtype, of e8m0 (uint8), of e4m3 (int8: GPUs before sm_89 have no float8), or products
-    of an integer, the upper half of an int32, and a float16, the lower."""
+    """Scales at pointers, as float32: of any float dtype, of e8m0 (uint8), or of e4m3 (int8: GPUs before sm_89 have no float8)."""
     stored = tl.load(at)
     if at.dtype.element_ty == tl.uint8:
         return tl.maximum(stored.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)  # 0 is the subnormal 2^-127
@@ -140,9 +139,6 @@ def load_scale(at):
         bits = stored.to(tl.int32)
         size = ((bits << 20) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**120
         return tl.where((bits & 127) == 127, float("nan"), size)
-    elif at.dtype.element_ty == tl.int32:
-        factor = (stored & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-        return factor.to(tl.float32) * (stored >> 16).to(tl.float32)
     else:
         return stored.to(tl.float32)
 
@@ -234,18 +230,35 @@ def code_slice(w, zero, table, j: tl.constexpr, FIELD: tl.constexpr, CODES: tl.c
 
 
 @jit
+def load_grids(scale, zero, group, rows, N, groups, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr):
+    """Scales, and zero points or minima (or 0.0), float32, of groups and rows that broadcast against each other.
+
+    Scales in int16 are those of `layout.pack_products`, which have the minima too.
+    """
+    at = rows + group * N
+    if scale.dtype.element_ty == tl.int16:
+        pair = tl.load(scale + at).to(tl.int32)
+        factor = scale + rows + (groups + group // (256 // GROUP)) * N
+        s = tl.load(factor).to(tl.float16, bitcast=True).to(tl.float32) * ((pair << 24) >> 24).to(tl.float32)
+        z = tl.zeros_like(s)
+        if ASYMMETRIC:
+            least = tl.load(factor + groups // (256 // GROUP) * N).to(tl.float16, bitcast=True)
+            z = least.to(tl.float32) * (pair >> 8).to(tl.float32)
+    else:
+        s = load_scale(scale + at)
+        z = tl.zeros_like(s)
+        if ASYMMETRIC:
+            z = tl.load(zero + at).to(tl.float32)
+    return s, z
+
+
+@jit
 def load_grid(scale, zero, owned, column, N, groups, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr):
     """Scales and zero points or minima (or 0.0), float32 `[rows]`, of the group that `column` lies in."""
-    at = owned
+    group = tl.cast(0, tl.int64)
     if GROUP != 0:
-        at = owned + tl.cast(tl.minimum(column // GROUP, groups - 1), tl.int64) * N
-    z = tl.zeros([owned.shape[0]], tl.float32)
-    if ASYMMETRIC:
-        if zero.dtype.element_ty == tl.int32:
-            z = load_scale(zero + at)
-        else:
-            z = tl.load(zero + at).to(tl.float32)
-    return load_scale(scale + at), z
+        group = tl.cast(tl.minimum(column // GROUP, groups - 1), tl.int64)
+    return load_grids(scale, zero, group, owned, N, groups, GROUP, ASYMMETRIC)
 
 
 @jit

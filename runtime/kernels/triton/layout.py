@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.formats.bitpack import row_slices
+from runtime.formats.representation import Tensors
 
 WIDTH = 16  # words of a row in one tile, and columns of a slice
 BLOCK_COLUMNS = 128  # of float8 weights with scales of blocks
@@ -37,8 +38,8 @@ class Weight:
     Attributes:
         words: int32 `[tiles, N, 16]`.
         scale: `[groups, N]`, any float dtype; one group when there is one scale a channel. Of floats, uint8 (e8m0) or int8 (the bits of
-            e4m3). Or int32: a float16 factor in the lower half times an integer in the upper.
-        zero: int8 `[groups, N]` in the signed code range, or minima, like int32 scales; None when symmetric.
+            e4m3). Or int16, of `pack_products`, with the minima.
+        zero: int8 `[groups, N]` in the signed code range; None when symmetric, and where minima are among the scales.
         shape: `(N, K)`.
         group: columns that share a scale, a multiple of 16 (the last group may be shorter); 0 for one scale a channel.
         field: bits that hold one code, 4 or 8.
@@ -66,7 +67,7 @@ class Weight:
 
     @property
     def operands(self) -> tuple[torch.Tensor, ...]:
-        """Arguments of kernels: words, scales and a third: zero points or minima, the global scale of NVFP4, tables, else the scales
+        """Arguments of kernels: words, scales and a third: zero points, the global scale of NVFP4, tables, else the scales
         again, which nobody reads there.
         """
         given = (each for each in (self.zero, self.global_scale, self.table, self.scale) if each is not None)
@@ -84,11 +85,17 @@ class Weight:
         )
 
     @property
-    def constants(self) -> dict[str, int | bool]:
+    def groups(self) -> int:
+        """Groups of a row."""
+        return -(-self.shape[1] // self.group) if self.group else 1
+
+    @property
+    def constants(self) -> dict[str, int | bool | str]:
         """What kernels are compiled for."""
         run = slices_per_group(self.group, 32 // self.field)
         return {
-            "GROUP": self.group, "FIELD": self.field, "CODES": self.codes, "RUN": run, "ASYMMETRIC": self.zero is not None,
+            "GROUP": self.group, "FIELD": self.field, "CODES": self.codes, "RUN": run,
+            "ASYMMETRIC": self.zero is not None or self.codes == "minimum",
         }  # fmt: skip
 
 
@@ -175,16 +182,29 @@ def table_entries(words: torch.Tensor) -> torch.Tensor:
     return (words.t().contiguous().view(torch.uint8) ^ 128).view(torch.int8)
 
 
-def pack_products(factor: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
-    """float16 factors `[N, blocks]`, each of some integers of `[N, groups]`, int8 -> int32 scales `[groups, N]`."""
-    per = integers.shape[1] // max(1, factor.shape[1])
-    low = factor.view(torch.int16).int().repeat_interleave(per, 1) & 0xFFFF
-    return (low | integers.int() << 16).t().contiguous()
+def pack_products(parameters: Tensors) -> torch.Tensor:
+    """Scales of a k-quant, and its minima if it has any -> int16 `[groups + factors, N]`: the integers of a group, the scale in the lower
+    byte, and below them the bits of `d`, and of `dmin`, of every 256 columns.
+
+    Args:
+        parameters: `d`, `dmin` float16 `[N, blocks]`, `scale`, `minimum` int8 `[N, groups]`.
+    """
+    pairs = parameters["scale"].short() & 255
+    if "minimum" in parameters:
+        pairs = pairs | parameters["minimum"].short() << 8
+    factors = [parameters[name].view(torch.int16) for name in ("d", "dmin") if name in parameters]
+    return torch.cat([pairs, *factors], dim=1).t().contiguous()
 
 
-def unpack_products(products: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_products(products: torch.Tensor, groups: int, minima: bool) -> Tensors:
     """Inverse of `pack_products`."""
-    given = products.t().contiguous()
-    low = given[:, :: max(1, given.shape[1] // max(1, blocks))] & 0xFFFF
-    factor = torch.where(low >= 1 << 15, low - (1 << 16), low).to(torch.int16).view(torch.float16)
-    return factor, (given >> 16).to(torch.int8)
+    given = products.t()
+    pairs, factors = (
+        given[:, :groups],
+        given[:, groups:].clone(memory_format=torch.contiguous_format).view(torch.float16),
+    )
+    found = {"scale": (pairs << 8 >> 8).to(torch.int8)}
+    if not minima:
+        return {"d": factors, **found}
+    d, dmin = factors.chunk(2, dim=1)
+    return {"d": d.contiguous(), **found, "dmin": dmin.contiguous(), "minimum": (pairs >> 8).to(torch.int8)}

@@ -145,7 +145,7 @@ def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(n, columns, dtype=dtype, device=weight.words.device)
     if out.numel():
         dequantize_kernel[(cdiv(n, 64), weight.words.shape[0])](
-            *weight.operands, out, n, columns, weight.scale.shape[0], **weight.constants, BLOCK_N=64, num_warps=4
+            *weight.operands, out, n, columns, weight.groups, **weight.constants, BLOCK_N=64, num_warps=4
         )  # fmt: skip
     return out
 
@@ -168,8 +168,9 @@ def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.
     # Parts are written and read: 8 of 64 rows in float32 are 4096 bytes a row of the weight, which has 2048 if its columns are 4096.
     split = widest_split(cdiv(weight.shape[0], 128), 256 if rows <= 16 else 128, tiles // 8)
     major = gpu.capability(device)[0]
-    # Where sums go on through the loop and end as float32 parts, ptxas waits for each wgmma with 4 (C7515).
-    warps = 8 if major == 9 and not scales_sums(rows, weight, dtype) else 4
+    # With 4, ptxas waits for each wgmma where sums go on through the loop and end as float32 parts (C7515), and what is looked up in a
+    # table goes through shared memory.
+    warps = 8 if major == 9 and (weight.codes == "table" or not scales_sums(rows, weight, dtype)) else 4
     if rows <= 64:
         m = next(size for size in (16, 32, 64) if rows <= size)
         chosen = [(m, 128, split, warps, 4), (m, 128, 2 * split, warps, 4), (m, 128, split, warps, 3), (m, 64, split, 4, 4),

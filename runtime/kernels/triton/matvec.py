@@ -17,7 +17,7 @@ import torch
 from runtime.kernels.triton import layout
 from runtime.kernels.triton.codes import (
     code_tiny,
-    load_scale,
+    load_grids,
     load_table,
     look_up,
     over_global_scale,
@@ -39,20 +39,20 @@ def _activations(x, k, K, EVEN_K: tl.constexpr):
 
 
 @jit
-def _scaled(part, total, scale, zero, grid, FIELD: tl.constexpr, CODES: tl.constexpr, ASYMMETRIC: tl.constexpr):
+def _scaled(
+    part, total, scale, zero, group, owned, N, groups,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr, ASYMMETRIC: tl.constexpr,
+):  # fmt: skip
     """`s * sum x (u - 2^(F-1) - z)`, of floats `s * sum x u`, under minima `s * sum x u - m * sum x`, out of `part = sum x u 2^-73` and
     `total = sum x`."""
-    s = load_scale(scale + grid)[:, :, None]
+    s, z = load_grids(scale, zero, group, owned[:, None], N, groups, GROUP, ASYMMETRIC)
+    s, z = s[:, :, None], z[:, :, None]
     if CODES == "float":
         return part * 9444732965739290427392.0 * s  # 2^73
     if CODES == "minimum":
-        return part * 9444732965739290427392.0 * s - total[None, :, :] * load_scale(zero + grid)[:, :, None]
-    middle: tl.constexpr = 128 if CODES == "table" else 1 << (FIELD - 1)
-    if ASYMMETRIC:
-        z = tl.load(zero + grid).to(tl.float32)[:, :, None] + middle
-    else:
-        z = 1.0 * middle
-    return (part * 9444732965739290427392.0 - total[None, :, :] * z) * s  # 2^73
+        return part * 9444732965739290427392.0 * s - total[None, :, :] * z
+    z += 128 if CODES == "table" else 1 << (FIELD - 1)
+    return (part * 9444732965739290427392.0 - total[None, :, :] * z) * s
 
 
 @jit
@@ -126,12 +126,16 @@ def vector_product(
             if GROUP == 0:
                 group = tile[None, :] * 0
             else:
-                group = tl.minimum((at * (FIELDS * 16) + run * RUN * 16) // GROUP, groups - 1)[None, :] * N
-            sum_a0 += _scaled(part_a0, all0, scale, zero, group + owned_a[:, None], FIELD, CODES, ASYMMETRIC)
-            sum_b0 += _scaled(part_b0, all0, scale, zero, group + owned_b[:, None], FIELD, CODES, ASYMMETRIC)
+                group = tl.minimum((at * (FIELDS * 16) + run * RUN * 16) // GROUP, groups - 1)[None, :]
+            sum_a0 += _scaled(part_a0, all0, scale, zero, group, owned_a, N, groups, GROUP, FIELD, CODES, ASYMMETRIC)
+            sum_b0 += _scaled(part_b0, all0, scale, zero, group, owned_b, N, groups, GROUP, FIELD, CODES, ASYMMETRIC)
             if ROWS > 1:
-                sum_a1 += _scaled(part_a1, all1, scale, zero, group + owned_a[:, None], FIELD, CODES, ASYMMETRIC)
-                sum_b1 += _scaled(part_b1, all1, scale, zero, group + owned_b[:, None], FIELD, CODES, ASYMMETRIC)
+                sum_a1 += _scaled(
+                    part_a1, all1, scale, zero, group, owned_a, N, groups, GROUP, FIELD, CODES, ASYMMETRIC
+                )
+                sum_b1 += _scaled(
+                    part_b1, all1, scale, zero, group, owned_b, N, groups, GROUP, FIELD, CODES, ASYMMETRIC
+                )
     out += tl.cast(tl.program_id(1), tl.int64) * M * N
     _finish(sum_a0, scale, zero, out, bias, n, N, HAS_BIAS)
     _finish(sum_b0, scale, zero, out, bias, n + BLOCK_N, N, HAS_BIAS)

@@ -38,9 +38,7 @@ def outliers_kernel(
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
-def add(
-    y: torch.Tensor, x: torch.Tensor, weight: Weight, columns: torch.Tensor, values: torch.Tensor
-) -> torch.Tensor:
+def add(y: torch.Tensor, x: torch.Tensor, weight: Weight, columns: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """The product of `x` `[M, K]` with a weight of tables and its outliers -> `[M, N]` in the dtype of `y`.
 
     Args:

@@ -51,7 +51,7 @@ class Sparse24Weight(layout.Weight):
         return words, self.positions, *grids
 
     @property
-    def constants(self) -> dict[str, int | bool]:
+    def constants(self) -> dict[str, int | bool | str]:
         """What the matrix-vector product is compiled for."""
         return {
             "GROUP": self.group,

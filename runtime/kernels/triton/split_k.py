@@ -32,7 +32,7 @@ def product(
     def launch(config: Config, target: torch.Tensor, bias: torch.Tensor | None) -> None:
         kernel[grid(config)](
             x, *weight.operands, x if bias is None else bias, target,
-            x.stride(0), rows, n, columns, weight.words.shape[0], weight.scale.shape[0],
+            x.stride(0), rows, n, columns, weight.words.shape[0], weight.groups,
             **weight.constants, **arguments, HAS_BIAS=bias is not None,
             EVEN_K=columns % (config.get("TILES", 1) * weight.tile) == 0, **config,
         )  # fmt: skip

@@ -18,10 +18,14 @@ from runtime.engines.base import Chunk
 from runtime.engines.cuda import ops
 from runtime.engines.cuda.engine import CudaEngine
 from runtime.formats.float8_block import Float8Block
+from runtime.formats.k_quant import KQuant
 from runtime.formats.presets import preset
 from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
+from runtime.kernels import KERNELS
 from runtime.kernels.base import Layer
+from runtime.kernels.triton.base import TritonKernel
 
 STATIC = torch.arange(6.0)
 
@@ -217,27 +221,31 @@ LAYERS = {
     "BlockFloatTriton, powers of two": (preset("MXFP4"), "mxfp4-pack-quantized"),
     "BlockFloatTriton, on sm_100": (preset("NVFP4"), "nvfp4-pack-quantized"),
     "W8A8Triton, float8": (Scheme(FLOAT8, ActivationScheme(8, "float")), "float-quantized"),
+    "RowCodebookTriton": (Scheme(RowCodebook(3, None, 0.02)), "row_codebook"),
+    "KQuantTriton": (Scheme(KQuant("Q4_K")), "k_quant"),
+    "KQuantTriton, a table": (Scheme(KQuant("IQ4_XS")), "k_quant"),
 }
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_kernel_of_weights_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from runtime.kernels.triton import gpu, jit, linear
+    from runtime.kernels.triton import gpu, jit
 
     scheme, storage = LAYERS[name]
-    tensors = formats.get(storage).pack(random_weight(scheme, (64, 192)))
+    tensors = formats.get(storage).pack(random_weight(scheme, (64, 256)))
     if scheme.activations is not None and scheme.activations.dynamic == "local":
         tensors |= {"input_global_scale": torch.ones(1)}
     elif scheme.activations is not None and not scheme.activations.dynamic:
         tensors |= {"input_scale": torch.ones(1).bfloat16(), "input_zero_point": torch.ones(1, dtype=torch.int8)}
-    layer = Layer(ModuleEntry(scheme, storage, None), (64, 192), torch.bfloat16, torch.device("cpu"))
-    kernel = getattr(linear, name.partition(",")[0])("cpu")
+    layer = Layer(ModuleEntry(scheme, storage, None), (64, 256), torch.bfloat16, torch.device("cpu"))
+    classes = {type(each).__name__: type(each) for each in KERNELS if isinstance(each, TritonKernel)}
+    kernel = classes[name.partition(",")[0]]("cpu")
     kept = {name: tensor for name, tensor in tensors.items() if name.startswith("input_")}  # as modules keep them
     prepared, bias, fake = kept | kernel.prepare(tensors, layer), torch.zeros(64).bfloat16(), Fake()
     monkeypatch.setattr(jit.Entry, "launcher", fake.launch)
     for rows in (1, 3, 17, 70, 300):
-        x = torch.randn(rows, 192).bfloat16()
+        x = torch.randn(rows, 256).bfloat16()
         with gpu.assuming(100 if name.endswith("sm_100") else 90):
             replay = fake(step(lambda _, x=x: kernel.run(x, prepared, layer, bias)))
             assert replay()[0].shape == (rows, 64)

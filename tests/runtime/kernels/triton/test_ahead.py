@@ -26,13 +26,16 @@ import gpu_launches
 from export.triton_aot.worker import compile_variant
 from runtime import formats
 from runtime.errors import ArtifactError, CompressError
+from runtime.formats.k_quant import KQuant
 from runtime.formats.presets import preset
 from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels.base import Layer
 from runtime.kernels.triton import aot, cubins, gpu, jit, signature, tuning
 from runtime.kernels.triton.aot import CudaDriver
 from runtime.kernels.triton.base import TritonKernel
+from runtime.kernels.triton.codebooks import KQuantTriton, RowCodebookTriton
 from runtime.kernels.triton.linear import (
     BlockFloatTriton,
     Sparse24Triton,
@@ -316,6 +319,11 @@ SCHEMES: list[tuple[TritonKernel, Scheme, str]] = [
     (BlockFloatTriton("cpu"), preset("NVFP4"), "nvfp4-pack-quantized"),
     (BlockFloatTriton("cpu"), preset("MXFP4"), "mxfp4-pack-quantized"),
     (BlockFloatTriton("cpu"), preset("MXFP8A16"), "mxfp8-quantized"),
+    (RowCodebookTriton("cpu"), Scheme(RowCodebook(3, None, 0.02)), "row_codebook"),
+    (RowCodebookTriton("cpu"), Scheme(RowCodebook(4, 48)), "row_codebook"),
+    (KQuantTriton("cpu"), Scheme(KQuant("Q5_K")), "k_quant"),
+    (KQuantTriton("cpu"), Scheme(KQuant("Q3_K")), "k_quant"),
+    (KQuantTriton("cpu"), Scheme(KQuant("IQ4_XS")), "k_quant"),
 ]
 
 
@@ -323,7 +331,7 @@ SCHEMES: list[tuple[TritonKernel, Scheme, str]] = [
 def test_tensors_on_meta_are_like_those_that_prepare_makes(kernel: TritonKernel, scheme: Scheme, storage: str) -> None:
     from weight_cases import random_weight
 
-    shape = (38, 192)
+    shape = (38, 768)
     tensors = formats.get(storage).pack(random_weight(scheme, shape))
     if scheme.activations is not None and scheme.activations.dynamic == "local":
         tensors |= {"input_global_scale": torch.ones(1)}
@@ -335,9 +343,9 @@ def test_tensors_on_meta_are_like_those_that_prepare_makes(kernel: TritonKernel,
     assert {n: (t.shape, t.dtype) for n, t in blank.items()} == {n: (t.shape, t.dtype) for n, t in kept.items()}
     assert set(made) - set(blank) <= {"weight_bitmap"}
     with jit.recording() as real:
-        kernel.compute(torch.zeros(3, 192).bfloat16(), made, layer, None)
+        kernel.compute(torch.zeros(3, 768).bfloat16(), made, layer, None)
     with jit.recording() as imagined:
-        kernel.compute(torch.zeros(3, 192, dtype=torch.bfloat16, device="meta"), blank, layer, None)
+        kernel.compute(torch.zeros(3, 768, dtype=torch.bfloat16, device="meta"), blank, layer, None)
     assert [signature.of(launch) for launch in real] == [signature.of(launch) for launch in imagined]
     assert real
 

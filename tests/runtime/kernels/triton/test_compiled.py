@@ -19,7 +19,8 @@ KERNELS = [
     "nvfp4 dequantize", "mxfp8 1", "mxfp8 16", "mxfp8 512", "round NVFP4", "round MXFP4", "round MXFP8",
     "quantize NVFP4", "quantize MXFP8", "NVFP4 512", "MXFP4 65", "MXFP4 4096", "MXFP8 512",
     "2:4 w4 dequantize", "rms_norm", "swiglu", "experts w4 1", "experts w4 16", "experts w4 2048", "experts bf16 512",
-    "experts bf16 2048", "experts fp32",
+    "experts bf16 2048", "experts fp32", "codebook 1", "codebook 16", "codebook 512", "codebook dequantize", "q4_k 1", "q4_k 16",
+    "q4_k 512", "q6_k 16", "iq4_xs 1", "iq4_xs 16", "iq4_xs 512", "outliers 1", "outliers 16",
 ]  # fmt: skip
 
 
@@ -47,6 +48,7 @@ def test_compiles_without_spills(name, capability, tmp_path, monkeypatch):
         ("w4a16 16", 90, 2.8), ("w4a16 64", 90, 4.4), ("w4a16 512", 90, 4.6), ("w4a16 asymmetric 16", 90, 3.0),
         ("experts w4 2048", 90, 4.6), ("mxfp4 16", 90, 6.4), ("nvfp4 512", 90, 9.0), ("w4a16 16", 80, 3.3), ("w4a16 16", 100, 3.0),
         ("w4a16 512", 100, 3.7), ("w8a16 512", 90, 6.8), ("w4a16 64", 80, 8.0), ("w4a16 float16 16", 90, 2.9),
+        ("codebook 16", 90, 7.2), ("iq4_xs 16", 90, 10.8), ("q4_k 16", 90, 10.2), ("q6_k 16", 90, 9.8), ("codebook 512", 90, 7.4),
     ],
 )  # fmt: skip
 @pytest.mark.sampled(3, 7)
@@ -160,7 +162,17 @@ def test_tensor_cores_multiply_block_floats_under_their_scales(name, kind, choic
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
     ("name", "loads"),
-    [("w4a16 1", 4), ("nvfp4 1", 4), ("2:4 w4 1", 6), ("odd", 4), ("ragged", 4), ("2:4 odd", 6), ("2:4 ragged", 6)],
+    [
+        ("w4a16 1", 4),
+        ("nvfp4 1", 4),
+        ("2:4 w4 1", 6),
+        ("codebook 1", 4),
+        ("q4_k 1", 4),
+        ("odd", 4),
+        ("ragged", 4),
+        ("2:4 odd", 6),
+        ("2:4 ragged", 6),
+    ],
 )
 def test_matvec_reads_sixteen_bytes_a_thread_without_barriers(name, loads, capability, tmp_path, monkeypatch):
     """What its speed rests on: wide loads of the weight, and nothing in the loop that threads wait for each other in."""

@@ -17,7 +17,8 @@ HERE = Path(__file__).parent
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "names", ["matvec", "matmul w8a8", "rounded block_float order", "linear", "experts sparse24 fused routing"]
+    "names",
+    ["matvec", "matmul w8a8", "rounded block_float order", "linear codebooks", "experts sparse24 fused routing"],
 )
 def test_interpreted(names, tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]

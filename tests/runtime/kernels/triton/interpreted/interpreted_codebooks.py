@@ -46,18 +46,24 @@ def made(form, shape, dtype=torch.bfloat16, seed=0):
 @pytest.mark.parametrize(("form", "shape"), CODEBOOKS, ids=str)
 def test_row_codebooks(form, shape):
     for seed, dtype in enumerate((torch.bfloat16, torch.float16)):
-        check(RowCodebookTriton("cpu"), Scheme(RowCodebook(*form)), shape, "row_codebook", dtype, seed, (0, 1, 2, 5, 70))
+        check(
+            RowCodebookTriton("cpu"), Scheme(RowCodebook(*form)), shape, "row_codebook", dtype, seed, (0, 1, 2, 5, 70)
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_k_quants(kind):
-    for seed, (dtype, shape) in enumerate(((torch.bfloat16, (7, 512)), (torch.float16, (33, 256)), (torch.bfloat16, (1, 256)))):
+    for seed, (dtype, shape) in enumerate(
+        ((torch.bfloat16, (7, 512)), (torch.float16, (33, 256)), (torch.bfloat16, (1, 256)))
+    ):
         check(KQuantTriton("cpu"), Scheme(KQuant(kind)), shape, "k_quant", dtype, seed, (0, 1, 2, 5, 70))
     if kind == "IQ4_NL":
         check(KQuantTriton("cpu"), Scheme(KQuant(kind)), (5, 96), "k_quant", rows=(1, 3))
 
 
-@pytest.mark.parametrize("form", [RowCodebook(3, 16), RowCodebook(4), *map(KQuant, KINDS)], ids=lambda form: form.describe())
+@pytest.mark.parametrize(
+    "form", [RowCodebook(3, 16), RowCodebook(4), *map(KQuant, KINDS)], ids=lambda form: form.describe()
+)
 def test_products_are_exact_but_for_the_order_of_sums(form):
     """Not only close to the reference, which rounds the weight: blocks of few rows do not, unless there are minima."""
     kernel, prepared, layer = made(form, (5, 512), seed=3)
@@ -127,5 +133,7 @@ def test_presets_are_computed_and_activations_are_not_rounded():
     scheme = preset("W4A16_CODEBOOK")
     layer = Layer(ModuleEntry(scheme, "row_codebook"), (64, 64), torch.bfloat16, torch.device("cpu"))
     assert RowCodebookTriton("cpu").why_not(layer) is None
-    rounded = dataclasses.replace(layer, entry=ModuleEntry(Scheme(scheme.weights, preset("W8A8").activations), "row_codebook"))
+    rounded = dataclasses.replace(
+        layer, entry=ModuleEntry(Scheme(scheme.weights, preset("W8A8").activations), "row_codebook")
+    )
     assert "unquantized activations" in RowCodebookTriton("cpu").why_not(rounded)

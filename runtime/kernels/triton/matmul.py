@@ -7,8 +7,8 @@ shared memory. Marlin (arXiv 2408.11743) does so with another layout.
 
 Codes minus their zero point, and what codes number in a table, are exact. Scales of channels multiply the sums at the end, and
 those of groups, in blocks of up to 32 rows, the sums of each group. In larger blocks that would take more instructions and
-registers, so the weight is rounded to the dtype of x, as the reference rounds it. Block floats are scaled before the product in any
-block, where that changes nothing: NVFP4, and others in bfloat16 (apart from scales at the ends of its range).
+registers, so the weight is rounded to the dtype of x, as the reference rounds it; k-quants are in any block. Block floats are scaled
+before the product in any block, where that changes nothing: NVFP4, and others in bfloat16 (apart from scales at the ends of its range).
 
 `dense` dequantizes the whole weight into a scratch matrix (read 0.5, write 2 bytes a weight) that cuBLAS multiplies; `sparse` compresses
 that of a 2:4 weight for sparse tensor cores (`semi_structured.py`). Which wins with many rows depends on the device, so tuning chooses
@@ -154,8 +154,8 @@ def scales_sums(block_rows: int, weight: layout.Weight, dtype: torch.dtype) -> b
     """Whether scales multiply the sums of each group for blocks of so many rows of x, rather than the weight, which is then rounded to
     `dtype`: where the rounding would change something, and the rows are few.
     """
-    if weight.codes == "minimum":
-        return False  # minima of groups would multiply sums of x
+    if weight.scale.dtype == torch.int16:
+        return False  # minima would multiply sums of x, and scales, several loads each, come in small groups
     unchanged = weight.codes == "float" and (weight.scale.dtype == torch.int8 or dtype == torch.bfloat16)
     return weight.field != layout.DENSE and block_rows <= 32 and not unchanged
 

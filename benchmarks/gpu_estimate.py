@@ -26,7 +26,7 @@ import gpu_launches
 from runtime.kernels.triton.jit import Launch
 
 ROWS = (1, 2, 16, 64, 512)
-KINDS = ("w4a16", "w8a16", "nvfp4")
+KINDS = ("w4a16", "w8a16", "nvfp4", "codebook", "q4_k")
 
 
 @dataclass(frozen=True)

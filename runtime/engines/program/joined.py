@@ -125,6 +125,9 @@ def _join_compressed(layers: Sequence[nn.Module]) -> CompressedLinear | None:
     for name in ("values", "scale", "zero_point", "mask"):
         if getattr(weights[0], name) is not None:
             rows[name] = torch.cat([getattr(weight, name) for weight in weights])
+    representation = first.entry.scheme.weights
+    if representation is not None and weights[0].own:
+        rows["own"] = representation.join_rows([weight.own for weight in weights])
     tensors = formats.get(first.entry.format).pack(replace(weights[0], dtype=first.stored_dtype, **rows))
     whole = CompressedLinear.from_tensors(first.entry, shape, tensors, _bias(linear, first.dtype), first.stored_dtype)
     whole.dtype = first.dtype
@@ -156,5 +159,8 @@ def alike(layers: Sequence[nn.Module]) -> list[CompressedLinear] | None:
     if len(same) > 1 or any(name.startswith("input_") for name in first._specs):
         return None
     weights, grid = first.entry.scheme.weights, first.entry.scheme.grid
-    by_row = grid is not None and all(grid.parameter_shape(x.shape)[0] == x.out_features for x in linear)
-    return linear if weights is None or by_row else None
+    if grid is not None:
+        by_row = all(grid.parameter_shape(x.shape)[0] == x.out_features for x in linear)
+    else:
+        by_row = weights is None or weights.row_by_row
+    return linear if by_row else None

@@ -9,6 +9,7 @@ import torch
 import triton_references
 from cuda_models import build, engine
 from torch import nn
+from weight_cases import random_weight
 
 from runtime import formats
 from runtime import kernels as table
@@ -17,10 +18,13 @@ from runtime.engines.llama_structure import FeedForward
 from runtime.engines.program.joined import Joined, Part
 from runtime.engines.torch.engine import weight_bytes
 from runtime.formats.checks import Tensors
+from runtime.formats.k_quant import KQuant
 from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.row_codebook import RowCodebook
 from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
 from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.triton import layout
+from runtime.kernels.triton.codebooks import KQuantTriton, RowCodebookTriton
 from runtime.layers.compressed_linear import CompressedLinear
 
 NAMES = ("q_proj", "k_proj", "v_proj")
@@ -236,6 +240,29 @@ def test_layouts_of_the_triton_kernels_are_joined(name: str, symmetric: bool, mo
         tensors = formats.get(storage).pack(weight)
         layer = CompressedLinear.from_tensors(ModuleEntry(scheme, storage), (rows, 256), tensors, None, torch.bfloat16)
         assert layer.prepare().decode.name == getattr(kernels, name).name
+        layers.append(layer)
+    wanted = torch.cat([layer.dequantize() for layer in layers])  # type: ignore[operator]
+    (whole,) = Joined.of(parent_of(layers), NAMES, "qkv_proj").layers
+    assert isinstance(whole, CompressedLinear)
+    assert torch.equal(whole.dequantize(), wanted)
+
+
+@pytest.mark.parametrize(
+    "form", [RowCodebook(3, 64, 0.02), KQuant("Q4_K"), KQuant("IQ4_XS")], ids=lambda form: form.describe()
+)
+def test_row_codebooks_and_k_quants_are_joined(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row keeps its own levels, outliers and minima."""
+    pytest.importorskip("triton")
+    kernels = (RowCodebookTriton("cpu"), KQuantTriton("cpu"))
+    monkeypatch.setattr(table, "KERNELS", (*kernels, table.REFERENCE))
+    scheme = Scheme(form)
+    layers: list[nn.Module] = []
+    for seed, rows in enumerate((64, 32, 32)):
+        tensors = formats.get(form.name).pack(random_weight(scheme, (rows, 256), seed=seed))
+        layer = CompressedLinear.from_tensors(
+            ModuleEntry(scheme, form.name), (rows, 256), tensors, None, torch.bfloat16
+        )
+        assert layer.prepare().decode.name in {kernel.name for kernel in kernels}
         layers.append(layer)
     wanted = torch.cat([layer.dequantize() for layer in layers])  # type: ignore[operator]
     (whole,) = Joined.of(parent_of(layers), NAMES, "qkv_proj").layers

@@ -60,7 +60,8 @@ def estimate(gpu: Gpu, launch: Launch, instructions: float, rows: int) -> dict[s
     block = given.get("BLOCK_M", rows)  # a matrix-vector product reads and dequantizes a weight once for all rows
     blocks, weights = -(-rows // block), n * k
     split = given["SPLIT_K"]
-    operands = sum(given[name].numel() * given[name].element_size() for name in ("words", "scale"))
+    read = ("words", "scale", "zero") if given["CODES"] == "table" else ("words", "scale")
+    operands = sum(given[name].numel() * given[name].element_size() for name in read)
     moved = (
         operands + 2 * rows * (k + n) + (8 * split * rows * n if split > 1 else 0)
     )  # float32 parts, written and read

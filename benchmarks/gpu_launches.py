@@ -55,7 +55,7 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         layout,
         linear,
         matmul,
-        outliers,
+        matvec,
         rounded,
         sparse24_w4,
         w8a8,
@@ -85,20 +85,20 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
             words, scale, None, (n, k), group, field, codes="float", global_scale=global_scale if nv else None
         )
 
-    def other(kind: str) -> layout.Weight:
-        """Weights of which codes number levels (`codebook`), or of GGUF's types."""
+    def codebook(kind: str) -> layout.Weight:
+        """A row codebook, or a k-quant: `q4_k`, `q6_k` or `iq4_xs`."""
         if kind == "codebook":
             return dataclasses.replace(weight(4, 0), codes="table", table=meta(4, n, dtype=torch.int32))
         field, group, codes = {"q4_k": (4, 32, "minimum"), "q6_k": (8, 16, "integer"), "iq4_xs": (4, 32, "table")}[kind]
-        factors = k // 256 * (2 if codes == "minimum" else 1)
+        factors = k // layout.BLOCK * (2 if codes == "minimum" else 1)
         return dataclasses.replace(
             weight(field, group), scale=meta(k // group + factors, n, dtype=torch.int16), codes=codes,
             table=meta(4, n, dtype=torch.int32) if codes == "table" else None,
         )  # fmt: skip
 
     def outliers_call(rows: int) -> torch.Tensor:
-        columns, values = meta(n, 20, dtype=torch.int16), meta(n, 20)
-        return outliers.add(meta(rows, n), meta(rows, k), other("codebook"), columns, values)
+        columns, values, held = meta(n, 20, dtype=torch.int16), meta(n, 20), meta(n, dtype=torch.int8)
+        return matvec.add_outliers(meta(rows, n), meta(rows, k), codebook("codebook"), held, columns, values)
 
     def scaled_call(name: str, rows: int) -> torch.Tensor:
         scheme, global_scale = preset(name).activations, meta(1, dtype=torch.float32) if name == "NVFP4" else None
@@ -144,8 +144,8 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
         calls[f"{kind} dequantize"] = (partial(matmul.dequantize, blocks(kind), torch.bfloat16), 80)
     for kind in ("codebook", "q4_k", "q6_k", "iq4_xs"):
         for rows in (1, 2, 16, 64, 512):
-            calls[f"{kind} {rows}"] = (partial(linear.multiply, meta(rows, k), other(kind)), 80)
-        calls[f"{kind} dequantize"] = (partial(matmul.dequantize, other(kind), torch.bfloat16), 80)
+            calls[f"{kind} {rows}"] = (partial(linear.multiply, meta(rows, k), codebook(kind)), 80)
+        calls[f"{kind} dequantize"] = (partial(matmul.dequantize, codebook(kind), torch.bfloat16), 80)
     for rows in (1, 16):
         calls[f"outliers {rows}"] = (partial(outliers_call, rows), 80)
     for name in ("NVFP4", "MXFP4", "MXFP8"):

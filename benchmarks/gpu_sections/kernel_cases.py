@@ -50,7 +50,7 @@ def block_weight(n: int, k: int, kind: str, device: str, seed: int = 0) -> Any:
     return block_floats(fields, scale, bits, torch.tensor([1234.5], device=device))
 
 
-def level_weight(n: int, k: int, group: int, device: str, seed: int = 0) -> Any:
+def codebook_weight(n: int, k: int, group: int, device: str, seed: int = 0) -> Any:
     """A row codebook of 4 bits."""
     from runtime.kernels.triton import layout
 
@@ -60,7 +60,7 @@ def level_weight(n: int, k: int, group: int, device: str, seed: int = 0) -> Any:
     return dataclasses.replace(w, codes="table", table=layout.table_words(table))
 
 
-def product_weight(n: int, k: int, kind: str, device: str, seed: int = 0) -> Any:
+def k_quant_weight(n: int, k: int, kind: str, device: str, seed: int = 0) -> Any:
     """Codes like those of `q4_k` (minima, groups of 32) or `q6_k` (groups of 16), under scales that are products."""
     from runtime.kernels.triton import layout
 
@@ -68,7 +68,7 @@ def product_weight(n: int, k: int, kind: str, device: str, seed: int = 0) -> Any
     generator, w = torch.Generator(device).manual_seed(seed), int_weight(n, k, group, field, device, seed=seed)
 
     def products(name: str, factor: str) -> dict[str, torch.Tensor]:
-        blocks = torch.rand(n, k // 256, device=device, generator=generator) * 1e-3
+        blocks = torch.rand(n, k // layout.BLOCK, device=device, generator=generator) * 1e-3
         integers = torch.randint(0, 64, (n, k // group), dtype=torch.int8, device=device, generator=generator)
         return {name: integers if kind == "q4_k" else integers - 32, factor: blocks.half()}
 
@@ -154,28 +154,27 @@ def codebook_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case]:
     """Row codebooks and GGUF's types, likewise."""
     if n * k <= 1 << 25:
         for group in (0,) if small else (0, 128):
-            w = level_weight(n, k, group, device)
+            w = codebook_weight(n, k, group, device)
             yield from weight_only_cases(w, f"{n}x{k} codebook group {group}", small)
         yield outliers_case(n, k, 3 if small else 16, device)
         for kind in ("q4_k", "q6_k") if k >= 256 else ():
-            yield from weight_only_cases(product_weight(n, k - k % 256, kind, device), f"{n}x{k} {kind}", small)
+            yield from weight_only_cases(k_quant_weight(n, k - k % 256, kind, device), f"{n}x{k} {kind}", small)
 
 
 def outliers_case(n: int, k: int, rows: int, device: str) -> Case:
     """A product with outliers in every seventh column."""
     import triton_references as references
 
-    from runtime.kernels.triton import outliers
+    from runtime.kernels.triton.matvec import add_outliers
 
-    w, x = level_weight(n, k, 0, device), torch.randn(rows, k, device=device).bfloat16()
+    w, x = codebook_weight(n, k, 0, device), torch.randn(rows, k, device=device).bfloat16()
     places = torch.arange(0, k, 7, device=device).expand(n, -1).contiguous()
     values, dense = torch.randn(places.shape, device=device).bfloat16(), references.dequantize(w, torch.float64)
-    # The kernel takes away what code 0 stands for, which the product has in these places.
-    first = (w.table[0] & 255) - 128
-    rest = dense.scatter(1, places, (first * w.scale[0].double())[:, None].expand(places.shape))
+    held = torch.randint(-9, 10, (n,), dtype=torch.int8, device=device)  # stands in these places
+    rest = dense.scatter(1, places, (held * w.scale[0].double())[:, None].expand(places.shape))
     y = (x.double() @ rest.t()).bfloat16()
     expected = x.double() @ dense.scatter(1, places, values.double()).t()
-    run = partial(outliers.add, y, x, w, places.to(torch.int16), values)
+    run = partial(add_outliers, y, x, w, held, places.to(torch.int16), values)
     return Case(f"outliers, {n}x{k} rows {rows}", run, expected, 8e-3)
 
 

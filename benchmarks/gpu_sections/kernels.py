@@ -23,12 +23,12 @@ from gpu_sections.bench import Bench, Row, said
 from gpu_sections.kernel_cases import (
     block_weight,
     cases,
+    codebook_weight,
     codes8,
     error_of,
     float8s,
     int_weight,
-    level_weight,
-    product_weight,
+    k_quant_weight,
     sparse_weight,
 )
 
@@ -136,11 +136,11 @@ def products(bench: Bench, shape: tuple[int, int], rows: int) -> Row:
         floats = [block_weight(n, k, kind, device, seed=i) for i in range(min(24, bench.copies(n * k * bits // 8)))]
         ours(f"{kind}a16", floats, lambda w: linear.multiply(x, w), weight_bytes(floats[0]))
         del floats
-    levels = [level_weight(n, k, 0, device, seed=i) for i in range(min(24, bench.copies(n * k // 2)))]
+    levels = [codebook_weight(n, k, 0, device, seed=i) for i in range(min(24, bench.copies(n * k // 2)))]
     ours("codebook4", levels, lambda w: linear.multiply(x, w), weight_bytes(levels[0]))
     del levels
     if k % 256 == 0:
-        minima = [product_weight(n, k, "q4_k", device, seed=i) for i in range(min(24, bench.copies(n * k // 2)))]
+        minima = [k_quant_weight(n, k, "q4_k", device, seed=i) for i in range(min(24, bench.copies(n * k // 2)))]
         ours("q4_k", minima, lambda w: linear.multiply(x, w), weight_bytes(minima[0]))
         del minima
     sparse = [sparse_weight(n, k, 128, device, seed=i) for i in range(min(24, bench.copies(n * k * 3 // 8)))]

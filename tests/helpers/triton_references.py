@@ -59,7 +59,7 @@ def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
     if weight.codes == "float":
         return _dequantize_floats(weight, dtype)
     if weight.codes != "integer" or weight.scale.dtype == torch.int16:
-        return _dequantize_others(weight, dtype)
+        return _dequantize_codebook(weight, dtype)
     if isinstance(weight, sparse24_w4.Sparse24Weight):
         codes = codes_and_mask(weight)[0].double()
     else:
@@ -84,7 +84,7 @@ def _dequantize_floats(weight: layout.Weight, dtype: torch.dtype) -> torch.Tenso
     return (codes * steps.repeat_interleave(weight.group, 1)).to(dtype)
 
 
-def _dequantize_others(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
+def _dequantize_codebook(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
     """Entries of tables, unsigned integers under a minimum, and scales that are products."""
     columns = weight.shape[1]
     codes = layout.unpack(weight.words, weight.field, columns)
@@ -97,7 +97,7 @@ def _dequantize_others(weight: layout.Weight, dtype: torch.dtype) -> torch.Tenso
     scale, minima = weight.scale, None
     if scale.dtype == torch.int16:
         found = layout.unpack_products(scale, weight.groups, weight.codes == "minimum")
-        per = 256 // weight.group
+        per = layout.BLOCK // weight.group
         scale = (found["d"].double().repeat_interleave(per, 1) * found["scale"]).t()
         if weight.codes == "minimum":
             minima = found["dmin"].double().repeat_interleave(per, 1) * found["minimum"]

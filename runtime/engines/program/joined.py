@@ -162,5 +162,6 @@ def alike(layers: Sequence[nn.Module]) -> list[CompressedLinear] | None:
     if grid is not None:
         by_row = all(grid.parameter_shape(x.shape)[0] == x.out_features for x in linear)
     else:
-        by_row = weights is None or weights.row_by_row
+        # A part that is computed alone computes the whole: not where that dequantizes it at every call.
+        by_row = weights is None or (weights.row_by_row and first.choice.decode is not kernel_table.REFERENCE)
     return linear if by_row else None

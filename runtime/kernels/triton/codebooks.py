@@ -15,15 +15,15 @@ from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Layer
 from runtime.kernels.triton import layout
 from runtime.kernels.triton.base import TritonKernel
-from runtime.kernels.triton.linear import multiply, product_path
+from runtime.kernels.triton.linear import multiply, product_path, stored_on_meta
 
-_MIDDLE = 8  # number `n` of a level is laid out as code `n - 8`
+_MIDDLE = 8  # index `i` of an entry is laid out as code `i - 8`
 
 
 class RowCodebookTriton(TritonKernel):
-    """Row codebooks of 2 to 4 bits: `words`, `table` of the levels, `scale` `[groups, out]` and, where there are outliers, those as stored.
+    """Row codebooks of 2 to 4 bits, laid out as 4: `words`, `table` of the levels and `scale` `[groups, out]`.
 
-    Outliers are added after the product has been rounded.
+    Outliers stay as stored. They are added to the rounded product, in which `outlier_entries` `[out]` stood in their places.
     """
 
     name = "row-codebook-triton"
@@ -34,14 +34,16 @@ class RowCodebookTriton(TritonKernel):
 
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
         weight = layer.unpack(tensors)
-        numbers = weight.values.where(weight.values < 2 ** _codebook(layer).bits, 0).to(torch.int8)
-        levels = weight.parameters["levels"]
-        outliers = {name: tensor for name, tensor in tensors.items() if "outlier" in name}
-        return outliers | {
-            "words": layout.pack(numbers - _MIDDLE, 4),
-            "table": layout.table_words(torch.nn.functional.pad(levels, (0, 16 - levels.shape[1]))),
-            "scale": weight.parameters["scale"].t().contiguous(),
-        }
+        codes, levels = weight.values, weight.parameters["levels"]
+        table = torch.nn.functional.pad(levels, (0, 16 - levels.shape[1]))
+        found = {"table": layout.table_words(table), "scale": weight.parameters["scale"].t().contiguous()}
+        if _codebook(layer).outliers:
+            # Near zero, so that little is taken away again: there is a zero behind the levels if they are not 16.
+            near = table.short().abs().argmin(1, keepdim=True)
+            codes = torch.where(codes < 16, codes, near)
+            found |= {name: tensor for name, tensor in tensors.items() if "outlier" in name}
+            found["outlier_entries"] = table.gather(1, near)[:, 0]
+        return found | {"words": layout.pack(codes.to(torch.int8) - _MIDDLE, 4)}
 
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         form = _codebook(layer)
@@ -56,13 +58,12 @@ class RowCodebookTriton(TritonKernel):
         return CompressedWeight.of(codes, parameters, None, layer.entry.scheme, layer.dtype)
 
     def blank(self, layer: Layer, scale: torch.dtype | None = None) -> Tensors:
-        stored = layer.storage.tensors(layer.entry.scheme, layer.shape, scale or layer.dtype, layer.entry.count)
-        found = {
-            name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in stored.items() if "outlier" in name
-        }  # fmt: skip
-        spec = stored["weight_scale"]
-        found["scale"] = torch.empty(spec.shape[::-1], dtype=spec.dtype, device="meta")
-        return found | {"words": layout.blank_words(layer.shape, 4), "table": _blank_table(layer)}
+        stored = stored_on_meta(layer, scale)
+        found = {name: tensor for name, tensor in stored.items() if "outlier" in name}
+        if found:
+            found["outlier_entries"] = torch.empty(layer.shape[0], dtype=torch.int8, device="meta")
+        words, table = layout.blank_words(layer.shape, 4), _blank_table(layer)
+        return found | {"words": words, "table": table, "scale": stored["weight_scale"].t().contiguous()}
 
     def weight(self, tensors: Tensors, layer: Layer) -> layout.Weight:
         """The weight as kernels take it, without its outliers."""
@@ -70,13 +71,14 @@ class RowCodebookTriton(TritonKernel):
         return layout.Weight(words, scale, None, layer.shape, layer.group, 4, codes="table", table=table)
 
     def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
-        from runtime.kernels.triton import outliers
+        from runtime.kernels.triton.matvec import add_outliers
 
         weight = self.weight(tensors, layer)
         y = multiply(x, weight, bias)
         if "weight_outliers" not in tensors:
             return y
-        return outliers.add(y, x, weight, tensors["weight_outlier_columns"], tensors["weight_outliers"])
+        held, columns = tensors["outlier_entries"], tensors["weight_outlier_columns"]
+        return add_outliers(y, x, weight, held, columns, tensors["weight_outliers"])
 
     def path(self, rows: int) -> str:
         return f"{product_path(rows)} of levels"
@@ -95,11 +97,11 @@ class KQuantTriton(TritonKernel):
         return layer.why_not_as_given()
 
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
-        form, weight = _kind(layer), layer.unpack(tensors)
+        form, weight = _form(layer), layer.unpack(tensors)
         codes, field, given = weight.values, _field(form), weight.parameters
-        if _numbers(form):
+        if _from_zero(form):
             codes = form.unsigned(codes).view(torch.int8) - (1 << field - 1)
-        scale = given["d"].t().contiguous() if _plain(form) else layout.pack_products(given)
+        scale = given["d"].t().contiguous() if _one_factor(form) else layout.pack_products(given)
         found = {"words": layout.pack(codes, field), "scale": scale}
         if form.table:
             values = torch.tensor(IQ4_VALUES, dtype=torch.int8, device=codes.device)
@@ -107,11 +109,11 @@ class KQuantTriton(TritonKernel):
         return found
 
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
-        form, columns, scale = _kind(layer), layer.shape[1], tensors["scale"]
+        form, columns, scale = _form(layer), layer.shape[1], tensors["scale"]
         codes = layout.unpack(tensors["words"], _field(form), columns)
-        if _numbers(form):
+        if _from_zero(form):
             codes = form.signed((codes + (1 << _field(form) - 1)).view(torch.uint8))
-        if _plain(form):
+        if _one_factor(form):
             d = scale.t().contiguous()
             parameters = {"d": d, "scale": torch.ones_like(d, dtype=torch.int8)}
         else:
@@ -119,10 +121,10 @@ class KQuantTriton(TritonKernel):
         return CompressedWeight.of(codes, parameters, None, layer.entry.scheme, layer.dtype)
 
     def blank(self, layer: Layer, scale: torch.dtype | None = None) -> Tensors:
-        form, (rows, columns) = _kind(layer), layer.shape
+        form, (rows, columns) = _form(layer), layer.shape
         groups, blocks = columns // form.facts.width, columns // form.facts.block
-        height = groups if _plain(form) else groups + blocks * (1 if form.symmetric else 2)
-        dtype = torch.float16 if _plain(form) else torch.int16
+        height = groups if _one_factor(form) else groups + blocks * (1 if form.symmetric else 2)
+        dtype = torch.float16 if _one_factor(form) else torch.int16
         found = {
             "words": layout.blank_words(layer.shape, _field(form)),
             "scale": torch.empty(height, rows, dtype=dtype, device="meta"),
@@ -131,8 +133,8 @@ class KQuantTriton(TritonKernel):
 
     def weight(self, tensors: Tensors, layer: Layer) -> layout.Weight:
         """The weight as kernels take it."""
-        form = _kind(layer)
-        codes = "table" if form.table else "integer" if form.symmetric else "minimum"
+        form = _form(layer)
+        codes: layout.Codes = "table" if form.table else "integer" if form.symmetric else "minimum"
         return layout.Weight(
             tensors["words"], tensors["scale"], None, layer.shape, form.facts.width, _field(form),
             codes=codes, table=tensors.get("table"),
@@ -149,13 +151,13 @@ def _field(form: KQuant) -> int:
     return 4 if form.bits <= 4 else 8
 
 
-def _numbers(form: KQuant) -> bool:
-    """Whether codes are laid out as they are stored, from zero on."""
+def _from_zero(form: KQuant) -> bool:
+    """Whether codes are laid out as GGUF stores them, from zero on."""
     return form.table or not form.symmetric
 
 
-def _plain(form: KQuant) -> bool:
-    """Whether a group's scale is its block's, without an integer."""
+def _one_factor(form: KQuant) -> bool:
+    """Whether a group is a block, with an fp16 scale and no integer."""
     return form.facts.low == form.facts.high == 1
 
 
@@ -165,7 +167,7 @@ def _codebook(layer: Layer) -> RowCodebook:
     return form
 
 
-def _kind(layer: Layer) -> KQuant:
+def _form(layer: Layer) -> KQuant:
     form = layer.entry.scheme.weights
     assert isinstance(form, KQuant)
     return form

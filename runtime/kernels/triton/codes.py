@@ -5,8 +5,21 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl, triton
+from runtime.kernels.triton.layout import BLOCK
 
 ONE = 0x3F800000  # the bits of 1.0
+FACTORS = tl.constexpr(BLOCK) if triton is not None else BLOCK
+_LOOK_UP = """{
+.reg .b32 place, low, high;
+and.b32 place, $1, 0x7777;
+prmt.b32 low, $2, $3, place;
+prmt.b32 high, $4, $5, place;
+shr.b32 place, $1, 1;
+lop3.b32 place, place, 0x4444, 0x3210, 0xea;
+prmt.b32 $0, low, high, place;
+}"""
+#: PTX of `look_up`: $1 has four fields, $2 to $5 the table.
+LOOK_UP = tl.constexpr(_LOOK_UP) if triton is not None else _LOOK_UP
 #: Whether kernels run in triton's interpreter, which knows no assembly.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret) if triton is not None else None
 
@@ -41,8 +54,8 @@ def code_plus(words, one, j: tl.constexpr, FIELD: tl.constexpr):
 
 @jit
 def code_minus(words, one, zero, j: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr):
-    """Field `j` of int32 words as a float32, exactly: `u - 2^(FIELD-1) - zero` by a LOP3 and an FMA, under a minimum `u - zero`, or, of a
-    float, itself."""
+    """Field `j` of int32 words as a float32, exactly, by a LOP3 and an FMA: `u - 2^(FIELD-1) - zero` of integers, `u - zero` under a
+    minimum; floats as they are."""
     if CODES == "float":
         return code_tiny(words, j, FIELD, CODES) * 2.0 ** (126 if FIELD == 4 else 120)
     else:
@@ -90,10 +103,10 @@ def load_table(tables, rows, N, CODES: tl.constexpr):
 
 @jit
 def look_up(words, table, j: tl.constexpr):
-    """What 4-bit fields of int32 words number in the tables of their rows: bytes, so that field `j` is the 8-bit field `j % 4`.
+    """Entries that 4-bit fields of int32 words select from the tables of their rows, as bytes: field `j` becomes the 8-bit field `j % 4`.
 
-    Four fields in seven instructions: a PRMT picks four bytes out of eight, so two ask both halves of a table, and a third takes the
-    answer of one for each byte.
+    Six instructions for four fields, of the upper half seven: a PRMT picks four bytes out of eight, so two ask both halves of a table, and
+    a third takes the answer of one for each byte.
     """
     words = words >> (16 * (j // 4))
     if INTERPRETED:
@@ -105,15 +118,7 @@ def look_up(words, table, j: tl.constexpr):
         return found
     else:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 place, low, high;
-            and.b32 place, $1, 0x7777;
-            prmt.b32 low, $2, $3, place;
-            prmt.b32 high, $4, $5, place;
-            shr.b32 place, $1, 1;
-            lop3.b32 place, place, 0x4444, 0x3210, 0xea;
-            prmt.b32 $0, low, high, place;
-            }""",
+            LOOK_UP,
             "=r,r,r,r,r,r", [words, table[0], table[1], table[2], table[3]], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
 
@@ -193,11 +198,12 @@ def multiply_add(a, b, c):
 
 @jit
 def code_slice(w, zero, table, j: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr, dtype: tl.constexpr):
-    """Slice `j` of words `[rows, 16]`: codes minus `zero` `[rows]`, or what they number in `table`, exactly, `[rows, 16]` in `dtype`.
+    """Slice `j` of words `[rows, 16]`: codes minus `zero` `[rows]`, or entries of `table`, exactly, `[rows, 16]` in `dtype`.
 
     Codes of 4 bits become pairs of 16-bit floats. Two neighbouring words give two whose halves are neighbouring columns, of slices 0 to 3
     and of 4 to 7: two instructions for 16 codes. Then a pair takes a shift, a LOP3 and an FMA (of floats: two shifts, two LOP3).
     """
+    tl.static_assert(CODES != "minimum" or dtype == tl.float32)
     if CODES == "table":
         return code_minus(look_up(w, table, j), 0x3F800000, 0.0, j % 4, 8, "integer").to(dtype)
     elif FIELD == 4 and dtype != tl.float32:
@@ -238,11 +244,11 @@ def load_grids(scale, zero, group, rows, N, groups, GROUP: tl.constexpr, ASYMMET
     at = rows + group * N
     if scale.dtype.element_ty == tl.int16:
         pair = tl.load(scale + at).to(tl.int32)
-        factor = scale + rows + (groups + group // (256 // GROUP)) * N
+        factor = scale + rows + (groups + group // (FACTORS // GROUP)) * N
         s = tl.load(factor).to(tl.float16, bitcast=True).to(tl.float32) * ((pair << 24) >> 24).to(tl.float32)
         z = tl.zeros_like(s)
         if ASYMMETRIC:
-            least = tl.load(factor + groups // (256 // GROUP) * N).to(tl.float16, bitcast=True)
+            least = tl.load(factor + groups // (FACTORS // GROUP) * N).to(tl.float16, bitcast=True)
             z = least.to(tl.float32) * (pair >> 8).to(tl.float32)
     else:
         s = load_scale(scale + at)

@@ -37,7 +37,7 @@ INSTALLED = triton is not None
 MODULES = (
     "runtime.kernels.triton.block_float", "runtime.kernels.triton.codes", "runtime.kernels.triton.experts",
     "runtime.kernels.triton.float8_block", "runtime.kernels.triton.fused", "runtime.kernels.triton.matmul",
-    "runtime.kernels.triton.matvec", "runtime.kernels.triton.outliers", "runtime.kernels.triton.rounded",
+    "runtime.kernels.triton.matvec", "runtime.kernels.triton.rounded",
     "runtime.kernels.triton.routing", "runtime.kernels.triton.sparse24_w4", "runtime.kernels.triton.w8a8",
     "runtime.engines.cuda.chunk_attention", "runtime.engines.cuda.page_store", "runtime.engines.cuda.paged_attention",
     "runtime.engines.cuda.rotary_store", "runtime.engines.cuda.stored_attention",

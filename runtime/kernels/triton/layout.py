@@ -9,12 +9,13 @@ fields, 64 with 8-bit ones. Field `j` of word `w` holds column `tile * 16 * fiel
 - a group whose size is a multiple of 16 never ends inside a slice, so a slice has one scale a row.
 
 Integers are stored unsigned (`code + 2^(field - 1)`), floats (e2m1 of 4 bits, e4m3 of 8) as they are; columns that fill up the last
-tile hold 0, of floats minus zero.
+tile hold 0 (of floats minus zero; index 8 of a table).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -24,9 +25,8 @@ from runtime.formats.representation import Tensors
 WIDTH = 16  # words of a row in one tile, and columns of a slice
 BLOCK_COLUMNS = 128  # of float8 weights with scales of blocks
 SMALLEST_UNIT = 32  # columns of an integer tensor core instruction
-#: Integers in the signed range of their bits, unsigned integers under a minimum (`code * scale - minimum`), floats (e2m1 or e4m3), or
-#: numbers of entries of a table.
-CODES = ("integer", "minimum", "float", "table")
+Codes = Literal["integer", "minimum", "float", "table"]
+BLOCK = 256  # columns that share the factors of `pack_products`
 DENSE = 16  # "bits of a code" of weights that are no codes
 _SLICE = 1 << 24  # codes reordered at once: bounds the working memory
 
@@ -44,7 +44,8 @@ class Weight:
         group: columns that share a scale, a multiple of 16 (the last group may be shorter); 0 for one scale a channel.
         field: bits that hold one code, 4 or 8.
         two_of_four: of each four in a row at least two are zero once dequantized.
-        codes: what fields hold, of `CODES`.
+        codes: what fields hold: integers in the signed range of their bits ("integer"), unsigned ones of `code * scale - minimum`
+            ("minimum", with int16 scales), floats ("float"), or indices into the table of their row ("table", of 4 bits).
         global_scale: float32 `[1]`, the divisor of NVFP4's e4m3 scales; None for other formats.
         table: int32 `[4, N]`, of `table_words`, where 4-bit codes number entries of a table of their row.
     """
@@ -56,9 +57,13 @@ class Weight:
     group: int
     field: int
     two_of_four: bool = False
-    codes: str = "integer"
+    codes: Codes = "integer"
     global_scale: torch.Tensor | None = None
     table: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.codes != "minimum" or self.products, "minima are among scales of `pack_products`"
+        assert self.codes != "table" or (self.table is not None and self.field == 4)
 
     @property
     def tile(self) -> int:
@@ -82,7 +87,13 @@ class Weight:
             self.zero is not None,
             *self.shape,
             *(() if self.codes == "integer" else (self.codes,)),
+            *(("products",) if self.products else ()),
         )
+
+    @property
+    def products(self) -> bool:
+        """Whether scales are integers times factors (`pack_products`)."""
+        return self.scale.dtype == torch.int16
 
     @property
     def groups(self) -> int:
@@ -184,7 +195,7 @@ def table_entries(words: torch.Tensor) -> torch.Tensor:
 
 def pack_products(parameters: Tensors) -> torch.Tensor:
     """Scales of a k-quant, and its minima if it has any -> int16 `[groups + factors, N]`: the integers of a group, the scale in the lower
-    byte, and below them the bits of `d`, and of `dmin`, of every 256 columns.
+    byte, and below them the bits of `d`, and of `dmin`, of every `BLOCK` columns.
 
     Args:
         parameters: `d`, `dmin` float16 `[N, blocks]`, `scale`, `minimum` int8 `[N, groups]`.

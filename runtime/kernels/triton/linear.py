@@ -166,7 +166,7 @@ class BlockFloatTriton(TritonKernel):
         return also | {"words": layout.pack(signed, bits), "scale": held.t().contiguous()}
 
     def blank(self, layer: Layer, scale: torch.dtype | None = None) -> Tensors:
-        return self.prepare(_stored(layer, scale), layer)
+        return self.prepare(stored_on_meta(layer, scale), layer)
 
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         bits, scale = layer.grid.bits, tensors["scale"].t().contiguous()
@@ -267,7 +267,7 @@ class StoredTriton(TritonKernel):
         return tensors
 
     def blank(self, layer: Layer, scale: torch.dtype | None = None) -> Tensors:
-        return self.prepare(_stored(layer, scale), layer)
+        return self.prepare(stored_on_meta(layer, scale), layer)
 
 
 class Float8BlockTriton(StoredTriton):
@@ -387,7 +387,7 @@ def _of_rows(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.where(largest.isnan(), largest, scale.float().reshape(-1))
 
 
-def _stored(layer: Layer, scale: torch.dtype | None) -> Tensors:
+def stored_on_meta(layer: Layer, scale: torch.dtype | None) -> Tensors:
     """Tensors of the layer like those on disk, on meta; `scale` as of `TritonKernel.blank`."""
     specs = layer.storage.tensors(layer.entry.scheme, layer.shape, scale or layer.dtype, layer.entry.count)
     return {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}

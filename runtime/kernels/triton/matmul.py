@@ -5,10 +5,10 @@ Blackwell want, and rows of x their other side, which may be narrow. Words of a 
 become floats in the registers that Ampere and Hopper multiply from (`codes.code_slice`). Of the weight, only codes pass through
 shared memory. Marlin (arXiv 2408.11743) does so with another layout.
 
-Codes minus their zero point, and what codes number in a table, are exact. Scales of channels multiply the sums at the end, and
-those of groups, in blocks of up to 32 rows, the sums of each group. In larger blocks that would take more instructions and
-registers, so the weight is rounded to the dtype of x, as the reference rounds it; k-quants are in any block. Block floats are scaled
-before the product in any block, where that changes nothing: NVFP4, and others in bfloat16 (apart from scales at the ends of its range).
+Codes minus their zero point, and entries of a table, are exact. Scales of channels multiply the sums at the end, and those of groups,
+in blocks of up to 32 rows, the sums of each group. In larger blocks that would take more instructions and registers, so the weight is
+rounded to the dtype of x, as the reference rounds it; k-quants, but for IQ4_NL, are in any block. Block floats are scaled before the
+product in any block, where that changes nothing: NVFP4, and others in bfloat16 (apart from scales at the ends of its range).
 
 `dense` dequantizes the whole weight into a scratch matrix (read 0.5, write 2 bytes a weight) that cuBLAS multiplies; `sparse` compresses
 that of a 2:4 weight for sparse tensor cores (`semi_structured.py`). Which wins with many rows depends on the device, so tuning chooses
@@ -140,7 +140,7 @@ def dequantize_kernel(
 
 
 def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
-    """`[N, K]` in `dtype`: `(code - zero) * scale`, one rounding; e4m3 scales are divided first, in float32."""
+    """`[N, K]` in `dtype`: `(code - zero) * scale` or `code * scale - minimum`, one rounding; e4m3 scales are divided first, in float32."""
     n, columns = weight.shape
     out = torch.empty(n, columns, dtype=dtype, device=weight.words.device)
     if out.numel():
@@ -154,7 +154,7 @@ def scales_sums(block_rows: int, weight: layout.Weight, dtype: torch.dtype) -> b
     """Whether scales multiply the sums of each group for blocks of so many rows of x, rather than the weight, which is then rounded to
     `dtype`: where the rounding would change something, and the rows are few.
     """
-    if weight.scale.dtype == torch.int16:
+    if weight.products:
         return False  # minima would multiply sums of x, and scales, several loads each, come in small groups
     unchanged = weight.codes == "float" and (weight.scale.dtype == torch.int8 or dtype == torch.bfloat16)
     return weight.field != layout.DENSE and block_rows <= 32 and not unchanged
@@ -202,8 +202,9 @@ def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.
 def matmul(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x W^T + bias` for `x` `[M, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
 
-    Right for any number of rows. With more than 32, a weight with groups is rounded to the dtype of `x` first, and any is that a scratch
-    matrix is written for. One with e4m3 scales is exact in it otherwise, and sums are divided by the global scale.
+    Right for any number of rows. With more than 32, a weight with groups is rounded to the dtype of `x` first, one whose scales are
+    products always, and any is that a scratch matrix is written for. One with e4m3 scales is exact in it otherwise, and sums are
+    divided by the global scale.
     """
     x = row_major(x)
     rows, n = x.shape[0], weight.shape[0]

@@ -1,4 +1,4 @@
-"""W4A16, W8A16 and block floats for 1 or 2 rows: a matrix-vector product that only memory bandwidth should bound.
+"""Products without tensor cores: with packed weights for 1 or 2 rows, which only memory bandwidth should bound, and with outliers.
 
 No tensor cores: at these row counts they would idle, and feeding them costs registers. A program owns two blocks of rows of
 the weight and walks along K, `TILES` tiles at a time; every word is read once, 16 bytes a thread, marked evict-first so that the
@@ -6,6 +6,9 @@ activations stay in the cache. A weight costs one AND, a float two shifts more, 
 floats (`codes.code_tiny`), the activations, which all rows share, carry the factor. Scales and zero points are applied to each
 thread's partial sums, once a group. After ideas of gemlite and of split-K fused dequantization (arXiv 2402.00025). `SPLIT_K > 1` writes
 float32 partial sums that a second kernel adds in order, so results repeat bit for bit.
+
+Codes that select an entry of a table (row codebooks, IQ4) are looked up first, four at a time (`codes.look_up`). Outliers of row
+codebooks, as many in each row, are added to a product in which a level near zero stood in their places.
 
 The factor limits the activations: a product is right for 2^-53 < |x| < 2^52, smaller ones lose digits, larger ones overflow.
 """
@@ -18,9 +21,11 @@ from runtime.kernels.triton import layout
 from runtime.kernels.triton.codes import (
     code_tiny,
     load_grids,
+    load_scale,
     load_table,
     look_up,
     over_global_scale,
+    row_major,
     scale_for_tiny,
     tile_words,
 )
@@ -57,7 +62,7 @@ def _scaled(
 
 @jit
 def _codes(words, table, j: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr):
-    """Field `j` as `code_tiny` gives it, or what it numbers in the tables."""
+    """Field `j` as `code_tiny` gives it, or the entry that it selects from the tables."""
     if CODES == "table":
         return code_tiny(look_up(words, table, j), j % 4, 8, "integer")
     else:
@@ -176,3 +181,52 @@ def matvec(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = N
         return cdiv(weight.shape[0], 2 * config["BLOCK_N"]), config["SPLIT_K"]
 
     return product(matvec_kernel, x, weight, bias, configurations(rows, weight), grid, key=rows, ROWS=rows)
+
+
+@entry
+def outliers_kernel(
+    y, x, columns, values, scale, held, out,
+    stride, M, N, count,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    owned, row = tl.minimum(n, N - 1), tl.minimum(m, M - 1).to(tl.int64)
+    level = tl.load(held + owned).to(tl.float32)[:, None]
+    sums = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_C], tl.float32)
+    for first in range(0, count, BLOCK_C):
+        c = first + tl.arange(0, BLOCK_C)
+        at, inside = owned.to(tl.int64)[:, None] * count + c[None, :], (c < count)[None, :]
+        column = tl.load(columns + at, mask=inside, other=0).to(tl.int32) & 0xFFFF
+        group = owned[:, None] + column * 0
+        if GROUP != 0:
+            group += (column // GROUP) * N
+        more = tl.load(values + at, mask=inside, other=0.0).to(tl.float32) - level * load_scale(scale + group)
+        more = tl.where(inside, more, 0.0)
+        sums += tl.load(x + row[:, None, None] * stride + column[None, :, :]).to(tl.float32) * more[None, :, :]
+    at, inside = m.to(tl.int64)[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]
+    total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32) + tl.sum(sums, 2)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def add_outliers(
+    y: torch.Tensor, x: torch.Tensor, weight: layout.Weight, held: torch.Tensor, columns: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:  # fmt: skip
+    """The product of `x` `[M, K]` with a weight of tables and its outliers -> `[M, N]` in the dtype of `y`.
+
+    Args:
+        y: the product without them.
+        held: int8 `[N]`, the entry of a row's table that stands in the places of its outliers in `weight`.
+        columns: int16 `[N, count]`, unsigned, in ascending order.
+        values: `[N, count]`, what these columns hold.
+    """
+    x = row_major(x)
+    (rows, _), (n, _), count = x.shape, weight.shape, columns.shape[1]
+    if not y.numel() or not count:
+        return y
+    out, block = torch.empty_like(y), 1 if rows == 1 else 8
+    outliers_kernel[(cdiv(n, 16), cdiv(rows, block))](
+        y, x, columns, values, weight.scale, held, out, x.stride(0), rows, n, count,
+        GROUP=weight.group, BLOCK_M=block, BLOCK_N=16, BLOCK_C=16, num_warps=4,
+    )  # fmt: skip
+    return out

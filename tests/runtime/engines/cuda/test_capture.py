@@ -204,6 +204,7 @@ def test_compressed_layers_can_be_captured(tiny_artifact: Path, monkeypatch: pyt
 INT4 = GridScheme(4, "int", True, "group", 32)
 INT8, FLOAT8 = GridScheme(8, "int", True, "channel"), GridScheme(8, "float", True, "channel")
 LAYERS = {
+    "W4A16Triton": (Scheme(INT4), "pack-quantized"),
     "W8A16Triton": (Scheme(INT8), "int-quantized"),
     "Sparse24Triton": (Scheme(GridScheme(4, "int", False, "group", 64), None, "2:4"), "sparse24"),
     "W8A8Triton": (Scheme(INT8, ActivationScheme(8, "int", False, True, "token")), "int-quantized"),
@@ -225,6 +226,11 @@ LAYERS = {
     "KQuantTriton": (Scheme(KQuant("Q4_K")), "k_quant"),
     "KQuantTriton, a table": (Scheme(KQuant("IQ4_XS")), "k_quant"),
 }
+
+
+def test_every_kernel_of_weights_has_a_layer() -> None:
+    kernels = {type(each).__name__ for each in KERNELS if isinstance(each, TritonKernel)}
+    assert kernels == {name.partition(",")[0] for name in LAYERS}
 
 
 @pytest.mark.parametrize("name", LAYERS)

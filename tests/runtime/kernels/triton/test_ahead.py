@@ -26,7 +26,7 @@ import gpu_launches
 from export.triton_aot.worker import compile_variant
 from runtime import formats
 from runtime.errors import ArtifactError, CompressError
-from runtime.formats.k_quant import KQuant
+from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.presets import preset
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.row_codebook import RowCodebook
@@ -321,9 +321,7 @@ SCHEMES: list[tuple[TritonKernel, Scheme, str]] = [
     (BlockFloatTriton("cpu"), preset("MXFP8A16"), "mxfp8-quantized"),
     (RowCodebookTriton("cpu"), Scheme(RowCodebook(3, None, 0.02)), "row_codebook"),
     (RowCodebookTriton("cpu"), Scheme(RowCodebook(4, 48)), "row_codebook"),
-    (KQuantTriton("cpu"), Scheme(KQuant("Q5_K")), "k_quant"),
-    (KQuantTriton("cpu"), Scheme(KQuant("Q3_K")), "k_quant"),
-    (KQuantTriton("cpu"), Scheme(KQuant("IQ4_XS")), "k_quant"),
+    *((KQuantTriton("cpu"), Scheme(KQuant(kind)), "k_quant") for kind in KINDS),
 ]
 
 

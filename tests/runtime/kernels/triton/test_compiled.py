@@ -20,7 +20,7 @@ KERNELS = [
     "quantize NVFP4", "quantize MXFP8", "NVFP4 512", "MXFP4 65", "MXFP4 4096", "MXFP8 512",
     "2:4 w4 dequantize", "rms_norm", "swiglu", "experts w4 1", "experts w4 16", "experts w4 2048", "experts bf16 512",
     "experts bf16 2048", "experts fp32", "codebook 1", "codebook 16", "codebook 512", "codebook dequantize", "q4_k 1", "q4_k 16",
-    "q4_k 512", "q6_k 16", "iq4_xs 1", "iq4_xs 16", "iq4_xs 512", "outliers 1", "outliers 16",
+    "q4_k 512", "q4_k dequantize", "q6_k 1", "q6_k 16", "q6_k 512", "iq4_xs 1", "iq4_xs 16", "iq4_xs 512", "outliers 1", "outliers 16",
 ]  # fmt: skip
 
 
@@ -49,6 +49,7 @@ def test_compiles_without_spills(name, capability, tmp_path, monkeypatch):
         ("experts w4 2048", 90, 4.6), ("mxfp4 16", 90, 6.4), ("nvfp4 512", 90, 9.0), ("w4a16 16", 80, 3.3), ("w4a16 16", 100, 3.0),
         ("w4a16 512", 100, 3.7), ("w8a16 512", 90, 6.8), ("w4a16 64", 80, 8.0), ("w4a16 float16 16", 90, 2.9),
         ("codebook 16", 90, 7.2), ("iq4_xs 16", 90, 10.8), ("q4_k 16", 90, 10.2), ("q6_k 16", 90, 13.2), ("codebook 512", 90, 7.4),
+        ("q4_k 512", 90, 10.0), ("codebook 16", 80, 8.0), ("codebook 16", 100, 8.0),
     ],
 )  # fmt: skip
 @pytest.mark.sampled(3, 7)
@@ -168,6 +169,8 @@ def test_tensor_cores_multiply_block_floats_under_their_scales(name, kind, choic
         ("2:4 w4 1", 6),
         ("codebook 1", 4),
         ("q4_k 1", 4),
+        ("iq4_xs 1", 4),
+        ("q6_k 1", 4),
         ("odd", 4),
         ("ragged", 4),
         ("2:4 odd", 6),

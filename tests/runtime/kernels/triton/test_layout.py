@@ -4,12 +4,14 @@ import contextvars
 import json
 import logging
 import math
+import random
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from runtime.formats.k_quant import KINDS
 from runtime.kernels import tuning as remembered
 from runtime.kernels.triton import layout, tuning
 
@@ -124,3 +126,59 @@ def test_unwritable_cache_is_said_once(device, monkeypatch, caplog):
         assert choose() == {"a": 2}
         assert choose(shape=(1,)) == {"a": 2}
     assert caplog.text.count("cannot remember") == 1
+
+
+def prmt(low: int, high: int, selector: int) -> int:
+    """PTX's `prmt.b32`: four bytes out of eight, selected by nibbles; their highest bit repeats the byte's sign instead."""
+    every = (low | high << 32).to_bytes(8, "little")
+    found = 0
+    for i in range(4):
+        nibble = selector >> 4 * i & 15
+        byte = every[nibble & 7]
+        found |= (0xFF * (byte >> 7) if nibble & 8 else byte) << 8 * i
+    return found
+
+
+def test_assembly_that_looks_entries_up() -> None:
+    """The instructions as PTX defines them: the interpreter does not run them, and compiling does not show what they compute."""
+    from runtime.kernels.triton import codes
+
+    program = codes.LOOK_UP if isinstance(codes.LOOK_UP, str) else codes.LOOK_UP.value
+    generator = random.Random(0)
+    for trial in range(300):
+        entries = [generator.randrange(256) for _ in range(16)]
+        word = generator.randrange(1 << 32) if trial >= 16 else trial * 0x11111111
+        table = [int.from_bytes(bytes(entries[4 * i : 4 * i + 4]), "little") for i in range(4)]
+        held = {"$1": word} | {f"${i + 2}": part for i, part in enumerate(table)}
+        for line in program.splitlines()[2:-1]:
+            name, _, rest = line.strip().rstrip(";").partition(" ")
+            target, *sources = (part.strip() for part in rest.split(","))
+            values = [held[each] if each in held else int(each, 0) for each in sources]
+            if name == "and.b32":
+                held[target] = values[0] & values[1]
+            elif name == "shr.b32":
+                held[target] = values[0] >> values[1]
+            elif name == "lop3.b32":
+                assert values[3] == (0xF0 & 0xCC) | 0xAA, "(a & b) | c"
+                held[target] = (values[0] & values[1]) | values[2]
+            else:
+                assert name == "prmt.b32"
+                held[target] = prmt(*values)
+        assert [held["$0"] >> 8 * i & 255 for i in range(4)] == [entries[word >> 4 * i & 15] for i in range(4)]
+
+
+def test_a_choice_of_launches_depends_on_how_scales_are_held() -> None:
+    words, table = torch.empty(2, 4, 16, dtype=torch.int32), torch.empty(4, 4, dtype=torch.int32)
+    grids, products = torch.empty(16, 4, dtype=torch.float16), torch.empty(17, 4, dtype=torch.int16)
+    every = [
+        layout.Weight(words, grids, None, (4, 256), 16, 4),
+        layout.Weight(words, products, None, (4, 256), 16, 4),
+        layout.Weight(words, products, None, (4, 256), 16, 4, codes="minimum"),
+        layout.Weight(words, grids, None, (4, 256), 16, 4, codes="table", table=table),
+        layout.Weight(words, products, None, (4, 256), 16, 4, codes="table", table=table),
+    ]
+    assert len({weight.key for weight in every}) == len(every)
+
+
+def test_blocks_of_k_quants_are_those_of_the_layout() -> None:
+    assert {kind.block for kind in KINDS.values() if (kind.low, kind.high) != (1, 1)} == {layout.BLOCK}

@@ -13,13 +13,13 @@ from runtime import formats
 from runtime.formats.k_quant import KINDS, KQuant
 from runtime.formats.presets import preset
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.row_codebook import RowCodebook
+from runtime.formats.row_codebook import RowCodebook, stored_columns
 from runtime.formats.scheme import CompressedWeight, Scheme
 from runtime.kernels.base import Layer
 from runtime.kernels.triton import layout
 from runtime.kernels.triton.codebooks import KQuantTriton, RowCodebookTriton
 from runtime.kernels.triton.matmul import dequantize, matmul
-from runtime.kernels.triton.matvec import matvec
+from runtime.kernels.triton.matvec import add_outliers, matvec
 
 # (bits, group size, outliers), shape: less than a tile, nothing a multiple of a tile, a last word that is not full
 CODEBOOKS = [
@@ -34,13 +34,32 @@ SMALL = {"BLOCK_N": 4, "TILES": 2, "SPLIT_K": 3, "num_warps": 4}
 
 
 def made(form, shape, dtype=torch.bfloat16, seed=0):
-    """The kernel, what it prepared of a random weight, and its layer."""
+    """The kernel, what it prepared of a random weight (k-quants: with scales over their whole range), and its layer."""
     scheme = Scheme(form)
     stored = formats.choose(scheme, shape)
-    tensors = stored.pack(random_weight(scheme, shape, dtype, seed))
+    weight = random_weight(scheme, shape, dtype, seed)
+    if isinstance(form, KQuant):
+        weight = dataclasses.replace(weight, own=weight.own | any_scales(form, shape, seed))
+    tensors = stored.pack(weight)
     layer = Layer(ModuleEntry(scheme, stored.name), shape, dtype, torch.device("cpu"))
     kernel = (RowCodebookTriton if isinstance(form, RowCodebook) else KQuantTriton)("cpu")
     return kernel, kernel.prepare(tensors, layer), layer
+
+
+def any_scales(form, shape, seed):
+    """Integers from end to end, factors of both signs, some zero or subnormal."""
+    generator, facts = torch.Generator().manual_seed(seed), form.facts
+
+    def pair(factor, integers, low):
+        d = (torch.randn(shape[0], shape[1] // facts.block, generator=generator) * 1e-3).half()
+        d[0, 0], d[-1, -1] = 3e-7, 0
+        found = torch.randint(
+            low, facts.high + 1, (shape[0], shape[1] // facts.width), dtype=torch.int8, generator=generator
+        )
+        found[:2, :2] = torch.tensor([low, facts.high], dtype=torch.int8)
+        return {factor: d, integers: found}
+
+    return pair("d", "scale", facts.low) | ({} if form.symmetric else pair("dmin", "minimum", 0))
 
 
 @pytest.mark.parametrize(("form", "shape"), CODEBOOKS, ids=str)
@@ -106,27 +125,59 @@ def test_every_entry_of_a_table_is_found():
         assert_close(product(x, w), x.double() @ expected.t(), torch.bfloat16)
 
 
-def test_outliers_replace_what_stands_in_their_places():
-    """Unlike any level of the row, in the first and the last column, and for rows of which one is not finite."""
-    form, generator = RowCodebook(2, None, 0.05), torch.Generator().manual_seed(0)
-    kernel, _, layer = made(form, (5, 40))
-    outliers = torch.tensor([[64.0, -128.0]]).bfloat16().expand(5, 2).contiguous()
+def with_outliers(form, levels, places, shape, dtype, scale=0.01):
+    """The kernel, what it prepared of rows with these outliers, float64 `[N, K]`, and its layer."""
+    generator, layer = torch.Generator().manual_seed(0), made(form, shape, dtype)[2]
+    groups = shape[1] // form.group_size if form.group_size else 1
+    outliers = (torch.randn(shape[0], len(places), generator=generator) * 100).to(dtype)
     parameters = {
-        "levels": torch.tensor([[-90, -3, 20, 127]], dtype=torch.int8).expand(5, 4).contiguous(),
-        "scale": torch.full((5, 1), 0.01).bfloat16(),
-        "outlier_columns": torch.tensor([[0, 39]], dtype=torch.int16).expand(5, 2).contiguous(),
+        "levels": torch.tensor(levels, dtype=torch.int8).expand(shape[0], -1).contiguous(),
+        "scale": torch.rand(shape[0], groups, generator=generator).add(0.5).mul(scale).to(dtype),
+        "outlier_columns": stored_columns(torch.tensor(places)).expand(shape[0], -1).contiguous(),
     }
-    codes = form.with_outliers(torch.randint(0, 4, (5, 40), generator=generator), parameters, outliers)
-    weight = CompressedWeight.of(codes, parameters, None, layer.entry.scheme, layer.dtype)
+    codes = form.with_outliers(torch.randint(0, 2**form.bits, shape, generator=generator), parameters, outliers)
+    weight = CompressedWeight.of(codes, parameters, None, layer.entry.scheme, dtype)
+    kernel = RowCodebookTriton("cpu")
     prepared = kernel.prepare(layer.storage.pack(weight), layer)
-    dense = kernel.restore(prepared, layer).dequantize().double()
-    assert torch.equal(dense[:, [0, 39]], outliers.double())
-    x = rows(9, 40, strided=True)
+    assert torch.equal(kernel.restore(prepared, layer).dequantize(), weight.dequantize())
+    exact = form.dequantize(codes, parameters, torch.float64)
+    assert torch.equal(exact[:, places], outliers.double())
+    return kernel, prepared, exact, layer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_outliers_under_large_inputs(bits, dtype):
+    """Inputs so large that a level in the outliers' place would cover up everything else, or be infinite in float16."""
+    levels = [-127, -90, 35, 127] if bits == 2 else [-128, *range(-97, 99, 14), 127]
+    kernel, prepared, exact, layer = with_outliers(RowCodebook(bits, None, 0.05), levels, [0, 39], (5, 40), dtype, 1.0)
+    prepared["weight_outliers"][:, 1], exact[:, 39] = 1, 1
+    for count in (1, 9, 70):
+        x = rows(count, 40, dtype, strided=True)
+        x[:, 39] = 500
+        bias = rows(1, 5, dtype, 1)[0]
+        y = kernel.run(x, prepared, layer, bias)
+        expected = x.double() @ exact.t() + bias.double()
+        first = x[:, 1:39].double() @ exact[:, 1:39].t() + bias.double()
+        held = 0 if bits == 2 else 500 * 1.5  # the level 1 times the largest scale
+        rounding = torch.finfo(dtype).eps / 2
+        assert bool(((y.double() - expected).abs() <= 1.1 * rounding * (expected.abs() + first.abs() + held)).all())
     x[4, 39] = float("inf")
     y = kernel.run(x, prepared, layer, None)
     assert not bool(y[4].isfinite().any())
-    there = [row for row in range(9) if row != 4]
-    torch.testing.assert_close(y[there].double(), x[there].double() @ dense.t(), rtol=2**-7, atol=2e-2)
+    assert bool(y[:4].isfinite().all())
+
+
+def test_outliers_beyond_column_32768():
+    """Columns are stored as unsigned numbers of 16 bits; groups have scales of their own."""
+    places, groups = torch.tensor([[0, 31, 32767, 32768, 32799], [15, 16, 17, 40000, 65535]]), 4096
+    scale, values = torch.rand(groups, 2).bfloat16(), torch.randn(2, 5).bfloat16()
+    held, x, y = torch.tensor([-7, 5], dtype=torch.int8), rows(9, 65536, strided=True), rows(9, 2, seed=1)
+    words, table = torch.empty(0, 2, 16, dtype=torch.int32), torch.empty(4, 2, dtype=torch.int32)
+    w = layout.Weight(words, scale, None, (2, 65536), 16, 4, codes="table", table=table)
+    more = values.double() - held[:, None] * scale.double().t().gather(1, places // 16)
+    expected = y.double() + (x.double()[:, places] * more).sum(-1)
+    assert_close(add_outliers(y, x, w, held, stored_columns(places), values), expected, torch.bfloat16)
 
 
 def test_presets_are_computed_and_activations_are_not_rounded():

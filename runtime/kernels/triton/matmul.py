@@ -177,6 +177,8 @@ def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.
                   (m, 128, split, 8 if warps == 4 else 4, 4), (m, 128, max(1, split // 2), warps, 4), (m, 64, 2 * split, 4, 3)]  # fmt: skip
     elif major not in (9, 10):  # both operands and the sums in registers: larger blocks spill
         chosen = [(64, 128, 1, 4, 3), (64, 128, 2, 4, 3), (64, 64, 1, 4, 3), (64, 128, 1, 8, 3)]
+        if weight.products:  # and their scales: four warps would spill too
+            chosen = [(64, 128, 1, 8, 3), (64, 64, 1, 4, 3)]
     else:
         chosen = [
             (128, 128, 1, warps, 3),

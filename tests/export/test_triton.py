@@ -426,6 +426,22 @@ def test_layers_that_stay_on_other_kernels_are_named(tiny_artifact: Path, monkey
     assert "no Triton kernel computes any of its" in (plan.why_not(source, TritonOptions()) or "")
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes", "kernel"),
+    [("row_codebook", {}, "row-codebook-triton"), ("k_mixture", {"hidden_size": 256}, "k-quant-triton")],
+)
+def test_codebooks_and_k_quants_are_compiled_for(kind: str, sizes: Any, kernel: str, made: Any) -> None:
+    """Their layers of one input are joined where they are alike, and every kind of codes has its own launches."""
+    source = Source(made(kind, **sizes))
+    found = plan.launches(source, TritonOptions(), 90)
+    assert found.engine is None
+    assert set(found.kernels.values()) == {kernel}
+    codes = {dict(each.arguments)["CODES"] for each in found.variants if each.kernel == "matvec.matvec_kernel"}
+    assert codes == ({"='table'"} if kind == "row_codebook" else {"='integer'", "='minimum'", "='table'"})
+    outliers = "matvec.outliers_kernel" in {each.kernel for each in found.variants}
+    assert outliers == (kind == "row_codebook")
+
+
 def test_float8_attention_beside_dense_experts_is_compiled_for(tmp_path: Path) -> None:
     from transformers import MixtralConfig
 

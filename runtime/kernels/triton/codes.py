@@ -20,6 +20,11 @@ prmt.b32 $0, low, high, place;
 }"""
 #: PTX of `look_up`: $1 has four fields, $2 to $5 the table.
 LOOK_UP = tl.constexpr(_LOOK_UP) if triton is not None else _LOOK_UP
+_FIRST_PAIR, _SECOND_PAIR = "prmt.b32 $0, $1, $2, 0x5140;", "prmt.b32 $0, $1, $2, 0x7362;"
+#: PTX of `_pairs`.
+FIRST_PAIR, SECOND_PAIR = (
+    (tl.constexpr(_FIRST_PAIR), tl.constexpr(_SECOND_PAIR)) if triton is not None else (_FIRST_PAIR, _SECOND_PAIR)
+)
 #: Whether kernels run in triton's interpreter, which knows no assembly.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret) if triton is not None else None
 
@@ -124,6 +129,51 @@ def look_up(words, table, j: tl.constexpr):
 
 
 @jit
+def _bytes_as(entries, HIGH: tl.constexpr, dtype: tl.constexpr):
+    """Low or high bytes of what four entries, a word of a table, are as 16-bit floats; these hold them exactly."""
+    found = entries * 0
+    for i in tl.static_range(4):
+        bits = (((entries >> (8 * i)) & 255) - 128).to(dtype).to(tl.int16, bitcast=True).to(tl.int32)
+        found |= ((bits >> (8 if HIGH else 0)) & 255) << (8 * i)
+    return found
+
+
+@jit
+def _table_as(table, HIGH: tl.constexpr, dtype: tl.constexpr):
+    return (
+        _bytes_as(table[0], HIGH, dtype), _bytes_as(table[1], HIGH, dtype),
+        _bytes_as(table[2], HIGH, dtype), _bytes_as(table[3], HIGH, dtype),
+    )  # fmt: skip
+
+
+@jit
+def _pairs(low, high, SECOND: tl.constexpr):
+    """Bytes 0 and 1, or 2 and 3, of both words as two 16-bit numbers: one PRMT."""
+    if INTERPRETED:
+        low, high = low >> (16 if SECOND else 0), high >> (16 if SECOND else 0)
+        return (low & 255) | ((high & 255) << 8) | ((low & 0xFF00) << 8) | ((high & 0xFF00) << 16)
+    elif SECOND:
+        return tl.inline_asm_elementwise(SECOND_PAIR, "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return tl.inline_asm_elementwise(FIRST_PAIR, "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@jit
+def entry_slice(w, table, j: tl.constexpr, dtype: tl.constexpr):
+    """Slice `j` of words `[rows, 16]`: the entries of `table` that it selects, as 16-bit floats `[rows, 16]`.
+
+    Their low and high bytes are looked up, for neighbouring columns together, so that nothing is converted.
+    """
+    even, odd = tl.split(tl.reshape(w >> (4 * (j % 2)), [w.shape[0], 8, 2]))
+    both = (even & 0x0F0F0F0F) | ((odd & 0x0F0F0F0F) << 4)
+    low = look_up(both, _table_as(table, False, dtype), j)
+    high = look_up(both, _table_as(table, True, dtype), j)
+    pairs = _pairs(low, high, j % 4 >= 2)
+    halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+    return tl.reshape(halves, [w.shape[0], 16]).to(dtype, bitcast=True)
+
+
+@jit
 def scale_for_tiny(x, j: tl.constexpr, FIELD: tl.constexpr, CODES: tl.constexpr):
     """Activations, scaled so that products with `code_tiny` are `x * code * 2^-73`, far from both ends of float32."""
     if CODES == "float":
@@ -204,7 +254,9 @@ def code_slice(w, zero, table, j: tl.constexpr, FIELD: tl.constexpr, CODES: tl.c
     and of 4 to 7: two instructions for 16 codes. Then a pair takes a shift, a LOP3 and an FMA (of floats: two shifts, two LOP3).
     """
     tl.static_assert(CODES != "minimum" or dtype == tl.float32)
-    if CODES == "table":
+    if CODES == "table" and dtype != tl.float32:
+        return entry_slice(w, table, j, dtype)
+    elif CODES == "table":
         return code_minus(look_up(w, table, j), 0x3F800000, 0.0, j % 4, 8, "integer").to(dtype)
     elif FIELD == 4 and dtype != tl.float32:
         even, odd = tl.split(tl.reshape(w, [w.shape[0], 8, 2]))

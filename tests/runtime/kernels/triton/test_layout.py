@@ -139,32 +139,46 @@ def prmt(low: int, high: int, selector: int) -> int:
     return found
 
 
+def run_ptx(program: str, arguments: list[int]) -> int:
+    """What a few instructions make of words $1, $2, ...: the word $0."""
+    held = {f"${i + 1}": word for i, word in enumerate(arguments)}
+    for line in program.strip("{}").splitlines():
+        name, _, rest = line.strip().rstrip(";").partition(" ")
+        if name in ("", ".reg"):
+            continue
+        target, *sources = (part.strip() for part in rest.split(","))
+        values = [held[each] if each in held else int(each, 0) for each in sources]
+        if name == "and.b32":
+            held[target] = values[0] & values[1]
+        elif name == "shr.b32":
+            held[target] = values[0] >> values[1]
+        elif name == "lop3.b32":
+            assert values[3] == (0xF0 & 0xCC) | 0xAA, "(a & b) | c"
+            held[target] = (values[0] & values[1]) | values[2]
+        else:
+            assert name == "prmt.b32"
+            held[target] = prmt(*values)
+    return held["$0"]
+
+
 def test_assembly_that_looks_entries_up() -> None:
     """The instructions as PTX defines them: the interpreter does not run them, and compiling does not show what they compute."""
     from runtime.kernels.triton import codes
 
-    program = codes.LOOK_UP if isinstance(codes.LOOK_UP, str) else codes.LOOK_UP.value
+    look_up, first, second = (
+        getattr(each, "value", each) for each in (codes.LOOK_UP, codes.FIRST_PAIR, codes.SECOND_PAIR)
+    )
     generator = random.Random(0)
     for trial in range(300):
         entries = [generator.randrange(256) for _ in range(16)]
         word = generator.randrange(1 << 32) if trial >= 16 else trial * 0x11111111
         table = [int.from_bytes(bytes(entries[4 * i : 4 * i + 4]), "little") for i in range(4)]
-        held = {"$1": word} | {f"${i + 2}": part for i, part in enumerate(table)}
-        for line in program.splitlines()[2:-1]:
-            name, _, rest = line.strip().rstrip(";").partition(" ")
-            target, *sources = (part.strip() for part in rest.split(","))
-            values = [held[each] if each in held else int(each, 0) for each in sources]
-            if name == "and.b32":
-                held[target] = values[0] & values[1]
-            elif name == "shr.b32":
-                held[target] = values[0] >> values[1]
-            elif name == "lop3.b32":
-                assert values[3] == (0xF0 & 0xCC) | 0xAA, "(a & b) | c"
-                held[target] = (values[0] & values[1]) | values[2]
-            else:
-                assert name == "prmt.b32"
-                held[target] = prmt(*values)
-        assert [held["$0"] >> 8 * i & 255 for i in range(4)] == [entries[word >> 4 * i & 15] for i in range(4)]
+        found = run_ptx(look_up, [word, *table])
+        assert [found >> 8 * i & 255 for i in range(4)] == [entries[word >> 4 * i & 15] for i in range(4)]
+        low, high = (list(found.to_bytes(4, "little")), list(word.to_bytes(4, "little")))
+        for program, at in ((first, 0), (second, 2)):
+            pair = run_ptx(program, [found, word]).to_bytes(4, "little")
+            assert list(pair) == [low[at], high[at], low[at + 1], high[at + 1]]
 
 
 def test_a_choice_of_launches_depends_on_how_scales_are_held() -> None:

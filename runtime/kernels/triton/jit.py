@@ -145,6 +145,11 @@ def is_recording() -> bool:
     return _recorder.get() is not None
 
 
+def kernel_constant(value: Any) -> Any:
+    """A constant that kernels of a file read: triton's own kind of it, where there is triton."""
+    return value if tl is None else tl.constexpr(value)
+
+
 def cdiv(a: int, b: int) -> int:
     """`a / b`, rounded up."""
     return -(-a // b)
@@ -164,7 +169,7 @@ def collect_source(fn: Callable[..., Any], parts: dict[str, str]) -> None:
         inner = getattr(value, "fn", None)
         if inner is not None and f"{inner.__module__}.{inner.__name__}" not in parts:
             collect_source(inner, parts)
-        elif isinstance(value, (bool, int, float, str)):
+        elif isinstance(value := getattr(value, "value", value), (bool, int, float, str)):  # of `kernel_constant`
             parts[f"{fn.__module__}:{name}"] = repr(value)
 
 

@@ -25,7 +25,6 @@ from runtime.kernels.triton.codes import (
     dequantize_slice,
     dequantize_slices,
     load_grid,
-    load_table,
     over_global_scale,
     own_block,
     row_major,
@@ -33,6 +32,7 @@ from runtime.kernels.triton.codes import (
 )
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import product, widest_split
+from runtime.kernels.triton.tables import load_table
 from runtime.kernels.triton.tuning import Config
 
 SCRATCH_ROWS = 1024  #: Untuned, from so many rows on the whole weight is dequantized.

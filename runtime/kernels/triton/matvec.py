@@ -7,7 +7,7 @@ floats (`codes.code_tiny`), the activations, which all rows share, carry the fac
 thread's partial sums, once a group. After ideas of gemlite and of split-K fused dequantization (arXiv 2402.00025). `SPLIT_K > 1` writes
 float32 partial sums that a second kernel adds in order, so results repeat bit for bit.
 
-Codes that select an entry of a table (row codebooks, IQ4) are looked up first, four at a time (`codes.look_up`). Outliers of row
+Codes that select an entry of a table (row codebooks, IQ4) are looked up first, four at a time (`tables.look_up`). Outliers of row
 codebooks, as many in each row, are added to a product in which a level near zero stood in their places.
 
 The factor limits the activations: a product is right for 2^-53 < |x| < 2^52, smaller ones lose digits, larger ones overflow.
@@ -22,8 +22,6 @@ from runtime.kernels.triton.codes import (
     code_tiny,
     load_grids,
     load_scale,
-    load_table,
-    look_up,
     over_global_scale,
     row_major,
     scale_for_tiny,
@@ -31,6 +29,7 @@ from runtime.kernels.triton.codes import (
 )
 from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 from runtime.kernels.triton.split_k import product, vector_configurations, widest_split
+from runtime.kernels.triton.tables import load_table, look_up
 from runtime.kernels.triton.tuning import Config
 
 MAXIMUM_ROWS = 2

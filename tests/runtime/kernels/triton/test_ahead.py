@@ -257,6 +257,7 @@ def test_sources_are_more_than_text(tmp_path: Path) -> None:
 
     jit.collect_source(matmul_kernel.fn, parts)
     assert "runtime.kernels.triton.codes.dequantize_slice" in parts
+    assert "0x5140" in parts["runtime.kernels.triton.tables:FIRST_PAIR"], "assembly too"
     assert {f"runtime.kernels.triton.codes.{name}" for name in ("code_plus", "code_slice")} <= set(parts), (
         "helpers of helpers too"
     )

@@ -163,10 +163,10 @@ def run_ptx(program: str, arguments: list[int]) -> int:
 
 def test_assembly_that_looks_entries_up() -> None:
     """The instructions as PTX defines them: the interpreter does not run them, and compiling does not show what they compute."""
-    from runtime.kernels.triton import codes
+    from runtime.kernels.triton import tables
 
     look_up, first, second = (
-        getattr(each, "value", each) for each in (codes.LOOK_UP, codes.FIRST_PAIR, codes.SECOND_PAIR)
+        getattr(each, "value", each) for each in (tables.LOOK_UP, tables.FIRST_PAIR, tables.SECOND_PAIR)
     )
     generator = random.Random(0)
     for trial in range(300):

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from runtime.kernels.triton.layout import BLOCK
+
 FLOAT8 = torch.float8_e4m3fn
 
 
@@ -68,7 +70,7 @@ def k_quant_weight(n: int, k: int, kind: str, device: str, seed: int = 0) -> Any
     generator, w = torch.Generator(device).manual_seed(seed), int_weight(n, k, group, field, device, seed=seed)
 
     def products(name: str, factor: str) -> dict[str, torch.Tensor]:
-        blocks = torch.rand(n, k // layout.BLOCK, device=device, generator=generator) * 1e-3
+        blocks = torch.rand(n, k // BLOCK, device=device, generator=generator) * 1e-3
         integers = torch.randint(0, 64, (n, k // group), dtype=torch.int8, device=device, generator=generator)
         return {name: integers if kind == "q4_k" else integers - 32, factor: blocks.half()}
 
@@ -157,8 +159,9 @@ def codebook_cases(n: int, k: int, device: str, small: bool) -> Iterator[Case]:
             w = codebook_weight(n, k, group, device)
             yield from weight_only_cases(w, f"{n}x{k} codebook group {group}", small)
         yield outliers_case(n, k, 3 if small else 16, device)
-        for kind in ("q4_k", "q6_k") if k >= 256 else ():
-            yield from weight_only_cases(k_quant_weight(n, k - k % 256, kind, device), f"{n}x{k} {kind}", small)
+        whole = k - k % BLOCK
+        for kind in ("q4_k", "q6_k") if whole else ():
+            yield from weight_only_cases(k_quant_weight(n, whole, kind, device), f"{n}x{whole} {kind}", small)
 
 
 def outliers_case(n: int, k: int, rows: int, device: str) -> Case:

@@ -169,9 +169,8 @@ def code_slice(w, zero, table, j: tl.constexpr, FIELD: tl.constexpr, CODES: tl.c
             pairs = (even & 0xFFFF) | (odd << 16)
         else:
             pairs = ((even >> 16) & 0xFFFF) | (odd & -65536)
-        if (
-            CODES == "float"
-        ):  # sign and size to the top of each half, and the size on to the lowest bits of exponent and the top of the mantissa
+        # A float's sign and size go to the top of each half, its size on to the low bits of the exponent and the top of the mantissa.
+        if CODES == "float":
             pairs = pairs << (12 - 4 * (j % 4))
             if dtype == tl.bfloat16:
                 pairs = (pairs & -0x7FFF8000) | ((pairs >> 6) & 0x01C001C0)  # of 2^-126
@@ -194,9 +193,9 @@ def code_slice(w, zero, table, j: tl.constexpr, FIELD: tl.constexpr, CODES: tl.c
 
 @jit
 def load_grids(scale, zero, group, rows, N, groups, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr):
-    """Scales, and zero points or minima (or 0.0), float32, of groups and rows that broadcast against each other.
+    """Scales and zero points or minima (or 0.0), float32, of `group` and `rows`, int tensors that broadcast against each other.
 
-    Scales in int16 are those of `layout.pack_products`, which have the minima too.
+    int16 scales are those of `layout.pack_products`, with the minima among them.
     """
     at = rows + group * N
     if scale.dtype.element_ty == tl.int16:
